@@ -1,0 +1,1 @@
+"""Every argument of the training program, readable without torch."""

@@ -1,0 +1,98 @@
+"""The project's exception tree.
+
+Every error a user can cause or meet derives from :class:`FlagscaleError`. The command line prints
+its message, without a traceback, and exits with its ``exit_code``:
+
+==  =====================================================
+0   ok
+1   the job failed
+2   the configuration is wrong
+3   a host or a scheduler could not be reached
+4   a benchmark fell below its baseline
+==  =====================================================
+
+A message says what was found, what was expected and, where it helps, what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class FlagscaleError(Exception):
+    """Base of all errors that are printed as one message and never as a traceback."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    ``where`` is ``file:line`` where it is known, a file, or ``override`` for a command-line
+    override; ``key`` is the dotted key, such as ``train.model.num_layers``.
+    """
+
+    key: str
+    message: str
+    where: str | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        key = f"{self.key}: " if self.key else ""
+        return f"{place}{key}{self.message}"
+
+
+class ConfigError(FlagscaleError):
+    """The configuration is wrong. Carries every problem that was found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(
+        self, problems: str | Problem | Sequence[Problem], *, hint: str | None = None
+    ) -> None:
+        if isinstance(problems, str):
+            problems = Problem(key="", message=problems)
+        found = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.problems: tuple[Problem, ...] = found
+        super().__init__("\n".join(str(p) for p in found), hint=hint)
+
+
+class JobError(FlagscaleError):
+    """The job ran and failed, or did not start. ``exit_code`` is the job's own where known."""
+
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
+class RunStateError(FlagscaleError):
+    """An action does not fit the state of the run: still alive, never started, unreadable."""
+
+
+class UnreachableError(FlagscaleError):
+    """A host or a scheduler could not be reached."""
+
+    exit_code = 3
+
+
+class BackendSourceError(FlagscaleError):
+    """A training backend's source could not be fetched, verified or adapted."""
+
+
+class DataError(FlagscaleError):
+    """A data set, an index or a tokenizer is missing, damaged or does not fit the model."""
+
+
+class CheckpointError(FlagscaleError):
+    """A checkpoint cannot be written or read."""
