@@ -1,0 +1,67 @@
+# One place for the commands people and CI run. `make help` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+PIP    := $(RUN) -m pip --disable-pip-version-check
+# Installed first and alone, so that no other package's resolver picks another build.
+TORCH  := torch==2.13.0
+
+CONFIG := --config-path ./examples/llama3/conf --config-name train
+
+.PHONY: help setup setup-dev backend data quickstart test test-fast lint format docs gpu-test bench clean
+
+help: ## what can be made here
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else \
+	"flagscale needs Python 3.10 to 3.12, $(PYTHON) is %d.%d: make PYTHON=python3.11 ..." % v)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.setup: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet --upgrade "pip>=25"
+	$(RUN) -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(TORCH)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[train]'
+	@touch $@
+
+$(VENV)/.setup-dev: $(VENV)/.setup
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	@touch $@
+
+setup: $(VENV)/.setup ## virtual environment with everything training needs
+setup-dev: $(VENV)/.setup-dev ## the same, and what tests and lint need
+
+backend: setup ## fetch and adapt the training backend's source (idempotent)
+	$(RUN) tools/patch/unpatch.py --backend Megatron-LM
+
+data: setup ## corpus and tokenizer of the quickstart (idempotent)
+	$(RUN) tools/data/quickstart.py
+
+quickstart: setup backend data ## train a tiny Llama-3 on this machine, from nothing
+	$(RUN) run.py $(CONFIG) action=test
+	@$(RUN) -m flagscale.cli query examples/llama3/conf/train.yaml
+
+test: setup-dev backend ## the whole test suite
+	$(RUN) -m pytest
+
+test-fast: setup-dev ## only the tests that need neither torch nor processes
+	$(RUN) -m pytest -m "not torch and not integration and not gpu"
+
+lint: setup-dev ## ruff, mypy, and generated files in step with their sources
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: setup-dev ## let ruff rewrite what it can
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+gpu-test: setup-dev backend ## the tests that need a CUDA device
+	$(RUN) -m pytest -m gpu
+
+clean: ## remove what was generated, keep the environment and your runs
+	rm -rf third_party build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
