@@ -1,0 +1,283 @@
+"""The typed schema of an experiment: what a YAML may say, with the meaning of every key.
+
+These frozen dataclasses are what the rest of the launcher works with. ``config.load`` fills them
+from a composed YAML and ``docs/configuration.md`` is generated from their fields, so a key's
+documentation lives here and nowhere else. A key that is null or missing takes the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+ACTIONS = ("run", "dryrun", "test", "query", "logs", "stop")
+RUNNER_TYPES = ("local", "ssh")
+TORCHRUN_BACKENDS = ("torchrun",)
+TASK_TYPES = ("train",)
+TASK_BACKENDS = ("megatron",)
+
+
+def doc(
+    text: str,
+    *,
+    key: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Mapping[str, Any]:
+    """A schema field's metadata. ``key`` is its name in the YAML when it differs from the
+    field's; ``minimum`` and ``maximum`` are inclusive."""
+    return MappingProxyType(
+        {"doc": text, "key": key, "choices": choices, "minimum": minimum, "maximum": maximum}
+    )
+
+
+def documented(schema: type) -> dict[str, Field[Any]]:
+    """The fields of a schema class that are keys of the YAML, by key."""
+    return {f.metadata["key"] or f.name: f for f in fields(schema) if "doc" in f.metadata}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is run: ``experiment.task``."""
+
+    entrypoint: Path = field(
+        metadata=doc(
+            "The training program. A script that is not this project's own (a Megatron-LM "
+            "checkout's `pretrain_gpt.py`) gets the same arguments, judged by its own parser."
+        )
+    )
+    type: str = field(default="train", metadata=doc("The kind of task.", choices=TASK_TYPES))
+    backend: str = field(
+        default="megatron", metadata=doc("The training backend.", choices=TASK_BACKENDS)
+    )
+    foreign: bool = False
+    """Whether ``entrypoint`` is not this project's own training program."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How and where it is run: ``experiment.runner``."""
+
+    type: str = field(
+        default="local",
+        metadata=doc(
+            "How hosts are reached. `ssh` without a hostfile, or with this machine alone in it, "
+            "starts on this machine, as `local` does.",
+            choices=RUNNER_TYPES,
+        ),
+    )
+    backend: str = field(
+        default="torchrun",
+        metadata=doc("What starts the ranks of a host.", choices=TORCHRUN_BACKENDS),
+    )
+    nnodes: int | None = field(
+        default=None,
+        metadata=doc(
+            "Number of hosts: the smaller of this and the hostfile's. `a:b` means `a`.", minimum=1
+        ),
+    )
+    nproc_per_node: int | Literal["auto"] | None = field(
+        default=None,
+        metadata=doc(
+            "Ranks a host: the smallest of this, the host's slots and its visible devices. `auto`: "
+            "as many as the host has devices, 1 on a host that has none.",
+            minimum=1,
+        ),
+    )
+    hostfile: Path | None = field(
+        default=None,
+        metadata=doc(
+            "File with a line `host slots=N [type=T]` for each host. Without it: this machine."
+        ),
+    )
+    master_addr: str | None = field(
+        default=None, metadata=doc("Address at which ranks meet. Without it: the first host's.")
+    )
+    master_port: int | None = field(
+        default=None,
+        metadata=doc("Port at which ranks meet. Without it: a free one.", minimum=1, maximum=65535),
+    )
+    foreground: bool = field(
+        default=False,
+        metadata=doc(
+            "Whether `action=run` stays, shows the ranks' output and exits with the job's code."
+        ),
+    )
+    start_timeout: float = field(
+        default=600.0,
+        metadata=doc(
+            "Seconds within which every rank must have joined the process group.", minimum=1
+        ),
+    )
+    stop_grace: float = field(
+        default=60.0,
+        metadata=doc(
+            "Seconds that stopped processes have to end (and save a checkpoint) before they are "
+            "killed.",
+            minimum=0,
+        ),
+    )
+    log_dir: Path | None = field(
+        default=None,
+        metadata=doc("Directory of torchrun's logs. Without it: `<exp_dir>/logs/details`."),
+    )
+    redirects: str = field(
+        default="3",
+        metadata=doc("Which streams of a rank go to its log file, as torchrun's `--redirects`."),
+    )
+    tee: str = field(
+        default="3",
+        metadata=doc(
+            "Which streams of a rank also go to the host's output, as torchrun's `--tee`."
+        ),
+    )
+    max_restarts: int = field(
+        default=0,
+        metadata=doc("How often torchrun restarts the ranks of a host after a failure.", minimum=0),
+    )
+    rdzv_id: str | None = field(
+        default=None, metadata=doc("Name of the rendezvous. Without it: the run's identity.")
+    )
+    rdzv_backend: str = field(
+        default="static",
+        metadata=doc(
+            "Kind of rendezvous. Only `static`: others number the hosts by a rule of their own.",
+            choices=("static",),
+        ),
+    )
+    rdzv_endpoint: str | None = field(
+        default=None,
+        metadata=doc(
+            "`host:port`; the same as `master_addr` and `master_port`, which win over it."
+        ),
+    )
+    ssh_port: int = field(
+        default=22,
+        metadata=doc(
+            "Port of the hosts' SSH servers. This machine is not reached by SSH.",
+            minimum=1,
+            maximum=65535,
+        ),
+    )
+    no_shared_fs: bool = field(
+        default=False,
+        metadata=doc(
+            "Whether hosts have no common file system. Of no effect where this machine is the only "
+            "host."
+        ),
+    )
+    per_node_task: bool = field(
+        default=False,
+        metadata=doc("Whether each host runs a job of its own. Of no effect on one host."),
+    )
+    enable_monitoring: bool = field(
+        default=False,
+        metadata=doc(
+            "A monitor in the background. This version has none and refuses `true`; `action=query "
+            "follow=true` watches a run."
+        ),
+    )
+    hang_detection_timeout: float = field(
+        default=1800.0,
+        metadata=doc("Seconds without progress that the monitor takes for a hang.", minimum=1),
+    )
+    extra: Mapping[str, str | None] = field(default_factory=dict)
+    """Other keys, which torchrun gets as ``--key value``; None is a flag without a value."""
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Environment of the ranks: ``experiment.envs``. Values are the YAML's text, unchanged."""
+
+    common: Mapping[str, str] = field(default_factory=dict)
+    by_type: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """``envs.device_type_specific.<type>``: wins over ``common``."""
+    by_host: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """``envs.node_specific.<host>``: wins over both."""
+
+    def for_host(self, host: str, device_type: str | None) -> dict[str, str]:
+        """What a host's ranks get: common, then its device type's, then its own."""
+        merged = dict(self.common)
+        merged.update(self.by_type.get(device_type, {}) if device_type else {})
+        merged.update(self.by_host.get(host, {}))
+        return merged
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Shell commands around the job on every host: ``experiment.cmds``."""
+
+    before_start: str = field(
+        default="", metadata=doc("Run before the ranks start; a failure ends the run.")
+    )
+    after_stop: str = field(
+        default="", metadata=doc("Run after the ranks have ended, however they did.")
+    )
+
+
+@dataclass(frozen=True)
+class Train:
+    """The training program's arguments: ``train``. Plain nested dicts, as the YAML has them."""
+
+    system: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def sections(self) -> dict[str, Any]:
+        """The three sections as one dict, in the order in which their arguments are passed."""
+        return {"system": self.system, "model": self.model, "data": self.data}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the launcher itself, given on the command line or at the YAML's top level."""
+
+    action: str = field(
+        default="run",
+        metadata=doc(
+            "`run` starts in the background and returns when every rank has joined; `dryrun` "
+            "prints the plan and the scripts; `test` runs in the foreground; `query` tells the state; "
+            "`logs` shows the output; `stop` ends the run.",
+            choices=ACTIONS,
+        ),
+    )
+    follow: bool = field(
+        default=False, metadata=doc("`query` and `logs` keep on until the run ends.")
+    )
+    rank: int | None = field(default=None, metadata=doc("`logs` of this rank alone.", minimum=0))
+    lines: int | None = field(
+        default=None, metadata=doc("`logs` shows this many last lines.", minimum=0)
+    )
+    json: bool = field(default=False, metadata=doc("`query` and `dryrun` print JSON."))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A whole experiment, checked. Every path in it is absolute."""
+
+    name: str = field(
+        metadata=doc("Name of the experiment; a word for people, also used in W&B.", key="exp_name")
+    )
+    exp_dir: Path = field(
+        metadata=doc(
+            "Directory of everything that the experiment writes: scripts, logs, checkpoints."
+        )
+    )
+    task: Task
+    runner: Runner
+    envs: Environments
+    cmds: Commands
+    train: Train
+    config_file: Path
+    """The YAML that the user named."""
+    overrides: tuple[str, ...] = ()
+    """Hydra overrides, as the user typed them."""
+    resolved: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The whole composed configuration, interpolations resolved, as plain data. May hold
+    secrets: see ``config.secrets.redact``."""
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Where a dotted key stands: ``file:line`` or ``override``."""
