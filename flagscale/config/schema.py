@@ -240,8 +240,8 @@ class Options:
         default="run",
         metadata=doc(
             "`run` starts in the background and returns when every rank has joined; `dryrun` "
-            "prints the plan and the scripts; `test` runs in the foreground; `query` tells the state; "
-            "`logs` shows the output; `stop` ends the run.",
+            "prints the plan and the scripts; `test` runs in the foreground; `query` tells the "
+            "state; `logs` shows the output; `stop` ends the run.",
             choices=ACTIONS,
         ),
     )
