@@ -1,0 +1,1 @@
+"""Communication backends that a YAML can name."""

@@ -1,0 +1,1 @@
+"""Training on megatron.core: arguments, model, loop, data and checkpoints."""
