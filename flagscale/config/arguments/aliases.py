@@ -1,0 +1,111 @@
+"""Megatron-LM spellings of arguments that megatron.core's dataclasses know by another name.
+
+An alias stands for one value of its target: the same value, the opposite, or a fixed value when
+it is switched on. It has no attribute of its own in the parsed arguments. Beside this table, every
+boolean ``x`` can be written ``no_x``; that rule is the registry's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Rule = Literal["same", "opposite", "value", "none"]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """``name`` stands for ``target``. With ``rule`` "value", switching it on gives the target
+    ``value``; "none" has no effect and no target, and ``doc`` says why it is accepted."""
+
+    name: str
+    target: str
+    rule: Rule = "same"
+    value: Any = None
+    doc: str = ""
+
+    def translate(self, value: Any) -> Any:
+        """The target's value; None, "not given", when the alias is a switch that is off."""
+        if self.rule == "opposite":
+            return not value
+        if self.rule == "value":
+            return self.value if value else None
+        return value
+
+
+def _same(target: str, *names: str) -> tuple[Alias, ...]:
+    return tuple(Alias(name, target) for name in names)
+
+
+def _opposite(target: str, *names: str) -> tuple[Alias, ...]:
+    return tuple(Alias(name, target, "opposite") for name in names)
+
+
+def _no_effect(name: str, why: str) -> tuple[Alias, ...]:
+    return (Alias(name, "", "none", doc=why),)
+
+
+ALIASES: tuple[Alias, ...] = (
+    # The model
+    *_same("num_layers", "encoder_num_layers"),
+    *_same("seq_length", "encoder_seq_length", "sequence_length"),
+    *_same("layernorm_epsilon", "norm_epsilon"),
+    *_same("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
+    *_same("num_moe_experts", "num_experts"),
+    *_opposite("add_bias_linear", "disable_bias_linear"),
+    *_opposite("bias_activation_fusion", "no_bias_gelu_fusion", "no_bias_swiglu_fusion"),
+    *_opposite("apply_rope_fusion", "no_rope_fusion"),
+    Alias("use_flash_attn", "attention_backend", "value", "flash"),
+    Alias("use_rotary_position_embeddings", "position_embedding_type", "value", "rope"),
+    Alias("recompute_activations", "recompute_granularity", "value", "selective"),
+    *_no_effect(
+        "group_query_attention",
+        "`num_query_groups` alone says whether and how heads share keys and values",
+    ),
+    *_no_effect(
+        "no_position_embedding",
+        "with rotary positions there is no learned embedding; without them say "
+        "`position_embedding_type: none`",
+    ),
+    # Parallelism and precision
+    *_same("tensor_model_parallel_size", "model_parallel_size"),
+    *_same("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32"),
+    *_same("overlap_p2p_comm", "overlap_p2p_communication"),
+    *_opposite("overlap_p2p_comm", "no_overlap_p2p_communication"),
+    *_same("bucket_size", "ddp_bucket_size"),
+    *_same("average_in_collective", "ddp_average_in_collective"),
+    *_same("pad_buckets_for_high_nccl_busbw", "ddp_pad_buckets_for_high_nccl_busbw"),
+    *_opposite("perform_initialization", "no_initialization"),
+    # Training
+    *_same("seed", "random_seed"),
+    *_same("micro_batch_size", "batch_size"),
+    *_same("train_iters", "train_steps"),
+    *_same("lr_warmup_iters", "warmup"),
+    *_same("ckpt_format", "dist_ckpt_format"),
+    *_no_effect("use_dist_ckpt", "checkpoints are always distributed ones"),
+    *_no_effect("use_legacy_models", "only megatron.core's models exist here"),
+    # Data
+    *_same("data_cache_path", "path_to_cache"),
+    *_same("tokenizer_path", "tokenizer_model", "tokenizer_name_or_path", "vocab_file"),
+    *_same("fast_cache_load", "dataloader_fast_cache_load"),
+    *_same("defer_npy_index_mmap", "dataloader_defer_npy_index_mmap"),
+    *_opposite("create_attention_mask", "no_create_attention_mask_in_dataloader"),
+)
+
+REFUSED: dict[str, str] = {
+    "params_dtype": "it follows from `bf16` and `fp16`",
+    "pipeline_dtype": "it follows from `bf16` and `fp16`",
+    "autocast_dtype": "it follows from `bf16` and `fp16`",
+    "data_parallel_size": "it follows from the number of ranks and the other parallel sizes",
+    "blend": "it follows from `data_path`",
+    "blend_per_split": "it follows from `train_data_path`, `valid_data_path` and `test_data_path`",
+    "rampup_batch_size": "this version trains with one global batch size",
+    "data_args_path": "write its contents as `data_path`",
+    "per_split_data_args_path": "write its contents as `train_data_path`, `valid_data_path` and "
+    "`test_data_path`",
+    "decrease_batch_size_if_needed": "this version trains with one global batch size",
+    "spec": "this version builds its own layers",
+    "use_checkpoint_args": "the YAML says what is trained",
+    "hetero_process_meshes": "this version trains on one mesh of like devices",
+}
+"""Names that Megatron-LM or megatron.core knows and that cannot be given here, with the reason."""

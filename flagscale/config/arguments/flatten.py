@@ -1,0 +1,101 @@
+"""From the sections of a train YAML to the training program's command line.
+
+Megatron-LM's convention: ``_`` becomes ``-``, names of sections are dropped, a list is
+``--key v1 v2``, ``true`` is ``--key``, ``false`` is nothing, or ``--no-key`` where the program's
+default is true, and null is "not given". What cannot be expressed (a map inside a list, one key in
+two sections) is refused instead of being passed on as something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flagscale.config.arguments.registry import lookup
+from flagscale.config.arguments.values import is_negative_number, shown, word
+from flagscale.errors import ConfigError, Problem
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+
+_NO_OFF_SWITCH = frozenset({"exit_signal_handler", "use_mcore_models", "manual_gc"})
+"""True by default here, but false in Megatron-LM, whose parser has no ``--no-…`` for them."""
+
+
+def leaves(sections: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Each leaf of nested sections as dotted path, name in snake case and value; nulls are left
+    out. Raises ConfigError for a key that is no text."""
+    for key, value in sections.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{path}.")
+        elif not isinstance(key, str) or not _NAME.fullmatch(key):
+            raise ConfigError(Problem(path, f"{shown(key)} cannot be the name of an argument"))
+        elif value is not None:
+            yield path, key.replace("-", "_"), value
+
+
+def collisions(sections: Mapping[Any, Any], prefix: str = "") -> list[Problem]:
+    """Keys that stand in two sections, whose names are dropped, so that one would win unseen."""
+    seen: dict[str, str] = {}
+    problems = []
+    for path, name, _ in leaves(sections, prefix):
+        if name in seen:
+            problems.append(
+                Problem(path, f"{name!r} is given twice: here and as {seen[name]}; keep one")
+            )
+        seen.setdefault(name, path)
+    return problems
+
+
+def flatten(sections: Mapping[str, Any], *, foreign: bool = False, prefix: str = "") -> list[str]:
+    """The command line of nested sections, in their order.
+
+    ``foreign`` is for a training program that is not this project's: its own parser judges the
+    arguments. ``prefix`` is put in front of keys in messages. Raises ConfigError with every
+    problem.
+    """
+    problems = collisions(sections, prefix)
+    argv: list[str] = []
+    for path, name, value in leaves(sections, prefix):
+        try:
+            argv += _words(name, value, foreign)
+        except ValueError as error:
+            problems.append(Problem(path, str(error)))
+    if problems:
+        raise ConfigError(problems)
+    return argv
+
+
+def _words(name: str, value: Any, foreign: bool) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag] if value else _switched_off(name, foreign)
+    if isinstance(value, (list, tuple)):
+        return [flag, *_items(value)]
+    text = word(value)
+    # A word that starts with a dash would be taken for the next flag.
+    dashed = text.startswith("-") and not is_negative_number(text)
+    return [f"{flag}={text}"] if dashed else [flag, text]
+
+
+def _switched_off(name: str, foreign: bool) -> list[str]:
+    found = lookup(name)
+    if found is None or found[0].kind != "bool":
+        return []
+    default = found[0].default
+    has_switch = default is True and name not in _NO_OFF_SWITCH
+    needed = has_switch if foreign else default is not False
+    return ["--no-" + name.replace("_", "-")] if needed else []
+
+
+def _items(values: Sequence[Any]) -> list[str]:
+    found = []
+    for item in values:
+        if item is None or isinstance(item, (Mapping, list, tuple)):
+            raise ValueError(f"expected a list of plain values, found {shown(item)} in it")
+        text = word(item)
+        if text.startswith("-") and not is_negative_number(text):
+            raise ValueError(f"an item of a list cannot start with a dash, found {shown(item)}")
+        found.append(text)
+    return found

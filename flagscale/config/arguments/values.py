@@ -1,0 +1,143 @@
+"""From YAML values and command-line words to an argument's value, and back to words."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flagscale.config.arguments.spec import Argument
+
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_ARTICLES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+}
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it; what is very long is cut in the middle."""
+    text = "nothing" if value is None else str(value) if _is_number(value) else repr(value)
+    text = {"True": "true", "False": "false"}.get(text, text)
+    return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
+
+
+def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """The valid names that look most like ``name``, best first."""
+    return difflib.get_close_matches(name, list(names), n=count, cutoff=0.7)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name; empty when nothing comes close."""
+    found = nearest(name, names)
+    return f"; did you mean {' or '.join(repr(n) for n in found)}?" if found else ""
+
+
+def is_negative_number(text: str) -> bool:
+    """Whether a word that starts with a dash is a number and so cannot be taken for a flag."""
+    return text.startswith("-") and _NUMBER.fullmatch(text) is not None
+
+
+def expected(argument: Argument) -> str:
+    """What an argument takes, in words."""
+    if argument.choices is not None:
+        one = "one of " + ", ".join(str(c) for c in argument.choices)
+    else:
+        one = _ARTICLES[argument.kind] + _bounds(argument)
+    return f"a list, each item {one}" if argument.many else one
+
+
+def _bounds(argument: Argument) -> str:
+    low, high = argument.minimum, argument.maximum
+    if low is not None and high is not None:
+        return f" from {low:g} to {high:g}"
+    if low is not None:
+        return f" not less than {low:g}"
+    return f" not greater than {high:g}" if high is not None else ""
+
+
+def convert(argument: Argument, value: Any) -> Any:
+    """The argument's value from a YAML value or from words.
+
+    ``many`` arguments give a list and accept a single value for a list of one. Raises ValueError,
+    whose text says what was expected and found.
+    """
+    if argument.many:
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        return [_convert_one(argument, item, value) for item in items]
+    return _convert_one(argument, value, value)
+
+
+def _convert_one(argument: Argument, item: Any, whole: Any) -> Any:
+    try:
+        converted = _CONVERTERS[argument.kind](item)
+    except ValueError:
+        raise ValueError(f"expected {expected(argument)}, found {shown(whole)}") from None
+    if not _within(argument, converted):
+        raise ValueError(f"expected {expected(argument)}, found {shown(whole)}")
+    return converted
+
+
+def _within(argument: Argument, value: Any) -> bool:
+    if argument.choices is not None and value not in argument.choices:
+        return False
+    if argument.minimum is not None and value < argument.minimum:
+        return False
+    return argument.maximum is None or value <= argument.maximum
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError
+    return int(value)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError
+    number = float(value)
+    if math.isnan(number):
+        raise ValueError
+    return number
+
+
+def _to_str(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if _is_number(value):
+        return word(value)
+    raise ValueError
+
+
+def _to_bool(value: Any) -> bool:
+    text = str(value).lower()
+    if isinstance(value, (bool, int, str)) and text in _TRUE | _FALSE:
+        return text in _TRUE
+    raise ValueError
+
+
+_CONVERTERS = {"int": _to_int, "float": _to_float, "str": _to_str, "bool": _to_bool}
+
+
+def word(value: Any) -> str:
+    """A scalar as one command-line word. Floats keep every digit."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def words(values: Sequence[Any]) -> list[str]:
+    """Scalars as command-line words."""
+    return [word(value) for value in values]
