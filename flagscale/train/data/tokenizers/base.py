@@ -1,0 +1,57 @@
+"""What every tokenizer offers, whichever library reads its files."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back, with what megatron.core's data sets ask of a tokenizer.
+
+    There is no ``pad`` on purpose: megatron.core pads with the tokenizer's pad id where there is
+    one and masks every such token out of the loss, also those that stand in the data. Without one
+    it pads with an id that no data holds.
+    """
+
+    def __init__(self, **identity: str) -> None:
+        self.unique_identifiers: dict[str, str] = {"class": type(self).__name__, **identity}
+        """Names the tokenizer in the keys of cached data indices; JSON-serialisable."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """One more than the largest token id, special tokens included."""
+
+    @property
+    @abstractmethod
+    def eod(self) -> int:
+        """The id that ends a document."""
+
+    @property
+    def bos(self) -> int | None:
+        """The id that begins a document, or None when the tokenizer has none."""
+        return None
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of ``text``; no token is added before or after."""
+
+    def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, in order."""
+        return [self.tokenize(text) for text in texts]
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids; special tokens are written out."""
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """A short digest of files' contents: a tokenizer is the same wherever its directory lies."""
+    total = hashlib.sha256()
+    for path in paths:
+        total.update(path.name.encode() + b"\0")
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()[:16]

@@ -1,0 +1,177 @@
+"""Hugging Face tokenizers from a local directory.
+
+``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, are read by the ``tokenizers`` library
+alone, in milliseconds. Other directories (``tokenizer.model`` alone, tokenizers with code of their
+own kept in transformers) take ``transformers``, whose import costs seconds at the start of every
+rank. Nothing is ever fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flagscale.errors import DataError
+from flagscale.train.data.tokenizers.base import Tokenizer, digest
+
+_END_CANDIDATES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eod>", "<|im_end|>")
+_BEGIN_CANDIDATES = ("<|begin_of_text|>", "<s>")
+
+
+def open_directory(path: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory, or of a ``tokenizer.json``.
+
+    Raises:
+        DataError: the path does not exist, or holds no tokenizer that can be read offline.
+    """
+    if path.is_file() and path.suffix == ".json":
+        path = path.parent
+    if not path.is_dir():
+        raise DataError(
+            f"{path}: no such tokenizer directory",
+            hint="a Hugging Face tokenizer is a local directory with tokenizer.json and "
+            "tokenizer_config.json; nothing is downloaded by name",
+        )
+    if (path / "tokenizer.json").is_file():
+        return FastTokenizer(path, [path / "tokenizer.json"])
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        return FastTokenizer(path, [path / "vocab.json", path / "merges.txt"])
+    return TransformersTokenizer(path)
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer that the ``tokenizers`` library reads by itself."""
+
+    def __init__(self, directory: Path, files: list[Path]) -> None:
+        settings = _settings(directory)
+        self._tokenizer = _read(files)
+        super().__init__(files=digest(files))
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._bos = _special(vocabulary, settings, "bos_token", _BEGIN_CANDIDATES)
+        end = _special(vocabulary, settings, "eos_token", _END_CANDIDATES)
+        if end is None:
+            raise DataError(
+                f"{directory}: no end-of-document token: tokenizer_config.json names no eos_token "
+                f"of the vocabulary, and none of {', '.join(_END_CANDIDATES)} is in it"
+            )
+        self._eod = end
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eod(self) -> int:
+        return self._eod
+
+    @property
+    def bos(self) -> int | None:
+        return self._bos
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [list(item.ids) for item in encoded]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+class TransformersTokenizer(Tokenizer):
+    """A tokenizer that only ``transformers`` can read."""
+
+    def __init__(self, directory: Path) -> None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name is never looked up
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise DataError(
+                f"{directory}: has no tokenizer.json, and transformers, which can read other "
+                f"formats, is not installed ({error})"
+            ) from None
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except Exception as error:  # transformers raises whatever its backends do
+            found = ", ".join(sorted(item.name for item in directory.iterdir())) or "nothing"
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise DataError(
+                f"{directory}: holds no tokenizer that can be read: {reason}",
+                hint=f"expected tokenizer.json (and tokenizer_config.json); found {found}",
+            ) from error
+        super().__init__(files=digest(_model_files(directory)))
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(f"{directory}: the tokenizer names no eos_token")
+
+    @property
+    def vocab_size(self) -> int:
+        return int(max(self._tokenizer.get_vocab().values())) + 1
+
+    @property
+    def eod(self) -> int:
+        return int(self._tokenizer.eos_token_id)
+
+    @property
+    def bos(self) -> int | None:
+        found = self._tokenizer.bos_token_id
+        return None if found is None else int(found)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+def _read(files: list[Path]) -> Any:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    names = " and ".join(str(file) for file in files)
+    try:
+        if len(files) == 1:
+            return Backend.from_file(str(files[0]))
+        backend = Backend(models.BPE.from_file(str(files[0]), str(files[1])))  # as GPT-2's files
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        return backend
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise DataError(f"{names}: not a tokenizer that can be read: {error}") from None
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """The special tokens that the directory's JSON files name."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path}: not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise DataError(f"{path}: expected a JSON object, found {type(found).__name__}")
+        merged.update({key: value for key, value in found.items() if value is not None})
+    return merged
+
+
+def _special(
+    vocabulary: dict[str, int], settings: dict[str, Any], key: str, candidates: tuple[str, ...]
+) -> int | None:
+    named = settings.get(key)
+    text = named.get("content") if isinstance(named, dict) else named
+    if isinstance(text, str):
+        if text not in vocabulary:
+            raise DataError(f"tokenizer_config.json: {key} {text!r} is not in the vocabulary")
+        return vocabulary[text]
+    return next((vocabulary[item] for item in candidates if item in vocabulary), None)
+
+
+def _model_files(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.iterdir() if p.suffix in {".json", ".model", ".txt"})

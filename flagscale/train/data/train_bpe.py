@@ -1,0 +1,112 @@
+"""Training a byte-level BPE tokenizer and writing it as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagscale.errors import DataError
+
+BEGIN = "<|begin_of_text|>"
+END = "<|end_of_text|>"
+_BYTES = 256
+
+
+@dataclass(frozen=True)
+class BpeSettings:
+    """``vocab_size`` counts special tokens too. The first special token begins a document and
+    the second ends it; both get the lowest ids."""
+
+    vocab_size: int
+    special_tokens: tuple[str, ...] = (BEGIN, END)
+    min_frequency: int = 2
+
+
+def train(texts: Iterable[str], settings: BpeSettings) -> Any:
+    """A ``tokenizers.Tokenizer`` trained on ``texts``. The same texts give the same tokenizer.
+
+    Raises:
+        DataError: the vocabulary cannot hold all bytes, or the texts are too few to fill it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    least = _BYTES + len(settings.special_tokens)
+    if settings.vocab_size < least:
+        raise DataError(
+            f"vocab_size {settings.vocab_size} is too small: {_BYTES} bytes and "
+            f"{len(settings.special_tokens)} special tokens take {least}"
+        )
+    if len(set(settings.special_tokens)) < 2 or "" in settings.special_tokens:
+        raise DataError("special tokens: at least two unlike ones are needed: begin and end")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        min_frequency=settings.min_frequency,
+        special_tokens=list(settings.special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    size = tokenizer.get_vocab_size()
+    if size < settings.vocab_size:
+        raise DataError(
+            f"the text is too little for {settings.vocab_size} tokens: it gives {size}",
+            hint="give more text or a smaller vocabulary",
+        )
+    return tokenizer
+
+
+def write_directory(tokenizer: Any, output: Path, special_tokens: Sequence[str]) -> None:
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``special_tokens_map.json``; the
+    directory appears whole or not at all. A tokenizer that was there is replaced.
+
+    Raises:
+        DataError: the directory cannot be written, or holds something else than a tokenizer.
+    """
+    _may_replace(output)
+    begin, end = special_tokens[:2]
+    tokens = {"bos_token": begin, "eos_token": end}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1 << 30,
+        **tokens,
+    }
+    partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        tokenizer.save(str(partial / "tokenizer.json"))
+        _write_json(partial / "tokenizer_config.json", config)
+        _write_json(partial / "special_tokens_map.json", tokens)
+        if output.is_dir():
+            shutil.rmtree(output)
+        partial.replace(output)
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _may_replace(output: Path) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise DataError(f"{output}: is a file, expected a directory")
+    ours = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    others = sorted({item.name for item in output.iterdir()} - ours)
+    if others:
+        raise DataError(
+            f"{output}: holds other files than a tokenizer's: {', '.join(others[:5])}",
+            hint="choose another directory; this one would be replaced",
+        )
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
