@@ -1,0 +1,52 @@
+"""Which names look like those of secrets, so that their values are never written down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "<hidden>"
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+|[0-9]+")
+_ALWAYS = frozenset(
+    {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential"}
+    | {"credentials", "apikey"}
+)
+_KEY_KINDS = frozenset({"access", "api", "auth", "encryption", "private", "signing", "ssh"})
+_PLAIN_KEYS = frozenset({"foreign", "json", "primary", "public", "query", "sort", "text"})
+_PLAIN_TOKENS = frozenset(
+    {"begin", "bos", "cls", "end", "eod", "eos", "extra", "first", "image", "last", "mask"}
+    | {"next", "pad", "padding", "per", "sep", "special", "start", "stop", "unk", "unknown"}
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable's or key's name looks like a secret's.
+
+    ``HF_TOKEN``, ``WANDB_API_KEY``, ``AWS_SECRET_ACCESS_KEY`` and ``DB_PASSWORD`` do; words of
+    language models (``eod_token``, ``tokenizer_path``, ``tokens_per_second``) do not.
+    """
+    parts = [part.lower() for part in _WORDS.findall(name)]
+    if not parts:
+        return False
+    before, last = parts[-2] if len(parts) > 1 else "", parts[-1]
+    return (
+        not _ALWAYS.isdisjoint(parts)
+        or any(b == "key" and a in _KEY_KINDS for a, b in zip(parts, parts[1:], strict=False))
+        or (last in ("key", "keys") and before not in _PLAIN_KEYS)
+        or (last == "token" and before not in _PLAIN_TOKENS)
+    )
+
+
+def redact(data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A copy of nested plain data in which the values of secret names are hidden."""
+    return {key: _redacted(value, is_secret_name(str(key))) for key, value in data.items()}
+
+
+def _redacted(value: Any, secret: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _redacted(v, secret or is_secret_name(str(k))) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(item, secret) for item in value]
+    return HIDDEN if secret and value not in (None, "") else value

@@ -1,0 +1,165 @@
+"""Reading one YAML file for what composing it loses: its lines, its text, its mistakes.
+
+Hydra and OmegaConf read the values. This module reads the same file first, as nodes, so that a
+tab, a duplicate key or an anchor that contains itself is one clear message, and so that later
+messages can name a file and a line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagscale.errors import ConfigError, Problem
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)\s*$")
+_MAX_NODES = 200_000
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value's place and text. ``text`` is None for what is no scalar."""
+
+    line: int
+    text: str | None
+
+
+def short(path: Path) -> str:
+    """A path as messages show it: relative when it lies below the working directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    """One file: its keys' places, and its defaults list as Hydra writes it."""
+
+    path: Path
+    root: yaml.Node | None = field(repr=False)
+    package: str | None
+    """What a ``# @package`` line says."""
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """Every key, sections too, by its dotted path inside the file."""
+        return dict(_leaves(self.root, ""))
+
+    @cached_property
+    def defaults(self) -> list[Any]:
+        """The defaults list; empty without one."""
+        if not isinstance(self.root, yaml.MappingNode):
+            return []
+        for key, value in self.root.value:
+            if key.value == "defaults" and isinstance(value, yaml.SequenceNode):
+                return [_plain(item) for item in value.value]
+        return []
+
+
+def read(path: Path) -> YamlFile:
+    """Reads and checks a file. Raises ConfigError naming file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{short(path)}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{short(path)}:{line}: not UTF-8 text") from error
+    try:
+        root = yaml.compose(text, Loader=_LOADER)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_syntax_problem(path, text, error)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{short(path)}: {error}") from error
+    problems = list(_node_problems(path, root))
+    if problems:
+        raise ConfigError(problems)
+    return YamlFile(path, root, _package(text))
+
+
+def _package(text: str) -> str | None:
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            return None
+        found = _PACKAGE.match(line)
+        if found:
+            return found.group(1)
+    return None
+
+
+def _syntax_problem(path: Path, text: str, error: yaml.MarkedYAMLError) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    number = mark.line if mark else 0
+    lines = text.splitlines()
+    for at in (number, number - 1):
+        line = lines[at] if 0 <= at < len(lines) else ""
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            message = "a tab indents this line; YAML allows spaces only"
+            return Problem("", message, f"{short(path)}:{at + 1}")
+    what = ": ".join(part for part in (error.context, error.problem) if part)
+    return Problem("", f"not valid YAML: {what}", f"{short(path)}:{number + 1}")
+
+
+def _node_problems(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
+    """Duplicate keys and anchors that contain themselves, walking every node once a use."""
+    stack: list[tuple[yaml.Node, str, frozenset[int]]] = [(root, "", frozenset())] if root else []
+    for _ in range(_MAX_NODES):
+        if not stack:
+            return
+        node, key, above = stack.pop()
+        if id(node) in above:
+            message = "an anchor contains an alias of itself"
+            yield Problem(key.rstrip("."), message, f"{short(path)}:{node.start_mark.line + 1}")
+            continue
+        inner = above | {id(node)}
+        if isinstance(node, yaml.MappingNode):
+            yield from _duplicates(path, node, key)
+            stack += [(value, f"{key}{name.value}.", inner) for name, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            stack += [(value, key, inner) for value in node.value]
+    if stack:
+        yield Problem(
+            "", f"more than {_MAX_NODES} values once its aliases are filled in", short(path)
+        )
+
+
+def _duplicates(path: Path, node: yaml.MappingNode, key: str) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    for name, _ in node.value:
+        if not isinstance(name, yaml.ScalarNode) or name.value == "<<":
+            continue
+        line = name.start_mark.line + 1
+        if name.value in seen:
+            message = f"duplicate key, first given in line {seen[name.value]}"
+            yield Problem(f"{key}{name.value}", message, f"{short(path)}:{line}")
+        seen.setdefault(name.value, line)
+
+
+def _leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Leaf]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for name, value in node.value:
+        line = name.start_mark.line + 1
+        if name.value == "<<":  # a merged mapping's keys count unless given beside it
+            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                yield from _leaves(merged, prefix)
+            continue
+        text = value.value if isinstance(value, yaml.ScalarNode) else None
+        yield f"{prefix}{name.value}", Leaf(line, text)
+        yield from _leaves(value, f"{prefix}{name.value}.")
+
+
+def _plain(node: yaml.Node) -> Any:
+    """A defaults list's entry as plain data; scalars stay text, null is None."""
+    if isinstance(node, yaml.MappingNode):
+        return {_plain(key): _plain(value) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item) for item in node.value]
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
