@@ -1,0 +1,318 @@
+"""One host of the bed: its processes, its sshd, and everything that can go wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bed.keys import write_key
+
+INIT = Path(__file__).with_name("init.sh")
+FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
+NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
+
+SSHD_CONFIG = """\
+Port 22
+HostKey {directory}/hostkey
+AuthorizedKeysFile /run/authorized_keys
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+StrictModes no
+UseDNS no
+PrintMotd no
+PrintLastLog no
+PidFile none
+MaxSessions 64
+Subsystem sftp internal-sftp
+"""
+
+
+@dataclass(frozen=True)
+class HostProcess:
+    """A process of one host, seen from the test: ``pid`` can be signalled from here."""
+
+    pid: int
+    inner_pid: int
+    argv: tuple[str, ...]
+    state: str
+
+    def environment(self) -> dict[str, str]:
+        """Its initial environment; empty for a process that has gone."""
+        try:
+            data = Path(f"/proc/{self.pid}/environ").read_bytes()
+        except OSError:
+            return {}
+        return dict(item.split("=", 1) for item in os.fsdecode(data).split("\0") if "=" in item)
+
+
+@dataclass
+class Host:
+    """One host. Faults last until :meth:`heal`, or until the bed is closed."""
+
+    name: str
+    address: str
+    fabric_address: str | None
+    directory: Path
+    top: Path
+    veth: str
+    sshd_options: dict[str, str] = field(default_factory=dict)
+    _unshare: subprocess.Popen[str] | None = None
+    _init: int = 0
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def spawn(self, root: str, shared: Sequence[Path], users: Sequence[str]) -> None:
+        """Start the host's first process; :meth:`wait_ready` says when it stands."""
+        environment = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "BED_NAME": self.name,
+            "BED_DIR": str(self.directory),
+            "BED_TOP": str(self.top),
+            "BED_ROOT": root,
+            "BED_SHARED": "\n".join(str(path) for path in shared),
+            "BED_USERS": "\n".join(users),
+        }
+        with (self.directory / "init.log").open("w") as log:
+            self._unshare = subprocess.Popen(
+                ["unshare", *NAMESPACES, "--fork", "--kill-child=KILL", "bash", str(INIT)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        self._answer("ready")
+        process = self._process()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        self._init = int(children[0])
+
+    @property
+    def pid(self) -> int:
+        """The host's process 1, as seen from the test."""
+        return self._init
+
+    def command(self, *commands: str) -> None:
+        """Have the host's first process do something; :meth:`answers` collects the results."""
+        stdin = self._process().stdin
+        if stdin is None:
+            raise RuntimeError(f"{self.name} has no control pipe")
+        stdin.write("".join(f"{command}\n" for command in commands))
+        stdin.flush()
+
+    def answers(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._answer("done")
+
+    def kill(self) -> None:
+        """Cut the power: every process of the host ends at once."""
+        process = self._process()
+        if self._init:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._init, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _process(self) -> subprocess.Popen[str]:
+        if self._unshare is None:
+            raise RuntimeError(f"{self.name} was not started")
+        return self._unshare
+
+    def _answer(self, expected: str) -> None:
+        stdout = self._process().stdout
+        line = stdout.readline().strip() if stdout is not None else ""
+        if line != expected:
+            log = (self.directory / "init.log").read_text()
+            raise RuntimeError(f"{self.name}: expected {expected!r}, got {line!r}\n{log}")
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def run(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        stdin: str | None = None,
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command inside the host, as its console would: no network is involved."""
+        return subprocess.run(
+            ["nsenter", "-t", str(self._init), "-a", "--", *map(str, argv)],
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            check=check,
+            env=None if env is None else dict(env),
+            timeout=60,
+        )
+
+    def processes(self) -> list[HostProcess]:
+        """The host's own process table, without its process 1. Zombies have state ``Z``."""
+        own = _namespace(self._init)
+        return [p for p in _all_processes() if _namespace(p.pid) == own and p.inner_pid != 1]
+
+    def find(self, *words: str) -> list[HostProcess]:
+        """The live processes whose command line contains every one of ``words``."""
+        alive = (p for p in self.processes() if p.state != "Z")
+        return [p for p in alive if all(word in " ".join(p.argv) for word in words)]
+
+    def path(self, inside: str | Path) -> Path:
+        """Where the test sees a file of the host, whatever root the host has."""
+        return Path(f"/proc/{self._init}/root") / str(inside).lstrip("/")
+
+    # -- sshd ---------------------------------------------------------------------------------
+
+    def write_sshd_config(self) -> None:
+        lines = "".join(f"{key} {value}\n" for key, value in self.sshd_options.items())
+        defaults = SSHD_CONFIG.format(directory=self.directory)
+        # sshd takes the first value it reads.
+        (self.directory / "sshd_config").write_text(lines + defaults)
+
+    def sshd(self) -> HostProcess | None:
+        """The listening sshd, not the sessions it has started."""
+        inner = int(self.path("/run/sshd.pid").read_text())
+        found = [p for p in self.processes() if p.inner_pid == inner and p.state != "Z"]
+        return found[0] if found else None
+
+    def sessions(self) -> list[HostProcess]:
+        """sshd's processes that serve a connection."""
+        listener = self.sshd()
+        keep = None if listener is None else listener.pid
+        return [p for p in self.find("sshd") if p.pid != keep]
+
+    def signal_sshd(self, number: signal.Signals) -> None:
+        listener = self.sshd()
+        if listener is None:
+            raise RuntimeError(f"no sshd listens on {self.name}")
+        os.kill(listener.pid, number)
+
+    def stop_sshd(self) -> None:
+        """End the listener and wait until its port is closed; open sessions live on."""
+        self.signal_sshd(signal.SIGKILL)
+        _until(lambda: self.sshd() is None, f"sshd of {self.name} did not end")
+
+    def start_sshd(self, **options: str) -> None:
+        """Start the listener, with further sshd_config ``options``, and wait for its banner."""
+        self.sshd_options.update(options)
+        self.write_sshd_config()
+        self.command("sshd")
+        self.answers()
+        self.wait_banner()
+
+    def restart_sshd(self, **options: str) -> None:
+        self.stop_sshd()
+        self.start_sshd(**options)
+
+    def wait_banner(self, seconds: float = 20) -> None:
+        """Wait until sshd answers, over the network."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                with socket.create_connection((self.address, 22), 1) as connection:
+                    if connection.recv(4) == b"SSH-":
+                        return
+            except OSError:
+                pass
+            if time.monotonic() > deadline:
+                log = (self.directory / "sshd.log").read_text()
+                raise TimeoutError(f"no sshd on {self.name} within {seconds} s\n{log}")
+            time.sleep(0.02)
+
+    def change_host_key(self) -> None:
+        """Give sshd another host key and tell nobody, as a reinstalled machine would."""
+        write_key(self.directory / "hostkey")
+        self.restart_sshd()
+
+    def skew_clock(self, seconds: int) -> None:
+        """Have every process of later sessions read a clock that is off by ``seconds``."""
+        if not Path(FAKETIME).exists():
+            raise RuntimeError("apt-get install faketime: the clock of a host cannot be skewed")
+        self.restart_sshd(
+            SetEnv=f"LD_PRELOAD={FAKETIME} FAKETIME={seconds:+d} DONT_FAKE_MONOTONIC=1"
+        )
+
+    # -- network and disk ---------------------------------------------------------------------
+
+    def link(self, state: str) -> None:
+        """Pull (``down``) or plug in (``up``) the host's cable."""
+        subprocess.run(["ip", "link", "set", self.veth, state], check=True)
+
+    def drop(self, rule: str = "tcp dport 22") -> None:
+        """Have the host's firewall drop, without an answer, the packets ``rule`` matches."""
+        table = "add table inet bed"
+        chain = "add chain inet bed input { type filter hook input priority 0 ; }"
+        self.run(["nft", "-f", "-"], stdin=f"{table}\n{chain}\nadd rule inet bed input {rule} drop")
+
+    def lose(self, percent: int) -> None:
+        """Lose that share of the packets that reach the host."""
+        self.drop(f"numgen random mod 100 < {percent}")
+
+    def shape(self, rate: str, burst: str = "32kb") -> None:
+        """Limit the cable to ``rate`` (tc's spelling, ``10mbit``) in both directions."""
+        bucket = ["root", "tbf", "rate", rate, "burst", burst, "latency", "200ms"]
+        subprocess.run(["tc", "qdisc", "replace", "dev", self.veth, *bucket], check=True)
+        self.run(["tc", "qdisc", "replace", "dev", "eth0", *bucket])
+
+    def heal(self) -> None:
+        """Undo what :meth:`link`, :meth:`drop`, :meth:`lose` and :meth:`shape` did."""
+        self.link("up")
+        self.run(["nft", "flush", "ruleset"])
+        unshaped = ["tc", "qdisc", "del", "dev", self.veth, "root"]
+        subprocess.run(unshaped, capture_output=True, check=False)
+        self.run(["tc", "qdisc", "del", "dev", "eth0", "root"], check=False)
+
+    def small_disk(self, path: str | Path, megabytes: int) -> None:
+        """Mount a file system of ``megabytes`` on ``path`` of this host."""
+        self.run(["mkdir", "-p", path])
+        self.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", path])
+
+    def fill_disk(self, path: str | Path) -> None:
+        """Write a file of zeros in ``path``, a :meth:`small_disk`, until nothing fits."""
+        if self.run(["stat", "-f", "-c", "%T", path]).stdout.strip() != "tmpfs":
+            raise ValueError(f"{path} of {self.name} is not a small disk of the bed")
+        self.run(["dd", "if=/dev/zero", f"of={path}/filler", "bs=64k"], check=False)
+
+
+def _all_processes() -> Iterator[HostProcess]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "status").read_text()
+                argv = os.fsdecode((entry / "cmdline").read_bytes()).split("\0")[:-1]
+            except OSError:
+                continue
+            lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+            inner = int(lines["NSpid"].split()[-1])
+            state = lines["State"].split()[0]
+            yield HostProcess(int(entry.name), inner, tuple(argv), state)
+
+
+def _namespace(pid: int) -> str | None:
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _until(condition: Callable[[], bool], message: str, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(message)
+        time.sleep(0.01)

@@ -1,0 +1,93 @@
+# The first process of a host of the bed. It builds the host's file system view, says "ready", and
+# then does what it reads on stdin, one line each, answering "done". When stdin ends, so does the
+# host: with process 1 its whole pid namespace goes.
+#
+# From its environment: BED_NAME, BED_DIR (this host's files), BED_TOP (the bed's files),
+# BED_ROOT (shared | private), BED_SHARED (directories, one a line), BED_USERS (names, one a line).
+set -eu
+IFS='
+'
+mount --make-rprivate /
+
+mnt=$BED_DIR/mnt
+mkdir -p "$mnt"
+share_into() { # $1: where the new file system is mounted, $2: the prefix it stands for
+    for directory in $BED_TOP $BED_SHARED; do
+        case $directory/ in "$2"/*) ;; *) continue ;; esac
+        mkdir -p "$1${directory#"$2"}"
+        mount --bind "$directory" "$1${directory#"$2"}"
+    done
+}
+
+if [ "$BED_ROOT" = private ]; then
+    mount -t tmpfs -o mode=755 tmpfs "$mnt"
+    mkdir "$mnt/upper" "$mnt/work" "$mnt/root"
+    mount -t overlay overlay \
+        -o "lowerdir=/,upperdir=$mnt/upper,workdir=$mnt/work,xino=off" "$mnt/root"
+    root=$mnt/root
+    # What happens to lie in the machine's /tmp is no part of a fresh host.
+    mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+    mount --rbind /dev "$root/dev"
+    mount -t proc proc "$root/proc"
+    mount -t sysfs sysfs "$root/sys"
+    share_into "$root" ""
+    cd "$root"
+    mkdir .old
+    pivot_root . .old
+    umount -l /.old
+    rmdir /.old
+    cd /
+else
+    mount -t proc proc /proc
+    mount -t sysfs sysfs /sys
+    mount -t tmpfs -o mode=1777 tmpfs "$mnt"
+    share_into "$mnt" /tmp
+    mount --move "$mnt" /tmp
+fi
+mount -t tmpfs -o mode=755 tmpfs /run
+mkdir /run/sshd
+# Outside the bed's directory, which only root can enter: sshd reads it as the user who logs in.
+cp "$BED_TOP/identity.pub" /run/authorized_keys
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+hostname "$BED_NAME"
+
+# Files every host has of its own, whoever owns the root below them.
+own() { # $1: the file that is replaced, the new text on stdin
+    mkdir -p /run/etc
+    cat >"/run/etc/${1##*/}"
+    mount --bind "/run/etc/${1##*/}" "$1"
+}
+own /etc/hosts <"$BED_TOP/etc_hosts"
+# A name that is not in the file does not exist; asking a name server would take 10 s to say so.
+sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"/run/nsswitch.conf"
+own /etc/nsswitch.conf </run/nsswitch.conf
+for file in /root/.bashrc /root/.profile; do
+    if [ -e "$file" ]; then mount --bind /dev/null "$file"; fi
+done
+if [ -n "$BED_USERS" ]; then
+    number=2000
+    cp /etc/passwd /run/passwd
+    for user in $BED_USERS; do
+        printf '%s:x:%d:100::/home/%s:/bin/sh\n' "$user" "$number" "$user" >>/run/passwd
+        mkdir -p "/run/home/$user"
+        chown "$number:100" "/run/home/$user"
+        number=$((number + 1))
+    done
+    own /etc/passwd </run/passwd
+    mount --bind /run/home /home
+fi
+
+start_sshd() {
+    /usr/sbin/sshd -D -e -f "$BED_DIR/sshd_config" </dev/null >/dev/null 2>>"$BED_DIR/sshd.log" &
+    echo $! >/run/sshd.pid
+}
+
+echo ready
+while read -r command; do
+    case $command in
+        network) ip -batch "$BED_DIR/network" </dev/null ;;
+        sshd) start_sshd ;;
+        *) echo "unknown command: $command" >&2; exit 1 ;;
+    esac
+    echo done
+done

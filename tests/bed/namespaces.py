@@ -1,0 +1,82 @@
+"""Moving this thread into namespaces of its own, and back.
+
+Namespaces belong to threads: the calling thread and those it starts afterwards, and every process
+they start, live in the bed's network; the rest of the test process does not notice. That is what
+lets an ordinary ``python -m pytest``, with or without xdist, use a bed for one test and go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CLONE_FS = 0x00000200
+CLONE_NEWNS = 0x00020000
+CLONE_NEWNET = 0x40000000
+
+# What apt calls the packages: openssh-server, iproute2, nftables, util-linux.
+PROGRAMS = ("ssh", "ip", "tc", "nft", "unshare", "nsenter", "mount")
+SSHD = "/usr/sbin/sshd"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: int) -> None:
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why a bed cannot be built on this machine, or None where it can."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
+    if not Path(SSHD).exists():
+        missing.append("sshd")
+    if missing:
+        return (
+            f"no {', '.join(missing)} on this machine "
+            "(apt-get install openssh-server iproute2 nftables)"
+        )
+    kinds = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc")
+    tried = subprocess.run(["unshare", *kinds, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        return (
+            f"namespaces are not allowed here: {tried.stderr.strip()} "
+            "(run as root, or under: unshare --user --map-root-user)"
+        )
+    return None
+
+
+def search_path() -> str:
+    """PATH with the system directories, which an ordinary user's lacks."""
+    return os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+
+
+@contextmanager
+def fresh_network() -> Iterator[None]:
+    """Give this thread an empty network and private mounts for the length of a block."""
+    network = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    mounts = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    directory = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _call("unshare", CLONE_NEWNET | CLONE_NEWNS)
+        try:
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            yield
+        finally:
+            # Threads that the block leaves behind share this thread's root and working directory;
+            # the kernel changes a mount namespace only for a thread that shares them with none.
+            _call("unshare", CLONE_FS)
+            _call("setns", mounts, CLONE_NEWNS)
+            _call("setns", network, CLONE_NEWNET)
+            os.fchdir(directory)
+    finally:
+        for descriptor in (network, mounts, directory):
+            os.close(descriptor)
