@@ -98,7 +98,9 @@ class Bed:
                     yield bed
                 finally:
                     for host in bed.hosts:
-                        host.kill()
+                        host.cut_power()
+                    for host in bed.hosts:
+                        host.wait_dead()
         finally:
             os.environ["PATH"] = path or os.defpath
 
