@@ -1,0 +1,1 @@
+"""Fetching, adapting and collecting edits to a training backend's source tree."""

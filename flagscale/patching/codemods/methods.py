@@ -1,0 +1,34 @@
+"""Methods of tensors and modules that only a CUDA device understands."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import libcst as cst
+
+from flagscale.patching.codemods.base import Codemod, FileContext, device_call
+
+_FUNCTION_FOR = {"cuda": "to_device", "record_stream": "record_stream", "pin_memory": "pin_memory"}
+_ARGUMENTS = {"record_stream": 1, "pin_memory": 0}
+
+
+class DeviceMethods(Codemod):
+    """``x.cuda(…)`` becomes ``accelerator.to_device(x, …)``; likewise the other two."""
+
+    name: ClassVar[str] = "device-methods"
+    summary: ClassVar[str] = ".cuda(), .pin_memory() and .record_stream() go through the device"
+    handles: ClassVar[tuple[type[cst.CSTNode], ...]] = (cst.Call,)
+
+    def rewrite(
+        self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
+    ) -> cst.CSTNode:
+        if not isinstance(updated, cst.Call) or not isinstance(updated.func, cst.Attribute):
+            return updated
+        method = updated.func.attr.value
+        if method not in _FUNCTION_FOR or context.bindings.qualified(updated.func) is not None:
+            return updated  # a function of a module, such as torch.cuda.…, is not a method
+        wanted = _ARGUMENTS.get(method)
+        if wanted is not None and len(updated.args) != wanted:
+            return updated
+        receiver = cst.Arg(updated.func.value)
+        return device_call(_FUNCTION_FOR[method], [receiver, *updated.args])
