@@ -164,6 +164,12 @@ class Model:
     fp16_lm_cross_entropy: bool = arg(
         False, "Compute the loss in the model's precision instead of fp32"
     )
+    bias_activation_fusion: bool = arg(
+        True, "Fuse the MLP's bias and activation by torch.compile; of effect on CUDA only"
+    )
+    bias_dropout_fusion: bool = arg(
+        True, "Fuse bias, dropout and residual by torch.compile; of effect on CUDA only"
+    )
     use_mcore_models: bool = arg(
         True, "Only megatron.core's models exist here; accepted because many YAMLs say it"
     )

@@ -1,0 +1,109 @@
+"""Process groups of a training run: who this rank is, joining the others, the parallel layout."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flagscale.comm import registry
+from flagscale.errors import ConfigError, JobError
+from flagscale.train.device import Device
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among all of the job, as torchrun tells it through the environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Rank:
+        """Read RANK, LOCAL_RANK and WORLD_SIZE; a script started without torchrun is alone."""
+        try:
+            return cls(
+                rank=int(os.environ.get("RANK", "0")),
+                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"RANK, LOCAL_RANK and WORLD_SIZE must be whole numbers: {error}",
+                hint="start training through the launcher or torchrun",
+            ) from error
+
+
+def join(rank: Rank, device: Device, *, backend: str, timeout_minutes: float) -> tuple[str, float]:
+    """Start the default process group and hear every rank.
+
+    Returns the backend that runs and the seconds it took.
+
+    Raises:
+        ConfigError: this machine cannot use ``backend``.
+        JobError: not every rank came within the timeout, or they cannot talk to each other.
+    """
+    chosen = registry.usable(backend, device.kind)
+    if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    begin = time.monotonic()
+    try:
+        dist.init_process_group(
+            chosen.torch_backend(device.kind),
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timedelta(minutes=timeout_minutes),
+            **chosen.init_options(device.torch_device),
+        )
+        heard = torch.ones(1, device=device.torch_device)
+        dist.all_reduce(heard)
+        count = int(heard.item())
+    except (dist.DistError, RuntimeError) as error:
+        raise JobError(
+            f"rank {rank.rank} could not join {rank.world_size} ranks at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+            f"with {chosen.name}: {error}"
+        ) from error
+    if count != rank.world_size:
+        raise JobError(f"rank {rank.rank} heard {count} of {rank.world_size} ranks")
+    return chosen.name, time.monotonic() - begin
+
+
+def lay_out(args: argparse.Namespace) -> None:
+    """Create megatron.core's process groups for the layout of ``args`` and seed every generator.
+
+    ``args`` has passed :mod:`flagscale.train.resolve`, so the sizes divide the world.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        # The optimizer's old checkpoint formats alone would use them.
+        create_gloo_process_groups=False,
+    )
+    # Dropout must differ between pipeline stages, and be equal among data-parallel replicas'
+    # tensor-parallel partners.
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def leave() -> None:
+    """Destroy all process groups; harmless when there are none."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,78 @@
+"""megatron.core's configuration objects, from the arguments of the training program."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+from flagscale.errors import ConfigError
+from flagscale.train.device import Device
+
+_Config = TypeVar("_Config")
+
+
+def params_dtype(args: argparse.Namespace) -> torch.dtype:
+    """The precision of the model's weights."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32
+
+
+def transformer_config(args: argparse.Namespace, device: Device) -> TransformerConfig:
+    """The model's configuration.
+
+    Raises:
+        ConfigError: megatron.core refuses the combination; the message is its own.
+    """
+    dtype = params_dtype(args)
+    chosen: dict[str, Any] = {
+        "attention_backend": AttnBackend[str(args.attention_backend).rpartition(".")[2]],
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "deallocate_pipeline_outputs": True,
+        # Weights are drawn by flagscale.train.model.initialize.
+        "perform_initialization": False,
+        "use_cpu_initialization": False,
+        # Fused by torch.compile, which gains nothing on a CPU.
+        "bias_activation_fusion": args.bias_activation_fusion and device.is_cuda,
+        "bias_dropout_fusion": args.bias_dropout_fusion and device.is_cuda,
+    }
+    if args.swiglu:
+        chosen.update(gated_linear_unit=True, activation_func=functional.silu)
+    elif args.squared_relu:
+        chosen.update(activation_func=squared_relu, bias_activation_fusion=False)
+    elif not args.add_bias_linear:
+        # megatron.core fuses GELU with the bias only.
+        chosen["bias_activation_fusion"] = False
+    return _build(TransformerConfig, args, chosen)
+
+
+def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
+    """How gradients are reduced. With 16-bit weights they are added up in fp32."""
+    chosen = {"grad_reduce_in_fp32": args.grad_reduce_in_fp32 or args.bf16 or args.fp16}
+    return _build(DistributedDataParallelConfig, args, chosen)
+
+
+def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+    """The optimizer's configuration."""
+    return _build(OptimizerConfig, args, {"params_dtype": params_dtype(args)})
+
+
+def _build(kind: type[_Config], args: argparse.Namespace, chosen: dict[str, Any]) -> _Config:
+    known = {f.name for f in fields(kind) if f.init}  # type: ignore[arg-type]
+    given = {k: v for k, v in vars(args).items() if k in known and v is not None}
+    given.update({k: v for k, v in chosen.items() if k in known})
+    try:
+        return kind(**given)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise ConfigError(f"megatron.core refuses this configuration: {error}") from error

@@ -1,0 +1,1 @@
+"""The optimizer and its schedule on megatron.core, without Transformer Engine or Apex."""

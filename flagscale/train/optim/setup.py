@@ -1,0 +1,74 @@
+"""Builds the optimizer and its schedule from the arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+import megatron.core.optimizer as core_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    clip_grads,
+    distrib_optimizer,
+    get_megatron_optimizer,
+    layer_wise_optimizer,
+)
+from megatron.core.optimizer import optimizer as base_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from flagscale.train.model.config import optimizer_config
+from flagscale.train.optim.adam import FusedAdam
+from flagscale.train.optim.gradients import clip, gradient_norm
+from flagscale.train.resolve import schedule_lengths, weight_decays
+
+
+def replace_fallbacks() -> None:
+    """Give megatron.core this project's optimizer parts where it would fall back on its own.
+
+    Where Transformer Engine or Apex is installed, megatron.core has theirs, and keeps them.
+    """
+    if not core_optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    core_optimizer.Adam = FusedAdam
+    core_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.Adam = FusedAdam
+    # The state's layout is the one of Transformer Engine's FusedAdam.
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_TE_OPTIMIZER = True
+    for module in (clip_grads, base_optimizer, layer_wise_optimizer):
+        module.get_grad_norm_fp32 = gradient_norm
+    for module in (clip_grads, base_optimizer):
+        module.clip_grad_by_total_norm_fp32 = clip
+    core_optimizer.optimizer.get_grad_norm_fp32 = gradient_norm
+
+
+def build_optimizer(
+    args: argparse.Namespace, chunks: list[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """The optimizer over the parameters of ``chunks``."""
+    replace_fallbacks()
+    return get_megatron_optimizer(optimizer_config(args), chunks, use_gloo_process_groups=False)
+
+
+def build_scheduler(
+    args: argparse.Namespace, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
+    """The schedule of learning rate and weight decay, counted in samples.
+
+    ``args`` is resolved. A schedule given in steps is multiplied by the global batch size.
+    """
+    start, end = weight_decays(args)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_decay_style=args.lr_decay_style,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        start_wd=start,
+        end_wd=end,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        **schedule_lengths(args),
+    )
