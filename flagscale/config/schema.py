@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 ACTIONS = ("run", "dryrun", "test", "query", "logs", "stop")
+SECTIONS = ("system", "model", "data")
 RUNNER_TYPES = ("local", "ssh")
 TORCHRUN_BACKENDS = ("torchrun",)
 TASK_TYPES = ("train",)
@@ -55,7 +56,7 @@ class Task:
         default="megatron", metadata=doc("The training backend.", choices=TASK_BACKENDS)
     )
     foreign: bool = False
-    """Whether ``entrypoint`` is not this project's own training program."""
+    """Whether ``entrypoint`` is a program other than this project's own."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class Train:
 
     def sections(self) -> dict[str, Any]:
         """The three sections as one dict, in the order in which their arguments are passed."""
-        return {"system": self.system, "model": self.model, "data": self.data}
+        return {name: getattr(self, name) for name in SECTIONS}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +34,7 @@ def is_secret_name(name: str) -> bool:
     before, last = parts[-2] if len(parts) > 1 else "", parts[-1]
     return (
         not _ALWAYS.isdisjoint(parts)
-        or any(b == "key" and a in _KEY_KINDS for a, b in zip(parts, parts[1:], strict=False))
+        or any(b == "key" and a in _KEY_KINDS for a, b in itertools.pairwise(parts))
         or (last in ("key", "keys") and before not in _PLAIN_KEYS)
         or (last == "token" and before not in _PLAIN_TOKENS)
     )

@@ -145,9 +145,10 @@ def _duplicates(path: Path, node: yaml.MappingNode, key: str) -> Iterator[Proble
 def _leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Leaf]]:
     if not isinstance(node, yaml.MappingNode):
         return
-    for name, value in node.value:
+    # A merged mapping comes first, since keys beside it win over its own.
+    for name, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
         line = name.start_mark.line + 1
-        if name.value == "<<":  # a merged mapping's keys count unless given beside it
+        if name.value == "<<":
             for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 yield from _leaves(merged, prefix)
             continue

@@ -1,0 +1,114 @@
+"""From a YAML, its config groups and overrides to one composed configuration, by Hydra.
+
+Hydra is imported only once the files have been checked, and its errors become one ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import yaml
+
+from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.overrides import did_you_mean_key, normalize, parse
+from flagscale.config.sources import OVERRIDE, trace
+from flagscale.config.yaml_file import short
+from flagscale.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def config_file(config_path: Path, config_name: str) -> Path:
+    """The YAML that ``--config-path`` and ``--config-name`` mean, absolute.
+
+    Raises ConfigError when there is none, listing what the directory holds.
+    """
+    directory = config_path.absolute()
+    if not directory.is_dir():
+        raise ConfigError(f"--config-path: no directory {short(directory)}")
+    name = config_name.removesuffix(".yaml").removesuffix(".yml")
+    file = directory / f"{name}.yaml"
+    if file.is_file():
+        return file
+    there = sorted(p.stem for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
+    holds = f"it has {', '.join(there)}" if there else "it has no YAML at all"
+    if file.with_suffix(".yml").is_file():
+        holds = f"{name}.yml must be called {name}.yaml"
+    raise ConfigError(
+        f"--config-name: no {name}.yaml in {short(directory)}; {holds}{did_you_mean(name, there)}"
+    )
+
+
+def compose(config_path: Path, config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """The composed configuration, interpolations unresolved, without the ``hydra`` section.
+
+    Overrides of keys that the schema knows need no ``+``. Raises ConfigError for a file that
+    cannot be read (every mistake of every file at once), an unknown config group or key, and an
+    override that cannot be understood.
+    """
+    file = config_file(config_path, config_name)
+    trace(file, overrides)
+    return _compose(file, normalize(overrides))
+
+
+def _compose(file: Path, overrides: list[str]) -> DictConfig:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(config_dir=str(file.parent), version_base=None):
+            config = hydra_compose(file.stem, overrides=overrides, return_hydra_config=True)
+            HydraConfig.instance().set_config(config)  # so that ${hydra:...} resolves later
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        _translate(error, file)
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def _translate(error: Exception, file: Path) -> NoReturn:
+    """Raises a ConfigError for what Hydra or OmegaConf found."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+    if isinstance(error, MissingConfigException):
+        raise ConfigError(_missing_group(error.missing_cfg_file, error.options, file)) from error
+    if isinstance(error, OverrideParseException):
+        raise ConfigError(_unreadable(error.override, str(error))) from error
+    cause = error.__cause__
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        key = str(cause.full_key)
+        raise ConfigError(Problem(key, _not_there(key), OVERRIDE)) from error
+    message = " ".join(str(error).split())
+    if message.startswith("Ambiguous value for argument"):
+        key = message.split("'")[1].partition("=")[0]
+        message = f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text"
+        raise ConfigError(Problem(key.lstrip("+"), message, OVERRIDE)) from error
+    raise ConfigError(Problem("", message, short(file))) from error
+
+
+def _missing_group(missing: str | None, options: Iterable[str] | None, file: Path) -> Problem:
+    group, _, option = str(missing).rpartition("/")
+    known = sorted(options or ())
+    listed = f"; there are {', '.join(known)}" if known else ""
+    where = short(file.parent / group) if group else short(file.parent)
+    message = f"no {option}.yaml in {where}{listed}{did_you_mean(option, known)}"
+    return Problem(group.replace("/", "."), message)
+
+
+def _unreadable(override: str, message: str) -> Problem:
+    found = parse(override)
+    if found is None or found.value is None:
+        return Problem(override, "expected key=value", OVERRIDE)
+    return Problem(found.key, message.splitlines()[0], OVERRIDE)
+
+
+def _not_there(key: str) -> str:
+    return f"no such key{did_you_mean_key(key)} (`+{key}=...` adds a new one)"
