@@ -1,0 +1,114 @@
+"""The environment of a host's ranks: every variable with its value and where it came from. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flagscale.config.schema import Experiment
+from flagscale.config.secrets import is_secret_name
+from flagscale.errors import ConfigError, Problem
+from flagscale.launch.hosts import Host
+from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+PYTHON_PATH = "PYTHONPATH"
+DEFAULT, COMMON = "default", "envs"
+
+
+@dataclass(frozen=True)
+class EnvValue:
+    """One environment variable of a host's ranks.
+
+    ``origin`` is ``run`` (the run's own identity), ``default`` (the user gave none) or the key of
+    the YAML. A secret's value is kept from files, output and ``repr``: it travels in the
+    environment of the started script alone.
+    """
+
+    name: str
+    value: str = field(repr=False)
+    origin: str
+    secret: bool = False
+
+    def to_json(self) -> dict[str, object]:
+        shown: dict[str, object] = {"name": self.name, "origin": self.origin}
+        return {**shown, "secret": True} if self.secret else {**shown, "value": self.value}
+
+
+def build_environment(
+    experiment: Experiment,
+    host: Host,
+    inherited: Mapping[str, str],
+    *,
+    run_id: str,
+    status_dir: Path,
+    threads: int,
+    gpus: int,
+) -> tuple[tuple[EnvValue, ...], tuple[str, ...]]:
+    """The variables a host's script sets, by precedence run < defaults < envs < device type <
+    host, and the user's own entries of PYTHONPATH, which come after the project's."""
+    given = _given(experiment, host)
+    values = [
+        EnvValue(RUN_ID_VARIABLE, run_id, "run"),
+        EnvValue(STATUS_DIR_VARIABLE, str(status_dir), "run"),
+    ]
+    grace = max(1, round(experiment.runner.stop_grace))
+    for name, value in _defaults(host, threads, gpus, grace).items():
+        if name not in given and name not in inherited:
+            values.append(EnvValue(name, value, DEFAULT))
+    own_path = given.pop(PYTHON_PATH, None)
+    values.extend(given.values())
+    return tuple(values), (own_path.value,) if own_path and own_path.value else ()
+
+
+def _given(experiment: Experiment, host: Host) -> dict[str, EnvValue]:
+    """The user's variables. Raises :class:`ConfigError` for what cannot be a variable."""
+    envs = experiment.envs
+    layers: list[tuple[str, Mapping[str, str]]] = [(COMMON, envs.common)]
+    if host.device_type is not None:
+        by_type = envs.by_type.get(host.device_type, {})
+        layers.append((f"{COMMON}.device_type_specific.{host.device_type}", by_type))
+    layers.append((f"{COMMON}.node_specific.{host.name}", envs.by_host.get(host.name, {})))
+    given: dict[str, EnvValue] = {}
+    problems = []
+    for origin, layer in layers:
+        for name, value in layer.items():
+            complaint = _complaint(name, value)
+            if complaint:
+                problems.append(Problem(f"experiment.{origin}.{name}", complaint))
+            given[name] = EnvValue(name, value, origin, bool(value) and is_secret_name(name))
+    if problems:
+        raise ConfigError(problems)
+    return given
+
+
+def _complaint(name: str, value: str) -> str | None:
+    if not _NAME.fullmatch(name):
+        return "is no name of an environment variable: expected letters, digits and _"
+    if name in (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE):
+        return "is set by the launcher: it tells the processes of a run from all others"
+    if "\0" in value:
+        return "holds a NUL character, which no environment can carry"
+    return None
+
+
+def _defaults(host: Host, threads: int, gpus: int, grace: int) -> dict[str, str]:
+    """What is set where neither the user nor the inherited environment says otherwise."""
+    defaults = {
+        # Whole lines at once, in order with the launcher's own.
+        "PYTHONUNBUFFERED": "1",
+        # torchrun puts this in front of every line of a rank.
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{host.name}:${{rank}}: ",
+        # Seconds torchrun leaves its workers between TERM and KILL (from torch 2.13 on).
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace),
+        "OMP_NUM_THREADS": str(threads),
+    }
+    if gpus:
+        # No NVLink multicast: it is not safe on hosts that are shared with others.
+        defaults |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    else:
+        # Compiling costs a dozen seconds at the first step and gains nothing on a CPU.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
+    return defaults

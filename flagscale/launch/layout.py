@@ -1,0 +1,101 @@
+"""Names of the files an experiment leaves in its directory. Standard library alone.
+
+::
+
+    <exp_dir>/
+      checkpoints/  tensorboard/  wandb/
+      logs/
+        state.json                                the run that was last started here
+        run.lock                                  held while a run is being started
+        host_<rank>_<host>.output                 everything the host's script prints
+        scripts/host_<rank>_<host>_run.sh         one a host
+        scripts/{config.yaml,overrides.yaml,plan.json}
+        pids/host_<rank>_<host>.pid               the script's process
+        details/host_<rank>_<host>/<run id>/      the run's directory on that host:
+          agent.json exit.json                    who watches the job, how it ended
+          status/rank_<rank>.jsonl                what the ranks report
+          ranks/…/attempt_<n>/<local rank>/       torchrun's stdout.log, stderr.log, error.json
+          output                                  the host's output, once a later run has begun
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+AGENT_FILE = "agent.json"
+EXIT_FILE = "exit.json"
+STATUS_DIRECTORY = "status"
+RANKS_DIRECTORY = "ranks"
+OLD_OUTPUT_FILE = "output"
+# ext4, xfs and the like take 255 bytes a name; the rest of ours needs about 30 of them.
+_MAX_HOST_BYTES = 100
+
+
+def host_label(rank: int, host: str) -> str:
+    """``host_<rank>_<host>``, safe as a file name whatever the host is called."""
+    safe = re.sub(r"[^A-Za-z0-9.\-]", "_", host).encode()[:_MAX_HOST_BYTES].decode()
+    return f"host_{rank}_{safe}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The paths of one experiment."""
+
+    exp_dir: Path
+    log_dir: Path | None = None
+    """``runner.log_dir``: where torchrun's logs and the runs' directories go instead."""
+
+    @property
+    def logs(self) -> Path:
+        return self.exp_dir / "logs"
+
+    @property
+    def state(self) -> Path:
+        return self.logs / "state.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.logs / "run.lock"
+
+    @property
+    def scripts(self) -> Path:
+        return self.logs / "scripts"
+
+    @property
+    def plan(self) -> Path:
+        return self.scripts / "plan.json"
+
+    @property
+    def config(self) -> Path:
+        return self.scripts / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        return self.scripts / "overrides.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.exp_dir / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.exp_dir / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        return self.exp_dir / "wandb"
+
+    def script(self, rank: int, host: str) -> Path:
+        return self.scripts / f"{host_label(rank, host)}_run.sh"
+
+    def pid(self, rank: int, host: str) -> Path:
+        return self.logs / "pids" / f"{host_label(rank, host)}.pid"
+
+    def output(self, rank: int, host: str) -> Path:
+        return self.logs / f"{host_label(rank, host)}.output"
+
+    def run_dir(self, rank: int, host: str, run_id: str) -> Path:
+        details = self.log_dir or self.logs / "details"
+        return details / host_label(rank, host) / run_id

@@ -1,0 +1,269 @@
+"""From an experiment and its hosts to exactly what each host will run. Pure.
+
+The same :class:`LaunchPlan` is printed by ``action=dryrun`` and started by ``action=run``. What
+depends on the machine (interpreter, devices, cores, inherited variables) comes in as a
+:class:`Machine`, what differs from run to run as ``run_id`` and ``master_port``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flagscale.config.arguments.flatten import flatten, leaves
+from flagscale.config.schema import Experiment, Runner
+from flagscale.errors import ConfigError, Problem
+from flagscale.launch import devices
+from flagscale.launch.environment import EnvValue, build_environment
+from flagscale.launch.hosts import Host, count_ranks
+from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
+
+BACKEND_DIRECTORY = Path("third_party") / "Megatron-LM"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What planning needs to know of a machine."""
+
+    python: str
+    project: Path
+    """Directory that holds the ``flagscale`` package and ``third_party``."""
+    workdir: Path
+    """Directory from which the user started; the ranks' working directory."""
+    cpus: int
+    gpus: int
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What processes started there inherit."""
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What one host runs. Every path is absolute on that host."""
+
+    rank: int
+    name: str
+    device_type: str | None
+    address: str
+    nproc: int
+    first_rank: int
+    environment: tuple[EnvValue, ...]
+    python_path: tuple[str, ...]
+    workdir: Path
+    agent: tuple[str, ...]
+    torchrun: tuple[str, ...]
+    program: tuple[str, ...]
+    run_dir: Path
+    script: Path
+    output: Path
+    pid_file: Path
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.nproc)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A whole run, host by host."""
+
+    run_id: str
+    name: str
+    exp_dir: Path
+    log_dir: Path | None
+    master_addr: str
+    master_port: int
+    hosts: tuple[HostPlan, ...]
+    foreign: bool
+    """Whether the program may not be ours, and so may report no status."""
+    before_start: str
+    after_stop: str
+    start_timeout: float
+    stop_grace: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return sum(host.nproc for host in self.hosts)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.exp_dir, self.log_dir)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data, without the values of secrets."""
+        record = _plain(asdict(self))
+        record["world_size"] = self.world_size
+        for host, host_record in zip(self.hosts, record["hosts"], strict=True):
+            host_record["environment"] = [value.to_json() for value in host.environment]
+        return dict(record)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def plan(
+    experiment: Experiment,
+    hosts: Sequence[Host],
+    machine: Machine,
+    *,
+    run_id: str,
+    master_port: int,
+) -> LaunchPlan:
+    """What every host runs. Raises :class:`ConfigError` for what no host could run."""
+    runner = experiment.runner
+    endpoint = _endpoint(runner)
+    local_only = len(hosts) == 1
+    master_addr = runner.master_addr or endpoint[0] or ("127.0.0.1" if local_only else "")
+    draft = LaunchPlan(
+        run_id=run_id,
+        name=experiment.name,
+        exp_dir=experiment.exp_dir,
+        log_dir=runner.log_dir,
+        master_addr=master_addr or hosts[0].name,
+        master_port=master_port,
+        hosts=(),
+        foreign=experiment.task.foreign,
+        before_start=experiment.cmds.before_start,
+        after_stop=experiment.cmds.after_stop,
+        start_timeout=runner.start_timeout,
+        stop_grace=runner.stop_grace,
+    )
+    program = program_arguments(experiment, draft.layout)
+    planned: list[HostPlan] = []
+    for rank, host in enumerate(hosts):
+        nproc = ranks_of(experiment, host, machine)
+        first = sum(before.nproc for before in planned)
+        planned.append(_plan_host(draft, experiment, machine, host, program, (rank, nproc, first)))
+    return replace(draft, hosts=tuple(_with_node_count(planned)))
+
+
+def _endpoint(runner: Runner) -> tuple[str | None, int | None]:
+    """``rdzv_endpoint`` as address and port."""
+    if not runner.rdzv_endpoint:
+        return None, None
+    address, colon, port = runner.rdzv_endpoint.rpartition(":")
+    if not colon:
+        return runner.rdzv_endpoint, None
+    if not port.isdigit():
+        key = "experiment.runner.rdzv_endpoint"
+        raise ConfigError(Problem(key, f"{runner.rdzv_endpoint!r}: expected host:port"))
+    return address, int(port)
+
+
+def wanted_port(runner: Runner) -> int | None:
+    """The port the user asked for; None where any free one will do."""
+    return runner.master_port or _endpoint(runner)[1]
+
+
+def ranks_of(experiment: Experiment, host: Host, machine: Machine) -> int:
+    """How many ranks this host takes."""
+    given = {**machine.environment, **experiment.envs.for_host(host.name, host.device_type)}
+    wanted = experiment.runner.nproc_per_node
+    if wanted == "auto":
+        automatic = devices.automatic_ranks(given, machine.gpus)
+        return count_ranks(host.slots, automatic, devices.visible_devices(given))
+    return count_ranks(host.slots, wanted, devices.visible_devices(given))
+
+
+def program_arguments(experiment: Experiment, layout: Layout) -> tuple[str, ...]:
+    """The training program and its arguments: the YAML's, and for what it leaves out, the
+    directories of this experiment."""
+    sections = experiment.train.sections()
+    given = {name for _, name, _ in leaves(sections)}
+    defaults = {
+        "save": layout.checkpoints,
+        "load": layout.checkpoints,
+        "tensorboard_dir": layout.tensorboard,
+        "wandb_save_dir": layout.wandb,
+    }
+    directories = {name: str(path) for name, path in defaults.items() if name not in given}
+    arguments = flatten(
+        {**sections, "directories": directories}, foreign=experiment.task.foreign, prefix="train."
+    )
+    return (str(experiment.task.entrypoint), *arguments)
+
+
+def _plan_host(
+    draft: LaunchPlan,
+    experiment: Experiment,
+    machine: Machine,
+    host: Host,
+    program: tuple[str, ...],
+    place: tuple[int, int, int],
+) -> HostPlan:
+    rank, nproc, first_rank = place
+    layout = draft.layout
+    run_dir = layout.run_dir(rank, host.name, draft.run_id)
+    environment, own_python_path = build_environment(
+        experiment,
+        host,
+        machine.environment,
+        run_id=draft.run_id,
+        status_dir=run_dir / STATUS_DIRECTORY,
+        threads=max(1, machine.cpus // nproc),
+        gpus=machine.gpus,
+    )
+    backend = machine.project / BACKEND_DIRECTORY
+    return HostPlan(
+        rank=rank,
+        name=host.name,
+        device_type=host.device_type,
+        address=host.name,
+        nproc=nproc,
+        first_rank=first_rank,
+        environment=environment,
+        python_path=(str(backend), str(machine.project), *own_python_path),
+        workdir=machine.workdir,
+        agent=(
+            *(machine.python, "-m", "flagscale.launch.agent"),
+            *("--run-dir", str(run_dir)),
+            *("--grace", f"{draft.stop_grace:g}"),
+        ),
+        torchrun=_torchrun(draft, experiment.runner, machine, run_dir, (rank, nproc)),
+        program=program,
+        run_dir=run_dir,
+        script=layout.script(rank, host.name),
+        output=layout.output(rank, host.name),
+        pid_file=layout.pid(rank, host.name),
+    )
+
+
+def _torchrun(
+    draft: LaunchPlan, runner: Runner, machine: Machine, run_dir: Path, place: tuple[int, int]
+) -> tuple[str, ...]:
+    """torchrun and its options: launcher-only keys of the runner never reach it."""
+    rank, nproc = place
+    options: dict[str, str | None] = {
+        "nnodes": "1",
+        "node_rank": str(rank),
+        "nproc_per_node": str(nproc),
+        "rdzv_id": runner.rdzv_id or draft.run_id,
+        "master_addr": draft.master_addr,
+        "master_port": str(draft.master_port),
+        "log_dir": str(run_dir / RANKS_DIRECTORY),
+        "redirects": runner.redirects,
+        "tee": runner.tee,
+        "max_restarts": str(runner.max_restarts),
+        **runner.extra,
+    }
+    words = [machine.python, "-u", "-m", "torch.distributed.run"]
+    for name, value in options.items():
+        words.append(f"--{name}")
+        if value is not None:
+            words.append(value)
+    return tuple(words)
+
+
+def _with_node_count(planned: Sequence[HostPlan]) -> Iterator[HostPlan]:
+    """The number of hosts, which is known once every host is planned."""
+    for host in planned:
+        at = host.torchrun.index("--nnodes") + 1
+        words = (*host.torchrun[:at], str(len(planned)), *host.torchrun[at + 1 :])
+        yield replace(host, torchrun=words)

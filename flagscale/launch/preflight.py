@@ -1,0 +1,159 @@
+"""What would keep a run from starting, found before anything starts.
+
+Cheap on purpose, since it precedes every run: packages are looked up, not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagscale.config.arguments.flatten import leaves
+from flagscale.config.load import missing_paths
+from flagscale.config.schema import Experiment
+from flagscale.errors import ConfigError, FlagscaleError, Problem
+from flagscale.launch import ports
+from flagscale.launch.plan import BACKEND_DIRECTORY, LaunchPlan, Machine, wanted_port
+from flagscale.launch.state import load_state, refuse_if_alive
+
+_MIB = 1 << 20
+_DISK_FAILS_BELOW = 64 * _MIB
+_DISK_WARNS_BELOW = 2048 * _MIB
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. ``warning``: it may go well, but should be known."""
+
+    name: str
+    ok: bool
+    found: str
+    hint: str = ""
+    warning: bool = False
+
+
+def preflight(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> list[Check]:
+    """Look at everything a run needs on this machine."""
+    looks: tuple[Callable[[], Check], ...] = (
+        lambda: _entrypoint(experiment.task.entrypoint),
+        lambda: _package("torch", "install the project with its `train` extra: make setup"),
+        lambda: _backend(experiment, machine),
+        lambda: _data(experiment),
+        lambda: _devices(experiment, plan, machine),
+        lambda: _port(experiment, plan),
+        lambda: _disk(experiment.exp_dir),
+        lambda: _previous_run(plan),
+        _bash,
+    )
+    return [look() for look in looks]
+
+
+def require(checks: list[Check]) -> None:
+    """Raise :class:`ConfigError` with every check that failed."""
+    failed = [check for check in checks if not check.ok]
+    if failed:
+        problems = [Problem(check.name, check.found) for check in failed]
+        hints = list(dict.fromkeys(check.hint for check in failed if check.hint))
+        raise ConfigError(problems, hint="; ".join(hints) or None)
+
+
+def _entrypoint(path: Path) -> Check:
+    if path.is_file():
+        return Check("entrypoint", True, str(path))
+    found = "is a directory" if path.is_dir() else "no such file"
+    return Check("entrypoint", False, f"{found}: {path}", "set experiment.task.entrypoint")
+
+
+def _package(name: str, hint: str) -> Check:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return Check(name, False, "this Python has no such package", hint)
+    return Check(name, True, str(Path(spec.origin).parent) if spec.origin else "found")
+
+
+def _backend(experiment: Experiment, machine: Machine) -> Check:
+    """The adapted source of the training backend; a program of the user's own may have another."""
+    name, directory = "training backend", machine.project / BACKEND_DIRECTORY
+    if (directory / "megatron" / "core").is_dir():
+        return Check(name, True, str(directory))
+    if experiment.task.foreign:
+        return Check(name, True, "not adapted; the entrypoint is not this project's own")
+    hint = "run: python tools/patch/unpatch.py --backend Megatron-LM"
+    return Check(name, False, f"there is no adapted Megatron-LM in {directory}", hint)
+
+
+def _data(experiment: Experiment) -> Check:
+    missing = missing_paths(experiment)
+    if missing:
+        found = "; ".join(f"{problem.key}: {problem.message}" for problem in missing)
+        return Check("data", False, found, "make data prepares the quickstart's")
+    return Check("data", True, "every path the YAML names is there")
+
+
+def _devices(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> Check:
+    wanted = {
+        str(value)
+        for _, name, value in leaves(experiment.train.sections())
+        if name == "distributed_backend"
+    }
+    ranks = max(host.nproc for host in plan.hosts)
+    found = f"{machine.gpus} GPU(s) for {ranks} rank(s)"
+    if "nccl" in wanted and machine.gpus == 0:
+        hint = "set train.system.distributed_backend: auto (or gloo)"
+        return Check("devices", False, "nccl is asked for, but this machine has no GPU", hint)
+    if "nccl" in wanted and ranks > machine.gpus:
+        hint = "lower experiment.runner.nproc_per_node: nccl wants a GPU for every rank"
+        return Check("devices", False, found, hint)
+    return Check("devices", True, found, warning=0 < machine.gpus < ranks)
+
+
+def _port(experiment: Experiment, plan: LaunchPlan) -> Check:
+    if wanted_port(experiment.runner) is None:
+        return Check("master port", True, f"{plan.master_port}, free")
+    try:
+        ports.require_free(plan.master_port)
+    except FlagscaleError as error:
+        return Check("master port", False, _message(error), error.hint or "")
+    return Check("master port", True, f"{plan.master_port}, free")
+
+
+def _message(error: FlagscaleError) -> str:
+    problems = getattr(error, "problems", ())
+    return "; ".join(problem.message for problem in problems) or error.message
+
+
+def _disk(exp_dir: Path) -> Check:
+    existing = next(path for path in (exp_dir, *exp_dir.parents) if path.exists())
+    if not existing.is_dir():
+        return Check("exp_dir", False, f"{existing} is not a directory", "set experiment.exp_dir")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Check("exp_dir", False, f"{existing} is not writable", "set experiment.exp_dir")
+    free = shutil.disk_usage(existing).free
+    found = f"{exp_dir}: {free / _MIB:,.0f} MiB free"
+    if free < _DISK_FAILS_BELOW:
+        return Check("exp_dir", False, found, "make room: not even logs would fit")
+    return Check("exp_dir", True, found, warning=free < _DISK_WARNS_BELOW)
+
+
+def _previous_run(plan: LaunchPlan) -> Check:
+    state = load_state(plan.layout.state)
+    try:
+        refuse_if_alive(state)
+    except FlagscaleError as error:
+        return Check("earlier run", False, error.message, error.hint or "")
+    return Check("earlier run", True, f"{state.run_id} has ended" if state else "none")
+
+
+def _bash() -> Check:
+    path = shutil.which("bash")
+    return Check("bash", path is not None, path or "not on PATH", "install bash")
+
+
+def warnings(checks: list[Check]) -> Iterator[str]:
+    for check in checks:
+        if check.ok and check.warning:
+            yield f"{check.name}: {check.found}"

@@ -1,0 +1,143 @@
+"""Runs a plan's only host as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+
+from flagscale.errors import RunStateError
+from flagscale.launch import agent, logs, processes, snapshot
+from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
+from flagscale.launch.plan import HostPlan, LaunchPlan
+from flagscale.launch.processes import Swept
+from flagscale.launch.script import render
+from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.state import (
+    HostState,
+    RunState,
+    load_state,
+    refuse_if_alive,
+    start_lock,
+    state_of,
+    with_process,
+)
+from flagscale.status import RUN_ID_VARIABLE
+
+# Beyond the job's own grace period: the agent's kill, its sweep, and `after_stop`.
+_AGENT_SECONDS = 15.0
+
+
+class LocalRunner:
+    """Starts, watches and ends a run on this machine."""
+
+    def __init__(self, config_text: str = "", overrides_text: str = "") -> None:
+        """The texts are kept beside the scripts; they hold no secrets."""
+        self._config_text = config_text
+        self._overrides_text = overrides_text
+        self._scripts: dict[int, subprocess.Popen[bytes]] = {}
+
+    def submit(self, plan: LaunchPlan, *, foreground: bool = False) -> RunState:
+        """Start the run. In the foreground it ends with this process.
+
+        Raises :class:`RunStateError` while another run lives in the same directory.
+        """
+        layout = plan.layout
+        with start_lock(layout):
+            previous = load_state(layout.state)
+            refuse_if_alive(previous)
+            _keep_output(previous)
+            self._write(plan)
+            state = state_of(plan)
+            # Saved before anything starts: a launch that dies here still leaves a run to stop.
+            state.save(layout.state)
+            for host in plan.hosts:
+                process = self._start(plan, host, foreground=foreground)
+                state = with_process(state, host.rank, process)
+            state.save(layout.state)
+        return state
+
+    def _write(self, plan: LaunchPlan) -> None:
+        layout = plan.layout
+        for directory in (layout.scripts, layout.logs / "pids", layout.checkpoints):
+            make_private_directory(directory)
+        write_json(layout.plan, plan.to_json())
+        write_atomic(layout.config, self._config_text)
+        write_atomic(layout.overrides, self._overrides_text)
+        for host in plan.hosts:
+            make_private_directory(host.run_dir)
+            write_atomic(host.script, render(plan, host), mode=0o700)
+
+    def _start(self, plan: LaunchPlan, host: HostPlan, *, foreground: bool) -> processes.Process:
+        secrets = {value.name: value.value for value in host.environment if value.secret}
+        environment = {**os.environ, **secrets, RUN_ID_VARIABLE: plan.run_id}
+        descriptor = os.open(host.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            child = subprocess.Popen(
+                ["bash", str(host.script)],
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=agent.die_with(os.getpid(), signal.SIGTERM) if foreground else None,  # noqa: PLW1509
+            )
+        except FileNotFoundError:
+            raise RunStateError("there is no bash on this machine's PATH") from None
+        finally:
+            os.close(descriptor)
+        self._scripts[host.rank] = child
+        process = processes.identify(child.pid) or processes.Process(child.pid, 0)
+        write_atomic(host.pid_file, f"{child.pid}\n")
+        return process
+
+    def script_ended(self) -> bool:
+        """Whether a script that this process started has ended. Reaps it, too."""
+        return any(child.poll() is not None for child in self._scripts.values())
+
+    def query(self, state: RunState) -> Snapshot:
+        return snapshot.take(state)
+
+    def logs(self, state: RunState, rank: int | None = None) -> list[str]:
+        return logs.lines_of(state, rank)
+
+    def wait(self, state: RunState) -> int:
+        """The exit code of the scripts: of the first that failed, else 0."""
+        codes = [child.wait() for child in self._scripts.values()]
+        return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+    def stop(self, state: RunState) -> Swept:
+        """TERM to the agent, which ends the job in order; then, or where there is no agent, every
+        process of the run: TERM, the grace period, KILL."""
+        if state.boot_id != processes.boot_id() or not state.alive():
+            return Swept()
+        path = Layout(state.exp_dir).state
+        if read_json(path) is not None:
+            replace(state, stop_requested=round(time.time(), 3)).save(path)
+        for host in state.hosts:
+            self._stop_host(state, host)
+        exclude = [os.getpid(), *processes.ancestors(os.getpid())]
+        return processes.sweep(state.run_id, state.stop_grace, exclude=exclude)
+
+    def _stop_host(self, state: RunState, host: HostState) -> None:
+        watcher = host.agent()
+        if watcher is None or not processes.send(watcher, signal.SIGTERM, run_id=state.run_id):
+            return
+
+        def over() -> bool:
+            for child in self._scripts.values():
+                child.poll()
+            return not state.is_alive()
+
+        processes.wait_until(over, state.stop_grace + _AGENT_SECONDS)
+
+
+def _keep_output(previous: RunState | None) -> None:
+    """Move the last run's output into that run's directory: an output file holds one run."""
+    for host in previous.hosts if previous is not None else ():
+        if host.output.exists():
+            make_private_directory(host.run_dir)
+            host.output.replace(host.run_dir / OLD_OUTPUT_FILE)

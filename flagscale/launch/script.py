@@ -1,0 +1,175 @@
+"""A host's script: one readable block a concern, quoted by construction. Pure.
+
+Words become bash arrays through :func:`shlex.quote`; the user's own commands stand verbatim in
+here-documents whose delimiter does not occur in them, so no value can break out of its place.
+The script passes ``bash -n`` and shellcheck and runs by hand.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from flagscale import __version__
+from flagscale.launch.environment import EnvValue
+from flagscale.launch.layout import EXIT_FILE
+from flagscale.launch.plan import HostPlan, LaunchPlan
+
+# What happens around the job. It holds no value of a plan: those are in the variables above it.
+_FRAME = """\
+phase=before_start
+agent_pid=
+
+# However the script ends, what follows the job runs and the job's code is kept.
+finish() {
+    local code=$?
+    trap - EXIT
+    trap : TERM INT HUP
+    if [[ $phase == before_start ]]; then
+        ((code)) || code=1
+        echo "flagscale: before_start failed with exit code $code; the job was not started" >&2
+        printf '{"code": %d, "phase": "before_start", "ended": %d}\\n' \\
+            "$code" "$(date +%s)" >"$run_dir/.exit" && mv -- "$run_dir/.exit" "$exit_file"
+    fi
+    if [[ -n $after_stop ]]; then
+        (set +u -e && eval "$after_stop") ||
+            echo "flagscale: after_stop failed with exit code $?" >&2
+    fi
+    echo "flagscale: $who ended with exit code $code; logs of its ranks: $run_dir/ranks"
+    exit "$code"
+}
+# The agent ends the job; before there is one, the script just ends.
+on_signal() {
+    [[ -n $agent_pid ]] || exit $((128 + $1))
+    interrupted=yes
+    kill -TERM "$agent_pid" 2>/dev/null
+}
+(umask 077 && mkdir -p -- "$run_dir") || exit 1
+rm -f -- "$exit_file"
+echo "flagscale: $who starts; logs of its ranks: $run_dir/ranks"
+trap finish EXIT
+trap 'on_signal 15' TERM
+trap 'on_signal 2' INT
+trap 'on_signal 1' HUP
+
+# Commands before the job run in this shell, so that it sees what they set; the first that fails
+# ends the script.
+if [[ -n $before_start ]]; then
+    set +u -e
+    eval "$before_start"
+    set -u +e
+fi
+
+# The job, watched by an agent that leaves no process of this run behind.
+phase=job
+"${agent[@]}" -- "${torchrun[@]}" "${program[@]}" &
+agent_pid=$!
+interrupted=yes
+while [[ -n $interrupted ]]; do
+    interrupted=
+    wait "$agent_pid"
+    code=$?
+done
+# Nobody can kill -9 the agent and keep the job: what it left is ended here.
+if ((code == 137)); then
+    "${agent[@]}" --sweep
+fi
+agent_pid=
+exit "$code"
+"""
+
+
+def render(plan: LaunchPlan, host: HostPlan) -> str:
+    """The script of one host."""
+    return "\n".join((*_head(plan, host), *_environment(host), *_words(plan, host), _FRAME))
+
+
+def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
+    ranks = f"ranks {host.ranks.start} to {host.ranks.stop - 1} of {plan.world_size}"
+    yield "#!/usr/bin/env bash"
+    yield f"# {_one_line(plan.name)}: host {host.rank} of {len(plan.hosts)}, {ranks}."
+    yield f"# Written by flagscale {__version__} for run {plan.run_id}; also runs by hand."
+    yield "# shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions"
+    yield "set -uo pipefail"
+    yield ""
+    yield "# The run's name, its directory on this host, and what prints them."
+    yield f"who={shlex.quote(f'run {plan.run_id} on {host.name}')}"
+    yield f"run_dir={shlex.quote(str(host.run_dir))}"
+    yield f'exit_file="$run_dir/{EXIT_FILE}"'
+    yield f"cd -- {shlex.quote(str(host.workdir))} || exit 1"
+    yield ""
+
+
+def _one_line(text: str) -> str:
+    """A value that may stand in a comment: line ends would end the comment."""
+    return " ".join(text.split())
+
+
+_BLOCKS = {
+    "run": "# Every process of the run carries this; `stop` ends those and no others.",
+    "default": "# Defaults; `experiment.envs` or the environment of the launch wins over them.",
+}
+
+
+def _environment(host: HostPlan) -> Iterator[str]:
+    origin = ""
+    for value in host.environment:
+        if value.secret:
+            continue
+        if value.origin != origin:
+            origin = value.origin
+            yield _BLOCKS.get(origin, f"# experiment.{_one_line(origin)}")
+        yield f"export {value.name}={shlex.quote(value.value)}"
+    secrets = [value for value in host.environment if value.secret]
+    if secrets:
+        yield "# Secrets are not written to files: they come from the environment."
+        yield from (_require(value) for value in secrets)
+    yield ""
+    yield "# The adapted training backend first, then this project."
+    path = shlex.quote(":".join(host.python_path))
+    yield f'export PYTHONPATH={path}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+    yield ""
+
+
+def _require(value: EnvValue) -> str:
+    return f': "${{{value.name}:?is a secret: export it, then run this script}}"'
+
+
+def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
+    yield "# Supervisor, launcher of the ranks, training program."
+    yield _array("agent", host.agent)
+    yield _array("torchrun", host.torchrun)
+    yield _array("program", host.program)
+    yield ""
+    yield "# experiment.cmds, verbatim."
+    yield from _verbatim("before_start", plan.before_start)
+    yield from _verbatim("after_stop", plan.after_stop)
+    yield ""
+
+
+def _array(name: str, words: Sequence[str]) -> str:
+    """A bash array, an option and its values a line."""
+    lines: list[list[str]] = []
+    for word in words:
+        if not lines or _starts_line(word):
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
+    body = "\n".join(f"    {' '.join(line)}" for line in lines)
+    return f"{name}=(\n{body}\n)"
+
+
+def _starts_line(word: str) -> bool:
+    return word.startswith("--")
+
+
+def _verbatim(name: str, text: str) -> Iterator[str]:
+    """A variable that holds a text as it is, readable, whatever is in it."""
+    if not text.strip():
+        yield f"{name}="
+        return
+    delimiter = f"END_{name.upper()}"
+    while delimiter in text:
+        delimiter += "_"
+    yield f"IFS= read -r -d '' {name} <<'{delimiter}'"
+    yield text.rstrip("\n")
+    yield delimiter

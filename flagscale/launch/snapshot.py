@@ -1,0 +1,172 @@
+"""What a run is doing now, as ``query`` tells it: made from the run's state, processes and the
+events of its ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from flagscale.launch import processes
+from flagscale.launch.failures import Failure, first_failure
+from flagscale.launch.layout import STATUS_DIRECTORY
+from flagscale.launch.state import Exit, HostState, RunState
+from flagscale.status import Event, read_events, status_files
+
+_PACE_EVENTS = 20
+
+
+class Phase(str, Enum):
+    """The state of a run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+
+    @property
+    def ended(self) -> bool:
+        return self not in (Phase.STARTING, Phase.RUNNING)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment. ``since`` is when it came into its state, in Unix seconds; what is
+    not known is None. ``eta_seconds`` is for a run that reports its progress and has a length."""
+
+    run_id: str
+    name: str
+    phase: Phase
+    since: float
+    world_size: int
+    joined: int
+    exit_code: int | None = None
+    step: int | None = None
+    train_steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    failure: Failure | None = None
+    hosts: tuple[tuple[str, Phase], ...] = ()
+    warnings: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        record = asdict(self)
+        del record["phase"]
+        record = {"state": self.phase.value, **record}
+        record["since"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.since))
+        record["hosts"] = [{"host": host, "state": phase.value} for host, phase in self.hosts]
+        if self.failure is not None:
+            record["failure"]["log"] = str(self.failure.log)
+        return record
+
+
+class EventReader:
+    """The events of a run's ranks, read from where the last call ended."""
+
+    def __init__(self, hosts: Sequence[HostState]) -> None:
+        self._hosts = hosts
+        self._offsets: dict[Path, int] = {}
+        self.events: dict[int, list[Event]] = {}
+
+    def refresh(self) -> dict[int, list[Event]]:
+        for host in self._hosts:
+            for path in status_files(host.run_dir / STATUS_DIRECTORY):
+                new, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
+                if new:
+                    self.events.setdefault(new[0].rank, []).extend(new)
+        return self.events
+
+    def ranks(self, event: str) -> set[int]:
+        """The ranks that have reported this event."""
+        return {
+            rank for rank, rows in self.events.items() if any(row.event == event for row in rows)
+        }
+
+
+def take(state: RunState, reader: EventReader | None = None) -> Snapshot:
+    """The run now."""
+    reader = reader or EventReader(state.hosts)
+    # Exits first: a run that ends in between then shows as alive once more, never as lost.
+    exits = {host.rank: host.exit() for host in state.hosts}
+    events = reader.refresh()
+    joined = {
+        row.time: rank for rank, rows in events.items() for row in rows if row.event == "joined"
+    }
+    ranks_joined = reader.ranks("joined")
+    everybody = (state.foreign and not events) or len(ranks_joined) >= state.world_size
+    phases = {host.rank: _phase(state, exits[host.rank], everybody) for host in state.hosts}
+    phase = _overall(list(phases.values()))
+    failure = first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
+    ends = [ended.ended for ended in exits.values() if ended is not None]
+    since = _since(state, phase, max(joined, default=None), max(ends, default=None))
+    codes = [ended.code for ended in exits.values() if ended is not None]
+    return Snapshot(
+        run_id=state.run_id,
+        name=state.name,
+        phase=phase,
+        since=since,
+        world_size=state.world_size,
+        joined=len(ranks_joined),
+        exit_code=next((code for code in codes if code), 0) if codes else None,
+        failure=failure,
+        hosts=tuple((host.name, phases[host.rank]) for host in state.hosts),
+        warnings=tuple(_warnings(events)),
+        **_progress(events, phase),
+    )
+
+
+def _phase(state: RunState, ended: Exit | None, everybody: bool) -> Phase:
+    if ended is not None:
+        if ended.signal is not None and ended.phase == "job":
+            return Phase.STOPPED
+        if ended.code and state.stop_requested is not None:
+            return Phase.STOPPED
+        return Phase.FAILED if ended.code else Phase.COMPLETED
+    if state.boot_id == processes.boot_id() and state.is_alive():
+        return Phase.RUNNING if everybody else Phase.STARTING
+    return Phase.STOPPED if state.stop_requested is not None else Phase.LOST
+
+
+def _overall(phases: Sequence[Phase]) -> Phase:
+    """A run is what its worst host is."""
+    order = (Phase.FAILED, Phase.LOST, Phase.STOPPED, Phase.STARTING, Phase.RUNNING)
+    return next((phase for phase in order if phase in phases), Phase.COMPLETED)
+
+
+def _since(state: RunState, phase: Phase, joined: float | None, ended: float | None) -> float:
+    if phase is Phase.RUNNING:
+        return joined or state.started
+    if phase.ended:
+        return ended or state.stop_requested or state.started
+    return state.started
+
+
+def _progress(events: dict[int, list[Event]], phase: Phase) -> dict[str, Any]:
+    """The last known figures of training, and the time to its end at the recent pace."""
+    rows = [row for rows in events.values() for row in rows if row.event == "progress"]
+    if not rows:
+        return {}
+    rows.sort(key=lambda row: row.time)
+    last = rows[-1]
+    step, total = last.get("step"), last.get("train_steps")
+    found = {"step": step, "train_steps": total}
+    found |= {name: last.get(name) for name in ("loss", "tokens_per_second")}
+    recent = rows[-_PACE_EVENTS:]
+    steps = (step or 0) - (recent[0].get("step") or 0)
+    if phase is Phase.RUNNING and total and step and steps > 0:
+        pace = (last.time - recent[0].time) / steps
+        found["eta_seconds"] = round(pace * max(0, total - step), 1)
+    return found
+
+
+def _warnings(events: dict[int, list[Event]]) -> list[str]:
+    """What ranks warned of, each once, however many ranks said so."""
+    rows = [row for rows in events.values() for row in rows if row.event == "warning"]
+    rows.sort(key=lambda row: row.time)
+    return list(dict.fromkeys(str(row.get("message", "")) for row in rows))
