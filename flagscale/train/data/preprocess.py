@@ -95,9 +95,11 @@ def run(job: Job, progress: Progress | None = None) -> Summary:
     summary = Summary(list(job.outputs().values()), bytes=total)
     dtype = np.uint16 if vocab_size < 65500 else np.int32  # as megatron.core's DType.optimal_dtype
     with ExitStack() as stack:
-        writers = [stack.enter_context(_Writer(p, dtype)) for p in summary.prefixes]
+        writers: list[_Writer] = []
         done = 0
         for piece, encoded in _encode_all(job, pieces, dtype):
+            if not writers:  # its seconds of imports pass while the workers are at work
+                writers = [stack.enter_context(_Writer(p, dtype)) for p in summary.prefixes]
             for writer, tokens, lengths in zip(
                 writers, encoded.tokens, encoded.lengths, strict=True
             ):

@@ -1,0 +1,97 @@
+"""Reading ``data_path``: one data set, several, or several with weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagscale.errors import DataError
+from flagscale.train.data.indexed import prefix_of
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Data set prefixes and, where any has one, the weight of each."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    def as_config(self) -> tuple[list[str], list[float] | None]:
+        """The pair that megatron.core's data set configuration takes."""
+        return list(self.prefixes), None if self.weights is None else list(self.weights)
+
+
+def parse_blend(values: Sequence[str] | str, key: str = "data_path") -> Blend:
+    """The blend that ``values`` say: prefixes, or weights each before its prefix.
+
+    A value may hold several words (``"0.3 a 0.7 b"``) unless a data set has it as its very name.
+    ``.bin`` or ``.idx`` at a prefix's end is taken off.
+
+    Raises:
+        DataError: nothing is given, a weight is no positive number, stands before no prefix, or
+            only some prefixes have one.
+    """
+    words = [values] if isinstance(values, str) else [str(value) for value in values]
+    words = [part for word in words for part in _parts(word)]
+    if not words:
+        raise DataError(f"{key} is empty; expected a data set's prefix")
+    prefixes: list[str] = []
+    weights: list[float | None] = []
+    pending: float | None = None
+    for word in words:
+        number = _weight(word, key)
+        if number is None:
+            prefixes.append(prefix_of(word))
+            weights.append(pending)
+            pending = None
+        elif pending is not None:
+            raise DataError(f"{key}: two weights in a row before {word!r}; expected a prefix")
+        else:
+            pending = number
+    if pending is not None:
+        raise DataError(f"{key}: the weight {pending:g} at the end stands before no prefix")
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) != len(prefixes):
+        bare = prefixes[weights.index(None)]
+        raise DataError(f"{key}: {bare} has no weight, but others have; give all or none")
+    # A lone data set's weight says nothing, and without it it is not capped at one epoch.
+    return Blend(tuple(prefixes), tuple(given) if given and len(prefixes) > 1 else None)
+
+
+def _parts(word: str) -> list[str]:
+    return [word] if Path(prefix_of(word) + ".idx").exists() else word.split()
+
+
+def _weight(word: str, key: str) -> float | None:
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    if Path(word + ".idx").exists():  # a data set whose name is a number
+        return None
+    if not (math.isfinite(number) and number > 0):
+        raise DataError(f"{key}: the weight {word} is not a positive number")
+    return number
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Shares of training, validation and test of ``split`` such as ``969,30,1``; they sum to 1.
+
+    Raises:
+        DataError: not one to three numbers of at least 0 with a positive sum.
+    """
+    try:
+        shares = [float(part) for part in text.replace("/", ",").split(",") if part.strip()]
+    except ValueError:
+        shares = []
+    shares += [0.0] * (3 - len(shares))
+    valid = len(shares) == 3 and all(math.isfinite(s) and s >= 0 for s in shares)
+    if not valid or sum(shares) <= 0:
+        raise DataError(
+            f"split {text!r}: expected up to three numbers for training, validation and test, "
+            "such as 969,30,1"
+        )
+    total = sum(shares)
+    return shares[0] / total, shares[1] / total, shares[2] / total

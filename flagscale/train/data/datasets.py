@@ -1,0 +1,196 @@
+"""Training, validation and test data as iterators of micro-batches.
+
+megatron.core builds the data sets (blends, epochs, shuffles, cached indices); what it would die
+of in an assertion or an endless loop is checked before. The order of samples and the share of a
+rank are :mod:`flagscale.train.data.samplers`'s.
+
+Every rank reads its own micro-batches, tensor- and pipeline-parallel ranks the same ones as
+their partners: no broadcast, and the pages of a data file are shared by the ranks of a host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from flagscale.errors import DataError
+from flagscale.train.data.plan import DataPlan, SplitPlan, plan_data
+from flagscale.train.data.samplers import MicroBatchSampler, Order, Shard
+from flagscale.train.data.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from flagscale.train.state import Progress
+
+Batch = dict[str, Tensor]
+"""``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), each
+``[micro_batch_size, seq_length]`` on the CPU."""
+
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class DataIterators:
+    """An iterator a split, None for a split that is not used. With several model chunks it is a
+    list: one iterator a chunk, all of the same micro-batches."""
+
+    train: Iterator[Batch] | list[Iterator[Batch]] | None
+    valid: Iterator[Batch] | list[Iterator[Batch]] | None
+    test: Iterator[Batch] | list[Iterator[Batch]] | None
+
+
+def build_data_iterators(
+    args: Any,
+    tokenizer: Tokenizer,
+    progress: Progress,
+    *,
+    chunks: int = 1,
+    shard: Shard | None = None,
+) -> DataIterators:
+    """The data of a run that has consumed what ``progress`` says. Called on all ranks, after
+    torch.distributed is up.
+
+    ``args`` has passed :mod:`flagscale.train.resolve`. ``shard`` is this rank's part of the data;
+    without it that of its data-parallel group.
+
+    Raises:
+        DataError: data is missing, damaged, too little, or of another tokenizer.
+    """
+    plan = plan_data(args, tokenizer)
+    datasets = _build_datasets(plan, tokenizer)
+    shard = shard or _own_shard()
+    consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
+    found = [
+        _iterators(args, plan, split, data, taken, chunks, shard)
+        for split, data, taken in zip(plan.splits, datasets, consumed, strict=True)
+    ]
+    return DataIterators(*found)
+
+
+def _own_shard() -> Shard:
+    from megatron.core import parallel_state
+
+    return Shard(
+        parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    )
+
+
+def _build_datasets(plan: DataPlan, tokenizer: Tokenizer) -> list[Dataset[Batch] | None]:
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+
+    config = _config(plan, tokenizer)
+    kind = MockGPTDataset if plan.mock else GPTDataset
+    sizes = [split.samples for split in plan.splits]
+    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config)
+    try:
+        built: list[Dataset[Batch] | None] = builder.build()
+    except (FileNotFoundError, ValueError, EOFError) as error:
+        # Only rank 0 writes the cache, and a run killed while it wrote leaves half a file.
+        raise DataError(
+            f"the data's index cache cannot be read: {error}",
+            hint=f"all hosts must see {plan.cache}; if they do, remove it: it is built anew",
+        ) from error
+    except IndexError as error:
+        raise DataError(f"the blend does not suffice: {error}") from error
+    except Exception as error:  # megatron.core wraps a failed write in a bare Exception
+        if isinstance(error.__cause__, OSError):
+            raise DataError(
+                f"the data's index cache cannot be written: {error.__cause__}",
+                hint="set data_cache_path to a directory that all hosts can write",
+            ) from error
+        raise
+    return built
+
+
+def _config(plan: DataPlan, tokenizer: Tokenizer) -> Any:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    blends = [split.blend for split in plan.splits]
+    per_split = plan.blend is None and not plan.mock
+    config = GPTDatasetConfig(
+        random_seed=plan.seed,
+        sequence_length=plan.seq_length,
+        blend=plan.blend.as_config() if plan.blend else None,
+        blend_per_split=[b and b.as_config() for b in blends] if per_split else None,
+        split=",".join(map(repr, plan.shares)) if plan.blend else None,
+        path_to_cache=None if plan.cache is None else str(plan.cache),
+        tokenizer=tokenizer,
+        reset_position_ids=plan.reset_position_ids,
+        reset_attention_mask=False,  # attention here is causal over the whole sequence
+        eod_mask_loss=plan.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    if config.split_matrix is not None:
+        # A split that nobody reads is not built: with few documents it may have none, and
+        # megatron.core then counts epochs of nothing for ever.
+        for index, split in enumerate(plan.splits):
+            if split.samples == 0:
+                config.split_matrix[index] = None
+    return config
+
+
+def _iterators(
+    args: Any,
+    plan: DataPlan,
+    split: SplitPlan,
+    data: Dataset[Batch] | None,
+    consumed: int,
+    chunks: int,
+    shard: Shard,
+) -> Iterator[Batch] | list[Iterator[Batch]] | None:
+    if data is None or split.samples == 0:
+        return None
+    order: Order = "wrapped"
+    if split.name == "train":
+        order = args.dataloader_type
+        _enough(plan, split, len(data), consumed)  # type: ignore[arg-type]
+    sampler = MicroBatchSampler(
+        len(data),  # type: ignore[arg-type]
+        args.micro_batch_size,
+        shard,
+        consumed=consumed,
+        order=order,
+        seed=plan.seed,
+    )
+    loader: DataLoader[Batch] = DataLoader(
+        data,
+        batch_sampler=sampler,
+        num_workers=args.num_workers,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=args.num_workers > 0,
+        collate_fn=_collate,
+    )
+    return _chunked(loader, chunks)
+
+
+def _enough(plan: DataPlan, split: SplitPlan, have: int, consumed: int) -> None:
+    """A blend without weights is taken once. Say so now, not when it ends in mid-training."""
+    needed = max(split.samples, consumed)
+    if plan.order == "single" and have < needed:
+        raise DataError(
+            f"the training data holds {have} samples of {plan.seq_length} tokens, but training "
+            f"takes {needed}: data sets without weights are passed through once",
+            hint="give each data set of data_path a weight, to repeat it as needed; or set "
+            "dataloader_type: cyclic; or train on fewer samples",
+        )
+
+
+def _collate(samples: list[Batch]) -> Batch:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
+
+
+def _chunked(loader: DataLoader[Batch], chunks: int) -> Iterator[Batch] | list[Iterator[Batch]]:
+    """The loader's batches; for several model chunks each gets all of them. A chunk's batch is a
+    dictionary of its own, but its tensors are shared: they must not be written to."""
+    if chunks == 1:
+        return iter(loader)
+    copies = itertools.tee(loader, chunks)
+    return [map(dict, copy) for copy in copies]

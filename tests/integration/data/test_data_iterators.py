@@ -1,0 +1,219 @@
+"""Real data sets through megatron.core: the same global batches for every layout and resume."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagscale.errors import DataError
+from flagscale.train.data.preprocess import Job, run
+from flagscale.train.data.samplers import Shard
+from flagscale.train.data.tokenizers import TokenizerSpec, open_tokenizer
+from flagscale.train.state import Progress
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+SPEC = TokenizerSpec("ByteLevelTokenizer")
+SEQ = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two data sets whose bytes tell them apart: ``low`` is letters, ``high`` digits."""
+    root = tmp_path_factory.mktemp("data sets")
+    prefixes = {}
+    for name, letters in (("low", "abcdefghij"), ("high", "0123456789")):
+        source = root / f"{name}.jsonl"
+        texts = [letters[i % 10] * (20 + i) for i in range(60)]
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        job = Job((source,), str(root / name), SPEC, append_eod=True)
+        prefixes[name] = run(job).prefixes[0]
+    return prefixes
+
+
+def args(tmp_path: Path, **given: Any) -> Namespace:
+    values: dict[str, Any] = {
+        "data_path": None,
+        "train_data_path": None,
+        "valid_data_path": None,
+        "test_data_path": None,
+        "split": "8,1,1",
+        "mock_data": False,
+        "data_cache_path": str(tmp_path / "cache"),
+        "save": None,
+        "tensorboard_dir": None,
+        "seq_length": SEQ,
+        "seed": 5,
+        "train_iters": 12,
+        "train_samples": None,
+        "eval_iters": 2,
+        "eval_interval": 6,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "num_workers": 0,
+        "dataloader_type": "single",
+        "reset_position_ids": False,
+        "eod_mask_loss": False,
+    }
+    return Namespace(**{**values, **given})
+
+
+def iterators(arguments: Namespace, progress: Progress | None = None, **given: Any) -> Any:
+    from flagscale.train.data.datasets import build_data_iterators
+
+    tokenizer = open_tokenizer(SPEC)
+    given.setdefault("shard", Shard())
+    return build_data_iterators(arguments, tokenizer, progress or Progress(), **given)
+
+
+def steps(
+    arguments: Namespace, layout: tuple[int, int], count: int, *, skip: int = 0, kind: str = "train"
+) -> list[list[list[int]]]:
+    """Tokens of each step's global batch, put together from all data-parallel ranks."""
+    micro, size = layout
+    arguments = Namespace(**{**vars(arguments), "micro_batch_size": micro})
+    consumed = skip * arguments.global_batch_size
+    progress = Progress(skip, consumed, consumed)
+    ranks = [
+        getattr(iterators(arguments, progress, shard=Shard(rank, size)), kind)
+        for rank in range(size)
+    ]
+    per_step = arguments.global_batch_size // (micro * size)
+    return [
+        [row for _ in range(per_step) for rank in ranks for row in next(rank)["tokens"].tolist()]
+        for _ in range(count)
+    ]
+
+
+def test_a_batch_is_what_training_takes(data: dict[str, str], tmp_path: Path) -> None:
+    batch = next(iterators(args(tmp_path, data_path=[data["low"]])).train)
+    assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(
+        ("tokens", "labels", "loss_mask", "position_ids"), (2, SEQ)
+    )
+    assert batch["tokens"][:, 1:].tolist() == batch["labels"][:, :-1].tolist()
+    assert batch["position_ids"].tolist() == [list(range(SEQ))] * 2
+    assert batch["loss_mask"].tolist() == [[1.0] * SEQ] * 2
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_every_layout_sees_the_same_steps(data: dict[str, str], tmp_path: Path, kind: str) -> None:
+    given = args(tmp_path, data_path=[data["low"]], dataloader_type=kind)
+    whole = steps(given, (2, 1), 12)
+    for layout in ((1, 1), (8, 1), (1, 2), (2, 4), (1, 8)):
+        assert steps(given, layout, 12) == whole
+        assert steps(given, layout, 5, skip=7) == whole[7:]
+
+
+def test_evaluation_resumes_too(data: dict[str, str], tmp_path: Path) -> None:
+    given = args(tmp_path, data_path=[data["low"]])
+    whole = steps(given, (2, 1), 6, kind="valid")
+    assert steps(given, (1, 4), 3, skip=3, kind="valid") == whole[3:]
+    assert len(steps(given, (2, 1), 2, kind="test")) == 2
+
+
+def test_blends_keep_their_weights(data: dict[str, str], tmp_path: Path) -> None:
+    values = [str(part) for part in ("0.25", data["low"], "0.75", data["high"])]
+    rows = [row for step in steps(args(tmp_path, data_path=values), (2, 1), 12) for row in step]
+    letters = sum(np.median(row) >= ord("a") for row in rows)
+    assert letters == pytest.approx(len(rows) / 4, abs=3)
+
+
+def test_a_blend_without_weights_is_passed_through_once(
+    data: dict[str, str], tmp_path: Path
+) -> None:
+    paths = [data["low"], data["high"]]
+    with pytest.raises(DataError, match="passed through once"):
+        iterators(args(tmp_path, data_path=paths, train_iters=1000))
+    cyclic = args(tmp_path, data_path=paths, train_iters=1000, dataloader_type="cyclic")
+    assert len(steps(cyclic, (2, 1), 100)) == 100
+
+
+def test_each_split_its_own_data(data: dict[str, str], tmp_path: Path) -> None:
+    given = args(
+        tmp_path, split=None, train_data_path=[data["low"]], valid_data_path=[data["high"]]
+    )
+    found = iterators(given)
+    assert int(next(found.train)["tokens"].median()) >= ord("a")
+    assert int(next(found.valid)["tokens"].median()) < ord("a")
+    assert found.test is None
+
+
+def test_chunks_get_the_same_batches(data: dict[str, str], tmp_path: Path) -> None:
+    given = args(tmp_path, data_path=[data["low"]])
+    alone = [batch["tokens"].tolist() for batch in islice(iterators(given).train, 6)]
+    one, two = iterators(given, chunks=2).train
+    ahead = [next(one)["tokens"].tolist() for _ in range(4)]  # one chunk runs ahead
+    other = [next(two)["tokens"].tolist() for _ in range(6)]
+    assert ahead + [next(one)["tokens"].tolist() for _ in range(2)] == other == alone
+    assert next(one) is not next(two)
+
+
+def test_loader_processes_give_the_same(data: dict[str, str], tmp_path: Path) -> None:
+    given = args(tmp_path, data_path=[data["low"]])
+    whole = steps(given, (2, 1), 4)
+    given.num_workers = 2
+    assert steps(given, (2, 1), 4) == whole
+
+
+def test_mock_data(tmp_path: Path) -> None:
+    found = iterators(args(tmp_path, mock_data=True, split=None))
+    assert next(found.train)["tokens"].shape == (2, SEQ)
+    assert next(found.valid)["tokens"].shape == (2, SEQ)
+
+
+def test_options_of_documents(data: dict[str, str], tmp_path: Path) -> None:
+    given = args(
+        tmp_path,
+        data_path=[data["low"]],
+        seq_length=64,
+        reset_position_ids=True,
+        eod_mask_loss=True,
+    )
+    batch = next(iterators(given).train)
+    ends = batch["tokens"] == 256
+    assert bool(ends.any())
+    assert batch["loss_mask"][ends].eq(0).all()
+    assert int(batch["position_ids"].max()) < 63
+
+
+def test_data_written_anew_is_not_read_through_an_old_cache(tmp_path: Path) -> None:
+    source = tmp_path / "text.txt"
+    found = []
+    for letter in "ab":
+        source.write_text(f"{letter * 30}\n" * (40 if letter == "a" else 20))
+        job = Job((source,), str(tmp_path / "set"), SPEC, format="lines", overwrite=True)
+        prefix = run(job).prefixes[0]
+        found.append(steps(args(tmp_path, data_path=[prefix], eval_iters=0), (2, 1), 12))
+    assert {token for step in found[1] for row in step for token in row} == {ord("b")}
+
+
+def test_a_cut_cache_is_named(data: dict[str, str], tmp_path: Path) -> None:
+    given = args(tmp_path, data_path=[data["low"]])
+    iterators(given)
+    for path in (tmp_path / "cache").rglob("*shuffle_index.npy"):
+        path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(DataError, match="index cache cannot be read"):
+        iterators(given)
+
+
+def test_a_cache_that_cannot_be_written(data: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    given = args(tmp_path, data_path=[data["low"]], data_cache_path=str(tmp_path / "file" / "x"))
+    with pytest.raises(DataError, match="index cache cannot be written"):
+        iterators(given)

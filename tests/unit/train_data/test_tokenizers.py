@@ -1,0 +1,222 @@
+"""Tokenizers from local files, by Megatron-LM's names."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flagscale.errors import DataError
+from flagscale.train.data import train_bpe
+from flagscale.train.data.tokenizers import (
+    Tokenizer,
+    TokenizerSpec,
+    build_tokenizer,
+    open_tokenizer,
+    padded_vocabulary,
+)
+
+TEXT = "def main(argv: list[str]) -> int:\n    return 0  # ünïcödé \U0001f600\n"
+BPE = train_bpe.BpeSettings(vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained tokenizer, as a Hugging Face directory with an awkward name."""
+    output = tmp_path_factory.mktemp("tok") / "it's a $tokenizer"
+    tokenizer = train_bpe.train([TEXT * 20] * 3, BPE)
+    train_bpe.write_directory(tokenizer, output, BPE.special_tokens)
+    return output
+
+
+def hugging_face(path: Path) -> Tokenizer:
+    return open_tokenizer(TokenizerSpec("HuggingFaceTokenizer", str(path)))
+
+
+def test_a_trained_tokenizer_reads_back(directory: Path) -> None:
+    tokenizer = hugging_face(directory)
+    assert tokenizer.vocab_size == 300
+    assert (tokenizer.bos, tokenizer.eod) == (0, 1)
+    ids = tokenizer.tokenize(TEXT)
+    assert max(ids) < 300
+    assert tokenizer.detokenize(ids) == TEXT
+    assert tokenizer.tokenize_many([TEXT, ""]) == [ids, []]
+    assert not hasattr(tokenizer, "pad")
+    json.dumps(tokenizer.unique_identifiers)
+
+
+def test_training_is_deterministic() -> None:
+    one, two = (train_bpe.train([TEXT * 20], BPE).to_str() for _ in range(2))
+    assert one == two
+
+
+def test_identity_is_the_content_not_the_place(directory: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in directory.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert hugging_face(copy).unique_identifiers == hugging_face(directory).unique_identifiers
+
+
+@pytest.mark.parametrize("kind", ["Llama3TokenizerFS", "HFTokenizerFS", "QwenTokenizerFS"])
+def test_aliases(directory: Path, kind: str) -> None:
+    assert open_tokenizer(TokenizerSpec(kind, str(directory))).vocab_size == 300
+
+
+def test_llama3_special_tokens_written_as_objects(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+    config = {"eos_token": {"content": "<|end_of_text|>", "special": True}, "bos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = hugging_face(tmp_path / "tokenizer.json")
+    assert (tokenizer.bos, tokenizer.eod) == (0, 1)
+
+
+def test_vocab_and_merges(tmp_path: Path) -> None:
+    trained = train_bpe.train([TEXT * 20], BPE)
+    trained.model.save(str(tmp_path))
+    tokenizer = open_tokenizer(TokenizerSpec("GPT2BPETokenizer", str(tmp_path)))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (300, 1)
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    import sentencepiece
+
+    (tmp_path / "text").write_text("the cat sat on the mat\na dog ate the cat\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=18,
+        minloglevel=2,
+    )
+    tokenizer = open_tokenizer(TokenizerSpec("Llama2Tokenizer", str(tmp_path)))
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (18, 1, 2)
+    assert tokenizer.detokenize(tokenizer.tokenize("the cat sat")) == "the cat sat"
+
+
+def test_null_tokenizer() -> None:
+    tokenizer = open_tokenizer(TokenizerSpec("NullTokenizer", vocab_size=10))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (11, 10)
+    assert tokenizer.tokenize("1 9 0") == [1, 9, 0]
+    assert tokenizer.detokenize([1, 9]) == "1 9"
+
+
+@pytest.mark.parametrize("text", ["1 x", "10", "-1", "1.5"])
+def test_null_tokenizer_takes_ids_only(text: str) -> None:
+    with pytest.raises(DataError, match="NullTokenizer"):
+        open_tokenizer(TokenizerSpec("NullTokenizer", vocab_size=10)).tokenize(text)
+
+
+@given(st.text())
+def test_byte_level_gives_text_back(text: str) -> None:
+    tokenizer = open_tokenizer(TokenizerSpec("ByteLevelTokenizer"))
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.detokenize([*ids, tokenizer.eod]) == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        pytest.param(
+            TokenizerSpec("HugingFaceTokenizr"), "did you mean HuggingFaceTokenizer", id="misspelt"
+        ),
+        pytest.param(TokenizerSpec("zzz"), "known: HuggingFaceTokenizer, Llama3", id="unknown"),
+        pytest.param(TokenizerSpec("HuggingFaceTokenizer"), "needs tokenizer_path", id="no-path"),
+        pytest.param(
+            TokenizerSpec("HuggingFaceTokenizer", "meta-llama/Meta-Llama-3-8B"),
+            "nothing is downloaded by name",
+            id="hub-name",
+        ),
+        pytest.param(TokenizerSpec("NullTokenizer"), "vocab_size of at least 1", id="null"),
+        pytest.param(
+            TokenizerSpec("Llama2Tokenizer", "/none/x"), "no such SentencePiece", id="sentencepiece"
+        ),
+    ],
+)
+def test_what_cannot_be_opened(spec: TokenizerSpec, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        open_tokenizer(spec)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        pytest.param({"tokenizer.json": "{"}, "not a tokenizer that can be read", id="cut"),
+        pytest.param(
+            {"tokenizer.json": None, "tokenizer_config.json": "[]"},
+            "expected a JSON object, found list",
+            id="config-list",
+        ),
+        pytest.param(
+            {"tokenizer.json": None, "tokenizer_config.json": "{"}, "not JSON", id="config-cut"
+        ),
+        pytest.param(
+            {"tokenizer.json": None, "tokenizer_config.json": '{"eos_token": "<x>"}'},
+            "eos_token '<x>' is not in the vocabulary",
+            id="foreign-eos",
+        ),
+    ],
+)
+def test_damaged_directories(
+    directory: Path, tmp_path: Path, files: dict[str, str | None], message: str
+) -> None:
+    for name, content in files.items():
+        whole = (directory / name).read_text()
+        (tmp_path / name).write_text(whole if content is None else content)
+    with pytest.raises(DataError) as caught:
+        hugging_face(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(directory: Path) -> None:
+    args = Namespace(
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_path=str(directory),
+        vocab_size=256,
+        mock_data=False,
+    )
+    with pytest.raises(DataError, match="has 300 entries, more than the model's vocab_size 256"):
+        build_tokenizer(args)
+    args.vocab_size = 300
+    assert build_tokenizer(args).vocab_size == 300
+
+
+def test_mock_data_needs_no_tokenizer() -> None:
+    args = Namespace(tokenizer_type=None, tokenizer_path=None, vocab_size=64, mock_data=True)
+    assert build_tokenizer(args).vocab_size == 65
+    args.mock_data = False
+    with pytest.raises(DataError, match="tokenizer_type is not set"):
+        build_tokenizer(args)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param(train_bpe.BpeSettings(257), "take 258", id="small"),
+        pytest.param(train_bpe.BpeSettings(9999), "too little for 9999 tokens", id="little-text"),
+        pytest.param(train_bpe.BpeSettings(300, ("<a>", "<a>")), "two unlike", id="same-special"),
+    ],
+)
+def test_training_that_cannot_be(settings: train_bpe.BpeSettings, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        train_bpe.train([TEXT * 5], settings)
+
+
+def test_a_directory_of_other_things_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    trained = train_bpe.train([TEXT * 20], BPE)
+    with pytest.raises(DataError, match=r"other files than a tokenizer's: thesis\.tex"):
+        train_bpe.write_directory(trained, tmp_path, BPE.special_tokens)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+@given(st.integers(1, 10**6), st.sampled_from([1, 64, 128]), st.sampled_from([1, 2, 8]))
+def test_padded_vocabulary(size: int, divisible_by: int, tensor_parallel: int) -> None:
+    padded = padded_vocabulary(size, divisible_by, tensor_parallel)
+    assert padded % (divisible_by * tensor_parallel) == 0
+    assert size <= padded < size + divisible_by * tensor_parallel
