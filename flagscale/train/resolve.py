@@ -39,6 +39,9 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("experimental_attention_variant", "attention here is softmax attention"),
 )
 
+OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Precisions of the optimizer's state, which only Transformer Engine's optimizer can lower."""
+
 
 def resolve(args: argparse.Namespace, world_size: int) -> argparse.Namespace:
     """A copy of ``args`` with every derived value set, for ``world_size`` ranks.
@@ -75,6 +78,9 @@ def _refused(args: argparse.Namespace) -> Iterator[Problem]:
         value = getattr(args, name, None)
         if value:
             yield Problem(name, f"{value!r} is not supported by this trainer: {reason}")
+    for name in OPTIMIZER_DTYPES:
+        if getattr(args, name) != "fp32":
+            yield Problem(name, f"{getattr(args, name)!r}: needs Transformer Engine; expected fp32")
     if args.context_parallel_size > 1:
         yield Problem(
             "context_parallel_size",
@@ -253,9 +259,3 @@ def schedule_lengths(args: argparse.Namespace) -> dict[str, Any]:
         "wsd_decay_steps": samples(args.lr_wsd_decay_samples, args.lr_wsd_decay_iters),
         "wd_incr_steps": total,
     }
-
-
-def padded_vocabulary(size: int, args: Any) -> int:
-    """``size`` rounded up so that every tensor-parallel rank holds an equal, aligned part."""
-    multiple: int = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return -(-size // multiple) * multiple

@@ -1,0 +1,62 @@
+"""One micro-batch through the model, as megatron.core's pipeline schedules call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from flagscale.train.device import Device
+from flagscale.train.state import unwrap
+
+Batch = Mapping[str, torch.Tensor]
+LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+LOSS_KEY = "loss_sum_and_tokens"
+"""Key, in what a schedule returns for a micro-batch, of a tensor of two: see :func:`loss_of`."""
+
+
+class ForwardStep:
+    """Callable of ``(iterator, model)``: the model's output and a function that gives the loss."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device.torch_device
+
+    def __call__(
+        self, iterator: Iterator[Batch] | None, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
+        bare: Any = unwrap(model)
+        batch = next(iterator) if iterator is not None else {}
+        first, last = bare.pre_process, bare.post_process
+        output = model(
+            input_ids=self._moved(batch["tokens"]) if first else None,
+            position_ids=self._moved(batch["position_ids"]) if first else None,
+            attention_mask=None,  # every attention here is causal by itself
+            labels=self._moved(batch["labels"]) if last else None,
+        )
+        mask = self._moved(batch["loss_mask"]).float() if last else None
+        return output, partial(loss_of, mask)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def loss_of(mask: torch.Tensor | None, losses: torch.Tensor) -> LossResult:
+    """Loss of a micro-batch from each token's.
+
+    Args:
+        mask: ``[micro-batch, sequence]``, 1.0 where a token counts.
+        losses: cross-entropies in nats, of the same shape.
+
+    Returns:
+        Sum of the losses, number of tokens that count, and a report. The schedule divides the sum
+        in place, by the tokens or (``calculate_per_token_loss``) by all tokens of the step, so the
+        report holds a copy.
+    """
+    losses = losses.float()
+    total = (losses * mask).sum() if mask is not None else losses.sum()
+    count = mask.sum() if mask is not None else torch.full_like(total, losses.numel())
+    report = torch.stack([total.detach(), count]).double()
+    return total, count.to(torch.int), {LOSS_KEY: report}

@@ -1,0 +1,105 @@
+"""Puts a run together: layout, model, optimizer, checkpoint, data, loop."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from flagscale.errors import CheckpointError
+from flagscale.status import StatusWriter
+from flagscale.train import distributed
+from flagscale.train.checkpoint import Checkpointer
+from flagscale.train.data.datasets import build_data_iterators
+from flagscale.train.data.tokenizers import Tokenizer, build_tokenizer
+from flagscale.train.data.tokenizers.factory import padded_vocabulary
+from flagscale.train.device import Device
+from flagscale.train.distributed import Rank
+from flagscale.train.meter import Meter
+from flagscale.train.model.config import transformer_config
+from flagscale.train.model.provider import build_chunks, parameters_of
+from flagscale.train.optim.setup import build_optimizer, build_scheduler
+from flagscale.train.report import Reporter
+from flagscale.train.state import Progress, TrainState
+from flagscale.train.step import Stepper, gathered
+from flagscale.train.trainer import Trainer
+
+
+def prepare(
+    args: argparse.Namespace, rank: Rank, device: Device, status: StatusWriter
+) -> tuple[Trainer, TrainState]:
+    """A trainer that is ready to run, and the state it trains. All ranks call it, joined.
+
+    Raises:
+        ConfigError: megatron.core refuses the model's configuration.
+        DataError: the tokenizer or the data is missing, damaged or does not fit the model.
+        CheckpointError: the checkpoint to start from cannot be used.
+    """
+    distributed.lay_out(args)
+    reporter = Reporter(args, status, speaks=rank.rank == 0)
+    tokenizer = build_tokenizer(args)
+    vocabulary = model_vocabulary(args, tokenizer)
+    config = transformer_config(args, device)
+    state = build_state(args, config, vocabulary, device)
+    reporter.say(_describe(args, state, vocabulary, device, rank))
+    checkpointer = Checkpointer(args)
+    _resume(args, state, checkpointer, reporter)
+    data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
+    stepper = Stepper(args, config, state, device)
+    meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
+    return Trainer(args, state, stepper, data, checkpointer, reporter, meter), state
+
+
+def build_state(
+    args: argparse.Namespace, config: TransformerConfig, vocabulary: int, device: Device
+) -> TrainState:
+    """Model with initial weights, optimizer and schedule; nothing done yet."""
+    chunks = build_chunks(args, config, vocabulary, device)
+    optimizer = build_optimizer(args, chunks)
+    return TrainState(chunks, optimizer, build_scheduler(args, optimizer), Progress())
+
+
+def model_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """The embedding's rows: the larger of ``vocab_size`` and the tokenizer's, padded."""
+    size = max(tokenizer.vocab_size, args.vocab_size or 0)
+    return padded_vocabulary(
+        size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )
+
+
+def _resume(
+    args: argparse.Namespace, state: TrainState, checkpointer: Checkpointer, reporter: Reporter
+) -> None:
+    if not args.load:
+        return
+    with gathered(args, state.chunks):
+        report = checkpointer.load(state)
+    if report is not None:
+        reporter.say(f"loaded {report}")
+    elif args.exit_on_missing_checkpoint:
+        raise CheckpointError(
+            f"load: {args.load} holds no checkpoint",
+            hint="without exit_on_missing_checkpoint, training would start from step 0",
+        )
+
+
+def _describe(
+    args: argparse.Namespace, state: TrainState, vocabulary: int, device: Device, rank: Rank
+) -> str:
+    own = sum(parameter.numel() for parameter in parameters_of(state.chunks))
+    layout = {
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "vpp": args.virtual_pipeline_model_parallel_size or 1,
+        "ep": args.expert_model_parallel_size,
+        "dp": args.data_parallel_size,
+    }
+    sizes = " ".join(f"{name}{size}" for name, size in layout.items() if size > 1) or "one rank"
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    return (
+        f"{rank.world_size} x {device.name} ({dist.get_backend()}) | {sizes} | {precision} | "
+        f"{own / 1e6:,.1f} M weights on rank 0, vocabulary {vocabulary:,} | "
+        f"{args.train_iters:,} steps of {args.global_batch_size} x {args.seq_length} tokens, "
+        f"{args.num_microbatches} micro-batches a step"
+    )

@@ -1,0 +1,155 @@
+"""One optimizer step, and one evaluation, by megatron.core's schedules."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from flagscale.train.device import Device
+from flagscale.train.forward import LOSS_KEY, ForwardStep
+from flagscale.train.readings import StepNumbers
+from flagscale.train.state import TrainState
+
+
+class Stepper:
+    """Runs steps on a :class:`TrainState`. Nothing here waits for the device."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: TransformerConfig,
+        state: TrainState,
+        device: Device,
+    ) -> None:
+        self._args = args
+        self._state = state
+        self._device = device.torch_device
+        self._forward = ForwardStep(device)
+        self._schedule = get_forward_backward_func()
+        _connect(args, config, state)
+
+    def train(self, data: Any, *, stop: tuple[bool, bool]) -> tuple[StepNumbers, torch.Tensor]:
+        """Take one step: all micro-batches, the optimizer, the schedule; count the samples.
+
+        Args:
+            data: iterator of this rank's micro-batches; with several chunks a list of them.
+            stop: whether this rank got a signal or is out of time; all ranks will learn of it.
+
+        Returns:
+            What the host knows, and what the device will know: see :meth:`Readings.add`.
+        """
+        state, batch = self._state, self._args.global_batch_size
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        reports = self._run(data, forward_only=False)
+        updated, norm, zeros = state.optimizer.step()
+        rate = _learning_rate(state.optimizer.param_groups)
+        if updated:
+            state.scheduler.step(increment=batch)
+        state.progress.iteration += 1
+        state.progress.consumed_train_samples += batch
+        numbers = StepNumbers(
+            step=state.progress.iteration,
+            samples=state.progress.consumed_train_samples,
+            learning_rate=rate,
+            skipped=not updated,
+            zeros=zeros or None,
+        )
+        return numbers, self._shared(reports, norm, stop)
+
+    def evaluate(self, data: Any, steps: int) -> float:
+        """Mean loss in nats over ``steps`` global batches, equal on all ranks."""
+        chunks = self._state.chunks
+        for chunk in chunks:
+            chunk.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        with torch.no_grad():
+            for _ in range(steps):
+                for report in self._run(data, forward_only=True):
+                    total += report[LOSS_KEY]
+        for chunk in chunks:
+            chunk.train()
+        dist.all_reduce(total)
+        loss_sum, tokens = total.tolist()
+        return loss_sum / tokens if tokens else 0.0
+
+    def _run(self, data: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        args = self._args
+        reports: list[dict[str, torch.Tensor]] = self._schedule(
+            forward_step_func=self._forward,
+            data_iterator=data,
+            model=self._state.chunks,
+            num_microbatches=args.num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return reports
+
+    def _shared(
+        self, reports: list[dict[str, torch.Tensor]], norm: Any, stop: tuple[bool, bool]
+    ) -> torch.Tensor:
+        """Loss sum, tokens and wishes to stop of all ranks, gradient norm, own loss sum.
+
+        Tensor-parallel ranks report the same micro-batches; sum and tokens grow alike.
+        """
+        values = torch.zeros(4, dtype=torch.float64, device=self._device)
+        if reports:
+            values[:2] = torch.stack([report[LOSS_KEY] for report in reports]).sum(0)
+        own = values[:1].clone()
+        for place, wish in enumerate(stop, start=2):
+            if wish:
+                values[place].fill_(1.0)
+        dist.all_reduce(values)
+        length = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64)
+        return torch.cat([values, length.to(self._device, non_blocking=True).view(1), own])
+
+
+def _connect(args: argparse.Namespace, config: TransformerConfig, state: TrainState) -> None:
+    """Tell megatron.core's schedules, through its configuration, how to scale, when to reduce
+    gradients and when to gather parameters."""
+    chunks = state.chunks
+    config.grad_scale_func = state.optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _learning_rate(groups: list[dict[str, Any]]) -> float:
+    """The rate of the parameters that have no rate of their own."""
+    for group in groups:
+        if group.get("default_config", True) and group["params"]:
+            return float(group["lr"])
+    return 0.0
+
+
+@contextmanager
+def gathered(args: argparse.Namespace, chunks: list[DistributedDataParallel]) -> Iterator[None]:
+    """A context in which every rank holds all its parameters.
+
+    With ``overlap_param_gather`` they are fetched layer by layer in the next forward pass, so
+    that between steps they are out of date.
+    """
+    if not args.overlap_param_gather:
+        yield
+        return
+    for chunk in chunks:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    yield
+    for chunk in chunks:
+        chunk.enable_forward_pre_hook()

@@ -1,0 +1,87 @@
+"""Trains a GPT model: the program that torchrun starts on every rank.
+
+    torchrun --nproc_per_node 2 flagscale/train/train_gpt.py --num-layers 4 … --mock-data
+
+``--help`` lists the arguments. A rank's way: parse → device → join the process group → parallel
+layout → model, optimizer, schedule → checkpoint → data → loop. What it does on the way is told
+through :mod:`flagscale.status`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.errors import FlagscaleError
+from flagscale.status import StatusWriter
+from flagscale.train import distributed, failures
+from flagscale.train.device import choose
+from flagscale.train.distributed import Rank
+from flagscale.train.report import require_packages
+from flagscale.train.resolve import resolve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as ``argv`` (the process's own without it) says; returns the exit code."""
+    rank = Rank.from_environment()
+    status = StatusWriter.from_environment(rank.rank)
+    try:
+        reason = train(parse_arguments(argv), rank, status)
+    except FlagscaleError as error:
+        return failures.report(error, rank, status)
+    except Exception as error:  # noqa: BLE001 - the launcher has to learn of any failure
+        return failures.report(error, rank, status)
+    status.write("finished", step=reason[1], reason=reason[0])
+    return 0
+
+
+def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[str, int]:
+    """Train; returns why it ended and after which step."""
+    device = choose(args.device, rank.local_rank)
+    status.write(
+        "started",
+        rank=rank.rank,
+        local_rank=rank.local_rank,
+        world_size=rank.world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=device.name,
+    )
+    args = resolve(args, rank.world_size)
+    require_packages(args)
+    backend, seconds = distributed.join(
+        rank,
+        device,
+        backend=args.distributed_backend,
+        timeout_minutes=args.distributed_timeout_minutes,
+    )
+    status.write("joined", backend=backend, seconds=round(seconds, 3))
+    _quieten()
+    # megatron.core reads the chosen device when it is imported.
+    from flagscale.train.setup import prepare
+
+    trainer, state = prepare(args, rank, device, status)
+    reason = trainer.run()
+    distributed.leave()
+    return reason, state.progress.iteration
+
+
+def _quieten() -> None:
+    """Keep megatron.core's remarks on what is not installed out of the user's console."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # After a failure, threads of libraries that wait for lost ranks would keep the process alive.
+    if code:
+        os._exit(code)

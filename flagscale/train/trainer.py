@@ -1,0 +1,156 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from typing import Literal
+
+from flagscale.train.checkpoint import Checkpointer
+from flagscale.train.data.datasets import DataIterators
+from flagscale.train.meter import Meter
+from flagscale.train.norms import parameters_norm
+from flagscale.train.readings import Reading, Readings
+from flagscale.train.report import Reporter
+from flagscale.train.signals import Reason, StopRequest
+from flagscale.train.state import TrainState
+from flagscale.train.step import Stepper, gathered
+from flagscale.train.watch import LossWatch
+
+
+class Trainer:
+    """Trains a :class:`TrainState` to the end of the arguments' length, or until told to stop."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        state: TrainState,
+        stepper: Stepper,
+        data: DataIterators,
+        checkpointer: Checkpointer,
+        reporter: Reporter,
+        meter: Meter,
+    ) -> None:
+        self._args = args
+        self._state = state
+        self._stepper = stepper
+        self._data = data
+        self._checkpointer = checkpointer
+        self._reporter = reporter
+        self._meter = meter
+        self._readings = Readings()
+        self._watch = LossWatch(
+            spike_factor=args.loss_spike_factor, fatal=args.check_for_nan_in_loss_and_grad
+        )
+        self._stop = StopRequest(args.exit_duration_in_mins)
+        self._leave: Reason | None = None
+        self._latest: Reading | None = None
+        self._first_step = state.progress.iteration + 1
+        self._saved_at = state.progress.iteration
+        self._evaluated_at = -1
+
+    def run(self) -> Reason:
+        """Train; returns why it ended. The last checkpoint is whole when it returns.
+
+        Raises:
+            JobError: the loss or the gradient is not finite.
+        """
+        if self._args.exit_signal_handler:
+            self._stop.listen()
+        if self._args.manual_gc:
+            gc.disable()
+            gc.collect()
+        self._meter.start(self._state.progress.iteration)
+        reason: Reason = "completed"
+        while self._state.progress.iteration < self._args.train_iters:
+            self._step()
+            if leave := self._must_leave():
+                reason = leave
+                break
+        self._read(leave=0)
+        if reason == "completed":
+            self._evaluate_at_the_end()
+        self._save_if_not_saved()
+        self._checkpointer.close()
+        self._report_saved()
+        return reason
+
+    def _step(self) -> None:
+        args, progress = self._args, self._state.progress
+        numbers, values = self._stepper.train(self._data.train, stop=self._stop.wishes())
+        self._readings.add(numbers, values)
+        step = progress.iteration
+        logged = step % args.log_interval == 0 or step == self._first_step
+        evaluated = _due(step, args.eval_interval) and step < args.train_iters
+        saved = bool(args.save) and _due(step, args.save_interval)
+        self._read(leave=0 if logged or evaluated or saved else 1)
+        if logged:
+            self._log()
+        if evaluated:
+            self._evaluate("valid")
+        if saved:
+            self._save()
+        self._report_saved()
+        if args.manual_gc and step % args.manual_gc_interval == 0:
+            gc.collect()
+
+    def _read(self, *, leave: int) -> None:
+        """Look at steps that are done. All ranks read the same ones at the same time."""
+        for reading in self._readings.take(leave=leave):
+            self._leave = self._leave or reading.stop
+            self._latest = reading
+            if warning := self._watch.observe(reading):
+                self._reporter.warn(warning)
+            self._reporter.scalars(reading)
+
+    def _log(self) -> None:
+        if self._latest is None:
+            return
+        speed = self._meter.lap(self._state.progress.iteration)
+        norm = parameters_norm(self._state.chunks) if self._args.log_params_norm else None
+        self._reporter.progress(self._latest, speed, norm)
+
+    def _must_leave(self) -> Reason | None:
+        """Whether to end after this step; every rank finds the same answer."""
+        if self._leave is not None:
+            return self._leave
+        if _due(self._state.progress.iteration, self._args.exit_interval):
+            return "exit-interval"
+        return None
+
+    def _evaluate(self, split: Literal["valid", "test"]) -> None:
+        data = self._data.valid if split == "valid" else self._data.test
+        if data is None or not self._args.eval_iters:
+            return
+        with self._meter.paused():
+            with gathered(self._args, self._state.chunks):
+                loss = self._stepper.evaluate(data, self._args.eval_iters)
+            progress = self._state.progress
+            if split == "valid":
+                progress.consumed_valid_samples += (
+                    self._args.eval_iters * self._args.global_batch_size
+                )
+                self._evaluated_at = progress.iteration
+            self._reporter.evaluation(split, progress.iteration, loss)
+
+    def _evaluate_at_the_end(self) -> None:
+        if self._evaluated_at != self._state.progress.iteration:
+            self._evaluate("valid")
+        self._evaluate("test")
+
+    def _save(self) -> None:
+        with self._meter.paused(), gathered(self._args, self._state.chunks):
+            self._checkpointer.save(self._state)
+            self._saved_at = self._state.progress.iteration
+
+    def _save_if_not_saved(self) -> None:
+        if self._args.save and self._saved_at != self._state.progress.iteration:
+            self._save()
+
+    def _report_saved(self) -> None:
+        for saved in self._checkpointer.poll():
+            self._reporter.checkpoint(saved.iteration, saved.path, saved.seconds)
+
+
+def _due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
