@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-ACTIONS = ("run", "dryrun", "test", "query", "logs", "stop")
+ACTIONS = ("run", "dryrun", "test", "check", "query", "logs", "stop")
 SECTIONS = ("system", "model", "data")
 RUNNER_TYPES = ("local", "ssh")
 TORCHRUN_BACKENDS = ("torchrun",)
@@ -241,8 +241,9 @@ class Options:
         default="run",
         metadata=doc(
             "`run` starts in the background and returns when every rank has joined; `dryrun` "
-            "prints the plan and the scripts; `test` runs in the foreground; `query` tells the "
-            "state; `logs` shows the output; `stop` ends the run.",
+            "prints the plan and the scripts; `test` runs in the foreground; `check` looks for "
+            "what would keep a run from starting; `query` tells the state; `logs` shows the "
+            "output; `stop` ends the run.",
             choices=ACTIONS,
         ),
     )

@@ -1,0 +1,90 @@
+"""Arguments whose values are paths on this machine: absolute forms, and what must exist."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flagscale.config.arguments.aliases import ALIASES
+
+DATA = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
+"""Blends: prefixes of data sets, or weights and prefixes in turn."""
+TOKENIZER = frozenset(
+    {"tokenizer_path"} | {a.name for a in ALIASES if a.target == "tokenizer_path"}
+)
+WRITTEN = frozenset({"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path"})
+"""Directories that a run makes itself where they are missing."""
+
+_WEIGHT = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
+
+
+def _absolute(path: str) -> str:
+    if "://" in path:
+        return path  # object storage
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - folds ".."
+
+
+def blend(value: Any) -> list[str]:
+    """The words of a blend. One text with weights (``0.3 a 0.7 b``) is split; a path may hold
+    spaces, so any other text is one prefix."""
+    if isinstance(value, (list, tuple)):
+        return [str(item) for item in value]
+    words = str(value).split()
+    if len(words) > 1 and len(words) % 2 == 0 and all(map(_WEIGHT.fullmatch, words[::2])):
+        return words
+    return [str(value)]
+
+
+def is_weight(word: str) -> bool:
+    """Whether a word of a blend is a weight."""
+    return _WEIGHT.fullmatch(word) is not None
+
+
+def prefixes(value: Any) -> list[str]:
+    """The data sets of a blend, without their weights."""
+    return [word for word in blend(value) if not is_weight(word)]
+
+
+def absolute_value(name: str, value: Any, *, foreign: bool) -> Any:
+    """An argument's value with its paths made absolute; other arguments' values as they are.
+
+    A foreign program may take a tokenizer's name for a path, so there only what exists changes.
+    """
+    if name in DATA:
+        words = blend(value)
+        made = [w if is_weight(w) else _absolute(w) for w in words]
+        return made if isinstance(value, (list, tuple)) or len(made) > 1 else made[0]
+    if not isinstance(value, str):
+        return value
+    if name in WRITTEN:
+        return _absolute(value)
+    if name in TOKENIZER and (not foreign or Path(value).exists()):
+        return _absolute(value)
+    return value
+
+
+def missing(name: str, value: Any) -> Iterator[str]:
+    """What an argument names and is not there, one message each."""
+    if name in TOKENIZER and isinstance(value, str) and not Path(value).exists():
+        yield f"no file or directory {value}"
+    if name in DATA:
+        for prefix in prefixes(value):
+            if "://" not in prefix:
+                yield from _missing_data(prefix)
+
+
+def _missing_data(prefix: str) -> Iterator[str]:
+    absent = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
+    if not absent:
+        return
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx"):
+        yield f"{prefix}: give the data set's prefix, without {path.suffix}"
+        return
+    folder = path if path.is_dir() else path.parent
+    there = sorted(str(p.with_suffix("")) for p in folder.glob("*.idx"))[:5]
+    hint = f"; there is {', '.join(there)}" if there else ""
+    yield f"no data set {prefix}: {' and '.join(prefix + s for s in absent)} missing{hint}"

@@ -1,0 +1,129 @@
+"""Reading ``experiment``: task, runner, environment, commands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flagscale.config import schema
+from flagscale.config.arguments.values import did_you_mean, shown
+from flagscale.config.reader import Reader
+from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
+from flagscale.config.yaml_file import short
+
+PROJECT = Path(__file__).resolve().parents[2]
+OWN_PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OTHER_TYPES = ("slurm", "kubernetes", "cloud")
+_SCOPES = ("device_type_specific", "node_specific")
+
+
+def read_task(reader: Reader, data: Mapping[Any, Any]) -> schema.Task:
+    """``experiment.task``. The program is looked for in the working directory, then beside the
+    ``flagscale`` package; without one it is this project's own."""
+    found = reader.fields(schema.Task, data, "experiment.task.")
+    entrypoint: Path | None = found.get("entrypoint")
+    if entrypoint is None:
+        return schema.Task(**{**found, "entrypoint": OWN_PROGRAM})
+    if not entrypoint.is_file() and isinstance(data.get("entrypoint"), str):
+        beside = PROJECT / data["entrypoint"]
+        found["entrypoint"] = entrypoint = beside if beside.is_file() else entrypoint
+    if not entrypoint.is_file():
+        reader.problem("experiment.task.entrypoint", f"no file {short(entrypoint)}")
+    return schema.Task(**found, foreign=entrypoint.resolve() != OWN_PROGRAM)
+
+
+def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
+    """``experiment.runner``. Keys that are neither the launcher's nor torchrun's are refused."""
+    prefix = "experiment.runner."
+    given = dict(data)
+    if isinstance(given.get("nnodes"), str):
+        given["nnodes"] = given["nnodes"].partition(":")[0]
+    if given.get("type") in _OTHER_TYPES:
+        message = f"{given.pop('type')}: this version launches on this machine only (`local`)"
+        reader.problem(f"{prefix}type", message)
+    found = reader.fields(schema.Runner, given, prefix, others=True)
+    known = schema.documented(schema.Runner)
+    extra: dict[str, str | None] = {}
+    for name, value in data.items():
+        option = str(name).replace("-", "_")
+        if name in known or value is None or value is False:
+            continue
+        if option in SET_BY_LAUNCHER:
+            reader.problem(f"{prefix}{name}", f"cannot be given: {SET_BY_LAUNCHER[option]}")
+        elif option not in PASSED_ON:
+            reader.unknown(f"{prefix}{name}", option, [*known, *PASSED_ON])
+        elif isinstance(value, (Mapping, list)):
+            reader.problem(f"{prefix}{name}", f"expected one value, found {shown(value)}")
+        else:
+            extra[option] = None if value is True else reader.text(f"{prefix}{name}", value)
+    _check_runner(reader, found, data)
+    return schema.Runner(**found, extra=extra)
+
+
+def _check_runner(reader: Reader, found: dict[str, Any], data: Mapping[Any, Any]) -> None:
+    prefix = "experiment.runner."
+    hostfile = found.get("hostfile")
+    if hostfile is not None and not hostfile.is_file():
+        reader.problem(f"{prefix}hostfile", f"no file {short(hostfile)}")
+    if data.get("hostfile") is None and found.get("nnodes", 1) > 1:
+        message = f"{found['nnodes']} hosts, but no `hostfile` names them"
+        reader.problem(f"{prefix}nnodes", message)
+    if found.get("enable_monitoring"):
+        message = (
+            "this version has no monitor in the background; `action=query follow=true` "
+            "watches a run"
+        )
+        reader.problem(f"{prefix}enable_monitoring", message)
+    endpoint = found.get("rdzv_endpoint")
+    if endpoint and not re.fullmatch(r"\S+:\d{1,5}", endpoint):
+        message = f"expected host:port, found {shown(endpoint)}"
+        reader.problem(f"{prefix}rdzv_endpoint", message)
+
+
+def read_environments(reader: Reader, data: Mapping[Any, Any]) -> schema.Environments:
+    """``experiment.envs`` with its parts for a device type and for a host."""
+    prefix = "experiment.envs."
+    common = {name: value for name, value in data.items() if name not in _SCOPES}
+    by_scope: dict[str, dict[str, Mapping[str, str]]] = {}
+    for scope in _SCOPES:
+        parts = reader.mapping(data, scope, prefix)
+        by_scope[scope] = {
+            str(name): _variables(
+                reader, reader.mapping(parts, name, f"{prefix}{scope}."), f"{prefix}{scope}.{name}."
+            )
+            for name in parts
+        }
+    return schema.Environments(
+        common=_variables(reader, common, prefix),
+        by_type=by_scope["device_type_specific"],
+        by_host=by_scope["node_specific"],
+    )
+
+
+def _variables(reader: Reader, data: Mapping[Any, Any], prefix: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            near = did_you_mean(str(name), _SCOPES) if prefix == "experiment.envs." else ""
+            reader.problem(key, f"expected one value, found a section{near}")
+        elif isinstance(value, list):
+            wanted = ",".join(str(item) for item in value)
+            reader.problem(key, f"expected one value, found a list; write {wanted}")
+        elif not _VARIABLE.fullmatch(str(name)):
+            reader.problem(key, f"{shown(str(name))} cannot be the name of a variable")
+        elif value is not None:
+            text = reader.text(key, value)
+            if "\0" in text:
+                reader.problem(key, "a value cannot hold a NUL character")
+            found[str(name)] = text
+    return found
+
+
+def read_commands(reader: Reader, data: Mapping[Any, Any]) -> schema.Commands:
+    """``experiment.cmds``."""
+    return schema.Commands(**reader.fields(schema.Commands, data, "experiment.cmds."))

@@ -1,0 +1,96 @@
+"""Reading typed sections of a composed YAML, every problem noted and none thrown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flagscale.config import schema
+from flagscale.config.arguments.spec import Argument
+from flagscale.config.arguments.values import convert, did_you_mean, shown, word
+from flagscale.config.sources import Sources
+from flagscale.errors import Problem
+
+
+def absolute(path: str) -> Path:
+    """A path of a YAML: ``~`` is the home, anything relative lies in the working directory."""
+    return Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100, PTH111 - folds ".."
+
+
+@dataclass
+class Reader:
+    """Reads plain data of a composed YAML and collects what is wrong with it."""
+
+    sources: Sources
+    problems: list[Problem] = field(default_factory=list)
+
+    def problem(self, key: str, message: str) -> None:
+        """Notes a problem with the place of its key."""
+        self.problems.append(Problem(key, message, self.sources.place(key)))
+
+    def mapping(self, data: Mapping[Any, Any], key: str, prefix: str = "") -> dict[Any, Any]:
+        """The section ``key`` of ``data``; null and missing ones are empty."""
+        value = data.get(key)
+        if value is None or isinstance(value, Mapping):
+            return dict(value or {})
+        self.problem(f"{prefix}{key}", f"expected a section with keys, found {shown(value)}")
+        return {}
+
+    def text(self, key: str, value: Any) -> str:
+        """A scalar as its YAML writes it (``010``, ``1.50``, ``yes``), not as it was read."""
+        if isinstance(value, str):
+            return value
+        written = self.sources.texts.get(key)
+        return word(value) if written is None or "${" in written else written
+
+    def unknown(self, path: str, name: Any, known: Iterable[str]) -> None:
+        """Notes a key that is none of ``known``."""
+        self.problem(path, f"unknown key{did_you_mean(str(name), known)}")
+
+    def fields(
+        self, kind: type, data: Mapping[Any, Any], prefix: str, *, others: bool = False
+    ) -> dict[str, Any]:
+        """Constructor arguments of the schema class ``kind`` from ``data``.
+
+        A field whose value is wrong is noted and left out. Unless ``others`` is set, keys that
+        the schema does not have are noted too.
+        """
+        known = schema.documented(kind)
+        found: dict[str, Any] = {}
+        for key, item in known.items():
+            value = data.get(key)
+            if value is not None:
+                self._read(f"{prefix}{key}", item, value, found)
+            elif item.default is MISSING:
+                self.problem(f"{prefix}{key}", "is required")
+        for name in data:
+            if name not in known and not others:
+                self.unknown(f"{prefix}{name}", name, known)
+        return found
+
+    def _read(self, key: str, item: Field[Any], value: Any, found: dict[str, Any]) -> None:
+        kind = str(item.type).removesuffix(" | None")
+        if kind.endswith('Literal["auto"]') or kind.endswith("Literal['auto']"):
+            if value == "auto":
+                found[item.name] = value
+                return
+            kind = "int"
+        if kind in ("str", "Path") and not isinstance(value, (Mapping, list)):
+            value = self.text(key, value)
+        argument = Argument(
+            name=item.name,
+            kind="str" if kind == "Path" else kind,  # type: ignore[arg-type]
+            doc="",
+            choices=item.metadata["choices"],
+            minimum=item.metadata["minimum"],
+            maximum=item.metadata["maximum"],
+        )
+        try:
+            converted = convert(argument, value)
+        except ValueError as error:
+            self.problem(key, str(error))
+            return
+        found[item.name] = absolute(converted) if kind == "Path" else converted
