@@ -1,0 +1,103 @@
+"""The one line of text a host's login shell gets to see, and what comes back from it.
+
+The line is built by :mod:`shlex` and nothing else. It starts ``sh``, which starts the command, so
+that a command that a signal ends has the status 128+n that every shell reports. A marker on both
+output streams says that the login shell's own start-up files are done: what they printed before it
+is not the command's output, and without it the command never ran.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Login shells get the line as one argument, which Linux limits to 128 KiB.
+LONGEST = 128 * 1024 - 1
+
+MARKER = b"\x02flagscale\x03"
+_WRAPPER = r"""printf '\002%s\003' "$0"; printf '\002%s\003' "$0" >&2; "$@"; exit $?"""
+
+# The whole script is read before its first command runs, and the braces keep a script that was
+# cut off on its way from running at all. Nothing of it shows in a process table.
+_READ_SCRIPT = 'script=$(cat; printf .) && eval "${script%.}"'
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command on a host did. ``exit_status`` is 128+n where signal n ended it."""
+
+    exit_status: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_status == 0
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended the command, as far as the exit status says."""
+        try:
+            return signal.Signals(self.exit_status - 128) if self.exit_status > 128 else None
+        except ValueError:
+            return None
+
+    @property
+    def text(self) -> str:
+        """stdout as text; bytes that are not UTF-8 become replacement characters."""
+        return self.stdout.decode(errors="replace")
+
+    @property
+    def error_text(self) -> str:
+        """stderr as text."""
+        return self.stderr.decode(errors="replace")
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The line for the login shell that runs ``argv``.
+
+    Raises :class:`ValueError` for what no process can be given: an empty command, a NUL, or more
+    than Linux takes. Long and secret things belong on stdin.
+    """
+    if not argv:
+        raise ValueError("a command needs at least its name")
+    if any("\0" in argument for argument in argv):
+        raise ValueError("an argument cannot contain NUL")
+    line = shlex.join(["exec", "sh", "-c", _WRAPPER, "flagscale", *argv])
+    size = len(line.encode("utf-8", "surrogateescape"))
+    if size > LONGEST:
+        raise ValueError(f"a command line of {size} bytes is too long; use stdin")
+    return line
+
+
+def script_command(arguments: Sequence[str]) -> list[str]:
+    """The command that runs the bash script it reads on stdin, see :func:`script_input`."""
+    return ["bash", "-c", _READ_SCRIPT, "flagscale", *arguments]
+
+
+def script_input(script: str) -> bytes:
+    """The script as :func:`script_command` expects it; line numbers stay as they are."""
+    if "\0" in script:
+        raise ValueError("a script cannot contain NUL")
+    return b"{ :; " + script.encode("utf-8", "surrogateescape") + b"\n}\n"
+
+
+class AfterMarker:
+    """Collects a stream's bytes and gives out only those after the marker."""
+
+    def __init__(self) -> None:
+        self.before = bytearray()
+        self.seen = False
+
+    def feed(self, data: bytes) -> bytes:
+        if self.seen:
+            return data
+        self.before += data
+        noise, found, rest = bytes(self.before).partition(MARKER)
+        if not found:
+            return b""
+        self.seen = True
+        self.before = bytearray(noise)
+        return rest
