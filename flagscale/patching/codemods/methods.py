@@ -13,19 +13,27 @@ _ARGUMENTS = {"record_stream": 1, "pin_memory": 0}
 
 
 class DeviceMethods(Codemod):
-    """``x.cuda(…)`` becomes ``accelerator.to_device(x, …)``; likewise the other two."""
+    """``x.cuda(…)`` becomes ``accelerator.to_device(x, …)``; likewise the other methods.
+
+    ``x.is_cuda`` asks, wherever the tree asks it, whether a tensor is on the accelerator.
+    """
 
     name: ClassVar[str] = "device-methods"
-    summary: ClassVar[str] = ".cuda(), .pin_memory() and .record_stream() go through the device"
-    handles: ClassVar[tuple[type[cst.CSTNode], ...]] = (cst.Call,)
+    summary: ClassVar[str] = ".cuda(), .is_cuda, .pin_memory() and .record_stream() ask the device"
+    handles: ClassVar[tuple[type[cst.CSTNode], ...]] = (cst.Call, cst.Attribute)
 
     def rewrite(
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
+        if isinstance(original, cst.Attribute):
+            asked = original.attr.value == "is_cuda" and not context.bindings.qualified(original)
+            if asked and isinstance(updated, cst.Attribute):
+                return device_call("holds", [cst.Arg(updated.value)])
+            return updated
         if not isinstance(updated, cst.Call) or not isinstance(updated.func, cst.Attribute):
             return updated
         method = updated.func.attr.value
-        if method not in _FUNCTION_FOR or context.bindings.qualified(updated.func) is not None:
+        if method not in _FUNCTION_FOR or context.bindings.qualified(updated.func):
             return updated  # a function of a module, such as torch.cuda.…, is not a method
         wanted = _ARGUMENTS.get(method)
         if wanted is not None and len(updated.args) != wanted:

@@ -98,6 +98,11 @@ def record_stream(tensor: torch.Tensor, used_by: Any) -> None:
         tensor.record_stream(used_by)
 
 
+def holds(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is on the current kind of device: ``tensor.is_cuda`` on CUDA."""
+    return tensor.is_cuda if is_cuda() else tensor.device.type == "cpu"
+
+
 def tensor_type(cuda_name: str) -> str:
     """The name ``Tensor.type()`` gives on this device for ``torch.cuda.<Kind>Tensor``."""
     return cuda_name if is_cuda() else cuda_name.replace("torch.cuda.", "torch.", 1)
@@ -117,29 +122,70 @@ def synchronize(*args: Any, **kwargs: Any) -> None:
         torch.cuda.synchronize(*args, **kwargs)
 
 
+class HostEvent:
+    """A point in a CPU's program: by the time anyone asks, it has happened."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to wait for later."""
+
+    def wait(self, stream: Any = None) -> None:
+        """It has happened."""
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+
+class HostStream:
+    """A CPU's only stream: the program itself, always in order."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Everything before is done."""
+
+    def wait_event(self, event: Any) -> None:
+        """Everything before is done."""
+
+    def synchronize(self) -> None:
+        """Everything before is done."""
+
+    def query(self) -> bool:
+        """Everything before is done."""
+        return True
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        """A new event, or ``event``, at this point of the program."""
+        return event or HostEvent()
+
+
+_HOST_STREAM = HostStream()
+
+
 def Stream(*args: Any, **kwargs: Any) -> Any:  # noqa: N802 - stands for torch.cuda.Stream
-    """A new stream; on a CPU an object on which waiting is already over."""
-    return torch.cuda.Stream(*args, **kwargs) if is_cuda() else torch.cpu.Stream()  # type: ignore[no-untyped-call]
+    """A new stream; on a CPU the only one."""
+    return torch.cuda.Stream(*args, **kwargs) if is_cuda() else _HOST_STREAM  # type: ignore[no-untyped-call]
 
 
 def Event(*args: Any, **kwargs: Any) -> Any:  # noqa: N802 - stands for torch.cuda.Event
     """A new event; on a CPU one that has already happened."""
-    return torch.cuda.Event(*args, **kwargs) if is_cuda() else torch.cpu.Event()  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(*args, **kwargs) if is_cuda() else HostEvent()  # type: ignore[no-untyped-call]
 
 
 def current_stream(*args: Any, **kwargs: Any) -> Any:
     """The current stream of the device."""
-    return torch.cuda.current_stream(*args, **kwargs) if is_cuda() else torch.cpu.current_stream()
+    return torch.cuda.current_stream(*args, **kwargs) if is_cuda() else _HOST_STREAM
 
 
 def default_stream(*args: Any, **kwargs: Any) -> Any:
     """The default stream of the device."""
-    return torch.cuda.default_stream(*args, **kwargs) if is_cuda() else torch.cpu.current_stream()
+    return torch.cuda.default_stream(*args, **kwargs) if is_cuda() else _HOST_STREAM
 
 
 def stream(chosen: Any) -> contextlib.AbstractContextManager[Any]:
     """Context in which ``chosen`` is the current stream."""
-    return torch.cuda.stream(chosen) if is_cuda() else torch.cpu.stream(chosen)
+    return torch.cuda.stream(chosen) if is_cuda() else contextlib.nullcontext()
 
 
 def set_stream(chosen: Any) -> None:

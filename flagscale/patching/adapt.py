@@ -1,0 +1,151 @@
+"""Turning an unpacked source into an adapted tree, step by step."""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import multiprocessing
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from flagscale.errors import BackendSourceError
+from flagscale.patching import diffs, git
+from flagscale.patching.manifest import digest
+from flagscale.patching.spec import BackendSpec
+
+#: A file without any of these has nothing for any codemod, and parsing is what takes the time.
+_WORTH_PARSING = re.compile(rb"\bcuda\b|\bis_cuda\b|nccl|_cuda_rng_state|except (Import|ModuleNot)")
+#: Below this many files starting processes costs more than it saves.
+_PARALLEL_FROM = 16
+
+
+def write_own_files(files: Path, tree: Path) -> list[str]:
+    """Copy our own files into the tree; returns their paths.
+
+    Raises:
+        BackendSourceError: the source has a file of that name.
+    """
+    written = []
+    for original in sorted(p for p in files.rglob("*") if p.is_file()):
+        if "__pycache__" in original.parts:
+            continue
+        path = original.relative_to(files).as_posix()
+        if (tree / path).exists():
+            raise BackendSourceError(
+                f"the source already has {path}, which the adaptation would write",
+                hint=f"rename {original}, or remove it if upstream now does its work",
+            )
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(original, tree / path)
+        written.append(path)
+    return written
+
+
+def run_codemods(spec: BackendSpec, tree: Path) -> dict[str, dict[str, int]]:
+    """Run the codemods over their files; returns how often each changed which file.
+
+    Raises:
+        BackendSourceError: a file cannot be parsed.
+    """
+    work: list[tuple[Path, str, tuple[str, ...]]] = []
+    for file in sorted(tree.rglob("*.py")):
+        path = file.relative_to(tree).as_posix()
+        names = spec.codemods_for(path)
+        if names and not file.is_symlink() and _WORTH_PARSING.search(file.read_bytes()):
+            work.append((tree, path, names))
+    if len(work) < _PARALLEL_FROM:
+        results: Iterable[tuple[str, dict[str, int]]] = map(_rewrite, work)
+    else:
+        workers = min(os.cpu_count() or 1, 8)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            results = list(pool.map(_rewrite, work, chunksize=4))
+    return {path: changes for path, changes in results if changes}
+
+
+def _rewrite(job: tuple[Path, str, tuple[str, ...]]) -> tuple[str, dict[str, int]]:
+    from flagscale.patching.codemods.base import rewrite_source  # loads libcst
+    from flagscale.patching.codemods.registry import CODEMODS
+
+    tree, path, names = job
+    file = tree / path
+    try:
+        source = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BackendSourceError(f"{path}: not UTF-8: {error}") from error
+    rewritten = rewrite_source(source, [CODEMODS[name] for name in names], path=path)
+    if rewritten.changes:
+        file.write_bytes(rewritten.source.encode("utf-8"))
+    return path, dict(rewritten.changes)
+
+
+def totals(changes: dict[str, dict[str, int]]) -> dict[str, int]:
+    """How often each codemod changed something in all files together."""
+    total: Counter[str] = Counter()
+    for of_file in changes.values():
+        total.update(of_file)
+    return dict(sorted(total.items()))
+
+
+def patch_files(directory: Path) -> list[str]:
+    """The patches of a directory, relative to it, in the order they are applied."""
+    return sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*.patch"))
+
+
+def apply_patches(directory: Path, tree: Path) -> dict[str, str]:
+    """Apply every patch of ``directory``, sorted by name; returns the digest of each.
+
+    Raises:
+        BackendSourceError: a patch does not apply; says which hunk of which file, what it
+            expected there and what it found.
+    """
+    applied = {}
+    for name in patch_files(directory):
+        content = (directory / name).read_bytes()
+        if said := git.apply(content, tree):
+            reasons = diffs.explain(content.decode("utf-8", errors="replace"), tree) or [said]
+            listed = "\n".join(f"  {reason}" for reason in reasons)
+            raise BackendSourceError(
+                f"{directory / name}: the patch no longer applies\n{listed}",
+                hint="mend or remove the patch; the tree in third_party is unchanged",
+            )
+        applied[name] = digest(directory / name)
+    return applied
+
+
+def check_python(tree: Path, paths: Iterable[str]) -> None:
+    """Parse Python files.
+
+    Raises:
+        BackendSourceError: one does not compile; with file and line.
+    """
+    for path in paths:
+        if not path.endswith(".py") or not (tree / path).is_file():
+            continue
+        try:
+            ast.parse((tree / path).read_bytes(), filename=path)
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None) or "?"
+            text = (getattr(error, "text", None) or "").strip()
+            raise BackendSourceError(f"{path}:{line}: does not compile: {error}: {text}") from error
+
+
+def write_bytecode(tree: Path, final: Path, packages: Sequence[str]) -> None:
+    """Compile the packages' files ahead, as they will be at ``final``.
+
+    Without it the first import of a large backend takes several times as long, on every rank.
+    """
+    for package in packages:
+        if (tree / package).is_dir():
+            compileall.compile_dir(
+                tree / package,
+                quiet=2,
+                workers=0,
+                stripdir=str(tree),
+                prependdir=str(final),
+            )

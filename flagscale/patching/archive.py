@@ -1,0 +1,164 @@
+"""Unpacking an archive somebody else made, and packing one of our own.
+
+An archive may name any path it likes. Nothing is written outside the directory given: absolute
+names, ``..``, links that lead out, devices and files that would be written through a link are
+refused before anything of them reaches the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shutil
+import tarfile
+from collections.abc import Iterable
+from itertools import takewhile
+from pathlib import Path
+
+from flagscale.errors import BackendSourceError
+from flagscale.patching.manifest import IGNORED_DIRECTORIES
+
+#: No source tree of a training backend is near this; a crafted archive may be.
+MAX_MEMBERS = 100_000
+MAX_BYTES = 4 << 30
+
+
+def unpack(archive: Path, destination: Path) -> None:
+    """Unpack a tar archive into ``destination``, without its single top directory.
+
+    Regular files become 0644 or 0755; links are kept when they stay inside; egg-info directories
+    are left out, since they would make a second, hollow distribution importable.
+
+    Raises:
+        BackendSourceError: not a tar archive, more or less than one top directory, or a member
+            that is unsafe, by name.
+    """
+    try:
+        with tarfile.open(archive) as tar:
+            members = _checked(archive, tar)
+            for member, path in members:
+                if member.isreg():
+                    _write(tar, member, destination / path)
+            for member, path in members:  # links last: no file is ever written through one
+                if member.issym():
+                    target = destination / path
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.symlink_to(member.linkname)
+    except (tarfile.TarError, EOFError) as error:
+        raise BackendSourceError(f"{archive}: not a readable tar archive: {error}") from error
+
+
+def _checked(archive: Path, tar: tarfile.TarFile) -> list[tuple[tarfile.TarInfo, str]]:
+    """The members to write, each with its path below the single top directory."""
+    members: list[tuple[tarfile.TarInfo, str]] = []
+    tops: set[str] = set()
+    seen: dict[str, tarfile.TarInfo] = {}
+    size = 0
+    for count, member in enumerate(tar):
+        size += member.size
+        if count >= MAX_MEMBERS or size > MAX_BYTES:
+            raise BackendSourceError(
+                f"{archive}: more than {MAX_MEMBERS} members or {MAX_BYTES >> 30} GiB unpacked; "
+                f"no source tree is that large"
+            )
+        _refuse_unsafe(archive, member)
+        top, _, path = posixpath.normpath(member.name).partition("/")
+        tops.add(top)
+        if member.isdir() or not path or path.partition("/")[0].endswith(".egg-info"):
+            continue
+        if path in seen:
+            raise BackendSourceError(f"{archive}: names {member.name!r} twice")
+        seen[path] = member
+        members.append((member, path))
+    if len(tops) != 1:
+        found = ", ".join(sorted(tops)[:5]) or "nothing"
+        raise BackendSourceError(f"{archive}: expected one top directory, found {found}")
+    for _, path in members:
+        if blocked := next((p for p in _parents(path) if p in seen), None):
+            raise BackendSourceError(
+                f"{archive}: {path!r} lies below {blocked!r}, which is not a directory"
+            )
+    return members
+
+
+def _parents(path: str) -> Iterable[str]:
+    while path := posixpath.dirname(path):
+        yield path
+
+
+def _refuse_unsafe(archive: Path, member: tarfile.TarInfo) -> None:
+    name = member.name
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise BackendSourceError(f"{archive}: refuses to unpack the path {name!r}")
+    if member.issym():
+        if not stays_inside(name, member.linkname, levels=1):
+            raise BackendSourceError(
+                f"{archive}: the link {name!r} leads outside, to {member.linkname!r}"
+            )
+    elif not (member.isreg() or member.isdir()):
+        raise BackendSourceError(f"{archive}: {name!r} is neither a file, a directory nor a link")
+
+
+def stays_inside(link: str, target: str, *, levels: int = 0) -> bool:
+    """Whether a link at the relative path ``link`` leads below the first ``levels`` directories.
+
+    ``..`` is taken only at the start of ``target``: after a name it would act on wherever that
+    name, perhaps itself a link, leads.
+    """
+    steps = [step for step in target.split("/") if step not in ("", ".")]
+    ups = len(list(takewhile(lambda step: step == "..", steps)))
+    if target.startswith("/") or ".." in steps[ups:]:
+        return False
+    depth = len(posixpath.normpath(link).split("/")) - 1
+    return depth - ups >= levels
+
+
+def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+    content = tar.extractfile(member)
+    if content is None:
+        raise BackendSourceError(f"{member.name!r} has no content")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with content, target.open("xb") as out:
+        shutil.copyfileobj(content, out, 1 << 20)
+    target.chmod(0o755 if member.mode & 0o100 else 0o644)
+
+
+def copy_tree(source: Path, destination: Path) -> None:
+    """Copy a directory as a source tree: no version control, no caches, no link that leads out.
+
+    Raises:
+        BackendSourceError: a symbolic link leads outside ``source``.
+    """
+    for directory, subdirectories, files in os.walk(source):
+        here = Path(directory)
+        links = [d for d in subdirectories if (here / d).is_symlink()]
+        subdirectories[:] = [
+            d
+            for d in subdirectories
+            if d not in IGNORED_DIRECTORIES and d not in links and not d.endswith(".egg-info")
+        ]
+        for name in (*files, *links):
+            _copy(here / name, destination, (here / name).relative_to(source).as_posix())
+
+
+def _copy(original: Path, destination: Path, path: str) -> None:
+    target = destination / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if original.is_symlink():
+        link = str(original.readlink())
+        if not stays_inside(path, link):
+            raise BackendSourceError(f"{original}: the link leads outside the tree, to {link!r}")
+        target.symlink_to(link)
+    elif original.is_file():
+        shutil.copyfile(original, target)
+        target.chmod(0o755 if original.stat().st_mode & 0o100 else 0o644)
+    else:
+        raise BackendSourceError(f"{original} is neither a file, a directory nor a link")
+
+
+def pack(tree: Path, paths: Iterable[str], archive: Path) -> None:
+    """Pack the files ``paths`` of ``tree`` into ``archive``, below one directory ``base``."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        for path in paths:
+            tar.add(tree / path, arcname=f"base/{path}", recursive=False)

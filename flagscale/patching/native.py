@@ -1,0 +1,86 @@
+"""Providing the compiled module a backend's wheel carries and its source archive does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagscale.patching.spec import BackendSpec
+
+_FLAGS = ("-O3", "-Wall", "-shared", "-std=c++17", "-fPIC")
+
+
+@dataclass(frozen=True)
+class Native:
+    """The compiled module: its path in the tree, or ``None`` and what to do about it."""
+
+    path: str | None
+    how: str
+
+
+def suffix() -> str:
+    """What this interpreter's compiled modules end in: ``.cpython-311-x86_64-linux-gnu.so``."""
+    return str(sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+def provide(spec: BackendSpec, tree: Path, version: str) -> Native | None:
+    """Put the module into ``tree``: copied from an installed wheel of ``version``, or built.
+
+    Returns ``None`` when the backend has no such module.
+    """
+    if spec.native_module is None:
+        return None
+    path = spec.native_module + suffix()
+    package = spec.sources.get("installed", {}).get("package", "")
+    if original := _installed(package, version, path):
+        shutil.copyfile(original, tree / path)
+        return Native(path, f"copied from the installed {package} {version}")
+    problem = _build(tree, spec.native_source or "", path)
+    if problem is None:
+        return Native(path, "built with g++ and pybind11")
+    return Native(
+        None,
+        f"{Path(path).name} is missing, and without it no dataset can be indexed: {package} "
+        f"{version} is not installed for this Python, and {problem}",
+    )
+
+
+def _installed(package: str, version: str, path: str) -> Path | None:
+    if not package:
+        return None
+    for distribution in importlib.metadata.distributions(name=package):
+        original = Path(str(distribution.locate_file(path)))
+        if distribution.version == version and original.is_file():
+            return original
+    return None
+
+
+def _build(tree: Path, source: str, path: str) -> str | None:
+    """Compile the module; returns why it could not be done."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        return "there is no C++ compiler to build it with (install g++, or set CXX)"
+    spec = importlib.util.find_spec("pybind11")
+    if spec is None or spec.origin is None:
+        return "pybind11 is not there to build it with (pip install pybind11)"
+    include = Path(spec.origin).parent / "include"
+    if not source or not (tree / source).is_file():
+        return f"its source {source or ''} is not in the tree"
+    includes = [f"-I{include}", f"-I{sysconfig.get_path('include')}"]
+    done = subprocess.run(
+        [compiler, *_FLAGS, *includes, str(tree / source), "-o", str(tree / path)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        last = "\n".join(done.stderr.strip().splitlines()[-5:])
+        return f"{compiler} could not compile {source}:\n{last}"
+    return None

@@ -1,0 +1,211 @@
+"""Getting a backend's pinned source: from the registry, git, a path, or what is installed.
+
+Each source knows what it will fetch before it fetches it (:attr:`Source.identity`), so that an
+adapted tree that is up to date costs no fetch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+from abc import ABC, abstractmethod
+from base64 import urlsafe_b64decode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagscale.errors import BackendSourceError
+from flagscale.patching.archive import copy_tree, unpack
+from flagscale.patching.git import archive_commit
+from flagscale.patching.manifest import scan
+from flagscale.patching.registry import download_sdist
+from flagscale.patching.spec import BackendSpec, Layout
+
+KINDS = ("registry", "git", "path", "installed")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user asked for; ``None`` takes the definition's pin."""
+
+    kind: str | None = None
+    path: Path | None = None
+    url: str | None = None
+    commit: str | None = None
+
+    def recorded(self) -> dict[str, str]:
+        """As a record keeps it: only what was given, the path absolute."""
+        given = {"kind": self.kind, "url": self.url, "commit": self.commit}
+        if self.path is not None:
+            given["path"] = str(self.path.expanduser().resolve())
+        return {name: value for name, value in given.items() if value is not None}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, str]) -> Choice:
+        """The reverse of :meth:`recorded`."""
+        path = Path(record["path"]) if "path" in record else None
+        return cls(record.get("kind"), path, record.get("url"), record.get("commit"))
+
+
+class Source(ABC):
+    """Where a tree comes from."""
+
+    #: Says which content this is, to the last byte, without fetching it.
+    identity: str
+    #: The same for people.
+    description: str
+
+    @abstractmethod
+    def fetch(self, cache: Path, destination: Path) -> None:
+        """Write the verified tree into ``destination``, which does not exist yet.
+
+        Raises:
+            BackendSourceError: it cannot be reached, is not what was pinned, or is unsafe.
+        """
+
+
+class RegistrySource(Source):
+    """A source archive of the package registry pip is set up for, pinned by its sha256."""
+
+    def __init__(self, package: str, version: str, sha256: str) -> None:
+        self._package, self._version, self._sha256 = package, version, sha256
+        self.identity = f"sdist:{sha256}"
+        self.description = f"{package} {version} from the package registry, sha256 {sha256[:12]}…"
+
+    def fetch(self, cache: Path, destination: Path) -> None:
+        kept = cache / f"{self._package}-{self._version}-{self._sha256[:16]}.tar.gz"
+        if not (kept.is_file() and _sha256(kept) == self._sha256):
+            download_sdist(self._package, self._version, self._sha256, kept)
+        unpack(kept, destination)
+
+
+class GitSource(Source):
+    """One commit of a git repository."""
+
+    def __init__(self, url: str, commit: str) -> None:
+        if not re.fullmatch(r"[0-9a-f]{40}", commit):
+            raise BackendSourceError(
+                f"--commit {commit!r} is not a full commit id (40 hexadecimal digits)",
+                hint="a branch or a tag can move; `git rev-parse <name>` prints its commit",
+            )
+        self._url, self._commit = url, commit
+        self.identity = f"git:{commit}"
+        self.description = f"{url} at commit {commit[:12]}"
+
+    def fetch(self, cache: Path, destination: Path) -> None:
+        kept = cache / f"git-{self._commit}.tar"
+        if not kept.is_file():
+            archive_commit(self._url, self._commit, kept)
+        unpack(kept, destination)
+
+
+class PathSource(Source):
+    """A directory, or a tar archive, on this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.expanduser().resolve()
+        if self._path.is_dir():
+            content = "\0".join(f"{found} {name}" for name, found in scan(self._path).items())
+            self.identity = f"tree:{hashlib.sha256(os.fsencode(content)).hexdigest()}"
+        elif self._path.is_file():
+            self.identity = f"archive:{_sha256(self._path)}"
+        else:
+            raise BackendSourceError(
+                f"--path {path}: no such file or directory",
+                hint="expected a checkout of the backend, or a .tar(.gz) of one",
+            )
+        self.description = str(self._path)
+
+    def fetch(self, cache: Path, destination: Path) -> None:
+        if self._path.is_dir():
+            copy_tree(self._path, destination)
+        else:
+            unpack(self._path, destination)
+
+
+class InstalledSource(Source):
+    """The Python files of an installed distribution, each checked against its record."""
+
+    def __init__(self, package: str, version: str) -> None:
+        self._distribution = installed_distribution(package, version)
+        record = self._distribution.read_text("RECORD") or ""
+        self.identity = f"installed:{hashlib.sha256(record.encode()).hexdigest()}"
+        self.description = f"the installed {package} {version}"
+
+    def fetch(self, cache: Path, destination: Path) -> None:
+        for entry in self._distribution.files or ():
+            if entry.parts[0] in ("..", "/") or entry.suffix in (".pyc", ".so"):
+                continue
+            if entry.parts[0].endswith(".dist-info") or entry.hash is None:
+                continue
+            original = Path(str(entry.locate()))
+            expected = urlsafe_b64decode(entry.hash.value + "==").hex()
+            if entry.hash.mode != "sha256" or _sha256(original) != expected:
+                raise BackendSourceError(
+                    f"{original}: differs from what its package installed",
+                    hint="reinstall the package, or use --source registry",
+                )
+            target = destination / entry
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(original, target)
+
+
+def installed_distribution(package: str, version: str) -> importlib.metadata.Distribution:
+    """The installed distribution of exactly this version that lists its files.
+
+    Raises:
+        BackendSourceError: there is none; says which version there is.
+    """
+    found = []
+    for distribution in importlib.metadata.distributions(name=package):
+        if distribution.version == version and distribution.read_text("RECORD"):
+            return distribution
+        found.append(distribution.version)
+    has = f"found {', '.join(sorted(set(found)))}" if found else "it is not installed"
+    raise BackendSourceError(
+        f"{package} {version} is not installed here: {has}",
+        hint=f"pip install --no-deps {package}=={version}, or use --source registry",
+    )
+
+
+def choose_source(spec: BackendSpec, layout: Layout, choice: Choice) -> Source:
+    """The source the user chose, with the definition's pins where he named none.
+
+    Raises:
+        BackendSourceError: unknown kind, or an option that does not belong to the kind.
+    """
+    kind = choice.kind or _implied_kind(choice) or spec.default_source
+    pins = spec.sources.get(kind, {})
+    if kind == "path":
+        if choice.path is None:
+            raise BackendSourceError("--source path needs --path DIRECTORY_OR_ARCHIVE")
+        return PathSource(choice.path)
+    needs = {"registry": ("package", "sha256"), "installed": ("package",), "git": ()}
+    if kind not in needs:
+        raise BackendSourceError(f"unknown source {kind!r}; known: {', '.join(KINDS)}")
+    missing = [key for key in needs[kind] if key not in pins]
+    if missing:
+        raise BackendSourceError(
+            f"{layout.definition / 'backend.yaml'}: sources.{kind} lacks {', '.join(missing)}"
+        )
+    if kind == "registry":
+        return RegistrySource(pins["package"], spec.version, pins["sha256"])
+    if kind == "installed":
+        return InstalledSource(pins["package"], spec.version)
+    url, commit = choice.url or pins.get("url"), choice.commit or pins.get("commit")
+    if not url or not commit:
+        raise BackendSourceError("--source git needs --url and --commit")
+    return GitSource(url, commit)
+
+
+def _implied_kind(choice: Choice) -> str | None:
+    if choice.path is not None:
+        return "path"
+    return "git" if choice.url or choice.commit else None
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,188 @@
+"""A backend's definition: ``backends/<name>/{backend,codemods}.yaml``, and where things lie."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagscale.errors import BackendSourceError
+from flagscale.patching.codemods.names import CODEMOD_NAMES
+
+DEFAULT_BACKEND = "Megatron-LM"
+#: The directory inside an adapted tree that holds what this package remembers of it.
+STATE_DIRECTORY = ".flagscale"
+
+
+def project_root() -> Path:
+    """The checkout this package runs from: the directory that holds ``backends/``."""
+    return Path(__file__).resolve().parents[2]
+
+
+def cache_directory() -> Path:
+    """Where fetched sources are kept: ``$FLAGSCALE_CACHE``, else the user's cache directory."""
+    if chosen := os.environ.get("FLAGSCALE_CACHE"):
+        return Path(chosen).expanduser() / "sources"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "flagscale" / "sources"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where one backend's definition and its adapted tree lie."""
+
+    root: Path
+    backend: str
+
+    @property
+    def definition(self) -> Path:
+        return self.root / "backends" / self.backend
+
+    @property
+    def patches(self) -> Path:
+        return self.definition / "patches"
+
+    @property
+    def files(self) -> Path:
+        """Files of ours that are written into the tree as they are."""
+        return self.definition / "files"
+
+    @property
+    def tree(self) -> Path:
+        return self.root / "third_party" / self.backend
+
+    @property
+    def manifest(self) -> Path:
+        return self.tree / STATE_DIRECTORY / "manifest.json"
+
+    @property
+    def base(self) -> Path:
+        """The tree after its codemods and before any patch, as an archive."""
+        return self.tree / STATE_DIRECTORY / "base.tar.gz"
+
+    def beside(self, purpose: str) -> Path:
+        """A hidden sibling of the tree, on the same file system, so that a rename is atomic."""
+        return self.tree.parent / f".{self.backend}.{purpose}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Some codemods and the files they work on."""
+
+    codemods: tuple[str, ...]
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    def covers(self, path: str) -> bool:
+        """Whether ``path``, relative to the tree and with slashes, is one of the rule's files."""
+        return any(fnmatchcase(path, p) for p in self.include) and not any(
+            fnmatchcase(path, p) for p in self.exclude
+        )
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """``backend.yaml`` and ``codemods.yaml``, checked."""
+
+    name: str
+    version: str
+    version_file: str
+    default_source: str
+    sources: Mapping[str, Mapping[str, str]]
+    rules: tuple[Rule, ...]
+    native_module: str | None = None
+    native_source: str | None = None
+
+    def codemods_for(self, path: str) -> tuple[str, ...]:
+        """Names of the codemods that work on ``path``, in a fixed order."""
+        return tuple(sorted({c for rule in self.rules if rule.covers(path) for c in rule.codemods}))
+
+
+def known_backends(root: Path) -> list[str]:
+    """Names of the backends that have a definition."""
+    return sorted(p.parent.name for p in (root / "backends").glob("*/backend.yaml"))
+
+
+def load_spec(layout: Layout) -> BackendSpec:
+    """Read and check a backend's definition.
+
+    Raises:
+        BackendSourceError: unknown backend (with the nearest name), or a broken definition.
+    """
+    known = known_backends(layout.root)
+    if layout.backend not in known:
+        near = difflib.get_close_matches(layout.backend, known, n=1, cutoff=0.4)
+        listed = ", ".join(known) or f"none in {layout.root / 'backends'}"
+        raise BackendSourceError(
+            f"unknown backend {layout.backend!r}; known: {listed}",
+            hint=f"did you mean --backend {near[0]}?" if near else None,
+        )
+    path = layout.definition / "backend.yaml"
+    data = _mapping(path, _read_yaml(path))
+    wanted = ("name", "version", "version_file", "default_source", "sources")
+    missing = [key for key in wanted if key not in data]
+    if missing:
+        raise BackendSourceError(f"{path}: missing {', '.join(missing)}")
+    sources = {
+        str(kind): {str(k): str(v) for k, v in _mapping(path, values).items()}
+        for kind, values in _mapping(path, data["sources"]).items()
+    }
+    return BackendSpec(
+        name=str(data["name"]),
+        version=str(data["version"]),
+        version_file=str(data["version_file"]),
+        default_source=str(data["default_source"]),
+        sources=sources,
+        rules=_load_rules(layout.definition / "codemods.yaml"),
+        native_module=data.get("native_module"),
+        native_source=data.get("native_source"),
+    )
+
+
+def _load_rules(path: Path) -> tuple[Rule, ...]:
+    if not path.exists():
+        return ()
+    rules = _mapping(path, _read_yaml(path)).get("rules") or []
+    loaded = []
+    for rule in _sequence(path, rules):
+        data = _mapping(path, rule)
+        codemods = _strings(path, data.get("codemods"))
+        for name in codemods:
+            if name not in CODEMOD_NAMES:
+                near = difflib.get_close_matches(name, CODEMOD_NAMES, n=1)
+                raise BackendSourceError(
+                    f"{path}: unknown codemod {name!r}; known: {', '.join(CODEMOD_NAMES)}",
+                    hint=f"did you mean {near[0]!r}?" if near else None,
+                )
+        include, exclude = _strings(path, data.get("include")), _strings(path, data.get("exclude"))
+        loaded.append(Rule(codemods, include, exclude))
+    return tuple(loaded)
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BackendSourceError(f"{path}: cannot be read: {error}") from error
+
+
+def _mapping(path: Path, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BackendSourceError(f"{path}: expected a mapping, found {value!r}")
+    return value
+
+
+def _sequence(path: Path, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise BackendSourceError(f"{path}: expected a list, found {value!r}")
+    return value
+
+
+def _strings(path: Path, value: Any) -> tuple[str, ...]:
+    return tuple(str(item) for item in _sequence(path, value or []))

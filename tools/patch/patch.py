@@ -1,0 +1,13 @@
+"""See `python tools/patch/patch.py --help`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from flagscale.patching.cli import main_patch
+
+if __name__ == "__main__":
+    sys.exit(main_patch())
