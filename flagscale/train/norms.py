@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -33,4 +35,4 @@ def parameters_norm(chunks: list[DistributedDataParallel]) -> float:
         share = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
         dist.all_reduce(share, group=group)
         total += float(share.item())
-    return total**0.5
+    return math.sqrt(total)

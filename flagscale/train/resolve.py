@@ -195,6 +195,11 @@ def _options(args: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("overlap_param_gather", "needs overlap_grad_reduce")
     if args.fp16 and args.bf16:
         yield Problem("bf16", "fp16 and bf16 exclude each other")
+    if args.cross_entropy_loss_fusion and not args.bf16:
+        yield Problem(
+            "cross_entropy_loss_fusion",
+            "megatron.core rounds the fused loss's gradient to bf16; use it with bf16 only",
+        )
     if args.swiglu and args.squared_relu:
         yield Problem("swiglu", "swiglu and squared_relu exclude each other")
     if args.ffn_hidden_size is None and args.swiglu:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import argparse
 
 import torch.distributed as dist
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
 from flagscale.train import distributed
+from flagscale.train.build import build_state, model_vocabulary
 from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.data.datasets import build_data_iterators
-from flagscale.train.data.tokenizers import Tokenizer, build_tokenizer
-from flagscale.train.data.tokenizers.factory import padded_vocabulary
+from flagscale.train.data.tokenizers import build_tokenizer
 from flagscale.train.device import Device
 from flagscale.train.distributed import Rank
 from flagscale.train.meter import Meter
 from flagscale.train.model.config import transformer_config
-from flagscale.train.model.provider import build_chunks, parameters_of
-from flagscale.train.optim.setup import build_optimizer, build_scheduler
+from flagscale.train.model.provider import parameters_of
 from flagscale.train.report import Reporter
-from flagscale.train.state import Progress, TrainState
+from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper, gathered
 from flagscale.train.trainer import Trainer
 
@@ -49,23 +47,6 @@ def prepare(
     stepper = Stepper(args, config, state, device)
     meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
     return Trainer(args, state, stepper, data, checkpointer, reporter, meter), state
-
-
-def build_state(
-    args: argparse.Namespace, config: TransformerConfig, vocabulary: int, device: Device
-) -> TrainState:
-    """Model with initial weights, optimizer and schedule; nothing done yet."""
-    chunks = build_chunks(args, config, vocabulary, device)
-    optimizer = build_optimizer(args, chunks)
-    return TrainState(chunks, optimizer, build_scheduler(args, optimizer), Progress())
-
-
-def model_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """The embedding's rows: the larger of ``vocab_size`` and the tokenizer's, padded."""
-    size = max(tokenizer.vocab_size, args.vocab_size or 0)
-    return padded_vocabulary(
-        size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-    )
 
 
 def _resume(

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[str, int]:
     """Train; returns why it ended and after which step."""
+    _quieten()
     device = choose(args.device, rank.local_rank)
     status.write(
         "started",
@@ -62,7 +63,6 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         timeout_minutes=args.distributed_timeout_minutes,
     )
     status.write("joined", backend=backend, seconds=round(seconds, 3))
-    _quieten()
     # megatron.core reads the chosen device when it is imported.
     from flagscale.train.setup import prepare
 
@@ -73,8 +73,10 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
 
 
 def _quieten() -> None:
-    """Keep megatron.core's remarks on what is not installed out of the user's console."""
+    """Keep remarks of megatron.core, and torch's remarks on its calls, off the user's console:
+    they are about packages that are not installed and names that will change."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
+from flagscale.train.resolve import OPTIMIZER_DTYPES
 
 _Config = TypeVar("_Config")
 
@@ -39,10 +40,16 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
-        "deallocate_pipeline_outputs": True,
-        # Weights are drawn by flagscale.train.model.initialize.
-        "perform_initialization": False,
+        # Frees an output once it is on its way. Kernels of a GPU run in order; gloo, however,
+        # may still be reading the memory, and would send what is written there next.
+        "deallocate_pipeline_outputs": device.is_cuda,
+        # Weights are drawn by flagscale.train.model.initialize. Initialisation must stay on all
+        # the same: it is what marks the parameters that are split over tensor-parallel ranks.
+        "perform_initialization": True,
         "use_cpu_initialization": False,
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
         # Fused by torch.compile, which gains nothing on a CPU.
         "bias_activation_fusion": args.bias_activation_fusion and device.is_cuda,
         "bias_dropout_fusion": args.bias_dropout_fusion and device.is_cuda,
@@ -57,6 +64,11 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
     return _build(TransformerConfig, args, chosen)
 
 
+def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    """An initialisation that does nothing."""
+    return tensor
+
+
 def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
     """How gradients are reduced. With 16-bit weights they are added up in fp32."""
     chosen = {"grad_reduce_in_fp32": args.grad_reduce_in_fp32 or args.bf16 or args.fp16}
@@ -65,7 +77,8 @@ def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
     """The optimizer's configuration."""
-    return _build(OptimizerConfig, args, {"params_dtype": params_dtype(args)})
+    chosen = {"params_dtype": params_dtype(args), **dict.fromkeys(OPTIMIZER_DTYPES, torch.float32)}
+    return _build(OptimizerConfig, args, chosen)
 
 
 def _build(kind: type[_Config], args: argparse.Namespace, chosen: dict[str, Any]) -> _Config:

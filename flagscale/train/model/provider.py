@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import fields
 from typing import Any
 
@@ -24,6 +25,10 @@ from flagscale.train.model.config import ddp_config
 from flagscale.train.model.initialize import initialize
 from flagscale.train.model.norm import norm_class
 
+# Transformer Engine's choice of attention. It is not used here, yet megatron.core sets these and
+# refuses to find them set otherwise.
+_TRANSFORMER_ENGINE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
 
 def build_chunks(
     args: argparse.Namespace, config: TransformerConfig, vocabulary: int, device: Device
@@ -36,6 +41,8 @@ def build_chunks(
         vocabulary: the padded vocabulary's size.
         device: where the weights live.
     """
+    for variable in _TRANSFORMER_ENGINE:
+        os.environ.pop(variable, None)
     stages: list[int | None] = [None]
     if config.virtual_pipeline_model_parallel_size is not None:
         stages = list(range(config.virtual_pipeline_model_parallel_size))

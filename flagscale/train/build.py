@@ -1,0 +1,31 @@
+"""Builds what is trained: model, optimizer and schedule."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from flagscale.train.data.tokenizers import Tokenizer
+from flagscale.train.data.tokenizers.factory import padded_vocabulary
+from flagscale.train.device import Device
+from flagscale.train.model.provider import build_chunks
+from flagscale.train.optim.setup import build_optimizer, build_scheduler
+from flagscale.train.state import Progress, TrainState
+
+
+def build_state(
+    args: argparse.Namespace, config: TransformerConfig, vocabulary: int, device: Device
+) -> TrainState:
+    """Model with initial weights, optimizer and schedule; nothing done yet."""
+    chunks = build_chunks(args, config, vocabulary, device)
+    optimizer = build_optimizer(args, chunks)
+    return TrainState(chunks, optimizer, build_scheduler(args, optimizer), Progress())
+
+
+def model_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """The embedding's rows: the larger of ``vocab_size`` and the tokenizer's, padded."""
+    size = max(tokenizer.vocab_size, args.vocab_size or 0)
+    return padded_vocabulary(
+        size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )

@@ -1,0 +1,128 @@
+"""Trains the same tiny model in many parallel layouts and writes down loss and gradient norm.
+
+usage: layout_worker.py CASES.json RESULTS.json
+
+CASES is a list of {"id", "world", "argv"}. Importing torch and megatron.core takes longer than
+the training, so this process imports once and forks the ranks; cases of one world size share
+their ranks, which lay the process groups out anew for each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+STEPS = 3
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    results: dict[str, Any] = {}
+    os.environ["FLAGSCALE_DEVICE"] = "cpu"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # So that the forked ranks need not.
+    import flagscale.train.build
+    import flagscale.train.data.datasets
+    import flagscale.train.step  # noqa: F401
+
+    for world in sorted({case["world"] for case in cases}):
+        results.update(run_world(world, [case for case in cases if case["world"] == world]))
+        Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+def run_world(world: int, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fork ``world`` ranks, run the cases, and return what rank 0 found."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    receiving, sending = os.pipe()
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            os.close(receiving)
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
+            run_rank(cases, sending)
+        children.append(child)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        answer = pipe.read()
+    for child in children:
+        os.waitpid(child, 0)
+    return dict(json.loads(line) for line in answer.splitlines())
+
+
+def run_rank(cases: list[dict[str, Any]], sending: int) -> None:
+    """The life of a rank; never returns."""
+    from flagscale.train import distributed
+    from flagscale.train.device import choose
+
+    rank = distributed.Rank.from_environment()
+    device = choose("cpu", rank.local_rank)
+    code = 0
+    try:
+        distributed.join(rank, device, backend="gloo", timeout_minutes=2)
+        for case in cases:
+            found = train(case["argv"], rank, device)
+            if rank.rank == 0:
+                os.write(sending, json.dumps([case["id"], found]).encode() + b"\n")
+    except Exception:  # noqa: BLE001 - a forked child must not return into its parent's code
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def train(argv: list[str], rank: Any, device: Any) -> dict[str, list[float]]:
+    """Losses and gradient norms of the first steps, and the validation loss after them."""
+    from megatron.core import parallel_state
+
+    from flagscale.config.arguments.parser import parse_arguments
+    from flagscale.train import distributed
+    from flagscale.train.build import build_state, model_vocabulary
+    from flagscale.train.data.datasets import build_data_iterators
+    from flagscale.train.data.tokenizers import build_tokenizer
+    from flagscale.train.model.config import transformer_config
+    from flagscale.train.readings import Readings
+    from flagscale.train.resolve import resolve
+    from flagscale.train.step import Stepper, gathered
+
+    args = resolve(parse_arguments(argv), rank.world_size)
+    distributed.lay_out(args)
+    tokenizer = build_tokenizer(args)
+    config = transformer_config(args, device)
+    state = build_state(args, config, model_vocabulary(args, tokenizer), device)
+    data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
+    stepper = Stepper(args, config, state, device)
+    readings = Readings()
+    for _ in range(STEPS):
+        readings.add(*stepper.train(data.train, stop=(False, False)))
+    found = list(readings.take(leave=0))
+    with gathered(args, state.chunks):
+        validation = stepper.evaluate(data.valid, 1)
+    parallel_state.destroy_model_parallel()
+    return {
+        "loss": [reading.loss for reading in found],
+        "norm": [reading.grad_norm for reading in found],
+        "validation": [validation],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The parallel layout changes how a model is trained, not what it learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+WORKER = Path(__file__).with_name("layout_worker.py")
+ROOT = WORKER.parents[3]
+
+LLAMA = """
+--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
+--seq-length 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 2e-3
+--vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --clip-grad 0.5
+--lr-decay-style constant --device cpu --init-method-std 0.1
+"""
+TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
+GPT2 = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+--global-batch-size 8 --train-iters 3 --lr 2e-3 --vocab-size 500 --mock-data --qk-layernorm
+--make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1
+--num-workers 0 --lr-decay-style constant --device cpu --init-method-std 0.1
+"""
+MOE = (
+    LLAMA
+    + """
+--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
+--moe-router-load-balancing-type none
+"""
+)
+BF16 = LLAMA + "--bf16"
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+SP = TP2 + " --sequence-parallel"
+VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
+DO = "--use-distributed-optimizer"
+OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and the one-rank run that it must equal."""
+
+    name: str
+    world: int
+    model: str
+    layout: str
+    reference: str
+    tolerance: float = 1e-5
+
+    def record(self) -> dict[str, Any]:
+        return {"id": self.name, "world": self.world, "argv": f"{self.model} {self.layout}".split()}
+
+
+REFERENCES = (
+    Case("llama", 1, LLAMA, "", ""),
+    Case("tied", 1, TIED, "", ""),
+    Case("gpt2", 1, GPT2, "", ""),
+    Case("moe", 1, MOE, "", ""),
+    Case("bf16", 1, BF16, "", ""),
+)
+CASES = (
+    Case("local-attention", 1, LLAMA, "--attention-backend local", "llama"),
+    Case("recompute-full", 1, LLAMA, "--recompute-granularity full --recompute-method uniform "
+         "--recompute-num-layers 1", "llama"),
+    Case("recompute-selective", 1, LLAMA, "--recompute-granularity selective", "llama"),
+    Case("per-token-loss", 1, LLAMA, "--calculate-per-token-loss", "llama"),
+    Case("do-one-rank", 1, LLAMA, DO, "llama"),
+    Case("dp2", 2, LLAMA, "", "llama"),
+    Case("dp2-overlap-grad", 2, LLAMA, "--overlap-grad-reduce --bucket-size 20000", "llama"),
+    Case("dp2-do", 2, LLAMA, DO, "llama"),
+    Case("dp2-do-overlap", 2, LLAMA, OVERLAP, "llama"),
+    Case("tp2", 2, LLAMA, TP2, "llama"),
+    Case("tp2-sp", 2, LLAMA, SP, "llama"),
+    Case("tp2-sp-recompute", 2, LLAMA, SP + " --recompute-granularity full "
+         "--recompute-method uniform --recompute-num-layers 2", "llama"),
+    Case("pp2", 2, LLAMA, PP2, "llama"),
+    Case("pp2-vpp2", 2, LLAMA, VPP2, "llama"),
+    Case("pp2-uneven", 2, LLAMA, PP2 + " --num-layers-in-first-pipeline-stage 1", "llama"),
+    Case("tied-tp2", 2, TIED, TP2, "tied"),
+    Case("tied-pp2", 2, TIED, PP2, "tied"),
+    Case("tied-pp2-do", 2, TIED, PP2 + " " + DO, "tied"),
+    Case("gpt2-tp2-sp", 2, GPT2, SP, "gpt2"),
+    Case("gpt2-pp2", 2, GPT2, PP2, "gpt2"),
+    Case("moe-ep2", 2, MOE, "--expert-model-parallel-size 2", "moe"),
+    Case("bf16-fused-loss", 1, BF16, "--cross-entropy-loss-fusion", "bf16", 1e-2),
+    Case("bf16-dp2-do", 2, BF16, DO, "bf16", 1e-3),
+    Case("bf16-tp2-sp", 2, BF16, SP, "bf16", 2e-2),
+    Case("bf16-pp2", 2, BF16, PP2, "bf16", 1e-3),
+    Case("tp2-pp2", 4, LLAMA, f"{TP2} {PP2}", "llama"),
+    Case("tp2-dp2-sp-do-overlap", 4, LLAMA, f"{SP} {OVERLAP}", "llama"),
+    Case("pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{VPP2} {OVERLAP}", "llama"),
+    Case("tied-tp2-pp2-vpp2-sp", 4, TIED, f"{SP} {VPP2}", "tied"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Loss, gradient norm and validation loss of every case, trained once for all tests."""
+    directory = tmp_path_factory.mktemp("layouts")
+    cases, answers = directory / "cases.json", directory / "results.json"
+    cases.write_text(json.dumps([case.record() for case in (*REFERENCES, *CASES)]))
+    path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(cases), str(answers)],
+        env=environment,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(answers.read_text())
+    found["stderr"] = done.stderr
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_layout_learns_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
+    assert case.name in results, results["stderr"][-4000:]
+    ours, reference = results[case.name], results[case.reference]
+    for quantity in ("loss", "norm", "validation"):
+        expected = pytest.approx(reference[quantity], rel=case.tolerance, abs=case.tolerance)
+        assert ours[quantity] == expected, quantity
+
+
+def test_the_reference_really_learns(results: dict[str, Any]) -> None:
+    loss = results["llama"]["loss"]
+    assert loss[-1] < loss[0]
+    assert all(norm > 0.1 for norm in results["llama"]["norm"])
