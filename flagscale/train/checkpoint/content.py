@@ -1,0 +1,189 @@
+"""What a checkpoint holds: sharded model, optimizer and random states, schedule, progress.
+
+Tensors are described by their global place (megatron.core's sharded state dicts), so a
+checkpoint can be read by any tensor-, pipeline- and data-parallel layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from flagscale.errors import CheckpointError
+from flagscale.train.state import TrainState
+
+METADATA_KEY = "content_metadata"  # where megatron.core looks for it
+_RNG = "rng_state"
+
+# What makes a model's weights what they are; without any of these equal, a checkpoint is another
+# model's. Sizes that only follow from the layout (the padded vocabulary) are left out.
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "vocab_size",
+)
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """How tensors are described. The default would not save a distributed optimizer at all, or
+    let only the data-parallel size change; other types of layers need their own names."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "non_homogeneous_layers": True,
+    }
+
+
+def with_group(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata as the sharded state dicts take it; the group itself is never saved."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {**metadata, "dp_cp_group": group}
+
+
+def model_state(state: TrainState, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The sharded weights, one entry a model chunk."""
+    modules = state.modules()
+    names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
+    return {
+        name: module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for name, module in zip(names, modules, strict=True)
+    }
+
+
+def optimizer_state(
+    state: TrainState, model: dict[str, Any], metadata: Mapping[str, Any], *, is_loading: bool
+) -> dict[str, Any]:
+    """The sharded optimizer state of a model's sharded weights."""
+    own = model["model"] if len(model) == 1 else model
+    if not is_loading:
+        _fill_moments(state.optimizer)
+    sharded: dict[str, Any] = state.optimizer.sharded_state_dict(
+        own, is_loading=is_loading, metadata=metadata
+    )
+    return sharded
+
+
+def _fill_moments(optimizer: Any) -> None:
+    """Give parameters that have seen no step their zero moments: saving expects all to be there."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None and part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)
+
+
+# --- random numbers -----------------------------------------------------------------------
+
+
+def rng_object() -> dict[str, Any]:
+    """This rank's generators, sharded by rank: to save, or to name what to load."""
+    place, ranks = (dist.get_rank(),), (dist.get_world_size(),)
+    return {_RNG: ShardedObject(_RNG, _rng_state(), ranks, place, replica_id=0)}
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _rng_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    trackers = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        "python": random.getstate(),
+        # Lists, since files are read without leave to unpickle anything else.
+        "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if _cuda_in_use() else None,
+        "trackers": {name: value.clone() for name, value in trackers.items()},
+    }
+
+
+def restore_rng(loaded: Mapping[str, Any]) -> None:
+    """Set this rank's generators to what :func:`rng_object` saved."""
+    saved = loaded[_RNG]
+    version, internal, gauss = saved["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = saved["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and _cuda_in_use():
+        torch.cuda.set_rng_state(saved["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(saved["trackers"])
+
+
+# --- what the manifest says -----------------------------------------------------------------
+
+
+def describe_run(args: argparse.Namespace) -> dict[str, Any]:
+    """The manifest's words on the run that saves: its model, its layout, what is inside."""
+    values = vars(args)
+    architecture = {name: values[name] for name in _ARCHITECTURE if name in values}
+    return {
+        "architecture": {name: value for name, value in architecture.items() if _plain(value)},
+        "layout": layout(args),
+        "precision": precision(args),
+        "distributed_optimizer": bool(args.use_distributed_optimizer),
+        "has_optimizer": not args.no_save_optim,
+        "has_rng": not args.no_save_rng,
+    }
+
+
+def _plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def layout(args: argparse.Namespace) -> dict[str, int]:
+    """Sizes that decide which rank draws which random numbers."""
+    return {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "virtual": args.virtual_pipeline_model_parallel_size or 1,
+        "expert": args.expert_model_parallel_size,
+        "world": dist.get_world_size(),
+    }
+
+
+def precision(args: argparse.Namespace) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def check_fits(content: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """Check that a checkpoint is of this model.
+
+    Raises:
+        CheckpointError: with every difference.
+    """
+    saved: Mapping[str, Any] = content.get("architecture", {})
+    ours = describe_run(args)["architecture"]
+    differing = [
+        f"{name}: the checkpoint has {saved[name]!r}, the model {ours[name]!r}"
+        for name in saved
+        if None not in (saved[name], ours.get(name)) and saved[name] != ours[name]
+    ]
+    if differing:
+        listed = "\n  ".join(differing)
+        raise CheckpointError(
+            f"the checkpoint is of another model:\n  {listed}",
+            hint="load one of this model, or set these keys as in the checkpoint",
+        )
