@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from flagscale.config.checks import check_world, notes
 from flagscale.config.schema import Experiment, Options
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 PROJECT = Path(__file__).resolve().parents[2]
 _FOLLOW_SECONDS = 1.0
 _FOLLOW_LINES = 100
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal other than Ctrl-C's asked this program to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.exit_code = 128 + number
 
 
 def this_machine() -> Machine:
@@ -122,6 +132,11 @@ def _stay(runner: LocalRunner, state: RunState) -> int:
     def show(line: str) -> None:
         print(line, flush=True)
 
+    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+        raise Interrupted(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
     try:
         logs.follow(output, runner.script_ended, show)
     except KeyboardInterrupt:

@@ -139,7 +139,7 @@ class Agent:
         if command is not None and command.returncode is None and not self._stopping:
             self._stopping = True
             os.kill(command.pid, signal.SIGTERM)
-            signal.setitimer(signal.ITIMER_REAL, self.grace + KILL_MARGIN_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, self.grace + self._margin()))
 
     def _on_grace_over(self, _number: int, _frame: FrameType | None) -> None:
         for process in processes.members(self.run_id, exclude=self._spared()):
@@ -149,7 +149,10 @@ class Agent:
         """End what the command left. After a stop the grace period is already used up, and after
         a failure nobody is left to wait for: a few seconds do."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        return sweep_run(self.run_id, min(self.grace, KILL_MARGIN_SECONDS), self._spared())
+        return sweep_run(self.run_id, self._margin(), self._spared())
+
+    def _margin(self) -> float:
+        return min(self.grace, KILL_MARGIN_SECONDS)
 
     @staticmethod
     def _spared() -> list[int]:

@@ -65,8 +65,8 @@ def guard(work: Callable[[], int]) -> int:
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return int(getattr(interrupt, "exit_code", 130))
     except BrokenPipeError:
         # Whoever read our output has left. Python's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -34,8 +34,10 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk says nothing of which file
         raise
 
 

@@ -93,11 +93,17 @@ def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield "set -uo pipefail"
     yield ""
     yield "# The run's name, its directory on this host, and what prints them."
-    yield f"who={shlex.quote(f'run {plan.run_id} on {host.name}')}"
-    yield f"run_dir={shlex.quote(str(host.run_dir))}"
+    yield f"who={_quote(f'run {plan.run_id} on {host.name}')}"
+    yield f"run_dir={_quote(str(host.run_dir))}"
     yield f'exit_file="$run_dir/{EXIT_FILE}"'
-    yield f"cd -- {shlex.quote(str(host.workdir))} || exit 1"
+    yield f"cd -- {_quote(str(host.workdir))} || exit 1"
     yield ""
+
+
+def _quote(word: str) -> str:
+    """One word for bash. Commas are quoted too: in an array they look like a mistake."""
+    quoted = shlex.quote(word)
+    return f"'{word}'" if quoted == word and "," in word else quoted
 
 
 def _one_line(text: str) -> str:
@@ -119,14 +125,14 @@ def _environment(host: HostPlan) -> Iterator[str]:
         if value.origin != origin:
             origin = value.origin
             yield _BLOCKS.get(origin, f"# experiment.{_one_line(origin)}")
-        yield f"export {value.name}={shlex.quote(value.value)}"
+        yield f"export {value.name}={_quote(value.value)}"
     secrets = [value for value in host.environment if value.secret]
     if secrets:
         yield "# Secrets are not written to files: they come from the environment."
         yield from (_require(value) for value in secrets)
     yield ""
     yield "# The adapted training backend first, then this project."
-    path = shlex.quote(":".join(host.python_path))
+    path = _quote(":".join(host.python_path))
     yield f'export PYTHONPATH={path}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     yield ""
 
@@ -153,7 +159,7 @@ def _array(name: str, words: Sequence[str]) -> str:
     for word in words:
         if not lines or _starts_line(word):
             lines.append([])
-        lines[-1].append(shlex.quote(word))
+        lines[-1].append(_quote(word))
     body = "\n".join(f"    {' '.join(line)}" for line in lines)
     return f"{name}=(\n{body}\n)"
 

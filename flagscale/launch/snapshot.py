@@ -95,9 +95,7 @@ def take(state: RunState, reader: EventReader | None = None) -> Snapshot:
     # Exits first: a run that ends in between then shows as alive once more, never as lost.
     exits = {host.rank: host.exit() for host in state.hosts}
     events = reader.refresh()
-    joined = {
-        row.time: rank for rank, rows in events.items() for row in rows if row.event == "joined"
-    }
+    joined = [row.time for rows in events.values() for row in rows if row.event == "joined"]
     ranks_joined = reader.ranks("joined")
     everybody = (state.foreign and not events) or len(ranks_joined) >= state.world_size
     phases = {host.rank: _phase(state, exits[host.rank], everybody) for host in state.hosts}

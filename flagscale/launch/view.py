@@ -38,9 +38,9 @@ def duration(seconds: float) -> str:
 def run_table(snapshot: Snapshot) -> RenderableType:
     """A run in one table; below it the first failure and warnings."""
     table = Table(title=Text(f"{snapshot.name} · run {snapshot.run_id}"), title_justify="left")
-    for heading in ("host", "state", "since", "ranks", "step", "loss", "tokens/s", "time left"):
+    for heading in ("host", "state", "since", "ranks", "step", "loss", "tokens/s", "left"):
         left = heading in ("host", "state")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "host")
+        table.add_column(heading, justify="left" if left else "right", min_width=len(heading))
     since = f"{_clock(snapshot.since)} ({duration(time.time() - snapshot.since)})"
     for host, phase in snapshot.hosts:
         table.add_row(
@@ -85,7 +85,7 @@ def one_line(snapshot: Snapshot) -> str:
     """A run in one line, for output that is no terminal."""
     step, loss, speed, left = _figures(snapshot)
     parts = [snapshot.phase.value, f"ranks {_ranks(snapshot)}"]
-    named = (("step", step), ("loss", loss), ("tokens/s", speed), ("time left", left))
+    named = (("step", step), ("loss", loss), ("tokens/s", speed), ("left", left))
     return "  ".join(parts + [f"{name} {value}" for name, value in named if value])
 
 

@@ -1,0 +1,54 @@
+"""Experiments and machines for planning tests, with nothing of the machine they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
+from flagscale.launch.hosts import Host
+from flagscale.launch.plan import LaunchPlan, Machine, plan
+
+MakePlan = Callable[..., LaunchPlan]
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine(
+        python="/opt/venv/bin/python",
+        project=Path("/opt/flagscale"),
+        workdir=Path("/home/user/work"),
+        cpus=8,
+        gpus=0,
+    )
+
+
+@pytest.fixture
+def make_experiment() -> Callable[..., Experiment]:
+    def make(**changes: Any) -> Experiment:
+        given: dict[str, Any] = {
+            "name": "tiny llama",
+            "exp_dir": Path("/data/runs/tiny"),
+            "task": Task(entrypoint=Path("/opt/program.py"), foreign=True),
+            "runner": Runner(nproc_per_node=2),
+            "envs": Environments(),
+            "cmds": Commands(),
+            "train": Train(),
+            "config_file": Path("/home/user/conf/train.yaml"),
+        }
+        return Experiment(**{**given, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_plan(make_experiment: Callable[..., Experiment], machine: Machine) -> MakePlan:
+    def make(*, hosts: tuple[Host, ...] = (Host("localhost"),), **changes: Any) -> LaunchPlan:
+        on = changes.pop("machine", machine)
+        experiment = make_experiment(**changes)
+        return plan(experiment, hosts, on, run_id="20250102-030405-abcdef", master_port=29500)
+
+    return make

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.launch.failures import (
+    TableEntry,
+    choose_rank,
+    describe_code,
+    first_failure,
+    last_traceback,
+    parse_table,
+)
+from flagscale.launch.layout import EXIT_FILE
+from flagscale.launch.state import HostState, RunState
+from flagscale.status import Event
+
+TABLE = """\
+some output
+E1120 06:50:24.375000 25864 torch/…/api.py:1002] failed (exitcode: 3) local_rank: 1
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+/x y/toy.py FAILED
+------------------------------------------------------------
+Failures:
+[0]:
+  time      : 2026-11-20_06:50:31
+  host      : node
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 25866) (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 25866
+------------------------------------------------------------
+Root Cause (first observed failure):
+[1]:
+  time      : 2026-11-20_06:50:24
+  host      : node
+  rank      : 1 (local_rank: 1)
+  exitcode  : 3 (pid: 25867)\x20
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""
+
+KILL, TERM, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
+
+
+def entry(rank: int, code: int, moment: float = 100.0) -> TableEntry:
+    return TableEntry(rank, code, moment)
+
+
+def failed(rank: int, moment: float, message: str = "boom") -> Event:
+    return Event(rank, moment, "failed", {"kind": "RuntimeError", "message": message})
+
+
+def test_table_of_torchrun() -> None:
+    first, second = parse_table(TABLE)
+    assert (first.rank, first.code) == (1, 3)
+    assert (second.rank, second.code) == (0, -15)
+    assert second.time - first.time == 7
+
+
+@pytest.mark.parametrize("text", ["", "Failures:\n", "\nFailures:\nnothing\n"])
+def test_no_table(text: str) -> None:
+    assert parse_table(text) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "events", "expected"),
+    [
+        pytest.param([], [], None, id="nothing"),
+        pytest.param([], [failed(1, 5), failed(0, 4)], 0, id="first-exception"),
+        pytest.param([entry(0, TERM), entry(1, 3)], [], 1, id="not-the-terminated"),
+        pytest.param([entry(0, TERM)], [], 0, id="only-terminated"),
+        pytest.param(
+            [entry(0, 1), entry(1, KILL)], [failed(0, 99, "connection reset")], 1, id="killed-rank"
+        ),
+        pytest.param(
+            [entry(0, 1), entry(1, KILL, 130)], [failed(0, 99)], 0, id="killed-after-the-grace"
+        ),
+        pytest.param([entry(0, ABRT), entry(1, 1)], [failed(1, 99)], 1, id="abort-is-a-consequence"),
+        pytest.param([entry(2, -signal.SIGSEGV), entry(1, 1)], [failed(1, 99)], 2, id="segfault"),
+        pytest.param([entry(1, 7, 101), entry(0, 5, 100)], [], 1, id="as-sorted"),
+    ],
+)
+def test_which_rank_failed_first(
+    table: list[TableEntry], events: list[Event], expected: int | None
+) -> None:
+    assert choose_rank(table, {event.rank: event for event in events}) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-9, "signal 9 (SIGKILL)"),
+        (137, "signal 9 (SIGKILL)"),
+        (200, "exit code 200"),
+    ],
+)
+def test_describe_code(code: int, expected: str) -> None:
+    assert describe_code(code) == expected
+
+
+def test_last_traceback_without_what_follows() -> None:
+    text = (
+        "Traceback (most recent call last):\n  old\nOldError\n"
+        "noise\nTraceback (most recent call last):\n"
+        '  File "a.py", line 1, in <module>\nValueError: x\nmore noise\n'
+    )
+    expected = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: x'
+    assert last_traceback(text) == expected
+    assert last_traceback("nothing") == ""
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> RunState:
+    host = HostState(
+        rank=0,
+        name="node",
+        nproc=2,
+        first_rank=0,
+        run_dir=tmp_path / "run",
+        script=tmp_path / "s.sh",
+        output=tmp_path / "output",
+        pid_file=tmp_path / "pid",
+    )
+    host.run_dir.mkdir()
+    return RunState("r", "n", tmp_path, time.time(), "boot", 2, True, 1.0, (host,))
+
+
+def end(state: RunState, **record: Any) -> None:
+    given = {"code": 1, "phase": "job", "signal": None, "ended": 1.0, **record}
+    (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(given), encoding="utf-8")
+
+
+def test_no_keyword_in_a_log_is_a_failure_or_a_success(state: RunState) -> None:
+    state.hosts[0].output.write_text(
+        f"epoch 1 completed successfully\nCUDA out of memory\nFAILED\n{TABLE}", encoding="utf-8"
+    )
+    assert first_failure(state, {}) is None
+    end(state, code=0)
+    assert first_failure(state, {}) is None
+
+
+def test_rank_code_and_traceback_of_a_program_that_reports_nothing(state: RunState) -> None:
+    state.hosts[0].output.write_text(TABLE, encoding="utf-8")
+    log = state.hosts[0].run_dir / "ranks/x/attempt_0/1/stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("noise\nTraceback (most recent call last):\n  f\nKeyError: 1\n", encoding="utf-8")
+    end(state)
+    failure = first_failure(state, {})
+    assert failure is not None
+    assert (failure.rank, failure.exit_code, failure.log) == (1, 3, log)
+    assert failure.traceback.endswith("KeyError: 1")
+    assert "node: rank 1 ended with exit code 3" in failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("kills", "expected"),
+    [
+        (2, "the kernel killed 2 process(es) for lack of memory"),
+        (0, "counted no kill"),
+        (None, "often the kernel"),
+    ],
+)
+def test_a_kill_is_explained(state: RunState, kills: int | None, expected: str) -> None:
+    table = TABLE.replace("exitcode  : 3 (pid: 25867) ", "exitcode  : -9 (pid: 25867) (SIGKILL)")
+    state.hosts[0].output.write_text(table, encoding="utf-8")
+    end(state, out_of_memory_kills=kills)
+    events = {0: [failed(0, 1.0, "Connection reset by peer")]}
+    failure = first_failure(state, events)
+    assert failure is not None
+    assert (failure.rank, failure.exit_code) == (1, -9)
+    assert expected in failure.reason
+
+
+def test_before_start(state: RunState) -> None:
+    state.hosts[0].output.write_text("no such module\n", encoding="utf-8")
+    end(state, code=7, phase="before_start")
+    failure = first_failure(state, {})
+    assert failure is not None
+    assert failure.rank is None
+    assert "before_start failed with exit code 7" in failure.reason
+    assert "no such module" in failure.traceback
+
+
+def test_torchrun_itself(state: RunState) -> None:
+    state.hosts[0].output.write_text("torchrun: error: unrecognized\n", encoding="utf-8")
+    end(state, code=2)
+    failure = first_failure(state, {})
+    assert failure is not None
+    assert failure.reason.startswith("torchrun ended with exit code 2")
+
+
+def test_a_stopped_run_has_not_failed(state: RunState) -> None:
+    end(state, code=143, signal=15)
+    assert first_failure(state, {}) is None

@@ -1,0 +1,171 @@
+"""The rendered script, compared with golden files and checked by bash and shellcheck themselves.
+
+``FLAGSCALE_UPDATE_GOLDEN=1`` rewrites the golden files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flagscale.config.schema import Commands, Environments, Runner, Task, Train
+from flagscale.launch import script as script_module
+from flagscale.launch.environment import EnvValue
+from flagscale.launch.hosts import Host
+from flagscale.launch.plan import HostPlan, LaunchPlan
+from flagscale.launch.script import render
+
+MakePlan = Callable[..., LaunchPlan]
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "launch"
+HOSTILE = "a 'b' \"c\" $HOME `id` $(id) \\ , ; & | > * ? ~ ! {x,y} [z] # ü 🦙 -- \t end\nline 2\n"
+
+CASES = {
+    "plain": {},
+    "guide": {
+        "hosts": (Host("localhost", 8, "A800"),),
+        "runner": Runner(nproc_per_node=8, master_port=29500, max_restarts=1),
+        "envs": Environments(
+            {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "WANDB_API_KEY": "s3cr3t"},
+            {"A800": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}},
+            {"localhost": {"NCCL_DEBUG": "INFO"}},
+        ),
+        "cmds": Commands("source /opt/env.sh\nulimit -l unlimited", "echo \"it's over\""),
+        "train": Train(
+            system={"tensor_model_parallel_size": 2, "checkpoint": {"save_interval": 100}},
+            model={"num_layers": 32, "bf16": True},
+            data={"data_path": [0.3, "/data/a", 0.7, "/data/b"], "split": "99,1,0"},
+        ),
+    },
+    "hostile": {
+        "name": "evil\nname; rm -rf $HOME",
+        "exp_dir": Path("/data/a 'b' \"c\" $HOME `id`\nü"),
+        "task": Task(entrypoint=Path("/x y/$(id)/program's.py"), foreign=True),
+        "envs": Environments({"EVIL": HOSTILE, "EMPTY": "", "COMMA": "0,1"}),
+        "cmds": Commands("echo \"END_BEFORE_START\"\necho 'it''s $HOME'", "END_AFTER_STOP"),
+        "train": Train(model={"label": HOSTILE, "many": ["x y", "$z"]}),
+    },
+}
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest, make_plan: MakePlan) -> tuple[str, str]:
+    made = make_plan(**CASES[request.param])
+    return request.param, render(made, made.hosts[0])
+
+
+def shellcheck() -> str:
+    beside = Path(sys.executable).parent / "shellcheck"
+    found = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if found is None:
+        pytest.skip("shellcheck is not installed")
+    return found
+
+
+def test_golden(case: tuple[str, str]) -> None:
+    name, text = case
+    text = text.replace(f"flagscale {script_module.__version__} ", "flagscale VERSION ")
+    path = GOLDEN / f"{name}.sh"
+    if os.environ.get("FLAGSCALE_UPDATE_GOLDEN") == "1":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_bash_parses_it(case: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "script.sh"
+    path.write_text(case[1], encoding="utf-8")
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_shellcheck_finds_nothing(case: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "script.sh"
+    path.write_text(case[1], encoding="utf-8")
+    found = subprocess.run([shellcheck(), str(path)], capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+    assert found.returncode == 0
+
+
+def test_secrets_are_asked_for_and_never_written(make_plan: MakePlan) -> None:
+    made = make_plan(**CASES["guide"])
+    text = render(made, made.hosts[0])
+    assert "s3cr3t" not in text
+    assert ': "${WANDB_API_KEY:?' in text
+
+
+TEXTS = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=80)
+
+
+@settings(max_examples=25, deadline=None)
+@given(value=TEXTS, word=TEXTS, command=TEXTS)
+def test_any_value_comes_back_out_of_bash(
+    value: str, word: str, command: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Only the head of the script is run: what it assigned is printed, word for word."""
+    made = _plan_of(value, word, command, tmp_path_factory.getbasetemp())
+    head = render(made, made.hosts[0]).partition("phase=before_start")[0]
+    show = 'printf "%s\\0" "$VALUE" "${program[@]}" "$before_start"\n'
+    done = subprocess.run(
+        ["bash", "-c", head + show], capture_output=True, check=True, timeout=30
+    )
+    shown = done.stdout.decode().split("\0")[:-1]
+    before = command.rstrip("\n") + "\n" if command.strip() else ""
+    assert shown == [value, word, before]
+
+
+def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
+    here = Path("/x")
+    host = HostPlan(
+        rank=0,
+        name="localhost",
+        device_type=None,
+        address="localhost",
+        nproc=1,
+        first_rank=0,
+        environment=(EnvValue("VALUE", value, "envs"),),
+        python_path=("/p",),
+        workdir=workdir,
+        agent=("agent",),
+        torchrun=("torchrun",),
+        program=(word,),
+        run_dir=here,
+        script=here,
+        output=here,
+        pid_file=here,
+    )
+    return LaunchPlan(
+        run_id="r",
+        name=value,
+        exp_dir=here,
+        log_dir=None,
+        master_addr="127.0.0.1",
+        master_port=1,
+        hosts=(host,),
+        foreign=True,
+        before_start=command,
+        after_stop="",
+        start_timeout=1,
+        stop_grace=1,
+    )
+
+
+def test_a_very_long_path_and_list(make_plan: MakePlan, tmp_path: Path) -> None:
+    long = Path("/" + "/".join(["directory with a long name"] * 100))
+    made = make_plan(train=Train(data={"data_path": [str(long)] * 50}))
+    path = tmp_path / "script.sh"
+    path.write_text(render(made, made.hosts[0]), encoding="utf-8")
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_rendering_changes_nothing_but_the_host(make_plan: MakePlan) -> None:
+    made = make_plan(hosts=(Host("a", 1), Host("b", 1)))
+    first, second = (render(made, host) for host in made.hosts)
+    assert first != second
+    assert render(replace(made), made.hosts[0]) == first

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flagscale.launch import processes, view
+from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY
+from flagscale.launch.snapshot import Phase, Snapshot, take
+from flagscale.launch.state import HostState, RunState
+from flagscale.status import StatusWriter
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> RunState:
+    """A run whose script is this very process, so that it is alive."""
+    own = processes.identify(os.getpid())
+    assert own is not None
+    host = HostState(
+        rank=0,
+        name="node",
+        nproc=2,
+        first_rank=0,
+        run_dir=tmp_path / "run",
+        script=tmp_path / "s.sh",
+        output=tmp_path / "output",
+        pid_file=tmp_path / "pid",
+        pid=own.pid,
+        start_ticks=own.start_ticks,
+    )
+    host.run_dir.mkdir()
+    boot = processes.boot_id()
+    return RunState("r-none", "n", tmp_path, time.time(), boot, 2, False, 1.0, (host,))
+
+
+def dead(state: RunState) -> RunState:
+    return replace(state, hosts=(replace(state.hosts[0], pid=None),))
+
+
+def report(state: RunState, rank: int, event: str, **fields: Any) -> None:
+    StatusWriter(state.hosts[0].run_dir / STATUS_DIRECTORY, rank).write(event, **fields)
+
+
+def end(state: RunState, **record: Any) -> None:
+    given = {"code": 0, "phase": "job", "signal": None, "ended": 5.0, **record}
+    (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(given), encoding="utf-8")
+
+
+def test_starting_until_every_rank_has_joined(state: RunState) -> None:
+    report(state, 0, "joined", backend="gloo")
+    assert take(state).phase is Phase.STARTING
+    assert take(state).joined == 1
+    report(state, 1, "joined", backend="gloo")
+    assert take(state).phase is Phase.RUNNING
+
+
+def test_a_program_that_reports_nothing_runs_while_it_lives(state: RunState) -> None:
+    assert take(replace(state, foreign=True)).phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("exit_record", "stop_requested", "expected"),
+    [
+        pytest.param({"code": 0}, None, Phase.COMPLETED, id="completed"),
+        pytest.param({"code": 3}, None, Phase.FAILED, id="failed"),
+        pytest.param({"code": 143, "signal": 15}, None, Phase.STOPPED, id="stopped"),
+        pytest.param({"code": 137, "phase": "agent"}, None, Phase.FAILED, id="agent-killed"),
+        pytest.param({"code": 137, "phase": "agent"}, 4.0, Phase.STOPPED, id="stopped-hard"),
+        pytest.param({"code": 7, "phase": "before_start"}, None, Phase.FAILED, id="before-start"),
+        pytest.param({"code": 0}, 6.0, Phase.COMPLETED, id="stopped-after-the-end"),
+        pytest.param(None, None, Phase.LOST, id="lost"),
+        pytest.param(None, 4.0, Phase.STOPPED, id="killed-by-stop"),
+    ],
+)
+def test_ends(
+    state: RunState,
+    exit_record: dict[str, Any] | None,
+    stop_requested: float | None,
+    expected: Phase,
+) -> None:
+    if exit_record is not None:
+        end(state, **exit_record)
+    assert take(replace(dead(state), stop_requested=stop_requested)).phase is expected
+
+
+def test_another_boot_is_a_lost_run(state: RunState) -> None:
+    assert take(replace(state, boot_id="another")).phase is Phase.LOST
+
+
+def test_progress_and_time_left(state: RunState) -> None:
+    for rank in (0, 1):
+        report(state, rank, "joined")
+    path = state.hosts[0].run_dir / STATUS_DIRECTORY / "rank_1.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        for step in range(10, 60, 10):
+            record = {"time": 1000.0 + step, "event": "progress", "step": step, "train_steps": 100}
+            file.write(json.dumps({**record, "loss": 10 / step, "tokens_per_second": 512}) + "\n")
+    snapshot = take(state)
+    assert (snapshot.step, snapshot.train_steps, snapshot.loss) == (50, 100, 0.2)
+    assert snapshot.eta_seconds == 50
+    record = snapshot.to_json()
+    assert record["state"] == "running"
+    assert json.loads(json.dumps(record))["hosts"] == [{"host": "node", "state": "running"}]
+
+
+def test_warnings_are_told_once(state: RunState) -> None:
+    report(state, 0, "warning", message="loss spike")
+    report(state, 1, "warning", message="loss spike")
+    assert take(state).warnings == ("loss spike",)
+
+
+def test_tables_show_names_as_they_are() -> None:
+    """A name with square brackets is no markup."""
+    snapshot = Snapshot("r", "[red]n[/red]", Phase.RUNNING, time.time(), 2, 2)
+    snapshot = replace(snapshot, hosts=(("h", Phase.RUNNING),), warnings=("[bold]x",))
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    console.print(view.run_table(snapshot))
+    text = console.export_text()
+    assert "[red]n[/red]" in text
+    assert "[bold]x" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0, "0:00"), (61, "1:01"), (3661, "1:01:01"), (90061, "1d 01:01:01")]
+)
+def test_duration(seconds: float, expected: str) -> None:
+    assert view.duration(seconds) == expected
