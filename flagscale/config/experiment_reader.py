@@ -13,35 +13,30 @@ from flagscale.config.reader import Reader
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.config.yaml_file import short
 
-PROJECT = Path(__file__).resolve().parents[2]
-OWN_PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OTHER_TYPES = ("slurm", "kubernetes", "cloud")
 _SCOPES = ("device_type_specific", "node_specific")
 
 
 def read_task(reader: Reader, data: Mapping[Any, Any]) -> schema.Task:
-    """``experiment.task``. The program is looked for in the working directory, then beside the
-    ``flagscale`` package; without one it is this project's own."""
+    """``experiment.task``."""
     found = reader.fields(schema.Task, data, "experiment.task.")
-    entrypoint: Path | None = found.get("entrypoint")
-    if entrypoint is None:
-        return schema.Task(**{**found, "entrypoint": OWN_PROGRAM})
+    entrypoint: Path = found.get("entrypoint", schema.OWN_PROGRAM)
     if not entrypoint.is_file() and isinstance(data.get("entrypoint"), str):
-        beside = PROJECT / data["entrypoint"]
+        beside = schema.PROJECT / data["entrypoint"]
         found["entrypoint"] = entrypoint = beside if beside.is_file() else entrypoint
     if not entrypoint.is_file():
         reader.problem("experiment.task.entrypoint", f"no file {short(entrypoint)}")
-    return schema.Task(**found, foreign=entrypoint.resolve() != OWN_PROGRAM)
+    return schema.Task(**found, foreign=entrypoint.resolve() != schema.OWN_PROGRAM)
 
 
 def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
     """``experiment.runner``. Keys that are neither the launcher's nor torchrun's are refused."""
     prefix = "experiment.runner."
     given = dict(data)
-    if isinstance(given.get("nnodes"), str):
-        given["nnodes"] = given["nnodes"].partition(":")[0]
+    if isinstance(given.get("nnodes"), (str, int)):
+        # The text, since YAML takes an unquoted 2:4 for 124, minutes and seconds.
+        given["nnodes"] = reader.text(f"{prefix}nnodes", given["nnodes"]).partition(":")[0]
     if given.get("type") in _OTHER_TYPES:
         message = f"{given.pop('type')}: this version launches on this machine only (`local`)"
         reader.problem(f"{prefix}type", message)

@@ -13,6 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+PROJECT = Path(__file__).resolve().parents[2]
+OWN_PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
+
 ACTIONS = ("run", "dryrun", "test", "check", "query", "logs", "stop")
 SECTIONS = ("system", "model", "data")
 RUNNER_TYPES = ("local", "ssh")
@@ -46,10 +49,12 @@ class Task:
     """What is run: ``experiment.task``."""
 
     entrypoint: Path = field(
+        default=OWN_PROGRAM,
         metadata=doc(
-            "The training program. A script that is not this project's own (a Megatron-LM "
-            "checkout's `pretrain_gpt.py`) gets the same arguments, judged by its own parser."
-        )
+            "The training program: this project's own unless given, looked for in the working "
+            "directory, then in this project. A script that is another's (a Megatron-LM "
+            "checkout's `pretrain_gpt.py`) gets the same arguments, judged by its own parser.",
+        ),
     )
     type: str = field(default="train", metadata=doc("The kind of task.", choices=TASK_TYPES))
     backend: str = field(

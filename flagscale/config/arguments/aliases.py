@@ -83,7 +83,6 @@ ALIASES: tuple[Alias, ...] = (
     *_same("lr_warmup_iters", "warmup"),
     *_same("ckpt_format", "dist_ckpt_format"),
     *_no_effect("use_dist_ckpt", "checkpoints are always distributed ones"),
-    *_no_effect("use_legacy_models", "only megatron.core's models exist here"),
     # Data
     *_same("data_cache_path", "path_to_cache"),
     *_same("tokenizer_path", "tokenizer_model", "tokenizer_name_or_path", "vocab_file"),
@@ -105,6 +104,7 @@ REFUSED: dict[str, str] = {
     "`test_data_path`",
     "decrease_batch_size_if_needed": "this version trains with one global batch size",
     "spec": "this version builds its own layers",
+    "use_legacy_models": "only megatron.core's models exist here",
     "use_checkpoint_args": "the YAML says what is trained",
     "hetero_process_meshes": "this version trains on one mesh of like devices",
 }

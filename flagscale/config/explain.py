@@ -1,0 +1,165 @@
+"""What a key of a YAML means: one list of all keys, and the answer about one of them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from flagscale.config import schema
+from flagscale.config.arguments.registry import aliases, arguments, closest, lookup, refusal
+from flagscale.config.arguments.spec import Argument
+from flagscale.config.arguments.values import did_you_mean, expected, word
+from flagscale.config.overrides import SUBSECTIONS
+from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
+from flagscale.errors import ConfigError, Problem
+
+_KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+REQUIRED = "required"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key: ``default`` is text, "" where there is none; ``flag`` only for arguments."""
+
+    key: str
+    expects: str
+    default: str
+    doc: str
+    flag: str = ""
+    origin: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+
+def default_text(value: Any) -> str:
+    """A default as a YAML would write it; empty for "nothing"."""
+    if value is None or value == "":
+        return ""
+    if isinstance(value, Path):
+        return value.relative_to(schema.PROJECT).as_posix()
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(word(item) for item in value) + "]"
+    return word(value)
+
+
+def _schema_entries(kind: type, prefix: str) -> Iterator[Entry]:
+    for key, item in schema.documented(kind).items():
+        text = str(item.type).removesuffix(" | None")
+        choices = item.metadata["choices"]
+        expects = "a path" if text == "Path" else _KINDS.get(text, "a whole number or auto")
+        if choices:
+            expects = "one of " + ", ".join(choices)
+        default = REQUIRED if item.default is MISSING else default_text(item.default)
+        yield Entry(f"{prefix}{key}", expects, default, item.metadata["doc"])
+
+
+def argument_entry(argument: Argument) -> Entry:
+    """An argument of the training program as an entry."""
+    return Entry(
+        key=f"train.{argument.section}.{argument.name}",
+        expects=expected(argument),
+        default=default_text(argument.default),
+        doc=argument.doc,
+        flag=argument.flag,
+        origin=f"from {argument.origin}",
+    )
+
+
+@lru_cache(maxsize=1)
+def experiment_entries() -> tuple[Entry, ...]:
+    """Every key that is not an argument, in the order of the documentation."""
+    found = [*_schema_entries(schema.Experiment, "experiment.")]
+    for name, kind in SUBSECTIONS.items():
+        found += _schema_entries(kind, f"experiment.{name}.")
+    found += [
+        Entry(
+            "experiment.envs",
+            "variables and their values",
+            "",
+            "Environment of every rank. Values reach it exactly as the YAML writes them.",
+        ),
+        Entry(
+            "experiment.envs.device_type_specific",
+            "a section of variables for each device type",
+            "",
+            "Wins over `envs` on hosts whose hostfile line has that `type=`.",
+        ),
+        Entry(
+            "experiment.envs.node_specific",
+            "a section of variables for each host",
+            "",
+            "Wins over `envs` and `device_type_specific` on the host of that name.",
+        ),
+    ]
+    return (*found, *_schema_entries(schema.Options, ""))
+
+
+def _find(key: str) -> list[Entry]:
+    exact = [e for e in experiment_entries() if f".{e.key}".endswith(f".{key}")]
+    if exact:
+        return exact
+    name = key.strip("-").rpartition(".")[2].replace("-", "_")
+    found = lookup(name)
+    if found is None:
+        return []
+    argument, alias = found
+    if alias is None:
+        return [argument_entry(argument)]
+    entry = Entry(
+        key=f"train.{argument.section}.{name}",
+        expects=expected(argument),
+        default="",
+        doc=argument.doc,
+        flag="--" + name.replace("_", "-"),
+        origin=argument.origin.strip() if alias.target else "accepted, without effect",
+    )
+    return [entry] + ([argument_entry(arguments()[alias.target])] if alias.target else [])
+
+
+def explain(key: str) -> str:
+    """What a key means: dotted (``train.model.num_layers``), bare (``num_layers``) or a flag.
+
+    Raises ConfigError for an unknown key, naming the nearest ones.
+    """
+    name = key.strip("-").rpartition(".")[2].replace("-", "_")
+    entries = _find(key)
+    if entries:
+        return "\n\n".join(_text(entry) for entry in entries)
+    if name in PASSED_ON:
+        return f"experiment.runner.{name}\n  Passed on to torchrun, whose option it is."
+    reason = refusal(name) or SET_BY_LAUNCHER.get(name)
+    if reason:
+        return f"{name}\n  Cannot be given: {reason}."
+    names = [e.name for e in experiment_entries()]
+    near = closest(name)
+    hint = did_you_mean(name, [*near, *names, *PASSED_ON])
+    raise ConfigError(Problem(key, f"unknown key{hint}"))
+
+
+def _text(entry: Entry) -> str:
+    lines = [f"{entry.key}" + (f"  ({entry.flag})" if entry.flag else "")]
+    lines += textwrap.wrap(entry.doc, 92, initial_indent="  ", subsequent_indent="  ")
+    default = entry.default or "none"
+    lines.append(f"  takes {entry.expects}; default: {default}")
+    if entry.origin:
+        lines.append(f"  {entry.origin}")
+    return "\n".join(lines)
+
+
+def alias_rows() -> Iterator[tuple[str, str]]:
+    """Each alias with what it stands for."""
+    for alias in sorted(aliases().values(), key=lambda a: a.name):
+        if alias.rule == "same":
+            yield alias.name, f"`{alias.target}`"
+        elif alias.rule == "opposite":
+            yield alias.name, f"the opposite of `{alias.target}`"
+        elif alias.rule == "value":
+            yield alias.name, f"`{alias.target}: {alias.value}`"
+        else:
+            yield alias.name, f"no effect: {alias.doc}"

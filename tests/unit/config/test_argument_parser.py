@@ -1,0 +1,109 @@
+"""The training program's command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flagscale.config.arguments.parser import fold, parse_arguments
+from flagscale.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        ("--num-layers 4", "num_layers", 4),
+        ("--num-layers=4", "num_layers", 4),
+        ("--num_layers 4", "num_layers", 4),
+        ("--num-layers 2 --num-layers 4", "num_layers", 4),
+        ("--lr 3e-4", "lr", 3e-4),
+        ("--bf16", "bf16", True),
+        ("--bf16 false", "bf16", False),
+        ("--no-gradient-reduce-div-fusion", "gradient_reduce_div_fusion", False),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--norm-epsilon 1e-6", "layernorm_epsilon", 1e-6),
+        ("--use-flash-attn", "attention_backend", "flash"),
+        ("--no-overlap-p2p-communication", "overlap_p2p_comm", False),
+        ("--accumulate-allreduce-grads-in-fp32", "grad_reduce_in_fp32", True),
+        ("--num-experts 8", "num_moe_experts", 8),
+        ("--tokenizer-model /x", "tokenizer_path", "/x"),
+        ("--data-path 0.3 a 0.7 b", "data_path", ["0.3", "a", "0.7", "b"]),
+        ("--moe-layer-freq 2", "moe_layer_freq", 2),
+        ("--moe-layer-freq 1 0 1", "moe_layer_freq", [1, 0, 1]),
+        ("--no-load-optim", "no_load_optim", True),
+        ("--recompute-activations", "recompute_granularity", "selective"),
+        ("", "num_layers", None),
+    ],
+)
+def test_value(argv: str, name: str, value: Any) -> None:
+    assert vars(parse_arguments(argv.split()))[name] == value
+
+
+def test_aliases_have_no_attribute_of_their_own() -> None:
+    parsed = parse_arguments(["--norm-epsilon", "1e-6", "--group-query-attention"])
+    assert not hasattr(parsed, "norm_epsilon")
+    assert not hasattr(parsed, "group_query_attention")
+
+
+def test_lists_are_not_shared() -> None:
+    parse_arguments([]).offload_modules.append("x")
+    assert parse_arguments([]).offload_modules == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--num-layres 4", r"--num-layres: unknown argument; did you mean 'num_layers'"),
+        ("--num-layers x", r"--num-layers: expected a whole number not less than 1, found 'x'"),
+        ("--num-layers", "found nothing"),
+        ("--num-layers 1 2", "found '1' '2'"),
+        ("--num-layers 0", "not less than 1"),
+        ("--num-layers 2.5", "whole number"),
+        ("--hidden-dropout 2", "from 0 to 1"),
+        ("--lr nan", "expected a number"),
+        ("--normalization BatchNorm", "one of LayerNorm, RMSNorm"),
+        ("--bf16 maybe", "true or false"),
+        ("--norm-epsilon 1e-5 --layernorm-epsilon 1e-6", "contradicts --norm-epsilon"),
+        ("--params-dtype bf16", "follows from `bf16`"),
+        ("--no-num-layers", "unknown argument"),
+        ("train.py", "expected a flag"),
+    ],
+)
+def test_refused(argv: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_arguments(argv.split())
+    assert error.value.exit_code == 2
+
+
+def test_every_problem_is_told() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(["--nmu", "1", "--num-layers", "x", "--lr=1", "--hidden-size", "-3"])
+    assert [p.key for p in error.value.problems] == ["--nmu", "--num-layers", "--hidden-size"]
+
+
+def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "--tensor-model-parallel-size" in text
+    assert "--distributed-backend" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "folded"),
+    [
+        ("num_layers", "4", ("num_layers", 4)),
+        ("split", 1, ("split", "1")),
+        ("disable_bias_linear", True, ("add_bias_linear", False)),
+        ("use_flash_attn", False, None),
+        ("group_query_attention", True, None),
+        ("no_rope_fusion", True, ("apply_rope_fusion", False)),
+        ("data_path", "a b", ("data_path", ["a b"])),
+        ("moe_layer_freq", 2, ("moe_layer_freq", 2)),
+        ("moe_layer_freq", [2], ("moe_layer_freq", [2])),
+    ],
+)
+def test_fold(name: str, value: Any, folded: tuple[str, Any] | None) -> None:
+    assert fold(name, value) == folded

@@ -1,0 +1,117 @@
+"""The list of arguments: complete, in step with megatron.core, and consistent."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flagscale.config.arguments import aliases as alias_table
+from flagscale.config.arguments.bounds import BOUNDS
+from flagscale.config.arguments.registry import (
+    aliases,
+    arguments,
+    closest,
+    lookup,
+    refusal,
+    registry,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def _generator() -> ModuleType:
+    path = REPOSITORY / "tools" / "config" / "generate_arguments.py"
+    spec = importlib.util.spec_from_file_location("generate_arguments", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_list_is_in_step_with_the_installed_core() -> None:
+    generator = _generator()
+    source = generator.installed_source()
+    if source is None:
+        pytest.skip("megatron.core is not installed")
+    assert generator.OUTPUT.read_text(encoding="utf-8") == generator.generate(source)
+
+
+def test_the_generator_checks(tmp_path: Path) -> None:
+    tool = REPOSITORY / "tools" / "config" / "generate_arguments.py"
+    stale = tmp_path / "list.json"
+    stale.write_text("{}")
+    command = [sys.executable, str(tool), "--check", "--output", str(stale)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert "out of date" in done.stderr or "not installed" in done.stderr
+
+
+def test_no_torch_is_imported() -> None:
+    code = (
+        "import sys; import flagscale.config.load, flagscale.config.arguments.parser as p; "
+        "p.parse_arguments([]); "
+        "print([m for m in ('torch', 'numpy', 'hydra', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "origin"),
+    [
+        ("tensor_model_parallel_size", "int", "megatron.core ModelParallelConfig"),
+        ("num_layers", "int", "megatron.core TransformerConfig"),
+        ("adam_beta2", "float", "megatron.core OptimizerConfig"),
+        ("overlap_grad_reduce", "bool", "megatron.core DistributedDataParallelConfig"),
+        ("mmap_bin_files", "bool", "megatron.core BlendedMegatronDatasetConfig"),
+        ("q_lora_rank", "int", "megatron.core MLATransformerConfig"),
+        ("train_samples", "int", "flagscale TrainingLength"),
+        ("transformer_impl", "str", "flagscale Runtime"),
+        ("norm_epsilon", "float", "alias of layernorm_epsilon"),
+    ],
+)
+def test_registered(name: str, kind: str, origin: str) -> None:
+    assert (registry()[name].kind, registry()[name].origin) == (kind, origin)
+
+
+def test_every_argument_is_documented() -> None:
+    assert [a.name for a in registry().values() if not a.doc] == []
+
+
+def test_defaults_fit_their_own_limits() -> None:
+    from flagscale.config.arguments.values import convert
+
+    for argument in arguments().values():
+        if argument.default is not None:
+            convert(argument, argument.default)
+
+
+def test_aliases_point_at_arguments() -> None:
+    assert [a.name for a in aliases().values() if a.target and a.target not in arguments()] == []
+
+
+def test_tables_hold_no_stale_names() -> None:
+    assert [name for name in BOUNDS if name not in arguments()] == []
+    assert [name for name in alias_table.REFUSED if name in registry()] == []
+    names = [a.name for a in alias_table.ALIASES]
+    assert len(names) == len(set(names))
+
+
+def test_lookup_of_an_opposite() -> None:
+    found = lookup("no_rotary_interleaved")
+    assert found is not None and found[1] is not None
+    assert (found[1].target, found[1].rule) == ("rotary_interleaved", "opposite")
+    assert lookup("no_such_thing") is None
+    assert lookup("no_num_layers") is None
+
+
+def test_closest() -> None:
+    assert closest("--num-layres")[0] == "num_layers"
+    assert closest("zzzzzz") == []
+    assert refusal("params_dtype") and not refusal("num_layers")

@@ -1,0 +1,235 @@
+"""What must hold between values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.checks import check_arguments, check_world, notes
+from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
+
+GOOD: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "seq_length": 32,
+    "lr": 1e-3,
+    "train_iters": 10,
+    "mock_data": True,
+}
+
+
+def _experiment(values: dict[str, Any], *, foreign: bool = False) -> Experiment:
+    given = {name: value for name, value in {**GOOD, **values}.items() if value is not None}
+    return Experiment(
+        name="x",
+        exp_dir=Path("/x"),
+        task=Task(entrypoint=Path("/x.py"), foreign=foreign),
+        runner=Runner(),
+        envs=Environments(),
+        cmds=Commands(),
+        train=Train(model={"inner": given}),
+        config_file=Path("/x.yaml"),
+    )
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+    "groups": {"num_query_groups": 4, "tensor_model_parallel_size": 4},
+    "gqa-switch": {"num_query_groups": 4, "group_query_attention": True},
+    "pp": {"pipeline_model_parallel_size": 4},
+    "vpp": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 2},
+    "vpp-chunks": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 4},
+    "vpp-explicit": {
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "overlap_p2p_communication": True,
+        "batch_p2p_comm": False,
+    },
+    "vpp-off": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1},
+    "uneven": {
+        "pipeline_model_parallel_size": 3,
+        "num_layers_in_first_pipeline_stage": 2,
+        "num_layers_in_last_pipeline_stage": 3,
+    },
+    "layout": {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et|t*4|t*3L"},
+    "embedding": {
+        "pipeline_model_parallel_size": 5,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
+    "channels": {"hidden_size": 60, "kv_channels": 16},
+    "samples": {"train_iters": None, "train_samples": 10},
+    "experts": {"num_moe_experts": 4, "expert_model_parallel_size": 2},
+    "rope": {"no_position_embedding": True, "position_embedding_type": "rope"},
+}
+
+
+@pytest.mark.parametrize("values", FITS.values(), ids=FITS)
+def test_fits(values: dict[str, Any]) -> None:
+    assert check_arguments(_experiment(values)) == []
+
+
+PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no-layers": ({"num_layers": None}, "num_layers", "is required"),
+    "no-lr": ({"lr": None}, "lr", "is required"),
+    "heads": ({"tensor_model_parallel_size": 3}, "num_attention_heads", "8 is not divisible"),
+    "groups-tp": (
+        {"num_query_groups": 2, "tensor_model_parallel_size": 4},
+        "num_query_groups",
+        "2 is not divisible by tensor_model_parallel_size 4",
+    ),
+    "groups-heads": ({"num_query_groups": 3}, "num_query_groups", "3 does not divide 8 heads"),
+    "hidden": ({"hidden_size": 63}, "hidden_size", "num_attention_heads 8"),
+    "ffn": (
+        {"ffn_hidden_size": 90, "tensor_model_parallel_size": 4},
+        "ffn_hidden_size",
+        "90 is not divisible",
+    ),
+    "layers": (
+        {"pipeline_model_parallel_size": 3},
+        "num_layers",
+        "8 layers do not divide into 3 pipeline stages",
+    ),
+    "layers-vpp": (
+        {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3},
+        "num_layers",
+        "2 pipeline stages x 3 virtual",
+    ),
+    "layers-per-stage": (
+        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
+        "num_layers_per_virtual_pipeline_stage",
+        "do not divide into 3 x",
+    ),
+    "vpp-without-pp": (
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        "pipeline_model_parallel_size",
+        "need a pipeline of at least 2",
+    ),
+    "vpp-p2p": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "no_overlap_p2p_communication": True,
+        },
+        "overlap_p2p_comm",
+        "must be true",
+    ),
+    "vpp-batch": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "batch_p2p_comm": True,
+        },
+        "batch_p2p_comm",
+        "must be false",
+    ),
+    "sp": ({"sequence_parallel": True}, "sequence_parallel", "needs tensor_model_parallel_size"),
+    "sp-length": (
+        {"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 30},
+        "seq_length",
+        "30 is not divisible",
+    ),
+    "cp": ({"context_parallel_size": 2}, "context_parallel_size", "cannot split a sequence"),
+    "te": ({"transformer_impl": "transformer_engine"}, "transformer_impl", "only `local`"),
+    "precision": ({"bf16": True, "fp16": True}, "fp16", "excludes bf16"),
+    "no-length": ({"train_iters": None}, "train_iters", "found neither"),
+    "two-lengths": ({"train_samples": 4}, "train_samples", "found both"),
+    "positions": ({"max_position_embeddings": 16}, "max_position_embeddings", "less than"),
+    "ep": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size", "num_moe_experts"),
+    "experts": (
+        {"expert_model_parallel_size": 2, "num_moe_experts": 3},
+        "num_moe_experts",
+        "3 is not divisible",
+    ),
+    "no-data": ({"mock_data": None}, "data_path", "mock_data: true"),
+    "gqa": ({"group_query_attention": True}, "group_query_attention", "needs num_query_groups"),
+    "gqa-off": (
+        {"group_query_attention": False, "num_query_groups": 4},
+        "group_query_attention",
+        "contradicts num_query_groups 4",
+    ),
+    "no-positions": ({"no_position_embedding": True}, "no_position_embedding", "`none`"),
+}
+
+
+@pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)
+def test_problem(values: dict[str, Any], name: str, message: str) -> None:
+    found = check_arguments(_experiment(values))
+    assert [p.key.rpartition(".")[2] for p in found if message in p.message] == [
+        name if name in values else found[0].key.rpartition(".")[2]
+    ]
+    assert len(found) == 1
+
+
+WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
+    "one": ({}, 1, None),
+    "dp": ({"global_batch_size": 8}, 8, None),
+    "tp-pp": ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8, None),
+    "tp-pp-no": (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        6,
+        "tensor 2 x pipeline 2 = 4 ranks do not divide the 6 that will start",
+    ),
+    "too-few": ({"tensor_model_parallel_size": 2}, 1, "do not divide the 1"),
+    "batch": ({"global_batch_size": 6, "micro_batch_size": 2}, 2, "6 is not divisible by micro"),
+    "vpp-micro": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "global_batch_size": 3,
+        },
+        2,
+        "gives 3 micro-batches",
+    ),
+    "ep": (
+        {"num_moe_experts": 4, "expert_model_parallel_size": 4},
+        2,
+        "does not divide 2 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "world", "message"), WORLDS.values(), ids=WORLDS)
+def test_world(values: dict[str, Any], world: int, message: str | None) -> None:
+    found = check_world(_experiment(values), world)
+    assert len(found) == (message is not None)
+    assert all((message or "") in p.message for p in found)
+
+
+def test_a_foreign_program_checks_its_own_model() -> None:
+    experiment = _experiment({"num_layers": None, "context_parallel_size": 2}, foreign=True)
+    assert check_arguments(experiment) == []
+    assert "context 2" in check_world(experiment, 3)[0].message
+    assert "its own parser" in notes(experiment, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "note"),
+    [
+        (
+            {"train_samples": 800, "global_batch_size": 4},
+            1,
+            "200 steps: train_samples 800 / global",
+        ),
+        ({"train_samples": 801, "global_batch_size": 4}, 1, "not whole: the last 1 samples"),
+        ({"train_samples": 64, "micro_batch_size": 2}, 4, "8 steps"),
+        ({"train_iters": 3}, 1, None),
+    ],
+)
+def test_notes(values: dict[str, Any], world: int, note: str | None) -> None:
+    found = notes(_experiment(values), world)
+    assert [note in text for text in found if note] == [True] * bool(note)
+    assert bool(found) == bool(note)
+
+
+def test_problems_name_the_place() -> None:
+    experiment = _experiment({"context_parallel_size": 2})
+    sources = {"train.model.inner.context_parallel_size": "a.yaml:3"}
+    placed = Experiment(**{**vars(experiment), "sources": sources})
+    assert str(check_arguments(placed)[0]).startswith(
+        "a.yaml:3: train.model.inner.context_parallel_size: 2: "
+    )

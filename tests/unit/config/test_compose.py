@@ -1,0 +1,145 @@
+"""Composing by Hydra: overrides, groups, places of keys, errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from flagscale.config.compose import compose, config_file
+from flagscale.config.overrides import normalize
+from flagscale.config.sources import trace
+from flagscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from conftest import Workspace
+
+
+def _select(workspace: Workspace, key: str, *overrides: str) -> Any:
+    return OmegaConf.select(compose(workspace.conf, "train", overrides), key)
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides", "value"),
+    [
+        ("train.model.num_layers", [], 4),
+        ("train.model.num_layers", ["train.model.num_layers=2"], 2),
+        ("train.model.kv_channels", ["train.model.kv_channels=32"], 32),
+        ("train.model.norm_epsilon", ["train.model.norm_epsilon=1e-6"], 1e-6),
+        ("train.model.anything", ["+train.model.anything=2"], 2),
+        ("train.model.num_layers", ["~train.model.num_layers"], None),
+        ("train.model.num_layers", ["train=other"], 7),
+        ("train.model.hidden_size", ["train=other"], None),
+        ("follow", ["follow=true"], True),
+        ("rank", ["rank=3"], 3),
+        (
+            "experiment.envs.CUDA_VISIBLE_DEVICES",
+            ["experiment.envs.CUDA_VISIBLE_DEVICES=2,3"],
+            "2,3",
+        ),
+        ("experiment.envs.NEW", ["experiment.envs.NEW=010"], "010"),
+        ("experiment.envs.NEW", ['experiment.envs.NEW=a\'b "c" $D \\'], 'a\'b "c" $D \\'),
+        ("experiment.envs.NEW", ["experiment.envs.NEW=\\'"], "\\'"),
+        ("experiment.envs.NEW", ["experiment.envs.NEW='quoted'"], "quoted"),
+        ("experiment.envs.NEW", ["experiment.envs.NEW=${experiment.exp_name}"], "demo"),
+        ("experiment.envs.NEW", ["experiment.envs.NEW="], ""),
+        ("experiment.runner.foreground", ["experiment.runner.foreground=true"], True),
+        ("experiment.runner.monitor_interval", ["experiment.runner.monitor_interval=1"], 1),
+        ("train.data.split", ["train.data.split=90,5,5"], "90,5,5"),
+        ("train.data.data_path", ["train.data.data_path=[0.3,a,0.7,b]"], [0.3, "a", 0.7, "b"]),
+    ],
+)
+def test_overrides(workspace: Workspace, key: str, overrides: list[str], value: Any) -> None:
+    workspace.write("conf/train/other.yaml", "model:\n  num_layers: 7\n")
+    assert _select(workspace, key, *overrides) == value
+
+
+def test_hydra_section_is_used_and_dropped(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "exp_name: demo", "exp_name: ${hydra:job.config_name}")
+    config = compose(workspace.conf, "train.yaml", [])
+    assert "hydra" not in config
+    assert config.experiment.exp_name == "train"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train=huge"], "train: no huge.yaml in conf/train; there are tiny"),
+        (["train=tyny"], "did you mean 'tiny'"),
+        (["train.model.nmu_layers=2"], "override: train.model.nmu_layers: no such key; did you"),
+        (["experiment.exp_nmae=x"], "did you mean 'exp_name'"),
+        (["experiment.runner.nnode=2"], "did you mean 'nnodes'"),
+        (["actoin=run"], "did you mean 'action'"),
+        (["train.modle.num_layers=2"], None),
+        (["nonsense"], "nonsense: expected key=value"),
+        (["+x=1,2"], "a comma for a sweep"),
+        (["action=[1"], "override: action: "),
+    ],
+)
+def test_bad_override(workspace: Workspace, overrides: list[str], message: str | None) -> None:
+    if message is None:  # a known argument in a new section is for loading to judge
+        compose(workspace.conf, "train", overrides)
+        return
+    with pytest.raises(ConfigError) as error:
+        compose(workspace.conf, "train", overrides)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_problems_of_all_files_at_once(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "  - train: tiny\n", "  - train: tiny\n  - other: x\n")
+    workspace.write("conf/other/x.yaml", "a: 1\na: 2\n")
+    workspace.write("conf/train/tiny.yaml", "model:\n\tnum_layers: 2\n")
+    with pytest.raises(ConfigError) as error:
+        compose(workspace.conf, "train", [])
+    places = [p.where for p in error.value.problems]
+    assert places == ["conf/train/tiny.yaml:2", "conf/other/x.yaml:2"]
+
+
+def test_missing_file_and_directory(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError, match=r"no trian.yaml in conf; it has train; did you mean"):
+        config_file(workspace.conf, "trian")
+    with pytest.raises(ConfigError, match="no directory"):
+        config_file(workspace.root / "nowhere", "train")
+    workspace.write("conf/old.yml", "a: 1\n")
+    with pytest.raises(ConfigError, match=r"old.yml must be called old.yaml"):
+        config_file(workspace.conf, "old")
+
+
+def test_missing_group_in_the_defaults_list(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "train: tiny", "train: 9b")
+    with pytest.raises(ConfigError, match=r"train: no 9b\.yaml in conf/train; there are tiny"):
+        compose(workspace.conf, "train", [])
+
+
+def test_normalize_leaves_hydra_syntax_alone() -> None:
+    for text in ["train=tiny", "~a.b", "+a=1", "++a=1", "hydra.verbose=true", "train@x=y"]:
+        assert normalize([text]) == [text]
+    assert normalize(["json=true"]) == ["++json=true"]
+
+
+def test_places(workspace: Workspace) -> None:
+    sources = trace(workspace.conf / "train.yaml", ["train.model.seq_length=9", "+a.b=1"])
+    assert sources.places["train.model.num_layers"] == "conf/train/tiny.yaml:6"
+    assert sources.places["experiment.exp_dir"] == "conf/train.yaml:6"
+    assert sources.places["train.model.seq_length"] == "override"
+    assert sources.texts["experiment.envs.CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert sources.place("experiment.runner.unheard.of") == "conf/train.yaml:9"
+
+
+def test_places_follow_groups_and_packages(workspace: Workspace) -> None:
+    workspace.write("conf/base.yaml", "shared: 1\nboth: 1\n")
+    workspace.write("conf/host/big.yaml", "# @package _global_\nglobal: 1\n")
+    workspace.write("conf/train/part/x.yaml", "deep: 1\n")
+    workspace.write("conf/train/tiny.yaml", "defaults:\n  - part: x\nmodel: {}\n")
+    workspace.write(
+        "conf/train.yaml",
+        "defaults:\n  - base\n  - host@elsewhere.here: big\n  - optional nothing: x\n"
+        "  - train: tiny\n  - _self_\nboth: 2\n",
+    )
+    sources = trace(workspace.conf / "train.yaml", [])
+    assert sources.places["shared"] == "conf/base.yaml:1"
+    assert sources.places["both"] == "conf/train.yaml:7"
+    assert sources.places["elsewhere.here.global"] == "conf/host/big.yaml:2"
+    assert sources.places["train.part.deep"] == "conf/train/part/x.yaml:1"

@@ -1,0 +1,97 @@
+"""Every example composes and loads; the reference page is up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flagscale.config.arguments.flatten import flatten
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.checks import check_world, notes
+from flagscale.config.compose import compose
+from flagscale.config.explain import explain
+from flagscale.config.load import load_experiment
+from flagscale.config.reference import render
+from flagscale.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CONF = REPOSITORY / "examples" / "llama3" / "conf"
+WORLDS = {"tiny": [1, 2, 8], "8b": [1, 8, 16], "70b": [32, 64]}
+
+
+def test_every_example_is_listed() -> None:
+    assert {p.stem for p in (CONF / "train").glob("*.yaml")} == set(WORLDS)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    overrides = [f"train={name}", "action=dryrun"]
+    config = compose(CONF, "train", overrides)
+    experiment = load_experiment(config, config_file=CONF / "train.yaml", overrides=overrides)
+    parsed = parse_arguments(flatten(experiment.train.sections()))
+    assert (parsed.normalization, parsed.swiglu, parsed.add_bias_linear) == ("RMSNorm", True, False)
+    assert parsed.data_path[0].startswith("/")
+    for world in WORLDS[name]:
+        assert check_world(experiment, world) == []
+        assert not any("not whole" in note for note in notes(experiment, world))
+
+
+def test_the_edits_that_the_guide_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    (tmp_path / "train").mkdir()
+    train = (CONF / "train.yaml").read_text(encoding="utf-8")
+    for old, new in (
+        ("- train: tiny", "- train: 8b"),
+        ("./outputs_llama3_tiny", "./outputs_llama3_8b"),
+        ("# CUDA_VISIBLE_DEVICES: 0,1", "CUDA_VISIBLE_DEVICES: 0,1"),
+    ):
+        assert old in train
+        train = train.replace(old, new)
+    model = (CONF / "train/8b.yaml").read_text(encoding="utf-8")
+    model = model.replace("train_samples: 29297664", "train_samples: 1000")
+    (tmp_path / "train.yaml").write_text(train, encoding="utf-8")
+    (tmp_path / "train/8b.yaml").write_text(model, encoding="utf-8")
+    config = compose(tmp_path, "train", ["action=dryrun"])
+    experiment = load_experiment(config, config_file=tmp_path / "train.yaml", overrides=[])
+    assert experiment.exp_dir.name == "outputs_llama3_8b"
+    assert experiment.envs.common["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert "0 steps" in notes(experiment, 8)[0] and "not whole" in notes(experiment, 8)[0]
+
+
+def test_the_reference_is_up_to_date() -> None:
+    """`python tools/config/reference.py` writes it."""
+    assert (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8") == render()
+
+
+def test_hints_for_missing_quickstart_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose(CONF, "train", [])
+    with pytest.raises(ConfigError, match=r"tools/data/quickstart\.py"):
+        load_experiment(config, config_file=CONF / "train.yaml", overrides=[])
+
+
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ("train.model.num_layers", "Number of transformer layers"),
+        ("--num-layers", "default: none"),
+        ("norm_epsilon", "alias of layernorm_epsilon"),
+        ("experiment.runner.nnodes", "`a:b` means `a`"),
+        ("runner.tee", "torchrun's `--tee`"),
+        ("local_addr", "Passed on to torchrun"),
+        ("params_dtype", "Cannot be given"),
+        ("node_rank", "Cannot be given"),
+        ("group_query_attention", "without effect"),
+        ("action", "`stop` ends the run"),
+        ("envs", "exactly as the YAML writes them"),
+    ],
+)
+def test_explain(key: str, part: str) -> None:
+    assert part in explain(key)
+
+
+def test_explain_unknown() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'num_layers'"):
+        explain("num_layres")

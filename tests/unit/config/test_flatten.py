@@ -1,0 +1,142 @@
+"""Sections to a command line and back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flagscale.config.arguments.flatten import flatten
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.registry import arguments, one_or_many
+from flagscale.config.arguments.spec import Argument
+from flagscale.errors import ConfigError
+
+TABLE = {
+    "nested-sections": (
+        {"a_b": 1, "c": {"d_e": True, "f": False}, "h": [1, "x y"]},
+        ["--a-b", "1", "--d-e", "--h", "1", "x y"],
+    ),
+    "null-is-not-given": ({"a": None, "b": {"c": None}}, []),
+    "deep": ({"a": {"b": {"c": {"d": 1.5}}}}, ["--d", "1.5"]),
+    "small-floats-keep-digits": ({"lr": 1.0e-5, "eps": 0.1}, ["--lr", "1e-05", "--eps", "0.1"]),
+    "false-of-a-default-true": ({"gradient_reduce_div_fusion": False}, None),
+    "negative-number": ({"a": -1}, ["--a", "-1"]),
+    "negative-float-in-list": ({"a": [-0.5, 1]}, ["--a", "-0.5", "1"]),
+    "text-with-a-dash": ({"a": "-x"}, ["--a=-x"]),
+    "text-like-a-flag": ({"a": "--b"}, ["--a=--b"]),
+    "hostile": ({"a": "$HOME `id` \"q\" 'p'\n,é"}, ["--a", "$HOME `id` \"q\" 'p'\n,é"]),
+    "empty-text": ({"a": ""}, ["--a", ""]),
+    "empty-list": ({"a": []}, ["--a"]),
+    "empty-section": ({"a": {}}, []),
+}
+
+
+@pytest.mark.parametrize(("sections", "argv"), TABLE.values(), ids=TABLE)
+def test_flatten(sections: dict[str, Any], argv: list[str] | None) -> None:
+    expected = ["--no-gradient-reduce-div-fusion"] if argv is None else argv
+    assert flatten(sections) == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"a": {"x": 1}, "b": {"x": 1}}, "a.x"),
+        ({"a": {"x_y": 1}, "b": {"x-y": 2}}, "given twice"),
+        ({"a": [{"b": 1}]}, "plain values"),
+        ({"a": [[1]]}, "plain values"),
+        ({"a": [None]}, "plain values"),
+        ({"a": ["-x"]}, "dash"),
+        ({3: 1}, "name of an argument"),
+        ({"a b": 1}, "name of an argument"),
+        ({"--a": 1}, "name of an argument"),
+        ({"a;rm -rf": 1}, "name of an argument"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value),
+)
+def test_refused(sections: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        flatten(sections)
+
+
+def test_every_problem_is_told() -> None:
+    with pytest.raises(ConfigError) as error:
+        flatten({"a": [None], "b": {"c": [{}]}}, prefix="train.")
+    assert [p.key for p in error.value.problems] == ["train.a", "train.b.c"]
+
+
+@pytest.mark.parametrize("name", ["exit_signal_handler", "use_mcore_models"])
+def test_a_foreign_parser_gets_no_switch_it_does_not_have(name: str) -> None:
+    assert flatten({name: False}) == [f"--no-{name.replace('_', '-')}"]
+    assert flatten({name: False}, foreign=True) == []
+
+
+def test_argparse_reads_it_too() -> None:
+    """A foreign training program parses with argparse."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--text")
+    parser.add_argument("--numbers", nargs="+", type=float)
+    parser.add_argument("--on", action="store_true")
+    argv = flatten({"text": "--x y", "numbers": [-1, 2.5], "on": True}, foreign=True)
+    parsed = parser.parse_args(argv)
+    assert vars(parsed) == {"text": "--x y", "numbers": [-1.0, 2.5], "on": True}
+
+
+_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
+
+
+def _values(argument: Argument) -> st.SearchStrategy[Any]:
+    low, high = argument.minimum, argument.maximum
+    if argument.choices is not None:
+        one: st.SearchStrategy[Any] = st.sampled_from(argument.choices)
+    elif argument.kind == "int":
+        one = st.integers(None if low is None else int(low), None if high is None else int(high))
+    elif argument.kind == "float":
+        one = st.floats(low, high, allow_nan=False, allow_infinity=low is None)
+    elif argument.kind == "bool":
+        return st.booleans()
+    else:
+        one = _TEXT
+    if not argument.many:
+        return one
+    many = st.lists(one.filter(lambda item: not str(item).startswith("-")), max_size=3)
+    if argument.name in one_or_many():
+        return one | many.filter(lambda items: len(items) != 1)
+    return many
+
+
+@st.composite
+def _sections(draw: st.DrawFn) -> dict[str, Any]:
+    names = draw(st.lists(st.sampled_from(sorted(arguments())), unique=True, max_size=12))
+    sections: dict[str, Any] = {"system": {"deep": {}}, "model": {}}
+    places = [sections, sections["system"], sections["system"]["deep"], sections["model"]]
+    for name in names:
+        draw(st.sampled_from(places))[name] = draw(_values(arguments()[name]))
+    return sections
+
+
+def _leaves(sections: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in sections.items():
+        found.update(_leaves(value) if isinstance(value, dict) else {name: value})
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(_sections())
+def test_parsing_gives_back_what_was_flattened(sections: dict[str, Any]) -> None:
+    parsed = vars(parse_arguments(flatten(sections)))
+    for name, value in _leaves(sections).items():
+        assert parsed[name] == value
+
+
+@settings(max_examples=50, deadline=None)
+@given(_sections())
+def test_silence_means_the_default(sections: dict[str, Any]) -> None:
+    parsed = vars(parse_arguments(flatten(sections)))
+    for name in parsed.keys() - _leaves(sections).keys():
+        default = arguments()[name].default
+        assert parsed[name] == (list(default) if isinstance(default, tuple) else default)

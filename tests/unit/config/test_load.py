@@ -1,0 +1,288 @@
+"""From a composed YAML to an Experiment, or to one message with every problem."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from flagscale.config.compose import compose
+from flagscale.config.load import load_options, missing_paths
+from flagscale.config.schema import OWN_PROGRAM, Commands, Environments, Options
+from flagscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from conftest import Workspace
+
+
+def test_a_whole_experiment(workspace: Workspace) -> None:
+    experiment = workspace.load("train.model.num_layers=2")
+    assert experiment.name == "demo"
+    assert experiment.exp_dir == workspace.root / "outputs demo"
+    assert experiment.task.entrypoint == OWN_PROGRAM
+    assert not experiment.task.foreign
+    assert (experiment.runner.nnodes, experiment.runner.nproc_per_node) == (1, 2)
+    assert experiment.envs == Environments({"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert experiment.cmds == Commands()
+    assert experiment.train.model["num_layers"] == 2
+    assert experiment.train.data["data_path"] == str(workspace.root / "data/text")
+    assert experiment.config_file == workspace.conf / "train.yaml"
+    assert experiment.overrides == ("train.model.num_layers=2",)
+    assert experiment.sources["train.model.num_layers"] == "override"
+    assert json.loads(json.dumps(experiment.resolved))["experiment"]["exp_name"] == "demo"
+
+
+@pytest.mark.parametrize(
+    ("value", "nnodes"), [("1", 1), ('"1"', 1), ("1:4", 1), ('"1:4"', 1), ("null", None)]
+)
+def test_nnodes(workspace: Workspace, value: str, nnodes: int | None) -> None:
+    workspace.replace("conf/train.yaml", "nnodes: 1", f"nnodes: {value}")
+    assert workspace.load().runner.nnodes == nnodes
+
+
+@pytest.mark.parametrize(("value", "nnodes"), [('"2:4"', 2), ('"4"', 4), ("4", 4), ("2:4", 2)])
+def test_nnodes_with_a_hostfile(workspace: Workspace, value: str, nnodes: int) -> None:
+    workspace.replace("conf/train.yaml", "nnodes: 1", f"nnodes: {value}\n    hostfile: hostfile")
+    runner = workspace.load().runner
+    assert (runner.nnodes, runner.hostfile) == (nnodes, workspace.root / "hostfile")
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("0,1,2", "0,1,2"),
+        ("1", "1"),
+        ("010", "010"),
+        ("1.50", "1.50"),
+        ("1e3", "1e3"),
+        ("12:30:45", "12:30:45"),
+        ("yes", "yes"),
+        ("true", "true"),
+        ("'  spaced '", "  spaced "),
+        ('"a$HOME `id` \\" \'"', "a$HOME `id` \" '"),
+        ('"two\\nlines"', "two\nlines"),
+        ("''", ""),
+        ("${experiment.runner.nproc_per_node}", "2"),
+        ("${experiment.exp_name}-x", "demo-x"),
+        ("é日本", "é日本"),
+    ],
+)
+def test_environment_values_are_the_text(workspace: Workspace, written: str, text: str) -> None:
+    workspace.replace("conf/train.yaml", "  envs:\n", f"  envs:\n    X: {written}\n")
+    assert workspace.load().envs.common["X"] == text
+
+
+def test_environment_of_types_and_hosts(workspace: Workspace) -> None:
+    workspace.replace(
+        "conf/train.yaml",
+        "    CUDA_VISIBLE_DEVICES: 0,1\n",
+        "    A: 1\n    B: 2\n    GONE: null\n"
+        "    device_type_specific:\n      A800: {A: 10}\n      BI: {A: 20}\n"
+        "    node_specific:\n      h1: {B: 99}\n      h2.x.y: {C: 3}\n",
+    )
+    envs = workspace.load().envs
+    assert envs.for_host("h0", "A800") == {"A": "10", "B": "2"}
+    assert envs.for_host("h1", "BI") == {"A": "20", "B": "99"}
+    assert envs.for_host("h2", None) == {"A": "1", "B": "2"}
+    assert envs.for_host("h2.x.y", None)["C"] == "3"
+
+
+def test_runner_keys(workspace: Workspace) -> None:
+    workspace.replace(
+        "conf/train.yaml",
+        "    nnodes: 1\n",
+        "    nnodes: 1\n    type: ssh\n    no_shared_fs: true\n    hang_detection_timeout: 60\n"
+        "    ssh_port: 2222\n    redirects: 3\n    monitor_interval: 5\n    local-addr: a b\n"
+        "    virtual_local_rank: true\n    role: null\n    rdzv_id: 007\n",
+    )
+    runner = workspace.load().runner
+    assert runner.type == "ssh"
+    assert runner.redirects == "3"
+    assert runner.rdzv_id == "007"
+    assert runner.extra == {
+        "monitor_interval": "5",
+        "local_addr": "a b",
+        "virtual_local_rank": None,
+    }
+
+
+def test_commands_and_options(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "action: run", "action: logs\nfollow: true\nlines: 5")
+    workspace.replace(
+        "conf/train.yaml",
+        "  envs:\n",
+        '  cmds:\n    before_start: |\n      echo "$HOME"\n      true\n'
+        "    after_stop: null\n  envs:\n",
+    )
+    assert workspace.load().cmds == Commands(before_start='echo "$HOME"\ntrue\n')
+    config = compose(workspace.conf, "train", [])
+    options = load_options(config, config_file=workspace.conf / "train.yaml", overrides=[])
+    assert options == Options(action="logs", follow=True, lines=5)
+
+
+EXPERIMENT_PROBLEMS = {
+    "missing-name": ("  exp_name: demo\n", "", "experiment.exp_name: is required"),
+    "missing-value": ("exp_name: demo", "exp_name: ???", "exp_name: is required"),
+    "no-interpolation": ("exp_name: demo", "exp_name: ${nowhere}", "nowhere"),
+    "name-is-a-section": ("exp_name: demo", "exp_name: {a: 1}", "expected a text"),
+    "unknown-key": (
+        "  exp_name: demo\n",
+        "  exp_name: x\n  exp_dri: y\n",
+        "did you mean 'exp_dir'",
+    ),
+    "unknown-top": ("action: run", "action: run\nexperimnt: 1", "did you mean 'experiment'"),
+    "bad-action": ("action: run", "action: rnu", "expected one of run, dryrun"),
+    "no-entrypoint": ("type: train", "entrypoint: no/such.py", "no file no/such.py"),
+    "task-type": ("type: train", "type: serve", "expected one of train, found 'serve'"),
+    "nnodes-zero": ("nnodes: 1", "nnodes: 0", "not less than 1, found '0'"),
+    "nnodes-text": ("nnodes: 1", "nnodes: two", "whole number"),
+    "nnodes-without-hosts": ("nnodes: 1", "nnodes: 4", "4 hosts, but no `hostfile` names them"),
+    "nproc": ("nproc_per_node: 2", "nproc_per_node: gpu", "expected a whole number"),
+    "hostfile": ("nnodes: 1", "hostfile: no/hosts", "no file no/hosts"),
+    "port": ("nnodes: 1", "master_port: 70000", "from 1 to 65535, found 70000"),
+    "slurm": ("nnodes: 1", "type: slurm", "slurm: this version launches on this machine only"),
+    "runner-type": ("nnodes: 1", "type: shh", "expected one of local, ssh"),
+    "runner-backend": ("nnodes: 1", "backend: deepspeed", "expected one of torchrun"),
+    "monitoring": ("nnodes: 1", "enable_monitoring: true", "no monitor in the background"),
+    "c10d": ("nnodes: 1", "rdzv_backend: c10d", "expected one of static"),
+    "endpoint": ("nnodes: 1", "rdzv_endpoint: h", "expected host:port"),
+    "torchrun-typo": ("nnodes: 1", "monitor_intervall: 1", "did you mean 'monitor_interval'"),
+    "node-rank": ("nnodes: 1", "node_rank: 1", "cannot be given: the launcher numbers"),
+    "torchrun-map": ("nnodes: 1", "rdzv_conf: {a: 1}", "expected one value"),
+    "runner-list": ("    nnodes: 1\n    nproc_per_node: 2\n", "    - 1\n", "expected a section"),
+    "env-list": ("CUDA_VISIBLE_DEVICES: 0,1", "X: [0, 1]", "found a list; write 0,1"),
+    "env-map": ("CUDA_VISIBLE_DEVICES: 0,1", "device_type: {a: 1}", "found a section"),
+    "env-name": ("CUDA_VISIBLE_DEVICES: 0,1", "A-B: 1", "cannot be the name of a variable"),
+    "argument-overrides": ("action: run", "device_type_specific: {}", "cannot be given"),
+    "train-section": ("action: run", "train: {modle: {}}", "did you mean 'model'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"), EXPERIMENT_PROBLEMS.values(), ids=EXPERIMENT_PROBLEMS
+)
+def test_experiment_problem(workspace: Workspace, old: str, new: str, message: str) -> None:
+    workspace.replace("conf/train.yaml", old, new)
+    with pytest.raises(ConfigError) as error:
+        workspace.load()
+    assert message in str(error.value)
+    assert error.value.exit_code == 2
+    assert len(error.value.problems) == 1
+    assert (error.value.problems[0].where or "").startswith("conf/train.yaml")
+
+
+TRAIN_PROBLEMS = {
+    "unknown": ("num_layers: 4", "num_layres: 4\n  num_layers: 4", 6, "did you mean 'num_layers'"),
+    "type": ("num_layers: 4", "num_layers: four", 6, "whole number not less than 1, found 'four'"),
+    "bound": ("num_layers: 4", "num_layers: 0", 6, "not less than 1, found 0"),
+    "list": ("num_layers: 4", "num_layers: [4]", 6, "expected a whole number"),
+    "choice": ("num_layers: 4", "num_layers: 4\n  normalization: Batch", 7, "LayerNorm, RMSNorm"),
+    "bool": ("bf16: true", "bf16: 2", 4, "expected true or false, found 2"),
+    "number-for-bool": ("num_layers: 4", "num_layers: true", 6, "whole number"),
+    "twice": ("bf16: true", "bf16: true\n  bf16: true", 5, "'bf16' is given twice"),
+    "contradiction": (
+        "num_layers: 4",
+        "num_layers: 4\n  norm_epsilon: 1e-5\n  layernorm_epsilon: 1e-6",
+        8,
+        "contradicts train.model.norm_epsilon",
+    ),
+    "derived": ("bf16: true", "params_dtype: bf16", 4, "follows from `bf16`"),
+    "map-in-list": ("num_layers: 4", "num_layers: 4\n  recompute_modules: [{a: 1}]", 7, "a list"),
+    "no-data": ("data_path: data/text", "data_path: data/other", 16, "there is"),
+    "data-suffix": ("data_path: data/text", "data_path: data/text.bin", 16, "without .bin"),
+    "blend": ("data_path: data/text", "data_path: [0.3, data/text, 0.7, data/b]", 16, "data/b"),
+    "no-tokenizer": ("data/tokenizer", "data/none", 18, "no file or directory"),
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"), TRAIN_PROBLEMS.values(), ids=TRAIN_PROBLEMS
+)
+def test_train_problem(workspace: Workspace, old: str, new: str, line: int, message: str) -> None:
+    workspace.replace("conf/train/tiny.yaml", old, new)
+    with pytest.raises(ConfigError) as error:
+        workspace.load()
+    assert message in str(error.value)
+    assert [p.where for p in error.value.problems] == [f"conf/train/tiny.yaml:{line}"]
+
+
+def test_all_problems_at_once(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "nnodes: 1", "nnodes: 0\n    nmaster: x")
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: x\n  hiden_size: 3")
+    with pytest.raises(ConfigError) as error:
+        workspace.load("train.model.seq_length=-1")
+    assert [p.key for p in error.value.problems] == [
+        "experiment.runner.nnodes",
+        "experiment.runner.nmaster",
+        "train.model.num_layers",
+        "train.model.hiden_size",
+        "train.model.seq_length",
+    ]
+    assert error.value.problems[-1].where == "override"
+
+
+def test_a_plan_needs_no_data_here(workspace: Workspace) -> None:
+    (workspace.root / "data/text.idx").unlink()
+    with pytest.raises(ConfigError, match="no data set"):
+        workspace.load()
+    experiment = workspace.load("action=dryrun")
+    assert [p.key for p in missing_paths(experiment)] == ["train.data.data_path"]
+
+
+@pytest.mark.parametrize("action", ["stop", "query", "logs"])
+def test_a_run_is_found_whatever_its_arguments(workspace: Workspace, action: str) -> None:
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layres: 4")
+    assert workspace.load(f"action={action}").exp_dir == workspace.root / "outputs demo"
+
+
+def test_a_foreign_program_judges_its_own_arguments(workspace: Workspace) -> None:
+    program = workspace.write("Megatron LM/pretrain_gpt.py", "")
+    workspace.replace("conf/train.yaml", "type: train", f"entrypoint: {program}")
+    workspace.replace(
+        "conf/train/tiny.yaml", "num_layers: 4", "their_own: 4\n  context_parallel_size: 2"
+    )
+    workspace.replace("conf/train/tiny.yaml", "data/tokenizer", "meta-llama/Llama-3-8B")
+    experiment = workspace.load()
+    assert experiment.task.foreign
+    assert experiment.task.entrypoint == program
+    assert experiment.train.model["their_own"] == 4
+    assert experiment.train.data["tokenizer"]["tokenizer_path"] == "meta-llama/Llama-3-8B"
+
+
+def test_a_foreign_program_cannot_get_one_key_twice(workspace: Workspace) -> None:
+    program = workspace.write("other.py", "")
+    workspace.replace("conf/train.yaml", "type: train", f"entrypoint: {program}")
+    with pytest.raises(ConfigError, match="given twice"):
+        workspace.load("+train.system.num_layers=3")
+
+
+def test_relative_paths(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = workspace.root / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    experiment = workspace.load(
+        "train.system.save=~/ckpt", "train.data.data_cache_path=./cache", "experiment.exp_dir=../x"
+    )
+    assert experiment.train.system["save"] == str(home / "ckpt")
+    assert experiment.train.data["data_cache_path"] == str(workspace.root / "cache")
+    assert experiment.exp_dir == workspace.root.parent / "x"
+
+
+def test_a_blend_as_one_text(workspace: Workspace) -> None:
+    workspace.replace("conf/train/tiny.yaml", "data/text", "0.3 data/text 7e-1 data/text")
+    path = str(workspace.root / "data/text")
+    assert workspace.load().train.data["data_path"] == ["0.3", path, "7e-1", path]
+
+
+def test_a_path_with_a_space_is_one_path(workspace: Workspace) -> None:
+    workspace.write("my data/t.bin", "")
+    workspace.write("my data/t.idx", "")
+    workspace.replace("conf/train/tiny.yaml", "data/text", "my data/t")
+    assert workspace.load().train.data["data_path"] == str(workspace.root / "my data/t")
+
+
+def test_the_own_program_from_any_directory(workspace: Workspace, tmp_path: Path) -> None:
+    workspace.replace("conf/train.yaml", "type: train", "entrypoint: flagscale/train/train_gpt.py")
+    assert workspace.load().task.entrypoint == OWN_PROGRAM

@@ -1,0 +1,95 @@
+"""Bad YAML is one clear message with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flagscale.config.yaml_file import read
+from flagscale.errors import ConfigError
+
+BAD = {
+    "tab": ("a:\n\tb: 1\n", 2, "tab"),
+    "tab-after-spaces": ("a:\n  b: 1\n  \tc: 1\n", 3, "tab"),
+    "duplicate": ("a: 1\nb: 2\na: 3\n", 3, "a: duplicate key, first given in line 1"),
+    "duplicate-nested": ("x:\n  y:\n    a: 1\n    a: 1\n", 4, "x.y.a: duplicate"),
+    "duplicate-in-list": ("x:\n  - a: 1\n    a: 2\n", 3, "duplicate"),
+    "duplicate-quoted": ("a: 1\n'a': 2\n", 2, "duplicate"),
+    "anchor-cycle": ("a: &x\n  b: *x\n", 1, "alias of itself"),
+    "anchor-cycle-list": ("a: &x [1, *x]\n", 1, "alias of itself"),
+    "unclosed": ("a: [1, 2\nb: 3\n", 2, "not valid YAML"),
+    "colon": ("a: b: c\n", 1, "not valid YAML"),
+    "unknown-alias": ("a: *nowhere\n", 1, "not valid YAML"),
+    "two-documents": ("a: 1\n---\nb: 1\n", 2, "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "message"), BAD.values(), ids=BAD)
+def test_bad(tmp_path: Path, text: str, line: int, message: str) -> None:
+    path = tmp_path / "a b.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert f"a b.yaml:{line}: " in str(error.value)
+    assert message in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+def test_every_duplicate_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("a: 1\na: 1\nb:\n  c: 1\n  c: 1\n")
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert sorted(p.key for p in error.value.problems) == ["a", "b.c"]
+
+
+def test_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"a: 1\nb: \xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"x\.yaml:2: not UTF-8"):
+        read(path)
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "none.yaml")
+
+
+def test_aliases_without_a_cycle_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("base: &b\n  p: 1\none:\n  <<: *b\n  q: 010\ntwo: *b\n")
+    leaves = read(path).leaves
+    assert leaves["one.p"].line == 2
+    assert (leaves["one.q"].line, leaves["one.q"].text) == (5, "010")
+    assert leaves["two.p"].text == "1"
+
+
+def test_aliases_that_explode_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    path = tmp_path / "x.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="more than"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "package"),
+    [
+        ("# @package _global_\na: 1\n", "_global_"),
+        ("# hello\n# @package foo.bar\na: 1\n", "foo.bar"),
+        ("a: 1\n# @package foo\n", None),
+    ],
+)
+def test_package(tmp_path: Path, text: str, package: str | None) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    assert read(path).package == package
+
+
+def test_empty(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("# nothing\n")
+    assert read(path).leaves == {}
+    assert read(path).defaults == []
