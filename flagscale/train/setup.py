@@ -20,7 +20,7 @@ from flagscale.train.model.config import transformer_config
 from flagscale.train.model.provider import parameters_of
 from flagscale.train.report import Reporter
 from flagscale.train.state import TrainState
-from flagscale.train.step import Stepper, gathered
+from flagscale.train.step import Stepper
 from flagscale.train.trainer import Trainer
 
 
@@ -41,7 +41,7 @@ def prepare(
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
     reporter.say(_describe(args, state, vocabulary, device, rank))
-    checkpointer = Checkpointer(args)
+    checkpointer = Checkpointer(args, warn=reporter.warn)
     _resume(args, state, checkpointer, reporter)
     data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
     stepper = Stepper(args, config, state, device)
@@ -54,8 +54,7 @@ def _resume(
 ) -> None:
     if not args.load:
         return
-    with gathered(args, state.chunks):
-        report = checkpointer.load(state)
+    report = checkpointer.load(state)
     if report is not None:
         reporter.say(f"loaded {report}")
     elif args.exit_on_missing_checkpoint:

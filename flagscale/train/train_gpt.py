@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[str, int]:
     """Train; returns why it ended and after which step."""
     _quieten()
+    if args.tensor_model_parallel_size > 1:
+        # One hardware queue keeps a collective from being overtaken by the matrix product that
+        # was queued after it; CUDA reads this when it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = choose(args.device, rank.local_rank)
     status.write(
         "started",

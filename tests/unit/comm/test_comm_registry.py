@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from flagscale.comm import registry
+from flagscale.errors import ConfigError
+
+
+def test_names_lists_auto_first() -> None:
+    assert registry.names() == ("auto", "nccl", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [
+        ("auto", "cpu", "gloo"),
+        ("auto", "cuda", "nccl"),
+        ("gloo", "cpu", "gloo"),
+        ("nccl", "cuda", "nccl"),
+    ],
+)
+def test_torch_backend(name: str, device: registry.DeviceType, expected: str) -> None:
+    assert registry.backend(name).torch_backend(device) == expected
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_backend_describes_itself(name: str) -> None:
+    found = registry.backend(name)
+    assert found.name == name
+    assert found.summary
+    assert found.devices
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ncll", "did you mean 'nccl'?"),
+        ("glo", "did you mean 'gloo'?"),
+        ("infiniband", "known: auto, nccl, gloo"),
+        ("", "known: auto, nccl, gloo"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        registry.backend(name)
+    assert expected in str(error.value)
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.torch
+def test_auto_on_a_cpu_is_gloo() -> None:
+    assert registry.usable("auto", "cpu").name == "gloo"
+
+
+@pytest.mark.torch
+def test_nccl_without_a_gpu_says_why_and_what_works() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError) as error:
+        registry.usable("nccl", "cpu")
+    assert "no CUDA device is visible" in str(error.value)
+    assert "auto, gloo" in str(error.value)
+
+
+@pytest.mark.torch
+def test_gloo_is_refused_for_gpu_training() -> None:
+    with pytest.raises(ConfigError, match="device memory"):
+        registry.usable("gloo", "cuda")
+
+
+def test_listing_backends_imports_no_torch() -> None:
+    code = """
+        import sys
+        from flagscale.comm import registry
+        [registry.backend(name).torch_backend("cpu") for name in registry.names()]
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

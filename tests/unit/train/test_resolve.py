@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.errors import ConfigError
+from flagscale.train.resolve import resolve, schedule_lengths
+
+
+def arguments(**changes: Any) -> Namespace:
+    base: dict[str, Any] = {
+        "num_layers": 8,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "seq_length": 32,
+        "lr": 1e-3,
+        "train_iters": 10,
+        "micro_batch_size": 2,
+        "global_batch_size": 16,
+    }
+    return Namespace(**{**vars(parse_arguments([])), **base, **changes})
+
+
+def problems(world_size: int = 8, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolve(arguments(**changes), world_size)
+    return str(error.value)
+
+
+def test_data_parallel_size_and_micro_batches() -> None:
+    found = resolve(arguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
+    assert (found.data_parallel_size, found.num_microbatches) == (2, 4)
+
+
+def test_the_given_arguments_are_left_alone() -> None:
+    given = arguments(global_batch_size=None)
+    assert resolve(given, 4).global_batch_size == 8
+    assert given.global_batch_size is None
+
+
+def test_length_in_samples_gives_whole_steps() -> None:
+    found = resolve(arguments(train_iters=None, train_samples=100), 1)
+    assert (found.train_iters, found.train_samples) == (6, 100)
+
+
+def test_length_in_steps_gives_samples() -> None:
+    assert resolve(arguments(), 1).train_samples == 160
+
+
+def test_virtual_stages_bring_the_only_point_to_point_mode_that_is_right() -> None:
+    found = resolve(
+        arguments(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2), 2
+    )
+    assert found.virtual_pipeline_model_parallel_size == 2
+    assert (found.overlap_p2p_comm, found.batch_p2p_comm) == (True, False)
+
+
+def test_one_virtual_stage_is_none() -> None:
+    found = resolve(
+        arguments(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=1), 2
+    )
+    assert found.virtual_pipeline_model_parallel_size is None
+
+
+def test_swiglu_takes_two_thirds_of_the_hidden_layer() -> None:
+    assert resolve(arguments(swiglu=True, hidden_size=4096), 1).ffn_hidden_size == 10880
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lr": None}, "lr: must be given"),
+        ({"num_layers": None}, "num_layers: must be given"),
+        ({"context_parallel_size": 2}, "context_parallel_size: 2: neither attention here"),
+        ({"transformer_impl": "transformer_engine"}, "'local' implementation only"),
+        ({"tensor_model_parallel_size": 3}, "does not divide the 8 ranks"),
+        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size: 3"),
+        ({"sequence_parallel": True}, "needs tensor_model_parallel_size above 1"),
+        (
+            {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 33},
+            "33 is not a multiple of 2",
+        ),
+        ({"global_batch_size": 12}, "12 is not a multiple of micro_batch_size 2 x"),
+        ({"train_samples": 100}, "both are given"),
+        ({"train_iters": None}, "neither is given"),
+        ({"max_position_embeddings": 16}, "16 is less than seq_length 32"),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2},
+            "2 virtual stages need a pipeline of at least 2",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
+            "3 x 2 stages does not divide num_layers 8",
+        ),
+        (
+            {
+                "pipeline_model_parallel_size": 4,
+                "num_virtual_stages_per_pipeline_rank": 2,
+                "global_batch_size": 8,
+            },
+            "needs micro-batches (2) in multiples",
+        ),
+        ({"overlap_param_gather": True}, "needs use_distributed_optimizer"),
+        (
+            {"overlap_param_gather": True, "use_distributed_optimizer": True},
+            "needs overlap_grad_reduce",
+        ),
+        ({"bf16": True, "fp16": True}, "fp16 and bf16 exclude each other"),
+        ({"cross_entropy_loss_fusion": True}, "rounds the fused loss's gradient to bf16"),
+        ({"fp8": "hybrid"}, "fp8 needs Transformer Engine"),
+        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype: 'bf16': needs Transformer Engine"),
+        ({"gradient_accumulation_fusion": True}, "Apex"),
+        ({"reset_attention_mask": True}, "causal over the whole sequence"),
+        ({"min_lr": 1.0}, "min_lr: 1.0 exceeds lr 0.001"),
+        ({"lr_warmup_iters": 10}, "leaves nothing of the 160 of the decay"),
+        (
+            {"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1},
+            "excludes lr_warmup_iters and lr_warmup_samples",
+        ),
+        ({"lr_decay_style": "WSD"}, "WSD needs it"),
+        ({"start_weight_decay": 0.2, "end_weight_decay": 0.1}, "exceeds end_weight_decay"),
+        ({"start_weight_decay": 0.1, "end_weight_decay": 0.2}, "take linear"),
+        ({"optimizer": "lion"}, "expected 'adam' or 'sgd'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_refused(changes: dict[str, Any], expected: str) -> None:
+    assert expected in problems(**changes)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    text = problems(context_parallel_size=2, fp8="hybrid", optimizer="lion")
+    assert len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (160, 0, None)),
+        ({"lr_decay_iters": 5, "lr_warmup_iters": 2}, (80, 32, None)),
+        ({"lr_decay_samples": 100, "lr_warmup_samples": 7}, (100, 7, None)),
+        ({"lr_warmup_fraction": 0.25}, (160, 40.0, None)),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3}, (160, 0, 48)),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": 3}, (160, 0, 3)),
+    ],
+)
+def test_schedule_lengths_are_in_samples(
+    changes: dict[str, Any], expected: tuple[float, float, int | None]
+) -> None:
+    lengths = schedule_lengths(resolve(arguments(**changes), 1))
+    assert lengths["wd_incr_steps"] == 160
+    found = (lengths["lr_decay_steps"], lengths["lr_warmup_steps"], lengths["wsd_decay_steps"])
+    assert found == expected
