@@ -1,0 +1,149 @@
+"""Edits → patches → a fresh tree: the same, byte for byte."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flagscale.errors import BackendSourceError
+from flagscale.patching.collect import collect
+from flagscale.patching.manifest import scan
+from flagscale.patching.unpatch import patch_digests
+
+from .conftest import Project, write
+
+
+def fresh(project: Project) -> dict[str, str]:
+    """The tree an unpatch makes from nothing."""
+    shutil.rmtree(project.tree)
+    project.unpatch()
+    return scan(project.tree)
+
+
+def test_modified_new_and_deleted_files(project: Project) -> None:
+    project.unpatch()
+    work = project.tree / "tiny/work.py"
+    work.write_text(work.read_text().replace("return 1", "return 2"))
+    write(project.tree / "tiny/new dir/n€w $file.txt", "a\r\nb")
+    (project.tree / "README.md").unlink()
+    (project.tree / "tiny/kernels/fast.py").chmod(0o755)
+    (project.tree / "link").symlink_to("tiny/work.py")
+    wanted = scan(project.tree)
+    collected = collect(project.layout, message="Return two.\nBecause one is lonely.")
+    assert collected.written == (
+        "README.md.patch",
+        "link.patch",
+        "tiny/kernels/fast.py.patch",
+        "tiny/new dir/n€w $file.txt.patch",
+        "tiny/work.py.patch",
+    )
+    patch = (project.layout.patches / "tiny/work.py.patch").read_text()
+    assert patch.startswith("# Return two.\n# Because one is lonely.\n\ndiff --git a/tiny/work.py")
+    assert "-    return 1\n+    return 2\n" in patch
+    assert "torch.cuda" not in patch, "what the codemods do is not part of a patch"
+    assert fresh(project) == wanted
+
+
+def test_is_idempotent_and_leaves_unpatch_nothing_to_do(project: Project) -> None:
+    project.unpatch()
+    write(project.tree / "README.md", "mine\n")
+    collect(project.layout, message="Mine.")
+    stored = patch_digests(project.layout)
+    outcome = project.unpatch()
+    assert not outcome.made
+    assert not outcome.edits
+    again = collect(project.layout, message="Another message for nothing new.")
+    assert (again.written, again.removed) == ((), ())
+    assert again.unchanged == ("README.md.patch",)
+    assert patch_digests(project.layout) == stored
+
+
+def test_header_stays_when_the_edit_grows(project: Project) -> None:
+    project.unpatch()
+    write(project.tree / "README.md", "mine\n")
+    collect(project.layout, message="Mine.")
+    write(project.tree / "README.md", "mine, more\n")
+    collect(project.layout)
+    assert (project.layout.patches / "README.md.patch").read_text().startswith("# Mine.\n\ndiff")
+
+
+def test_edit_taken_back_removes_its_patch(project: Project) -> None:
+    project.unpatch()
+    write(project.tree / "tiny/sub/new.py", "x = 1\n")
+    collect(project.layout)
+    shutil.rmtree(project.tree / "tiny/sub")
+    collected = collect(project.layout)
+    assert collected.removed == ("tiny/sub/new.py.patch",)
+    assert not list(project.layout.patches.iterdir())
+
+
+def test_patches_that_the_tree_never_saw_are_not_overwritten(project: Project) -> None:
+    project.unpatch()
+    write(project.layout.patches / "vendor.patch", "a colleague's")
+    with pytest.raises(BackendSourceError, match=r"new: vendor\.patch") as error:
+        collect(project.layout)
+    assert "unpatch.py --backend tiny" in str(error.value)
+    assert (project.layout.patches / "vendor.patch").read_text() == "a colleague's"
+    assert collect(project.layout, force=True).removed == ("vendor.patch",)
+
+
+def test_edit_that_does_not_compile_is_refused(project: Project) -> None:
+    project.unpatch()
+    write(project.tree / "tiny/work.py", "x = 1\ndef f(:\n")
+    with pytest.raises(BackendSourceError, match=r"tiny/work\.py:2: does not compile"):
+        collect(project.layout)
+    assert not project.layout.patches.exists()
+
+
+def test_without_a_tree_says_what_to_do(project: Project) -> None:
+    with pytest.raises(BackendSourceError, match=r"run tools/patch/unpatch\.py --backend tiny"):
+        collect(project.layout)
+
+
+NAMES = st.sampled_from(
+    ["a.txt", "tiny/b.txt", "tiny/data/c d.txt", "x/ü'$\"`.txt", "x/-n.txt", "tiny/work.py"]
+)
+CONTENTS = st.one_of(
+    st.just(b""),
+    st.binary(max_size=40),
+    st.lists(st.sampled_from([b"one\n", b"two\r\n", b" \n", b"\n", b"end"]), max_size=12).map(
+        b"".join
+    ),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    source=st.dictionaries(NAMES.filter(lambda n: not n.endswith(".py")), CONTENTS, max_size=4),
+    edits=st.dictionaries(NAMES, st.one_of(st.none(), CONTENTS), max_size=4),
+    executable=st.sets(NAMES, max_size=2),
+)
+def test_any_edit_comes_back(
+    source: dict[str, bytes],
+    edits: dict[str, bytes | None],
+    executable: set[str],
+) -> None:
+    edits = {n: c for n, c in edits.items() if c is None or not n.endswith(".py")}
+    with tempfile.TemporaryDirectory() as root:
+        project = Project(Path(root))
+        for name, content in source.items():
+            write(project.source / name, content)
+        project.unpatch()
+        for name, edit in edits.items():
+            if edit is not None:
+                write(project.tree / name, edit)
+            elif (project.tree / name).exists():
+                (project.tree / name).unlink()
+        for name in executable:
+            if (project.tree / name).exists():
+                (project.tree / name).chmod(0o755)
+        wanted = scan(project.tree)
+        collect(project.layout)
+        assert not project.unpatch().made
+        assert fresh(project) == wanted
+        assert collect(project.layout).written == ()

@@ -1,0 +1,345 @@
+"""Unpatch on a small backend: what it makes, when it does nothing, and what it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flagscale.errors import BackendSourceError
+from flagscale.patching import adapt
+from flagscale.patching import unpatch as module
+from flagscale.patching.manifest import read_manifest, scan
+from flagscale.patching.sources import Choice
+from flagscale.patching.spec import Layout, load_spec
+from flagscale.patching.unpatch import unpatch
+
+from .conftest import Project, write
+
+SAID = "accelerator.current_device()"
+
+
+def quiet(line: str) -> None:
+    """Where the steps go."""
+
+
+def test_makes_an_adapted_tree(project: Project) -> None:
+    write(project.layout.files / "tiny/device.py", "def current_device():\n    return 0\n")
+    outcome = project.unpatch()
+    assert outcome.made
+    assert SAID in (project.tree / "tiny/work.py").read_text()
+    assert "torch.cuda" in (project.tree / "tiny/kernels/fast.py").read_text()
+    assert (project.tree / "tiny/device.py").is_file()
+    assert (project.tree / "tiny/data/notes ü $x.txt").read_text() == "one\ntwo\nthree\n"
+    manifest = outcome.manifest
+    assert (manifest.version, manifest.rewritten_files) == ("1.2.3", 1)
+    assert manifest.codemods == {"cuda-calls": 1}
+    assert read_manifest(project.layout.manifest) == manifest
+
+
+def test_bytecode_is_compiled_for_the_final_place(project: Project) -> None:
+    project.unpatch()
+    compiled = next((project.tree / "tiny/__pycache__").glob("work*.pyc"))
+    assert str(project.tree / "tiny/work.py").encode() in compiled.read_bytes()
+    assert b"building" not in compiled.read_bytes()
+
+
+def test_second_run_does_nothing(project: Project) -> None:
+    first = project.unpatch()
+    inode = project.tree.stat().st_ino
+    second = project.unpatch()
+    assert not second.made
+    assert second.manifest == first.manifest
+    assert project.tree.stat().st_ino == inode
+
+
+def test_without_options_the_tree_keeps_its_source(project: Project) -> None:
+    project.unpatch()
+    assert not unpatch(project.layout, Choice(), say=quiet).made
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["source", "codemods", "patch", "file"],
+)
+def test_any_changed_input_makes_the_tree_anew(project: Project, change: str) -> None:
+    project.unpatch()
+    if change == "source":
+        write(project.source / "tiny/new.py", "x = 1\n")
+    elif change == "codemods":
+        (project.layout.definition / "codemods.yaml").write_text("rules: []\n")
+    elif change == "patch":
+        write(project.layout.patches / "README.md.patch", README_PATCH)
+    else:
+        write(project.layout.files / "tiny/own.py", "x = 1\n")
+    assert project.unpatch().made
+    assert not project.unpatch().made
+
+
+README_PATCH = """\
+# Say hello.
+
+diff --git a/README.md b/README.md
+--- a/README.md
++++ b/README.md
+@@ -1 +1,2 @@
+ # tiny
++hello
+"""
+
+
+def test_patches_are_applied_after_the_codemods(project: Project) -> None:
+    patch = (
+        "--- a/tiny/work.py\n+++ b/tiny/work.py\n@@ -4,4 +4,4 @@\n \n def work():\n"
+        f"-    return {SAID}\n+    return 7\n \n"
+    )
+    write(project.layout.patches / "work.patch", patch)
+    write(project.layout.patches / "more/README.md.patch", README_PATCH)
+    outcome = project.unpatch()
+    assert "return 7" in (project.tree / "tiny/work.py").read_text()
+    assert (project.tree / "README.md").read_text() == "# tiny\nhello\n"
+    assert list(outcome.manifest.patches) == ["more/README.md.patch", "work.patch"]
+
+
+class TestLocalEdits:
+    """An edit nobody has collected survives every unpatch."""
+
+    def test_kept_when_nothing_else_changed(self, project: Project) -> None:
+        project.unpatch()
+        write(project.tree / "README.md", "mine\n")
+        outcome = project.unpatch()
+        assert not outcome.made
+        assert outcome.edits.lines() == ["modified: README.md"]
+        assert (project.tree / "README.md").read_text() == "mine\n"
+
+    def test_refused_by_name_when_the_tree_must_change(self, project: Project) -> None:
+        project.unpatch()
+        write(project.tree / "README.md", "mine\n")
+        write(project.tree / "tiny/mine.py", "x = 1\n")
+        (project.tree / "tiny/kernels/fast.py").unlink()
+        before = scan(project.tree)
+        write(project.source / "tiny/new.py", "x = 1\n")
+        with pytest.raises(BackendSourceError) as error:
+            project.unpatch()
+        for line in (
+            "modified: README.md",
+            "new: tiny/mine.py",
+            "deleted: tiny/kernels/fast.py",
+        ):
+            assert line in str(error.value)
+        assert "patch.py --backend tiny" in str(error.value)
+        assert scan(project.tree) == before
+
+    def test_force_keeps_a_backup_each_time(self, project: Project) -> None:
+        project.unpatch()
+        for number in (1, 2):
+            write(project.tree / "README.md", f"mine {number}\n")
+            outcome = project.unpatch(force=True)
+            assert outcome.backup == project.tree.with_name(f"tiny.backup-{number}")
+            assert (outcome.backup / "README.md").read_text() == f"mine {number}\n"
+            assert (project.tree / "README.md").read_text() == "# tiny\n"
+
+    def test_caches_and_editor_files_are_no_edits(self, project: Project) -> None:
+        project.unpatch()
+        for name in ("tiny/__pycache__/x.pyc", "tiny/work.py.orig", ".mypy_cache/x", "a~"):
+            write(project.tree / name, "x")
+        assert not project.unpatch().edits
+
+    def test_foreign_tree_is_not_touched(self, project: Project) -> None:
+        write(project.tree / "precious.py", "x = 1\n")
+        with pytest.raises(BackendSourceError, match="not by this tool"):
+            project.unpatch()
+        outcome = project.unpatch(force=True)
+        assert outcome.backup is not None
+        assert (outcome.backup / "precious.py").is_file()
+
+
+class TestFailuresLeaveTheTree:
+    """Whatever goes wrong, the tree in place stays and no debris lies beside it."""
+
+    @pytest.fixture
+    def before(self, project: Project) -> dict[str, str]:
+        project.unpatch()
+        return scan(project.tree)
+
+    @pytest.fixture(autouse=True)
+    def unchanged(self, project: Project, before: dict[str, str]) -> object:
+        yield
+        assert scan(project.tree) == before
+        beside = {p.name for p in project.tree.parent.iterdir()}
+        assert beside <= {"tiny", ".tiny.lock"}
+
+    def test_patch_that_no_longer_applies(self, project: Project) -> None:
+        patch = README_PATCH.replace(" # tiny\n", " # tinny\n")
+        write(project.layout.patches / "README.md.patch", patch)
+        with pytest.raises(BackendSourceError) as error:
+            project.unpatch()
+        message = str(error.value)
+        assert "README.md.patch: the patch no longer applies" in message
+        assert "README.md: hunk 1 of 1 (@@ -1 +1,2 @@) does not fit" in message
+        assert "line 1: expected '# tinny'" in message
+        assert "found    '# tiny'" in message
+
+    def test_patch_that_writes_outside(self, project: Project, tmp_path: Path) -> None:
+        patch = "--- /dev/null\n+++ b/../../../evil\n@@ -0,0 +1 @@\n+x\n"
+        write(project.layout.patches / "evil.patch", patch)
+        with pytest.raises(BackendSourceError, match="invalid path"):
+            project.unpatch()
+        assert not list(tmp_path.rglob("evil"))
+
+    def test_patch_that_breaks_a_file(self, project: Project) -> None:
+        patch = "--- a/tiny/version.py\n+++ b/tiny/version.py\n@@ -1 +1,2 @@\n"
+        patch += ' __version__ = "1.2.3"\n+def (:\n'
+        write(project.layout.patches / "v.patch", patch)
+        with pytest.raises(BackendSourceError, match=r"tiny/version\.py:2: does not compile"):
+            project.unpatch()
+
+    def test_source_that_is_something_else(self, project: Project) -> None:
+        (project.source / "tiny/version.py").unlink()
+        with pytest.raises(BackendSourceError, match=r"not tiny: it has no tiny/version\.py"):
+            project.unpatch()
+        write(project.source / "tiny/version.py", '__version__ = "1.2.3"\n')
+
+    def test_own_file_that_upstream_has_too(self, project: Project) -> None:
+        write(project.layout.files / "tiny/work.py", "x = 1\n")
+        with pytest.raises(BackendSourceError, match=r"already has tiny/work\.py"):
+            project.unpatch()
+
+    def test_full_disk(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x.py")
+
+        write(project.source / "tiny/new.py", "x = 1\n")
+        monkeypatch.setattr(module, "pack", full)
+        with pytest.raises(BackendSourceError, match=r"no space left on the disk; .* is unchanged"):
+            project.unpatch()
+
+
+def test_killed_between_the_renames_recovers(project: Project) -> None:
+    project.unpatch()
+    project.tree.rename(project.layout.beside("old"))
+    assert not project.unpatch().made
+    assert (project.tree / "README.md").is_file()
+
+
+def test_unknown_backend_names_the_nearest(project: Project) -> None:
+    layout = replace(project.layout, backend="tinny")
+    with pytest.raises(BackendSourceError) as error:
+        unpatch(layout, Choice(), say=quiet)
+    assert str(error.value) == (
+        "unknown backend 'tinny'; known: tiny\n  hint: did you mean --backend tiny?"
+    )
+
+
+def test_unknown_codemod_names_the_nearest(project: Project) -> None:
+    text = "rules:\n  - {codemods: [cuda-cals], include: ['*']}\n"
+    (project.layout.definition / "codemods.yaml").write_text(text)
+    with pytest.raises(BackendSourceError, match="did you mean 'cuda-calls'"):
+        load_spec(project.layout)
+
+
+@pytest.mark.parametrize("text", ["[1]", "a: b: c", "name: x", "\tname: x"])
+def test_broken_definition_is_named(project: Project, text: str) -> None:
+    (project.layout.definition / "backend.yaml").write_text(text)
+    with pytest.raises(BackendSourceError, match=r"backend\.yaml: "):
+        load_spec(project.layout)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 99}'])
+def test_unreadable_record_is_refused_but_not_with_force(project: Project, content: str) -> None:
+    project.unpatch()
+    project.layout.manifest.write_text(content)
+    with pytest.raises(BackendSourceError, match=r"manifest\.json"):
+        project.unpatch()
+    outcome = project.unpatch(force=True)
+    assert outcome.backup is not None
+
+
+class TestGitSource:
+    """One commit of a real repository."""
+
+    @pytest.fixture
+    def repository(self, project: Project) -> tuple[str, str]:
+        def git(*arguments: str) -> str:
+            identity = ("-c", "user.name=x", "-c", "user.email=x@x")
+            command = ["git", *identity, *arguments]
+            return subprocess.run(
+                command, cwd=project.source, check=True, capture_output=True, text=True
+            ).stdout.strip()
+
+        git("init", "-q")
+        git("add", ".")
+        git("commit", "-qm", "one")
+        commit = git("rev-parse", "HEAD")
+        write(project.source / "README.md", "later\n")
+        git("commit", "-qam", "two")
+        return f"file://{project.source}", commit
+
+    def test_takes_the_commit_and_no_other(
+        self, project: Project, repository: tuple[str, str]
+    ) -> None:
+        url, commit = repository
+        subprocess.run(
+            ["git", "config", "uploadpack.allowAnySHA1InWant", "true"],
+            cwd=project.source,
+            check=True,
+        )
+        outcome = unpatch(project.layout, Choice(url=url, commit=commit), say=quiet)
+        assert (project.tree / "README.md").read_text() == "# tiny\n"
+        assert commit[:12] in outcome.manifest.source
+        shutil.rmtree(project.source)  # from now on the cache serves it
+        (project.tree / "README.md").unlink()
+        assert unpatch(project.layout, Choice(), force=True, say=quiet).made
+
+    def test_missing_commit(self, project: Project, repository: tuple[str, str]) -> None:
+        with pytest.raises(BackendSourceError, match="does not have commit 0123"):
+            unpatch(project.layout, Choice(url=repository[0], commit="0123" * 10), say=quiet)
+
+    def test_missing_repository(self, project: Project, tmp_path: Path) -> None:
+        url = f"file://{tmp_path}/nowhere"
+        with pytest.raises(BackendSourceError, match="could not be fetched"):
+            unpatch(project.layout, Choice(url=url, commit="0123" * 10), say=quiet)
+
+    def test_branch_is_not_a_pin(self, project: Project) -> None:
+        with pytest.raises(BackendSourceError, match="'main' is not a full commit id"):
+            unpatch(project.layout, Choice(url="file:///x", commit="main"), say=quiet)
+
+
+class TestOtherSources:
+    """Sources that are not there, or not what they should be."""
+
+    def test_missing_path(self, project: Project) -> None:
+        with pytest.raises(BackendSourceError, match="no such file or directory"):
+            unpatch(project.layout, Choice(path=Path("/no/such/tree")), say=quiet)
+
+    def test_path_option_missing(self, project: Project) -> None:
+        with pytest.raises(BackendSourceError, match="needs --path"):
+            unpatch(project.layout, Choice(kind="path"), say=quiet)
+
+    def test_not_installed(self, project: Project) -> None:
+        with pytest.raises(BackendSourceError, match=r"tiny-backend 1\.2\.3 is not installed"):
+            unpatch(project.layout, Choice(kind="installed"), say=quiet)
+
+    def test_git_without_a_pin(self, project: Project) -> None:
+        with pytest.raises(BackendSourceError, match="needs --url and --commit"):
+            unpatch(project.layout, Choice(kind="git"), say=quiet)
+
+
+def test_record_is_plain_json(project: Project) -> None:
+    project.unpatch()
+    record = json.loads(project.layout.manifest.read_text())
+    assert record["choice"] == {"path": str(project.source)}
+    assert isinstance(Layout(project.layout.root, "tiny"), Layout)
+
+
+def test_many_files_are_rewritten_in_parallel(project: Project) -> None:
+    for i in range(adapt._PARALLEL_FROM + 3):
+        write(project.source / f"tiny/m{i}.py", "import torch\n\ntorch.cuda.synchronize()\n")
+    outcome = project.unpatch()
+    assert outcome.manifest.rewritten_files == adapt._PARALLEL_FROM + 4
