@@ -35,6 +35,7 @@ finish() {
         (set +u -e && eval "$after_stop") ||
             echo "flagscale: after_stop failed with exit code $?" >&2
     fi
+    rm -f -- "$pid_file"
     echo "flagscale: $who ended with exit code $code; logs of its ranks: $run_dir/ranks"
     exit "$code"
 }
@@ -44,7 +45,7 @@ on_signal() {
     interrupted=yes
     kill -TERM "$agent_pid" 2>/dev/null
 }
-(umask 077 && mkdir -p -- "$run_dir") || exit 1
+(umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" && echo "$$" >"$pid_file") || exit 1
 rm -f -- "$exit_file"
 echo "flagscale: $who starts; logs of its ranks: $run_dir/ranks"
 trap finish EXIT
@@ -95,6 +96,7 @@ def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield "# The run's name, its directory on this host, and what prints them."
     yield f"who={_quote(f'run {plan.run_id} on {host.name}')}"
     yield f"run_dir={_quote(str(host.run_dir))}"
+    yield f"pid_file={_quote(str(host.pid_file))}"
     yield f'exit_file="$run_dir/{EXIT_FILE}"'
     yield f"cd -- {_quote(str(host.workdir))} || exit 1"
     yield ""

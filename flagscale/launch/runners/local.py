@@ -90,9 +90,7 @@ class LocalRunner:
         finally:
             os.close(descriptor)
         self._scripts[host.rank] = child
-        process = processes.identify(child.pid) or processes.Process(child.pid, 0)
-        write_atomic(host.pid_file, f"{child.pid}\n")
-        return process
+        return processes.identify(child.pid) or processes.Process(child.pid, 0)
 
     def script_ended(self) -> bool:
         """Whether a script that this process started has ended. Reaps it, too."""
@@ -119,6 +117,7 @@ class LocalRunner:
             replace(state, stop_requested=round(time.time(), 3)).save(path)
         for host in state.hosts:
             self._stop_host(state, host)
+            host.pid_file.unlink(missing_ok=True)
         exclude = [os.getpid(), *processes.ancestors(os.getpid())]
         return processes.sweep(state.run_id, state.stop_grace, exclude=exclude)
 

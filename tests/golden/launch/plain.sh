@@ -7,6 +7,7 @@ set -uo pipefail
 # The run's name, its directory on this host, and what prints them.
 who='run 20250102-030405-abcdef on localhost'
 run_dir=/data/runs/tiny/logs/details/host_0_localhost/20250102-030405-abcdef
+pid_file=/data/runs/tiny/logs/pids/host_0_localhost.pid
 exit_file="$run_dir/exit.json"
 cd -- /home/user/work || exit 1
 
@@ -72,6 +73,7 @@ finish() {
         (set +u -e && eval "$after_stop") ||
             echo "flagscale: after_stop failed with exit code $?" >&2
     fi
+    rm -f -- "$pid_file"
     echo "flagscale: $who ended with exit code $code; logs of its ranks: $run_dir/ranks"
     exit "$code"
 }
@@ -81,7 +83,7 @@ on_signal() {
     interrupted=yes
     kill -TERM "$agent_pid" 2>/dev/null
 }
-(umask 077 && mkdir -p -- "$run_dir") || exit 1
+(umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" && echo "$$" >"$pid_file") || exit 1
 rm -f -- "$exit_file"
 echo "flagscale: $who starts; logs of its ranks: $run_dir/ranks"
 trap finish EXIT

@@ -2,130 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-
-from flagscale.launch import processes
-from flagscale.launch.layout import Layout
-from flagscale.launch.processes import Process
-from flagscale.launch.state import RunState, load_state
-
-PROJECT = Path(__file__).resolve().parents[3]
-
-
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """What the condition returns once it is true."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = condition()
-        if found:
-            return found
-        if time.monotonic() > deadline:
-            pytest.fail(f"nothing within {seconds} s")
-        time.sleep(0.05)
-
-
-@dataclass
-class Lab:
-    """An experiment directory and its YAML, and the launcher's command line for it."""
-
-    root: Path
-    exp_dir: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def configure(self, program: str, **experiment: Any) -> None:
-        """Write the training program and the YAML. Keyword arguments replace keys of the
-        YAML's ``experiment`` section."""
-        entrypoint = self.root / "program.py"
-        entrypoint.write_text(program, encoding="utf-8")
-        section: dict[str, Any] = {
-            "exp_name": "lab",
-            "exp_dir": str(self.exp_dir),
-            "task": {"type": "train", "backend": "megatron", "entrypoint": str(entrypoint)},
-            "runner": {"nproc_per_node": 2, "stop_grace": 3},
-        }
-        for key, value in experiment.items():
-            section[key] = {**section[key], **value} if key in section else value
-        train: dict[str, Any] = {"system": {}, "model": {}, "data": {}}
-        config = {"experiment": section, "action": "run", "train": train}
-        conf = self.root / "conf"
-        conf.mkdir(exist_ok=True)
-        (conf / "lab.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-
-    def command(self, *words: str) -> list[str]:
-        place = ("--config-path", "./conf", "--config-name", "lab")
-        return [sys.executable, str(PROJECT / "run.py"), *place, *words]
-
-    def do(
-        self, action: str, *words: str, timeout: float = 60.0
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(f"action={action}", *words),
-            cwd=self.root,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
-        )
-
-    def start(self, action: str, *words: str) -> subprocess.Popen[str]:
-        """The launcher itself in the background, its output in a pipe."""
-        process = subprocess.Popen(
-            self.command(f"action={action}", *words),
-            cwd=self.root,
-            env=self.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    @staticmethod
-    def environment() -> dict[str, str]:
-        return {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.exp_dir)
-
-    def state(self) -> RunState:
-        state = load_state(self.layout.state)
-        assert state is not None
-        return state
-
-    def output(self) -> str:
-        return self.state().hosts[0].output.read_text(encoding="utf-8")
-
-    def members(self) -> list[Process]:
-        return processes.members(self.state().run_id)
-
-    def gone(self, seconds: float = 20.0) -> None:
-        """Wait until no process of the run is left."""
-        until(lambda: not self.members(), seconds)
+from launch_lab import Lab
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
     made = Lab(tmp_path, tmp_path / "exp")
     yield made
-    for process in made.started:
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
-    state = load_state(made.layout.state)
-    if state is not None:
-        for process_left in processes.members(state.run_id):
-            processes.send(process_left, signal.SIGKILL, run_id=state.run_id)
+    made.clear()
+
+
+@pytest.fixture
+def spaced_lab(tmp_path: Path) -> Iterator[Lab]:
+    """A lab whose every path holds spaces, quotes and a dollar."""
+    root = tmp_path / "a b 'c' $d"
+    root.mkdir()
+    made = Lab(root, root / "exp dir")
+    yield made
+    made.clear()

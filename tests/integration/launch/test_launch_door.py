@@ -8,12 +8,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from conftest import Lab
+from launch_lab import Lab
 
 pytestmark = pytest.mark.integration
 
@@ -107,7 +104,7 @@ def test_actions_on_nothing_leave_nothing(lab: Lab, action: str) -> None:
         pytest.param(["action=fly"], "fly", id="action"),
         pytest.param(["experiment.runner.nproc_per_nodes=2"], "nproc_per_node", id="typo"),
         pytest.param(["experiment.runner.nproc_per_node=x"], "nproc_per_node", id="no-number"),
-        pytest.param(["experiment.runner.nnodes=4"], "no hostfile", id="hosts-without-hostfile"),
+        pytest.param(["experiment.runner.nnodes=4"], "4 hosts, but", id="hosts-without-hostfile"),
         pytest.param(["experiment.runner.hostfile=nowhere"], "nowhere", id="missing-hostfile"),
         pytest.param(["experiment.task.entrypoint=no.py"], "no.py", id="missing-entrypoint"),
         pytest.param(["rank=7", "action=logs"], "no run", id="rank"),
@@ -146,7 +143,7 @@ def test_a_wrong_place(lab: Lab, words: list[str], message: str) -> None:
 
 
 def test_a_taken_port_is_told_with_its_holder(lab: Lab) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as server:  # noqa: S104
+    with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
         lab.configure(PROGRAM, runner={"master_port": port})
         done = lab.do("run")

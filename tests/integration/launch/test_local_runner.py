@@ -10,13 +10,13 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_lab import until
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 from flagscale.errors import RunStateError
@@ -32,14 +32,6 @@ pytestmark = pytest.mark.integration
 PROJECT = Path(__file__).resolve().parents[3]
 HOSTILE = "a 'b' \"c\" $HOME `id` $(id) \\ , ; & | > * ? ~ # ü 🦙 -- \t end\nline 2\n"
 HOSTILE_NAME = "a 'b' \"c\" $HOME `id` ü\n,;&"
-
-
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return found
 
 
 class Bench:
@@ -176,9 +168,7 @@ def test_hostile_values_arrive_as_they_are(bench: Bench) -> None:
         pytest.param("if then", None, id="no-bash"),
     ],
 )
-def test_a_failing_before_start_starts_no_job(
-    bench: Bench, command: str, code: int | None
-) -> None:
+def test_a_failing_before_start_starts_no_job(bench: Bench, command: str, code: int | None) -> None:
     found = bench.run("print('job ran')", cmds=Commands(command, "echo after ran"))
     assert found == code if code is not None else found != 0
     assert "job ran" not in bench.output

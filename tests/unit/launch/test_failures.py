@@ -83,7 +83,9 @@ def test_no_table(text: str) -> None:
         pytest.param(
             [entry(0, 1), entry(1, KILL, 130)], [failed(0, 99)], 0, id="killed-after-the-grace"
         ),
-        pytest.param([entry(0, ABRT), entry(1, 1)], [failed(1, 99)], 1, id="abort-is-a-consequence"),
+        pytest.param(
+            [entry(0, ABRT), entry(1, 1)], [failed(1, 99)], 1, id="abort-is-a-consequence"
+        ),
         pytest.param([entry(2, -signal.SIGSEGV), entry(1, 1)], [failed(1, 99)], 2, id="segfault"),
         pytest.param([entry(1, 7, 101), entry(0, 5, 100)], [], 1, id="as-sorted"),
     ],
@@ -114,7 +116,9 @@ def test_last_traceback_without_what_follows() -> None:
         "noise\nTraceback (most recent call last):\n"
         '  File "a.py", line 1, in <module>\nValueError: x\nmore noise\n'
     )
-    expected = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: x'
+    expected = (
+        'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: x'
+    )
     assert last_traceback(text) == expected
     assert last_traceback("nothing") == ""
 
@@ -153,7 +157,9 @@ def test_rank_code_and_traceback_of_a_program_that_reports_nothing(state: RunSta
     state.hosts[0].output.write_text(TABLE, encoding="utf-8")
     log = state.hosts[0].run_dir / "ranks/x/attempt_0/1/stderr.log"
     log.parent.mkdir(parents=True)
-    log.write_text("noise\nTraceback (most recent call last):\n  f\nKeyError: 1\n", encoding="utf-8")
+    log.write_text(
+        "noise\nTraceback (most recent call last):\n  f\nKeyError: 1\n", encoding="utf-8"
+    )
     end(state)
     failure = first_failure(state, {})
     assert failure is not None

@@ -21,9 +21,7 @@ def values(host: HostPlan) -> dict[str, str]:
 
 
 def options(words: tuple[str, ...]) -> dict[str, str]:
-    return {
-        word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")
-    }
+    return {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +165,9 @@ def test_rendezvous_has_a_name_of_its_own_and_can_be_given(make_plan: MakePlan) 
     [
         pytest.param({}, {"--save": "/data/runs/tiny/checkpoints"}, id="defaults"),
         pytest.param({"checkpoint": {"save": "/elsewhere"}}, {"--save": "/elsewhere"}, id="save"),
-        pytest.param({"logging": {"tensorboard_dir": "/tb"}}, {"--tensorboard-dir": "/tb"}, id="tb"),
+        pytest.param(
+            {"logging": {"tensorboard_dir": "/tb"}}, {"--tensorboard-dir": "/tb"}, id="tb"
+        ),
         pytest.param({"save": None}, {"--save": "/data/runs/tiny/checkpoints"}, id="null"),
     ],
 )

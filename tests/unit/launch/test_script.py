@@ -38,7 +38,7 @@ CASES = {
             {"A800": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}},
             {"localhost": {"NCCL_DEBUG": "INFO"}},
         ),
-        "cmds": Commands("source /opt/env.sh\nulimit -l unlimited", "echo \"it's over\""),
+        "cmds": Commands("source /opt/env.sh\nulimit -l unlimited", 'echo "it\'s over"'),
         "train": Train(
             system={"tensor_model_parallel_size": 2, "checkpoint": {"save_interval": 100}},
             model={"num_layers": 32, "bf16": True},
@@ -112,9 +112,7 @@ def test_any_value_comes_back_out_of_bash(
     made = _plan_of(value, word, command, tmp_path_factory.getbasetemp())
     head = render(made, made.hosts[0]).partition("phase=before_start")[0]
     show = 'printf "%s\\0" "$VALUE" "${program[@]}" "$before_start"\n'
-    done = subprocess.run(
-        ["bash", "-c", head + show], capture_output=True, check=True, timeout=30
-    )
+    done = subprocess.run(["bash", "-c", head + show], capture_output=True, check=True, timeout=30)
     shown = done.stdout.decode().split("\0")[:-1]
     before = command.rstrip("\n") + "\n" if command.strip() else ""
     assert shown == [value, word, before]
