@@ -66,8 +66,8 @@ def _compose(file: Path, overrides: list[str]) -> DictConfig:
         with initialize_config_dir(config_dir=str(file.parent), version_base=None):
             config = hydra_compose(file.stem, overrides=overrides, return_hydra_config=True)
             HydraConfig.instance().set_config(config)  # so that ${hydra:...} resolves later
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        _translate(error, file)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        _translate(error, file)  # Hydra raises a bare ValueError for some odd overrides
     with open_dict(config):
         del config["hydra"]
     return config

@@ -82,6 +82,7 @@ ALIASES: tuple[Alias, ...] = (
     *_same("train_iters", "train_steps"),
     *_same("lr_warmup_iters", "warmup"),
     *_same("ckpt_format", "dist_ckpt_format"),
+    *_no_effect("no_shared_fs", "`experiment.runner.no_shared_fs` says it"),
     *_no_effect("use_dist_ckpt", "checkpoints are always distributed ones"),
     # Data
     *_same("data_cache_path", "path_to_cache"),

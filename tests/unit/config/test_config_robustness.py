@@ -1,0 +1,118 @@
+"""Whatever a YAML or an override holds, the answer is an experiment or one ConfigError."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from flagscale.config.arguments.flatten import flatten
+from flagscale.config.checks import check_world, notes
+from flagscale.config.compose import compose
+from flagscale.config.load import load_experiment
+from flagscale.errors import ConfigError
+
+CONF = Path(__file__).resolve().parents[3] / "examples" / "llama3" / "conf"
+TEXTS = tuple(
+    (CONF / name).read_text(encoding="utf-8").splitlines()
+    for name in ("train.yaml", "train/tiny.yaml")
+)
+LINES = tuple(
+    (file, number)
+    for file, lines in enumerate(TEXTS)
+    for number, line in enumerate(lines)
+    if ":" in line and not line.lstrip().startswith("#")
+)
+
+ODD_VALUES = (
+    *("", "null", "~", "[]", "{}", "[1,2]", "[[1]]", "{a: 1}", "{1: 2}", "{true: x}", "{null: 1}"),
+    *("'${'", "${x}", "${experiment}", "???", "''", "a,b", "1:2", "-1", "0", "1e999", ".nan"),
+    *("true", "é", "a b", "0x10", "!!binary aGk=", "2020-01-01", "!!set {a, b}", "!foo bar"),
+    *("*x", "&y z", "&z {w: *z}", "<<", "{<<: {a: 1}}", "99999999999999999999999", "!!int x"),
+)
+KEYS = (
+    *("experiment", "experiment.envs.A", "experiment.runner", "experiment.task", "train"),
+    *("train.model", "train.model.num_layers", "train.data.data_path", "train.data.split"),
+    *("action", "hydra.run.dir", "x.y", "experiment.runner.nnodes", "lines", "defaults", "train@a"),
+)
+ODD_TEXTS = (
+    *("", "null", "[]", "{}", "[1,2]", "{a:1}", "${", "${x}", "${oc.env:NOPE}", "???", "'", '"'),
+    *("\\", "a\\'", "a,b", "1:2", "-1", "1e999", "é", "a b", "$(x)", "{a:{b:[1,{c:2}]}}", "\n"),
+    *("choice(1,2)", "range(1,3)", "glob(*)", "[${experiment.exp_name}]", "tiny@b", "[tiny,8b]"),
+)
+
+
+def _try(conf: Path, overrides: list[str]) -> None:
+    try:
+        config = compose(conf, "train", overrides)
+        experiment = load_experiment(
+            config, config_file=conf / "train.yaml", overrides=overrides, purpose="plan"
+        )
+    except ConfigError as error:
+        assert str(error).strip()
+        return
+    check_world(experiment, 2)
+    notes(experiment, 2)
+    flatten(experiment.train.sections())
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.tuples(st.sampled_from(LINES), st.sampled_from(ODD_VALUES)), max_size=3))
+def test_odd_values_in_files(tmp_path: Path, changes: list[tuple[tuple[int, int], str]]) -> None:
+    texts = [list(lines) for lines in TEXTS]
+    for (file, number), value in changes:
+        texts[file][number] = f"{texts[file][number].partition(':')[0]}: {value}"
+    (tmp_path / "train").mkdir(exist_ok=True)
+    (tmp_path / "train.yaml").write_text("\n".join(texts[0]), encoding="utf-8")
+    (tmp_path / "train/tiny.yaml").write_text("\n".join(texts[1]), encoding="utf-8")
+    _try(tmp_path, [])
+
+
+@st.composite
+def _override(draw: st.DrawFn) -> str:
+    mark = draw(st.sampled_from(["", "+", "++", "~"]))
+    middle = draw(st.sampled_from(["=", "=", "", ":"]))
+    return mark + draw(st.sampled_from(KEYS)) + middle + draw(st.sampled_from(ODD_TEXTS))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(_override(), min_size=1, max_size=2))
+@example(["~train=[${experiment.exp_name}]"])
+def test_odd_overrides(overrides: list[str]) -> None:
+    _try(CONF, overrides)
+
+
+_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=40)
+
+
+@settings(max_examples=30, deadline=None)
+@given(_TEXT.filter(lambda text: "${" not in text and text != "null"))
+@example("a\\'b\\")
+@example("a,b")
+@example("\\\\")
+def test_any_text_reaches_the_environment(text: str) -> None:
+    if text[:1] in ("[", "{", "'", '"'):
+        return  # Hydra's containers and quotes keep their meaning
+    overrides = [f"experiment.envs.X={text}"]
+    config = compose(CONF, "train", overrides)
+    reached = config.experiment.envs.X
+    assert reached == text
+
+
+def test_a_thousand_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/tiny.yaml").write_text("\n".join(TEXTS[1]), encoding="utf-8")
+    variables = "\n".join(f"    V{number}: {'x' * 1000}" for number in range(1000))
+    text = "\n".join(TEXTS[0]).replace("  envs:\n", f"  envs:\n{variables}\n")
+    (tmp_path / "train.yaml").write_text(text, encoding="utf-8")
+    config = compose(tmp_path, "train", [])
+    experiment = load_experiment(
+        config, config_file=tmp_path / "train.yaml", overrides=[], purpose="plan"
+    )
+    assert len(experiment.envs.common) == 1001
+    assert experiment.exp_dir == Path.cwd() / "outputs_llama3_tiny"
