@@ -37,6 +37,9 @@ _CHUNK = 1 << 16
 #: sshd takes this much input before the command has read any of it.
 _SAFE_INPUT = 1 << 20
 
+#: Seconds between looks at whether a command that says nothing has ended.
+_GLANCE = 0.25
+
 OnOutput = Callable[[bytes], object]
 
 
@@ -236,17 +239,28 @@ class _Exchange:
             self._channel.shutdown_write()
 
     def _collect(self) -> None:
-        """Hand on output until both streams have ended."""
+        """Hand on output until both streams have ended, or the command has and they are quiet.
+
+        A command that leaves a process behind which holds on to its output would keep the streams
+        open for as long as that process lives.
+        """
         poller = select.poll()
         poller.register(self._channel.fileno(), select.POLLIN)
+        heard = time.monotonic()
         while True:
             self._drain()
             if self._channel.closed or self._channel.eof_received:
                 self._drain()
                 return
-            if not poller.poll(1000 * self._patience()):
+            if poller.poll(1000 * self._patience(_GLANCE)):
+                heard = time.monotonic()
+            elif self._channel.exit_status_ready():
+                return
+            else:
                 self._check_time()
-                self._connection.check_alive()
+                if time.monotonic() - heard >= self._connection.idle_limit:
+                    self._connection.check_alive()
+                    heard = time.monotonic()
 
     def _drain(self) -> None:
         channel = self._channel
@@ -256,7 +270,7 @@ class _Exchange:
             self._to_stderr(self._err.feed(channel.recv_stderr(_CHUNK)))
 
     def _exit_status(self) -> int:
-        while not self._channel.status_event.wait(self._patience()):
+        while not self._channel.status_event.wait(self._patience(self._connection.idle_limit)):
             self._check_time()
             self._connection.check_alive()
         status = self._channel.recv_exit_status()
@@ -269,12 +283,11 @@ class _Exchange:
             "the session was killed on the host before the command's exit status was known",
         )
 
-    def _patience(self) -> float:
-        """How long, in seconds, to wait before looking at the clock and at the connection."""
-        idle = self._connection.idle_limit
+    def _patience(self, most: float) -> float:
+        """How long, in seconds, to wait before looking at the clock again."""
         if self._deadline is None:
-            return idle
-        return max(0.0, min(idle, self._deadline - time.monotonic()))
+            return most
+        return max(0.0, min(most, self._deadline - time.monotonic()))
 
     def _check_time(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
