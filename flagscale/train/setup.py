@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+import torch
 import torch.distributed as dist
 
 from flagscale.errors import CheckpointError
@@ -43,7 +44,10 @@ def prepare(
     reporter.say(_describe(args, state, vocabulary, device, rank))
     checkpointer = Checkpointer(args, warn=reporter.warn)
     _resume(args, state, checkpointer, reporter)
-    data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
+    # A loader draws a seed for its workers. On a CPU it would come from the generator of dropout,
+    # and a resumed run would no longer draw what the uninterrupted one does.
+    with torch.random.fork_rng(devices=[]):
+        data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
     stepper = Stepper(args, config, state, device)
     meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
     return Trainer(args, state, stepper, data, checkpointer, reporter, meter), state

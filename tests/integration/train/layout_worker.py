@@ -1,6 +1,6 @@
 """Trains the same tiny model in many parallel layouts and writes down loss and gradient norm.
 
-usage: layout_worker.py CASES.json RESULTS.json
+usage: layout_worker.py CASES.json RESULTS.json [cpu | cuda]
 
 CASES is a list of {"id", "world", "argv"}. Importing torch and megatron.core takes longer than
 the training, so this process imports once and forks the ranks; cases of one world size share
@@ -25,8 +25,10 @@ STEPS = 3
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     results: dict[str, Any] = {}
-    os.environ["FLAGSCALE_DEVICE"] = "cpu"
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    kind = sys.argv[3] if len(sys.argv) > 3 else "cpu"
+    os.environ["FLAGSCALE_DEVICE"] = kind
+    if kind == "cpu":
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # So that the forked ranks need not.
@@ -73,10 +75,10 @@ def run_rank(cases: list[dict[str, Any]], sending: int) -> None:
     from flagscale.train.device import choose
 
     rank = distributed.Rank.from_environment()
-    device = choose("cpu", rank.local_rank)
+    device = choose("auto", rank.local_rank)
     code = 0
     try:
-        distributed.join(rank, device, backend="gloo", timeout_minutes=2)
+        distributed.join(rank, device, backend="auto", timeout_minutes=2)
         for case in cases:
             found = train(case["argv"], rank, device)
             if rank.rank == 0:
@@ -89,8 +91,9 @@ def run_rank(cases: list[dict[str, Any]], sending: int) -> None:
     os._exit(code)
 
 
-def train(argv: list[str], rank: Any, device: Any) -> dict[str, list[float]]:
-    """Losses and gradient norms of the first steps, and the validation loss after them."""
+def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
+    """Spread and mean of the initial weights, losses and gradient norms of the first steps, and
+    the validation loss after them."""
     from megatron.core import parallel_state
 
     from flagscale.config.arguments.parser import parse_arguments
@@ -99,6 +102,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, list[float]]:
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
     from flagscale.train.model.config import transformer_config
+    from flagscale.train.model.initialize import global_parameters
     from flagscale.train.readings import Readings
     from flagscale.train.resolve import resolve
     from flagscale.train.step import Stepper, gathered
@@ -109,6 +113,8 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, list[float]]:
     config = transformer_config(args, device)
     state = build_state(args, config, model_vocabulary(args, tokenizer), device)
     data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
+    weights = global_parameters(state.modules()[0], config)
+    spread = {name: [float(weight.std()), float(weight.mean())] for name, weight in weights}
     stepper = Stepper(args, config, state, device)
     readings = Readings()
     for _ in range(STEPS):
@@ -118,6 +124,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, list[float]]:
         validation = stepper.evaluate(data.valid, 1)
     parallel_state.destroy_model_parallel()
     return {
+        "initial": spread,
         "loss": [reading.loss for reading in found],
         "norm": [reading.grad_norm for reading in found],
         "validation": [validation],

@@ -23,14 +23,14 @@ LLAMA = """
 --vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --clip-grad 0.5
---lr-decay-style constant --device cpu --init-method-std 0.1
+--lr-decay-style constant --init-method-std 0.1
 """
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
 GPT2 = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
 --global-batch-size 8 --train-iters 3 --lr 2e-3 --vocab-size 500 --mock-data --qk-layernorm
 --make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1
---num-workers 0 --lr-decay-style constant --device cpu --init-method-std 0.1
+--num-workers 0 --lr-decay-style constant --init-method-std 0.1
 """
 MOE = (
     LLAMA
@@ -135,6 +135,25 @@ def test_a_layout_learns_what_one_rank_learns(case: Case, results: dict[str, Any
     for quantity in ("loss", "norm", "validation"):
         expected = pytest.approx(reference[quantity], rel=case.tolerance, abs=case.tolerance)
         assert ours[quantity] == expected, quantity
+
+
+@pytest.mark.parametrize(
+    ("name", "spread", "mean"),
+    [
+        ("embedding.word_embeddings.weight", 0.1, 0.0),
+        ("decoder.layers.3.self_attention.linear_qkv.weight", 0.1, 0.0),
+        ("decoder.layers.3.mlp.linear_fc1.weight", 0.1, 0.0),
+        ("decoder.layers.0.self_attention.linear_proj.weight", 0.1 / 8**0.5, 0.0),
+        ("decoder.layers.0.mlp.linear_fc2.weight", 0.1 / 8**0.5, 0.0),
+        ("decoder.final_layernorm.weight", 0.0, 1.0),
+        ("output_layer.weight", 0.1, 0.0),
+    ],
+)
+def test_initial_weights_are_distributed_as_in_megatron(
+    name: str, spread: float, mean: float, results: dict[str, Any]
+) -> None:
+    found = results["llama"]["initial"][name]
+    assert found == pytest.approx([spread, mean], rel=0.05, abs=0.01)
 
 
 def test_the_reference_really_learns(results: dict[str, Any]) -> None:

@@ -1,0 +1,146 @@
+"""Training on CUDA with nccl: the same code, the same numbers between layouts, and speed figures.
+
+Run on a machine with GPUs: ``pytest -m gpu tests/gpu``. Works with the published megatron.core as
+well as with the adapted tree; tests that need more GPUs than there are skip themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
+PROGRAM = ROOT / "flagscale" / "train" / "train_gpt.py"
+MODEL = """
+--num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 688
+--seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-3
+--vocab-size 1000 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --lr-decay-style constant
+"""
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+SP = TP2 + " --sequence-parallel"
+VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+CASES: dict[str, tuple[int, str, str, float]] = {
+    "fp32": (1, "", "fp32", 0.0),
+    "fp32-local-attention": (1, "--attention-backend local", "fp32", 1e-4),
+    "fp32-dp2-overlap": (2, OVERLAP, "fp32", 1e-4),
+    "fp32-tp2-sp": (2, SP, "fp32", 1e-4),
+    "fp32-pp2": (2, PP2, "fp32", 1e-4),
+    "fp32-pp2-vpp2": (2, VPP2, "fp32", 1e-4),
+    "fp32-tp2-pp2-overlap-dp2": (8, f"{SP} {VPP2} {OVERLAP}", "fp32", 1e-4),
+    "bf16": (1, "--bf16", "bf16", 0.0),
+    "bf16-flash": (1, "--bf16 --attention-backend flash", "bf16", 1e-2),
+    "bf16-local-attention": (1, "--bf16 --attention-backend local", "bf16", 2e-2),
+    "bf16-fused-loss": (1, "--bf16 --cross-entropy-loss-fusion", "bf16", 2e-2),
+    "bf16-recompute": (
+        1,
+        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "bf16",
+        1e-3,
+    ),
+    "bf16-dp2-overlap": (2, f"--bf16 {OVERLAP}", "bf16", 1e-2),
+    "bf16-tp2-sp": (2, f"--bf16 {SP}", "bf16", 2e-2),
+}
+
+
+def environment(**changes: str) -> dict[str, str]:
+    path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
+    return {**os.environ, "PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", **changes}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("gpu-layouts")
+    cases, answers = directory / "cases.json", directory / "results.json"
+    possible = [
+        {"id": name, "world": world, "argv": f"{MODEL} {layout}".split()}
+        for name, (world, layout, _, _) in CASES.items()
+        if world <= torch.cuda.device_count()
+    ]
+    cases.write_text(json.dumps(possible))
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(cases), str(answers), "cuda"],
+        env=environment(),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(answers.read_text())
+    found["stderr"] = done.stderr
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_learns_what_one_gpu_learns(name: str, results: dict[str, Any]) -> None:
+    world, _, reference, tolerance = CASES[name]
+    if world > torch.cuda.device_count():
+        pytest.skip(f"needs {world} GPUs")
+    assert name in results, results["stderr"][-4000:]
+    for quantity in ("loss", "norm", "validation"):
+        expected = pytest.approx(results[reference][quantity], rel=tolerance, abs=tolerance)
+        assert results[name][quantity] == expected, quantity
+
+
+def train(directory: Path, arguments: str, gpus: int) -> list[Event]:
+    """Run the training program on ``gpus`` GPUs and return the events of rank 0."""
+    status = directory / "status"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
+    done = subprocess.run(
+        [sys.executable, *command, str(PROGRAM), *f"{MODEL} {arguments}".split()],
+        env=environment(**{STATUS_DIR_VARIABLE: str(status)}),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return read_events(status / "rank_0.jsonl")[0]
+
+
+def test_the_program_trains_on_every_gpu_and_measures(tmp_path: Path) -> None:
+    events = train(tmp_path, "--bf16 --log-interval 5", min(torch.cuda.device_count(), 8))
+    assert next(e for e in events if e.event == "joined").get("backend") == "nccl"
+    last = [e for e in events if e.event == "progress"][-1]
+    assert last.get("step") == 20
+    assert last.get("memory_gib") > 0
+    assert last.get("tokens_per_second") > 0
+    assert events[-1].get("reason") == "completed"
+
+
+def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    keep = "--bf16 --use-distributed-optimizer --save checkpoints --load checkpoints"
+    whole = train(tmp_path, "--bf16 --use-distributed-optimizer --log-interval 1", 1)
+    train(tmp_path, f"{keep} --exit-interval 10 --log-interval 1", 1)
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "checkpoints").symlink_to(tmp_path / "checkpoints")
+    second = train(again, f"{keep} --log-interval 1", 1)
+    losses = [{e.get("step"): e.get("loss") for e in es if e.event == "progress"} for es in
+              (whole, second)]  # fmt: skip
+    assert losses[1]
+    for step, loss in losses[1].items():
+        assert loss == pytest.approx(losses[0][step], abs=1e-3)

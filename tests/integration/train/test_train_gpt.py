@@ -1,0 +1,169 @@
+"""The training program as the launcher starts it: real processes, real signals, real files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events, status_files
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "flagscale" / "train" / "train_gpt.py"
+ADAPTED = ROOT / "third_party" / "Megatron-LM"
+TINY = """
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64
+--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --vocab-size 100 --mock-data
+--make-vocab-size-divisible-by 16 --normalization RMSNorm --swiglu --disable-bias-linear
+--position-embedding-type rope --eval-iters 0 --num-workers 0 --log-interval 1 --device cpu
+--lr-decay-style constant
+"""
+
+
+class Job:
+    """A running training program of ``ranks`` ranks."""
+
+    def __init__(
+        self, directory: Path, arguments: str, *, ranks: int = 1, path: tuple[Path, ...] = ()
+    ) -> None:
+        self.status = directory / "status"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        command = [sys.executable, *(launcher if ranks > 1 else []), str(PROGRAM)]
+        own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FLAGSCALE_DEVICE"}
+        environment = {name: value for name, value in os.environ.items() if name not in own}
+        environment.update(
+            PYTHONPATH=":".join(map(str, path or (ROOT, ADAPTED))),
+            OMP_NUM_THREADS="1",
+            **{STATUS_DIR_VARIABLE: str(self.status)},
+        )
+        self.process = subprocess.Popen(
+            [*command, *f"{TINY} {arguments}".split()],
+            env=environment,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait(self) -> int:
+        self.output, self.errors = self.process.communicate(timeout=120)
+        return self.process.returncode
+
+    def events(self, kind: str, rank: int | None = None) -> list[Event]:
+        found = [event for path in status_files(self.status) for event in read_events(path)[0]]
+        return [e for e in found if e.event == kind and rank in (None, e.rank)]
+
+    def wait_for(self, kind: str, **fields: Any) -> Event:
+        for _ in range(1200):
+            for event in self.events(kind) if self.status.is_dir() else []:
+                if all(event.get(name) == value for name, value in fields.items()):
+                    return event
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.1)
+        raise AssertionError(f"no {kind} event came")
+
+    def losses(self) -> list[float]:
+        return [event.get("loss") for event in self.events("progress")]
+
+
+def test_a_run_tells_its_story(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        "--train-iters 3 --eval-iters 1 --eval-interval 2 --save checkpoints "
+        "--tensorboard-dir board --log-params-norm --log-throughput --log-num-zeros-in-grad",
+    )
+    assert job.wait() == 0, job.errors
+    started = job.events("started")[0]
+    assert (started.get("world_size"), started.get("device")) == (1, "cpu")
+    assert job.events("joined")[0].get("backend") == "gloo"
+    steps = job.events("progress")
+    assert [event.get("step") for event in steps] == [1, 2, 3]
+    assert [event.get("samples") for event in steps] == [4, 8, 12]
+    assert all(event.get("tokens_per_second") > 0 for event in steps)
+    assert [event.get("step") for event in job.events("evaluation")] == [2, 3]
+    saved = job.events("checkpoint")[0]
+    assert Path(tmp_path, saved.get("path")).is_dir()
+    finished = job.events("finished")[0]
+    assert (finished.get("step"), finished.get("reason")) == (3, "completed")
+    assert list((tmp_path / "board").glob("events.out.tfevents.*"))
+    assert "step 3/3 | loss" in job.output
+    assert "Warning" not in job.errors
+
+
+def test_sigterm_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--train-iters 100000 --save checkpoints", ranks=2)
+    job.wait_for("progress", step=3)
+    os.kill(job.wait_for("started", rank=1).get("pid"), signal.SIGTERM)
+    assert job.wait() == 0, job.errors
+    ends = job.events("finished")
+    assert [event.get("reason") for event in ends] == ["signal", "signal"]
+    assert ends[0].get("step") == ends[1].get("step")
+    assert job.events("checkpoint")[0].get("step") == ends[0].get("step")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, "--use-distributed-optimizer"), (1, "--bf16")],
+    ids=["distributed-optimizer", "bf16"],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    tmp_path: Path, ranks: int, layout: str
+) -> None:
+    common = f"{layout} --train-iters 6 --attention-dropout 0.1 --hidden-dropout 0.1"
+    whole = Job(tmp_path, common, ranks=ranks)
+    assert whole.wait() == 0, whole.errors
+    expected = whole.losses()
+
+    keep = f"{common} --save checkpoints --load checkpoints"
+    (tmp_path / "first").mkdir()
+    first = Job(tmp_path / "first", f"{keep} --exit-interval 3", ranks=ranks)
+    assert first.wait() == 0, first.errors
+    assert first.events("finished")[0].get("reason") == "exit-interval"
+    second = Job(tmp_path / "first", keep, ranks=ranks)
+    assert second.wait() == 0, second.errors
+    assert second.losses() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--train-iters 20 --lr 1e37 --clip-grad 0 --save checkpoints", ranks=2)
+    assert job.wait() == 1
+    messages = [line for line in job.errors.splitlines() if line.startswith("error: ")]
+    assert len(messages) == 1, job.errors
+    assert "at step" in messages[0]
+    failed = job.events("failed")
+    assert {event.rank for event in failed} == {0, 1}
+    assert all(event.get("kind") == "JobError" for event in failed)
+    assert "Traceback" in failed[0].get("traceback")
+    assert not job.events("checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--train-iters 1 --distributed-backend nccl", "no CUDA device is visible"),
+        ("--train-iters 1 --recompute-granularity full", "megatron.core refuses"),
+    ],
+    ids=["nccl-without-gpu", "core-refuses"],
+)
+def test_a_users_mistake_is_one_message(tmp_path: Path, arguments: str, expected: str) -> None:
+    job = Job(tmp_path, arguments)
+    assert job.wait() == 2
+    assert job.errors.startswith("error: ")
+    assert expected in job.errors
+    assert "Traceback" not in job.errors
+    assert job.events("failed")[0].get("kind") == "ConfigError"
+
+
+def test_the_published_core_on_a_cpu_says_what_to_run(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--train-iters 1", path=(ROOT,))
+    assert job.wait() == 2
+    assert "tools/patch/unpatch.py --backend Megatron-LM" in job.errors
+    assert "Traceback" not in job.errors

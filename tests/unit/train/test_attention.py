@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from flagscale.errors import ConfigError  # noqa: E402
+from flagscale.train.model.attention import SDPAttention  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def attention(mask: Any = AttnMaskType.causal, **changes: Any) -> SDPAttention:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        attention_dropout=0.0,
+        **changes,
+    )
+    return SDPAttention(config, 1, mask, "self")
+
+
+def inputs() -> tuple[Any, Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(6, 2, 4, 8, generator=generator)
+    key, value = torch.randn(2, 6, 2, 2, 8, generator=generator)
+    return query, key, value
+
+
+def by_hand(query: Any, key: Any, value: Any, *, causal: bool, scale: float) -> Any:
+    """Softmax attention, head by head; two heads share a group's keys and values."""
+    out = torch.zeros(6, 2, 4, 8)
+    for batch in range(2):
+        for head in range(4):
+            q, k, v = query[:, batch, head], key[:, batch, head // 2], value[:, batch, head // 2]
+            scores = q @ k.T * scale
+            if causal:
+                hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+                scores = scores.masked_fill(hidden, -math.inf)
+            out[:, batch, head] = scores.softmax(-1) @ v
+    return out.reshape(6, 2, 32)
+
+
+@pytest.mark.parametrize("backend", list(AttnBackend), ids=lambda backend: backend.name)
+def test_causal_attention_by_hand(backend: Any) -> None:
+    query, key, value = inputs()
+    found = attention(attention_backend=backend)(query, key, value)
+    expected = by_hand(query, key, value, causal=True, scale=8**-0.5)
+    torch.testing.assert_close(found, expected)
+
+
+def test_attention_in_both_directions_with_a_scale() -> None:
+    query, key, value = inputs()
+    found = attention(AttnMaskType.no_mask, softmax_scale=0.3)(query, key, value)
+    torch.testing.assert_close(found, by_hand(query, key, value, causal=False, scale=0.3))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"window_size": (4, 0)}, {"softmax_type": "off-by-one"}, {"log_max_attention_logit": True}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_sdpa_cannot_do_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))) as error:
+        attention(**changes)
+    assert "attention_backend: local" in str(error.value)
+
+
+def test_an_arbitrary_mask_is_refused() -> None:
+    with pytest.raises(ConfigError, match="padding mask"):
+        attention(AttnMaskType.padding)

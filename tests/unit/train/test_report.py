@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.errors import ConfigError
+from flagscale.status import StatusWriter, read_events
+from flagscale.train.readings import Reading, StepNumbers
+from flagscale.train.report import Reporter, Speed, progress_line, require_packages
+
+pytestmark = pytest.mark.torch
+
+READING = Reading(
+    StepNumbers(step=20, samples=80, learning_rate=3e-4, zeros=7.0),
+    loss=2.34567891,
+    grad_norm=1.5,
+    stop=None,
+    own_loss_finite=True,
+)
+CPU = Speed(0.25, 4096.0, 0.012, mfu=None, memory_gib=None)
+GPU = Speed(0.25, 40960.0, 496.1, mfu=0.501, memory_gib=65.2)
+
+
+def arguments(**changes: Any) -> Namespace:
+    return Namespace(**{**vars(parse_arguments([])), "train_iters": 100, **changes})
+
+
+@pytest.mark.parametrize(
+    ("speed", "norm", "expected"),
+    [
+        (
+            CPU,
+            None,
+            "step  20/100 | loss 2.3457 | grad norm 1.500 | lr 3.00e-04 | 0.250 s/step | "
+            "4,096 tok/s | 0:00:20 left",
+        ),
+        (
+            GPU,
+            12.0,
+            "step  20/100 | loss 2.3457 | grad norm 1.500 | lr 3.00e-04 | 0.250 s/step | "
+            "40,960 tok/s | 496.1 TFLOP/s/GPU | MFU 50.1 % | 65.2 GiB | params norm 12.000 | "
+            "0:00:20 left",
+        ),
+    ],
+    ids=["cpu", "gpu"],
+)
+def test_the_line_of_a_step(speed: Speed, norm: float | None, expected: str) -> None:
+    assert progress_line(READING, speed, 100, norm) == expected
+
+
+def test_events_of_the_speaking_rank(tmp_path: Path) -> None:
+    reporter = Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True)
+    reporter.progress(READING, GPU, None)
+    reporter.evaluation("valid", 20, 3.0)
+    reporter.evaluation("test", 20, 3.0)
+    reporter.checkpoint(20, tmp_path / "iter_0000020", 1.234)
+    reporter.warn("careful")
+    reporter.close()
+    events = read_events(tmp_path / "rank_0.jsonl")[0]
+    assert [e.event for e in events] == ["progress", "evaluation", "checkpoint", "warning"]
+    assert events[0].fields == {
+        "step": 20,
+        "train_steps": 100,
+        "samples": 80,
+        "loss": 2.345679,
+        "grad_norm": 1.5,
+        "learning_rate": 3e-4,
+        "step_seconds": 0.25,
+        "tokens_per_second": 40960.0,
+        "tflops_per_gpu": 496.1,
+        "mfu": 0.501,
+        "memory_gib": 65.2,
+    }
+
+
+def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
+    Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True).progress(READING, CPU, None)
+    (event,) = read_events(tmp_path / "rank_0.jsonl")[0]
+    assert "mfu" not in event.fields
+    assert "memory_gib" not in event.fields
+
+
+def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(tensorboard_dir=str(tmp_path / "board"))
+    reporter = Reporter(args, StatusWriter(tmp_path, 1), speaks=False)
+    reporter.say("hello")
+    reporter.warn("careful")
+    reporter.scalars(READING)
+    reporter.progress(READING, CPU, None)
+    reporter.evaluation("valid", 1, 1.0)
+    reporter.checkpoint(1, "path", 1.0)
+    reporter.close()
+    assert capsys.readouterr().out == ""
+    assert read_events(tmp_path / "rank_1.jsonl")[0] == []
+    assert not (tmp_path / "board").exists()
+
+
+def test_wandb_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="wandb_project is set, but the Python package wandb"):
+        require_packages(arguments(wandb_project="p"))
+    with pytest.raises(ConfigError, match="package tensorboard is not installed"):
+        require_packages(arguments(tensorboard_dir="d"))
+    require_packages(arguments())
