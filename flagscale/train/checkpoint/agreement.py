@@ -62,10 +62,17 @@ def everywhere(value: bool) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line: what the system says, and of which file."""
-    if isinstance(error, OSError) and error.strerror:
-        of = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror}{of}"
+    """An error in one line: what the system says, and of which file.
+
+    torch's archive writer answers a failed write with an error of its own; the system's is then
+    what that one was raised in.
+    """
+    root: BaseException | None = error
+    while root is not None:
+        if isinstance(root, OSError) and root.strerror:
+            of = f": {root.filename}" if root.filename else ""
+            return f"{root.strerror}{of}"
+        root = root.__cause__ or root.__context__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

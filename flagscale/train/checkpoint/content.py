@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.padding import padded_buckets
 from flagscale.train.state import TrainState
 
 METADATA_KEY = "content_metadata"  # where megatron.core looks for it
@@ -34,6 +36,7 @@ _ARCHITECTURE = (
     "kv_channels",
     "normalization",
     "gated_linear_unit",
+    "swiglu",
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
@@ -80,9 +83,10 @@ def optimizer_state(
     own = model["model"] if len(model) == 1 else model
     if not is_loading:
         _fill_moments(state.optimizer)
-    sharded: dict[str, Any] = state.optimizer.sharded_state_dict(
-        own, is_loading=is_loading, metadata=metadata
-    )
+    with nullcontext() if is_loading else padded_buckets(state.optimizer):
+        sharded: dict[str, Any] = state.optimizer.sharded_state_dict(
+            own, is_loading=is_loading, metadata=metadata
+        )
     return sharded
 
 

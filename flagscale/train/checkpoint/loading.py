@@ -50,7 +50,8 @@ class _Wanted:
 
 
 def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
-    """Load the latest whole checkpoint of ``args.load``; None when there is none at all.
+    """Load the latest whole checkpoint of ``args.load``; None when there is none at all. With
+    overlap_param_gather it is called where all parameters are gathered.
 
     Raises:
         CheckpointError: on all ranks, see :class:`Checkpointer`.
@@ -62,7 +63,12 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     contents.check_fits(found.content, args)
     wanted = _choose(found.content, args)
     loaded = _read(found, state, wanted, fully_parallel=args.ckpt_fully_parallel_load)
-    _apply(loaded, state, wanted)
+    error = None
+    try:
+        _apply(loaded, state, wanted)
+    except (RuntimeError, KeyError, ValueError) as problem:
+        error = f"{found.path} does not fit this run: {describe(problem)}"
+    agree(error)
     return LoadReport(found.path, found.iteration, wanted.notes, found.skipped)
 
 
@@ -98,11 +104,24 @@ def _check_optimizer(content: Mapping[str, Any], args: argparse.Namespace) -> No
             hint=f"set use_distributed_optimizer: {saved}".lower()
             + ", or no_load_optim: true to go on with a fresh optimizer",
         )
+    _check_experts(content, args)
     ours = contents.precision(args)
     if content.get("precision", ours) != ours:
         raise CheckpointError(
             f"the checkpoint was trained in {content['precision']}, this run in {ours}: the "
             "optimizer's state does not fit",
+            hint="no_load_optim: true takes the weights and the progress alone",
+        )
+
+
+def _check_experts(content: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """With expert parallelism megatron.core keeps the experts in an optimizer of their own."""
+    saved = content.get("layout", contents.layout(args))["expert"]
+    ours = args.expert_model_parallel_size
+    if args.num_moe_experts and (saved == 1) != (ours == 1):
+        raise CheckpointError(
+            f"the checkpoint's optimizer was saved with expert_model_parallel_size {saved}, this "
+            f"run has {ours}: between 1 and more its parts differ",
             hint="no_load_optim: true takes the weights and the progress alone",
         )
 

@@ -23,12 +23,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -70,7 +71,7 @@ class Writing:
         self._errors: list[str] = []
         sharded, common = save_preprocess(state, validate)
         with quiet_failure(self._errors):
-            TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory))
+            _write_common(common, directory)
         self._writer, self._metadata = _plan(sharded, directory, fully_parallel)
         buckets = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets, True)
         transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
@@ -109,6 +110,17 @@ class Writing:
                 )
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(_BACKEND, _VERSION), str(self._directory))
+
+
+def _write_common(common: Mapping[str, Any], directory: Path) -> None:
+    """Rank 0 writes what is no tensor. Through a Python file: torch's own tells of a full disk
+    only that a position is unexpected."""
+    if dist.get_rank() != 0:
+        return
+    with (directory / COMMON_STATE_FNAME).open("wb") as file:
+        torch.save(common, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write(buckets: list[Any], transforms: list[Any]) -> Written:

@@ -1,0 +1,437 @@
+"""Checkpoints of real training steps: resumed, resharded, damaged, and without space."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+ROOT = WORKER.parents[3]
+
+LLAMA = """
+--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
+--seq-length 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 6 --lr 2e-3
+--vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --num-workers 0 --clip-grad 0.5
+--lr-decay-style cosine --device cpu --init-method-std 0.1
+"""
+MOE = LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
+DO = "--use-distributed-optimizer"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that saves, and in other cases loads."""
+
+    world: int
+    flags: str = ""
+    model: str = "llama"
+
+
+LAYOUTS = {
+    "one": Layout(1),
+    "one-do": Layout(1, DO),
+    "dp2": Layout(2),
+    "dp2-do": Layout(2, DO),
+    "dp2-do-overlap": Layout(2, OVERLAP),
+    "tp2": Layout(2, TP2),
+    "tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DO}"),
+    "pp2": Layout(2, PP2),
+    "pp2-do": Layout(2, f"{PP2} {DO}"),
+    "pp2-vpp2": Layout(2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    "moe-one": Layout(1, "", "moe"),
+    "moe-ep2": Layout(2, "--expert-model-parallel-size 2", "moe"),
+    "bf16-dp2-do": Layout(2, DO, "bf16"),
+    "tied-pp2": Layout(2, PP2, "tied"),
+    "tied-one": Layout(1, "", "tied"),
+    "tied-pp2-do": Layout(2, f"{PP2} {DO}", "tied"),
+}
+MODELS = {
+    "llama": LLAMA,
+    "moe": MOE,
+    "bf16": LLAMA + " --bf16",
+    "tied": LLAMA.replace("--untie-embeddings-and-output-weights", ""),
+}
+
+SAME = tuple(LAYOUTS)
+RESHARD = (
+    ("one", "tp2"),
+    ("one", "pp2-vpp2"),
+    ("one-do", "dp2-do"),
+    ("tp2", "pp2"),
+    ("tp2", "dp2"),
+    ("tp2", "one"),
+    ("pp2", "tp2"),
+    ("pp2-vpp2", "dp2"),
+    ("dp2", "tp2"),
+    ("dp2-do", "tp2-sp-do"),
+    ("dp2-do", "pp2-do"),
+    ("tp2-sp-do", "pp2-do"),
+    ("tp2-sp-do", "one-do"),
+    ("pp2-do", "dp2-do-overlap"),
+    ("dp2-do-overlap", "one-do"),
+    ("tied-pp2", "tied-one"),
+)
+
+
+def case(name: str, do: str, layout: Layout, flags: object = "", **more: Any) -> dict[str, Any]:
+    argv = f"{MODELS[layout.model]} {layout.flags} {flags}".split()
+    return {"id": name, "do": do, "argv": argv, **more}
+
+
+class Lab:
+    """Plans cases under one directory and runs them in as few processes as it can."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.stages: list[dict[str, Any]] = []
+
+    def stage(self, world: int, *cases: dict[str, Any]) -> None:
+        cache = ["--data-cache-path", str(self.root / "cache")]
+        for item in cases:
+            item["argv"] += cache
+        self.stages.append({"world": world, "cases": list(cases)})
+
+    def run(self) -> dict[str, Any]:
+        plan, answers = self.root / "plan.json", self.root / "results.json"
+        plan.write_text(json.dumps(self.stages))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, str(WORKER), str(plan), str(answers)],
+            env=environment,
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: dict[str, Any] = json.loads(answers.read_text())
+        found["stderr"] = done.stderr
+        return found
+
+
+# --- resume and resharding ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every layout: six steps without a break; three, a checkpoint, and three more from it, by
+    itself and by other layouts."""
+    lab = Lab(tmp_path_factory.mktemp("checkpoints"))
+    saves: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    loads: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    for name, layout in LAYOUTS.items():
+        saves[layout.world] += [
+            case(f"{name} whole", "train_and_save", layout, steps=2 * STEPS),
+            case(f"{name} save", "train_and_save", layout, f"--save {lab.root / name}",
+                 steps=STEPS),
+        ]  # fmt: skip
+    for source, target in [*((name, name) for name in SAME), *RESHARD]:
+        layout = LAYOUTS[target]
+        loads[layout.world].append(
+            case(f"{source} > {target}", "train_and_save", layout, f"--load {lab.root / source}",
+                 steps=STEPS)
+        )  # fmt: skip
+    for cases in (saves, loads):
+        for world in (1, 2):
+            lab.stage(world, *cases[world])
+    return lab.run()
+
+
+def continued(trained: dict[str, Any], name: str) -> dict[str, Any]:
+    assert name in trained, trained["stderr"][-4000:]
+    found: dict[str, Any] = trained[name]
+    assert "error" not in found, found["error"]
+    return found
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_resumed_run_equals_the_uninterrupted_one(name: str, trained: dict[str, Any]) -> None:
+    whole = continued(trained, f"{name} whole")
+    resumed = continued(trained, f"{name} > {name}")
+    assert resumed["progress"] == whole["progress"]
+    assert "without" not in resumed["report"]
+    for quantity in ("loss", "norm"):
+        assert resumed[quantity] == pytest.approx(whole[quantity][STEPS:], abs=1e-6), quantity
+
+
+@pytest.mark.parametrize(("source", "target"), RESHARD)
+def test_another_layout_goes_on_where_one_stopped(
+    source: str, target: str, trained: dict[str, Any]
+) -> None:
+    whole = continued(trained, f"{target} whole")
+    resumed = continued(trained, f"{source} > {target}")
+    assert resumed["report"].startswith(f"iteration {STEPS} from ")
+    for quantity in ("loss", "norm"):
+        assert resumed[quantity] == pytest.approx(whole[quantity][STEPS:], abs=1e-5), quantity
+
+
+def test_the_optimizers_state_matters(trained: dict[str, Any]) -> None:
+    """Steps after the checkpoint move the loss by far more than the tolerances above."""
+    losses = continued(trained, "one whole")["loss"]
+    assert max(abs(b - a) for a, b in pairwise(losses)) > 0.01
+
+
+# --- what is kept, what is found, what is refused -------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def handled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    lab = Lab(tmp_path_factory.mktemp("handled"))
+    root, dp2, one = lab.root, LAYOUTS["dp2-do"], LAYOUTS["one"]
+    history = root / "history"
+    newest, older = history / "iter_0000004", history / "iter_0000003"
+    lab.stage(
+        2,
+        case("keep", "save_each_step", dp2, f"--save {root / 'keep'} --keep-last 2", steps=4),
+        case("async", "save_each_step", dp2,
+             f"--save {root / 'async'} --keep-last 1 --async-save", steps=4),
+        case("from-async", "train_and_save", dp2, f"--load {root / 'async'}", steps=2),
+        case("whole", "train_and_save", dp2, steps=6),
+        case("history", "save_each_step", dp2, f"--save {history}", steps=4),
+        case("none", "load_only", dp2, f"--load {root / 'nowhere'}"),
+        case("all", "load_only", dp2, f"--load {history}"),
+        case("cut", "damage", dp2, edits=[[str(newest / "__1_0.distcp"), 1000]]),
+        case("cut-newest", "load_only", dp2, f"--load {history}"),
+        case("cut-more", "damage", dp2, edits=[[str(older / ".metadata"), None]]),
+        case("cut-two", "load_only", dp2, f"--load {history}"),
+        case("back", "damage", dp2,
+             edits=[[str(history / "latest_checkpointed_iteration.txt"), "1\n"]]),
+        case("gone-back", "load_only", dp2, f"--load {history}"),
+        case("again", "save_each_step", dp2,
+             f"--load {history} --save {history} --keep-last 1", steps=2),
+        case("after-again", "load_only", dp2, f"--load {history}"),
+        case("draw", "draw_and_save", dp2, f"--save {root / 'draw'}"),
+        case("drawn", "load_only", dp2, f"--load {root / 'draw'}"),
+        case("no-rng", "load_only", dp2, f"--load {root / 'draw'} --no-load-rng"),
+        case("kill", "kill_the_writer", dp2, f"--save {root / 'kill'} --async-save"),
+        case("kill-load", "load_only", dp2, f"--load {root / 'kill'}"),
+    )  # fmt: skip
+    saved = root / "keep"
+    lab.stage(
+        1,
+        case("finetune", "train_and_save", one, f"--load {saved} --finetune", steps=1),
+        case("no-optimizer", "train_and_save", one, f"--load {saved} --no-load-optim", steps=1),
+        case("other-optimizer", "load_only", one, f"--load {saved}"),
+        case("precision", "load_only", Layout(1, DO, "bf16"), f"--load {saved}"),
+        case("schedule", "load_only", LAYOUTS["one-do"], f"--load {saved} --min-lr 1e-4"),
+        case("override", "load_only", LAYOUTS["one-do"],
+             f"--load {saved} --min-lr 1e-4 --override-opt-param-scheduler"),
+        case("other-model", "load_only", one,
+             f"--load {saved} --num-layers 2 --hidden-size 32 --no-load-optim"),
+        case("bare", "train_and_save", one,
+             f"--save {root / 'bare'} --no-save-optim --no-save-rng", steps=1),
+        case("from-bare", "load_only", one, f"--load {root / 'bare'}"),
+        case("ruin", "damage", one, edits=[[str(root / "bare/iter_0000001/manifest.json"), "{"]]),
+        case("ruined", "load_only", one, f"--load {root / 'bare'}"),
+        case("foreign", "damage", one,
+             edits=[[str(root / "async/iter_0000004/manifest.json"), None]]),
+        case("from-foreign", "load_only", LAYOUTS["one-do"], f"--load {root / 'async'}"),
+        case("foreign-cut", "damage", one,
+             edits=[[str(root / "async/iter_0000004/__0_0.distcp"), 1000]]),
+        case("from-foreign-cut", "load_only", LAYOUTS["one-do"], f"--load {root / 'async'}"),
+        case("moe", "train_and_save", LAYOUTS["moe-one"], f"--save {root / 'moe'}", steps=1),
+        case("no-save-dir", "train_and_save", one, steps=0),
+    )  # fmt: skip
+    lab.stage(2, case("experts", "load_only", LAYOUTS["moe-ep2"], f"--load {root / 'moe'}"))
+    return lab.run()
+
+
+def names(*iterations: int) -> list[str]:
+    return [f"iter_{i:07d}" for i in iterations] + ["latest_checkpointed_iteration.txt"]
+
+
+def test_keep_last(handled: dict[str, Any]) -> None:
+    assert handled["keep"]["names"] == names(3, 4)
+    assert handled["keep"]["polled"] == [1, 2, 3, 4]
+    assert handled["keep"]["warnings"] == []
+
+
+def test_asynchronous_saves_are_whole_and_the_same(handled: dict[str, Any]) -> None:
+    assert handled["async"]["names"] == names(4)
+    assert handled["async"]["polled"] == [1, 2, 3, 4]
+    ours, whole = handled["from-async"]["loss"], handled["whole"]["loss"]
+    assert ours == pytest.approx(whole[4:], abs=1e-6)
+
+
+def test_nothing_to_load(handled: dict[str, Any]) -> None:
+    assert handled["none"]["report"] is None
+
+
+def test_a_cut_checkpoint_is_passed_over_and_said_so(handled: dict[str, Any]) -> None:
+    assert handled["all"]["report"].startswith("iteration 4 from ")
+    report = handled["cut-newest"]["report"]
+    assert report.startswith("iteration 3 from ")
+    assert "skipped iter_0000004: __1_0.distcp has 1000 bytes, expected " in report
+    assert handled["cut-newest"]["progress"]["iteration"] == 3
+    report = handled["cut-two"]["report"]
+    assert report.startswith("iteration 2 from ")
+    assert "skipped iter_0000003: .metadata is missing" in report
+
+
+def test_going_back_by_the_tracker_file(handled: dict[str, Any]) -> None:
+    report = handled["gone-back"]["report"]
+    assert report.startswith("iteration 1 from ")
+    assert "iter_0000002: newer than latest_checkpointed_iteration.txt says (1)" in report
+    # Iterations 2 and 3 are saved again, over what was there; the cut one ahead is not touched.
+    assert handled["again"]["names"] == names(3, 4)
+    assert handled["after-again"]["report"].startswith("iteration 3 from ")
+
+
+def test_random_states_come_back_on_each_rank(handled: dict[str, Any]) -> None:
+    drawn = [rank["drawn"] for rank in handled["draw"]["ranks"]]
+    assert drawn[0] != drawn[1]
+    assert [rank["drawn"] for rank in handled["drawn"]["ranks"]] == drawn
+    assert [rank["drawn"] for rank in handled["no-rng"]["ranks"]] != drawn
+
+
+def test_a_killed_writer_costs_one_checkpoint(handled: dict[str, Any]) -> None:
+    found = handled["kill"]
+    assert found["names"] == names(1, 3)
+    assert found["warnings"] == [
+        "the checkpoint of iteration 2 was not saved: rank 1: the process that writes the "
+        "checkpoint was killed"
+    ]
+    assert all(rank["warnings"] == found["warnings"] for rank in found["ranks"])
+    assert handled["kill-load"]["report"].startswith("iteration 3 from ")
+
+
+def test_weights_alone(handled: dict[str, Any]) -> None:
+    whole = handled["whole"]["loss"]
+    finetune, without = handled["finetune"], handled["no-optimizer"]
+    assert finetune["progress"]["iteration"] == 1
+    assert "finetune: the weights alone" in finetune["report"]
+    assert without["progress"]["iteration"] == 5
+    assert without["loss"] == pytest.approx(whole[4:5], abs=1e-5)  # before its first update
+    assert finetune["loss"][0] < whole[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("other-optimizer", ["use_distributed_optimizer: true, this run has false",
+                             "no_load_optim: true to go on"]),
+        ("precision", ["trained in fp32, this run in bf16"]),
+        ("schedule", ["learning-rate schedule differs", "minimum learning rate",
+                      "override_opt_param_scheduler: true"]),
+        ("other-model", ["num_layers: the checkpoint has 4, the model 2",
+                         "hidden_size: the checkpoint has 64, the model 32"]),
+        ("from-bare", ["holds no optimizer state", "finetune: true"]),
+        ("ruined", ["holds no whole checkpoint", "manifest.json cannot be read"]),
+        ("experts", ["expert_model_parallel_size 1, this run has 2"]),
+        ("from-foreign-cut", ["__0_0.distcp has 1000 bytes, expected"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_refused(name: str, parts: list[str], handled: dict[str, Any]) -> None:
+    found = handled[name]
+    assert found["kind"] == "CheckpointError"
+    for part in parts:
+        assert part in found["error"]
+
+
+def test_what_is_let_through(handled: dict[str, Any]) -> None:
+    assert handled["override"]["progress"]["iteration"] == 4
+    assert handled["from-foreign"]["progress"]["iteration"] == 4
+    assert handled["bare"]["names"] == names(1)
+    assert handled["no-save-dir"]["warnings"] == []
+
+
+# --- no space left ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """A file system of 16 MB; None where this process may not mount one."""
+    path = tmp_path_factory.mktemp("small disk")
+    mount = shutil.which("mount")
+    options = ["-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)]
+    if mount is None or subprocess.run([mount, *options], check=False).returncode:
+        yield None
+        return
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) -> dict[str, Any]:
+    lab = Lab(tmp_path_factory.mktemp("troubled"))
+    layout, cases = LAYOUTS["dp2-do"], []
+    for name, flags, ranks in (
+        ("limit", "", [0, 1]), ("limit-async", "--async-save", [0, 1]), ("limit-one", "", [1]),
+        ("limit-first", "", [0]),
+    ):  # fmt: skip
+        save = f"--save {lab.root / name / 'checkpoints'} {flags}"
+        cases.append(case(name, "fail_in_the_middle", layout, save, trouble_ranks=ranks))
+    save = f"--save {lab.root / 'end' / 'checkpoints'}"
+    cases.append(case("end", "fail_at_the_end", layout, save, trouble_ranks=[1]))
+    save += "2 --async-save"
+    cases.append(case("end-async", "fail_at_the_end", layout, save, trouble_ranks=[1]))
+    if small_disk is not None:
+        link = lab.root / "disk"  # the arguments are split at spaces
+        link.symlink_to(small_disk)
+        for name, flags in (("full", ""), ("full-async", "--async-save")):
+            save = f"--save {link / name / 'checkpoints'} --keep-last 1 {flags}"
+            cases.append(
+                case(name, "fail_in_the_middle", layout, save, trouble_ranks=[0], fill=True)
+            )
+    lab.stage(2, *cases)
+    return lab.run()
+
+
+@pytest.mark.parametrize("name", ["limit", "limit-async", "limit-one", "limit-first"])
+def test_a_write_that_fails_costs_one_checkpoint(name: str, troubled: dict[str, Any]) -> None:
+    assert name in troubled, troubled["stderr"][-4000:]
+    check_survival(troubled[name], "File too large")
+    assert troubled[name]["names"] == names(1, 3)
+
+
+@pytest.mark.parametrize("name", ["full", "full-async"])
+def test_a_full_disk_costs_one_checkpoint(
+    name: str, troubled: dict[str, Any], small_disk: Path | None
+) -> None:
+    if small_disk is None:
+        pytest.skip("mounting a small file system needs root")
+    assert name in troubled, troubled["stderr"][-4000:]
+    check_survival(troubled[name], "No space left on device")
+    assert troubled[name]["names"] == names(3)
+
+
+def check_survival(found: dict[str, Any], reason: str) -> None:
+    for rank in found["ranks"]:
+        assert "error" not in rank
+        [warning] = rank["warnings"]
+        assert "the checkpoint of iteration 2 was not saved: rank " in warning
+        assert reason in warning
+        assert rank["during"] == names(1)  # the one before is there, the failed one is gone
+        assert rank["progress"]["iteration"] == 3
+
+
+@pytest.mark.parametrize("name", ["end", "end-async"])
+def test_the_last_save_must_succeed(name: str, troubled: dict[str, Any]) -> None:
+    for rank in troubled[name]["ranks"]:
+        assert rank["kind"] == "CheckpointError"
+        assert "iteration 2 was not saved" in rank["error"]
+        assert "the checkpoints saved before it are in place" in rank["error"]
+    assert troubled[name]["names"] == names(1)

@@ -1,0 +1,190 @@
+"""Checkpoint directories: which one is found, which are kept, what a killed run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.store import (
+    MANIFEST,
+    TRACKER,
+    CheckpointStore,
+    check_whole,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "it's a $directory")
+
+
+def save(store: CheckpointStore, *iterations: int) -> None:
+    for iteration in iterations:
+        partial = store.begin(iteration)
+        (partial / "a.distcp").write_bytes(b"x" * 100)
+        (partial / "sub").mkdir()
+        (partial / "sub" / "b").write_bytes(b"y")
+        store.publish(iteration, {"layout": {"world": 2}})
+
+
+def listed(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.root.iterdir())
+
+
+def tracker(store: CheckpointStore) -> str:
+    return (store.root / TRACKER).read_text()
+
+
+def test_a_published_checkpoint_is_found(store: CheckpointStore) -> None:
+    save(store, 5, 10)
+    found = store.find()
+    assert found is not None
+    assert (found.path.name, found.iteration, found.skipped) == ("iter_0000010", 10, ())
+    assert found.content["layout"] == {"world": 2}
+    assert tracker(store) == "10\n"
+    assert listed(store) == ["iter_0000005", "iter_0000010", TRACKER]
+
+
+def test_nothing_is_found_in_nothing(store: CheckpointStore) -> None:
+    assert store.find() is None
+    store.root.mkdir()
+    (store.root / "wandb").mkdir()
+    (store.root / "iter_12").mkdir()  # not a name that is written here
+    assert store.find() is None
+
+
+def test_a_checkpoint_under_way_is_not_seen(store: CheckpointStore) -> None:
+    save(store, 1)
+    (store.begin(2) / "a.distcp").write_bytes(b"x")
+    found = store.find()
+    assert found is not None
+    assert (found.iteration, found.skipped) == (1, ())
+    store.abandon(2)
+    assert listed(store) == ["iter_0000001", TRACKER]
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        pytest.param(lambda p: os.truncate(p / "a.distcp", 99),
+                     "a.distcp has 99 bytes, expected 100", id="cut"),
+        pytest.param(lambda p: os.truncate(p / "a.distcp", 101), "has 101 bytes", id="grown"),
+        pytest.param(lambda p: (p / "sub" / "b").unlink(), "sub/b is missing", id="missing"),
+        pytest.param(lambda p: (p / MANIFEST).write_text("{}"), "manifest.json cannot be read",
+                     id="empty-manifest"),
+        pytest.param(lambda p: os.truncate(p / MANIFEST, 30), "manifest.json cannot be read",
+                     id="cut-manifest"),
+        pytest.param(lambda p: (p / MANIFEST).unlink(), "metadata.json is missing",
+                     id="no-manifest"),
+    ],
+)  # fmt: skip
+def test_damage_is_passed_over(store: CheckpointStore, edit: object, reason: str) -> None:
+    save(store, 1, 2)
+    edit(store.path(2))  # type: ignore[operator]
+    found = store.find()
+    assert found is not None
+    assert found.iteration == 1
+    [skipped] = found.skipped
+    assert skipped.startswith("iter_0000002: ")
+    assert reason in skipped
+
+
+def test_all_damaged(store: CheckpointStore) -> None:
+    save(store, 1, 2)
+    for iteration in (1, 2):
+        (store.path(iteration) / "a.distcp").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        store.find()
+    assert "holds no whole checkpoint" in str(caught.value)
+    assert "iter_0000001: a.distcp is missing" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "iteration", "remark"),
+    [
+        pytest.param("2\n", 2, "iter_0000003: newer than", id="back"),
+        pytest.param("9\n", 3, "iter_0000009: missing, although", id="not-there"),
+        pytest.param("soon", 3, "holds 'soon', expected an iteration", id="words"),
+        pytest.param("", 3, "holds '', expected an iteration", id="empty"),
+        pytest.param(None, 3, None, id="none"),
+    ],
+)
+def test_the_tracker_file(
+    store: CheckpointStore, text: str | None, iteration: int, remark: str | None
+) -> None:
+    save(store, 1, 2, 3)
+    path = store.root / TRACKER
+    path.unlink() if text is None else path.write_text(text)
+    found = store.find()
+    assert found is not None
+    assert found.iteration == iteration
+    assert [remark in item for item in found.skipped] == ([True] if remark else [])  # type: ignore[operator]
+
+
+def test_an_iteration_that_is_saved_again_replaces(store: CheckpointStore) -> None:
+    save(store, 1)
+    (store.path(1) / "old").touch()
+    save(store, 1)
+    assert not (store.path(1) / "old").exists()
+    assert listed(store) == ["iter_0000001", TRACKER]
+
+
+def test_what_a_killed_run_leaves_is_cleared(store: CheckpointStore) -> None:
+    save(store, 1, 2)
+    (store.root / ".iter_0000003.partial" / "sub").mkdir(parents=True)
+    (store.root / ".iter_0000004.removed").mkdir()
+    store.path(2).rename(store.root / ".iter_0000002.replaced")  # between the two renames
+    (store.root / ".iter_0000009.partial.txt").touch()  # not ours
+    save(store, 3)
+    assert listed(store) == [
+        ".iter_0000009.partial.txt", *(f"iter_000000{i}" for i in (1, 2, 3)), TRACKER,
+    ]  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    iterations=st.lists(st.integers(1, 30), min_size=1, max_size=8, unique=True),
+    damaged=st.sets(st.integers(1, 30)),
+    keep=st.integers(1, 4),
+    newest=st.integers(1, 30),
+)
+def test_keeping(
+    tmp_path_factory: pytest.TempPathFactory,
+    iterations: list[int],
+    damaged: set[int],
+    keep: int,
+    newest: int,
+) -> None:
+    store = CheckpointStore(tmp_path_factory.mktemp("keep"))
+    save(store, *{*iterations, newest})
+    for iteration in damaged - {newest}:
+        if store.path(iteration).exists():
+            (store.path(iteration) / "a.distcp").unlink()
+    store.remove(store.superseded(newest, keep))
+    left = set(store.iterations())
+    whole = {i for i in left if i not in damaged or i == newest}
+    assert newest in left
+    assert {i for i in iterations if i > newest} <= left  # training went back: not touched
+    older = sorted((i for i in {*iterations} - damaged if i < newest), reverse=True)
+    assert {i for i in whole if i < newest} == set(older[: keep - 1])
+    assert not list(store.root.glob(".iter_*"))
+
+
+def test_keeping_one_removes_the_damaged_too(store: CheckpointStore) -> None:
+    save(store, 1, 2, 3)
+    (store.path(1) / "a.distcp").unlink()
+    assert store.superseded(3, 1) == [store.path(2), store.path(1)]
+    assert store.superseded(3, 5) == []
+
+
+def test_the_manifest_lists_every_file(store: CheckpointStore) -> None:
+    save(store, 7)
+    manifest = json.loads((store.path(7) / MANIFEST).read_text())
+    assert manifest["files"] == {"a.distcp": 100, "sub/b": 1}
+    assert check_whole(store.path(7))["iteration"] == 7
