@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:2] == ["config", "explain"]:
+        words = words[1:]
     if words[:1] and words[0] in _PATCHING:
         # These parse their own options.
         function: Callable[[list[str]], int] = getattr(

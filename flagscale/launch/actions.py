@@ -145,7 +145,11 @@ def _stay(runner: LocalRunner, state: RunState) -> int:
         for line in output.read(final=True):
             show(line)
         raise
-    return runner.wait(state)
+    code = runner.wait(state)
+    failure = runner.query(load_state(Layout(state.exp_dir).state) or state).failure
+    if failure is not None:
+        print(f"first failure: {failure.describe()}", file=sys.stderr)
+    return code
 
 
 def query(experiment: Experiment, options: Options) -> int:

@@ -3,8 +3,8 @@
 ``python -m flagscale.launch.agent --run-dir DIR --grace SECONDS -- COMMAND …`` starts the command
 and sees to it that nothing of the run outlives it:
 
-- TERM, INT and HUP are passed on to the command; after the grace period the run's processes are
-  killed. A second signal, later than a second, cuts the grace period short.
+- TERM, INT and HUP end the job in order: TERM to the ranks, then to torchrun, and after the grace
+  period KILL. A second signal, later than a second, cuts the grace period short.
 - Orphans of the run come to the agent, which is a child subreaper, and when the command has ended
   every process that carries the run's ``FLAGSCALE_RUN_ID`` is ended too.
 - If the script above dies, the agent gets TERM from the kernel; if the agent dies, the command
@@ -33,7 +33,10 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 IMPATIENCE_SECONDS = 1.0
-# torchrun kills its workers after the grace period by itself; only then is it the agent's turn.
+TICK_SECONDS = 0.1
+# What torchrun gets to notice that its ranks have ended.
+SETTLE_SECONDS = 1.0
+# What torchrun gets, after the grace period, to end what is left before all of it is killed.
 KILL_MARGIN_SECONDS = 5.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -66,14 +69,16 @@ class Agent:
         self.signal: int | None = None
         self._signalled_at = 0.0
         self._command: subprocess.Popen[bytes] | None = None
-        self._stopping = False
+        self._command_told = False
+        self._ranks_told: set[processes.Process] = set()
+        self._ranks_gone_at: float | None = None
 
     def run(self, command: Sequence[str]) -> int:
         """Start the command, wait for it, leave nothing behind; the code to exit with."""
         # A signal before the command is up is kept and passed on once it is.
         for number in FORWARDED:
             signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGALRM, self._on_grace_over)
+        signal.signal(signal.SIGALRM, self._on_tick)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         script = os.getppid()
         die_with(script, signal.SIGTERM)()
@@ -115,8 +120,6 @@ class Agent:
             start_new_session=True,
             preexec_fn=die_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509 - one thread
         )
-        if self.signal is not None:
-            self._stop_command()
         while True:
             # Orphans of the run are children too: reap every one, return with the command.
             pid, status = os.waitpid(-1, 0)
@@ -128,20 +131,54 @@ class Agent:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._signalled_at = number, now
-            if self._command is not None:
-                self._stop_command()
+            signal.setitimer(signal.ITIMER_REAL, 0.001, TICK_SECONDS)
         elif now - self._signalled_at > IMPATIENCE_SECONDS:
-            self._on_grace_over(number, None)
+            self._kill()
 
-    def _stop_command(self) -> None:
-        # Once: a second TERM would interrupt torchrun while it ends its workers.
-        command = self._command
-        if command is not None and command.returncode is None and not self._stopping:
-            self._stopping = True
-            os.kill(command.pid, signal.SIGTERM)
-            signal.setitimer(signal.ITIMER_REAL, max(0.01, self.grace + self._margin()))
+    def _on_tick(self, _number: int, _frame: FrameType | None) -> None:
+        """A step of ending the command in order.
 
-    def _on_grace_over(self, _number: int, _frame: FrameType | None) -> None:
+        The ranks are told first, and they alone: torchrun would signal each rank's whole process
+        group, and a rank whose data loaders die in the middle of a step cannot save a checkpoint.
+        torchrun is told when they are gone but it stays, or when the grace period is over.
+        """
+        if self._command is None or self._command.returncode is not None:
+            return
+        now = time.monotonic()
+        passed = now - self._signalled_at
+        if passed < SETTLE_SECONDS:
+            self._tell_ranks()
+        if passed >= self.grace + self._margin():
+            self._kill()
+        elif not self._command_told and (passed >= self.grace or self._ranks_are_gone(now)):
+            self._command_told = True
+            os.kill(self._command.pid, signal.SIGTERM)
+
+    def _tell_ranks(self) -> None:
+        """TERM to the ranks that have not had it. Those are torchrun's own children, as long as
+        it hasn't had the time to restart any."""
+        if self._command is None or self._ranks_gone_at is not None:
+            return
+        for process in processes.members(self.run_id):
+            is_rank = processes.parent(process.pid) == self._command.pid
+            if (
+                is_rank
+                and process not in self._ranks_told
+                and b"LOCAL_RANK" in (processes.environment(process.pid))
+            ):
+                self._ranks_told.add(process)
+                processes.send(process, signal.SIGTERM, run_id=self.run_id)
+
+    def _ranks_are_gone(self, now: float) -> bool:
+        """Whether no rank is left to wait for, and torchrun has had the time to end by itself."""
+        if not self._ranks_told:
+            return True
+        if any(processes.is_alive(process) for process in self._ranks_told):
+            return False
+        self._ranks_gone_at = self._ranks_gone_at or now
+        return now - self._ranks_gone_at >= SETTLE_SECONDS
+
+    def _kill(self) -> None:
         for process in processes.members(self.run_id, exclude=self._spared()):
             processes.send(process, signal.SIGKILL, run_id=self.run_id)
 

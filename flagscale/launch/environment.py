@@ -15,16 +15,16 @@ from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PYTHON_PATH = "PYTHONPATH"
-DEFAULT, COMMON = "default", "envs"
+DEFAULT, INHERITED, COMMON = "default", "inherited", "envs"
 
 
 @dataclass(frozen=True)
 class EnvValue:
     """One environment variable of a host's ranks.
 
-    ``origin`` is ``run`` (the run's own identity), ``default`` (the user gave none) or the key of
-    the YAML. A secret's value is kept from files, output and ``repr``: it travels in the
-    environment of the started script alone.
+    ``origin`` is ``run`` (the run's own identity), ``default`` (the user gave none),
+    ``inherited`` (from the environment of the launch) or the key of the YAML. A secret's value is
+    kept from files, output and ``repr``: it travels in the started script's environment alone.
     """
 
     name: str
@@ -47,8 +47,8 @@ def build_environment(
     threads: int,
     gpus: int,
 ) -> tuple[tuple[EnvValue, ...], tuple[str, ...]]:
-    """The variables a host's script sets, by precedence run < defaults < envs < device type <
-    host, and the user's own entries of PYTHONPATH, which come after the project's."""
+    """The variables a host's script sets, by precedence defaults < inherited < envs < device
+    type < host, and the user's own entries of PYTHONPATH, which come after the project's."""
     given = _given(experiment, host)
     values = [
         EnvValue(RUN_ID_VARIABLE, run_id, "run"),
@@ -56,8 +56,11 @@ def build_environment(
     ]
     grace = max(1, round(experiment.runner.stop_grace))
     for name, value in _defaults(host, threads, gpus, grace).items():
-        if name not in given and name not in inherited:
-            values.append(EnvValue(name, value, DEFAULT))
+        if name in given:
+            continue
+        # Written down too, so that the script does the same from another shell.
+        origin = INHERITED if name in inherited else DEFAULT
+        values.append(EnvValue(name, inherited.get(name, value), origin))
     own_path = given.pop(PYTHON_PATH, None)
     values.extend(given.values())
     return tuple(values), (own_path.value,) if own_path and own_path.value else ()

@@ -162,7 +162,8 @@ def _rank_failure(
     reason = f"ended with {describe_code(code)}" if code is not None else "failed"
     if code == -signal.SIGKILL:
         reason += f": {_explain_kill(ended)}"
-    trace = last_traceback(read_tail(log)) if code is None or code >= 0 else ""
+    # A program that explains itself without a traceback has done so in its last lines.
+    trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (code or 0) >= 0 else ""
     return Failure(host.name, rank, code, reason, trace, log)
 
 

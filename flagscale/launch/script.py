@@ -116,6 +116,7 @@ def _one_line(text: str) -> str:
 _BLOCKS = {
     "run": "# Every process of the run carries this; `stop` ends those and no others.",
     "default": "# Defaults; `experiment.envs` or the environment of the launch wins over them.",
+    "inherited": "# From the environment of the launch, in place of defaults.",
 }
 
 

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Iterator
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -37,19 +38,18 @@ def duration(seconds: float) -> str:
 
 def run_table(snapshot: Snapshot) -> RenderableType:
     """A run in one table; below it the first failure and warnings."""
-    table = Table(title=Text(f"{snapshot.name} · run {snapshot.run_id}"), title_justify="left")
+    lasted = duration(time.time() - snapshot.since)
+    title = Text(f"{snapshot.name} · run {snapshot.run_id} · {snapshot.phase.value} for {lasted}")
+    if snapshot.phase.ended:
+        title = Text(f"{snapshot.name} · run {snapshot.run_id} · ended {lasted} ago")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("host", "state", "since", "ranks", "step", "loss", "tokens/s", "left"):
         left = heading in ("host", "state")
-        table.add_column(heading, justify="left" if left else "right", min_width=len(heading))
-    since = f"{_clock(snapshot.since)} ({duration(time.time() - snapshot.since)})"
+        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "host")
     for host, phase in snapshot.hosts:
-        table.add_row(
-            Text(host),
-            Text(phase.value, _STYLES[phase]),
-            since,
-            _ranks(snapshot),
-            *_figures(snapshot),
-        )
+        state = Text(phase.value, _STYLES[phase])
+        since = _clock(snapshot.since)
+        table.add_row(Text(host), state, since, _ranks(snapshot), *_figures(snapshot))
     below = [Text(f"warning: {message}", "yellow") for message in snapshot.warnings]
     if snapshot.failure is not None:
         below.append(Text(f"first failure: {snapshot.failure.describe()}", "red"))

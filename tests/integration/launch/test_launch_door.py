@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def test_dryrun_prints_what_run_would_start_and_writes_nothing(lab: Lab) -> None
     before = tree(lab.root)
     done = lab.do("dryrun")
     assert done.returncode == 0, done.stderr
-    assert "#   envs     NCCL_DEBUG=WARN" in done.stdout
+    assert re.search(r"^# +envs +NCCL_DEBUG=WARN$", done.stdout, re.MULTILINE)
     assert "HF_TOKEN=<secret, not written>" in done.stdout
     assert "#!/usr/bin/env bash" in done.stdout
     assert "s3cr3t" not in done.stdout

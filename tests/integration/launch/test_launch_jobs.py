@@ -53,6 +53,19 @@ if os.environ.get("TOY_FAIL") == str(rank):
 time.sleep(float(os.environ.get("TOY_SECONDS", "600")))
 """
 
+SAVING = """
+import signal, subprocess, sys, time
+helper = subprocess.Popen(["sleep", "600"])
+def save(*_):
+    time.sleep(0.5)
+    print("saved, helper", "dead" if helper.poll() is not None else "alive", flush=True)
+    helper.terminate()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
 GLOO = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -112,6 +125,18 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
     assert (seen["state"], seen["exit_code"], seen["failure"]) == ("stopped", 143, None)
     for name in ("plan.json", "config.yaml", "overrides.yaml"):
         assert (lab.layout.scripts / name).is_file()
+
+
+def test_stop_lets_ranks_save_and_leaves_their_helpers_to_them(lab: Lab) -> None:
+    """A rank's data loaders must not be signalled with it: it needs them to end its step."""
+    lab.configure(SAVING, runner={"stop_grace": 20})
+    assert lab.do("run").returncode == 0
+    until(lambda: lab.output().count("ready") == 2)
+    assert lab.do("stop").returncode == 0
+    assert lab.members() == []
+    assert lab.output().count("saved, helper alive") == 2
+    seen = query(lab)
+    assert (seen["state"], seen["exit_code"]) == ("stopped", 0)
 
 
 def test_a_failure_at_the_start_is_told_at_once(lab: Lab) -> None:

@@ -87,7 +87,7 @@ class Bench:
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
     def agent(self, state: RunState) -> processes.Process:
-        return until(lambda: state.hosts[0].agent())
+        return until(state.hosts[0].agent)
 
 
 @pytest.fixture
@@ -197,6 +197,23 @@ def test_stop_and_stop_again(bench: Bench) -> None:
     assert bench.exit_record()["signal"] == signal.SIGTERM
     assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
     assert bench.runner.stop(state) == processes.Swept()
+
+
+def test_a_job_that_saves_when_it_is_stopped_has_the_time_to(bench: Bench) -> None:
+    program = """
+        import signal, sys, time
+        def save(*_):
+            time.sleep(0.3)
+            print("saved", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    state = bench.start(program)
+    bench.runner.stop(state)
+    assert "saved" in bench.output
+    assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
 
 
 def test_what_ignores_term_is_killed_after_the_grace_period(bench: Bench) -> None:

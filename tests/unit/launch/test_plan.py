@@ -65,7 +65,7 @@ def test_one_hosts_overrides_do_not_leak_to_the_next(make_plan: MakePlan) -> Non
     [
         pytest.param({}, {}, "4", id="cores-by-ranks"),
         pytest.param({"OMP_NUM_THREADS": "1"}, {}, "1", id="the-users"),
-        pytest.param({}, {"OMP_NUM_THREADS": "3"}, None, id="inherited"),
+        pytest.param({}, {"OMP_NUM_THREADS": "3"}, "3", id="inherited"),
     ],
 )
 def test_threads(
@@ -73,7 +73,7 @@ def test_threads(
     machine: Machine,
     given: dict[str, str],
     inherited: dict[str, str],
-    expected: str | None,
+    expected: str,
 ) -> None:
     on = replace(machine, environment=inherited)
     host = make_plan(machine=on, envs=Environments(given)).hosts[0]
