@@ -13,15 +13,20 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
 import paramiko
 
-from flagscale.launch.transport import faults
+from flagscale.launch.transport import faults, proxy
 from flagscale.launch.transport.connection import Connection
-from flagscale.launch.transport.errors import ChannelRefusedError, HostError
+from flagscale.launch.transport.errors import (
+    ChannelRefusedError,
+    ConnectionDroppedError,
+    GreetingTimeoutError,
+    HandshakeError,
+    HostError,
+)
 from flagscale.launch.transport.identities import Identities
 from flagscale.launch.transport.known_hosts import Verdict, judge, known_kinds, lookup
 from flagscale.launch.transport.target import SshTarget
@@ -32,6 +37,8 @@ logging.getLogger(LOG_CHANNEL).addHandler(logging.NullHandler())
 logging.getLogger(LOG_CHANNEL).propagate = False
 
 _RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")
+# What a ProxyCommand that ended looks like from here.
+_NO_GREETING = (ConnectionDroppedError, GreetingTimeoutError, HandshakeError)
 _lock_known_hosts = threading.Lock()
 
 
@@ -113,12 +120,14 @@ class Dialer:
         try:
             transport = self._handshake(sock, target)
             self._identities.log_in(transport, target)
-        except BaseException:
+        except BaseException as error:
             if transport is not None:
                 transport.close()
             _shut(sock)
             with self._lock:
                 self._open.discard(sock)
+            if isinstance(error, _NO_GREETING) and isinstance(sock, proxy.ProxySocket):
+                raise sock.ended or error from error.__cause__
             raise
         connection = Connection(target, transport, sock, self.options.lost, self._forget)
         with self._lock:
@@ -140,7 +149,7 @@ class Dialer:
         if target.via is not None:
             return self._through(target, target.via)
         if target.proxy_command is not None:
-            return _proxy_command(target, target.proxy_command)
+            return self._proxied(target, target.proxy_command)
         return self._socket(target)
 
     def _socket(self, target: SshTarget) -> socket.socket:
@@ -166,6 +175,12 @@ class Dialer:
                     self._open.discard(sock)
                 sock.close()
         raise faults.opening_failed(target, failures[0], limit) from failures[0]
+
+    def _proxied(self, target: SshTarget, command: str) -> socket.socket:
+        sock = proxy.start(target, command)
+        with self._lock:
+            self._open.add(sock)
+        return sock
 
     def _through(self, target: SshTarget, via: SshTarget) -> socket.socket:
         with self._lock:
@@ -256,18 +271,6 @@ def _prefer(transport: paramiko.Transport, kinds: list[str]) -> None:
     able = tuple(security.key_types)
     first = [kind for kind in wanted if kind in able]
     security.key_types = (*first, *(kind for kind in able if kind not in first))
-
-
-def _proxy_command(target: SshTarget, template: str) -> socket.socket:
-    values = {"%h": target.address, "%p": str(target.port), "%r": target.user, "%%": "%"}
-    command = template
-    for token, value in values.items():
-        command = command.replace(token, value)
-    try:
-        proxy: Callable[[str], object] = paramiko.ProxyCommand
-        return proxy(command)  # type: ignore[return-value]
-    except (OSError, ValueError) as error:
-        raise HostError(target.name, f"ProxyCommand {command!r} cannot start: {error}") from error
 
 
 def _remember(target: SshTarget, kind: str, blob: bytes) -> None:

@@ -67,6 +67,12 @@ class HandshakeError(HostError):
     summary = "no SSH handshake"
 
 
+class ProxyCommandError(HostError):
+    """The user's ProxyCommand did not give us a connection."""
+
+    summary = "proxy command failed"
+
+
 class HostKeyError(HostError):
     """The host's key is not the one we trust."""
 

@@ -9,7 +9,6 @@ import shlex
 import socket
 from pathlib import Path
 
-import paramiko
 from paramiko.ssh_exception import IncompatiblePeer
 
 from flagscale.launch.transport.errors import (
@@ -84,10 +83,6 @@ def handshake_failed(
             f"{target.route} accepts connections and says nothing within {limit:g} s: "
             "sshd is stopped, or the machine is out of memory or disk",
         )
-    if isinstance(error, paramiko.ProxyCommandFailure):
-        return HandshakeError(
-            target.name, f"ProxyCommand {error.command!r} failed: {_text(error.error)}"
-        )
     if isinstance(error, IncompatiblePeer):
         return HandshakeError(target.name, f"{target.route}: no algorithm in common: {text}")
     if "Indecipherable" in text or "Invalid SSH banner" in text:
@@ -99,10 +94,6 @@ def handshake_failed(
     if isinstance(error, (EOFError, OSError)) or "banner" in text or "Negotiation failed" in text:
         return dropped(target)
     return HandshakeError(target.name, f"{target.route}: {text or type(error).__name__}")
-
-
-def _text(value: object) -> str:
-    return value.decode(errors="replace").strip() if isinstance(value, bytes) else str(value)
 
 
 def fingerprint(blob: bytes) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import paramiko
 
 from flagscale.errors import ConfigError, Problem
+from flagscale.launch.transport.match import Parsed
 from flagscale.launch.transport.target import SSH_PORT, SshTarget
 
 SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
@@ -34,7 +35,7 @@ _SETTING = re.compile(r"(\w+)(?:\s*=\s*|\s+)(.+)")
 class SshConfig:
     """A parsed configuration. :meth:`target` looks a host up in it."""
 
-    _parsed: paramiko.SSHConfig
+    _parsed: Parsed
     source: str
 
     @classmethod
@@ -57,7 +58,7 @@ class SshConfig:
     @classmethod
     def from_lines(cls, lines: list[str], source: str) -> SshConfig:
         try:
-            return cls(paramiko.SSHConfig.from_text("\n".join(lines)), source)
+            return cls(Parsed.from_text("\n".join(lines)), source)
         except paramiko.ConfigParseError as error:
             raise ConfigError(f"SSH configuration {source}: {error}") from error
 
@@ -140,8 +141,6 @@ class SshConfig:
     def _lookup(self, name: str) -> Mapping[str, str]:
         try:
             return self._parsed.lookup(name)
-        except ImportError as error:  # paramiko wants another package for it
-            raise self._wrong("Match exec", "is not supported; use Match host") from error
         except paramiko.SSHException as error:
             raise ConfigError(f"SSH configuration {self.source}: {error}") from error
 
