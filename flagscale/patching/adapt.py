@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import compileall
 import multiprocessing
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -139,13 +140,12 @@ def write_bytecode(tree: Path, final: Path, packages: Sequence[str]) -> None:
     """Compile the packages' files ahead, as they will be at ``final``.
 
     Without it the first import of a large backend takes several times as long, on every rank.
+    Upstream files that this Python cannot compile are nobody's concern until they are imported.
     """
-    for package in packages:
-        if (tree / package).is_dir():
-            compileall.compile_dir(
-                tree / package,
-                quiet=2,
-                workers=0,
-                stripdir=str(tree),
-                prependdir=str(final),
-            )
+    roots = [str(tree / package) for package in packages if (tree / package).is_dir()]
+    if roots:
+        many = sum(1 for _ in tree.rglob("*.py")) >= _PARALLEL_FROM
+        compiler = (sys.executable, "-W", "ignore", "-m", "compileall", "-q", "-q")
+        workers = "0" if many else "1"  # 0 is one a core
+        command = [*compiler, "-j", workers, "-s", str(tree), "-p", str(final), *roots]
+        subprocess.run(command, capture_output=True, check=False)

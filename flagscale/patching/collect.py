@@ -56,8 +56,9 @@ def collect(layout: Layout, *, message: str | None = None, force: bool = False) 
             dir=layout.tree.parent, prefix=f".{layout.backend}.collect-"
         ) as scratch:
             patches = _diff_all(layout, manifest, Path(scratch), message)
+        current = manifest.fingerprint == fingerprint(layout, manifest.identity)
         collected = _store(layout, patches)
-        _record(layout, manifest)
+        _record(layout, manifest, current=current)
         return collected
 
 
@@ -149,12 +150,17 @@ def _drop_empty(top: Path, directory: Path) -> None:
         directory = directory.parent
 
 
-def _record(layout: Layout, manifest: Manifest) -> None:
-    """Note that the tree is now what its patches describe, so that unpatch has nothing to do."""
+def _record(layout: Layout, manifest: Manifest, *, current: bool) -> None:
+    """Note that the tree is now what its patches describe, so that unpatch has nothing to do.
+
+    A tree that was not ``current`` before, since codemods have changed under it, stays so: the
+    next unpatch makes it anew, and loses nothing, for every edit is a patch now.
+    """
+    made_from = fingerprint(layout, manifest.identity) if current else manifest.fingerprint
     updated = replace(
         manifest,
         patches=patch_digests(layout),
         files=scan(layout.tree, without=frozenset(manifest.generated)),
-        fingerprint=fingerprint(layout, manifest.identity),
+        fingerprint=made_from,
     )
     updated.write(layout.manifest)

@@ -92,6 +92,20 @@ def test_patches_that_the_tree_never_saw_are_not_overwritten(project: Project) -
     assert collect(project.layout, force=True).removed == ("vendor.patch",)
 
 
+def test_collecting_from_an_outdated_tree_does_not_make_it_current(project: Project) -> None:
+    project.unpatch()
+    write(project.tree / "README.md", "mine\n")
+    (project.layout.definition / "codemods.yaml").write_text("rules: []\n")
+    with pytest.raises(BackendSourceError, match=r"modified: README\.md"):
+        project.unpatch()
+    collect(project.layout)
+    outcome = project.unpatch()
+    assert outcome.made
+    assert outcome.backup is None
+    assert "torch.cuda" in (project.tree / "tiny/work.py").read_text()
+    assert (project.tree / "README.md").read_text() == "mine\n"
+
+
 def test_edit_that_does_not_compile_is_refused(project: Project) -> None:
     project.unpatch()
     write(project.tree / "tiny/work.py", "x = 1\ndef f(:\n")
@@ -117,7 +131,7 @@ CONTENTS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     source=st.dictionaries(NAMES.filter(lambda n: not n.endswith(".py")), CONTENTS, max_size=4),
     edits=st.dictionaries(NAMES, st.one_of(st.none(), CONTENTS), max_size=4),
