@@ -133,13 +133,16 @@ def _show(options: argparse.Namespace) -> int:
     from flagscale.config.overrides import normalize
 
     words = _words_for_hydra(options)
-    if not options.hydra_help:
+    overrides = normalize(options.overrides)
+    if options.shell_completion:
+        overrides = options.overrides  # Hydra's own: install=bash and the like
+    elif not options.hydra_help:
         directory = _directory(options)
         # Composed by us first: a mistake then has our message.
         compose(directory, options.config_name, options.overrides)
         file = config_file(directory, options.config_name)
         words += ["--config-path", str(file.parent), "--config-name", file.stem]
-    sys.argv = [sys.argv[0], *words, *_QUIET, *normalize(options.overrides)]
+    sys.argv = [sys.argv[0], *words, *_QUIET, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     import hydra
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from flagscale.config.arguments.flatten import flatten, leaves
 from flagscale.config.schema import Experiment, Runner
+from flagscale.config.secrets import is_secret_name
 from flagscale.errors import ConfigError, Problem
 from flagscale.launch import devices
 from flagscale.launch.environment import EnvValue, build_environment
@@ -176,6 +177,13 @@ def program_arguments(experiment: Experiment, layout: Layout) -> tuple[str, ...]
     """The training program and its arguments: the YAML's, and for what it leaves out, the
     directories of this experiment."""
     sections = experiment.train.sections()
+    problems = [
+        Problem(key, "looks like a secret, which a script and the process list would show")
+        for key, name, value in leaves(sections, "train.")
+        if isinstance(value, str) and value and is_secret_name(name)
+    ]
+    if problems:
+        raise ConfigError(problems, hint="give it as an environment variable: experiment.envs")
     given = {name for _, name, _ in leaves(sections)}
     defaults = {
         "save": layout.checkpoints,

@@ -62,7 +62,7 @@ class LocalRunner:
 
     def _write(self, plan: LaunchPlan) -> None:
         layout = plan.layout
-        for directory in (layout.scripts, layout.logs / "pids", layout.checkpoints):
+        for directory in (layout.scripts, layout.logs / "pids"):
             make_private_directory(directory)
         write_json(layout.plan, plan.to_json())
         write_atomic(layout.config, self._config_text)

@@ -190,6 +190,13 @@ def test_json_is_json_and_holds_no_secret(make_plan: MakePlan) -> None:
     assert shown["WANDB_MODE"]["value"] == "offline"
 
 
+def test_a_secret_among_the_arguments_is_refused(make_plan: MakePlan) -> None:
+    train = Train(system={"logging": {"wandb_api_key": "s3cr3t"}})
+    with pytest.raises(ConfigError, match=r"train\.system\.logging\.wandb_api_key") as raised:
+        make_plan(train=train)
+    assert "s3cr3t" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
