@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bed import plugin
 from bed.lab import Bed
 from bed.plugin import MakeBed
 
@@ -58,7 +59,7 @@ def test_a_private_root_keeps_its_files_to_itself(bed: Bed, tmp_path: Path) -> N
 @pytest.mark.bed(hosts=1)
 def test_faults_appear_and_heal(bed: Bed) -> None:
     host = bed[0]
-    assert answers("h00")
+    host.wait_banner()
     host.link("down")
     assert not answers("h00")
     host.heal()
@@ -73,6 +74,7 @@ def test_faults_appear_and_heal(bed: Bed) -> None:
     host.signal_sshd(signal.SIGSTOP)
     assert not answers("h00")
     host.signal_sshd(signal.SIGCONT)
+    host.wait_banner()
     host.stop_sshd()
     assert not answers("h00")
     host.start_sshd()
@@ -107,4 +109,15 @@ def test_the_test_returns_to_its_own_network(make_bed: MakeBed, tmp_path: Path) 
     assert Path.cwd() == here
     assert not Path(f"/proc/{pid}").exists()
     with make_bed(1) as second:
-        assert answers(second[0].address)
+        second[0].wait_banner()
+
+
+@pytest.mark.parametrize(("required", "outcome"), [("", "Skipped"), ("1", "Failed")])
+def test_without_a_bed_tests_are_skipped_or_fail(
+    monkeypatch: pytest.MonkeyPatch, required: str, outcome: str
+) -> None:
+    monkeypatch.setenv(plugin.REQUIRE, required)
+    monkeypatch.setattr(plugin, "why_not", lambda: "no namespaces here")
+    with pytest.raises(BaseException, match="no namespaces here") as caught:
+        plugin.need_bed()
+    assert type(caught.value).__name__ == outcome
