@@ -96,3 +96,10 @@ def test_random_state_streams_and_choice_of_device(tree: Path) -> None:
     no_cuda, no_tpu = done.stdout.splitlines()
     assert no_cuda.startswith("FLAGSCALE_DEVICE=cuda, but torch")
     assert no_tpu == "FLAGSCALE_DEVICE='tpu': expected 'cpu' or 'cuda'"
+
+
+def test_bridge_between_meshes_runs_without_nccl(tree: Path) -> None:
+    program = str(Path(__file__).with_name("bridge_program.py"))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = python(tree, *launcher, program)
+    assert done.returncode == 0, done.stderr[-4000:]
