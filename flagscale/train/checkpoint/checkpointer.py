@@ -38,6 +38,7 @@ class SavedCheckpoint:
 @dataclass
 class _Pending:
     iteration: int
+    description: dict[str, Any]
     writing: Writing
     begun: float
 
@@ -97,7 +98,8 @@ class Checkpointer:
         except CheckpointError as error:
             self._failed(iteration, error)
         else:
-            self._pending = _Pending(iteration, writing, begun)
+            description = contents.describe_run(self._args, state)
+            self._pending = _Pending(iteration, description, writing, begun)
             if required or not self._args.async_save:
                 self._settle()
         if required and self._failure is not None:
@@ -163,7 +165,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         try:
             pending.writing.finish()
-            path = on_rank_0(lambda: self._publish(pending.iteration))
+            path = on_rank_0(lambda: self._publish(pending))
         except CheckpointError as error:
             self._failed(pending.iteration, error)
             return
@@ -171,12 +173,12 @@ class Checkpointer:
         seconds = time.monotonic() - pending.begun
         self._saved.append(SavedCheckpoint(pending.iteration, path, seconds))
 
-    def _publish(self, iteration: int) -> Path:
+    def _publish(self, pending: _Pending) -> Path:
         """On rank 0: the new checkpoint appears, then old ones go, in the background."""
         store = self._require_store()
-        path = store.publish(iteration, contents.describe_run(self._args))
+        path = store.publish(pending.iteration, pending.description)
         if self._args.keep_last:
-            gone = store.superseded(iteration, self._args.keep_last)
+            gone = store.superseded(pending.iteration, self._args.keep_last)
             self._removals = [item for item in self._removals if not item.done()]
             self._removals.append(self._remover.submit(store.remove, gone))
         return path

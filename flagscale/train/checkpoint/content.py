@@ -139,12 +139,13 @@ def restore_rng(loaded: Mapping[str, Any]) -> None:
 # --- what the manifest says -----------------------------------------------------------------
 
 
-def describe_run(args: argparse.Namespace) -> dict[str, Any]:
+def describe_run(args: argparse.Namespace, state: TrainState) -> dict[str, Any]:
     """The manifest's words on the run that saves: its model, its layout, what is inside."""
     values = vars(args)
     architecture = {name: values[name] for name in _ARCHITECTURE if name in values}
     return {
         "architecture": {name: value for name, value in architecture.items() if _plain(value)},
+        "vocabulary": vocabulary(args, state),
         "layout": layout(args),
         "precision": precision(args),
         "distributed_optimizer": bool(args.use_distributed_optimizer),
@@ -172,19 +173,34 @@ def precision(args: argparse.Namespace) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
-def check_fits(content: Mapping[str, Any], args: argparse.Namespace) -> None:
+def vocabulary(args: argparse.Namespace, state: TrainState) -> list[int]:
+    """The least and the most tokens that the padded vocabulary can stand for."""
+    rows = int(state.modules()[0].vocab_size)  # type: ignore[arg-type]
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return [rows - multiple + 1, rows]
+
+
+def check_fits(content: Mapping[str, Any], args: argparse.Namespace, state: TrainState) -> None:
     """Check that a checkpoint is of this model.
 
     Raises:
         CheckpointError: with every difference.
     """
     saved: Mapping[str, Any] = content.get("architecture", {})
-    ours = describe_run(args)["architecture"]
+    description = describe_run(args, state)
+    ours = description["architecture"]
     differing = [
         f"{name}: the checkpoint has {saved[name]!r}, the model {ours[name]!r}"
         for name in saved
         if None not in (saved[name], ours.get(name)) and saved[name] != ours[name]
     ]
+    # megatron.core would load a smaller embedding into a larger one and leave the rest as it is.
+    least, most = description["vocabulary"]
+    low, high = content.get("vocabulary", (least, most))
+    if most < low or high < least:
+        differing.append(
+            f"vocabulary: the checkpoint has {low} to {high} tokens, the model {least} to {most}"
+        )
     if differing:
         listed = "\n  ".join(differing)
         raise CheckpointError(

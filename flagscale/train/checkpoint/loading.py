@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint.agreement import agree, describe, on_rank_0
 from flagscale.train.checkpoint.store import CheckpointStore, Found
 from flagscale.train.state import TrainState
+
+# What reading a damaged or foreign file raises, through torch and megatron.core.
+_UNREADABLE = (
+    CheckpointingException,
+    EOFError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    UnpicklingError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     if found is None:
         return None
     agree(None if found.path.is_dir() else f"{found.path} is not visible on this host")
-    contents.check_fits(found.content, args)
+    contents.check_fits(found.content, args, state)
     wanted = _choose(found.content, args)
     loaded = _read(found, state, wanted, fully_parallel=args.ckpt_fully_parallel_load)
     error = None
@@ -147,7 +159,7 @@ def _read(
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelLoadStrategyWrapper(strategy, group)
         loaded = dist_checkpointing.load(sharded, path, strategy)
-    except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as problem:
+    except _UNREADABLE as problem:
         error = f"{found.path} cannot be loaded: {describe(problem)}"
     agree(error)
     return loaded

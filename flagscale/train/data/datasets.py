@@ -11,6 +11,7 @@ their partners: no broadcast, and the pages of a data file are shared by the ran
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,7 @@ def _iterators(
         pin_memory=torch.cuda.is_available(),
         persistent_workers=args.num_workers > 0,
         collate_fn=_collate,
+        worker_init_fn=_ignore_stop_signals,
     )
     return _chunked(loader, chunks)
 
@@ -181,6 +183,13 @@ def _enough(plan: DataPlan, split: SplitPlan, have: int, consumed: int) -> None:
             hint="give each data set of data_path a weight, to repeat it as needed; or set "
             "dataloader_type: cyclic; or train on fewer samples",
         )
+
+
+def _ignore_stop_signals(_: int) -> None:
+    """A stop request goes to a rank's whole process group. The rank ends its last steps and
+    saves, for which it needs its loaders; they end with it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _collate(samples: list[Batch]) -> Batch:

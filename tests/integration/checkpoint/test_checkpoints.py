@@ -136,17 +136,16 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every layout: six steps without a break; three, a checkpoint, and three more from it, by
-    itself and by other layouts."""
+    """Every layout: six steps without a break, with a checkpoint after three, and three more
+    steps from that by itself and by other layouts."""
     lab = Lab(tmp_path_factory.mktemp("checkpoints"))
     saves: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     loads: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     for name, layout in LAYOUTS.items():
-        saves[layout.world] += [
-            case(f"{name} whole", "train_and_save", layout, steps=2 * STEPS),
-            case(f"{name} save", "train_and_save", layout, f"--save {lab.root / name}",
-                 steps=STEPS),
-        ]  # fmt: skip
+        save = f"--save {lab.root / name}"
+        saves[layout.world].append(
+            case(f"{name} whole", "save_and_go_on", layout, save, steps=STEPS)
+        )
     for source, target in [*((name, name) for name in SAME), *RESHARD]:
         layout = LAYOUTS[target]
         loads[layout.world].append(
@@ -240,6 +239,8 @@ def handled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
              f"--load {saved} --min-lr 1e-4 --override-opt-param-scheduler"),
         case("other-model", "load_only", one,
              f"--load {saved} --num-layers 2 --hidden-size 32 --no-load-optim"),
+        case("vocabulary", "load_only", LAYOUTS["one-do"],
+             f"--load {saved} --vocab-size 1000"),
         case("bare", "train_and_save", one,
              f"--save {root / 'bare'} --no-save-optim --no-save-rng", steps=1),
         case("from-bare", "load_only", one, f"--load {root / 'bare'}"),
@@ -337,6 +338,7 @@ def test_weights_alone(handled: dict[str, Any]) -> None:
                       "override_opt_param_scheduler: true"]),
         ("other-model", ["num_layers: the checkpoint has 4, the model 2",
                          "hidden_size: the checkpoint has 64, the model 32"]),
+        ("vocabulary", ["vocabulary: the checkpoint has 449 to 512 tokens, the model 961 to 1024"]),
         ("from-bare", ["holds no optimizer state", "finetune: true"]),
         ("ruined", ["holds no whole checkpoint", "manifest.json cannot be read"]),
         ("experts", ["expert_model_parallel_size 1, this run has 2"]),

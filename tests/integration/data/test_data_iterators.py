@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
+import os
+import signal
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import islice
@@ -169,6 +173,28 @@ def test_loader_processes_give_the_same(data: dict[str, str], tmp_path: Path) ->
     whole = steps(given, (2, 1), 4)
     given.num_workers = 2
     assert steps(given, (2, 1), 4) == whole
+
+
+def test_loader_processes_outlive_a_stop_request_but_not_their_rank(
+    data: dict[str, str], tmp_path: Path
+) -> None:
+    given = args(tmp_path, data_path=[data["low"]])
+    alone = [batch["tokens"].tolist() for batch in iterators(given).train]
+    given.num_workers = 1
+    before = set(multiprocessing.active_children())
+    train = iterators(given).train
+    taken = [next(train)["tokens"].tolist()]
+    workers = set(multiprocessing.active_children()) - before
+    assert workers
+    for worker in workers:
+        os.kill(worker.pid or 0, signal.SIGTERM)
+    taken += [batch["tokens"].tolist() for batch in train]
+    assert taken == alone
+    del train
+    gc.collect()
+    for worker in workers:
+        worker.join(20)
+        assert not worker.is_alive()
 
 
 def test_mock_data(tmp_path: Path) -> None:
