@@ -170,7 +170,10 @@ def _iterators(
         collate_fn=_collate,
         worker_init_fn=_ignore_stop_signals,
     )
-    return _chunked(loader, chunks)
+    # The loaders' processes start with the first batch that is wanted: at once for training,
+    # perhaps never for the test.
+    batches = iter(loader) if split.name == "train" else (batch for batch in loader)
+    return _chunked(batches, chunks)
 
 
 def _enough(plan: DataPlan, split: SplitPlan, have: int, consumed: int) -> None:
@@ -196,10 +199,9 @@ def _collate(samples: list[Batch]) -> Batch:
     return {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
 
 
-def _chunked(loader: DataLoader[Batch], chunks: int) -> Iterator[Batch] | list[Iterator[Batch]]:
-    """The loader's batches; for several model chunks each gets all of them. A chunk's batch is a
+def _chunked(batches: Iterator[Batch], chunks: int) -> Iterator[Batch] | list[Iterator[Batch]]:
+    """The batches; for several model chunks each gets all of them. A chunk's batch is a
     dictionary of its own, but its tensors are shared: they must not be written to."""
     if chunks == 1:
-        return iter(loader)
-    copies = itertools.tee(loader, chunks)
-    return [map(dict, copy) for copy in copies]
+        return batches
+    return [map(dict, copy) for copy in itertools.tee(batches, chunks)]

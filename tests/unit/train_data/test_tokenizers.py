@@ -83,7 +83,7 @@ def test_vocab_and_merges(tmp_path: Path) -> None:
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
 
 
-def test_sentencepiece(tmp_path: Path) -> None:
+def train_sentencepiece(tmp_path: Path) -> None:
     import sentencepiece
 
     (tmp_path / "text").write_text("the cat sat on the mat\na dog ate the cat\n" * 20)
@@ -93,9 +93,38 @@ def test_sentencepiece(tmp_path: Path) -> None:
         vocab_size=18,
         minloglevel=2,
     )
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    train_sentencepiece(tmp_path)
     tokenizer = open_tokenizer(TokenizerSpec("Llama2Tokenizer", str(tmp_path)))
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (18, 1, 2)
     assert tokenizer.detokenize(tokenizer.tokenize("the cat sat")) == "the cat sat"
+
+
+def test_a_directory_that_only_transformers_can_read(tmp_path: Path) -> None:
+    train_sentencepiece(tmp_path)
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = hugging_face(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (18, 1, 2)
+    assert tokenizer.detokenize(tokenizer.tokenize("the cat sat")) == "the cat sat"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        pytest.param({}, "holds no tokenizer: expected tokenizer.json", id="empty"),
+        pytest.param({"config.json": "{}"}, "no tokenizer that can be read", id="model-config"),
+    ],
+)
+def test_directories_without_a_tokenizer(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        hugging_face(tmp_path)
 
 
 def test_null_tokenizer() -> None:

@@ -39,6 +39,12 @@ def open_directory(path: Path) -> Tokenizer:
         return FastTokenizer(path, [path / "tokenizer.json"])
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return FastTokenizer(path, [path / "vocab.json", path / "merges.txt"])
+    if not _model_files(path):
+        found = ", ".join(sorted(item.name for item in path.iterdir())[:8]) or "nothing"
+        raise DataError(
+            f"{path}: holds no tokenizer: expected tokenizer.json and tokenizer_config.json, "
+            f"found {found}"
+        )
     return TransformersTokenizer(path)
 
 
