@@ -23,7 +23,7 @@ from flagscale.launch.transport.files import RemoteFiles
 
 pytestmark = pytest.mark.integration
 
-IMPATIENT = DialOptions(connect=2, greeting=3, login=5, lost=3, attempts=2, pause=0.05)
+IMPATIENT = DialOptions(connect=4, greeting=8, login=20, lost=6, attempts=2, pause=0.05)
 
 CONNECT_FAULTS = [
     "fine",
@@ -102,7 +102,7 @@ def test_every_host_says_why_it_cannot_be_reached(bed: Bed, config: SshConfig) -
         "unplugged": ((e.NoRouteError, e.ConnectTimeoutError), "unplugged"),
         "filtered": (e.ConnectTimeoutError, "a firewall drops the packets"),
         "no-listener": (e.ConnectionRefusedByHostError, "nothing listens on no-listener port 22"),
-        "stopped": (e.GreetingTimeoutError, "accepts connections and says nothing within 3 s"),
+        "stopped": (e.GreetingTimeoutError, "accepts connections and says nothing within 8 s"),
         "busy": (e.ConnectionDroppedError, "MaxStartups"),
         "unknown-key": (e.UnknownHostKeyError, "ssh-keyscan -t ed25519 unknown-key >> "),
         "changed-key": (e.ChangedHostKeyError, "known_hosts:"),

@@ -19,7 +19,7 @@ from flagscale.launch.transport import errors as e
 
 pytestmark = pytest.mark.integration
 
-QUICK = DialOptions(connect=3, attempts=2, pause=0.05)
+QUICK = DialOptions(connect=6, attempts=2, pause=0.05)
 
 
 def configure(bed: Bed, text: str) -> SshConfig:
