@@ -1,73 +1,14 @@
-"""Checkpoints of real training steps: resumed, resharded, damaged, and without space."""
+"""Checkpoints of real training steps: resumed, resharded, damaged, refused."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.checkpoint.checkpoint_lab import DO, LAYOUTS, STEPS, Lab, Layout, case, names
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
-
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
-ROOT = WORKER.parents[3]
-
-LLAMA = """
---num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
---seq-length 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 6 --lr 2e-3
---vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
---disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
---hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --num-workers 0 --clip-grad 0.5
---lr-decay-style cosine --device cpu --init-method-std 0.1
-"""
-MOE = LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
-DO = "--use-distributed-optimizer"
-TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
-STEPS = 3
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A layout that saves, and in other cases loads."""
-
-    world: int
-    flags: str = ""
-    model: str = "llama"
-
-
-LAYOUTS = {
-    "one": Layout(1),
-    "one-do": Layout(1, DO),
-    "dp2": Layout(2),
-    "dp2-do": Layout(2, DO),
-    "dp2-do-overlap": Layout(2, OVERLAP),
-    "tp2": Layout(2, TP2),
-    "tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DO}"),
-    "pp2": Layout(2, PP2),
-    "pp2-do": Layout(2, f"{PP2} {DO}"),
-    "pp2-vpp2": Layout(2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
-    "moe-one": Layout(1, "", "moe"),
-    "moe-ep2": Layout(2, "--expert-model-parallel-size 2", "moe"),
-    "bf16-dp2-do": Layout(2, DO, "bf16"),
-    "tied-pp2": Layout(2, PP2, "tied"),
-    "tied-one": Layout(1, "", "tied"),
-    "tied-pp2-do": Layout(2, f"{PP2} {DO}", "tied"),
-}
-MODELS = {
-    "llama": LLAMA,
-    "moe": MOE,
-    "bf16": LLAMA + " --bf16",
-    "tied": LLAMA.replace("--untie-embeddings-and-output-weights", ""),
-}
 
 SAME = tuple(LAYOUTS)
 RESHARD = (
@@ -88,47 +29,6 @@ RESHARD = (
     ("dp2-do-overlap", "one-do"),
     ("tied-pp2", "tied-one"),
 )
-
-
-def case(name: str, do: str, layout: Layout, flags: object = "", **more: Any) -> dict[str, Any]:
-    argv = f"{MODELS[layout.model]} {layout.flags} {flags}".split()
-    return {"id": name, "do": do, "argv": argv, **more}
-
-
-class Lab:
-    """Plans cases under one directory and runs them in as few processes as it can."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.stages: list[dict[str, Any]] = []
-
-    def stage(self, world: int, *cases: dict[str, Any]) -> None:
-        cache = ["--data-cache-path", str(self.root / "cache")]
-        for item in cases:
-            item["argv"] += cache
-        self.stages.append({"world": world, "cases": list(cases)})
-
-    def run(self) -> dict[str, Any]:
-        plan, answers = self.root / "plan.json", self.root / "results.json"
-        plan.write_text(json.dumps(self.stages))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}",
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, str(WORKER), str(plan), str(answers)],
-            env=environment,
-            cwd=self.root,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        found: dict[str, Any] = json.loads(answers.read_text())
-        found["stderr"] = done.stderr
-        return found
 
 
 # --- resume and resharding ------------------------------------------------------------------
@@ -259,10 +159,6 @@ def handled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return lab.run()
 
 
-def names(*iterations: int) -> list[str]:
-    return [f"iter_{i:07d}" for i in iterations] + ["latest_checkpointed_iteration.txt"]
-
-
 def test_keep_last(handled: dict[str, Any]) -> None:
     assert handled["keep"]["names"] == names(3, 4)
     assert handled["keep"]["polled"] == [1, 2, 3, 4]
@@ -358,82 +254,3 @@ def test_what_is_let_through(handled: dict[str, Any]) -> None:
     assert handled["from-foreign"]["progress"]["iteration"] == 4
     assert handled["bare"]["names"] == names(1)
     assert handled["no-save-dir"]["warnings"] == []
-
-
-# --- no space left ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """A file system of 16 MB; None where this process may not mount one."""
-    path = tmp_path_factory.mktemp("small disk")
-    mount = shutil.which("mount")
-    options = ["-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)]
-    if mount is None or subprocess.run([mount, *options], check=False).returncode:
-        yield None
-        return
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
-@pytest.fixture(scope="module")
-def troubled(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) -> dict[str, Any]:
-    lab = Lab(tmp_path_factory.mktemp("troubled"))
-    layout, cases = LAYOUTS["dp2-do"], []
-    for name, flags, ranks in (
-        ("limit", "", [0, 1]), ("limit-async", "--async-save", [0, 1]), ("limit-one", "", [1]),
-        ("limit-first", "", [0]),
-    ):  # fmt: skip
-        save = f"--save {lab.root / name / 'checkpoints'} {flags}"
-        cases.append(case(name, "fail_in_the_middle", layout, save, trouble_ranks=ranks))
-    save = f"--save {lab.root / 'end' / 'checkpoints'}"
-    cases.append(case("end", "fail_at_the_end", layout, save, trouble_ranks=[1]))
-    save += "2 --async-save"
-    cases.append(case("end-async", "fail_at_the_end", layout, save, trouble_ranks=[1]))
-    if small_disk is not None:
-        link = lab.root / "disk"  # the arguments are split at spaces
-        link.symlink_to(small_disk)
-        for name, flags in (("full", ""), ("full-async", "--async-save")):
-            save = f"--save {link / name / 'checkpoints'} --keep-last 1 {flags}"
-            cases.append(
-                case(name, "fail_in_the_middle", layout, save, trouble_ranks=[0], fill=True)
-            )
-    lab.stage(2, *cases)
-    return lab.run()
-
-
-@pytest.mark.parametrize("name", ["limit", "limit-async", "limit-one", "limit-first"])
-def test_a_write_that_fails_costs_one_checkpoint(name: str, troubled: dict[str, Any]) -> None:
-    assert name in troubled, troubled["stderr"][-4000:]
-    check_survival(troubled[name], "File too large")
-    assert troubled[name]["names"] == names(1, 3)
-
-
-@pytest.mark.parametrize("name", ["full", "full-async"])
-def test_a_full_disk_costs_one_checkpoint(
-    name: str, troubled: dict[str, Any], small_disk: Path | None
-) -> None:
-    if small_disk is None:
-        pytest.skip("mounting a small file system needs root")
-    assert name in troubled, troubled["stderr"][-4000:]
-    check_survival(troubled[name], "No space left on device")
-    assert troubled[name]["names"] == names(3)
-
-
-def check_survival(found: dict[str, Any], reason: str) -> None:
-    for rank in found["ranks"]:
-        assert "error" not in rank
-        [warning] = rank["warnings"]
-        assert "the checkpoint of iteration 2 was not saved: rank " in warning
-        assert reason in warning
-        assert rank["during"] == names(1)  # the one before is there, the failed one is gone
-        assert rank["progress"]["iteration"] == 3
-
-
-@pytest.mark.parametrize("name", ["end", "end-async"])
-def test_the_last_save_must_succeed(name: str, troubled: dict[str, Any]) -> None:
-    for rank in troubled[name]["ranks"]:
-        assert rank["kind"] == "CheckpointError"
-        assert "iteration 2 was not saved" in rank["error"]
-        assert "the checkpoints saved before it are in place" in rank["error"]
-    assert troubled[name]["names"] == names(1)

@@ -1,0 +1,109 @@
+"""Layouts and cases for checkpoint_worker.py, and running them in as few processes as it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+ROOT = WORKER.parents[3]
+
+LLAMA = """
+--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
+--seq-length 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 6 --lr 2e-3
+--vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --num-workers 0 --clip-grad 0.5
+--lr-decay-style cosine --device cpu --init-method-std 0.1
+"""
+MOE = LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
+DO = "--use-distributed-optimizer"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that saves, and in other cases loads."""
+
+    world: int
+    flags: str = ""
+    model: str = "llama"
+
+
+LAYOUTS = {
+    "one": Layout(1),
+    "one-do": Layout(1, DO),
+    "dp2": Layout(2),
+    "dp2-do": Layout(2, DO),
+    "dp2-do-overlap": Layout(2, OVERLAP),
+    "tp2": Layout(2, TP2),
+    "tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DO}"),
+    "pp2": Layout(2, PP2),
+    "pp2-do": Layout(2, f"{PP2} {DO}"),
+    "pp2-vpp2": Layout(2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    "moe-one": Layout(1, "", "moe"),
+    "moe-ep2": Layout(2, "--expert-model-parallel-size 2", "moe"),
+    "bf16-dp2-do": Layout(2, DO, "bf16"),
+    "tied-pp2": Layout(2, PP2, "tied"),
+    "tied-one": Layout(1, "", "tied"),
+    "tied-pp2-do": Layout(2, f"{PP2} {DO}", "tied"),
+}
+MODELS = {
+    "llama": LLAMA,
+    "moe": MOE,
+    "bf16": LLAMA + " --bf16",
+    "tied": LLAMA.replace("--untie-embeddings-and-output-weights", ""),
+}
+
+
+def case(name: str, do: str, layout: Layout, flags: object = "", **more: Any) -> dict[str, Any]:
+    argv = f"{MODELS[layout.model]} {layout.flags} {flags}".split()
+    return {"id": name, "do": do, "argv": argv, **more}
+
+
+class Lab:
+    """Plans cases under one directory and runs them in as few processes as it can."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.stages: list[dict[str, Any]] = []
+
+    def stage(self, world: int, *cases: dict[str, Any]) -> None:
+        cache = ["--data-cache-path", str(self.root / "cache")]
+        for item in cases:
+            item["argv"] += cache
+        self.stages.append({"world": world, "cases": list(cases)})
+
+    def run(self) -> dict[str, Any]:
+        plan, answers = self.root / "plan.json", self.root / "results.json"
+        plan.write_text(json.dumps(self.stages))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, str(WORKER), str(plan), str(answers)],
+            env=environment,
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: dict[str, Any] = json.loads(answers.read_text())
+        found["stderr"] = done.stderr
+        return found
+
+
+def names(*iterations: int) -> list[str]:
+    """What a directory of these whole checkpoints holds."""
+    return [f"iter_{i:07d}" for i in iterations] + ["latest_checkpointed_iteration.txt"]
