@@ -1,0 +1,1 @@
+"""Measuring tools: collectives, the creation of process groups."""

@@ -1,0 +1,256 @@
+"""The command line: nccom-test's flags and nccl-tests' short ones, read into a BenchSpec."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from flagscale.bench.collectives.operations import OPERATIONS
+from flagscale.bench.collectives.statistics import is_statistic
+from flagscale.errors import ConfigError
+
+CHECK_MODES = ("random", "all_ones")
+
+_DESCRIPTION = """\
+Measure the collectives of any communication backend that a YAML can name.
+
+Without a launcher it starts its ranks itself (-r 4); under torchrun, mpirun (OpenMPI, MPICH) and
+srun it takes its ranks from them."""
+
+_EPILOG = """\
+operations
+{operations}
+
+examples
+  bench.py all_reduce -r 2                              32 MiB between two local ranks
+  bench.py allr -r 4 -b 1kb -e 1gb -f 4 -d fp32 -c      a sweep, checked against a golden result
+  bench.py allg -r 8 -b 1kb -e 1mb -f 8 -n 1000 --stats avg p50 p99 p99/p50
+  bench.py all_reduce,all_gather -d bf16,fp32 -r 2      several in one run
+  torchrun --nproc-per-node 8 bench.py redsct -d bf16 -b 1M -e 1G -f 2 --backend nccl
+  mpirun -np 2 bench.py all_reduce -b 128K -e 4G -f 2 -p 1
+  srun -n 16 bench.py alltoall -b 1M -e 64M -f 2
+  bench.py allr -r 8 --compare nccl,fsccl -b 1K -e 1G -f 4   by turns, ratios with their interval
+  bench.py allr -r 2 --report-to-json-file now.json --baseline then.json --tolerance 10%
+
+sizes are those of the whole logical buffer (what an all-gather collects) and counts are totals;
+1K is 1024 bytes. time is the wall clock of all iterations over their number, averaged over the
+ranks (-a); percentiles are of each iteration's longest time over the ranks.
+
+exit codes: 0 ok, 1 a check or the run failed, 2 usage, 3 the environment (a launcher is absent or
+a host cannot be reached), 4 worse than the baseline"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are the project's errors, with the nearest flag named."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"{self.prog} --help")
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse a whole command line.
+
+        Raises:
+            ConfigError: a flag is unknown, lacks its value or has a wrong one.
+        """
+        options, rest = self.parse_known_args(normalise(arguments))
+        if rest:
+            word = rest[0].partition("=")[0]
+            flags = [flag for flag in self._option_string_actions if len(flag) > 2]
+            near = (
+                difflib.get_close_matches(word, flags, n=1, cutoff=0.7)
+                if word.startswith("-")
+                else []
+            )
+            what = "unknown flag" if word.startswith("-") else "unexpected argument"
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"{what} {word}{meant}")
+        return options
+
+
+def normalise(arguments: Sequence[str]) -> list[str]:
+    """Make what nccom-test leaves open definite, so that an operation may come anywhere.
+
+    ``--check allg`` means ``--check=random allg``; ``--stats avg p50 allg`` ends its list at the
+    first word that is no statistic.
+    """
+    words = list(arguments)
+    result: list[str] = []
+    while words:
+        word = words.pop(0)
+        if word in ("-c", "--check"):
+            mode = words.pop(0) if words and words[0] in (*CHECK_MODES, "0", "1") else "random"
+            result.append(f"--check={mode}")
+        elif word in ("-t", "--stats"):
+            names = []
+            while words and all(is_statistic(name) for name in words[0].split(",")):
+                names.append(words.pop(0))
+            # A mistyped name must reach the parser as this flag's value, not as an operation.
+            if not names and words and not words[0].startswith("-"):
+                names.append(words.pop(0))
+            result.append(f"--stats={','.join(names)}")
+        else:
+            result.append(word)
+    return result
+
+
+def build_parser(prog: str = "bench.py") -> Parser:
+    """The parser of the whole command line."""
+    operations = "\n".join(
+        f"  {', '.join((op.name, *op.aliases)):42} {op.summary}" for op in OPERATIONS.values()
+    )
+    parser = Parser(
+        prog=prog,
+        description=_DESCRIPTION,
+        epilog=_EPILOG.format(operations=operations),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "operation", nargs="?", metavar="OPERATION", help="see below; several with commas, or all"
+    )
+    parser.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE",
+        help="run every line of FILE, each a command line, in one group of ranks",
+    )
+    for add in (_benchmark, _iterations, _data, _place, _groups, _output, _comparing, _foreign):
+        add(parser)
+    return parser
+
+
+def _benchmark(parser: Parser) -> None:
+    add = parser.add_argument_group("what is measured").add_argument
+    add("-b", "--minbytes", default="32M", metavar="SIZE", help="the first size (32M)")
+    add("-e", "--maxbytes", metavar="SIZE", help="the last size (that of -b, at least 32M)")
+    add("-i", "--stepbytes", metavar="SIZE", help="from size to size: add this (a tenth)")
+    add("-f", "--stepfactor", metavar="FACTOR", help="from size to size: multiply by this")
+    add("-d", "--datatype", default="uint8", metavar="TYPE", help="element types (uint8), or all")
+    add("-o", "--redop", default="sum", metavar="OP", help="sum, prod, min, max, avg, or all (sum)")
+    add("--root", default="0", metavar="RANK", help="of rooted operations; -1: each in turn (0)")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--in-place", action="store_true", help="one buffer for input and output")
+    place.add_argument("--out-of-place", action="store_true", help="two buffers")
+    place.add_argument("--both-places", action="store_true", help="one and the other")
+
+
+def _iterations(parser: Parser) -> None:
+    add = parser.add_argument_group("how often").add_argument
+    add("-n", "--iters", type=int, default=20, metavar="N", help="measured iterations (20)")
+    add("-w", "--warmup_iters", "--warmup-iters", type=int, default=5, metavar="N", help="5")
+    add(
+        *("-I", "--neff_iters", "--replays", "-G", "--cudagraph"),
+        type=int,
+        metavar="N",
+        help="capture the iterations in a CUDA graph and replay it so often; on a CPU: repeat them",
+    )
+    add(
+        *("-W", "--neff_warmup_iters", "--warmup-replays"),
+        type=int,
+        default=0,
+        metavar="N",
+        help="replays before the measured ones (0)",
+    )
+    add("-m", "--agg-iters", type=int, default=1, metavar="N", help="operations issued together")
+    add("--run-cycles", type=int, default=1, metavar="N", help="runs of the whole sweep (1)")
+    add("-z", "--blocking", nargs="?", const="1", default="0", help="1: wait for each operation")
+    add("-a", "--average", default="1", help="time of: 0 rank 0, 1 mean, 2 min, 3 max of ranks (1)")
+    add("-C", "--report-cputime", nargs="?", const="1", default="0", help="1: time to issue only")
+    add("--timing", choices=("wall", "events"), default="wall", help="clock on a GPU (wall)")
+
+
+def _data(parser: Parser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add(
+        *("-c", "--check"),
+        metavar="MODE",
+        help="verify, outside the timing: random (against a golden result) or all_ones",
+    )
+    add("--seed", type=int, help="of random data (the time; it is printed)")
+    add("--dump-dir", type=Path, default=Path("bench-failures"), help="for data of a failed check")
+    add("--unique-buff", action="store_true", help="buffers of its own for every iteration")
+    add("--shared-output-buff", action="store_true", help="with --unique-buff: one output")
+    add(
+        *("-R", "--local_register", "--register"),
+        choices=("0", "1", "2"),
+        default="0",
+        help="1: buffers registered with the backend, 2: symmetrically",
+    )
+    add("--coalesced-cc-size-ratio", metavar="[1,2,1]", help="split in parts issued together")
+    add("--alltoallv-metadata", type=Path, metavar="JSON", help="counts and displacements")
+
+
+def _place(parser: Parser) -> None:
+    add = parser.add_argument_group("where").add_argument
+    add(*("-r", "--nworkers", "-np", "--nproc"), type=int, metavar="N", help="number of ranks")
+    add("-N", "--nnodes", type=int, default=1, metavar="N", help="number of hosts (1)")
+    add("--backend", default="auto", metavar="NAME", help="as distributed_backend in a YAML (auto)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
+    add("-T", "--timeout", type=float, default=300, metavar="S", help="stuck after so long (300)")
+    add("--vcpu-pin-mode", action="store_true", help="keep each rank on one CPU")
+    add("-s", "--hosts", nargs="+", default=[], metavar="HOST", help="start there by mpirun")
+    add("--hosts-file", type=Path, metavar="FILE", help="a host a line")
+    add("--mpi-log-dir", type=Path, metavar="DIR", help="a file for every rank's output")
+    add("--data-collector-host", metavar="HOST", help="where rank 0 collects (its own)")
+    add("--data-collector-port", type=int, metavar="PORT", help="its port (a free one)")
+    add("-S", "--slurm-mode", action="store_true", help="start by srun")
+    add("--slurm-job-id", metavar="ID", help="in this allocation (a new one)")
+    add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs of a host (what it has)")
+    add("--slurm-setup-script", type=Path, metavar="FILE", help="run on each host before")
+
+
+def _groups(parser: Parser) -> None:
+    add = parser.add_argument_group("replica groups").add_argument
+    add("--data-parallel-dimension", type=int, metavar="K", help="groups of K ranks at once")
+    add("--custom-replica-group", type=Path, metavar="JSON", help="groups by hand")
+    add("--custom-src-target-pairs", type=Path, metavar="JSON", help="pairs of permute")
+
+
+def _output(parser: Parser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--format", choices=("nccom", "nccl-tests", "flagcx"), default="nccom", help="of the table")
+    add("--stats", default="avg", metavar="STAT", help="-t: avg min max p50 p99 p99/p50 ... (avg)")
+    add("--bw-unit", choices=("GB", "GiB"), default="GB", help="1e9 or 2**30 bytes (GB)")
+    add("--show-algorithm", action="store_true", help="which the backend chose, where it tells")
+    add("--show-input-output-size", action="store_true", help="bytes of a rank's buffers")
+    add("--no-header", action="store_true", help="no lines about versions and devices")
+    add("--non-interactive", action="store_true", help="no progress")
+    add("--debug", action="store_true", help="the backend's own messages; implies the former")
+    add("-p", "--print-buffer", nargs="?", const="1", default="0", help="1: rank 0's first values")
+    add("-J", "--report-to-json-file", "--json", type=Path, metavar="FILE", help="keep results")
+    add("--plot", type=Path, action="append", default=[], metavar="FILE", help=".svg or .png")
+    add("--report", type=Path, metavar="FILE.html", help="one file with tables and curves")
+    add(
+        *("--import", "--import-results"),
+        dest="imports",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="output of nccl-tests or nccom-test, or our JSON, to plot beside",
+    )
+
+
+def _comparing(parser: Parser) -> None:
+    add = parser.add_argument_group("comparing").add_argument
+    add("--compare", metavar="A,B", help="measure these backends by turns")
+    add("--compare-rounds", type=int, default=10, metavar="N", help="turns each (10)")
+    add("--baseline", type=Path, metavar="JSON", help="exit 4 where slower than this result")
+    add(
+        "--tolerance", default="5%", metavar="SHARE", help="slower by more than this is worse (5%%)"
+    )
+    add("--peak", type=float, metavar="GB/s", help="nominal limit of busbw (by device)")
+    add("--probe", action="store_true", help="measure the limit by plain copies to a neighbour")
+
+
+def _foreign(parser: Parser) -> None:
+    """Flags of other tools that mean nothing here, or only one value: said, not refused."""
+    add = parser.add_argument_group("accepted for other tools' command lines").add_argument
+    add("-g", "--ngpus", type=int, default=1, help="GPUs a process: always 1")
+    add("--sb2sb", action="store_true", help="as --register 1")
+    for flag in ("--input-shape", "--output-shape", "--cc-dim"):
+        add(flag, help=argparse.SUPPRESS)
+    add("--slurm-use-head-node-neuron-bench", action="store_true", help=argparse.SUPPRESS)

@@ -1,0 +1,157 @@
+"""Curves of time and bandwidth over size: of our rows, and of other tools' outputs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagscale.bench.collectives.records import GB, GIB, Row
+from flagscale.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size: bytes, microseconds, 1e9 bytes a second."""
+
+    size: int
+    time: float
+    busbw: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn as one line."""
+
+    label: str
+    points: tuple[Point, ...]
+    imported: bool = False
+
+
+def curves_of(rows: Iterable[Row]) -> list[Curve]:
+    """Our rows as curves: one an operation, type, reduction, root, place and backend."""
+    found: dict[tuple[str, ...], list[Point]] = {}
+    for row in rows:
+        if row.failure is not None or not row.time > 0:
+            continue
+        words = [row.operation, row.type]
+        words += [row.reduction] if row.reduction not in ("none", "sum") else []
+        words += [f"root {row.root}"] if row.root > 0 else []
+        words += ["in place"] if row.in_place and row.operation != "all_reduce" else []
+        point = Point(row.size, row.time, row.busbw)
+        found.setdefault((*words, row.backend), []).append(point)
+    return [_curve(" ".join(key), points) for key, points in found.items()]
+
+
+def _curve(label: str, points: Iterable[Point], *, imported: bool = False) -> Curve:
+    return Curve(label, tuple(sorted(points, key=lambda p: p.size)), imported)
+
+
+def read_results(path: Path) -> list[Curve]:
+    """The curves of a file that nccl-tests, nccom-test, FlagCX or this program wrote.
+
+    Text is recognised by its lines, JSON by its keys.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no result that is known here.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--import {path}: cannot be read: {error}") from error
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        named = _from_text(text)
+    else:
+        named = _from_json(data, path)
+    curves = [
+        _curve(f"{path.stem}{': ' if name else ''}{name}", points, imported=True)
+        for name, points in named.items()
+        if points
+    ]
+    if not curves:
+        raise ConfigError(
+            f"--import {path}: no results in it; expected the output of nccl-tests, nccom-test, "
+            "FlagCX or --report-to-json-file"
+        )
+    return curves
+
+
+_Named = Mapping[str, Sequence[Point]]
+
+_NCCL = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w*\s+\w+\s+-?\d+\s+(?P<rest>\S.*)")
+_FLAGCX = re.compile(
+    r"Comm size: (?P<size>\d+) bytes; Elapsed time: (?P<time>[\d.]+) sec; "
+    r"Algo bandwidth: [\d.]+ GB/s; Bus bandwidth: (?P<busbw>[\d.]+) GB/s"
+)
+
+
+def _from_text(text: str) -> _Named:
+    found: dict[str, list[Point]] = {}
+    heading: list[str] = []
+    for line in text.splitlines():
+        if "size(B)" in line.split():
+            heading = line.split()
+        elif match := _FLAGCX.search(line):
+            point = Point(int(match["size"]), float(match["time"]) * 1e6, float(match["busbw"]))
+            found.setdefault("FlagCX", []).append(point)
+        elif match := _NCCL.fullmatch(line):
+            _add_nccl(found, int(line.split()[0]), match["rest"].split())
+        elif heading and (nccom := _nccom_point(heading, line.split())):
+            found.setdefault("nccom-test", []).append(nccom)
+    return found
+
+
+def _add_nccl(found: dict[str, list[Point]], size: int, cells: Sequence[str]) -> None:
+    """Time, algbw, busbw and #wrong, out of place and then in place."""
+    for name, four in (("out of place", cells[:4]), ("in place", cells[4:8])):
+        if len(four) == 4 and four[0] != "N/A":
+            found.setdefault(name, []).append(Point(size, float(four[0]), float(four[2])))
+
+
+def _nccom_point(heading: Sequence[str], cells: Sequence[str]) -> Point | None:
+    # Under time(us) nccom-test's GB are 2**30 bytes, under time:avg(us) they are 1e9.
+    old = "time(us)" in heading
+    time = "time(us)" if old else "time:avg(us)"
+    bandwidth = next((name for name in heading if name.startswith("busbw(")), None)
+    if len(cells) != len(heading) or time not in heading or bandwidth is None:
+        return None
+    row = dict(zip(heading, cells, strict=True))
+    binary = old or bandwidth == "busbw(GiB/s)"
+    try:
+        busbw = float(row[bandwidth]) * (GIB / GB if binary else 1)
+        return Point(int(row["size(B)"]), float(row[time]), busbw)
+    except ValueError:
+        return None
+
+
+def _from_json(data: Any, path: Path) -> _Named:
+    rows = data.get("results") if isinstance(data, dict) else None
+    found: dict[str, list[Point]] = {}
+    try:
+        for row in rows or []:
+            if "size(B)" in row:
+                words = (row.get("operation"), row.get("type"), row.get("backend"))
+                name = " ".join(word for word in words if word)
+                time = row["time:avg(us)"]
+                if time is not None and not row.get("failure"):
+                    point = Point(int(row["size(B)"]), float(time), float(row["busbw(GB/s)"]))
+                    found.setdefault(name, []).append(point)
+            else:
+                _add_nccl_json(found, row)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--import {path}: a result lacks or misstates {error}") from error
+    return found
+
+
+def _add_nccl_json(found: dict[str, list[Point]], row: Mapping[str, Any]) -> None:
+    for key in ("out_of_place", "in_place"):
+        values = row.get(key)
+        if values and math.isfinite(float(values["time"])):
+            point = Point(int(row["size"]), float(values["time"]), float(values["bus_bw"]))
+            found.setdefault(key.replace("_", " "), []).append(point)

@@ -1,0 +1,102 @@
+"""The device a rank measures on, and the few calls that differ between kinds of devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from flagscale.errors import ConfigError
+
+NOMINAL_BUS_GB = {
+    "V100": 150.0,
+    "A100": 300.0,
+    "A800": 200.0,
+    "H100": 450.0,
+    "H200": 450.0,
+    "H800": 200.0,
+    "H20": 450.0,
+    "B200": 900.0,
+    "GB200": 900.0,
+}
+"""NVLink in one direction, in 1e9 bytes a second, by a word of the device's name."""
+
+
+@dataclass(frozen=True)
+class BenchDevice:
+    """One rank's device."""
+
+    torch_device: torch.device
+
+    @property
+    def kind(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.torch_device.type == "cuda" else "cpu"
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def name(self) -> str:
+        """What the maker calls it."""
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else _cpu_name()
+
+    @property
+    def nominal_gb(self) -> float | None:
+        """The nominal limit of its bus bandwidth; None where it is not known."""
+        return next((NOMINAL_BUS_GB[w] for w in self.name.split() if w in NOMINAL_BUS_GB), None)
+
+    def synchronize(self) -> None:
+        """Wait for all work given to the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A CUDA graph of ``work``, as a function that launches it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return "CPU"
+
+
+def choose(wanted: str, local_rank: int) -> BenchDevice:
+    """The device of the rank ``local_rank`` of its host, made current.
+
+    Raises:
+        ConfigError: CUDA is wanted and absent, or there are fewer GPUs than ranks.
+    """
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        # A rank's share of the machine is one thread; more would fight for the others' cores.
+        torch.set_num_threads(1)
+        return BenchDevice(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no CUDA device is visible", hint="or --device cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(f"local rank {local_rank} has no GPU: this host shows {count}")
+    torch.cuda.set_device(local_rank)
+    return BenchDevice(torch.device("cuda", local_rank))
+
+
+def pin(local_rank: int) -> int:
+    """Keep this process on one of the CPUs it may use; returns which."""
+    allowed = sorted(os.sched_getaffinity(0))
+    cpu = allowed[local_rank % len(allowed)]
+    os.sched_setaffinity(0, {cpu})
+    return cpu

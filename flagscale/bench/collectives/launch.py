@@ -1,0 +1,129 @@
+"""The command: check the line, find the ranks or start them, measure."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flagscale.bench.collectives.command import build_parser
+from flagscale.bench.collectives.settings import from_options, parse_spec
+from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.collectives.starters import starter_argv
+from flagscale.bench.spawn import spawn
+from flagscale.bench.world import World, detect
+from flagscale.errors import ConfigError
+from flagscale.launch.door import guard
+
+PROGRAM = ("-m", "flagscale.bench.collectives")
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "bench.py") -> int:
+    """Run the benchmark that a command line describes; the exit code.
+
+    Under a launcher, every rank comes here with the same line.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return guard(lambda: _main(words, prog))
+
+
+def _main(words: list[str], prog: str) -> int:
+    if not words:
+        build_parser(prog).print_help()
+        return 2
+    world = detect(os.environ)
+    try:
+        specs = read_specs(words, prog)
+        if world is not None:
+            _check_world(specs, world)
+    except ConfigError:
+        # Each rank finds the same mistake; one message is enough.
+        if world is not None and world.rank != 0:
+            return ConfigError.exit_code
+        raise
+    if world is None:
+        return _start(specs, words)
+    return _as_rank(specs, world)
+
+
+def read_specs(words: Sequence[str], prog: str = "bench.py") -> list[BenchSpec]:
+    """One specification, or one a line of ``--batch``; the place is the first's for all.
+
+    Raises:
+        ConfigError: a line is wrong; the message names it.
+    """
+    options = build_parser(prog).parse(words)
+    if options.batch is None:
+        return [from_options(options, words)]
+    if options.operation:
+        raise ConfigError(f"--batch: the operation {options.operation!r} belongs into the file")
+    specs: list[BenchSpec] = []
+    shared = [word for word in words if word not in ("--batch", str(options.batch))]
+    for number, line in enumerate(_lines(options.batch), start=1):
+        own = shlex.split(line, comments=True)
+        if not own:
+            continue
+        try:
+            spec = parse_spec([*shared, *own], prog=prog)
+        except ConfigError as error:
+            raise ConfigError(f"--batch {options.batch}:{number}: {error.message}") from error
+        backend = spec.placement.backend
+        place = replace(specs[0].placement, backend=backend) if specs else spec.placement
+        specs.append(replace(spec, placement=place))
+    if not specs:
+        raise ConfigError(f"--batch {options.batch}: it has no line to run")
+    return specs
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--batch {path}: {error}") from error
+
+
+def _check_world(specs: Sequence[BenchSpec], world: World) -> None:
+    wanted = specs[0].placement.workers
+    if wanted is not None and wanted != world.size:
+        raise ConfigError(
+            f"-r asks for {wanted} ranks, and {world.launcher} has started {world.size}",
+            hint="leave -r out under a launcher, or make both equal",
+        )
+    for spec in specs:
+        list(spec.cases(world.size if spec.groups == type(spec.groups)() else 2**31))
+
+
+def _start(specs: Sequence[BenchSpec], words: Sequence[str]) -> int:
+    place = specs[0].placement
+    if place.workers is None:
+        raise ConfigError(
+            "the number of ranks is missing: -r 2, or start this under torchrun, mpirun or srun"
+        )
+    if place.hosts or place.slurm:
+        command, environment = starter_argv(place, words, os.environ)
+        sys.stdout.flush()
+        os.execvpe(command[0], command, {**os.environ, **environment})
+    if place.nodes > 1:
+        raise ConfigError(
+            f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
+        )
+    for spec in specs:
+        _check_world([spec], World("local", 0, place.workers, 0, place.workers))
+    command = [sys.executable, *PROGRAM, *words]
+    return spawn(command, place.workers, log_dir=place.log_dir)
+
+
+def _as_rank(specs: Sequence[BenchSpec], world: World) -> int:
+    from flagscale.bench.collectives.ranks import leave, run_rank
+
+    code = run_rank(specs, world)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0:
+        leave()
+        return 0
+    # Groups whose ranks died cannot be destroyed in order: it could wait for them for ever.
+    os._exit(code)

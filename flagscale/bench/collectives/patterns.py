@@ -1,0 +1,275 @@
+"""Which ranks take part with which: replica groups, permutation pairs, all-to-all-v counts.
+
+Each comes from a JSON file in nccom-test's form. The file is read and its form checked when the
+command line is read; what depends on the number of ranks is checked when that is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagscale.errors import ConfigError
+
+Groups = tuple[tuple[int, ...], ...]
+Pairs = tuple[tuple[int, int], ...]
+
+ALIGNMENT = 32
+"""All-to-all-v counts are rounded up to so many bytes, as nccom-test does."""
+
+
+def read_json(path: Path, flag: str, key: str) -> Any:
+    """The value under ``key`` of a JSON file, or the whole file where it is a list.
+
+    Raises:
+        ConfigError: the file cannot be read, is no JSON, or has no such key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{flag}: {path}: {reason}") from error
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag}: {path}:{error.lineno}: not JSON: {error.msg}") from error
+    if isinstance(data, list):
+        return data
+    if isinstance(data, dict) and key in data:
+        return data[key]
+    raise ConfigError(f'{flag}: {path}: expected {{"{key}": [...]}}')
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def read_groups(path: Path) -> Groups:
+    """Replica groups of ``{"replica_groups": [[0, 1], [2, 3]]}``.
+
+    Raises:
+        ConfigError: the form is wrong, a rank is in two groups, or sizes differ.
+    """
+    flag = "--custom-replica-group"
+    data = read_json(path, flag, "replica_groups")
+    if not data or not all(_whole_numbers(group) and group for group in data):
+        raise ConfigError(f"{flag}: {path}: expected lists of ranks, such as [[0, 1], [2, 3]]")
+    ranks = [rank for group in data for rank in group]
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise ConfigError(f"{flag}: {path}: rank {twice[0]} is in more than one place")
+    if len({len(group) for group in data}) > 1:
+        sizes = ", ".join(str(len(group)) for group in data)
+        raise ConfigError(f"{flag}: {path}: the groups must be equally large, found {sizes}")
+    return tuple(tuple(group) for group in data)
+
+
+def groups_for(world: int, custom: Groups | None, dimension: int | None) -> Groups:
+    """The groups that run at once among ``world`` ranks.
+
+    A data-parallel dimension ``k`` gives ``world/k`` groups of ``k`` ranks, each ``world/k``
+    apart: with one group a rank of a host, each has one rank of every host.
+
+    Raises:
+        ConfigError: a rank does not exist, or the dimension does not divide the world.
+    """
+    if custom is not None:
+        absent = [rank for group in custom for rank in group if rank >= world]
+        if absent:
+            raise ConfigError(
+                f"--custom-replica-group: rank {absent[0]} does not exist among {world} ranks"
+            )
+        return custom
+    if dimension is None:
+        return (tuple(range(world)),)
+    if world % dimension:
+        raise ConfigError(f"--data-parallel-dimension {dimension} does not divide {world} ranks")
+    count = world // dimension
+    return tuple(tuple(range(first, world, count)) for first in range(count))
+
+
+def read_pairs(path: Path) -> Pairs:
+    """Source and target pairs of ``{"src_target_pairs": [[[0, 1], [1, 0]]]}``, or one list less.
+
+    Raises:
+        ConfigError: the form is wrong, or a rank sends or receives twice.
+    """
+    flag = "--custom-src-target-pairs"
+    data = read_json(path, flag, "src_target_pairs")
+    if data and isinstance(data[0], list) and data[0] and isinstance(data[0][0], list):
+        if len(data) > 1:
+            raise ConfigError(f"{flag}: {path}: one list of pairs is run, found {len(data)}")
+        data = data[0]
+    if not data or not all(_whole_numbers(pair) and len(pair) == 2 for pair in data):
+        raise ConfigError(f"{flag}: {path}: expected pairs of ranks, such as [[[0, 1], [1, 0]]]")
+    for index, does in ((0, "sends"), (1, "receives")):
+        ranks = [pair[index] for pair in data]
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if twice:
+            raise ConfigError(f"{flag}: {path}: rank {twice[0]} {does} more than once")
+    return tuple((pair[0], pair[1]) for pair in data)
+
+
+def pairs_for(ranks: int, custom: Pairs | None) -> Pairs:
+    """The pairs of a permutation among ``ranks`` ranks; a ring where none are given.
+
+    Raises:
+        ConfigError: a rank does not exist.
+    """
+    if custom is None:
+        return tuple((rank, (rank + 1) % ranks) for rank in range(ranks))
+    absent = [rank for pair in custom for rank in pair if rank >= ranks]
+    if absent:
+        raise ConfigError(
+            f"--custom-src-target-pairs: rank {absent[0]} does not exist among {ranks} ranks"
+        )
+    return custom
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's side of an all-to-all-v, in elements; one entry a rank of the group."""
+
+    send_counts: tuple[int, ...]
+    send_displs: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    recv_displs: tuple[int, ...]
+
+    @property
+    def send_extent(self) -> int:
+        """Elements of the send buffer: to the end of the last piece."""
+        return _extent(self.send_counts, self.send_displs)
+
+    @property
+    def recv_extent(self) -> int:
+        """Elements of the receive buffer: to the end of the last piece."""
+        return _extent(self.recv_counts, self.recv_displs)
+
+    @property
+    def packed(self) -> bool:
+        """Pieces lie one after the other, in the order of the ranks, without gaps."""
+        return self.send_displs == _packed(self.send_counts) and self.recv_displs == _packed(
+            self.recv_counts
+        )
+
+
+def _extent(counts: Sequence[int], displs: Sequence[int]) -> int:
+    return max((d + c for c, d in zip(counts, displs, strict=True)), default=0)
+
+
+def _packed(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sum(counts[:i]) for i in range(len(counts)))
+
+
+_KEYS = ("send_counts", "send_displs", "recv_counts", "recv_displs")
+
+
+def read_exchange(path: Path) -> tuple[Exchange, ...]:
+    """All-to-all-v entries of ``{"alltoallv_metadata": [{"send_counts": ...}]}``.
+
+    Raises:
+        ConfigError: a key is missing, a count is no whole number, or lengths differ.
+    """
+    flag = "--alltoallv-metadata"
+    data = read_json(path, flag, "alltoallv_metadata")
+    if not data or not all(isinstance(entry, dict) for entry in data):
+        raise ConfigError(f"{flag}: {path}: expected one object, or one a rank")
+    for number, entry in enumerate(data):
+        for key in _KEYS:
+            if not _whole_numbers(entry.get(key)) or not entry[key]:
+                raise ConfigError(
+                    f"{flag}: {path}: entry {number}: {key} must be a list of whole numbers "
+                    f"from 0 on, found {json.dumps(entry.get(key))[:60]}"
+                )
+        if len({len(entry[key]) for key in _KEYS}) > 1:
+            lengths = ", ".join(f"{key} {len(entry[key])}" for key in _KEYS)
+            raise ConfigError(f"{flag}: {path}: entry {number}: lengths differ: {lengths}")
+    return tuple(Exchange(*(tuple(entry[key]) for key in _KEYS)) for entry in data)
+
+
+def exchanges_for(
+    ranks: int, custom: tuple[Exchange, ...] | None, size: int, element: int
+) -> tuple[tuple[Exchange, ...], tuple[str, ...]]:
+    """Each rank's exchange for about ``size`` bytes of elements of ``element`` bytes, and notes.
+
+    The given counts are proportions: they are scaled so that the rank that sends most sends
+    ``size`` bytes, each count rounded up to 32 bytes. Displacements keep their order and their
+    gaps. One entry stands for all ranks; what they receive then follows from what they send.
+
+    Raises:
+        ConfigError: the number of entries or their length does not fit ``ranks``; two ranks
+            disagree on a count; pieces of a receive buffer overlap.
+    """
+    flag = "--alltoallv-metadata"
+    notes: list[str] = []
+    if custom is None:
+        custom = _for_all(_uneven(ranks), ranks, [])
+    for entry in custom:
+        if len(entry.send_counts) != ranks:
+            raise ConfigError(f"{flag}: {len(entry.send_counts)} counts for {ranks} ranks")
+    if len(custom) not in (1, ranks):
+        raise ConfigError(f"{flag}: {len(custom)} entries for {ranks} ranks; expected 1 or {ranks}")
+    entries = custom if len(custom) == ranks else _for_all(custom[0], ranks, notes)
+    _agree(entries, flag)
+    most = max(sum(entry.send_counts) for entry in entries)
+    if most == 0:
+        raise ConfigError(f"{flag}: every count is 0")
+    unit = max(1, ALIGNMENT // element)
+
+    def scale(count: int) -> int:
+        # Ceiling of the exact share, in whole units: rounding must agree on both sides.
+        return -(-count * size // (most * element * unit)) * unit
+
+    return tuple(_scaled(entry, scale, flag) for entry in entries), tuple(notes)
+
+
+def _uneven(ranks: int) -> Exchange:
+    """The pattern without a file: rank j is sent j + 1 shares, so no two counts are equal."""
+    counts = tuple(range(1, ranks + 1))
+    return Exchange(counts, _packed(counts), counts, _packed(counts))
+
+
+def _for_all(entry: Exchange, ranks: int, notes: list[str]) -> tuple[Exchange, ...]:
+    entries = []
+    for rank in range(ranks):
+        received = (entry.send_counts[rank],) * ranks
+        fits = received == entry.recv_counts
+        displs = entry.recv_displs if fits else _packed(received)
+        entries.append(Exchange(entry.send_counts, entry.send_displs, received, displs))
+        if not fits and not notes:
+            notes.append("all_to_all_v: receive counts follow from one entry's send counts")
+    return tuple(entries)
+
+
+def _agree(entries: Sequence[Exchange], flag: str) -> None:
+    for source, sender in enumerate(entries):
+        for target, receiver in enumerate(entries):
+            sent, received = sender.send_counts[target], receiver.recv_counts[source]
+            if sent != received:
+                raise ConfigError(
+                    f"{flag}: rank {source} sends {sent} elements to rank {target}, "
+                    f"which expects {received}"
+                )
+
+
+def _scaled(entry: Exchange, scale: Any, flag: str) -> Exchange:
+    def place(counts: tuple[int, ...], displs: tuple[int, ...]) -> tuple[int, ...]:
+        placed = [0] * len(counts)
+        end = old_end = 0
+        for i in sorted(range(len(counts)), key=lambda i: (displs[i], counts[i])):
+            if displs[i] < old_end and counts[i]:
+                raise ConfigError(f"{flag}: pieces overlap at displacement {displs[i]}")
+            placed[i] = end + scale(max(displs[i] - old_end, 0))
+            end = placed[i] + scale(counts[i])
+            old_end = max(old_end, displs[i] + counts[i])
+        return tuple(placed)
+
+    return Exchange(
+        send_counts=tuple(scale(c) for c in entry.send_counts),
+        send_displs=place(entry.send_counts, entry.send_displs),
+        recv_counts=tuple(scale(c) for c in entry.recv_counts),
+        recv_displs=place(entry.recv_counts, entry.recv_displs),
+    )

@@ -1,0 +1,73 @@
+"""Latency and bandwidth over size, as SVG or PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flagscale.bench.collectives.curves import Curve
+from flagscale.bench.collectives.sizes import format_size
+from flagscale.errors import ConfigError
+
+
+def write_plot(path: Path, curves: Sequence[Curve]) -> None:
+    """Write both diagrams beside each other into ``path``, an ``.svg`` or a ``.png``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    path.write_bytes(draw(curves, path.suffix.lower().lstrip(".")))
+
+
+def draw(curves: Sequence[Curve], kind: str) -> bytes:
+    """The two diagrams as an ``svg`` or ``png`` image.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = _figure()
+    latency, bandwidth = figure.subplots(1, 2)
+    for curve in curves:
+        sizes = [max(point.size, 1) for point in curve.points]
+        style = {"linestyle": "--" if curve.imported else "-", "marker": ".", "label": curve.label}
+        latency.plot(sizes, [point.time for point in curve.points], **style)
+        bandwidth.plot(sizes, [point.busbw for point in curve.points], **style)
+    _axes(latency, "time", "microseconds", curves)
+    _axes(bandwidth, "bus bandwidth", "1e9 bytes a second", curves)
+    latency.set_yscale("log")
+    if curves:
+        bandwidth.legend(fontsize="small")
+    image = io.BytesIO()
+    # Without a date, so that equal results are equal files.
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(image, format=kind, metadata=metadata, dpi=120)
+    return image.getvalue()
+
+
+def _figure() -> Any:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "plots and reports need matplotlib, which is not installed",
+            hint="pip install 'flagscale[bench]'",
+        ) from error
+    # Text as text: an SVG that can be searched. Ids that do not change from run to run.
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "flagscale"})
+    return Figure(figsize=(12, 4.5), layout="constrained")
+
+
+def _axes(axes: Any, title: str, unit: str, curves: Sequence[Curve]) -> None:
+    axes.set_title(title)
+    axes.set_xlabel("size")
+    axes.set_ylabel(unit)
+    axes.set_xscale("log", base=2)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    sizes = sorted({point.size for curve in curves for point in curve.points if point.size})
+    shown = sizes[:: max(1, len(sizes) // 8)]
+    axes.set_xticks(shown, [format_size(size) for size in shown])
+    axes.minorticks_off()

@@ -1,0 +1,112 @@
+"""Rank 0's voice: header, tables, progress, and the files a run leaves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from flagscale.bench.collectives.records import Row, write_json
+from flagscale.bench.collectives.session import Listener
+from flagscale.bench.collectives.spec import BenchSpec, Case
+from flagscale.bench.collectives.table import Table, table
+
+
+class Presenter(Listener):
+    """Hears of every size as it is measured. Use as a context, so that files are written and the
+    terminal is left in order however the run ends."""
+
+    def __init__(self, spec: BenchSpec, header: Sequence[str], about: Mapping[str, Any]) -> None:
+        self.all_rows: list[Row] = []
+        self._spec, self._header, self._about = spec, header, about
+        self._table: Table | None = None
+        self._rows: list[Row] = []
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._many = False
+
+    def __enter__(self) -> Presenter:
+        if self._spec.output.header:
+            for line in self._header:
+                print(f"# {line}")
+            for note in self._spec.notes:
+                self.note(note)
+        # The table itself must stay on a terminal and in a pipe alike, so progress goes elsewhere.
+        if self._spec.output.interactive and sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            # Never refreshed by a thread of its own, which would disturb the timing.
+            self._progress = Progress(
+                *columns, console=Console(stderr=True), auto_refresh=False, transient=True
+            )
+            self._progress.start()
+        sys.stdout.flush()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        self._save(complete=kind is None)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        if self._spec.output.header:
+            self._print([f"# note: {text}"])
+
+    def series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
+        op = cases[0].operation
+        spec = self._spec
+        types = [t.name for t in spec.types]
+        self._table = table(spec, types, parts=op.parts, backends=backends)
+        self._rows = []
+        # One operation needs no title: nccom-test prints none.
+        several = self._several()
+        title = [f"# {cases[0].label.removesuffix(' in place')}"] if several else []
+        self._print([*title, *self._table.head()])
+        if self._progress is not None:
+            for task in self._progress.task_ids:
+                self._progress.remove_task(task)
+            self._task = self._progress.add_task(cases[0].label, total=sizes)
+            self._progress.refresh()
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        self._rows += rows
+        self.all_rows += rows
+        if self._table is not None:
+            self._print(self._table.lines(rows))
+        if self._progress is not None:
+            self._progress.advance(self._task)
+            self._progress.refresh()
+        # A run that is cut short has left all it measured.
+        self._save(complete=False)
+
+    def end_series(self) -> None:
+        if self._table is not None:
+            self._print(self._table.foot(self._rows))
+
+    def _several(self) -> bool:
+        spec = self._spec
+        counts = (spec.operations, spec.types, spec.reductions, spec.roots)
+        return any(len(c) > 1 for c in counts) or -1 in spec.roots
+
+    def _print(self, lines: Sequence[str]) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+        if self._progress is not None:
+            self._progress.start()
+
+    def _save(self, *, complete: bool) -> None:
+        path = self._spec.output.json
+        if path is not None:
+            write_json(path, self.all_rows, self._about, complete=complete)

@@ -1,0 +1,180 @@
+"""A rank's whole life: meet the others, tell who one is, measure, leave."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from flagscale.bench import meeting
+from flagscale.bench.collectives import devices, patterns
+from flagscale.bench.collectives.facts import (
+    Facts,
+    about,
+    gather_facts,
+    header,
+    rank_lines,
+)
+from flagscale.bench.collectives.finish import finish
+from flagscale.bench.collectives.presenter import Presenter
+from flagscale.bench.collectives.session import Listener, Session
+from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.collectives.statistics import warning
+from flagscale.bench.collectives.watch import Beat, Watch
+from flagscale.bench.world import World
+from flagscale.comm import registry
+from flagscale.errors import ConfigError, FlagscaleError, JobError
+
+
+def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
+    """Run ``specs`` as one rank of ``world``; the exit code.
+
+    Raises:
+        FlagscaleError: on the rank that has the word; others end silently with its exit code.
+    """
+    placement = specs[0].placement
+    store = meeting.meet(
+        world, address=placement.address, port=placement.port, seconds=placement.timeout
+    )
+    own, error = _prepare(specs, world)
+    facts = _exchange(store, own, world, placement.timeout)
+    meeting.leave(world)
+    if code := _refused(facts, world):
+        return code
+    if error is not None:
+        raise error
+    device = devices.choose(placement.device, world.local_rank)
+    watch = Watch(store, Beat(world.rank, own.host, own.pid), world.size, placement.timeout)
+    watch.start()
+    # What is loaded by now stays; collections before each loop then look at little.
+    gc.collect()
+    gc.freeze()
+    try:
+        watch.enter("the meeting of all ranks")
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("control", store),
+            rank=world.rank,
+            world_size=world.size,
+            # The watch speaks first and knows more.
+            timeout=timedelta(seconds=placement.timeout * 2 + 60),
+        )
+        code = max(_run(spec, Session(world, device, watch), facts) for spec in specs)
+        dist.barrier()
+        watch.finish()
+        return code
+    except ConfigError:
+        # Every rank found the same; rank 0 says it.
+        if world.rank:
+            return ConfigError.exit_code
+        raise
+    except (dist.DistError, RuntimeError) as failure:
+        _explain(failure, watch)
+        return 1
+
+
+def leave() -> None:
+    """Destroy what is left of the process groups, as far as the others still answer."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _prepare(specs: Sequence[BenchSpec], world: World) -> tuple[Facts, FlagscaleError | None]:
+    """This rank's facts, and what keeps it from taking part."""
+    placement = specs[0].placement
+    try:
+        device = devices.choose(placement.device, world.local_rank)
+        for spec in specs:
+            for name in _backends(spec):
+                registry.usable(name, device.kind)
+        if placement.pin:
+            devices.pin(world.local_rank)
+        return gather_facts(world.rank, device), None
+    except FlagscaleError as error:
+        return Facts(
+            world.rank, os.uname().nodename, os.getpid(), "", "", str(error), error.exit_code
+        ), error
+
+
+def _backends(spec: BenchSpec) -> tuple[str, ...]:
+    return spec.comparison.backends or (spec.placement.backend,)
+
+
+def _exchange(store: Store, own: Facts, world: World, seconds: float) -> list[Facts]:
+    """Everyone's facts, through the store: no process group is needed to say what is wrong."""
+    store.set(f"facts/{own.rank}", json.dumps(asdict(own)))
+    keys = [f"facts/{rank}" for rank in range(world.size)]
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except dist.DistError as error:
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise JobError(
+            f"ranks {absent} of {world.size} did not come within {seconds:g} s"
+        ) from error
+    found = [Facts(**json.loads(value)) for value in store.multi_get(keys)]
+    # Rank 0's store must outlive the slowest reader.
+    if store.add("facts/read", 1) == world.size:
+        store.set("facts/all", "1")
+    store.wait(["facts/all"], timedelta(seconds=seconds))
+    return found
+
+
+def _refused(facts: Sequence[Facts], world: World) -> int:
+    """Say, on rank 0, which ranks cannot take part; the exit code, 0 when all can."""
+    bad = [fact for fact in facts if fact.error is not None]
+    if not bad:
+        return 0
+    if world.rank == 0:
+        for text in dict.fromkeys(fact.error for fact in bad):
+            ranks = [fact for fact in bad if fact.error == text]
+            where = "" if len(ranks) == len(facts) else f"rank {ranks[0].rank} on {ranks[0].host}: "
+            print(f"error: {where}{text}", file=sys.stderr)
+    return bad[0].exit_code
+
+
+def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts]) -> int:
+    world = session.world
+    # Without --seed every rank took its own clock.
+    spec = replace(spec, check=replace(spec.check, seed=_from_first(spec.check.seed)))
+    names = tuple(
+        registry.backend(name).resolve(session.device.kind).name for name in _backends(spec)
+    )
+    if spec.comparison.peak is None and session.device.nominal_gb is None and spec.comparison.probe:
+        note = "peak: the nominal limit of this device is not known; give it with --peak"
+        spec = replace(spec, notes=(*spec.notes, note))
+    if world.rank:
+        session.run(spec, Listener())
+        # Launchers report a rank whose code differs as a failure of their own.
+        return _from_first(0)
+    samples = spec.iterations.measured * (spec.iterations.replays or 1)
+    if text := warning(spec.output.statistics, samples):
+        spec = replace(spec, notes=(*spec.notes, text))
+    groups = patterns.groups_for(world.size, spec.groups.custom, spec.groups.dimension)
+    lines = header(spec, world, facts, names, groups)
+    if spec.output.format == "nccl-tests":
+        lines += rank_lines(facts)
+    with Presenter(spec, lines, about(spec, facts, names)) as presenter:
+        session.run(spec, presenter)
+    return _from_first(finish(spec, presenter.all_rows, lines))
+
+
+def _from_first(own: int) -> int:
+    """Rank 0's value."""
+    values = [own]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _explain(failure: Exception, watch: Watch) -> None:
+    """Say who died, on the one rank that has the word."""
+    message = watch.diagnose()
+    if message is not None:
+        lines = str(failure).strip().splitlines()
+        print(f"error: {message}\n  {lines[0][:300] if lines else failure!r}", file=sys.stderr)

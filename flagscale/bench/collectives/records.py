@@ -1,0 +1,201 @@
+"""Results: one row a size, and the JSON file that keeps them with how they came about."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flagscale.bench.collectives.statistics import Ratio
+from flagscale.errors import ConfigError
+
+GB = 1e9
+GIB = 2**30
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured for one size on one backend. Times in microseconds, bandwidths in 1e9
+    bytes a second."""
+
+    operation: str
+    type: str
+    nccl_type: str
+    reduction: str
+    root: int
+    in_place: bool
+    backend: str
+    ranks: int
+    size: int
+    count: int
+    input_bytes: int
+    output_bytes: int
+    bus_factor: float
+    time: float = math.nan
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 0
+    algorithm: str = "n/a"
+    wrong: int | None = None
+    """Wrong elements over all ranks; None when nothing was checked."""
+    failure: str | None = None
+    ratio: Ratio | None = None
+    """Its time over the first backend's."""
+    peak_share: float | None = None
+    probe_share: float | None = None
+
+    @property
+    def algbw(self) -> float:
+        """Size over time, in 1e9 bytes a second; 0 for what moves nothing."""
+        return self.size / self.time / 1e3 if self.time > 0 else 0.0
+
+    @property
+    def busbw(self) -> float:
+        return self.algbw * self.bus_factor
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes two rows of different runs comparable."""
+        return (
+            *(self.operation, self.type, self.reduction, self.root, self.in_place),
+            *(self.backend, self.ranks, self.size),
+        )
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and not self.wrong
+
+
+def to_json(row: Row) -> dict[str, Any]:
+    """A row with nccom-test's keys first and ours after them."""
+    data: dict[str, Any] = {
+        "size(B)": row.size,
+        "count(elems)": row.count,
+        "type": row.type,
+        "algbw(GB/s)": row.algbw,
+        "busbw(GB/s)": row.busbw,
+        "time:avg(us)": _finite(row.time),
+        **{name: _finite(value) for name, value in row.statistics.items()},
+        "total_input_size(B)": row.input_bytes,
+        "total_output_size(B)": row.output_bytes,
+        "algorithm": row.algorithm,
+        "operation": row.operation,
+        "reduction": row.reduction,
+        "root": row.root,
+        "in_place": row.in_place,
+        "backend": row.backend,
+        "ranks": row.ranks,
+        "samples": row.samples,
+        "wrong": row.wrong,
+        "failure": row.failure,
+    }
+    if row.ratio is not None:
+        low, high = _finite(row.ratio.low), _finite(row.ratio.high)
+        data["time_ratio"] = {"value": row.ratio.value, "low": low, "high": high}
+    for name in ("peak_share", "probe_share"):
+        if getattr(row, name) is not None:
+            data[name] = getattr(row, name)
+    return data
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+_ALLOWED = re.compile(
+    r"(NCCL|TORCH_NCCL|TORCH_SYMM_MEM|GLOO|FSCCL|FLAGCX|UCC|UCX|OMPI_MCA_btl|FI|MSCCL|RCCL|HCCL|MCCL)_"
+    r"[A-Z0-9_]+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|CUDA_MODULE_LOADING"
+    r"|TORCH_DISTRIBUTED_DEBUG|SLURM_(JOB_NUM_NODES|STEP_NUM_TASKS|STEP_NODELIST)"
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+
+
+def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that steer communication, by a list of names; a whole environment would
+    carry secrets into files that people pass on."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if _ALLOWED.fullmatch(name) and not _SECRET.search(name)
+    }
+
+
+def write_json(
+    path: Path, rows: Sequence[Row], about: Mapping[str, Any], *, complete: bool
+) -> None:
+    """Write results so far. The file is replaced as a whole, so a reader never sees half of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = {
+        "results": [to_json(row) for row in rows],
+        "format": FORMAT_VERSION,
+        "complete": complete,
+        **about,
+    }
+    target = path.absolute()
+    descriptor, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1)
+            file.write("\n")
+        Path(draft).chmod(0o644)
+        Path(draft).replace(target)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def read_baseline(path: Path) -> dict[tuple[Any, ...], float]:
+    """The times of an earlier run's JSON file, by :attr:`Row.key`.
+
+    Raises:
+        ConfigError: it is no result file of this program.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            (
+                *(row["operation"], row["type"], row["reduction"], row["root"], row["in_place"]),
+                *(row["backend"], row["ranks"], row["size(B)"]),
+            ): float(row["time:avg(us)"])
+            for row in data["results"]
+            if row["time:avg(us)"] is not None and row["failure"] is None
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--baseline {path}: not a result of --report-to-json-file ({error!r})"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a run compares with its baseline."""
+
+    compared: int
+    worse: tuple[str, ...]
+
+
+def hold(rows: Sequence[Row], baseline: Mapping[tuple[Any, ...], float], tolerance: float) -> Held:
+    """Every row that took longer than the baseline by more than ``tolerance`` (a share)."""
+    worse, compared = [], 0
+    for row in rows:
+        before = baseline.get(row.key)
+        if before is None or not row.ok:
+            continue
+        compared += 1
+        if row.time > before * (1 + tolerance):
+            change = row.time / before - 1
+            worse.append(
+                f"{row.operation} {row.type} {row.size} B on {row.backend}: {row.time:.2f} us, "
+                f"{before:.2f} us before ({change:+.1%}, tolerance {tolerance:.1%})"
+            )
+    return Held(compared, tuple(worse))

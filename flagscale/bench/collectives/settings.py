@@ -1,0 +1,347 @@
+"""From parsed flags to a :class:`BenchSpec`: every value checked before any rank starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from flagscale.bench.collectives import patterns, sizes
+from flagscale.bench.collectives.command import CHECK_MODES, build_parser
+from flagscale.bench.collectives.datatypes import DATA_TYPES, DataType, data_type
+from flagscale.bench.collectives.operations import OPERATIONS, REDUCTIONS, Operation, operation
+from flagscale.bench.collectives.spec import (
+    BenchSpec,
+    Buffers,
+    Check,
+    Comparison,
+    Groups,
+    Iterations,
+    Output,
+    Placement,
+)
+from flagscale.bench.collectives.statistics import parse_statistics
+from flagscale.comm import registry
+from flagscale.errors import ConfigError
+
+_AVERAGES: dict[str, Literal["rank0", "mean", "min", "max"]] = {
+    "0": "rank0",
+    "1": "mean",
+    "2": "min",
+    "3": "max",
+}
+_DEFAULT_SIZE = 32 * 2**20
+_PLOT_SUFFIXES = (".svg", ".png")
+
+
+def parse_spec(arguments: Sequence[str], *, prog: str = "bench.py") -> BenchSpec:
+    """The run that a command line describes.
+
+    Raises:
+        ConfigError: a flag or value is wrong; a file it names cannot be read or used.
+    """
+    return from_options(build_parser(prog).parse(arguments), arguments)
+
+
+def from_options(options: argparse.Namespace, arguments: Sequence[str] = ()) -> BenchSpec:
+    """The run that parsed flags describe; see :func:`parse_spec`."""
+    operations = _operations(options.operation)
+    check, notes = _check(options), _notes(options)
+    return BenchSpec(
+        operations=operations,
+        types=_types(options.datatype),
+        sizes=_sizes(options, operations),
+        reductions=_reductions(options.redop),
+        roots=_roots(options.root),
+        places=_places(options),
+        iterations=_iterations(options),
+        buffers=_buffers(options),
+        check=check,
+        groups=_groups(options),
+        output=_output(options),
+        comparison=_comparison(options),
+        placement=_placement(options),
+        timing=options.timing,
+        average=_average(options.average),
+        blocking=_switch("-z/--blocking", options.blocking),
+        cpu_time=_switch("-C/--report-cputime", options.report_cputime),
+        notes=notes,
+        command=tuple(arguments),
+    )
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _operations(text: str | None) -> tuple[Operation, ...]:
+    if not text:
+        raise ConfigError(
+            f"the operation is missing (one of {', '.join(OPERATIONS)})", hint="bench.py --help"
+        )
+    if text == "all":
+        return tuple(OPERATIONS.values())
+    return tuple(dict.fromkeys(operation(word) for word in _words(text)))
+
+
+def _types(text: str) -> tuple[DataType, ...]:
+    names: Iterable[str] = DATA_TYPES if text == "all" else _words(text)
+    return tuple(dict.fromkeys(data_type(name) for name in names))
+
+
+def _reductions(text: str) -> tuple[str, ...]:
+    names = REDUCTIONS if text == "all" else tuple(_words(text))
+    for name in names:
+        if name not in REDUCTIONS:
+            raise ConfigError(f"-o/--redop {name!r}; expected {', '.join(REDUCTIONS)} or all")
+    return tuple(dict.fromkeys(names))
+
+
+def _roots(text: str) -> tuple[int, ...]:
+    try:
+        roots = tuple(int(word) for word in _words(text))
+    except ValueError as error:
+        raise ConfigError(f"--root {text!r} is no rank; expected such as 0, or -1") from error
+    if not roots or min(roots) < -1:
+        raise ConfigError(f"--root {text!r} is no rank; expected such as 0, or -1 for every rank")
+    return roots
+
+
+def _sizes(options: argparse.Namespace, operations: Sequence[Operation]) -> tuple[int, ...]:
+    minimum = sizes.parse_size(options.minbytes)
+    if options.maxbytes is None:
+        maximum = max(minimum, _DEFAULT_SIZE)
+        # A start alone, above or below the default end, is meant as a start.
+    else:
+        maximum = sizes.parse_size(options.maxbytes)
+    step = sizes.parse_size(options.stepbytes) if options.stepbytes else None
+    found = sizes.sweep(minimum, maximum, step=step, factor=_factor(options.stepfactor))
+    return (0,) if all(op.name == "barrier" for op in operations) else found
+
+
+def _factor(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = float(sizes.parse_size(text))
+    if not math.isfinite(value):
+        raise ConfigError(f"-f/--stepfactor {text} is not finite")
+    return value
+
+
+def _places(options: argparse.Namespace) -> tuple[Literal["out", "in"], ...] | None:
+    if options.both_places or (
+        options.format == "nccl-tests" and not (options.in_place or options.out_of_place)
+    ):
+        return ("out", "in")
+    if options.in_place:
+        return ("in",)
+    return ("out",) if options.out_of_place else None
+
+
+def _at_least(flag: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{flag} {value}; expected at least {least}")
+
+
+def _iterations(options: argparse.Namespace) -> Iterations:
+    _at_least("-n/--iters", options.iters, 1)
+    _at_least("-w/--warmup_iters", options.warmup_iters, 0)
+    _at_least("-W/--neff_warmup_iters", options.neff_warmup_iters, 0)
+    _at_least("-m/--agg-iters", options.agg_iters, 1)
+    _at_least("--run-cycles", options.run_cycles, 1)
+    _at_least("-I/--neff_iters", options.neff_iters, 0)
+    if options.neff_warmup_iters and not options.neff_iters:
+        raise ConfigError("-W/--neff_warmup_iters needs -I/--neff_iters")
+    return Iterations(
+        measured=options.iters,
+        warmup=options.warmup_iters,
+        replays=options.neff_iters or None,
+        replay_warmup=options.neff_warmup_iters,
+        aggregated=options.agg_iters,
+        cycles=options.run_cycles,
+    )
+
+
+def _buffers(options: argparse.Namespace) -> Buffers:
+    if options.shared_output_buff and not options.unique_buff:
+        raise ConfigError("--shared-output-buff needs --unique-buff: else all buffers are shared")
+    return Buffers(
+        unique=options.unique_buff,
+        shared_output=options.shared_output_buff,
+        registered=max(int(options.local_register), int(options.sb2sb)),
+        ratio=_ratio(options.coalesced_cc_size_ratio),
+    )
+
+
+def _ratio(text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return (1.0,)
+    try:
+        shares = tuple(float(word) for word in _words(text.strip().strip("[]")))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 < share < math.inf for share in shares):
+        raise ConfigError(f"--coalesced-cc-size-ratio {text!r}; expected such as [1,2,1]")
+    return shares
+
+
+def _check(options: argparse.Namespace) -> Check:
+    mode = {"1": "random", "0": None}.get(options.check, options.check)
+    if mode not in (*CHECK_MODES, None):
+        raise ConfigError(f"-c/--check {mode!r}; expected {' or '.join(CHECK_MODES)}")
+    seed = int(time.time()) if options.seed is None else options.seed
+    if not 0 <= seed < 2**62:
+        raise ConfigError(f"--seed {seed}; expected 0 to 2**62 - 1")
+    return Check(mode=mode, seed=seed, dump=options.dump_dir.absolute())
+
+
+def _groups(options: argparse.Namespace) -> Groups:
+    dimension, file = options.data_parallel_dimension, options.custom_replica_group
+    _at_least("--data-parallel-dimension", dimension, 1)
+    if dimension is not None and file is not None:
+        raise ConfigError("--data-parallel-dimension and --custom-replica-group exclude each other")
+    pairs, counts = options.custom_src_target_pairs, options.alltoallv_metadata
+    return Groups(
+        custom=patterns.read_groups(file) if file else None,
+        dimension=dimension,
+        pairs=patterns.read_pairs(pairs) if pairs else None,
+        exchange=patterns.read_exchange(counts) if counts else None,
+    )
+
+
+def _output(options: argparse.Namespace) -> Output:
+    for path in options.plot:
+        if path.suffix.lower() not in _PLOT_SUFFIXES:
+            raise ConfigError(f"--plot {path}: expected a name ending in .svg or .png")
+    for flag, path in _written(options):
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {path}: its directory does not exist")
+    for path in options.imports:
+        if not path.is_file():
+            raise ConfigError(f"--import {path}: there is no such file")
+    return Output(
+        format=options.format,
+        statistics=parse_statistics(_words(options.stats)),
+        unit=options.bw_unit,
+        show_algorithm=options.show_algorithm,
+        show_sizes=options.show_input_output_size,
+        header=not options.no_header,
+        interactive=not (options.non_interactive or options.debug),
+        print_buffers=_switch("-p/--print-buffer", options.print_buffer),
+        json=options.report_to_json_file,
+        plots=tuple(options.plot),
+        report=options.report,
+        imports=tuple(options.imports),
+    )
+
+
+def _written(options: argparse.Namespace) -> list[tuple[str, Path]]:
+    found = [("--plot", path) for path in options.plot]
+    found += [("--report", options.report)] if options.report else []
+    json = options.report_to_json_file
+    return found + ([("--report-to-json-file", json)] if json else [])
+
+
+def _comparison(options: argparse.Namespace) -> Comparison:
+    names = _words(options.compare or "")
+    if options.compare is not None and len(names) < 2:
+        raise ConfigError(
+            f"--compare {options.compare!r}; expected two backends, such as nccl,fsccl"
+        )
+    for name in names:
+        registry.backend(name)
+    _at_least("--compare-rounds", options.compare_rounds, 2)
+    if options.baseline is not None and not options.baseline.is_file():
+        raise ConfigError(f"--baseline {options.baseline}: there is no such file")
+    if options.peak is not None and not 0 < options.peak < math.inf:
+        raise ConfigError(f"--peak {options.peak:g}; expected above 0")
+    return Comparison(
+        backends=tuple(names),
+        rounds=options.compare_rounds,
+        baseline=options.baseline,
+        tolerance=_share(options.tolerance),
+        peak=options.peak,
+        probe=options.probe,
+    )
+
+
+def _share(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
+    if found is None:
+        raise ConfigError(f"--tolerance {text!r}; expected a share such as 5% or 0.05")
+    return float(found[1]) / (100 if found[2] else 1)
+
+
+def _placement(options: argparse.Namespace) -> Placement:
+    _at_least("-r/--nworkers", options.nworkers, 1)
+    _at_least("-N/--nnodes", options.nnodes, 1)
+    if options.ngpus != 1:
+        raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
+    if not 0 < options.timeout < math.inf:
+        raise ConfigError(f"-T/--timeout {options.timeout:g}; expected seconds above 0")
+    registry.backend(options.backend)
+    hosts = tuple(options.hosts) or _hosts(options.hosts_file)
+    workers, nodes = options.nworkers, max(options.nnodes, len(set(hosts)))
+    if workers is not None and workers % nodes:
+        raise ConfigError(f"-r {workers} ranks cannot be divided equally among {nodes} hosts")
+    if hosts and options.slurm_mode:
+        raise ConfigError("--hosts and --slurm-mode exclude each other")
+    if options.slurm_setup_script and not options.slurm_setup_script.is_file():
+        raise ConfigError(f"--slurm-setup-script {options.slurm_setup_script}: no such file")
+    return Placement(
+        workers=workers,
+        nodes=nodes,
+        backend=options.backend,
+        device=options.device,
+        timeout=options.timeout,
+        pin=options.vcpu_pin_mode,
+        address=options.data_collector_host,
+        port=options.data_collector_port,
+        hosts=hosts,
+        log_dir=options.mpi_log_dir,
+        slurm=options.slurm_mode,
+        slurm_job=options.slurm_job_id,
+        slurm_cpus=options.slurm_vcpus_per_node,
+        slurm_setup=options.slurm_setup_script,
+    )
+
+
+def _hosts(file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    try:
+        lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+    except OSError as error:
+        raise ConfigError(f"--hosts-file {file}: {error.strerror}") from error
+    return tuple(line for line in lines if line)
+
+
+def _average(text: str) -> Literal["rank0", "mean", "min", "max"]:
+    if text not in _AVERAGES:
+        raise ConfigError(f"-a/--average {text!r}; expected 0, 1, 2 or 3")
+    return _AVERAGES[text]
+
+
+def _switch(flag: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ConfigError(f"{flag} {text!r}; expected 0 or 1")
+    return text == "1"
+
+
+def _notes(options: argparse.Namespace) -> tuple[str, ...]:
+    notes = []
+    if options.sb2sb:
+        notes.append("--sb2sb: no such memory here; buffers are registered instead")
+    for name in ("input_shape", "output_shape", "cc_dim"):
+        if getattr(options, name) is not None:
+            notes.append(f"--{name.replace('_', '-')}: has no meaning on this device")
+    if options.slurm_use_head_node_neuron_bench:
+        notes.append("--slurm-use-head-node-neuron-bench: the program must be on a shared path")
+    return tuple(notes)

@@ -1,0 +1,134 @@
+"""Latency statistics: which ones can be asked for, percentiles, and the ratio of two samples."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flagscale.errors import ConfigError
+
+_NAME = re.compile(r"avg|min|max|p(?:100|\d{1,2}(?:\.\d+)?)")
+_FEW = 100
+"""Below so many iterations a 99th percentile is little more than the worst one."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """``avg``, ``min``, ``max``, a percentile such as ``p50``, or a ratio such as ``p99/p50``."""
+
+    name: str
+
+    @property
+    def heading(self) -> str:
+        """The column's name in a table and a JSON file."""
+        return self.name if "/" in self.name else f"time:{self.name}(us)"
+
+    def value(self, average: float, samples: Sequence[float]) -> float:
+        """The statistic in the unit of its arguments (a ratio has none).
+
+        ``average`` is the reported mean; ``samples`` are the iterations' times, of each the
+        longest over the ranks, in any order.
+        """
+        if "/" in self.name:
+            above, _, below = self.name.partition("/")
+            divisor = Statistic(below).value(average, samples)
+            return Statistic(above).value(average, samples) / divisor if divisor else math.nan
+        if self.name == "avg":
+            return average
+        if not samples:
+            return math.nan
+        if self.name in ("min", "max"):
+            return min(samples) if self.name == "min" else max(samples)
+        return percentile(samples, float(self.name[1:]))
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether it needs the time of every iteration."""
+        return self.name != "avg"
+
+
+def is_statistic(name: str) -> bool:
+    """Whether ``name`` is a statistic that can be asked for."""
+    return all(_NAME.fullmatch(part) for part in name.split("/")) and name.count("/") <= 1
+
+
+def parse_statistics(names: Sequence[str]) -> tuple[Statistic, ...]:
+    """The statistics called ``names``.
+
+    Raises:
+        ConfigError: one of them is unknown, or none is given.
+    """
+    for name in names:
+        if not is_statistic(name):
+            raise ConfigError(
+                f"-t/--stats {name!r} is not known; expected avg, min, max, a percentile such as "
+                "p50, or a ratio such as p99/p50"
+            )
+    if not names:
+        raise ConfigError("-t/--stats needs at least one of avg, min, max, p50, p99/p50 ...")
+    return tuple(Statistic(name) for name in dict.fromkeys(names))
+
+
+def warning(statistics: Sequence[Statistic], samples: int) -> str | None:
+    """What to say when so few ``samples`` carry a high percentile."""
+    high = [s.name for s in statistics if re.search(r"p99|p9[5-8]\.|p100", s.name)]
+    if not high or samples >= _FEW:
+        return None
+    return f"{', '.join(high)} of {samples} iterations: ask for at least {_FEW} with -n"
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the closest ranks (numpy's default)."""
+    ordered = sorted(samples)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of two times with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves out 1: one of the two is faster."""
+        return self.low > 1 or self.high < 1
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """The geometric mean of ``above[i] / below[i]`` and Student's 95 % interval of it.
+
+    Pairs measured next to each other share what disturbs both, which is why they are divided
+    before they are averaged.
+    """
+    logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
+    count = len(logs)
+    mean = math.fsum(logs) / count
+    if count < 2:
+        return Ratio(math.exp(mean), 0.0, math.inf)
+    variance = math.fsum((x - mean) ** 2 for x in logs) / (count - 1)
+    half = _student95(count - 1) * math.sqrt(variance / count)
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+# Two-sided 95 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom.
+_T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+def _student95(freedom: int) -> float:
+    if freedom <= len(_T95):
+        return _T95[freedom - 1]
+    # Cornish-Fisher expansion around the normal quantile; below 1e-4 off from 31 on.
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

@@ -1,0 +1,230 @@
+"""Tables as nccom-test, nccl-tests and FlagCX print them: a line as soon as it is measured."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flagscale.bench.collectives.records import GB, GIB, Row
+from flagscale.bench.collectives.spec import BandwidthUnit, BenchSpec
+
+_GAP = "    "
+
+
+def number(value: float) -> str:
+    """Two decimals at most, and none where they are zero, as nccom-test's times."""
+    if not math.isfinite(value):
+        return "n/a"
+    rounded = round(value, 2)
+    return str(rounded)
+
+
+def whole_number(value: float) -> str:
+    """As :func:`number`, but ``10`` for 10.0: percentiles are often whole."""
+    text = number(value)
+    return text.removesuffix(".0")
+
+
+def average(rows: Sequence[Row], unit: BandwidthUnit = "GB") -> float:
+    """The mean bus bandwidth of what succeeded, in ``unit`` a second."""
+    values = [row.busbw for row in rows if row.failure is None]
+    mean = sum(values) / len(values) if values else 0.0
+    return mean if unit == "GB" else mean * GB / GIB
+
+
+class Table(ABC):
+    """One table: a head, lines, a foot."""
+
+    @abstractmethod
+    def head(self) -> list[str]:
+        """The lines before the first row."""
+
+    @abstractmethod
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        """The lines of one size: of one row, or of several places or backends."""
+
+    @abstractmethod
+    def foot(self, rows: Sequence[Row]) -> list[str]:
+        """The lines after the last row."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, how a row's value is written under it, and the widest value known before."""
+
+    heading: str
+    text: Callable[[Row], str]
+    widest: int = 0
+
+    @property
+    def width(self) -> int:
+        return max(len(self.heading), self.widest)
+
+
+class NccomTable(Table):
+    """Right-aligned columns, four blanks apart."""
+
+    def __init__(self, spec: BenchSpec, types: Sequence[str], *, backends: int = 1) -> None:
+        self._unit = spec.output.unit
+        self._columns = _columns(spec, types, backends)
+
+    def head(self) -> list[str]:
+        return [_GAP.join(c.heading.rjust(c.width) for c in self._columns)]
+
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        return [self._line(row) for row in rows]
+
+    def _line(self, row: Row) -> str:
+        if row.failure is not None:
+            return f"{str(row.size).rjust(self._columns[0].width)}{_GAP}{row.failure}"
+        return _GAP.join(c.text(row).rjust(c.width) for c in self._columns)
+
+    def foot(self, rows: Sequence[Row]) -> list[str]:
+        lines = [f"Avg bus bandwidth:\t{average(rows, self._unit):.4f}{self._unit}/s"]
+        failed = sum(not row.ok for row in rows)
+        return [*lines, f"{failed} errors found - test failed"] if failed else lines
+
+
+def _columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[Column]:
+    output, scale = spec.output, 1.0 if spec.output.unit == "GB" else GB / GIB
+    most = len(str(max(spec.sizes)))
+    columns = [
+        Column("size(B)", lambda r: str(r.size), most),
+        Column("count(elems)", lambda r: str(r.count), most),
+    ]
+    if output.show_sizes:
+        columns += [
+            Column("total_input_size(B)", lambda r: str(r.input_bytes)),
+            Column("total_output_size(B)", lambda r: str(r.output_bytes)),
+        ]
+    columns.append(Column("type", lambda r: r.type, max(map(len, types), default=0)))
+    if spec.places is not None and len(spec.places) > 1:
+        columns.append(Column("place", lambda r: "in" if r.in_place else "out"))
+    for statistic in output.statistics:
+        write = number if statistic.name == "avg" else whole_number
+        columns.append(_statistic(statistic.heading, write))
+    columns += [
+        Column(f"algbw({output.unit}/s)", lambda r: f"{r.algbw * scale:.2f}"),
+        Column(f"busbw({output.unit}/s)", lambda r: f"{r.busbw * scale:.2f}"),
+    ]
+    return columns + _further(spec, backends)
+
+
+def _statistic(heading: str, write: Callable[[float], str]) -> Column:
+    def text(row: Row) -> str:
+        return write(
+            row.time if heading == "time:avg(us)" else row.statistics.get(heading, math.nan)
+        )
+
+    return Column(heading, text)
+
+
+def _further(spec: BenchSpec, backends: int) -> list[Column]:
+    columns = []
+    if spec.comparison.peak is not None or spec.comparison.probe:
+        columns.append(Column("peak(%)", lambda r: _share(r.peak_share)))
+    if spec.comparison.probe:
+        columns.append(Column("probe(%)", lambda r: _share(r.probe_share)))
+    if backends > 1:
+        widest = max(map(len, spec.comparison.backends))
+        columns += [
+            Column("backend", lambda r: r.backend, widest + 2),
+            Column("time ratio", lambda r: "1" if r.ratio is None else f"{r.ratio.value:.3f}"),
+            Column("95% interval", _interval, len("0.000 to 0.000")),
+        ]
+    if spec.output.show_algorithm:
+        columns.append(Column("algorithm", lambda r: r.algorithm))
+    return columns
+
+
+def _share(share: float | None) -> str:
+    return "n/a" if share is None else f"{share:.1%}".removesuffix("%")
+
+
+def _interval(row: Row) -> str:
+    return "-" if row.ratio is None else f"{row.ratio.low:.3f} to {row.ratio.high:.3f}"
+
+
+class NcclTable(Table):
+    """nccl-tests': out of place and in place beside each other. ``count`` is a rank's part where
+    the buffer is cut in parts, as there."""
+
+    def __init__(self, parts: bool) -> None:
+        self._parts = parts
+
+    def head(self) -> list[str]:
+        left = f"# {'':>10}  {'':>12}  {'':>8}  {'':>6}  {'':>6}"
+        places = "           out-of-place                       in-place          "
+        names = ("time", "algbw", "busbw", "#wrong")
+        units = ("(us)", "(GB/s)", "(GB/s)", "")
+        first = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+        second = f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+        return [
+            "#",
+            left + places,
+            first + 2 * self._four(*names),
+            second + 2 * self._four(*units),
+        ]
+
+    @staticmethod
+    def _four(time: str, algbw: str, busbw: str, wrong: str) -> str:
+        return f"  {time:>7}  {algbw:>6}  {busbw:>6} {wrong:>6}"
+
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        first = rows[0]
+        count = first.count // first.ranks if self._parts else first.count
+        line = f"{first.size:>12}  {count:>12}  {first.nccl_type:>8}  {first.reduction:>6}"
+        line += f"  {first.root:>6}"
+        for in_place in (False, True):
+            row = next((r for r in rows if r.in_place is in_place), None)
+            line += self._cells(row)
+        return [line]
+
+    def _cells(self, row: Row | None) -> str:
+        if row is None or row.failure is not None:
+            return self._four("N/A", "N/A", "N/A", "N/A")
+        wrong = "N/A" if row.wrong is None else str(row.wrong)
+        return self._four(_nccl_time(row.time), f"{row.algbw:.2f}", f"{row.busbw:.2f}", wrong)
+
+    def foot(self, rows: Sequence[Row]) -> list[str]:
+        wrong = sum(row.wrong or 0 for row in rows)
+        failures = [f"# {row.size}: {row.failure}" for row in rows if row.failure is not None]
+        bounds = f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"
+        return [*failures, bounds, f"# Avg bus bandwidth    : {average(rows):g} ", "#"]
+
+
+def _nccl_time(time: float) -> str:
+    if time >= 10_000:
+        return f"{time:.0f}"
+    return f"{time:.1f}" if time >= 100 else f"{time:.2f}"
+
+
+class FlagcxTable(Table):
+    """FlagCX's performance tests': a sentence a size, bandwidths in 1e9 bytes a second."""
+
+    def head(self) -> list[str]:
+        return []
+
+    def lines(self, rows: Sequence[Row]) -> list[str]:
+        return [
+            f"Comm size: {r.size} bytes; {r.failure}"
+            if r.failure is not None
+            else f"Comm size: {r.size} bytes; Elapsed time: {r.time / 1e6:.6f} sec; "
+            f"Algo bandwidth: {r.algbw:.6f} GB/s; Bus bandwidth: {r.busbw:.6f} GB/s"
+            for r in rows
+        ]
+
+    def foot(self, rows: Sequence[Row]) -> list[str]:
+        failed = sum(not row.ok for row in rows)
+        return [f"{failed} errors found - test failed"] if failed else []
+
+
+def table(spec: BenchSpec, types: Sequence[str], *, parts: bool, backends: int = 1) -> Table:
+    """The table of the format that ``spec`` asks for. ``parts``: the operation cuts its buffer."""
+    if spec.output.format == "nccl-tests":
+        return NcclTable(parts)
+    if spec.output.format == "flagcx":
+        return FlagcxTable()
+    return NccomTable(spec, types, backends=backends)

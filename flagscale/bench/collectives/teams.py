@@ -1,0 +1,58 @@
+"""The process groups a measurement runs in: one a replica group, for each backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
+
+from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.comm.registry import CommBackend
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that one operation joins, as this rank sees them."""
+
+    backend: str
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of the group."""
+    index: int
+    """This rank's place in ``ranks``; -1 when it has none."""
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def member(self) -> bool:
+        return self.index >= 0
+
+
+def form(
+    backend: CommBackend,
+    groups: tuple[tuple[int, ...], ...],
+    rank: int,
+    device: BenchDevice,
+    seconds: float,
+) -> Team:
+    """The team of ``rank`` among ``groups``; every rank calls this with the same groups.
+
+    A rank outside of all groups gets a team it is no member of.
+    """
+    mine: Team | None = None
+    for ranks in groups:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=seconds),
+            backend=backend.torch_backend(device.kind),
+        )
+        if rank in ranks:
+            mine = Team(backend.name, ranks, ranks.index(rank), group)
+    if mine is None:
+        everyone = _get_default_group()
+        return Team(backend.name, groups[0], -1, everyone)
+    return mine

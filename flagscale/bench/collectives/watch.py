@@ -1,0 +1,153 @@
+"""Noticing a rank that died or hangs, and saying which one and where.
+
+Every rank tells the others once a second, through the store, how far it is. When one has made no
+progress for the timeout, or an operation fails, the rank that notices reads what the others said
+last: who is silent is stuck or dead, and among those who speak the one furthest behind holds up
+the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from flagscale.bench.collectives.timing import Marks
+
+PERIOD = 1.0
+SILENT = 3.5
+"""After so many seconds without a word a rank counts as silent."""
+EXIT_STUCK = 1
+
+
+@dataclass
+class Beat:
+    """What a rank says about itself."""
+
+    rank: int
+    host: str
+    pid: int
+    time: float = 0.0
+    where: str = "starting"
+    steps: int = 0
+    done: bool = False
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, process {self.pid})"
+
+
+def explain(beats: dict[int, Beat | None], now: float) -> str:
+    """Which ranks hold up the others, from what each said last."""
+    absent = [rank for rank, beat in beats.items() if beat is None]
+    heard = [beat for beat in beats.values() if beat is not None]
+    silent = [beat for beat in heard if now - beat.time > SILENT and not beat.done]
+    lines = [f"rank {rank} was never heard" for rank in absent]
+    for beat in silent:
+        lines.append(
+            f"{beat} has been silent for {now - beat.time:.0f} s: dead or stopped in {beat.where}, "
+            f"iteration {beat.steps}"
+        )
+    if not lines and heard:
+        least = min((beat.where == max(b.where for b in heard), beat.steps) for beat in heard)
+        behind = [b for b in heard if (b.where == max(x.where for x in heard), b.steps) == least]
+        if len(behind) < len(heard):
+            lines += [f"{b} is behind: {b.where}, iteration {b.steps}" for b in behind]
+        else:
+            lines.append(f"all ranks wait in {heard[0].where}, iteration {heard[0].steps}")
+    return "; ".join(lines)
+
+
+class Watch:
+    """Tells the others how far this rank is, and ends it when it is stuck."""
+
+    def __init__(self, store: Store, beat: Beat, size: int, timeout: float) -> None:
+        self.marks = Marks([])
+        # A connection of its own: the main thread may wait on the other.
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=2))
+        self._beat, self._size, self._timeout = beat, size, timeout
+        self._stop = threading.Event()
+        self._moved = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="bench-watch", daemon=True)
+
+    def start(self) -> None:
+        self._publish()
+        self._thread.start()
+
+    def enter(self, where: str) -> None:
+        """This rank now works on ``where``."""
+        self._beat.where = where
+        self.marks.readings = []
+        self._moved = time.monotonic()
+
+    def finish(self) -> None:
+        """This rank has nothing left to do; its silence means nothing from now on."""
+        self._stop.set()
+        self._thread.join(timeout=2 * PERIOD)
+        self._beat.done = True
+        self._publish()
+
+    def diagnose(self) -> str | None:
+        """Who holds up the others; None when another rank has the word, or no one can tell."""
+        # Let the living speak once more, so that the dead stand out.
+        time.sleep(SILENT + PERIOD / 2)
+        try:
+            beats = {rank: self._read(rank) for rank in range(self._size)}
+        except (dist.DistError, RuntimeError):
+            lowest = 1 if self._size > 1 else 0
+            return "rank 0 does not answer" if self._beat.rank == lowest else None
+        now = time.time()
+        alive = [r for r, b in beats.items() if b is not None and now - b.time <= SILENT]
+        if alive and self._beat.rank != min(alive):
+            return None
+        return explain(beats, now)
+
+    def _read(self, rank: int) -> Beat | None:
+        key = f"beat/{rank}"
+        return Beat(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _publish(self) -> None:
+        self._beat.time = time.time()
+        self._beat.steps = len(self.marks.readings)
+        try:
+            self._store.set(f"beat/{self._beat.rank}", self._beat.encode())
+        except (dist.DistError, RuntimeError):
+            # Rank 0's store is gone; the operation that needs it will say so.
+            return
+
+    def _run(self) -> None:
+        seen: tuple[str, int] = ("", -1)
+        while not self._stop.wait(PERIOD):
+            now = (self._beat.where, len(self.marks.readings))
+            if now != seen:
+                seen, self._moved = now, time.monotonic()
+            self._publish()
+            if time.monotonic() - self._moved > self._timeout:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self._stop.set()
+        beating = threading.Thread(target=self._beat_on, daemon=True)
+        beating.start()
+        message = self.diagnose()
+        if message is not None:
+            sys.stdout.flush()
+            text = f"error: no progress for {self._timeout:g} s: {message}\n"
+            os.write(2, text.encode())
+        # The main thread is inside a call that nothing else ends.
+        os._exit(EXIT_STUCK)
+
+    def _beat_on(self) -> None:
+        while True:
+            self._publish()
+            time.sleep(PERIOD)

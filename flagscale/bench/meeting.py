@@ -1,0 +1,108 @@
+"""How ranks find each other: a store of torch that all of them reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from flagscale.bench.pmi import Pmi
+from flagscale.bench.world import World
+from flagscale.errors import ConfigError, UnreachableError
+
+_POLL_SECONDS = 0.02
+_KEY = "flagscale_bench"
+
+
+def meet(world: World, *, address: str | None, port: int | None, seconds: float) -> Store:
+    """A store shared by all ranks of ``world``. ``address`` and ``port`` override the launcher's.
+
+    Raises:
+        UnreachableError: the ranks did not meet within ``seconds``.
+        ConfigError: nothing tells where they could meet.
+    """
+    timeout = timedelta(seconds=seconds)
+    try:
+        if world.launcher == "torchrun":
+            return _by_torchrun(timeout)
+        host = address or world.address
+        if host and (port or world.port):
+            return _tcp(host, port or world.port or 0, world, timeout)
+        if world.launcher == "MPICH":
+            return _by_pmi(world, address, port, timeout)
+        if world.meeting:
+            return _by_file(world, _meeting_file(world), port or 0, timeout)
+    except (dist.DistError, RuntimeError, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnreachableError(f"rank {world.rank} could not meet the others: {first}") from error
+    raise ConfigError(
+        f"{world.launcher}: the ranks are on several hosts and nothing tells where rank 0 is",
+        hint="export MASTER_ADDR and MASTER_PORT to every rank (mpirun -x MASTER_ADDR=... )",
+    )
+
+
+def _by_torchrun(timeout: timedelta) -> Store:
+    store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
+    return store
+
+
+def _tcp(host: str, port: int, world: World, timeout: timedelta) -> TCPStore:
+    """``wait_for_workers`` is off: whoever needs the others waits for their keys."""
+    leads = world.rank == 0
+    return TCPStore(host, port, world.size, leads, timeout, wait_for_workers=False)
+
+
+def _by_pmi(world: World, address: str | None, port: int | None, timeout: timedelta) -> Store:
+    with Pmi(int(os.environ["PMI_FD"])) as pmi:
+        store = None
+        if world.rank == 0:
+            host = address or ("127.0.0.1" if world.one_host else socket.gethostname())
+            store = _tcp(host, port or 0, world, timeout)
+            pmi.put(_KEY, f"{host}/{store.port}")
+        pmi.barrier()
+        found, _, number = pmi.get(_KEY).rpartition("/")
+    return store or _tcp(found, int(number), world, timeout)
+
+
+def _meeting_file(world: World) -> Path:
+    """A path of this user's alone, so that nobody else can send the ranks astray."""
+    given = Path(world.meeting or "")
+    if given.is_absolute():
+        return given
+    directory = Path(tempfile.gettempdir()) / f"flagscale-bench-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise UnreachableError(f"{directory} belongs to another user")
+    return directory / given
+
+
+def _by_file(world: World, path: Path, port: int, timeout: timedelta) -> Store:
+    host = "127.0.0.1"
+    if world.rank == 0:
+        store = _tcp(host, port, world, timeout)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(str(store.port))
+        draft.rename(path)
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        try:
+            number = int(path.read_text())
+        except (FileNotFoundError, ValueError):
+            time.sleep(_POLL_SECONDS)
+            continue
+        return _tcp(host, number, world, timeout)
+    raise UnreachableError(f"rank {world.rank} waited for rank 0 in vain")
+
+
+def leave(world: World) -> None:
+    """Remove what the meeting left on disk. Call on rank 0 once all ranks have met."""
+    if world.rank == 0 and world.meeting:
+        _meeting_file(world).unlink(missing_ok=True)

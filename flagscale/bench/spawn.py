@@ -1,0 +1,118 @@
+"""Start ranks on this host, and end all of them when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from flagscale.bench.world import MEETING_VARIABLE
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 8.0
+"""For the others, once a rank has failed, to find out why and to keep what they have."""
+_KILL_SECONDS = 3.0
+
+
+def spawn(command: Sequence[str], count: int, *, log_dir: Path | None = None) -> int:
+    """Run ``command`` as ``count`` ranks and wait; the exit code of the whole.
+
+    Output is this process's own, or ``rank_<n>.log`` of ``log_dir``. A signal that would end
+    this process ends the ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="flagscale-bench-") as directory, ExitStack() as stack:
+        ranks: list[subprocess.Popen[bytes]] = []
+        previous = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            if log_dir is not None:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            for rank in range(count):
+                output = None
+                if log_dir is not None:
+                    output = stack.enter_context((log_dir / f"rank_{rank}.log").open("wb"))
+                environment = _environment(rank, count, Path(directory))
+                ranks.append(
+                    subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+                )
+            return _wait(ranks)
+        finally:
+            _end(ranks)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal that asks this process to end; ``exit_code`` says which."""
+
+    exit_code = 130
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    ended = _Ended()
+    ended.exit_code = 128 + number
+    raise ended
+
+
+def _environment(rank: int, count: int, directory: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        MEETING_VARIABLE: str(directory / "meeting"),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        # Each rank is one of several on this host.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    deadline: float | None = None
+    told: set[int] = set()
+    while True:
+        codes = [process.poll() for process in ranks]
+        for rank, code in enumerate(codes):
+            # After the first failure the rest end because of it, some by our own hand.
+            if code is not None and code < 0 and not told:
+                name = signal.Signals(-code).name
+                print(f"error: rank {rank} was ended by {name}", file=sys.stderr)
+                told.add(rank)
+        if all(code is not None for code in codes):
+            return _overall([code or 0 for code in codes])
+        if deadline is None and any(codes):
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            _end(ranks)
+            return _overall([process.returncode for process in ranks])
+        time.sleep(_POLL_SECONDS)
+
+
+def _overall(codes: Sequence[int]) -> int:
+    """Rank 0's own code where it has one, else any rank's; 1 for a rank that a signal ended."""
+    own = [code for code in codes if code > 0]
+    if own:
+        return own[0]
+    return 1 if any(codes) else 0
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End our own children, by their ids: first asked, then forced."""
+    for process in ranks:
+        if process.poll() is None:
+            process.terminate()
+            # One that is stopped would only see the request when it goes on.
+            process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + _KILL_SECONDS
+    for process in ranks:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

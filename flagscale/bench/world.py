@@ -1,0 +1,149 @@
+"""Who this process is among the ranks of a measurement, by whichever launcher started it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from flagscale.errors import ConfigError
+
+Launcher = Literal["local", "torchrun", "OpenMPI", "MPICH", "Slurm"]
+
+MEETING_VARIABLE = "FLAGSCALE_BENCH_MEETING"
+"""Set for ranks that the benchmark starts itself: the file in which rank 0 says where it is."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all ranks."""
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    meeting: str | None = None
+    """A name that only the ranks of this job share, where all of them are on one host."""
+    address: str | None = None
+    port: int | None = None
+
+    @property
+    def one_host(self) -> bool:
+        return self.local_size == self.size
+
+
+# Each launcher's variables: rank, number of ranks, local rank, local number of ranks.
+_VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "OpenMPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+}
+
+
+def detect(environment: Mapping[str, str]) -> World | None:
+    """The rank that the environment describes; None outside of any launcher.
+
+    An inner launcher (mpirun within a Slurm job) goes before an outer one. A Slurm allocation
+    alone is no launcher: only a step of ``srun`` has ranks.
+
+    Raises:
+        ConfigError: a launcher's variables are incomplete or do not make sense.
+    """
+    launcher = _launcher(environment)
+    if launcher is None:
+        return None
+    names = _VARIABLES[launcher if launcher != "local" else "torchrun"]
+    rank, size = (_number(environment, name) for name in names[:2])
+    local_rank = _number(environment, names[2], rank)
+    if launcher == "Slurm":
+        local_size = size if environment.get("SLURM_STEP_NUM_NODES", "1") == "1" else 0
+    else:
+        local_size = _number(environment, names[3], size)
+    if not 0 <= rank < size:
+        raise ConfigError(f"{launcher}: {names[0]}={rank} is no rank of {names[1]}={size}")
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if launcher == "Slurm" and address is None and local_size != size:
+        address, port = _slurm_meeting_place(environment)
+    return World(
+        launcher=launcher,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        meeting=_meeting(launcher, environment) if local_size == size else None,
+        address=address,
+        port=_port(port) if address else None,
+    )
+
+
+def _launcher(environment: Mapping[str, str]) -> Launcher | None:
+    if MEETING_VARIABLE in environment:
+        return "local"
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return "torchrun"
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return "OpenMPI"
+    if "PMI_RANK" in environment and "PMI_FD" in environment:
+        return "MPICH"
+    # In a batch script or an interactive shell of an allocation SLURM_PROCID is 0, too.
+    step = environment.get("SLURM_STEP_ID", "")
+    if "SLURM_PROCID" in environment and step.isdigit() and "SLURM_PTY_PORT" not in environment:
+        return "Slurm"
+    return None
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r} in the environment is no whole number") from error
+
+
+def _port(text: str | None) -> int:
+    if text is None or not text.isdigit() or not 0 < int(text) < 2**16:
+        raise ConfigError(f"MASTER_ADDR is set, but MASTER_PORT={text!r} is no port")
+    return int(text)
+
+
+def _meeting(launcher: Launcher, environment: Mapping[str, str]) -> str | None:
+    get = environment.get
+    if launcher == "local":
+        return environment[MEETING_VARIABLE]
+    if launcher == "OpenMPI":
+        # The port of the daemon tells two runs apart whose process ids repeat.
+        daemon = get("PMIX_SERVER_URI2", "") or get("OMPI_MCA_orte_hnp_uri", "")
+        return _file_name("openmpi", get("PMIX_NAMESPACE", ""), daemon)
+    if launcher == "Slurm":
+        return _file_name("slurm", get("SLURM_JOB_ID", ""), get("SLURM_STEP_ID", ""))
+    return None
+
+
+def _file_name(*words: str) -> str:
+    return "-".join(re.sub(r"[^0-9A-Za-z]+", "_", word) for word in words)
+
+
+def _slurm_meeting_place(environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """The step's first host, where task 0 runs, and a port that its number gives."""
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
+    job = environment.get("SLURM_JOB_ID", "0")
+    number = int(job) * 31 + int(environment.get("SLURM_STEP_ID", "0")) if job.isdigit() else 0
+    return first_host(nodes) or None, str(20_000 + number % 10_000)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's list: ``gpu[03-05,9],login`` begins with ``gpu03``."""
+    found = re.match(r"(?P<stem>[^\[,]*)(?:\[(?P<first>\d+)[^\]]*\](?P<tail>[^,\[]*))?", nodes)
+    if found is None:
+        return ""
+    return found["stem"] + (found["first"] or "") + (found["tail"] or "")
