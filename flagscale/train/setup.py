@@ -60,7 +60,10 @@ def _resume(
         return
     report = checkpointer.load(state)
     if report is not None:
-        reporter.say(f"loaded {report}")
+        for reason in report.skipped:
+            reporter.warn(f"a checkpoint was passed over: {reason}")
+        notes = "".join(f"; {note}" for note in report.notes)
+        reporter.say(f"loaded iteration {report.iteration} from {report.path}{notes}")
     elif args.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"load: {args.load} holds no checkpoint",

@@ -105,8 +105,9 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         return fork
 
     def _chosen_kernel(self, query: torch.Tensor) -> AbstractContextManager[Any]:
-        # The choice is one between CUDA kernels; torch has one for the CPU.
-        if self.kernel is None or not query.is_cuda:
+        # The choice is one between CUDA kernels for 16 bits; torch has one for the CPU, and for
+        # fp32 neither flash attention nor cuDNN has any.
+        if self.kernel is None or not query.is_cuda or query.dtype == torch.float32:
             return nullcontext()
         kernel: AbstractContextManager[Any] = sdpa_kernel(self.kernel)
         return kernel

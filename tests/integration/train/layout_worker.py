@@ -112,6 +112,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     tokenizer = build_tokenizer(args)
     config = transformer_config(args, device)
     state = build_state(args, config, model_vocabulary(args, tokenizer), device)
+    by_hand = compute_by_hand(args, state, config, tokenizer) if args.swiglu else None
     data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
     weights = global_parameters(state.modules()[0], config)
     spread = {name: [float(weight.std()), float(weight.mean())] for name, weight in weights}
@@ -125,10 +126,38 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     parallel_state.destroy_model_parallel()
     return {
         "initial": spread,
+        "by_hand": by_hand,
         "loss": [reading.loss for reading in found],
         "norm": [reading.grad_norm for reading in found],
         "validation": [validation],
     }
+
+
+def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[float] | None:
+    """Loss and gradient norm of the first step, from the same weights and data by plain torch;
+    None where the rank holds only a part of the model."""
+    import torch
+    from reference_llama import loss
+
+    from flagscale.train.data.datasets import build_data_iterators
+    from flagscale.train.model.initialize import global_parameters
+    from flagscale.train.state import Progress
+
+    plain = not (args.num_moe_experts or args.bf16) and args.untie_embeddings_and_output_weights
+    if torch.distributed.get_world_size() > 1 or not plain:
+        return None
+    bare = state.modules()[0]
+    weights = {
+        name: weight.detach().clone().requires_grad_()
+        for name, weight in global_parameters(bare, config)
+    }
+    data: Any = build_data_iterators(args, tokenizer, Progress()).train
+    batches = [next(data) for _ in range(args.num_microbatches)]
+    total = sum(loss(weights, batch["tokens"], batch["labels"], args) for batch in batches)
+    mean = total / len(batches)
+    mean.backward()
+    squares = [weight.grad.square().sum() for weight in weights.values()]
+    return [float(mean), float(torch.stack(squares).sum().sqrt())]
 
 
 if __name__ == "__main__":

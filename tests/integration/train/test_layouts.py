@@ -156,6 +156,11 @@ def test_initial_weights_are_distributed_as_in_megatron(
     assert found == pytest.approx([spread, mean], rel=0.05, abs=0.01)
 
 
+def test_the_reference_computes_what_plain_torch_does(results: dict[str, Any]) -> None:
+    found = results["llama"]
+    assert found["by_hand"] == pytest.approx([found["loss"][0], found["norm"][0]], rel=1e-5)
+
+
 def test_the_reference_really_learns(results: dict[str, Any]) -> None:
     loss = results["llama"]["loss"]
     assert loss[-1] < loss[0]
