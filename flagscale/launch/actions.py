@@ -17,7 +17,7 @@ from flagscale.config.checks import check_world, notes
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import HIDDEN, is_secret_name, redact
 from flagscale.errors import ConfigError, RunStateError
-from flagscale.launch import devices, logs, ports
+from flagscale.launch import devices, logs, places, ports
 from flagscale.launch.hosts import choose_hosts
 from flagscale.launch.layout import Layout
 from flagscale.launch.plan import LaunchPlan, Machine, plan, wanted_port
@@ -113,24 +113,24 @@ def run(experiment: Experiment, options: Options) -> int:
     runner = LocalRunner(_config_text(experiment), _overrides_text(experiment))
     state = runner.submit(made, foreground=foreground)
     if foreground:
-        return _stay(runner, state)
+        code = _stay(runner, state)
+        print("\n".join(places.lines(made, state)))
+        return code
     try:
         seen = wait_until_started(state, runner, made.start_timeout)
     except KeyboardInterrupt:
         runner.stop(state)
         raise
-    host = state.hosts[0]
     print(f"run {state.run_id} of {state.name}: {seen}")
-    print(f"  script: {host.script}\n  output: {host.output}\n  ranks:  {host.run_dir}/ranks")
+    print("\n".join(places.lines(made, state)))
     return 0
 
 
 def _stay(runner: LocalRunner, state: RunState) -> int:
     """Show the output until the job ends; Ctrl-C ends the job."""
-    output = logs.RunOutput(state)
+    from flagscale.launch import ticker
 
-    def show(line: str) -> None:
-        print(line, flush=True)
+    output = logs.RunOutput(state)
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise Interrupted(number)
@@ -138,12 +138,13 @@ def _stay(runner: LocalRunner, state: RunState) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:
-        logs.follow(output, runner.script_ended, show)
+        with ticker.shown(state) as show:
+            logs.follow(output, runner.script_ended, show)
     except KeyboardInterrupt:
         print(f"flagscale: stopping run {state.run_id}", file=sys.stderr, flush=True)
         runner.stop(state)
         for line in output.read(final=True):
-            show(line)
+            print(line, flush=True)
         raise
     code = runner.wait(state)
     failure = runner.query(load_state(Layout(state.exp_dir).state) or state).failure

@@ -184,7 +184,7 @@ def program_arguments(experiment: Experiment, layout: Layout) -> tuple[str, ...]
     ]
     if problems:
         raise ConfigError(problems, hint="give it as an environment variable: experiment.envs")
-    given = {name for _, name, _ in leaves(sections)}
+    given = set(_names(sections))
     defaults = {
         "save": layout.checkpoints,
         "load": layout.checkpoints,
@@ -196,6 +196,15 @@ def program_arguments(experiment: Experiment, layout: Layout) -> tuple[str, ...]
         {**sections, "directories": directories}, foreign=experiment.task.foreign, prefix="train."
     )
     return (str(experiment.task.entrypoint), *arguments)
+
+
+def _names(sections: Mapping[Any, Any]) -> Iterator[str]:
+    """The arguments that a YAML names. A null is among them: ``save: null`` saves nothing."""
+    for key, value in sections.items():
+        if isinstance(value, Mapping):
+            yield from _names(value)
+        else:
+            yield str(key).replace("-", "_")
 
 
 def _plan_host(

@@ -168,13 +168,20 @@ def test_rendezvous_has_a_name_of_its_own_and_can_be_given(make_plan: MakePlan) 
         pytest.param(
             {"logging": {"tensorboard_dir": "/tb"}}, {"--tensorboard-dir": "/tb"}, id="tb"
         ),
-        pytest.param({"save": None}, {"--save": "/data/runs/tiny/checkpoints"}, id="null"),
     ],
 )
 def test_directories(make_plan: MakePlan, system: dict[str, Any], expected: dict[str, str]) -> None:
     words = make_plan(train=Train(system=system)).hosts[0].program
     assert {name: options(words)[name] for name in expected} == expected
     assert words.count("--save") == 1
+
+
+def test_null_switches_a_directory_off(make_plan: MakePlan) -> None:
+    system = {"checkpoint": {"save": None}, "logging": {"tensorboard_dir": None}}
+    words = make_plan(train=Train(system=system)).hosts[0].program
+    assert "--save" not in words
+    assert "--tensorboard-dir" not in words
+    assert options(words)["--load"] == "/data/runs/tiny/checkpoints"
 
 
 def test_json_is_json_and_holds_no_secret(make_plan: MakePlan) -> None:

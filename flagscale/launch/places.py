@@ -1,0 +1,56 @@
+"""Where a person finds what a run wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from flagscale.launch.plan import LaunchPlan
+from flagscale.launch.state import RunState
+
+CHECKPOINT_TRACKER = "latest_checkpointed_iteration.txt"
+"""The file in which Megatron-LM, and so this project, names the newest checkpoint."""
+
+
+def written(plan: LaunchPlan, state: RunState) -> list[tuple[str, Path]]:
+    """The script, logs, TensorBoard files and newest checkpoint of a run, those that exist."""
+    host = state.hosts[0]
+    program = plan.hosts[0].program
+    found = [
+        ("script", host.script),
+        ("output", host.output),
+        ("logs of ranks", host.run_dir / "ranks"),
+        *(("TensorBoard", path) for path in _option(program, "--tensorboard-dir")),
+        *(("checkpoint", _newest(path)) for path in _option(program, "--save")),
+    ]
+    return [(label, path) for label, path in found if path.exists()]
+
+
+def _option(program: Sequence[str], flag: str) -> Iterator[Path]:
+    """The value of a flag of the training program, if it was given."""
+    for word, following in pairwise(program):
+        if word == flag:
+            yield Path(following)
+
+
+def _newest(directory: Path) -> Path:
+    try:
+        step = (directory / CHECKPOINT_TRACKER).read_text(encoding="ascii").strip()
+        newest = directory / f"iter_{int(step):07d}"
+    except (OSError, ValueError):
+        return directory
+    return newest if newest.exists() else directory
+
+
+def lines(plan: LaunchPlan, state: RunState) -> Iterator[str]:
+    """The same, to print, relative to the directory the user is in where that is shorter."""
+    places = written(plan, state)
+    width = max((len(label) for label, _ in places), default=0)
+    for label, path in places:
+        yield f"  {label + ':':{width + 1}} {_near(path)}"
+
+
+def _near(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
