@@ -1,0 +1,184 @@
+"""Compiles the C++ sources on first use, once for each state of the sources, torch and machine."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from filelock import FileLock, Timeout
+
+from flagscale.errors import FlagscaleError
+
+_MODULE = "_fsccl"
+_SOURCES = Path(__file__).parent / "csrc"
+_LOCK_SECONDS = 900.0
+_OUTPUT_LINES = 40
+
+# The machine's own instructions vectorise the reductions. Contracting a*b+c could round
+# differently in two algorithms that must agree bit by bit.
+_FLAGS = ("-O2", "-ftree-vectorize", "-ffp-contract=off", "-fvisibility=hidden", "-Wall")
+
+
+class BuildError(FlagscaleError):
+    """fsccl could not be compiled or loaded."""
+
+
+def unavailable() -> str | None:
+    """Why this machine can neither use a finished build nor make one; None when it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if _library().exists():
+        return None
+    missing = [tool for tool in (_compiler(), "ninja") if shutil.which(tool) is None]
+    if not missing:
+        return None
+    return f"fsccl is compiled on first use, and this machine has no {' and no '.join(missing)}"
+
+
+@functools.cache
+def load_extension() -> ModuleType:
+    """The compiled module, built first if need be. Safe when many ranks call it at once.
+
+    Environment: ``FSCCL_BUILD_DIR`` is where builds are kept (default:
+    ``$XDG_CACHE_HOME/flagscale/fsccl``), ``CXX`` the compiler, ``MAX_JOBS`` how many compile at once.
+
+    Raises:
+        BuildError: no compiler, a failed compilation, or a directory that cannot be written.
+    """
+    library = _library()
+    if not library.exists():
+        _build(library)
+    return _import(library)
+
+
+def _library() -> Path:
+    root = os.environ.get("FSCCL_BUILD_DIR")
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    base = Path(root) if root else Path(cache) / "flagscale" / "fsccl"
+    return base.absolute() / _key() / f"{_MODULE}.so"
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or "c++"
+
+
+def _sources() -> list[Path]:
+    """What is compiled: the one file that needs torch's headers (long, so first), and the core."""
+    return [_SOURCES / "torch" / "extension.cpp", *sorted((_SOURCES / "core").glob("*.cpp"))]
+
+
+@functools.cache
+def _key() -> str:
+    """Names a build: anything that changes its result changes it."""
+    import torch
+
+    digest = hashlib.sha256()
+    for part in (torch.__version__, str(torch.version.git_version), sys.version, *_FLAGS):
+        digest.update(part.encode() + b"\0")
+    digest.update(_compiler().encode() + _processor().encode())
+    for path in sorted(p for p in _SOURCES.rglob("*") if p.suffix in {".h", ".cpp", ".cu"}):
+        digest.update(str(path.relative_to(_SOURCES)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """The instruction set, as a home directory may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return platform.machine() + flags
+
+
+def _build(library: Path) -> None:
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{library.parent}.lock", timeout=_LOCK_SECONDS):
+            if not library.exists():
+                _compile(library)
+    except Timeout as error:
+        raise BuildError(
+            f"another process has been building fsccl for {_LOCK_SECONDS:g} s",
+            hint=f"if it is gone, remove {library.parent}.lock",
+        ) from error
+    except OSError as error:
+        raise BuildError(
+            f"cannot write a build of fsccl to {library.parent}: {error}",
+            hint="FSCCL_BUILD_DIR names another directory",
+        ) from error
+
+
+def _compile(library: Path) -> None:
+    _check_tools()
+    work = library.parent / "work"
+    shutil.rmtree(work, ignore_errors=True)  # of a build that was killed
+    work.mkdir()
+    from torch.utils import cpp_extension
+
+    machine = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    jobs = os.environ.get("MAX_JOBS")
+    try:
+        os.environ.setdefault("MAX_JOBS", str(min(8, os.cpu_count() or 1)))
+        cpp_extension.load(
+            name=_MODULE,
+            sources=[str(path) for path in _sources()],
+            extra_cflags=[*_FLAGS, machine],
+            build_directory=str(work),
+            is_python_module=False,
+            is_standalone=False,
+        )
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        raise BuildError(
+            f"compiling fsccl failed with {_compiler()}:\n{_tail(str(error).splitlines())}",
+            hint="it needs a C++17 compiler that torch supports (GCC 9 or newer)",
+        ) from error
+    finally:
+        if jobs is None:
+            del os.environ["MAX_JOBS"]
+    # Whole or not at all: whoever finds the library may load it.
+    (work / library.name).rename(library)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_tools() -> None:
+    if shutil.which(_compiler()) is None:
+        raise BuildError(
+            f"fsccl is compiled on first use, and there is no C++ compiler {_compiler()!r} on PATH",
+            hint="install g++, or set CXX; distributed_backend: gloo needs none",
+        )
+    if shutil.which("ninja") is None:
+        raise BuildError(
+            "fsccl is compiled on first use, and there is no 'ninja' on PATH",
+            hint="pip install ninja; distributed_backend: gloo needs none",
+        )
+
+
+def _tail(lines: Sequence[str]) -> str:
+    """The end of a compiler's output, from its first error on if that is near."""
+    errors = [i for i, line in enumerate(lines) if ": error:" in line or "fatal error:" in line]
+    start = errors[0] if errors else max(0, len(lines) - _OUTPUT_LINES)
+    return "\n".join(lines[start : start + _OUTPUT_LINES])
+
+
+def _import(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MODULE, library)
+    if spec is None or spec.loader is None:
+        raise BuildError(f"cannot load {library}")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(
+            f"cannot load {library}: {error}", hint=f"remove {library.parent} to build it again"
+        ) from error
+    return module

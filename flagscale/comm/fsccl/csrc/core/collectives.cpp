@@ -1,0 +1,228 @@
+// Which algorithm a collective takes.
+#include <algorithm>
+#include <cstdio>
+
+#include "group.h"
+
+namespace fsccl {
+namespace {
+
+constexpr size_t kManyClustersBytes = 256 << 10;
+
+OpCard card_of(OpCode op, size_t bytes, int root = -1) {
+  OpCard c;
+  c.op = op;
+  c.bytes = bytes;
+  c.root = root;
+  return c;
+}
+
+OpCard card_of(OpCode op, size_t bytes, const Reduction& r, int root = -1) {
+  OpCard c = card_of(op, bytes, root);
+  c.dtype = r.dtype;
+  c.red = r.op;
+  return c;
+}
+
+size_t total_of(const std::vector<Pieces>& list) {
+  size_t n = 0;
+  for (const Pieces& p : list) n += p.bytes();
+  return n;
+}
+
+void copy(const Pieces& from, const Pieces& to) {
+  from.visit({0, from.bytes()}, [&](const std::byte* p, size_t n, size_t off) {
+    to.visit({off, off + n}, [&](std::byte* q, size_t m, size_t at) {
+      if (q != p + at) std::copy(p + at, p + at + m, q);
+    });
+  });
+}
+
+// Every interval's place in the concatenation of a list.
+std::vector<Interval> places_of(const std::vector<Pieces>& list) {
+  std::vector<Interval> out;
+  size_t at = 0;
+  for (const Pieces& p : list) {
+    out.push_back({at, at + p.bytes()});
+    at += p.bytes();
+  }
+  return out;
+}
+
+Pieces join_all(const std::vector<Pieces>& list) {
+  Pieces out;
+  for (const Pieces& one : list) {
+    for (const Piece& p : one.list()) out.add(p);
+  }
+  return out;
+}
+
+// One buffer, cut in one part a rank.
+std::vector<Pieces> divide(const void* data, size_t count, size_t width, int ranks) {
+  std::vector<Pieces> out;
+  for (int r = 0; r < ranks; ++r) {
+    const Interval part = cut(count, static_cast<size_t>(ranks), static_cast<size_t>(r));
+    out.emplace_back(static_cast<const std::byte*>(data) + part.lo * width, part.size() * width);
+  }
+  return out;
+}
+
+}  // namespace
+
+void Group::log(const OpCard& card, const char* algorithm) const {
+  if (!config_.settings.debug) return;
+  std::fprintf(stderr, "[fsccl] rank %d group '%s' %s: %s, %s\n",
+               config_.global_ranks[static_cast<size_t>(config_.rank)], config_.name.c_str(),
+               card.text().c_str(), algorithm, clusters_.text().c_str());
+}
+
+// Between clusters, ranks that wait for a lane mate give up a little earlier: see Lane::begin.
+template <class F>
+void Group::collective(OpCard card, const Deadline& d, F&& body) {
+  card.sequence = ++sequence_;
+  try {
+    if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
+    if (failed_) throw Error(*verdict_);
+    open_lane(d);
+    const auto margin = std::min(Deadline::Ms(500), d.limit() / 5);
+    lane_->begin(card, hierarchical() ? d.earlier(margin) : d, d);
+    body(card);
+  } catch (const Error& e) {
+    if (e.fault == Fault::kUsage) throw;
+    fail(name_of(card.op), card.sequence, e);
+  }
+}
+
+Exchange Group::exchange(const Deadline& d) {
+  return Exchange(*messenger_, *lane_, sequence_, d, [this] { lane_->throw_if_aborted(); });
+}
+
+void Group::all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d) {
+  check_reduction(r);
+  const size_t bytes = count * r.width();
+  if (bytes == 0) return;
+  collective(card_of(OpCode::kAllReduce, bytes, r), d, [&](const OpCard& card) {
+    if (!hierarchical()) {
+      const bool small = bytes <= config_.settings.one_shot_bytes;
+      log(card, small ? "one-shot in shared memory" : "two-shot in shared memory");
+      if (small) return local_->all_reduce_one_shot(in, out, count, r);
+      return local_->all_reduce_two_shot(in, out, count, r);
+    }
+    Exchange x = exchange(d);
+    if (clusters_.count() == 2 || bytes <= kManyClustersBytes) {
+      log(card, "reduce-scatter inside, exchange, all-gather inside, pipelined");
+      return hierarchy_->all_reduce(x, in, out, count, r, -1);
+    }
+    log(card, "reduce-scatter and all-gather over all clusters");
+    const auto parts = divide(in, count, r.width(), config_.size);
+    const auto results = divide(out, count, r.width(), config_.size);
+    hierarchy_->reduce_scatter(x, parts, results[static_cast<size_t>(config_.rank)], r);
+    hierarchy_->all_gather(x, results);
+  });
+}
+
+void Group::reduce(const void* in, void* out, size_t count, const Reduction& r, int root,
+                   const Deadline& d) {
+  check_reduction(r);
+  check_rank(root, "root");
+  if (count == 0) return;
+  collective(card_of(OpCode::kReduce, count * r.width(), r, root), d, [&](const OpCard& card) {
+    if (hierarchical()) {
+      log(card, "reduce-scatter inside, sent to the root's cluster");
+      Exchange x = exchange(d);
+      return hierarchy_->all_reduce(x, in, out, count, r, root);
+    }
+    log(card, "two-shot in shared memory");
+    local_->reduce(in, out, count, r, root);
+  });
+}
+
+void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, const Reduction& r,
+                           const Deadline& d) {
+  check_reduction(r);
+  const size_t bytes = total_of(in);
+  if (bytes == 0) return;
+  collective(card_of(OpCode::kReduceScatter, bytes, r), d, [&](const OpCard& card) {
+    if (hierarchical()) {
+      log(card, "reduce-scatter inside, exchange");
+      Exchange x = exchange(d);
+      return hierarchy_->reduce_scatter(x, in, out, r);
+    }
+    log(card, "direct in shared memory");
+    local_->reduce_scatter(join_all(in), places_of(in), out, r);
+  });
+}
+
+void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d) {
+  const size_t bytes = total_of(out);
+  if (bytes == 0) return;
+  collective(card_of(OpCode::kAllGather, bytes), d, [&](const OpCard& card) {
+    copy(in, out[static_cast<size_t>(config_.rank)]);
+    if (hierarchical()) {
+      log(card, "exchange, all-gather inside");
+      Exchange x = exchange(d);
+      return hierarchy_->all_gather(x, out);
+    }
+    log(card, "direct in shared memory");
+    local_->all_gather(join_all(out), places_of(out));
+  });
+}
+
+void Group::broadcast(const Pieces& buffer, int root, const Deadline& d) {
+  check_rank(root, "root");
+  if (buffer.bytes() == 0) return;
+  collective(card_of(OpCode::kBroadcast, buffer.bytes(), root), d, [&](const OpCard& card) {
+    if (hierarchical()) {
+      log(card, "broadcast inside, exchange, all-gather inside");
+      Exchange x = exchange(d);
+      return hierarchy_->broadcast(x, buffer, root);
+    }
+    log(card, "direct in shared memory");
+    local_->broadcast(buffer, root);
+  });
+}
+
+void Group::gather(const Pieces& in, const std::vector<Pieces>& out, int root, const Deadline& d) {
+  check_rank(root, "root");
+  std::vector<Pieces> send(static_cast<size_t>(config_.size)), recv = out;
+  send[static_cast<size_t>(root)] = in;
+  recv.resize(static_cast<size_t>(config_.size));
+  exchange_pairs(card_of(OpCode::kGather, 0, root), send, recv, d);
+}
+
+void Group::scatter(const std::vector<Pieces>& in, const Pieces& out, int root, const Deadline& d) {
+  check_rank(root, "root");
+  std::vector<Pieces> send = in, recv(static_cast<size_t>(config_.size));
+  send.resize(static_cast<size_t>(config_.size));
+  recv[static_cast<size_t>(root)] = out;
+  exchange_pairs(card_of(OpCode::kScatter, 0, root), send, recv, d);
+}
+
+void Group::all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
+                       const Deadline& d) {
+  exchange_pairs(card_of(OpCode::kAllToAll, 0), send, recv, d);
+}
+
+void Group::exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
+                           const std::vector<Pieces>& recv, const Deadline& d) {
+  collective(what, d, [&](const OpCard& card) {
+    if (hierarchical()) {
+      log(card, "shared memory inside, messages between clusters");
+      Exchange x = exchange(d);
+      return hierarchy_->all_to_all(x, send, recv, card.op == OpCode::kAllToAll);
+    }
+    log(card, "direct in shared memory");
+    local_->all_to_all(send, recv, local_->agree_on_sizes(send, recv));
+  });
+}
+
+void Group::barrier(const Deadline& d) {
+  collective(card_of(OpCode::kBarrier, 0), d, [&](const OpCard& card) {
+    log(card, hierarchical() ? "shared memory and first ranks" : "shared memory");
+    if (!hierarchical()) return local_->barrier();
+    Exchange x = exchange(d);
+    hierarchy_->barrier(x);
+  });
+}
+
+}  // namespace fsccl

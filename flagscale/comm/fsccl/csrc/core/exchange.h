@@ -1,0 +1,49 @@
+// The messages of one collective between clusters: posted in any order, waited for in any order.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "lane.h"
+#include "messenger.h"
+
+namespace fsccl {
+
+class Exchange {
+ public:
+  // Lane mates are told whom this rank waits for, so that they blame the right one.
+  Exchange(Messenger& messenger, Lane& lane, uint64_t sequence, const Deadline& deadline,
+           std::function<void()> watch)
+      : messenger_(messenger), lane_(lane), tag_(Messenger::kCollectiveTag | sequence),
+        deadline_(deadline), watch_(std::move(watch)) {}
+
+  using Batch = std::vector<RequestPtr>;
+
+  void send(int peer, Pieces memory, Batch* to) {
+    to->push_back(messenger_.send(peer, tag_, std::move(memory)));
+  }
+  void recv(int peer, Pieces memory, Batch* to) {
+    to->push_back(messenger_.recv(peer, tag_, std::move(memory)));
+  }
+  void wait(Batch* batch) {
+    for (const RequestPtr& r : *batch) {
+      if (!r->finished()) {
+        lane_.note_wait(r->peer);
+        messenger_.wait(r, deadline_, watch_);
+        lane_.note_wait(-1);
+      } else {
+        messenger_.wait(r, deadline_, watch_);  // throws what went wrong
+      }
+    }
+    batch->clear();
+  }
+
+ private:
+  Messenger& messenger_;
+  Lane& lane_;
+  uint64_t tag_;
+  Deadline deadline_;
+  std::function<void()> watch_;
+};
+
+}  // namespace fsccl

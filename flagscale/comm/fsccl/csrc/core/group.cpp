@@ -1,0 +1,241 @@
+// How a group comes together, fails and ends. Its collectives are in collectives.cpp.
+#include "group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace fsccl {
+namespace {
+
+constexpr const char* kFailedKey = "failed";
+
+std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
+
+}  // namespace
+
+Group::Group(std::unique_ptr<Rendezvous> rendezvous, GroupConfig config)
+    : rendezvous_(std::move(rendezvous)), config_(std::move(config)) {
+  if (config_.size < 1 || config_.rank < 0 || config_.rank >= config_.size) {
+    fail_usage("rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.size));
+  }
+  for (int r = 0; r < config_.size && config_.global_ranks.size() < static_cast<size_t>(config_.size); ++r) {
+    config_.global_ranks.push_back(r);
+  }
+  for (int r = 0; r < config_.size; ++r) names_.push_back(describe(r));
+  publish();
+}
+
+Group::~Group() { shutdown(); }
+
+std::string Group::describe(int rank) const {
+  const int global = config_.global_ranks[static_cast<size_t>(rank)];
+  std::string out = "rank " + std::to_string(global);
+  if (global != rank) out += " (" + std::to_string(rank) + " in the group)";
+  if (static_cast<size_t>(rank) < who_.size()) {
+    const Identity& w = who_[static_cast<size_t>(rank)];
+    out += " [" + w.host + ", pid " + std::to_string(w.pid) + "]";
+  }
+  return out;
+}
+
+void Group::publish() {
+  me_ = Identity::of_this_process(config_.settings);
+  if (config_.size > 1) {
+    listeners_.push_back(listen_unix("fsccl-" + std::to_string(me_.token), &me_.unix_address));
+    listeners_.push_back(listen_tcp(config_.settings.tcp, &me_.tcp_address));
+  }
+  rendezvous_->set(rank_key(config_.rank), me_.encode());
+}
+
+// Polls: a blocking wait would hold the store's lock, which other groups of this process need.
+std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
+                                        const std::vector<int>& from, const Deadline& d) {
+  auto nap = std::chrono::microseconds(200);
+  while (!rendezvous_->has(keys)) {
+    if (failed_) throw Error(*verdict_);
+    if (nap.count() > 4000 && rendezvous_->has({kFailedKey})) {
+      throw Error(Fault::kAborted, -1, rendezvous_->get({kFailedKey})[0]);
+    }
+    if (d.passed()) {
+      std::string missing;
+      int first = -1;
+      for (size_t i = 0; i < keys.size(); ++i) {
+        if (rendezvous_->has({keys[i]})) continue;
+        missing += (first < 0 ? "" : ", ") + names_[static_cast<size_t>(from[i])];
+        if (first < 0) first = from[i];
+      }
+      throw Error(Fault::kTimeout, first, missing + " did not come to connect within " + d.text());
+    }
+    std::this_thread::sleep_for(nap);
+    nap = std::min(nap * 2, std::chrono::microseconds(10000));
+  }
+  return rendezvous_->get(keys);
+}
+
+void Group::meet(const Deadline& d) {
+  if (met_.load(std::memory_order_acquire)) return;
+  std::lock_guard<std::mutex> hold(meeting_);
+  if (met_.load(std::memory_order_relaxed)) return;
+  std::vector<std::string> keys;
+  std::vector<int> everyone;
+  for (int r = 0; r < config_.size; ++r) {
+    keys.push_back(rank_key(r));
+    everyone.push_back(r);
+  }
+  who_.clear();
+  for (const std::string& text : collect(keys, everyone, d)) who_.push_back(Identity::decode(text));
+  for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
+  check_compatible(config_.rank, who_, names_);
+  clusters_ = form_clusters(config_.rank, who_, config_.global_ranks, config_.settings);
+  MessengerConfig m;
+  m.rank = config_.rank;
+  m.token = who_[0].token;
+  m.names = names_;
+  m.tcp = config_.settings.tcp;
+  const auto& mates = clusters_.own();
+  for (int r = 0; r < config_.size; ++r) {
+    const Identity& w = who_[static_cast<size_t>(r)];
+    const bool near = std::find(mates.begin(), mates.end(), r) != mates.end();
+    m.addresses.push_back(near ? w.unix_address : w.tcp_address);
+  }
+  messenger_ = std::make_unique<Messenger>(std::move(m), std::move(listeners_));
+  messenger_->on_abort([this](const Error& why) {
+    {
+      const std::lock_guard<std::mutex> hold_verdict(verdict_mutex_);
+      if (!verdict_) verdict_ = std::make_unique<Error>(why);
+      failed_ = true;
+    }
+    if (open_) lane_->abort(why.rank, why.what());
+  });
+  met_.store(true, std::memory_order_release);
+}
+
+// The cluster's first rank makes the segment; a failure there is told to the others as it is.
+Segment Group::shared_segment(size_t bytes, const Deadline& d) {
+  const int leader = clusters_.own()[0];
+  const std::string key = "segment/" + std::to_string(leader);
+  if (leader == config_.rank) {
+    Segment segment = Segment::create(bytes, config_.settings.shm_directory);
+    if (clusters_.own().size() > 1) rendezvous_->set(key, segment.address());
+    return segment;
+  }
+  const std::string address = collect({key}, {leader}, d)[0];
+  try {
+    return Segment::open(address, bytes);
+  } catch (const Error& e) {
+    throw Error(Fault::kPeerLost, leader,
+                names_[static_cast<size_t>(leader)] + " made a segment that cannot be opened: " +
+                    e.what() + "; FSCCL_SHM=0 does without shared memory");
+  }
+}
+
+void Group::open_lane(const Deadline& d) {
+  if (open_.load(std::memory_order_acquire)) return;
+  meet(d);
+  const int ranks = static_cast<int>(clusters_.own().size());
+  LaneConfig config;
+  config.members = clusters_.own();
+  config.names = names_;
+  config.process = me_.process;
+  config.slot_bytes = config_.settings.slot_bytes != 0 ? config_.settings.slot_bytes
+                                                       : Lane::default_slot_bytes(ranks);
+  int on_host = 0;
+  for (const Identity& w : who_) on_host += w.domain == me_.domain ? 1 : 0;
+  config.spin = SpinPolicy::for_ranks(on_host);
+  Segment segment = shared_segment(Lane::segment_bytes(ranks, config.slot_bytes), d);
+  lane_ = std::make_unique<Lane>(std::move(segment), clusters_.index, std::move(config));
+  lane_->set_watch([this] {
+    if (failed_) throw Error(*verdict_);
+  });
+  local_ = std::make_unique<Local>(*lane_);
+  hierarchy_ = std::make_unique<Hierarchy>(*local_, clusters_, config_.settings.chunk_bytes);
+  open_.store(true, std::memory_order_release);
+}
+
+void Group::fail(const char* what, uint64_t sequence, const Error& why) {
+  Error root(why);
+  {
+    std::lock_guard<std::mutex> hold(verdict_mutex_);
+    if (!verdict_) verdict_ = std::make_unique<Error>(why);
+    root = *verdict_;
+    failed_ = true;
+  }
+  if (open_) lane_->abort(root.rank, root.what());
+  if (met_) messenger_->abort(root);
+  if (!open_ || !met_) {
+    try {
+      rendezvous_->set(kFailedKey, std::string(root.what()) + " (told by " +
+                                       names_[static_cast<size_t>(config_.rank)] + ")");
+    } catch (const std::exception&) {
+      // The store is gone too; the error below says what matters.
+    }
+  }
+  throw Error(root.fault, root.rank,
+              std::string("fsccl: ") + what + " #" + std::to_string(sequence) + " in group '" +
+                  config_.name + "', rank " +
+                  std::to_string(config_.global_ranks[static_cast<size_t>(config_.rank)]) + ": " +
+                  root.what());
+}
+
+void Group::abort(const std::string& why) {
+  try {
+    fail("abort", sequence_, Error(Fault::kAborted, config_.rank, why));
+  } catch (const Error&) {
+    // fail() tells everybody and throws for the benefit of operations; here nobody waits for one.
+  }
+}
+
+void Group::shutdown() {
+  if (left_.exchange(true)) return;
+  if (open_) lane_->leave();
+  if (met_) messenger_->close();
+}
+
+std::optional<std::string> Group::failure() const {
+  std::lock_guard<std::mutex> hold(verdict_mutex_);
+  if (!verdict_) return std::nullopt;
+  return std::string(verdict_->what());
+}
+
+std::string Group::clusters_text() { return clusters_.text(); }
+
+void Group::check_rank(int rank, const char* what) const {
+  if (rank < 0 || rank >= config_.size) {
+    fail_usage(std::string(what) + " " + std::to_string(rank) + " is not in the group of " +
+               std::to_string(config_.size) + " ranks");
+  }
+}
+
+RequestPtr Group::send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d) {
+  check_rank(peer, "destination");
+  try {
+    meet(d);
+  } catch (const Error& e) {
+    fail("send", tag, e);
+  }
+  return messenger_->send(peer, tag, memory);
+}
+
+RequestPtr Group::recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d) {
+  if (peer != kAnySource) check_rank(peer, "source");
+  try {
+    meet(d);
+  } catch (const Error& e) {
+    fail("recv", tag, e);
+  }
+  return messenger_->recv(peer, tag, memory);
+}
+
+void Group::wait(OpCode op, const RequestPtr& request, const Deadline& d) {
+  try {
+    messenger_->wait(request, d, [this] {
+      if (open_) lane_->throw_if_aborted();
+    });
+  } catch (const Error& e) {
+    fail(name_of(op), request->tag, e);
+  }
+}
+
+}  // namespace fsccl

@@ -1,0 +1,118 @@
+// A group of ranks and its collectives: the face of the core.
+//
+// Making a group publishes who this rank is and waits for nobody. The first point-to-point message
+// needs the others' addresses, the first collective also the cluster's shared segment; both come
+// through the Rendezvous, in one round trip each.
+//
+// Collectives block, are called by all ranks in the same order, and by one thread at a time.
+// send() and recv() may be called by any thread. The first error fails the group for good: it is
+// told to all ranks, and whatever they call later throws it again, naming the rank at fault.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hierarchy.h"
+#include "settings.h"
+
+namespace fsccl {
+
+// A key-value store that all ranks of a group reach. Any thread may call; nothing may block long.
+class Rendezvous {
+ public:
+  virtual ~Rendezvous() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  virtual bool has(const std::vector<std::string>& keys) = 0;  // all of them
+  virtual std::vector<std::string> get(const std::vector<std::string>& keys) = 0;  // that exist
+};
+
+struct GroupConfig {
+  int rank = 0;
+  int size = 1;
+  std::string name = "group";
+  std::vector<int> global_ranks;  // empty: the group's own numbers
+  Settings settings;
+};
+
+class Group {
+ public:
+  Group(std::unique_ptr<Rendezvous> rendezvous, GroupConfig config);
+  ~Group();
+
+  int rank() const { return config_.rank; }
+  int size() const { return config_.size; }
+
+  // Sizes are in elements where there is a reduction, else in bytes inside Pieces. `in` may be
+  // `out`. Lists have one entry a rank; entries may differ in size if all ranks agree on them.
+  void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d);
+  void reduce(const void* in, void* out, size_t count, const Reduction& r, int root, const Deadline& d);
+  void reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, const Reduction& r,
+                      const Deadline& d);
+  void all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d);
+  void broadcast(const Pieces& buffer, int root, const Deadline& d);
+  void gather(const Pieces& in, const std::vector<Pieces>& out, int root, const Deadline& d);
+  void scatter(const std::vector<Pieces>& in, const Pieces& out, int root, const Deadline& d);
+  // Ranks need to know only their own sizes.
+  void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv, const Deadline& d);
+  void barrier(const Deadline& d);
+
+  static constexpr int kAnySource = Messenger::kAnySource;
+  // The deadline is for meeting the group, wait() has its own.
+  RequestPtr send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d);
+  RequestPtr recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d);
+  void wait(OpCode op, const RequestPtr& request, const Deadline& d);
+  void notify(const RequestPtr& request, std::function<void()> then) {
+    messenger_->notify(request, std::move(then));
+  }
+
+  // Fails the group: who waits, here or elsewhere, stops waiting. Any thread may call.
+  void abort(const std::string& why);
+  // Leaves in good order.
+  void shutdown();
+  std::optional<std::string> failure() const;
+  // "2+2 ranks"; needs a connected group.
+  std::string clusters_text();
+
+ private:
+  template <class F>
+  void collective(OpCard card, const Deadline& d, F&& body);
+  void exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
+                      const std::vector<Pieces>& recv, const Deadline& d);
+  void log(const OpCard& card, const char* algorithm) const;
+
+  void publish();
+  void meet(const Deadline& d);       // learn who the others are
+  void open_lane(const Deadline& d);  // map the cluster's segment
+  std::vector<std::string> collect(const std::vector<std::string>& keys, const std::vector<int>& from,
+                                   const Deadline& d);
+  Segment shared_segment(size_t bytes, const Deadline& d);
+  [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
+  void check_rank(int rank, const char* what) const;
+  std::string describe(int rank) const;
+  bool hierarchical() const { return clusters_.count() > 1; }
+  Exchange exchange(const Deadline& d);
+
+  std::unique_ptr<Rendezvous> rendezvous_;
+  GroupConfig config_;
+  Identity me_;
+  std::vector<Fd> listeners_;
+  std::vector<std::string> names_;
+  Clusters clusters_;
+  std::vector<Identity> who_;
+  std::unique_ptr<Messenger> messenger_;
+  std::unique_ptr<Lane> lane_;
+  std::unique_ptr<Local> local_;
+  std::unique_ptr<Hierarchy> hierarchy_;
+  uint64_t sequence_ = 0;
+  std::mutex meeting_;
+  std::atomic<bool> met_{false}, open_{false};
+  mutable std::mutex verdict_mutex_;
+  std::unique_ptr<Error> verdict_;
+  std::atomic<bool> failed_{false}, left_{false};
+};
+
+}  // namespace fsccl

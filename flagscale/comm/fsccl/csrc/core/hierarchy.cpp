@@ -1,0 +1,288 @@
+#include "hierarchy.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace fsccl {
+
+int Hierarchy::cluster_of(int rank) const {
+  for (int c = 0; c < clusters_.count(); ++c) {
+    const auto& members = clusters_.ranks[static_cast<size_t>(c)];
+    if (std::find(members.begin(), members.end(), rank) != members.end()) return c;
+  }
+  return -1;
+}
+
+Interval Hierarchy::owned(int cluster, size_t i, Interval chunk) const {
+  const Interval part = cut(chunk.size(), size_of(cluster), i, kGrain);
+  return {chunk.lo + part.lo, chunk.lo + part.hi};
+}
+
+std::vector<Interval> Hierarchy::bounds(int cluster, Interval chunk) const {
+  return cut_all(chunk.lo, chunk.size(), size_of(cluster), kGrain);
+}
+
+size_t Hierarchy::chunks_in(size_t total, size_t width) const {
+  return ceil_div(total, chunk_ / width * width);
+}
+
+Interval Hierarchy::chunk_at(size_t k, size_t total, size_t width) const {
+  const size_t step = chunk_ / width * width;
+  return {std::min(k * step, total), std::min((k + 1) * step, total)};
+}
+
+// All that belongs to the ranks of a cluster, one after the other.
+Pieces Hierarchy::join(const std::vector<Pieces>& by_rank, int cluster) const {
+  Pieces out;
+  for (const int r : clusters_.ranks[static_cast<size_t>(cluster)]) {
+    for (const Piece& p : by_rank[static_cast<size_t>(r)].list()) out.add(p);
+  }
+  return out;
+}
+
+// Where each rank's part lies in join().
+std::vector<Interval> Hierarchy::places(const std::vector<Pieces>& by_rank, int cluster) const {
+  std::vector<Interval> out;
+  size_t at = 0;
+  for (const int r : clusters_.ranks[static_cast<size_t>(cluster)]) {
+    const size_t n = by_rank[static_cast<size_t>(r)].bytes();
+    out.push_back({at, at + n});
+    at += n;
+  }
+  return out;
+}
+
+void Hierarchy::barrier(Exchange& x) {
+  local_.barrier();
+  if (clusters_.index == 0) {
+    Batch batch;
+    for (int c = 0; c < clusters_.count(); ++c) {
+      if (c == clusters_.mine) continue;
+      x.send(rank_of(c, 0), Pieces(), &batch);
+      x.recv(rank_of(c, 0), Pieces(), &batch);
+    }
+    x.wait(&batch);
+  }
+  local_.barrier();
+}
+
+void Hierarchy::all_reduce(Exchange& x, const void* in, void* out, size_t count, const Reduction& r,
+                           int root) {
+  const size_t width = r.width(), total = count * width, chunks = chunks_in(total, width);
+  const int to = root < 0 ? -1 : cluster_of(root);
+  for (size_t k = 0; k < chunks + kLag; ++k) {
+    if (k < chunks) {
+      start(x, stages_[k % stages_.size()], static_cast<const std::byte*>(in),
+            chunk_at(k, total, width), r, to);
+    }
+    if (k >= kLag && k - kLag < chunks) {
+      finish(x, stages_[(k - kLag) % stages_.size()], static_cast<std::byte*>(out),
+             chunk_at(k - kLag, total, width), r, root);
+    }
+  }
+}
+
+// Sums a chunk inside the cluster and sends the sum on its way, to all clusters or to one.
+void Hierarchy::start(Exchange& x, Stage& s, const std::byte* in, Interval chunk, const Reduction& r,
+                      int to) {
+  const Interval whole{0, chunk.size()}, mine = own(whole);
+  s.partial.resize(std::max(s.partial.size(), mine.size()));
+  local_.reduce_scatter(Pieces(in + chunk.lo, chunk.size()), bounds(clusters_.mine, whole),
+                        Pieces(s.partial.data(), mine.size()), r.first_stage());
+  s.received.resize(static_cast<size_t>(clusters_.count()));
+  for (int c = 0; c < clusters_.count(); ++c) {
+    if (c == clusters_.mine) continue;
+    auto& received = s.received[static_cast<size_t>(c)];
+    received.resize(std::max(received.size(), mine.size()));
+    for (size_t j = 0; j < size_of(c); ++j) {
+      const Interval both = overlap(mine, owned(c, j, whole));
+      if (both.empty()) continue;
+      const size_t at = both.lo - mine.lo;
+      if (to < 0 || to == clusters_.mine) {
+        x.recv(rank_of(c, j), Pieces(received.data() + at, both.size()), &s.receives);
+      }
+      if (to < 0 || to == c) {
+        x.send(rank_of(c, j), Pieces(s.partial.data() + at, both.size()), &s.sends);
+      }
+    }
+  }
+}
+
+// Adds what has come for a chunk to the own sum, in the order of clusters, and spreads the result
+// inside the cluster.
+void Hierarchy::finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, const Reduction& r,
+                       int root) {
+  x.wait(&s.receives);
+  x.wait(&s.sends);
+  if (root >= 0 && cluster_of(root) != clusters_.mine) return;
+  const Interval whole{0, chunk.size()}, mine = own(whole);
+  std::byte* to = out + chunk.lo;
+  if (root >= 0 && rank_of(clusters_.mine, static_cast<size_t>(clusters_.index)) != root) {
+    scratch_.resize(std::max(scratch_.size(), chunk.size()));
+    to = scratch_.data();
+  }
+  std::vector<const void*> sources;
+  for (int c = 0; c < clusters_.count(); ++c) {
+    sources.push_back(c == clusters_.mine ? s.partial.data() : s.received[static_cast<size_t>(c)].data());
+  }
+  fsccl::reduce(r.last_stage(), to + mine.lo, sources.data(), clusters_.count(),
+                mine.size() / r.width());
+  local_.all_gather(Pieces(to, chunk.size()), bounds(clusters_.mine, whole));
+}
+
+// The partial sums of what belongs to another cluster, each interval sent to its owners there.
+void Hierarchy::scatter_to(Exchange& x, const std::vector<Pieces>& in, int cluster,
+                           const Reduction& r) {
+  const Pieces theirs = join(in, cluster);
+  const auto owners = places(in, cluster);
+  const size_t width = r.width(), chunks = chunks_in(theirs.bytes(), width);
+  for (size_t k = 0; k < chunks; ++k) {
+    Stage& s = stages_[k % stages_.size()];
+    x.wait(&s.sends);
+    const Interval chunk = chunk_at(k, theirs.bytes(), width), mine = own(chunk);
+    s.partial.resize(std::max(s.partial.size(), mine.size()));
+    local_.reduce_scatter(theirs, bounds(clusters_.mine, chunk),
+                          Pieces(s.partial.data(), mine.size()), r.first_stage());
+    for (size_t j = 0; j < owners.size(); ++j) {
+      const Interval both = overlap(mine, owners[j]);
+      if (both.empty()) continue;
+      x.send(rank_of(cluster, j), Pieces(s.partial.data() + (both.lo - mine.lo), both.size()), &s.sends);
+    }
+  }
+  for (Stage& s : stages_) x.wait(&s.sends);
+}
+
+void Hierarchy::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const Pieces& out,
+                               const Reduction& r) {
+  const size_t n = out.bytes(), width = r.width(), count = static_cast<size_t>(clusters_.count());
+  const auto own_places = places(in, clusters_.mine);
+  const Interval wanted = own_places[static_cast<size_t>(clusters_.index)];
+  const size_t cluster_bytes = own_places.back().hi;
+  // One partial sum a cluster, in the order of clusters; the own one comes last in time.
+  scratch_.resize(std::max(scratch_.size(), count * n));
+  Batch receives;
+  for (int c = 0; c < clusters_.count(); ++c) {
+    if (c == clusters_.mine) continue;
+    std::byte* to = scratch_.data() + static_cast<size_t>(c) * n;
+    for (size_t k = 0; k < chunks_in(cluster_bytes, width); ++k) {
+      const Interval chunk = chunk_at(k, cluster_bytes, width);
+      for (size_t j = 0; j < size_of(c); ++j) {
+        const Interval both = overlap(wanted, owned(c, j, chunk));
+        if (both.empty()) continue;
+        x.recv(rank_of(c, j), Pieces(to + (both.lo - wanted.lo), both.size()), &receives);
+      }
+    }
+  }
+  for (int d = 1; d < clusters_.count(); ++d) {
+    scatter_to(x, in, (clusters_.mine + d) % clusters_.count(), r);
+  }
+  std::byte* own_sum = scratch_.data() + static_cast<size_t>(clusters_.mine) * n;
+  local_.reduce_scatter(join(in, clusters_.mine), own_places, Pieces(own_sum, n), r.first_stage());
+  x.wait(&receives);
+  std::vector<const void*> sources(count);
+  for (size_t c = 0; c < count; ++c) sources[c] = scratch_.data() + c * n;
+  fsccl::reduce(r.last_stage(), own_sum, sources.data(), clusters_.count(), n / width);
+  out.copy_from(own_sum, {0, n});
+}
+
+// Every rank sends its part to the owners in the other clusters at once; chunk by chunk, what came
+// is then spread inside.
+void Hierarchy::all_gather(Exchange& x, const std::vector<Pieces>& buffer) {
+  std::vector<std::vector<Batch>> receives(static_cast<size_t>(clusters_.count()));
+  for (int c = 0; c < clusters_.count(); ++c) {
+    if (c == clusters_.mine) continue;
+    const Pieces theirs = join(buffer, c);
+    const auto owners = places(buffer, c);
+    auto& by_chunk = receives[static_cast<size_t>(c)];
+    by_chunk.resize(chunks_in(theirs.bytes(), 1));
+    for (size_t k = 0; k < by_chunk.size(); ++k) {
+      const Interval mine = own(chunk_at(k, theirs.bytes(), 1));
+      for (size_t i = 0; i < owners.size(); ++i) {
+        const Interval both = overlap(mine, owners[i]);
+        if (!both.empty()) x.recv(rank_of(c, i), theirs.slice(both), &by_chunk[k]);
+      }
+    }
+  }
+  const auto own_places = places(buffer, clusters_.mine);
+  const Interval part = own_places[static_cast<size_t>(clusters_.index)];
+  const Pieces own_buffer = join(buffer, clusters_.mine);
+  Batch sends;
+  for (int c = 0; c < clusters_.count(); ++c) {
+    if (c == clusters_.mine) continue;
+    for (size_t k = 0; k < chunks_in(own_buffer.bytes(), 1); ++k) {
+      const Interval chunk = chunk_at(k, own_buffer.bytes(), 1);
+      for (size_t j = 0; j < size_of(c); ++j) {
+        const Interval both = overlap(part, owned(c, j, chunk));
+        if (!both.empty()) x.send(rank_of(c, j), own_buffer.slice(both), &sends);
+      }
+    }
+  }
+  local_.all_gather(own_buffer, own_places);
+  for (int c = 0; c < clusters_.count(); ++c) {
+    if (c == clusters_.mine) continue;
+    const Pieces theirs = join(buffer, c);
+    auto& by_chunk = receives[static_cast<size_t>(c)];
+    for (size_t k = 0; k < by_chunk.size(); ++k) {
+      x.wait(&by_chunk[k]);
+      local_.all_gather(theirs, bounds(clusters_.mine, chunk_at(k, theirs.bytes(), 1)));
+    }
+  }
+  x.wait(&sends);
+}
+
+// In the root's cluster a chunk is broadcast first; then its owners send it across. Elsewhere the
+// owners spread what comes.
+void Hierarchy::broadcast(Exchange& x, const Pieces& buffer, int root) {
+  const int source = cluster_of(root);
+  const bool sends_here = source == clusters_.mine;
+  const size_t chunks = chunks_in(buffer.bytes(), 1);
+  std::vector<Batch> batches(chunks);
+  const auto& members = clusters_.ranks[static_cast<size_t>(source)];
+  const auto local_root = static_cast<int>(std::find(members.begin(), members.end(), root) - members.begin());
+  for (size_t k = 0; k < chunks; ++k) {
+    const Interval chunk = chunk_at(k, buffer.bytes(), 1), mine = own(chunk);
+    if (sends_here) local_.broadcast(buffer.slice(chunk), local_root);
+    for (int c = 0; c < clusters_.count(); ++c) {
+      if (c == clusters_.mine || (!sends_here && c != source)) continue;
+      for (size_t j = 0; j < size_of(c); ++j) {
+        const Interval both = overlap(mine, owned(c, j, chunk));
+        if (both.empty()) continue;
+        if (sends_here) {
+          x.send(rank_of(c, j), buffer.slice(both), &batches[k]);
+        } else {
+          x.recv(rank_of(c, j), buffer.slice(both), &batches[k]);
+        }
+      }
+    }
+  }
+  for (size_t k = 0; k < chunks; ++k) {
+    x.wait(&batches[k]);
+    if (!sends_here) {
+      local_.all_gather(buffer, bounds(clusters_.mine, chunk_at(k, buffer.bytes(), 1)));
+    }
+  }
+}
+
+// Pairs in different clusters exchange messages while those inside use the lane.
+void Hierarchy::all_to_all(Exchange& x, const std::vector<Pieces>& send,
+                           const std::vector<Pieces>& recv, bool every_pair) {
+  Batch batch;
+  for (int d = 1; d < clusters_.count(); ++d) {
+    const int c = (clusters_.mine + d) % clusters_.count();
+    for (const int r : clusters_.ranks[static_cast<size_t>(c)]) {
+      const auto p = static_cast<size_t>(r);
+      if (every_pair || recv[p].bytes() > 0) x.recv(r, recv[p], &batch);
+      if (every_pair || send[p].bytes() > 0) x.send(r, send[p], &batch);
+    }
+  }
+  std::vector<Pieces> out, in;
+  for (const int r : clusters_.own()) {
+    out.push_back(send[static_cast<size_t>(r)]);
+    in.push_back(recv[static_cast<size_t>(r)]);
+  }
+  const size_t longest = local_.agree_on_sizes(out, in);
+  local_.all_to_all(out, in, longest);
+  x.wait(&batch);
+}
+
+}  // namespace fsccl

@@ -1,0 +1,81 @@
+// Collectives over several clusters: shared memory inside, messages between.
+//
+// A cluster of a ranks cuts a chunk into a intervals; rank i owns interval i. Where cluster A's
+// data must reach cluster B, the owner of [x, y) in A sends to the owner of [u, v) in B what the
+// two have in common: every byte crosses once, and all links are used, whatever a and b are.
+// Intervals are multiples of kGrain, so that a small message has one owner (the cluster's first
+// rank) and crosses in one piece.
+//
+// Large buffers are cut in chunks of chunk_bytes and pipelined: while chunk k crosses in the
+// background, chunk k+1 is reduced and chunk k-kLag is gathered inside the clusters. All ranks of
+// a cluster run the same sequence of lane operations, which is all that the lane asks for.
+//
+// Sums: every owner adds the clusters' partial sums in the order of clusters, and what is computed
+// in two places is computed from the same bytes: all ranks get the same bits.
+//
+// Buffers are lists of pieces by group rank. These functions run between Lane::begin and the
+// operation's end, on the thread of the operation.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "exchange.h"
+#include "local.h"
+#include "topology.h"
+
+namespace fsccl {
+
+class Hierarchy {
+ public:
+  Hierarchy(Local& local, const Clusters& clusters, size_t chunk_bytes)
+      : local_(local), clusters_(clusters), chunk_(chunk_bytes) {}
+
+  void barrier(Exchange& x);
+  // root >= 0: only the root's `out` is written.
+  void all_reduce(Exchange& x, const void* in, void* out, size_t count, const Reduction& r, int root);
+  void reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const Pieces& out,
+                      const Reduction& r);
+  void all_gather(Exchange& x, const std::vector<Pieces>& buffer);
+  void broadcast(Exchange& x, const Pieces& buffer, int root);
+  // With every_pair empty messages are sent too, so that a size nobody expects is noticed.
+  void all_to_all(Exchange& x, const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
+                  bool every_pair);
+
+ private:
+  static constexpr size_t kLag = 2;      // chunks that cross at a time
+  static constexpr size_t kGrain = 8192;
+  using Batch = Exchange::Batch;
+
+  // What one chunk of an all_reduce needs while it is under way.
+  struct Stage {
+    std::vector<std::byte> partial;                // this cluster's sum of the owned interval
+    std::vector<std::vector<std::byte>> received;  // the other clusters'
+    Batch sends, receives;
+  };
+
+  size_t size_of(int cluster) const { return clusters_.ranks[static_cast<size_t>(cluster)].size(); }
+  int rank_of(int cluster, size_t i) const { return clusters_.ranks[static_cast<size_t>(cluster)][i]; }
+  int cluster_of(int rank) const;
+  Interval owned(int cluster, size_t i, Interval chunk) const;
+  Interval own(Interval chunk) const {
+    return owned(clusters_.mine, static_cast<size_t>(clusters_.index), chunk);
+  }
+  std::vector<Interval> bounds(int cluster, Interval chunk) const;
+  Interval chunk_at(size_t k, size_t total, size_t width) const;
+  size_t chunks_in(size_t total, size_t width) const;
+  Pieces join(const std::vector<Pieces>& by_rank, int cluster) const;
+  std::vector<Interval> places(const std::vector<Pieces>& by_rank, int cluster) const;
+
+  void start(Exchange& x, Stage& s, const std::byte* in, Interval chunk, const Reduction& r, int to);
+  void finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, const Reduction& r, int root);
+  void scatter_to(Exchange& x, const std::vector<Pieces>& in, int cluster, const Reduction& r);
+
+  Local& local_;
+  const Clusters& clusters_;
+  size_t chunk_;
+  std::array<Stage, kLag + 1> stages_;  // kept between operations: allocating is dear
+  std::vector<std::byte> scratch_;
+};
+
+}  // namespace fsccl

@@ -1,0 +1,224 @@
+#include "lane.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace fsccl {
+namespace {
+
+constexpr uint32_t kRunning = 0, kWriting = 1, kAborted = 2;
+constexpr std::chrono::milliseconds kNap(100);
+constexpr int32_t kNobody = -1;
+
+bool reached(uint32_t posted, uint32_t step) { return static_cast<int32_t>(posted - step) >= 0; }
+
+constexpr size_t round_up(size_t n, size_t to) { return ceil_div(n, to) * to; }
+
+}  // namespace
+
+struct Lane::Header {
+  Word state;  // kRunning, kWriting, kAborted
+  int32_t at_fault;
+  char why[1024];
+};
+
+struct alignas(2 * kCacheLine) Lane::Line {
+  Word posted;
+  Word sleepers;
+  Word joined, left;
+  std::atomic<uint64_t> process;
+  std::atomic<int32_t> waits_for;      // group rank
+  std::atomic<uint32_t> waits_step;    // of a lane mate; 0 when the awaited is not in the lane
+};
+
+namespace {
+constexpr size_t kHeaderBytes = 2048;
+constexpr size_t kCardBytes = kCacheLine;
+static_assert(sizeof(OpCard) <= kCardBytes, "a card fits before the payload");
+}  // namespace
+
+std::string OpCard::text() const {
+  std::string out = std::string(name_of(op)) + " #" + std::to_string(sequence);
+  if (bytes > 0) out += " of " + std::to_string(bytes) + " bytes";
+  if (dtype != DType::kOpaque) out += std::string(" of ") + name_of(dtype) + ", " + name_of(red);
+  if (root >= 0) out += ", root " + std::to_string(root);
+  return out;
+}
+
+size_t Lane::segment_bytes(int ranks, size_t slot_bytes) {
+  static_assert(sizeof(Header) <= kHeaderBytes, "the header has its room");
+  const auto n = static_cast<size_t>(ranks);
+  return round_up(kHeaderBytes + n * sizeof(Line) + 2 * n * (kCardBytes + slot_bytes), 4096);
+}
+
+size_t Lane::default_slot_bytes(int ranks) {
+  const size_t share = (size_t{16} << 20) / static_cast<size_t>(2 * ranks);
+  return std::clamp(share / 4096 * 4096, size_t{64} << 10, size_t{512} << 10);
+}
+
+Lane::Lane(Segment segment, int rank, LaneConfig config)
+    : segment_(std::move(segment)), rank_(rank), config_(std::move(config)) {
+  segment_.lock_rank(rank_);
+  Line& mine = line(rank_);
+  mine.process.store(config_.process, std::memory_order_relaxed);
+  mine.waits_for.store(kNobody, std::memory_order_relaxed);
+  mine.joined.store(1, std::memory_order_release);
+}
+
+Lane::Header& Lane::header() const { return *reinterpret_cast<Header*>(segment_.data()); }
+
+Lane::Line& Lane::line(int lane_rank) const {
+  std::byte* at = segment_.data() + kHeaderBytes + static_cast<size_t>(lane_rank) * sizeof(Line);
+  return *reinterpret_cast<Line*>(at);
+}
+
+std::byte* Lane::slot(int lane_rank, uint32_t step) const {
+  const size_t index = static_cast<size_t>(lane_rank) * 2 + (step & 1);
+  return segment_.data() + kHeaderBytes + static_cast<size_t>(size()) * sizeof(Line) +
+         index * (kCardBytes + capacity());
+}
+
+void Lane::begin(const OpCard& card, const Deadline& deadline, const Deadline& patience) {
+  throw_if_aborted();
+  card_ = card;
+  deadline_ = deadline;
+  patience_ = patience;
+}
+
+std::byte* Lane::fill() {
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank_) wait_posted(p, step_);
+  }
+  std::byte* at = slot(rank_, step_ + 1);
+  std::memcpy(at, &card_, sizeof card_);
+  return at + kCardBytes;
+}
+
+void Lane::post() {
+  Line& mine = line(rank_);
+  mine.posted.store(++step_, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
+}
+
+const std::byte* Lane::await(int peer) {
+  wait_posted(peer, step_);
+  const std::byte* at = slot(peer, step_);
+  OpCard theirs;
+  std::memcpy(&theirs, at, sizeof theirs);
+  if (!(theirs == card_)) {
+    throw Error(Fault::kMismatch, member(peer),
+                name(member(peer)) + " called " + theirs.text() + " while " +
+                    name(member(rank_)) + " called " + card_.text());
+  }
+  return at + kCardBytes;
+}
+
+void Lane::await_all() {
+  for (int k = 1; k < size(); ++k) await((rank_ + k) % size());
+}
+
+void Lane::wait_posted(int peer, uint32_t step) {
+  const Word& posted = line(peer).posted;
+  if (reached(posted.load(std::memory_order_acquire), step)) return;
+  for (int i = 0; i < config_.spin.pauses; ++i) {
+    cpu_relax();
+    if (reached(posted.load(std::memory_order_acquire), step)) return;
+  }
+  for (int i = 0; i < config_.spin.yields; ++i) {
+    sched_yield();
+    if (reached(posted.load(std::memory_order_acquire), step)) return;
+  }
+  sleep_until(peer, step);
+}
+
+void Lane::sleep_until(int peer, uint32_t step) {
+  Line& theirs = line(peer);
+  Line& mine = line(rank_);
+  mine.waits_step.store(step, std::memory_order_relaxed);
+  mine.waits_for.store(member(peer), std::memory_order_release);
+  for (;;) {
+    theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = theirs.posted.load(std::memory_order_seq_cst);
+    const bool done = reached(seen, step);
+    if (!done) futex_wait(theirs.posted, seen, std::min(kNap, deadline_.remaining()));
+    theirs.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (done || reached(theirs.posted.load(std::memory_order_acquire), step)) break;
+    look_around(peer, step);
+  }
+  mine.waits_for.store(kNobody, std::memory_order_release);
+}
+
+void Lane::look_around(int peer, uint32_t step) {
+  throw_if_aborted();
+  if (watch_) watch_();
+  const Line& theirs = line(peer);
+  if (theirs.left.load(std::memory_order_acquire) != 0 &&
+      !reached(theirs.posted.load(std::memory_order_acquire), step)) {
+    throw Error(Fault::kPeerLost, member(peer), name(member(peer)) + " has left the group");
+  }
+  const bool lives = theirs.joined.load(std::memory_order_acquire) == 0 ||
+                     theirs.process.load(std::memory_order_relaxed) == config_.process ||
+                     segment_.rank_is_locked(peer);
+  // It may have posted, and ended, between our look at the counter and now.
+  if (!lives && !reached(theirs.posted.load(std::memory_order_acquire), step)) {
+    throw Error(Fault::kPeerLost, member(peer),
+                name(member(peer)) + " ended without leaving the group");
+  }
+  if (!deadline_.passed()) return;
+  const int at_fault = culprit(peer);
+  const auto& mates = config_.members;
+  const bool elsewhere = std::find(mates.begin(), mates.end(), at_fault) == mates.end();
+  if (elsewhere && !patience_.passed()) return;
+  throw Error(Fault::kTimeout, at_fault, name(at_fault) + " did not come within " + deadline_.text());
+}
+
+// Follows who waits for whom from `peer` on. A lane mate whose own wait is already over (it was
+// stopped, or starved) is itself the one that does not move.
+int Lane::culprit(int peer) const {
+  for (int hops = 0; hops < size(); ++hops) {
+    const Line& at = line(peer);
+    const int32_t next = at.waits_for.load(std::memory_order_acquire);
+    if (next == kNobody || next == member(rank_)) return member(peer);
+    const auto mate = std::find(config_.members.begin(), config_.members.end(), next);
+    if (mate == config_.members.end()) return next;
+    const int q = static_cast<int>(mate - config_.members.begin());
+    const uint32_t step = at.waits_step.load(std::memory_order_relaxed);
+    if (reached(line(q).posted.load(std::memory_order_acquire), step)) return member(peer);
+    peer = q;
+  }
+  return member(peer);
+}
+
+void Lane::note_wait(int group_rank) {
+  line(rank_).waits_step.store(0, std::memory_order_relaxed);
+  line(rank_).waits_for.store(group_rank, std::memory_order_release);
+}
+
+void Lane::abort(int group_rank_at_fault, const std::string& why) {
+  Header& h = header();
+  uint32_t expected = kRunning;
+  if (!h.state.compare_exchange_strong(expected, kWriting)) return;
+  h.at_fault = group_rank_at_fault;
+  const size_t n = std::min(why.size(), sizeof(h.why) - 1);
+  std::memcpy(h.why, why.data(), n);
+  h.why[n] = '\0';
+  h.state.store(kAborted, std::memory_order_release);
+  for (int p = 0; p < size(); ++p) futex_wake_all(line(p).posted);
+}
+
+void Lane::throw_if_aborted() const {
+  const Header& h = header();
+  if (h.state.load(std::memory_order_acquire) == kAborted) {
+    throw Error(Fault::kAborted, h.at_fault, h.why);
+  }
+}
+
+void Lane::leave() {
+  Line& mine = line(rank_);
+  mine.left.store(1, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
+}
+
+}  // namespace fsccl

@@ -1,0 +1,115 @@
+// The step protocol by which the ranks of one host exchange data through a shared segment.
+//
+// Every collective is a sequence of steps, and all ranks of the lane take the same steps. Rank r
+// has two slots, used in turn, and a counter `posted`. In step s rank r
+//
+//   1. fill():    waits until every posted >= s-1, then writes slot s%2;
+//   2. post():    stores s in its posted (release);
+//   3. await(p):  waits until posted of p >= s (acquire), then reads p's slot s%2.
+//
+// Why no slot is overwritten while it is read: a rank posts s-1 only after it has read all it
+// wanted of step s-2, and fill() of step s waits for exactly that; step s-1 lies in the other slot.
+// Counters only grow (compared by signed difference, so 2^32 may wrap) and are never reset: nothing
+// has to be cleaned up between operations or after an error.
+//
+// A slot starts with the operation's card. A reader compares it with its own, so that ranks that
+// call different operations get an error that names both, and not garbage.
+//
+// Waiting: a few looks, then a futex on the awaited counter. `sleepers` lets the common case, in
+// which nobody sleeps, post without a system call; both sides use sequentially consistent
+// operations, so that either the poster sees the sleeper or the sleeper sees the post. A sleeper
+// wakes ten times a second to look at the abort word, at whether the awaited process still lives,
+// and at its deadline. `waits_for` says whom a rank waits for: whoever times out follows it to
+// the rank that waits for nobody, and names that one.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "futex.h"
+#include "segment.h"
+#include "types.h"
+
+namespace fsccl {
+
+struct OpCard {
+  OpCode op = OpCode::kNone;
+  DType dtype = DType::kOpaque;
+  RedOp red = RedOp::kSum;
+  int32_t root = -1;   // group rank
+  uint64_t bytes = 0;  // 0 where ranks may differ (all_to_all)
+  uint64_t sequence = 0;
+  bool operator==(const OpCard& o) const {
+    return op == o.op && dtype == o.dtype && red == o.red && root == o.root && bytes == o.bytes &&
+           sequence == o.sequence;
+  }
+  std::string text() const;
+};
+
+struct LaneConfig {
+  std::vector<int> members;        // group rank of every lane rank
+  std::vector<std::string> names;  // of every rank of the group, for messages
+  size_t slot_bytes = 0;           // payload of a slot
+  uint64_t process = 0;            // the same in all ranks that are threads of one process
+  SpinPolicy spin;
+};
+
+class Lane {
+ public:
+  static size_t segment_bytes(int ranks, size_t slot_bytes);
+  // A slot size that keeps small groups fast and large hosts within a few tens of MiB.
+  static size_t default_slot_bytes(int ranks);
+
+  Lane(Segment segment, int rank, LaneConfig config);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(config_.members.size()); }
+  int member(int lane_rank) const { return config_.members[static_cast<size_t>(lane_rank)]; }
+  size_t capacity() const { return config_.slot_bytes; }
+
+  // Ranks that wait for a lane mate give up at `deadline`; those that wait, directly or through a
+  // mate, for a rank elsewhere do so at `patience`: not before the mates of the rank at fault have
+  // told its name.
+  void begin(const OpCard& card, const Deadline& deadline, const Deadline& patience);
+  std::byte* fill();
+  void post();
+  const std::byte* await(int peer);
+  void await_all();
+
+  // Called by a sleeper now and then; throws to end the wait.
+  void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }
+
+  // The first failure wins; everybody who waits, now or later, throws it. Any thread may call.
+  void abort(int group_rank_at_fault, const std::string& why);
+  void throw_if_aborted() const;
+  // Tells the others that this rank goes in good order. Waits for nobody.
+  void leave();
+  // What this rank's thread waits for outside the lane: a group rank, or -1. For waits_for chains.
+  void note_wait(int group_rank);
+
+ private:
+  struct Header;
+  struct Line;
+
+  Header& header() const;
+  Line& line(int lane_rank) const;
+  std::byte* slot(int lane_rank, uint32_t step) const;
+  void wait_posted(int peer, uint32_t step);
+  void sleep_until(int peer, uint32_t step);
+  void look_around(int peer, uint32_t step);
+  int culprit(int peer) const;
+  const std::string& name(int group_rank) const {
+    return config_.names[static_cast<size_t>(group_rank)];
+  }
+
+  Segment segment_;
+  int rank_;
+  LaneConfig config_;
+  uint32_t step_ = 0;
+  OpCard card_;
+  Deadline deadline_ = Deadline::after(Deadline::Ms(0)), patience_ = deadline_;
+  std::function<void()> watch_;
+};
+
+}  // namespace fsccl

@@ -1,0 +1,135 @@
+// One connection of a messenger, and the frames on it.
+//
+// A rank opens connections to a peer when it first has something to send to it, or waits for
+// something from it; whoever opened a connection sends messages on it, the other side only answers
+// (kClear, kAbort, kBye). A frame is a header and a body of `bytes` bytes:
+//
+//   kHello     first on every connection: tag = group token, message = rank, offset = index,
+//              total = protocol version
+//   kMessage   a whole message in one frame, at once
+//   kAnnounce  a message whose body follows in stripes; with kAsks in `flags` only after kClear
+//   kClear     the receiver is ready for a message that asked
+//   kStripe    bytes [offset, offset + bytes) of a message, on any connection
+//   kAbort     the group failed: tag = rank at fault, body = why
+//   kBye       the sender leaves in good order and had opened `offset` connections to the receiver
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "futex.h"
+#include "pieces.h"
+#include "socket.h"
+
+namespace fsccl {
+
+enum class FrameKind : uint32_t { kHello = 1, kMessage, kAnnounce, kClear, kStripe, kAbort, kBye };
+constexpr uint32_t kAsks = 1;
+
+struct Frame {
+  uint32_t magic = kMagic;
+  FrameKind kind = FrameKind::kHello;
+  uint32_t flags = 0;
+  uint32_t reserved = 0;
+  uint64_t tag = 0;
+  uint64_t message = 0;  // numbers a sender's messages to one receiver
+  uint64_t bytes = 0;    // of the body that follows
+  uint64_t offset = 0;
+  uint64_t total = 0;    // size of the whole message
+  static constexpr uint32_t kMagic = 0x6c636366;  // "fccl" in little-endian order
+};
+static_assert(sizeof(Frame) == 56, "the layout on the wire");
+
+// A send or a receive under way. Complete once `state` is not kPending.
+struct Request {
+  enum : uint32_t { kPending = 0, kDone = 1, kFailed = 2 };
+  Word state{kPending};
+  std::atomic<int> peer{-1};  // of a receive from anyone: who it was, once done
+  uint64_t tag = 0;
+  Pieces memory;
+  std::unique_ptr<Error> error;
+  std::function<void(Request&)> on_settled;
+
+  bool finished() const { return state.load(std::memory_order_acquire) != kPending; }
+  void succeed() { settle(kDone); }
+  void fail(const Error& why) {
+    if (finished()) return;
+    error = std::make_unique<Error>(why);
+    settle(kFailed);
+  }
+
+ private:
+  void settle(uint32_t to) {
+    state.store(to, std::memory_order_release);
+    futex_wake_all(state);
+    if (on_settled) on_settled(*this);
+  }
+};
+using RequestPtr = std::shared_ptr<Request>;
+
+// Memory for bytes that nobody reads.
+Pieces filler(size_t bytes);
+
+class Link;
+
+// What a link tells its owner; all under the owner's lock.
+class LinkOwner {
+ public:
+  enum class Answer { kBody, kStall };
+  virtual ~LinkOwner() = default;
+  // A header has come. kBody: `into` is where the body goes (its size is frame.bytes).
+  // kStall: ask again later, after Link::resume().
+  virtual Answer on_frame(Link& link, const Frame& frame, Pieces* into) = 0;
+  virtual void on_body(Link& link, const Frame& frame) = 0;
+};
+
+class Link {
+ public:
+  Link(Fd fd, int peer, bool opened_here) : fd_(std::move(fd)), peer_(peer), ours_(opened_here) {}
+
+  int fd() const { return fd_.get(); }
+  int peer() const { return peer_; }
+  bool opened_here() const { return ours_; }
+  void set_peer(int peer) { peer_ = peer; }
+
+  void queue(const Frame& frame, Pieces body = {}, RequestPtr request = nullptr);
+  bool has_output() const { return !out_.empty(); }
+  bool stalled() const { return stalled_; }
+  void resume() { stalled_ = false; }
+
+  // Both return false once the connection is over; what the kernel would not take or give now stays
+  // for the next call.
+  bool flush();
+  bool receive(LinkOwner& owner, size_t budget);
+
+  // The group failed: forgets the memory of all requests, on both ways. A frame that is half sent
+  // or half received is completed with filler, so that what follows it is still understood.
+  void let_go(const Error& why);
+
+  bool said_bye = false;  // the peer did
+  bool polled = false;    // the owner's note
+  std::string text_in, text_out;  // bodies of kAbort
+
+ private:
+  struct Output {
+    Frame frame;
+    Pieces body;
+    RequestPtr request;
+    size_t sent = 0;  // of header and body together
+  };
+  bool advance(LinkOwner& owner, size_t got);
+
+  Fd fd_;
+  int peer_;
+  bool ours_;
+  bool stalled_ = false;
+  std::deque<Output> out_;
+  Frame in_;
+  bool in_body_ = false, header_complete_ = false;
+  size_t got_ = 0;
+  Pieces into_;
+};
+
+}  // namespace fsccl

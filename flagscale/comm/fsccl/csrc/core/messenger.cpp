@@ -1,0 +1,234 @@
+// Matching sends with receives. The threads and connections are in messenger_io.cpp.
+#include "messenger.h"
+
+#include <algorithm>
+
+namespace fsccl {
+
+RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory) {
+  auto request = std::make_shared<Request>();
+  request->peer = to;
+  request->tag = tag;
+  request->memory = std::move(memory);
+  std::lock_guard<std::mutex> hold(mutex_);
+  if (failed_) {
+    request->fail(*failed_);
+    return request;
+  }
+  Peer& p = peer(to);
+  if (p.gone || !connect(to)) {
+    request->fail(*p.gone);
+    return request;
+  }
+  const size_t bytes = request->memory.bytes();
+  const bool asks = bytes > kEagerBytes && (tag & kCollectiveTag) == 0;
+  Frame f;
+  f.tag = tag;
+  f.message = p.next_message++;
+  f.total = bytes;
+  if (asks || (bytes > kStripeBytes && p.out.size() > 1)) {
+    f.kind = FrameKind::kAnnounce;
+    f.flags = asks ? kAsks : 0;
+    p.out[0]->queue(f);
+    if (asks) {
+      p.held.emplace(f.message, request);
+    } else {
+      send_stripes(p, f.message, request);
+    }
+  } else {
+    f.kind = FrameKind::kMessage;
+    f.bytes = bytes;
+    p.out[0]->queue(f, request->memory, request);
+  }
+  push(*p.out[0]);
+  return request;
+}
+
+// The request is done when its last stripe is: a shared owner counts them.
+void Messenger::send_stripes(Peer& to, uint64_t message, const RequestPtr& request) {
+  const size_t bytes = request->memory.bytes();
+  const size_t ways = std::min(to.out.size(), ceil_div(bytes, kStripeBytes));
+  // Only a part's completion in its own link's order is known, so each stripe gets a request and
+  // the last to finish settles the whole.
+  struct Rest {
+    size_t left;
+  };
+  auto rest = std::make_shared<Rest>(Rest{ways});
+  for (size_t i = 0; i < ways; ++i) {
+    const Interval part = cut(bytes, ways, i, 4096);
+    Frame f;
+    f.kind = FrameKind::kStripe;
+    f.message = message;
+    f.bytes = part.size();
+    f.offset = part.lo;
+    f.total = bytes;
+    auto one = std::make_shared<Request>();
+    one->on_settled = [rest, request](Request& r) {
+      if (r.error) {
+        request->fail(*r.error);
+      } else if (--rest->left == 0 && !request->finished()) {
+        request->succeed();
+      }
+    };
+    to.out[i]->queue(f, request->memory.slice(part), one);
+    if (i > 0) push(*to.out[i]);
+  }
+}
+
+RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory) {
+  auto request = std::make_shared<Request>();
+  request->peer = from;
+  request->tag = tag;
+  request->memory = std::move(memory);
+  std::lock_guard<std::mutex> hold(mutex_);
+  const int first = from == kAnySource ? 0 : from;
+  const int last = from == kAnySource ? static_cast<int>(peers_.size()) - 1 : from;
+  for (int r = first; r <= last; ++r) {
+    Peer& p = peer(r);
+    const auto waiting = [tag](const Incoming& m) { return !m.request && m.tag == tag; };
+    const auto found = std::find_if(p.incoming.begin(), p.incoming.end(), waiting);
+    if (found == p.incoming.end()) continue;
+    request->peer = r;
+    match(*found, request);
+    if (found->received == found->total) finish(p, found);
+    return request;
+  }
+  if (failed_) {
+    request->fail(*failed_);
+    return request;
+  }
+  ensure_started();
+  // Being connected is how the loss of the sender is noticed.
+  for (int r = first; r <= last; ++r) {
+    if (r == config_.rank) continue;
+    if ((peer(r).gone || !connect(r)) && from != kAnySource) {
+      request->fail(*peer(r).gone);
+      return request;
+    }
+  }
+  (from == kAnySource ? any_ : peer(from).posted).push_back({next_order_++, request});
+  return request;
+}
+
+// The receive that was called first among those that this message fits.
+RequestPtr Messenger::take_posted(int from, uint64_t tag) {
+  const auto fits = [tag](const Posted& p) { return p.request->tag == tag; };
+  auto& own = peer(from).posted;
+  const auto a = std::find_if(own.begin(), own.end(), fits);
+  const auto b = std::find_if(any_.begin(), any_.end(), fits);
+  const bool any = b != any_.end() && (a == own.end() || b->order < a->order);
+  if (!any && a == own.end()) return nullptr;
+  RequestPtr request = any ? b->request : a->request;
+  if (any) {
+    any_.erase(b);
+  } else {
+    own.erase(a);
+  }
+  return request;
+}
+
+void Messenger::match(Incoming& m, RequestPtr request) {
+  m.request = std::move(request);
+  const size_t expected = m.request->memory.bytes();
+  if (expected != m.total) {
+    const int who = m.request->peer;
+    m.bad = std::make_unique<Error>(
+        Fault::kMismatch, who, name(who) + " sent " + std::to_string(m.total) +
+                                   " bytes where this rank expects " + std::to_string(expected));
+  }
+  if (!m.asks) return;
+  Frame clear;
+  clear.kind = FrameKind::kClear;
+  clear.message = m.message;
+  if (m.link != nullptr) {
+    m.link->queue(clear);
+    push(*m.link);
+  }
+}
+
+Pieces Messenger::target_of(Incoming& m, Interval range) {
+  if (m.request && !m.bad && !m.keeps) return m.request->memory.slice(range);
+  m.keeps = true;
+  m.kept.resize(m.total);
+  return Pieces(m.kept.data() + range.lo, range.size());
+}
+
+void Messenger::on_announced(Link& link, const Frame& frame, Pieces* into) {
+  Peer& from = peer(link.peer());
+  Incoming& m = from.incoming.emplace_back();
+  m.message = frame.message;
+  m.tag = frame.tag;
+  m.total = frame.total;
+  m.asks = (frame.flags & kAsks) != 0;
+  m.link = &link;
+  if (RequestPtr request = take_posted(link.peer(), frame.tag)) {
+    request->peer = link.peer();
+    match(m, request);
+  }
+  if (frame.kind == FrameKind::kMessage) *into = target_of(m, {0, frame.total});
+  for (auto& [fd, other] : links_) {  // a stripe may have overtaken this announcement
+    if (other->peer() == link.peer() && other->stalled()) {
+      other->resume();
+      poll_for(*other);
+    }
+  }
+}
+
+void Messenger::received(Peer& from, uint64_t message, uint64_t bytes) {
+  const auto m = std::find_if(from.incoming.begin(), from.incoming.end(),
+                              [message](const Incoming& i) { return i.message == message; });
+  if (m == from.incoming.end()) return;
+  m->received += bytes;
+  if (m->received == m->total && m->request) finish(from, m);
+}
+
+void Messenger::finish(Peer& from, std::list<Incoming>::iterator m) {
+  if (m->bad) {
+    m->request->fail(*m->bad);
+  } else {
+    if (m->keeps) m->request->memory.copy_from(m->kept.data(), {0, m->total});
+    m->request->succeed();
+  }
+  from.incoming.erase(m);
+}
+
+void Messenger::lost(int rank, const Error& why) {
+  Peer& p = peer(rank);
+  if (!p.gone) p.gone = std::make_unique<Error>(why);
+  for (Posted& posted : p.posted) posted.request->fail(*p.gone);
+  p.posted.clear();
+  for (auto& [message, request] : p.held) request->fail(*p.gone);
+  p.held.clear();
+  for (auto m = p.incoming.begin(); m != p.incoming.end();) {
+    const bool complete = m->received == m->total && !m->asks;
+    if (m->request) m->request->fail(*p.gone);
+    m->link = nullptr;
+    m = complete && !m->request ? std::next(m) : p.incoming.erase(m);
+  }
+}
+
+void Messenger::abort(const Error& why) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  abort_locked(why, nullptr);
+}
+
+void Messenger::abort_locked(const Error& why, const Link* told_by) {
+  if (failed_) return;
+  failed_ = std::make_unique<Error>(Fault::kAborted, why.rank, why.what());
+  for (auto& [fd, link] : links_) {
+    link->let_go(*failed_);
+    if (link.get() == told_by) continue;
+    Frame f;
+    f.kind = FrameKind::kAbort;
+    f.tag = static_cast<uint64_t>(static_cast<int64_t>(why.rank));
+    link->text_out = why.what();
+    f.bytes = link->text_out.size();
+    link->queue(f, Pieces(link->text_out.data(), link->text_out.size()));
+    push(*link);
+  }
+  for (size_t r = 0; r < peers_.size(); ++r) lost(static_cast<int>(r), *failed_);
+  for (Posted& posted : any_) posted.request->fail(*failed_);
+  any_.clear();
+}
+
+}  // namespace fsccl

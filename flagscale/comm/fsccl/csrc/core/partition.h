@@ -1,0 +1,42 @@
+// Interval arithmetic: how a buffer is cut among ranks, and which parts of two cuts meet.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "types.h"
+
+namespace fsccl {
+
+struct Interval {
+  size_t lo = 0, hi = 0;
+  FSCCL_HD size_t size() const { return hi > lo ? hi - lo : 0; }
+  FSCCL_HD bool empty() const { return hi <= lo; }
+};
+
+// The i-th of `parts` intervals of [0, n), each a multiple of `grain` but the last; sizes differ
+// by at most one grain, so that no rank idles on odd sizes.
+FSCCL_HD inline Interval cut(size_t n, size_t parts, size_t i, size_t grain = 1) {
+  const size_t grains = (n + grain - 1) / grain;
+  const size_t each = grains / parts, extra = grains % parts;
+  const size_t lo = (i * each + (i < extra ? i : extra)) * grain;
+  const size_t hi = lo + (each + (i < extra ? 1 : 0)) * grain;
+  return {lo < n ? lo : n, hi < n ? hi : n};
+}
+
+FSCCL_HD inline Interval overlap(Interval a, Interval b) {
+  return {a.lo > b.lo ? a.lo : b.lo, a.hi < b.hi ? a.hi : b.hi};
+}
+
+// All `parts` intervals of [base, base + n).
+inline std::vector<Interval> cut_all(size_t base, size_t n, size_t parts, size_t grain = 1) {
+  std::vector<Interval> out(parts);
+  for (size_t i = 0; i < parts; ++i) {
+    const Interval c = cut(n, parts, i, grain);
+    out[i] = {base + c.lo, base + c.hi};
+  }
+  return out;
+}
+
+}  // namespace fsccl

@@ -1,0 +1,213 @@
+#include "socket.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <sstream>
+#include <vector>
+
+#include "types.h"
+
+namespace fsccl {
+namespace {
+
+struct Address {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
+  int family() const { return storage.ss_family; }
+};
+
+Address unix_address(const std::string& name) {
+  Address a;
+  sockaddr_un un{};
+  un.sun_family = AF_UNIX;
+  if (name.size() + 1 > sizeof un.sun_path) fail_usage("a socket name is too long: " + name);
+  std::memcpy(un.sun_path + 1, name.data(), name.size());  // a leading zero: no file
+  std::memcpy(&a.storage, &un, sizeof un);
+  a.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return a;
+}
+
+Address tcp_address(const std::string& host, const std::string& port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  if (const int code = getaddrinfo(host.c_str(), port.c_str(), &hints, &found); code != 0) {
+    fail_usage("not an address: " + host + " port " + port + ": " + gai_strerror(code));
+  }
+  Address a;
+  std::memcpy(&a.storage, found->ai_addr, found->ai_addrlen);
+  a.length = found->ai_addrlen;
+  freeaddrinfo(found);
+  return a;
+}
+
+class InterfaceFilter {
+ public:
+  explicit InterfaceFilter(std::string pattern) : given_(!pattern.empty()) {
+    if (given_ && (pattern[0] == '^' || pattern[0] == '=')) {
+      mode_ = pattern[0];
+      pattern.erase(0, 1);
+    }
+    std::stringstream in(pattern);
+    for (std::string one; std::getline(in, one, ',');) names_.push_back(one);
+  }
+  bool takes(const std::string& name) const {
+    bool hit = false;
+    for (const std::string& n : names_) {
+      hit = hit || (mode_ == '=' ? name == n : name.compare(0, n.size(), n) == 0);
+    }
+    return !given_ || (mode_ == '^' ? !hit : hit);
+  }
+  bool given() const { return given_; }
+
+ private:
+  bool given_;
+  char mode_ = ' ';
+  std::vector<std::string> names_;
+};
+
+// Better interfaces first: IPv4 before IPv6, real ones before bridges and the loopback.
+int preference(const ifaddrs& i, const InterfaceFilter& filter) {
+  if (i.ifa_addr == nullptr || (i.ifa_flags & IFF_UP) == 0 || !filter.takes(i.ifa_name)) return -1;
+  const int family = i.ifa_addr->sa_family;
+  if (family != AF_INET && family != AF_INET6) return -1;
+  if (family == AF_INET6) {
+    const auto* six = reinterpret_cast<const sockaddr_in6*>(i.ifa_addr);
+    if (IN6_IS_ADDR_LINKLOCAL(&six->sin6_addr)) return -1;
+  }
+  int value = family == AF_INET ? 1 : 0;
+  if ((i.ifa_flags & IFF_LOOPBACK) == 0) value += 4;
+  const std::string name = i.ifa_name;
+  const bool bridge = name.rfind("docker", 0) == 0 || name.rfind("virbr", 0) == 0;
+  return bridge ? value - 2 : value;
+}
+
+std::string own_address(const std::string& pattern) {
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) fail_system("cannot list network interfaces");
+  const InterfaceFilter filter(pattern);
+  const ifaddrs* best = nullptr;
+  int best_value = -1;
+  std::string seen;
+  for (const ifaddrs* i = all; i != nullptr; i = i->ifa_next) {
+    if (seen.find(i->ifa_name) == std::string::npos) seen += std::string(" ") + i->ifa_name;
+    if (const int v = preference(*i, filter); v > best_value) {
+      best = i;
+      best_value = v;
+    }
+  }
+  char text[NI_MAXHOST] = "";
+  if (best != nullptr) {
+    const auto length = best->ifa_addr->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+    getnameinfo(best->ifa_addr, static_cast<socklen_t>(length), text, sizeof text, nullptr, 0,
+                NI_NUMERICHOST);
+  }
+  freeifaddrs(all);
+  if (best == nullptr) {
+    fail_usage("no network interface that is up and has an address" +
+               (filter.given() ? " matches FSCCL_SOCKET_IFNAME=" + pattern : std::string()) +
+               "; there are:" + seen);
+  }
+  return text;
+}
+
+void tune(int fd, int family, const TcpOptions& options) {
+  if (family != AF_UNIX) {
+    const int on = 1, idle = 10, interval = 5, probes = 3;
+    const auto user = static_cast<unsigned>(options.user_timeout.count());
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user, sizeof user);
+  }
+  const int size = family == AF_UNIX ? 1 << 20 : options.buffer_bytes;
+  if (size > 0) {
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+    setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
+  }
+}
+
+Fd open_socket(int family) {
+  Fd fd(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (fd.get() < 0) fail_system("cannot make a socket");
+  return fd;
+}
+
+Fd listen_on(Address a, const std::string& what) {
+  Fd fd = open_socket(a.family());
+  if (bind(fd.get(), a.get(), a.length) != 0 || listen(fd.get(), 4096) != 0) {
+    fail_system("cannot listen on " + what);
+  }
+  return fd;
+}
+
+}  // namespace
+
+Fd::~Fd() {
+  if (fd_ >= 0) close(fd_);
+}
+
+Fd listen_unix(const std::string& name, std::string* address) {
+  *address = "unix:" + name;
+  return listen_on(unix_address(name), *address);
+}
+
+Fd listen_tcp(const TcpOptions& options, std::string* address) {
+  const std::string host = own_address(options.interface);
+  Fd fd = listen_on(tcp_address(host, "0"), host);
+  Address bound;
+  bound.length = sizeof bound.storage;
+  if (getsockname(fd.get(), bound.get(), &bound.length) != 0) fail_system("cannot read a port");
+  char port[NI_MAXSERV] = "";
+  getnameinfo(bound.get(), bound.length, nullptr, 0, port, sizeof port, NI_NUMERICSERV);
+  *address = std::string("tcp:") + port + ":" + host;
+  return fd;
+}
+
+Fd connect_to(const std::string& address, const TcpOptions& options) {
+  Address a;
+  if (address.rfind("unix:", 0) == 0) {
+    a = unix_address(address.substr(5));
+  } else {
+    const size_t colon = address.find(':', 4);
+    if (address.rfind("tcp:", 0) != 0 || colon == std::string::npos) {
+      fail_usage("not an address: " + address);
+    }
+    a = tcp_address(address.substr(colon + 1), address.substr(4, colon - 4));
+  }
+  Fd fd = open_socket(a.family());
+  tune(fd.get(), a.family(), options);
+  if (connect(fd.get(), a.get(), a.length) != 0 && errno != EINPROGRESS) {
+    fail_system("cannot connect to " + address);
+  }
+  return fd;
+}
+
+Fd accept_from(int listener, const TcpOptions& options) {
+  Address peer;
+  peer.length = sizeof peer.storage;
+  Fd fd(accept4(listener, peer.get(), &peer.length, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (fd.get() >= 0) tune(fd.get(), peer.family(), options);
+  return fd;
+}
+
+int pending_error(int fd) {
+  int code = 0;
+  socklen_t size = sizeof code;
+  return getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &size) == 0 ? code : errno;
+}
+
+}  // namespace fsccl

@@ -1,0 +1,45 @@
+// Stream sockets: unix ones between the processes of a host, TCP between hosts.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <chrono>
+#include <string>
+#include <utility>
+
+namespace fsccl {
+
+class Fd {
+ public:
+  explicit Fd(int fd = -1) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Fd();
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+struct TcpOptions {
+  // FSCCL_SOCKET_IFNAME: "eth,ib" take interfaces with these prefixes, "=eth0" exactly this one,
+  // "^docker,lo" any but these. Empty: the first that is up and not the loopback, else that.
+  std::string interface;
+  int connections = 2;         // a pair, for messages worth dividing (FSCCL_TCP_CONNECTIONS)
+  int buffer_bytes = 0;        // of a socket, 0 leaves the kernel's tuning (FSCCL_TCP_BUFFER)
+  std::chrono::milliseconds user_timeout{30000};  // unacknowledged data (FSCCL_TCP_USER_TIMEOUT)
+};
+
+// Addresses are text: "unix:<name>" (abstract) or "tcp:<port>:<numeric host>".
+Fd listen_unix(const std::string& name, std::string* address);
+Fd listen_tcp(const TcpOptions& options, std::string* address);
+// Never blocks; the connection may still be under way. Throws Error(kSystem).
+Fd connect_to(const std::string& address, const TcpOptions& options);
+Fd accept_from(int listener, const TcpOptions& options);  // -1 when nobody is there
+// The error that the connection met, 0 for none.
+int pending_error(int fd);
+
+}  // namespace fsccl

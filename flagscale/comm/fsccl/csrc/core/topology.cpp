@@ -1,0 +1,153 @@
+#include "topology.h"
+
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+
+#include "types.h"
+
+namespace fsccl {
+namespace {
+
+std::string boot_id() {
+  std::ifstream in("/proc/sys/kernel/random/boot_id");
+  std::string line;
+  std::getline(in, line);
+  return line;
+}
+
+std::string namespace_id(const char* kind) {
+  struct stat s {};
+  const std::string path = std::string("/proc/self/ns/") + kind;
+  return stat(path.c_str(), &s) == 0 ? std::to_string(s.st_ino) : "?";
+}
+
+std::string host_name() {
+  char text[256] = "";
+  gethostname(text, sizeof text - 1);
+  return text;
+}
+
+// After a fork the child is another process, whatever its memory remembers.
+uint64_t process_number() {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> hold(mutex);
+  static pid_t owner = 0;
+  static uint64_t number = 0;
+  if (owner != getpid()) {
+    owner = getpid();
+    number = random_number();
+  }
+  return number;
+}
+
+}  // namespace
+
+uint64_t random_number() {
+  uint64_t n = 0;
+  if (getrandom(&n, sizeof n, 0) != static_cast<ssize_t>(sizeof n)) fail_system("no random numbers");
+  return n;
+}
+
+Identity Identity::of_this_process(const Settings& settings) {
+  Identity me;
+  me.version = kProtocolVersion;
+  me.domain = boot_id() + "/" + namespace_id("pid") + "/" + namespace_id("net") + "/" +
+              std::to_string(geteuid());
+  me.host = host_name();
+  me.pid = static_cast<int>(getpid());
+  me.process = process_number();
+  me.token = random_number();
+  me.settings = settings.shared_text();
+  return me;
+}
+
+std::string Identity::encode() const {
+  std::ostringstream out;
+  out << version << '\n' << domain << '\n' << host << '\n' << pid << '\n' << process << '\n'
+      << token << '\n' << unix_address << '\n' << tcp_address << '\n' << settings << '\n';
+  return out.str();
+}
+
+Identity Identity::decode(const std::string& text) {
+  Identity i;
+  std::istringstream in(text);
+  std::string pid, process, token, version;
+  std::getline(in, version);
+  i.version = static_cast<uint32_t>(std::strtoul(version.c_str(), nullptr, 10));
+  if (i.version != kProtocolVersion) return i;  // the rest may look different there
+  std::getline(in, i.domain);
+  std::getline(in, i.host);
+  std::getline(in, pid);
+  std::getline(in, process);
+  std::getline(in, token);
+  std::getline(in, i.unix_address);
+  std::getline(in, i.tcp_address);
+  std::getline(in, i.settings);
+  i.pid = std::atoi(pid.c_str());
+  i.process = std::strtoull(process.c_str(), nullptr, 10);
+  i.token = std::strtoull(token.c_str(), nullptr, 10);
+  return i;
+}
+
+std::string Clusters::text() const {
+  std::string out;
+  for (const auto& c : ranks) out += (out.empty() ? "" : "+") + std::to_string(c.size());
+  return out + " ranks";
+}
+
+Clusters form_clusters(int rank, const std::vector<Identity>& who,
+                       const std::vector<int>& global_ranks, const Settings& settings) {
+  const auto& sizes = settings.clusters;
+  const int covered = std::accumulate(sizes.begin(), sizes.end(), 0);
+  Clusters out;
+  std::map<std::string, size_t> seen;
+  for (size_t r = 0; r < who.size(); ++r) {
+    std::string key = settings.shared_memory ? who[r].domain : "rank " + std::to_string(r);
+    if (!sizes.empty()) {
+      const int global = global_ranks[r];
+      if (global >= covered) {
+        fail_usage("FSCCL_CLUSTERS covers " + std::to_string(covered) + " ranks, but there is a rank " +
+                   std::to_string(global));
+      }
+      int cluster = 0;
+      for (int end = sizes[0]; global >= end; end += sizes[static_cast<size_t>(cluster)]) ++cluster;
+      key += "/" + std::to_string(cluster);
+    }
+    const auto [at, fresh] = seen.emplace(key, out.ranks.size());
+    if (fresh) out.ranks.emplace_back();
+    if (static_cast<int>(r) == rank) {
+      out.mine = static_cast<int>(at->second);
+      out.index = static_cast<int>(out.ranks[at->second].size());
+    }
+    out.ranks[at->second].push_back(static_cast<int>(r));
+  }
+  return out;
+}
+
+void check_compatible(int rank, const std::vector<Identity>& who,
+                      const std::vector<std::string>& names) {
+  const Identity& me = who[static_cast<size_t>(rank)];
+  for (size_t r = 0; r < who.size(); ++r) {
+    const auto refuse = [&](const std::string& what) {
+      throw Error(Fault::kMismatch, static_cast<int>(r), names[r] + what);
+    };
+    if (who[r].version != me.version) {
+      refuse(" speaks fsccl protocol " + std::to_string(who[r].version) + ", this rank " +
+             std::to_string(me.version) + ": install the same version everywhere");
+    }
+    if (who[r].settings != me.settings) {
+      refuse(" runs with " + who[r].settings + ", this rank with " + me.settings +
+             ": set the same values everywhere");
+    }
+  }
+}
+
+}  // namespace fsccl

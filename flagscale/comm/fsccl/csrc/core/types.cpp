@@ -1,0 +1,43 @@
+#include "types.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+namespace fsccl {
+
+const char* name_of(DType t) {
+  static const char* const kNames[] = {"uint8",  "int8",  "uint16",  "int16",    "uint32",
+                                       "int32",  "uint64", "int64",  "float16",  "bfloat16",
+                                       "float32", "float64", "bool", "bytes"};
+  return kNames[static_cast<int>(t)];
+}
+
+const char* name_of(RedOp op) {
+  static const char* const kNames[] = {"sum", "avg",  "product", "min", "max",
+                                       "band", "bor", "bxor",    "premul_sum"};
+  return kNames[static_cast<int>(op)];
+}
+
+const char* name_of(OpCode op) {
+  static const char* const kNames[] = {"nothing",   "all_reduce", "all_gather", "reduce_scatter",
+                                       "broadcast", "reduce",     "gather",     "scatter",
+                                       "all_to_all", "barrier",   "send",       "recv"};
+  const auto i = static_cast<size_t>(op);
+  return i < sizeof(kNames) / sizeof(kNames[0]) ? kNames[i] : "an unknown operation";
+}
+
+void fail_usage(const std::string& what) { throw Error(Fault::kUsage, -1, what); }
+
+void fail_system(const std::string& what) {
+  const int code = errno;
+  throw Error(Fault::kSystem, -1, what + ": " + std::strerror(code));
+}
+
+std::string Deadline::text() const {
+  char buffer[32];
+  std::snprintf(buffer, sizeof buffer, "%g s", static_cast<double>(limit_.count()) / 1000);
+  return buffer;
+}
+
+}  // namespace fsccl

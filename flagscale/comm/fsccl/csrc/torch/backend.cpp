@@ -1,0 +1,145 @@
+// The group's life, and how a call becomes a work. The operations are in operations.cpp.
+#include "backend.h"
+
+#include <Python.h>
+
+#include "store.h"
+
+namespace fsccl {
+namespace {
+
+constexpr std::chrono::milliseconds kLastOperations(5000);
+
+GroupConfig group_config(int rank, int size, const TorchBackend::Options& options) {
+  GroupConfig config;
+  config.rank = rank;
+  config.size = size;
+  config.name = options.group_name.empty() ? "default" : options.group_name;
+  for (const uint64_t r : options.global_ranks_in_group) {
+    config.global_ranks.push_back(static_cast<int>(r));
+  }
+  config.settings = Settings::from_environment();
+  return config;
+}
+
+// Threads that end here may want the interpreter for a callback.
+class WithoutGil {
+ public:
+  WithoutGil() : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (saved_ != nullptr) PyEval_RestoreThread(saved_);
+  }
+
+ private:
+  PyThreadState* saved_;
+};
+
+}  // namespace
+
+TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                           c10::intrusive_ptr<Options> options)
+    : Backend(rank, size), options_(std::move(options)), executor_(std::make_unique<Executor>()) {
+  try {
+    group_ = std::make_shared<Group>(std::make_unique<StoreRendezvous>(std::move(store)),
+                                     group_config(rank, size, *options_));
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+  init();
+}
+
+TorchBackend::~TorchBackend() {
+  WithoutGil released;
+  TorchBackend::shutdown();
+}
+
+void TorchBackend::startCoalescing() { coalescing_ = true; }
+
+TorchBackend::WorkPtr TorchBackend::endCoalescing() {
+  coalescing_ = false;
+  auto all = std::move(collected_);
+  collected_.clear();
+  return c10::make_intrusive<ManyWork>(std::move(all));
+}
+
+TorchBackend::WorkPtr TorchBackend::collect(WorkPtr work) {
+  if (coalescing_) collected_.push_back(work);
+  return work;
+}
+
+c10d::ErrorType TorchBackend::getError() {
+  return group_->failure() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+}
+
+void TorchBackend::eagerConnectSingleDevice(at::Device) {
+  run({c10d::OpType::BARRIER, "fsccl:connect", false, options_->timeout}, {},
+      [](Group& g, const Deadline& d) { g.barrier(d); })
+      ->wait(kNoTimeout);
+}
+
+void TorchBackend::abort() { group_->abort("the program aborted the group"); }
+
+// What is queued may still finish; what then still waits for others is given up.
+void TorchBackend::shutdown() {
+  WithoutGil released;
+  if (executor_ && !executor_->drain(kLastOperations)) {
+    group_->abort("the program ended with operations under way");
+  }
+  executor_.reset();
+  group_->shutdown();
+}
+
+TorchBackend::WorkPtr TorchBackend::run(const Call& call, Tensors outputs, Body body) {
+  auto work = c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, ++sequence_,
+                                                  std::move(outputs));
+  const auto deadline_in = limit(call.timeout);
+  auto job = [work, group = group_, deadline_in, body = std::move(body)] {
+    std::exception_ptr error;
+    try {
+      body(*group, Deadline::after(deadline_in));
+    } catch (const c10::Error&) {
+      error = std::current_exception();
+    } catch (const std::exception& e) {
+      error = torch_error(e);
+    }
+    work->complete(error);
+  };
+  if (executor_) {
+    executor_->run(std::move(job), !call.async && !coalescing_);
+  } else {
+    job();  // after shutdown: the group says so
+  }
+  return collect(std::move(work));
+}
+
+TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title, Tensors& tensors,
+                                            int peer, int tag) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "fsccl: ", title, " takes one tensor, got ", tensors.size());
+  const bool sends = type == c10d::OpType::SEND;
+  Flat flat(tensors[0], sends ? Flat::kRead : Flat::kWrite, title);
+  const auto core_tag = static_cast<uint64_t>(static_cast<uint32_t>(tag));
+  const Deadline deadline = Deadline::after(options_->timeout);
+  RequestPtr request;
+  try {
+    request = sends ? group_->send(peer, core_tag, pieces_of(flat.get()), deadline)
+                    : group_->recv(peer, core_tag, pieces_of(flat.get()), deadline);
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+  return collect(c10::make_intrusive<MessageWork>(rank_, type, title, group_, std::move(request),
+                                                  std::move(flat), options_->timeout, tensors[0]));
+}
+
+TorchBackend::WorkPtr TorchBackend::send(Tensors& tensors, int to, int tag) {
+  return message(c10d::OpType::SEND, "fsccl:send", tensors, to, tag);
+}
+
+TorchBackend::WorkPtr TorchBackend::recv(Tensors& tensors, int from, int tag) {
+  return message(c10d::OpType::RECV, "fsccl:recv", tensors, from, tag);
+}
+
+TorchBackend::WorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
+  return message(c10d::OpType::RECVANYSOURCE, "fsccl:recv_any", tensors, Group::kAnySource, tag);
+}
+
+}  // namespace fsccl

@@ -1,0 +1,40 @@
+// The Python module.
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend.h"
+
+namespace py = pybind11;
+using fsccl::TorchBackend;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::module_::import("torch.distributed");  // has the base classes
+  m.attr("protocol_version") = fsccl::kProtocolVersion;
+
+  using Options = TorchBackend::Options;
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
+      .def(py::init([](std::chrono::milliseconds timeout) {
+             return c10::make_intrusive<Options>(timeout);
+           }),
+           py::arg("timeout") = kBackendDefaultTimeout)
+      .def("__copy__", [](const Options& o) { return Options(o); })
+      .def("__deepcopy__", [](const Options& o, const py::dict&) { return Options(o); });
+
+  py::class_<TorchBackend, c10d::Backend, c10::intrusive_ptr<TorchBackend>>(m, "Backend")
+      .def(py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                       std::chrono::milliseconds timeout, const std::string& name,
+                       std::vector<uint64_t> global_ranks) {
+             auto options = c10::make_intrusive<Options>(timeout);
+             options->group_name = name;
+             options->global_ranks_in_group = std::move(global_ranks);
+             return c10::make_intrusive<TorchBackend>(std::move(store), rank, size, std::move(options));
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
+           py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options",
+                             [](TorchBackend& b) { return b.getBackendOptions(); })
+      .def("_set_default_timeout", [](TorchBackend& b, std::chrono::milliseconds timeout) {
+        b.setTimeout(timeout);
+      });
+}

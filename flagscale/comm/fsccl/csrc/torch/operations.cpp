@@ -1,0 +1,283 @@
+// torch's collectives in the core's words.
+#include "backend.h"
+
+namespace fsccl {
+namespace {
+
+using c10d::OpType;
+
+// Lists that hold one entry a device in torch's interface, of which there is always one.
+template <class T>
+T& only(std::vector<T>& list, const char* op) {
+  TORCH_CHECK_VALUE(list.size() == 1, "fsccl: ", op, " takes one tensor a rank, got ", list.size());
+  return list[0];
+}
+
+void expect_ranks(size_t found, int ranks, const char* op) {
+  TORCH_CHECK_VALUE(found == static_cast<size_t>(ranks), "fsccl: ", op, " needs one tensor for each of ",
+                    ranks, " ranks, got ", found);
+}
+
+void expect_times(const at::Tensor& whole, const at::Tensor& part, int ranks, const char* op) {
+  TORCH_CHECK_VALUE(whole.numel() == part.numel() * ranks && whole.scalar_type() == part.scalar_type(),
+                    "fsccl: ", op, ": ", whole.numel(), " elements of ", whole.scalar_type(),
+                    " are not ", ranks, " times ", part.numel(), " of ", part.scalar_type());
+}
+
+void expect_type(const std::vector<at::Tensor>& list, const at::Tensor& like, const char* op) {
+  for (const at::Tensor& t : list) {
+    TORCH_CHECK_TYPE(t.scalar_type() == like.scalar_type(), "fsccl: ", op, ": tensors of ",
+                     t.scalar_type(), " and of ", like.scalar_type());
+  }
+}
+
+std::vector<Pieces> equal_parts(const at::Tensor& t, int parts) {
+  const size_t each = t.nbytes() / static_cast<size_t>(parts);
+  const auto* at = static_cast<const std::byte*>(t.const_data_ptr());
+  std::vector<Pieces> out;
+  for (int p = 0; p < parts; ++p) out.emplace_back(at + static_cast<size_t>(p) * each, each);
+  return out;
+}
+
+void settle(const std::vector<Flat>& list) {
+  for (const Flat& f : list) f.settle();
+}
+
+}  // namespace
+
+TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
+  const at::Tensor& t = only(tensors, "broadcast");
+  const auto root = static_cast<int>(o.rootRank);
+  const Flat flat(t, Flat::kReadWrite, "broadcast");
+  return run({OpType::BROADCAST, "fsccl:broadcast", o.asyncOp, o.timeout}, tensors,
+             [flat, root](Group& g, const Deadline& d) {
+               g.broadcast(pieces_of(flat.get()), root, d);
+               flat.settle();
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
+  const at::Tensor& t = only(tensors, "all_reduce");
+  const Flat flat(t, Flat::kReadWrite, "all_reduce");
+  const Reduction r = reduction_of(t, o.reduceOp, size_);
+  return run({OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout}, tensors,
+             [flat, r](Group& g, const Deadline& d) {
+               void* data = flat.get().data_ptr();
+               g.all_reduce(data, data, elements_of(flat.get(), r), r, d);
+               flat.settle();
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
+                                                        const c10d::AllreduceCoalescedOptions& o) {
+  const auto list = flats(tensors, Flat::kReadWrite, "allreduce_coalesced");
+  std::vector<Reduction> how;
+  for (const at::Tensor& t : tensors) how.push_back(reduction_of(t, o.reduceOp, size_));
+  return run({OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout}, tensors,
+             [list, how](Group& g, const Deadline& d) {
+               for (size_t i = 0; i < list.size(); ++i) {
+                 void* data = list[i].get().data_ptr();
+                 g.all_reduce(data, data, elements_of(list[i].get(), how[i]), how[i], d);
+               }
+               settle(list);
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
+  const at::Tensor& t = only(tensors, "reduce");
+  const auto root = static_cast<int>(o.rootRank);
+  const Flat flat(t, Flat::kReadWrite, "reduce");
+  const Reduction r = reduction_of(t, o.reduceOp, size_);
+  return run({OpType::REDUCE, "fsccl:reduce", o.asyncOp, o.timeout}, tensors,
+             [flat, r, root](Group& g, const Deadline& d) {
+               void* data = flat.get().data_ptr();
+               g.reduce(data, data, elements_of(flat.get(), r), r, root, d);
+               flat.settle();
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::allgather(TensorLists& out, Tensors& in,
+                                              const c10d::AllgatherOptions& o) {
+  Tensors& results = only(out, "all_gather");
+  const at::Tensor& own = only(in, "all_gather");
+  expect_ranks(results.size(), size_, "all_gather");
+  expect_type(results, own, "all_gather");
+  TORCH_CHECK_VALUE(results[static_cast<size_t>(rank_)].numel() == own.numel(),
+                    "fsccl: all_gather: this rank's place has ",
+                    results[static_cast<size_t>(rank_)].numel(), " elements for ", own.numel());
+  const Flat from(own, Flat::kRead, "all_gather");
+  const auto to = flats(results, Flat::kWrite, "all_gather");
+  return run({OpType::ALLGATHER, "fsccl:all_gather", o.asyncOp, o.timeout}, results,
+             [from, to](Group& g, const Deadline& d) {
+               g.all_gather(pieces_of(from.get()), pieces_of(to), d);
+               settle(to);
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::_allgather_base(at::Tensor& out, at::Tensor& in,
+                                                    const c10d::AllgatherOptions& o) {
+  Tensors outs{out}, ins{in};
+  return allgather_into_tensor_coalesced(outs, ins, o);
+}
+
+TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
+                                                                    const c10d::AllgatherOptions& o) {
+  TORCH_CHECK_VALUE(out.size() == in.size(), "fsccl: all_gather_into_tensor: ", out.size(),
+                    " outputs for ", in.size(), " inputs");
+  for (size_t i = 0; i < out.size(); ++i) expect_times(out[i], in[i], size_, "all_gather_into_tensor");
+  const auto from = flats(in, Flat::kRead, "all_gather_into_tensor");
+  const auto to = flats(out, Flat::kWrite, "all_gather_into_tensor");
+  return run({OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout}, out,
+             [from, to, n = size_](Group& g, const Deadline& d) {
+               for (size_t i = 0; i < to.size(); ++i) {
+                 g.all_gather(pieces_of(from[i].get()), equal_parts(to[i].get(), n), d);
+               }
+               settle(to);
+             });
+}
+
+// out[rank][i] is in[i] of that rank.
+TorchBackend::WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensors& in,
+                                                        const c10d::AllgatherOptions& o) {
+  expect_ranks(out.size(), size_, "all_gather_coalesced");
+  const auto from = flats(in, Flat::kRead, "all_gather_coalesced");
+  std::vector<std::vector<Flat>> to(in.size());
+  Tensors all;
+  for (const Tensors& of_rank : out) {
+    TORCH_CHECK_VALUE(of_rank.size() == in.size(), "fsccl: all_gather_coalesced: lists of ",
+                      of_rank.size(), " and of ", in.size(), " tensors");
+    for (size_t i = 0; i < in.size(); ++i) {
+      to[i].emplace_back(of_rank[i], Flat::kWrite, "all_gather_coalesced");
+      all.push_back(of_rank[i]);
+    }
+  }
+  return run({OpType::ALLGATHER_COALESCED, "fsccl:all_gather_coalesced", o.asyncOp, o.timeout}, all,
+             [from, to](Group& g, const Deadline& d) {
+               for (size_t i = 0; i < from.size(); ++i) {
+                 g.all_gather(pieces_of(from[i].get()), pieces_of(to[i]), d);
+                 settle(to[i]);
+               }
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::gather(TensorLists& out, Tensors& in, const c10d::GatherOptions& o) {
+  const at::Tensor& own = only(in, "gather");
+  const auto root = static_cast<int>(o.rootRank);
+  Tensors results;
+  if (rank_ == root) {
+    results = only(out, "gather");
+    expect_ranks(results.size(), size_, "gather");
+    expect_type(results, own, "gather");
+  }
+  const Flat from(own, Flat::kRead, "gather");
+  const auto to = flats(results, Flat::kWrite, "gather");
+  return run({OpType::GATHER, "fsccl:gather", o.asyncOp, o.timeout}, results,
+             [from, to, root](Group& g, const Deadline& d) {
+               g.gather(pieces_of(from.get()), pieces_of(to), root, d);
+               settle(to);
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::scatter(Tensors& out, TensorLists& in,
+                                            const c10d::ScatterOptions& o) {
+  const at::Tensor& own = only(out, "scatter");
+  const auto root = static_cast<int>(o.rootRank);
+  Tensors parts;
+  if (rank_ == root) {
+    parts = only(in, "scatter");
+    expect_ranks(parts.size(), size_, "scatter");
+    expect_type(parts, own, "scatter");
+  }
+  const auto from = flats(parts, Flat::kRead, "scatter");
+  const Flat to(own, Flat::kWrite, "scatter");
+  return run({OpType::SCATTER, "fsccl:scatter", o.asyncOp, o.timeout}, out,
+             [from, to, root](Group& g, const Deadline& d) {
+               g.scatter(pieces_of(from), pieces_of(to.get()), root, d);
+               to.settle();
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::reduce_scatter(Tensors& out, TensorLists& in,
+                                                   const c10d::ReduceScatterOptions& o) {
+  const at::Tensor& own = only(out, "reduce_scatter");
+  const Tensors& parts = only(in, "reduce_scatter");
+  expect_ranks(parts.size(), size_, "reduce_scatter");
+  expect_type(parts, own, "reduce_scatter");
+  TORCH_CHECK_VALUE(parts[static_cast<size_t>(rank_)].numel() == own.numel(),
+                    "fsccl: reduce_scatter: the output has ", own.numel(), " elements for ",
+                    parts[static_cast<size_t>(rank_)].numel());
+  const auto from = flats(parts, Flat::kRead, "reduce_scatter");
+  const Flat to(own, Flat::kWrite, "reduce_scatter");
+  const Reduction r = reduction_of(own, o.reduceOp, size_);
+  return run({OpType::REDUCE_SCATTER, "fsccl:reduce_scatter", o.asyncOp, o.timeout}, out,
+             [from, to, r](Group& g, const Deadline& d) {
+               g.reduce_scatter(pieces_of(from), pieces_of(to.get()), r, d);
+               to.settle();
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::_reduce_scatter_base(at::Tensor& out, at::Tensor& in,
+                                                         const c10d::ReduceScatterOptions& o) {
+  Tensors outs{out}, ins{in};
+  return reduce_scatter_tensor_coalesced(outs, ins, o);
+}
+
+TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
+    Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) {
+  TORCH_CHECK_VALUE(out.size() == in.size(), "fsccl: reduce_scatter_tensor: ", out.size(),
+                    " outputs for ", in.size(), " inputs");
+  std::vector<Reduction> how;
+  for (size_t i = 0; i < out.size(); ++i) {
+    expect_times(in[i], out[i], size_, "reduce_scatter_tensor");
+    how.push_back(reduction_of(out[i], o.reduceOp, size_));
+  }
+  const auto from = flats(in, Flat::kRead, "reduce_scatter_tensor");
+  const auto to = flats(out, Flat::kWrite, "reduce_scatter_tensor");
+  return run({OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout}, out,
+             [from, to, how, n = size_](Group& g, const Deadline& d) {
+               for (size_t i = 0; i < to.size(); ++i) {
+                 g.reduce_scatter(equal_parts(from[i].get(), n), pieces_of(to[i].get()), how[i], d);
+               }
+               settle(to);
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& in,
+                                                  std::vector<int64_t>& out_rows,
+                                                  std::vector<int64_t>& in_rows,
+                                                  const c10d::AllToAllOptions& o) {
+  expect_type({out}, in, "all_to_all_single");
+  const Flat from(in, Flat::kRead, "all_to_all_single"), to(out, Flat::kWrite, "all_to_all_single");
+  const auto send = split_rows(from.get(), in_rows, size_, "all_to_all_single");
+  const auto recv = split_rows(to.get(), out_rows, size_, "all_to_all_single");
+  return run({OpType::ALLTOALL_BASE, "fsccl:all_to_all", o.asyncOp, o.timeout}, {out},
+             [from, to, send, recv](Group& g, const Deadline& d) {
+               g.all_to_all(send, recv, d);
+               to.settle();
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& o) {
+  expect_ranks(out.size(), size_, "all_to_all");
+  expect_ranks(in.size(), size_, "all_to_all");
+  const auto from = flats(in, Flat::kRead, "all_to_all");
+  const auto to = flats(out, Flat::kWrite, "all_to_all");
+  return run({OpType::ALLTOALL, "fsccl:all_to_all", o.asyncOp, o.timeout}, out,
+             [from, to](Group& g, const Deadline& d) {
+               g.all_to_all(pieces_of(from), pieces_of(to), d);
+               settle(to);
+             });
+}
+
+TorchBackend::WorkPtr TorchBackend::barrier(const c10d::BarrierOptions& o) {
+  return run({OpType::BARRIER, "fsccl:barrier", o.asyncOp, o.timeout}, {},
+             [](Group& g, const Deadline& d) { g.barrier(d); });
+}
+
+void TorchBackend::monitoredBarrier(const c10d::BarrierOptions& o, bool /*wait_all_ranks*/) {
+  run({OpType::BARRIER, "fsccl:monitored_barrier", false, o.timeout}, {},
+      [](Group& g, const Deadline& d) { g.barrier(d); })
+      ->wait(kNoTimeout);
+}
+
+}  // namespace fsccl

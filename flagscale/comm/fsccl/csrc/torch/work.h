@@ -1,0 +1,210 @@
+// What an operation returns: something to wait for.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../core/group.h"
+#include "convert.h"
+
+namespace fsccl {
+
+inline c10::intrusive_ptr<c10::ivalue::Future> new_future() {
+  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+}
+
+// A core error as the exception that torch's own backends throw.
+inline std::exception_ptr torch_error(const std::exception& e) {
+  const std::string text = e.what();
+  const std::string prefixed = text.rfind("fsccl: ", 0) == 0 ? text : "fsccl: " + text;
+  const auto* core = dynamic_cast<const Error*>(&e);
+  const bool usage = core != nullptr && core->fault == Fault::kUsage;
+  const c10::SourceLocation here{__func__, __FILE__, static_cast<uint32_t>(__LINE__)};
+  if (usage) return std::make_exception_ptr(c10::ValueError(here, prefixed));
+  return std::make_exception_ptr(c10::DistBackendError(here, prefixed));
+}
+
+// A collective. It is completed by the thread that ran it.
+class CollectiveWork : public c10d::Work {
+ public:
+  CollectiveWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
+                 std::vector<at::Tensor> outputs)
+      : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence) {}
+
+  void complete(std::exception_ptr error) {
+    finish(error);
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+      std::lock_guard<std::mutex> hold(future_mutex_);
+      over_ = true;
+      future = future_;
+    }
+    if (future) mark(*future, error);
+  }
+
+  std::vector<at::Tensor> result() override { return outputs_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::lock_guard<std::mutex> hold(future_mutex_);
+    if (!future_) {
+      future_ = new_future();
+      if (over_) mark(*future_, exception());
+    }
+    return future_;
+  }
+
+ private:
+  void mark(c10::ivalue::Future& future, const std::exception_ptr& error) {
+    if (error) {
+      future.setError(error);
+    } else {
+      future.markCompleted(c10::IValue(outputs_));
+    }
+  }
+
+  std::vector<at::Tensor> outputs_;
+  uint64_t sequence_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool over_ = false;
+};
+
+// A send or a receive: the core's messenger moves it in the background, no thread of ours waits.
+class MessageWork : public c10d::Work {
+ public:
+  MessageWork(int rank, c10d::OpType type, const char* title, std::shared_ptr<Group> group,
+              RequestPtr request, Flat memory, Deadline::Ms timeout, const at::Tensor& tensor)
+      : Work(rank, type, title, std::vector<at::Tensor>{tensor}), group_(std::move(group)),
+        request_(std::move(request)), memory_(std::move(memory)), timeout_(timeout),
+        tensor_(tensor) {}
+  ~MessageWork() override { settle(false); }
+
+  bool isCompleted() override { return request_->finished(); }
+  bool isSuccess() const override { return request_->finished() && !request_->error; }
+  std::exception_ptr exception() const override {
+    return request_->finished() && request_->error ? torch_error(*request_->error) : nullptr;
+  }
+  int sourceRank() const override { return request_->peer; }
+  std::vector<at::Tensor> result() override { return {tensor_}; }
+  void synchronize() override { settle(true); }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool receives = opType_ != c10d::OpType::SEND;
+    try {
+      group_->wait(receives ? OpCode::kRecv : OpCode::kSend, request_,
+                   Deadline::after(timeout == kNoTimeout ? timeout_ : timeout));
+    } catch (const std::exception& e) {
+      std::rethrow_exception(torch_error(e));
+    }
+    settle(true);
+    return true;
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future = new_future();
+    // Keeps this work, and with it the memory, until the request has finished.
+    auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
+    group_->notify(request_, [self, future] {
+      if (self->request_->error) {
+        future->setError(torch_error(*self->request_->error));
+      } else {
+        self->settle(true);
+        future->markCompleted(c10::IValue(std::vector<at::Tensor>{self->tensor_}));
+      }
+    });
+    return future;
+  }
+
+ private:
+  // Strided tensors get what came; once. A work that is dropped unfinished must not leave the
+  // messenger writing to memory that is gone.
+  void settle(bool wanted) {
+    std::lock_guard<std::mutex> hold(settle_mutex_);
+    if (!wanted) {
+      keep_until_done();
+    } else if (!settled_ && isSuccess()) {
+      memory_.settle();
+      settled_ = true;
+      if (recordFunctionEndCallback_) {
+        recordFunctionEndCallback_();
+        recordFunctionEndCallback_ = nullptr;
+      }
+    }
+  }
+  void keep_until_done() {
+    if (request_->finished()) return;
+    group_->notify(request_, [memory = memory_, tensor = tensor_] {});
+  }
+
+  std::shared_ptr<Group> group_;
+  RequestPtr request_;
+  Flat memory_;
+  Deadline::Ms timeout_;
+  at::Tensor tensor_;
+  std::mutex settle_mutex_;
+  bool settled_ = false;
+};
+
+// Several works seen as one.
+class ManyWork : public c10d::Work {
+ public:
+  explicit ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> all)
+      : Work(-1, c10d::OpType::COALESCED), all_(std::move(all)) {}
+  bool isCompleted() override {
+    for (const auto& w : all_) {
+      if (!w->isCompleted()) return false;
+    }
+    return true;
+  }
+  bool isSuccess() const override {
+    for (const auto& w : all_) {
+      if (!w->isSuccess()) return false;
+    }
+    return true;
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& w : all_) {
+      if (auto e = w->exception()) return e;
+    }
+    return nullptr;
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& w : all_) w->wait(timeout);
+    return true;
+  }
+  void synchronize() override {
+    for (const auto& w : all_) w->synchronize();
+  }
+  std::vector<at::Tensor> result() override {
+    std::vector<at::Tensor> out;
+    for (const auto& w : all_) {
+      for (auto& t : w->result()) out.push_back(t);
+    }
+    return out;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto out = new_future();
+    auto left = std::make_shared<std::atomic<size_t>>(all_.size() + 1);
+    auto self = c10::intrusive_ptr<ManyWork>::reclaim_copy(this);
+    const auto one_done = [self, out, left](c10::ivalue::Future&) {
+      if (--*left > 0) return;
+      if (auto e = self->exception()) {
+        out->setError(e);
+      } else {
+        out->markCompleted(c10::IValue(self->result()));
+      }
+    };
+    for (const auto& w : all_) w->getFuture()->addCallback(one_done);
+    one_done(*out);
+    return out;
+  }
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> all_;
+};
+
+}  // namespace fsccl

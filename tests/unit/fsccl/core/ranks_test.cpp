@@ -1,0 +1,264 @@
+// Ranks as threads: every collective against a reference, over sizes and cluster shapes. Built with
+// a sanitizer by test_fsccl_core.py. Usage: ranks_test <clusters, such as 2,2 or 4> <seed> <rounds>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <sstream>
+#include <thread>
+
+#include "executor.h"
+#include "group.h"
+
+namespace {
+
+using namespace fsccl;
+
+// The store of all threads.
+class Board {
+ public:
+  std::mutex mutex;
+  std::map<std::string, std::string> values;
+};
+
+class BoardRendezvous : public Rendezvous {
+ public:
+  explicit BoardRendezvous(Board& board) : board_(board) {}
+  void set(const std::string& key, const std::string& value) override {
+    std::lock_guard<std::mutex> hold(board_.mutex);
+    board_.values[key] = value;
+  }
+  bool has(const std::vector<std::string>& keys) override {
+    std::lock_guard<std::mutex> hold(board_.mutex);
+    for (const auto& k : keys) {
+      if (board_.values.count(k) == 0) return false;
+    }
+    return true;
+  }
+  std::vector<std::string> get(const std::vector<std::string>& keys) override {
+    std::lock_guard<std::mutex> hold(board_.mutex);
+    std::vector<std::string> out;
+    for (const auto& k : keys) out.push_back(board_.values.at(k));
+    return out;
+  }
+
+ private:
+  Board& board_;
+};
+
+// What element i of rank r holds in a round: small integers, exact in every type.
+int64_t value(int rank, size_t i, int round) {
+  return static_cast<int64_t>((i * 7 + static_cast<size_t>(rank) * 13 + static_cast<size_t>(round)) % 23);
+}
+
+[[noreturn]] void complain(const char* op, int rank, size_t i, double found, double expected) {
+  std::fprintf(stderr, "%s: rank %d element %zu is %g, expected %g\n", op, rank, i, found, expected);
+  std::_Exit(1);
+}
+
+class RankTest {
+ public:
+  RankTest(Group& group, int n) : g_(group), r_(group.rank()), n_(n) {}
+
+  void round(size_t count, int round) {
+    count_ = count;
+    round_ = round;
+    root_ = round % n_;
+    all_reduce();
+    reduce();
+    reduce_scatter();
+    all_gather();
+    broadcast();
+    gather_scatter();
+    all_to_all();
+    neighbours();
+    g_.barrier(deadline());
+  }
+
+ private:
+  static Deadline deadline() { return Deadline::after(Deadline::Ms(60000)); }
+  std::vector<int32_t> mine(size_t count, int rank) const {
+    std::vector<int32_t> v(count);
+    for (size_t i = 0; i < count; ++i) v[i] = static_cast<int32_t>(value(rank, i, round_));
+    return v;
+  }
+  int32_t sum(size_t i) const {
+    int64_t s = 0;
+    for (int p = 0; p < n_; ++p) s += value(p, i, round_);
+    return static_cast<int32_t>(s);
+  }
+  void expect(const char* op, size_t i, int32_t found, int64_t expected) const {
+    if (found != expected) {
+      complain(op, r_, i, static_cast<double>(found), static_cast<double>(expected));
+    }
+  }
+  static std::vector<Pieces> split(std::vector<int32_t>& v, const std::vector<size_t>& counts) {
+    std::vector<Pieces> out;
+    size_t at = 0;
+    for (const size_t c : counts) {
+      out.emplace_back(v.data() + at, c * 4);
+      at += c;
+    }
+    return out;
+  }
+  // Uneven on purpose: rank p has p more than count.
+  std::vector<size_t> uneven() const {
+    std::vector<size_t> c;
+    for (int p = 0; p < n_; ++p) c.push_back(count_ == 0 ? 0 : count_ + static_cast<size_t>(p));
+    return c;
+  }
+  static size_t total(const std::vector<size_t>& c) {
+    size_t s = 0;
+    for (const size_t x : c) s += x;
+    return s;
+  }
+
+  void all_reduce() {
+    auto v = mine(count_, r_);
+    g_.all_reduce(v.data(), v.data(), count_, {DType::kI32, RedOp::kSum, 1, n_}, deadline());
+    for (size_t i = 0; i < count_; ++i) expect("all_reduce", i, v[i], sum(i));
+  }
+  void reduce() {
+    auto v = mine(count_, r_);
+    std::vector<int32_t> out(count_, -1);
+    g_.reduce(v.data(), out.data(), count_, {DType::kI32, RedOp::kSum, 1, n_}, root_, deadline());
+    for (size_t i = 0; i < count_; ++i) expect("reduce", i, out[i], r_ == root_ ? sum(i) : -1);
+  }
+  void reduce_scatter() {
+    const auto counts = uneven();
+    auto v = mine(total(counts), r_);
+    const auto me = static_cast<size_t>(r_);
+    std::vector<int32_t> out(counts[me], -1);
+    g_.reduce_scatter(split(v, counts), Pieces(out.data(), out.size() * 4),
+                      {DType::kI32, RedOp::kSum, 1, n_}, deadline());
+    size_t base = 0;
+    for (size_t p = 0; p < me; ++p) base += counts[p];
+    for (size_t i = 0; i < out.size(); ++i) expect("reduce_scatter", i, out[i], sum(base + i));
+  }
+  void all_gather() {
+    const auto counts = uneven();
+    auto v = mine(counts[static_cast<size_t>(r_)], r_);
+    std::vector<int32_t> out(total(counts), -1);
+    g_.all_gather(Pieces(v.data(), v.size() * 4), split(out, counts), deadline());
+    size_t at = 0;
+    for (int p = 0; p < n_; ++p) {
+      for (size_t i = 0; i < counts[static_cast<size_t>(p)]; ++i, ++at) {
+        expect("all_gather", at, out[at], value(p, i, round_));
+      }
+    }
+  }
+  void broadcast() {
+    auto v = mine(count_, r_);
+    g_.broadcast(Pieces(v.data(), count_ * 4), root_, deadline());
+    for (size_t i = 0; i < count_; ++i) expect("broadcast", i, v[i], value(root_, i, round_));
+  }
+  void gather_scatter() {
+    const auto counts = uneven();
+    auto v = mine(counts[static_cast<size_t>(r_)], r_);
+    std::vector<int32_t> all(r_ == root_ ? total(counts) : 0, -1);
+    const auto parts = r_ == root_ ? split(all, counts) : std::vector<Pieces>();
+    g_.gather(Pieces(v.data(), v.size() * 4), parts, root_, deadline());
+    std::vector<int32_t> back(v.size(), -1);
+    g_.scatter(parts, Pieces(back.data(), back.size() * 4), root_, deadline());
+    for (size_t i = 0; i < v.size(); ++i) expect("gather+scatter", i, back[i], v[i]);
+  }
+  void all_to_all() {  // rank r sends count + r * p elements to rank p
+    std::vector<size_t> out_counts, in_counts;
+    for (int p = 0; p < n_; ++p) {
+      const size_t skew = static_cast<size_t>(r_) * static_cast<size_t>(p);
+      out_counts.push_back(count_ == 0 && p == root_ ? 0 : count_ + skew);
+      in_counts.push_back(count_ == 0 && r_ == root_ ? 0 : count_ + skew);
+    }
+    auto v = mine(total(out_counts), r_);
+    std::vector<int32_t> out(total(in_counts), -1);
+    g_.all_to_all(split(v, out_counts), split(out, in_counts), deadline());
+    size_t at = 0;
+    for (int p = 0; p < n_; ++p) {
+      size_t base = 0;
+      for (int q = 0; q < r_; ++q) {
+        base += count_ == 0 && q == root_ ? 0 : count_ + static_cast<size_t>(p * q);
+      }
+      for (size_t i = 0; i < in_counts[static_cast<size_t>(p)]; ++i, ++at) {
+        expect("all_to_all", at, out[at], value(p, base + i, round_));
+      }
+    }
+  }
+  // Two tags received in the other order than sent, and one message from anyone.
+  void neighbours() {
+    if (n_ == 1) return;
+    const int to = (r_ + 1) % n_, from = (r_ + n_ - 1) % n_;
+    auto v = mine(count_, r_);
+    std::vector<int32_t> a(count_, -1), b(count_, -1), c(1, -1);
+    auto one = std::vector<int32_t>{r_};
+    std::vector<RequestPtr> all;
+    const auto bytes = count_ * 4;
+    all.push_back(g_.send(to, 1, Pieces(v.data(), bytes), deadline()));
+    all.push_back(g_.send(to, 2, Pieces(v.data(), bytes), deadline()));
+    all.push_back(g_.send(to, 3, Pieces(one.data(), 4), deadline()));
+    all.push_back(g_.recv(from, 2, Pieces(b.data(), bytes), deadline()));
+    all.push_back(g_.recv(from, 1, Pieces(a.data(), bytes), deadline()));
+    all.push_back(g_.recv(Group::kAnySource, 3, Pieces(c.data(), 4), deadline()));
+    for (const auto& r : all) g_.wait(OpCode::kRecv, r, deadline());
+    expect("recv from anyone", 0, c[0], from);
+    expect("source", 0, all.back()->peer, from);
+    for (size_t i = 0; i < count_; ++i) {
+      expect("recv tag 1", i, a[i], value(from, i, round_));
+      expect("recv tag 2", i, b[i], value(from, i, round_));
+    }
+  }
+
+  Group& g_;
+  int r_, n_;
+  size_t count_ = 0;
+  int round_ = 0, root_ = 0;
+};
+
+void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned seed, int rounds) {
+  GroupConfig config;
+  config.rank = rank;
+  config.size = n;
+  config.settings = settings;
+  Group group(std::make_unique<BoardRendezvous>(board), config);
+  RankTest test(group, n);
+  std::mt19937 random(seed);  // the same on all ranks
+  const std::vector<size_t> fixed = {0, 1, 7, 1025, 40001};
+  for (int k = 0; k < rounds; ++k) {
+    const auto i = static_cast<size_t>(k);
+    test.round(i < fixed.size() ? fixed[i] : random() % 60000, k);
+  }
+  group.shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4) return 2;
+  Settings settings;
+  std::stringstream in(argv[1]);
+  int n = 0;
+  for (std::string one; std::getline(in, one, ',');) {
+    settings.clusters.push_back(std::atoi(one.c_str()));
+    n += settings.clusters.back();
+  }
+  settings.slot_bytes = 32 << 10;  // small, so that small sizes take many steps
+  settings.chunk_bytes = 48 << 10;
+  settings.one_shot_bytes = 4096;
+  settings.tcp.interface = "lo";
+  settings.debug = std::getenv("VERBOSE") != nullptr;
+  Board board;
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < n; ++r) {
+    ranks.emplace_back([&, r] {
+      try {
+        run_rank(board, r, n, settings, static_cast<unsigned>(std::atoi(argv[2])), std::atoi(argv[3]));
+      } catch (const std::exception& e) {
+        std::fprintf(stderr, "rank %d: %s\n", r, e.what());
+        std::_Exit(1);
+      }
+    });
+  }
+  for (auto& t : ranks) t.join();
+  std::puts("ok");
+  return 0;
+}
