@@ -9,57 +9,39 @@ the launcher can list and check backends on a machine without torch.
 from __future__ import annotations
 
 import difflib
-import importlib.util
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
+from flagscale.comm.plugins import (
+    DeviceMap,
+    Flagcx,
+    Mpi,
+    TorchComms,
+    Ucc,
+    is_device_map,
+    third_parties,
+)
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-DeviceType = Literal["cpu", "cuda"]
-
-
-class CommBackend(ABC):
-    """How one communication library is used through ``torch.distributed``."""
-
-    name: str
-    """What a YAML calls it."""
-    summary: str
-    """One line for ``--help`` and documentation."""
-    devices: tuple[DeviceType, ...]
-    """The devices whose tensors it moves."""
-
-    @abstractmethod
-    def unavailable(self, device: DeviceType) -> str | None:
-        """Why this machine cannot use it for tensors of ``device``; None when it can."""
-
-    def torch_backend(self, device: DeviceType) -> str:
-        """The ``backend`` argument of ``torch.distributed.init_process_group``."""
-        return self.name
-
-    def init_options(self, device: torch.device) -> Mapping[str, Any]:
-        """Further arguments of ``init_process_group`` for a rank on ``device``."""
-        return {}
-
-    def resolve(self, device: DeviceType) -> CommBackend:
-        """The backend that really runs: itself, unless it stands for a choice."""
-        return self
-
-
-def _missing_torch() -> str | None:
-    return None if importlib.util.find_spec("torch") else "torch is not installed"
+__all__ = ["CommBackend", "DeviceType", "backend", "names", "usable"]
 
 
 class Gloo(CommBackend):
     name = "gloo"
     summary = "torch's own TCP collectives, for tensors in host memory"
     devices = ("cpu",)
+    how_to_get = "every wheel of torch has it"
+    environment: ClassVar[Mapping[str, str]] = {
+        "GLOO_SOCKET_IFNAME": "the network interface, where the host name's is the wrong one",
+    }
 
     def unavailable(self, device: DeviceType) -> str | None:
-        if missing := _missing_torch():
+        if missing := missing_torch():
             return missing
         if device != "cpu":
             return "megatron.core needs collectives on device memory, which gloo does not offer"
@@ -72,15 +54,20 @@ class Nccl(CommBackend):
     name = "nccl"
     summary = "NVIDIA's collectives, for tensors in GPU memory"
     devices = ("cuda",)
+    how_to_get = "a CUDA build of torch and an NVIDIA driver"
+    environment: ClassVar[Mapping[str, str]] = {
+        "NCCL_SOCKET_IFNAME": "the network interface for meeting, and for data without RDMA",
+        "NCCL_IB_HCA": "the RDMA adapters to use",
+        "NCCL_DEBUG": "INFO: say which ways and algorithms it takes",
+    }
 
     def unavailable(self, device: DeviceType) -> str | None:
-        if missing := _missing_torch():
+        if missing := missing_torch():
             return missing
-        import torch
         import torch.distributed as dist
 
-        if not torch.cuda.is_available():
-            return "no CUDA device is visible (check CUDA_VISIBLE_DEVICES and the driver)"
+        if missing := cuda_missing():
+            return missing
         if device != "cuda":
             return "nccl moves GPU memory only, and the training device is the CPU"
         return None if dist.is_nccl_available() else "this build of torch has no nccl"
@@ -89,6 +76,13 @@ class Nccl(CommBackend):
         # Binding the device connects at once, so that a broken link shows here and not in the
         # first collective, and lets sub-groups split the communicator instead of making anew.
         return {"device_id": device}
+
+    def version(self) -> str | None:
+        if self.unavailable("cuda") is not None:
+            return None
+        from torch.cuda import nccl
+
+        return ".".join(str(number) for number in nccl.version())  # type: ignore[no-untyped-call]
 
 
 class Auto(CommBackend):
@@ -106,29 +100,43 @@ class Auto(CommBackend):
         return backend("nccl" if device == "cuda" else "gloo")
 
 
-_BACKENDS: dict[str, CommBackend] = {b.name: b for b in (Auto(), Nccl(), Gloo())}
+_OWN: dict[str, CommBackend] = {
+    b.name: b for b in (Auto(), Nccl(), Gloo(), Mpi(), Ucc(), Flagcx(), TorchComms())
+}
+
+
+@cache
+def _all() -> dict[str, CommBackend]:
+    """Ours and those of installed packages; a package cannot take one of our names."""
+    return {**third_parties(), **_OWN}
 
 
 def names() -> tuple[str, ...]:
-    """The names a YAML may give, in the order they are shown."""
-    return tuple(_BACKENDS)
+    """The names a YAML may give, in the order they are shown; a map from devices is one more."""
+    return (*_OWN, *(name for name in _all() if name not in _OWN))
 
 
 def backend(name: str) -> CommBackend:
-    """The adapter called ``name``.
+    """The adapter called ``name``, or one for a map such as ``cpu:gloo,cuda:nccl``.
 
     Raises:
         ConfigError: no backend has this name; the message gives the nearest and all names.
     """
-    found = _BACKENDS.get(name)
+    found = _find(name)
     if found is not None:
         return found
-    near = difflib.get_close_matches(name, _BACKENDS, n=1)
+    if is_device_map(name):
+        return DeviceMap(name, _find)
+    near = difflib.get_close_matches(name, _all(), n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"distributed_backend: {name!r} is not a known backend{meant} "
-        f"(known: {', '.join(_BACKENDS)})"
+        f"distributed_backend: {name!r} is not a known backend{meant} (known: {', '.join(names())})"
     )
+
+
+def _find(name: str) -> CommBackend | None:
+    # Packages are looked at only for a name that is not ours: it takes a while.
+    return _OWN.get(name) or _all().get(name)
 
 
 def usable(name: str, device: DeviceType) -> CommBackend:
@@ -141,6 +149,10 @@ def usable(name: str, device: DeviceType) -> CommBackend:
     reason = found.unavailable(device)
     if reason is None:
         return found
-    others = [b for b in _BACKENDS if b != name and backend(b).unavailable(device) is None]
-    hint = f"on this machine these work: {', '.join(others)}" if others else None
-    raise ConfigError(f"distributed_backend: {name!r} cannot be used here: {reason}", hint=hint)
+    others = [b for b in names() if b != name and backend(b).unavailable(device) is None]
+    hints = [f"to get it: {found.how_to_get}"] if found.how_to_get else []
+    hints += [f"on this machine these work: {', '.join(others)}"] if others else []
+    raise ConfigError(
+        f"distributed_backend: {name!r} cannot be used here: {reason}",
+        hint="; ".join(hints) or None,
+    )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
 from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.comm.registry import CommBackend
+from flagscale.comm.base import CommBackend
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ def form(
     """
     mine: Team | None = None
     for ranks in groups:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=seconds),
-            backend=backend.torch_backend(device.kind),
-        )
+        with backend.creating():
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=seconds),
+                backend=backend.torch_backend(device.kind),
+            )
         if rank in ranks:
             mine = Team(backend.name, ranks, ranks.index(rank), group)
     if mine is None:

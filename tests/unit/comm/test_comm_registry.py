@@ -11,7 +11,7 @@ from flagscale.errors import ConfigError
 
 
 def test_names_lists_auto_first() -> None:
-    assert registry.names() == ("auto", "nccl", "gloo")
+    assert registry.names()[:3] == ("auto", "nccl", "gloo")
 
 
 @pytest.mark.parametrize(

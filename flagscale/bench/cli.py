@@ -1,0 +1,42 @@
+"""``flagscale comm``: the backends of this machine, and what measures them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+_EPILOG = """\
+commands
+  list [--json]   every backend a YAML can name, and what is missing for it on this machine
+  bench ...       measure collectives; flagscale comm bench --help
+"""
+
+
+def main_comm(words: Sequence[str]) -> int:
+    """Run ``flagscale comm <words>``; the exit code.
+
+    Raises:
+        FlagscaleError: for what the user can mend.
+    """
+    parser = argparse.ArgumentParser(
+        prog="flagscale comm",
+        description="Communication backends: list and measure them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=("list", "bench"))
+    if not words:
+        parser.print_help()
+        return 2
+    # What follows belongs to the command, which parses it itself.
+    command, rest = parser.parse_args(words[:1]).command, list(words[1:])
+    if command == "bench":
+        from flagscale.bench.collectives.launch import main
+
+        return main(rest, prog="flagscale comm bench")
+    options = argparse.ArgumentParser(prog="flagscale comm list")
+    options.add_argument("--json", action="store_true", help="for programs")
+    from flagscale.comm.listing import show
+
+    show("json" if options.parse_args(rest).json else "table")
+    return 0

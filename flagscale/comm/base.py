@@ -1,0 +1,79 @@
+"""What an adapter of a communication backend says and does. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+class CommBackend(ABC):
+    """How one communication library is used through ``torch.distributed``."""
+
+    name: str
+    """What a YAML calls it."""
+    summary: str
+    """One line for ``--help`` and documentation."""
+    devices: tuple[DeviceType, ...]
+    """The devices whose tensors it moves."""
+    how_to_get: str = ""
+    """What to do where it is missing."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables that steer it, each with what it does."""
+
+    @abstractmethod
+    def unavailable(self, device: DeviceType) -> str | None:
+        """Why this machine cannot use it for tensors of ``device``; None when it can."""
+
+    def torch_backend(self, device: DeviceType) -> str:
+        """The ``backend`` argument of ``torch.distributed.init_process_group``."""
+        return self.name
+
+    def init_options(self, device: torch.device) -> Mapping[str, Any]:
+        """Further arguments of ``init_process_group`` for a rank on ``device``."""
+        return {}
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        """What must hold while its process groups are created: a plug-in imported, a switch set."""
+        yield
+
+    def version(self) -> str | None:
+        """Its version; None where it cannot be told, or where it is not installed."""
+        return None
+
+    def resolve(self, device: DeviceType) -> CommBackend:
+        """The backend that really runs: itself, unless it stands for a choice."""
+        return self
+
+
+def missing_torch() -> str | None:
+    """Why torch cannot be used; None when it can."""
+    return None if importlib.util.find_spec("torch") else "torch is not installed"
+
+
+def distribution_version(*names: str) -> str | None:
+    """The version of the first of these packages that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def cuda_missing() -> str | None:
+    """Why no CUDA device can be used; None when one can. Imports torch."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return "no CUDA device is visible (check CUDA_VISIBLE_DEVICES and the driver)"

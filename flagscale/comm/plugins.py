@@ -1,0 +1,226 @@
+"""Backends beyond torch's everyday two: MPI, UCC, plug-ins of vendors, maps from device to backend.
+
+A package of a third party adds its own by an entry point:
+
+    [project.entry-points."flagscale.comm_backends"]
+    mylib = "mylib.flagscale:MyBackend"
+
+The name is what a YAML says; the object is a :class:`CommBackend` or a class of one that takes no
+arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from flagscale.comm.base import (
+    CommBackend,
+    DeviceType,
+    cuda_missing,
+    distribution_version,
+    missing_torch,
+)
+from flagscale.errors import ConfigError
+
+ENTRY_POINTS = "flagscale.comm_backends"
+
+
+class Mpi(CommBackend):
+    name = "mpi"
+    summary = "the MPI library that torch was built with, for host memory"
+    devices: tuple[DeviceType, ...] = ("cpu", "cuda")
+    how_to_get = "build torch from source on a machine with MPI: no wheel contains it"
+
+    def unavailable(self, device: DeviceType) -> str | None:
+        if missing := missing_torch():
+            return missing
+        import torch.distributed as dist
+
+        return None if dist.is_mpi_available() else "this build of torch has no MPI"
+
+
+class Ucc(CommBackend):
+    name = "ucc"
+    summary = "Unified Collective Communication, over UCX, NCCL or SHARP"
+    devices: tuple[DeviceType, ...] = ("cpu", "cuda")
+    how_to_get = "build torch with USE_UCC=1, or use NVIDIA's PyTorch container"
+    environment: ClassVar[Mapping[str, str]] = {
+        "UCC_TLS": "the transports of its collectives, such as ucp,nccl",
+        "UCX_TLS": "the transports below them, such as rc,cuda_copy,cuda_ipc",
+    }
+
+    def unavailable(self, device: DeviceType) -> str | None:
+        if missing := missing_torch():
+            return missing
+        import torch.distributed as dist
+
+        return None if dist.is_ucc_available() else "this build of torch has no UCC"
+
+
+class Flagcx(CommBackend):
+    name = "flagcx"
+    summary = "FlagCX's torch plug-in: collectives across chips of different makers"
+    devices: tuple[DeviceType, ...] = ("cuda",)
+    how_to_get = "build FlagCX and install its plug-in: pip install ./plugin/torch"
+    environment: ClassVar[Mapping[str, str]] = {
+        "FLAGCX_IB_HCA": "the network adapters to use, such as mlx5",
+        "FLAGCX_ENABLE_TOPO_DETECT": "TRUE: look for the fastest way between devices",
+        "FLAGCX_DEBUG": "INFO: say what it does",
+    }
+
+    def unavailable(self, device: DeviceType) -> str | None:
+        if missing := missing_torch():
+            return missing
+        if importlib.util.find_spec("flagcx") is None:
+            return "the Python module flagcx is not installed"
+        if device != "cuda":
+            return "flagcx moves device memory only"
+        return cuda_missing()
+
+    def torch_backend(self, device: DeviceType) -> str:
+        # It has no collectives for host memory, which object collectives need.
+        return "cpu:gloo,cuda:flagcx"
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        importlib.import_module("flagcx")
+        yield
+
+    def version(self) -> str | None:
+        return distribution_version("flagcx")
+
+
+class TorchComms(CommBackend):
+    name = "torchcomms"
+    summary = "torchcomms under torch.distributed: ncclx on CUDA, gloo on the CPU"
+    devices: tuple[DeviceType, ...] = ("cpu", "cuda")
+    how_to_get = "pip install torchcomms, of the version that fits torch"
+    environment: ClassVar[Mapping[str, str]] = {
+        "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1: for every group of the program, not this one alone",
+    }
+
+    def unavailable(self, device: DeviceType) -> str | None:
+        if missing := missing_torch():
+            return missing
+        if importlib.util.find_spec("torchcomms") is None:
+            return "the Python module torchcomms is not installed"
+        if importlib.util.find_spec("torch.distributed.config") is None:
+            return "this torch does not know torchcomms; it needs 2.12 or later"
+        return cuda_missing() if device == "cuda" else None
+
+    def torch_backend(self, device: DeviceType) -> str:
+        return "cuda:ncclx" if device == "cuda" else "cpu:gloo"
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        config: Any = importlib.import_module("torch.distributed.config")
+        before = config.use_torchcomms
+        config.use_torchcomms = True
+        try:
+            yield
+        finally:
+            config.use_torchcomms = before
+
+    def version(self) -> str | None:
+        return distribution_version("torchcomms")
+
+
+class DeviceMap(CommBackend):
+    """torch's own form: ``cpu:gloo,cuda:nccl``, a backend for each kind of device."""
+
+    summary = "a backend for each kind of device"
+
+    def __init__(self, text: str, known: Callable[[str], CommBackend | None]) -> None:
+        self.name = text
+        self._parts = _parse_map(text)
+        self._known = known
+        kinds: tuple[DeviceType, ...] = ("cpu", "cuda")
+        self.devices = tuple(kind for kind in kinds if kind in self._parts)
+
+    def unavailable(self, device: DeviceType) -> str | None:
+        if missing := missing_torch():
+            return missing
+        part = self._parts.get(device)
+        if part is None:
+            return f"{self.name!r} names no backend for {device}"
+        adapter = self._known(part)
+        if adapter is not None:
+            return adapter.unavailable(device)
+        import torch.distributed as dist
+
+        if dist.is_backend_available(part):
+            return None
+        return f"torch knows no backend {part!r}; is its plug-in installed and imported?"
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        adapters = [self._known(part) for part in self._parts.values()]
+        # Two switches at once would each be meant for the whole string.
+        first = next((a for a in adapters if isinstance(a, Flagcx | TorchComms)), None)
+        if first is None:
+            yield
+            return
+        with first.creating():
+            yield
+
+
+def is_device_map(name: str) -> bool:
+    """Whether ``name`` is meant as a map from devices to backends."""
+    return ":" in name
+
+
+def _parse_map(text: str) -> dict[str, str]:
+    parts: dict[str, str] = {}
+    for part in text.split(","):
+        device, colon, name = part.strip().partition(":")
+        if not (colon and device.isidentifier() and name.isidentifier()):
+            raise ConfigError(
+                f"distributed_backend: {part!r} in {text!r} is no device:backend; "
+                "expected such as cpu:gloo,cuda:nccl"
+            )
+        if device in parts:
+            raise ConfigError(f"distributed_backend: {text!r} names {device} twice")
+        parts[device] = name
+    return parts
+
+
+class Broken(CommBackend):
+    """A third party's entry point that does not load: listed, with the reason."""
+
+    devices: tuple[DeviceType, ...] = ("cpu", "cuda")
+
+    def __init__(self, name: str, package: str, reason: str) -> None:
+        self.name = name
+        self.summary = f"from {package}, which does not load"
+        self.how_to_get = f"repair or remove {package}"
+        self._reason = reason
+
+    def unavailable(self, device: DeviceType) -> str | None:
+        return self._reason
+
+
+def third_parties() -> dict[str, CommBackend]:
+    """The backends of installed packages, by name. One that does not load is there as well, and
+    says why it cannot be used."""
+    found: dict[str, CommBackend] = {}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = point.dist.name if point.dist is not None else point.value
+        found[point.name] = _load(point, package)
+    return found
+
+
+def _load(point: importlib.metadata.EntryPoint, package: str) -> CommBackend:
+    try:
+        loaded = point.load()
+        adapter = loaded() if isinstance(loaded, type) else loaded
+    except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
+        return Broken(point.name, package, f"{package}: {type(error).__name__}: {error}")
+    if not isinstance(adapter, CommBackend):
+        return Broken(point.name, package, f"{package}: {point.value} is no CommBackend")
+    adapter.name = point.name
+    return adapter

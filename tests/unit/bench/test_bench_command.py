@@ -1,0 +1,462 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.bench.collectives import curves, records, starters
+from flagscale.bench.collectives.launch import read_specs
+from flagscale.bench.collectives.records import Row
+from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.collectives.watch import Beat, explain
+from flagscale.bench.world import World, detect, first_host
+from flagscale.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-r 2 allr",
+        "-r 2 --minbytes 1kb --maxbytes 1gb --stepfactor 4 --datatype fp32 allr",
+        "-r 32 --minbytes 1kb --maxbytes 1mb --stepfactor 8 --datatype fp32 --check allg",
+        "-r 8 -b 1kb -e 1mb -f 8 --datatype fp32 --stats avg p25 p50 p90 p99 --iters 1000 allg",
+        "-r 16 allr -b 4 -e 1gb -f 16 -d fp32 --show-algorithm",
+        "-r 64 -N 2 -b 8 -e 1GB -f 2 -n 50 -w 5 -d fp32 allr --hosts 127.0.0.1 10.1.4.138",
+        "-r 64 -N 2 allr --slurm-mode --slurm-job-id 12345",
+        "all_reduce -b 128K -e 4G -f 2 -p 1",
+        "all_reduce -b 128K -e 4G -f 2 -w 5 -n 100 -p 1",
+        "all_reduce -b 8 -e 128M -f 2 -g 1 -c 1 -G 10 -m 2 -a 3 -z 1 -C 1 -R 2 -o max",
+        "allr -n 15 -w 5 -I 10 -W 5 --unique-buff --coalesced-cc-size-ratio [1,2,1]",
+        "allr --sb2sb --input-shape [1,1][2,2] --cc-dim 1 -t p50 p99/p50",
+    ],
+)
+def test_known_command_lines_are_understood(line: str) -> None:
+    assert parse_spec(line.split()).operations
+
+
+def test_flags_reach_the_specification() -> None:
+    spec = parse_spec(
+        [
+            "allr,allg",
+            "-d",
+            "float,half",
+            "-o",
+            "max,min",
+            "-n",
+            "7",
+            "-w",
+            "2",
+            "-I",
+            "3",
+            "-W",
+            "1",
+            "-c",
+            "all_ones",
+        ]
+    )
+    assert [op.name for op in spec.operations] == ["all_reduce", "all_gather"]
+    assert [t.name for t in spec.types] == ["fp32", "fp16"]
+    assert spec.reductions == ("max", "min")
+    loop = spec.iterations
+    assert (loop.measured, loop.warmup, loop.replays, loop.replay_warmup) == (7, 2, 3, 1)
+    assert spec.check.mode == "all_ones"
+    labels = [case.label for case in spec.cases(4)]
+    assert labels[0] == "all_reduce fp32 max"
+    assert len(labels) == 2 * 2 + 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the operation is missing"),
+        ("allrduce", "did you mean 'allreduce'?"),
+        ("allr extra", "unexpected argument extra"),
+        ("allr --stepfacto 2", "did you mean --stepfactor?"),
+        ("allr -n", "expected one argument"),
+        ("allr -n x", "invalid int value: 'x'"),
+        ("allr -n 0", "-n/--iters 0; expected at least 1"),
+        ("allr -w -1", "-w/--warmup_iters -1"),
+        ("allr -W 2", "needs -I"),
+        ("allr -b 12Q", "'12Q' is not a size"),
+        ("allr -b 2 -e 1", "is above"),
+        ("allr -b 1 -e 9 -i 1 -f 2", "exclude each other"),
+        ("allr -b 1 -e 9 -f 1", "never reach the end"),
+        ("allr -b 1 -e 9 -f nan", "not finite"),
+        ("allr -d fp33", "did you mean 'fp32'?"),
+        ("allr -o add", "expected sum, prod"),
+        ("allr -c maybe", "unexpected argument maybe"),
+        ("allr --check=maybe", "-c/--check 'maybe'"),
+        ("allr -t p50 p999", "unexpected argument p999"),
+        ("allr -t p999", "'p999' is not known"),
+        ("allr -t", "needs at least one"),
+        ("allr --root x", "is no rank"),
+        ("allr --root -2", "is no rank"),
+        ("allr -r 0", "-r/--nworkers 0"),
+        ("allr -r 5 -N 2", "cannot be divided equally"),
+        ("allr -g 2", "one rank drives one GPU"),
+        ("allr -T 0", "-T/--timeout 0"),
+        ("allr -a 4", "expected 0, 1, 2 or 3"),
+        ("allr -z 2", "expected 0 or 1"),
+        ("allr --backend ncll", "did you mean 'nccl'?"),
+        ("allr --compare gloo", "expected two backends"),
+        ("allr --compare gloo,nope", "'nope' is not a known backend"),
+        ("allr --tolerance lots", "expected a share"),
+        ("allr --baseline /nowhere.json", "no such file"),
+        ("allr --import /nowhere.txt", "no such file"),
+        ("allr --plot curve.gif", "expected a name ending in .svg or .png"),
+        ("allr --report /nowhere/x.html", "its directory does not exist"),
+        ("allr --coalesced-cc-size-ratio [1,0]", "expected such as [1,2,1]"),
+        ("allr --coalesced-cc-size-ratio []", "expected such as [1,2,1]"),
+        ("allr --shared-output-buff", "needs --unique-buff"),
+        ("allr --in-place --out-of-place", "not allowed with"),
+        ("allr --hosts a --slurm-mode", "exclude each other"),
+        ("allr --hosts-file /nowhere", "No such file"),
+        ("permute --custom-src-target-pairs /nowhere", "No such file"),
+        ("allr --seed -1", "expected 0 to"),
+        ("allr --data-parallel-dimension 0", "expected at least 1"),
+    ],
+)
+def test_mistakes_are_named(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_spec(line.split())
+    assert message in str(error.value)
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bcast --root 4", "--root 4 does not exist among 4 ranks"),
+        ("allr -d int16", "torch has no sum of int16"),
+        ("allr -d fp32 --out-of-place", "does not offer it"),
+        ("alltoall --in-place", "does not offer it"),
+        ("allr -d int32 -o avg", "torch has no avg of int32"),
+        ("allr -d uint64 -o max", "torch has no max of uint64"),
+    ],
+)
+def test_cases_that_cannot_run_are_named(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(parse_spec(line.split()).cases(4))
+
+
+def test_every_root_in_turn_and_both_places() -> None:
+    spec = parse_spec(["bcast,allg", "--root", "-1", "--both-places"])
+    labels = [case.label for case in spec.cases(2)]
+    assert labels == [
+        "broadcast uint8 root 0",
+        "broadcast uint8 root 1",
+        "all_gather uint8",
+        "all_gather uint8 in place",
+    ]
+
+
+def test_a_batch_runs_its_lines_and_names_the_wrong_one(tmp_path: Path) -> None:
+    file = tmp_path / "a 'batch'.txt"
+    file.write_text("# a comment\n\nallr -d fp32 # four bytes\nallg -b 1K -e 1K\n")
+    specs = read_specs(["--batch", str(file), "-r", "3"])
+    assert [spec.placement.workers for spec in specs] == [3, 3]
+    file.write_text("allr\nallr -d x\n")
+    with pytest.raises(ConfigError, match=r":2: .*datatype 'x'"):
+        read_specs(["--batch", str(file)])
+    file.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="no line to run"):
+        read_specs(["--batch", str(file)])
+
+
+_OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "685768705",
+    "PMIX_SERVER_URI2": "685768704.0;tcp4://127.0.0.1:53613",
+}
+_PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "8", "MPI_LOCALRANKID": "1"}
+_SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-05]",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("torchrun", 1, 2, 0)),
+        (_OMPI, ("OpenMPI", 1, 2, 1)),
+        ({**_PMI, "MPI_LOCALNRANKS": "2"}, ("MPICH", 1, 4, 1)),
+        (_SLURM, ("Slurm", 3, 4, 1)),
+        ({**_SLURM, **_OMPI}, ("OpenMPI", 1, 2, 1)),
+        ({**_OMPI, "RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, 0)),
+    ],
+    ids=["none", "batch-script", "torchrun", "openmpi", "mpich", "srun", "mpi-in-slurm", "inner"],
+)
+def test_launchers_are_told_by_their_variables(
+    environment: dict[str, str], expected: tuple[Any, ...] | None
+) -> None:
+    world = detect(environment)
+    found = world and (world.launcher, world.rank, world.size, world.local_rank)
+    assert found == expected
+
+
+def test_meetings_are_of_one_job_alone() -> None:
+    world = detect(_OMPI)
+    assert world is not None
+    assert world.meeting == "openmpi-685768705-685768704_0_tcp4_127_0_0_1_53613"
+    slurm = detect(_SLURM)
+    assert slurm is not None
+    assert (slurm.address, slurm.port) == ("gpu03", 20_000 + 77 * 31)
+    assert slurm.meeting is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "is no rank of WORLD_SIZE=2"),
+        ({**_OMPI, "MASTER_ADDR": "a"}, "MASTER_PORT=None is no port"),
+    ],
+)
+def test_senseless_variables_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        detect(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[03-05,9],x", "n03"), ("n[7]-ib,x", "n7-ib"), ("", "")],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def _place(line: str) -> Any:
+    return parse_spec(line.split()).placement
+
+
+def test_mpirun_lines() -> None:
+    place = _place("allr -r 4 --hosts a b --mpi-log-dir /logs")
+    program = ["python", "x"]
+    assert starters.mpirun_argv(place, program, open_mpi=True, names=["A", "B"]) == (
+        [
+            "mpirun",
+            "-np",
+            "4",
+            "--host",
+            "a:2,b:2",
+            "-x",
+            "A",
+            "-x",
+            "B",
+            "--output-filename",
+            "/logs",
+            "python",
+            "x",
+        ]
+    )
+    assert starters.mpirun_argv(place, program, open_mpi=False, names=["A", "B"]) == [
+        "mpirun",
+        "-np",
+        "4",
+        "-hosts",
+        "a:2,b:2",
+        "-genvlist",
+        "A,B",
+        "-outfile-pattern",
+        "/logs/rank_%r.log",
+        "python",
+        "x",
+    ]
+
+
+def test_srun_lines(tmp_path: Path) -> None:
+    assert starters.srun_argv(_place("allr -r 4 -N 2 -S --slurm-job-id 9 -u 8"), ["x"]) == [
+        "srun",
+        "--nodes=2",
+        "--ntasks=4",
+        "--ntasks-per-node=2",
+        "--jobid=9",
+        "--overlap",
+        "--cpus-per-task=4",
+        "--kill-on-bad-exit=1",
+        "x",
+    ]
+    script = tmp_path / "set up $HOME;'.sh"
+    script.write_text("")
+    options = ["allr", "-r", "1", "-S", "--slurm-setup-script", str(script)]
+    line = starters.srun_argv(parse_spec(options).placement, ["x", "y z"])
+    assert line[-3:] == ["bash", "x", "y z"]
+    assert "set up $HOME;" in line[-4]
+
+
+def test_what_says_how_to_start_stays_behind() -> None:
+    line = "allr --hosts a b -n 5 -S --slurm-job-id 3 -u 4 --mpi-log-dir=x --hosts-file f -r 4"
+    assert starters.without_starting(line.split()) == ["allr", "-n", "5", "-r", "4"]
+
+
+def _row(**more: Any) -> Row:
+    values: dict[str, Any] = {
+        "operation": "all_reduce",
+        "type": "fp32",
+        "nccl_type": "float",
+        "reduction": "sum",
+        "root": -1,
+        "in_place": True,
+        "backend": "gloo",
+        "ranks": 2,
+        "size": 1024,
+        "count": 256,
+        "input_bytes": 1024,
+        "output_bytes": 1024,
+        "bus_factor": 1.0,
+        "time": 10.0,
+    }
+    return Row(**{**values, **more})
+
+
+def test_a_baseline_is_held_and_only_worse_counts(tmp_path: Path) -> None:
+    path = tmp_path / "base.json"
+    records.write_json(path, [_row(), _row(size=2048)], {"config": {}}, complete=True)
+    baseline = records.read_baseline(path)
+    assert records.hold([_row(time=10.4)], baseline, 0.05) == records.Held(1, ())
+    assert records.hold([_row(time=1.0)], baseline, 0.05).worse == ()
+    worse = records.hold([_row(time=11.0), _row(size=4096, time=99.0)], baseline, 0.05)
+    assert worse.compared == 1
+    assert "11.00 us, 10.00 us before (+10.0%, tolerance 5.0%)" in worse.worse[0]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": [{}]}', '{"results": 3}'])
+def test_what_is_no_baseline_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="not a result"):
+        records.read_baseline(path)
+
+
+def test_json_has_the_guides_keys(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    records.write_json(path, [_row()], {"config": {"a": 1}}, complete=False)
+    data = json.loads(path.read_text())
+    assert list(data["results"][0])[:6] == [
+        *("size(B)", "count(elems)", "type", "algbw(GB/s)", "busbw(GB/s)", "time:avg(us)"),
+    ]
+    assert data["complete"] is False
+    assert data["config"] == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_the_environment_is_an_allow_list() -> None:
+    environment = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "1",
+        "NCCL_API_KEY": "secret",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "WANDB_API_KEY": "secret",
+        "HOME": "/home/me",
+        "PATH": "/bin",
+    }
+    assert records.allowed_environment(environment) == {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+_NCCL_TEXT = """\
+# nThread 1 nGpus 8 minBytes 1024 maxBytes 2048 step: 2(factor) warmup iters: 5 iters: 20
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time
+        1024           256     float     sum      -1    13.00    0.08    0.14      0    12.00    0.09    0.15      0
+        2048           512     float     sum      -1      N/A     N/A     N/A    N/A    14.00    0.15    0.26    N/A
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 0.18
+"""  # noqa: E501
+_OLD_NCCOM = """\
+   size(B)    count(elems)    type    time(us)    algbw(GB/s)    busbw(GB/s)
+      1024             256    fp32          58           1.00           1.00
+Avg bus bandwidth:\t1.0000GB/s
+"""
+_FLAGCX = (
+    "Comm size: 131072 bytes; Elapsed time: 0.000015 sec; Algo bandwidth: 8.731905 GB/s; "
+    "Bus bandwidth: 8.731905 GB/s\n"
+)
+_NCCL_JSON = json.dumps(
+    {"results": [{"size": 8, "out_of_place": {"time": 3.0, "alg_bw": 1.0, "bus_bw": 2.0}}]}
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            _NCCL_TEXT,
+            {
+                "other: out of place": [(1024, 13.0, 0.14)],
+                "other: in place": [(1024, 12.0, 0.15), (2048, 14.0, 0.26)],
+            },
+        ),
+        (_OLD_NCCOM, {"other: nccom-test": [(1024, 58.0, 1.073741824)]}),
+        (
+            _OLD_NCCOM.replace("time(us)", "time:avg(us)"),
+            {"other: nccom-test": [(1024, 58.0, 1.0)]},
+        ),
+        (_FLAGCX, {"other: FlagCX": [(131072, 15.0, 8.731905)]}),
+        (_NCCL_JSON, {"other: out of place": [(8, 3.0, 2.0)]}),
+    ],
+    ids=["nccl-tests", "nccom-test-binary", "nccom-test", "flagcx", "nccl-tests-json"],
+)
+def test_other_tools_outputs_are_read(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+    path = tmp_path / "other.txt"
+    path.write_text(text)
+    found = {
+        c.label: [(p.size, pytest.approx(p.time), pytest.approx(p.busbw)) for p in c.points]
+        for c in curves.read_results(path)
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello\n", "[1]", '{"results": []}', '{"results": [{"x": 1}]}']
+)
+def test_a_file_without_results_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="--import"):
+        curves.read_results(path)
+
+
+def _beats(*beats: Beat) -> dict[int, Beat | None]:
+    return {beat.rank: beat for beat in beats}
+
+
+def test_the_silent_the_slow_and_the_absent_are_named() -> None:
+    a, b = Beat(0, "h", 1, 100.0, "all_reduce", 7), Beat(1, "h", 2, 90.0, "all_reduce", 7)
+    said = explain(_beats(a, b), 100.0)
+    assert said.startswith("rank 1 (host h, process 2) has been silent for 10 s")
+    behind = Beat(1, "h", 2, 100.0, "all_reduce", 3)
+    assert explain(_beats(a, behind), 100.0) == (
+        "rank 1 (host h, process 2) is behind: all_reduce, iteration 3"
+    )
+    assert explain({0: a, 1: None}, 100.0) == "rank 1 was never heard"
+    assert "all ranks wait in all_reduce" in explain(
+        _beats(a, Beat(1, "h", 2, 100.0, "all_reduce", 7)), 100.0
+    )
+
+
+def test_a_world_of_one_host_knows_it() -> None:
+    assert World("local", 0, 2, 0, 2).one_host
+    assert not World("MPICH", 0, 4, 0, 2).one_host
+
+
+def test_specifications_are_values() -> None:
+    first, second = (parse_spec(["allr", "--seed", "1"]) for _ in range(2))
+    assert isinstance(first, BenchSpec)
+    assert first == second
+    assert hash(first) == hash(second)

@@ -1,0 +1,262 @@
+"""Tables against the guides' own text."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import replace
+
+import pytest
+
+from flagscale.bench.collectives import statistics
+from flagscale.bench.collectives.datatypes import data_type
+from flagscale.bench.collectives.operations import operation
+from flagscale.bench.collectives.records import Row
+from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.table import NcclTable, table
+
+
+def _row(op: str, ranks: int, size: int, type_: str, time: float, **more: object) -> Row:
+    found, kind = operation(op), data_type(type_)
+    part = size // ranks
+    row = Row(
+        operation=found.name,
+        type=kind.name,
+        nccl_type=kind.nccl,
+        reduction="sum" if found.reduces else "none",
+        root=-1,
+        in_place=not found.out_of_place,
+        backend="gloo",
+        ranks=ranks,
+        size=size,
+        count=size // kind.bytes,
+        input_bytes=part if found.input == "part" else size,
+        output_bytes=part if found.output == "part" else size,
+        bus_factor=found.bus_factor(ranks),
+        time=time,
+    )
+    return replace(row, **more)  # type: ignore[arg-type]
+
+
+def _print(line: str, rows: list[Row]) -> str:
+    spec = parse_spec(line.split())
+    shown = table(spec, [t.name for t in spec.types], parts=True)
+    lines = shown.head()
+    for row in rows:
+        lines += shown.lines([row])
+    return "\n".join([*lines, *shown.foot(rows)])
+
+
+def _guide(text: str) -> str:
+    return textwrap.dedent(text).strip("\n").replace("<TAB>", "\t")
+
+
+# Times with the digits that the guide's rounding hides, so that its bandwidths come out.
+_JSON = [(1024, 6.186), (8192, 6.547), (65536, 8.17666), (524288, 23.10782)]
+
+
+def test_the_guides_table_of_an_all_gather() -> None:
+    rows = [_row("allg", 32, size, "fp32", time) for size, time in _JSON]
+    line = "-r 32 --minbytes 1kb --maxbytes 1mb --stepfactor 8 --datatype fp32 --check allg"
+    assert (
+        _print(line, rows).splitlines()[:-1]
+        == _guide(
+            """
+        size(B)    count(elems)    type    time:avg(us)    algbw(GB/s)    busbw(GB/s)
+           1024             256    fp32            6.19           0.17           0.16
+           8192            2048    fp32            6.55           1.25           1.21
+          65536           16384    fp32            8.18           8.02           7.76
+         524288          131072    fp32           23.11          22.69          21.98
+        """
+        ).splitlines()
+    )
+
+
+def test_the_guides_table_with_input_and_output_sizes() -> None:
+    times = [(1024, 6.16), (8192, 6.48), (65536, 8.17), (524288, 23.16)]
+    rows = [_row("allg", 32, size, "fp32", time) for size, time in times]
+    line = (
+        "-r 32 --minbytes 1kb --maxbytes 1mb --stepfactor 8 --datatype fp32 --check allg "
+        "--show-input-output-size"
+    )
+    assert (
+        _print(line, rows).splitlines()[:3]
+        == _guide(
+            """
+size(B)    count(elems)    total_input_size(B)    total_output_size(B)    type    time:avg(us)    algbw(GB/s)    busbw(GB/s)
+   1024             256                     32                    1024    fp32            6.16           0.17           0.16
+   8192            2048                    256                    8192    fp32            6.48           1.26           1.22
+        """  # noqa: E501
+        ).splitlines()
+    )
+
+
+def test_the_guides_table_with_percentiles() -> None:
+    times = {1024: (10.0, 10, 10, 11, 12), 524288: (14.83, 14, 15, 16, 17)}
+    names = ("p25", "p50", "p90", "p99")
+    rows = [
+        _row(
+            *("allg", 8, size, "fp32", t[0]),
+            statistics={f"time:{n}(us)": float(v) for n, v in zip(names, t[1:], strict=True)},
+        )
+        for size, t in times.items()
+    ]
+    line = "-r 8 -b 1kb -e 1mb -f 8 -d fp32 --stats avg p25 p50 p90 p99 --iters 1000 allg"
+    assert (
+        _print(line, rows).splitlines()[:3]
+        == _guide(
+            """
+size(B)    count(elems)    type    time:avg(us)    time:p25(us)    time:p50(us)    time:p90(us)    time:p99(us)    algbw(GB/s)    busbw(GB/s)
+   1024             256    fp32            10.0              10              10              11              12           0.10           0.09
+ 524288          131072    fp32           14.83              14              15              16              17          35.35          30.93
+        """  # noqa: E501
+        ).splitlines()
+    )
+
+
+def test_the_guides_table_with_algorithms() -> None:
+    rows = [
+        _row("allr", 16, 4, "fp32", 299.91, algorithm="mesh"),
+        _row("allr", 16, 536870912, "fp32", 9689.51, algorithm="kangaring"),
+    ]
+    line = "-r 16 allr -b 512mb -e 512mb -d fp32 --show-algorithm"
+    assert (
+        _print(line, rows).splitlines()[:3]
+        == _guide(
+            """
+  size(B)    count(elems)    type    time:avg(us)    algbw(GB/s)    busbw(GB/s)    algorithm
+        4               1    fp32          299.91           0.00           0.00         mesh
+536870912       134217728    fp32         9689.51          55.41         103.89    kangaring
+        """
+        ).splitlines()
+    )
+
+
+def test_the_guides_foot_and_wide_columns() -> None:
+    rows = [_row("permute", 8, 33554432, "uint8", 894.237)]
+    assert _print("-r 8 permute", rows) == _guide(
+        """
+         size(B)    count(elems)     type    time:avg(us)    algbw(GB/s)    busbw(GB/s)
+        33554432        33554432    uint8          894.24          37.52          37.52
+        Avg bus bandwidth:<TAB>37.5230GB/s
+        """
+    )
+
+
+def test_a_binary_unit_is_named_and_used() -> None:
+    rows = [_row("allr", 2, 33554432, "uint8", 768.0)]
+    said = _print("-r 2 allr --bw-unit GiB", rows)
+    # The guide's first example: 40.69 in units of 2**30.
+    assert "algbw(GiB/s)" in said
+    assert "40.69" in said
+    assert said.endswith("Avg bus bandwidth:\t40.6901GiB/s")
+
+
+def test_a_failure_takes_the_place_of_the_numbers() -> None:
+    rows = [_row("allr", 2, 33554432, "uint8", math.nan, failure="Failure on rank 1: broken")]
+    lines = _print("-r 2 allr", rows).splitlines()
+    assert lines[1] == "33554432    Failure on rank 1: broken"
+    assert lines[-1] == "1 errors found - test failed"
+
+
+def test_nccl_tests_layout() -> None:
+    out = _row("allg", 8, 1048576, "fp32", 33.71, wrong=0)
+    rows = [out, replace(out, in_place=True, time=12345.6)]
+    shown = NcclTable(parts=True)
+    assert [*shown.head(), *shown.lines(rows), *shown.foot(rows)] == [
+        "#",
+        "#                                                              out-of-place"
+        "                       in-place          ",
+        "#       size         count      type   redop    root     time   algbw   busbw #wrong"
+        "     time   algbw   busbw #wrong",
+        "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)       "
+        "     (us)  (GB/s)  (GB/s)       ",
+        "     1048576         32768     float    none      -1    33.71   31.11   27.22      0"
+        "    12346    0.08    0.07      0",
+        "# Out of bounds values : 0 OK",
+        f"# Avg bus bandwidth    : {(rows[0].busbw + rows[1].busbw) / 2:g} ",
+        "#",
+    ]
+
+
+def test_nccl_tests_layout_without_a_place_or_a_check() -> None:
+    row = _row("allr", 2, 1024, "bf16", 123.456)
+    assert NcclTable(parts=False).lines([row]) == [
+        "        1024           512  bfloat16     sum      -1      N/A     N/A     N/A    N/A"
+        "    123.5    0.01    0.01    N/A"
+    ]
+
+
+def test_flagcx_layout() -> None:
+    row = _row("allr", 4, 131072, "fp32", 8623.0)
+    spec = parse_spec(["allr", "-r", "4", "--format", "flagcx"])
+    assert table(spec, ["fp32"], parts=False).lines([row]) == [
+        "Comm size: 131072 bytes; Elapsed time: 0.008623 sec; Algo bandwidth: 0.015200 GB/s; "
+        "Bus bandwidth: 0.022800 GB/s"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "factor"),
+    [
+        ("allr", 2, 1),
+        ("allr", 8, 1.75),
+        ("allg", 8, 0.875),
+        ("redsct", 4, 0.75),
+        ("alltoall", 4, 0.75),
+        ("alltoallv", 2, 0.5),
+        ("gather", 4, 0.75),
+        ("scatter", 4, 0.75),
+        ("broadcast", 8, 1),
+        ("reduce", 8, 1),
+        ("sendrecv", 8, 1),
+        ("permute", 8, 1),
+        ("allr", 1, 0),
+    ],
+)
+def test_bus_factors(op: str, ranks: int, factor: float) -> None:
+    assert operation(op).bus_factor(ranks) == factor
+
+
+def test_percentiles_interpolate() -> None:
+    assert statistics.percentile([4, 1, 3, 2], 50) == 2.5
+    assert statistics.percentile([1], 99) == 1
+    assert statistics.percentile(list(range(101)), 99) == 99
+
+
+@pytest.mark.parametrize("name", ["p101", "p", "mean", "p50/", "p50/p99/p1", "", "p5 0"])
+def test_unknown_statistics_are_refused(name: str) -> None:
+    assert not statistics.is_statistic(name)
+
+
+def test_a_ratio_of_percentiles() -> None:
+    found = statistics.Statistic("p99/p50")
+    assert found.heading == "p99/p50"
+    assert found.value(0, [1.0, 1.0, 3.0]) == pytest.approx(2.96)
+
+
+@pytest.mark.parametrize(
+    ("names", "samples", "said"),
+    [
+        (["p99"], 20, True),
+        (["p99"], 100, False),
+        (["avg", "p50"], 5, False),
+        (["p99/p50"], 9, True),
+    ],
+)
+def test_few_samples_for_a_high_percentile_are_said(
+    names: list[str], samples: int, said: bool
+) -> None:
+    assert (statistics.warning(statistics.parse_statistics(names), samples) is not None) is said
+
+
+def test_paired_ratio_is_students_interval() -> None:
+    ratio = statistics.paired_ratio([2, 2, 2, 2], [1, 1, 1, 1])
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
+    assert ratio.clear
+    noisy = statistics.paired_ratio([1.0, 1.2, 0.8, 1.1], [1.0, 1.0, 1.0, 1.0])
+    assert noisy.low < 1 < noisy.high
+    assert not noisy.clear
+    # By hand: logs 0, .1823, -.2231, .0953; mean .01362; s .1741; t(3) 3.182.
+    assert noisy.low == pytest.approx(math.exp(0.01362 - 3.182 * 0.17414 / 2), rel=1e-3)
+    assert statistics.paired_ratio([1], [1]).high == math.inf

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagscale.comm import registry
+from flagscale.comm.plugins import DeviceMap
+from flagscale.errors import ConfigError
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mpi", "no MPI"),
+        ("ucc", "no UCC"),
+        ("flagcx", "flagcx is not installed"),
+        ("torchcomms", "torchcomms is not installed"),
+    ],
+)
+def test_an_absent_backend_says_what_is_missing_and_how_to_get_it(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as error:
+        registry.usable(name, "cuda" if name == "flagcx" else "cpu")
+    assert "to get it: " in str(error.value)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_absent_backend_says_how_to_get_it(name: str) -> None:
+    backend = registry.backend(name)
+    if name != "auto" and any(backend.unavailable(d) for d in backend.devices):
+        assert backend.how_to_get
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "reason"),
+    [
+        ("cpu:gloo,cuda:nccl", "cpu", None),
+        ("cpu:gloo", "cuda", "names no backend for cuda"),
+        ("cpu:gloo,cuda:nccl", "cuda", "no CUDA device"),
+        ("cpu:strange", "cpu", "torch knows no backend 'strange'"),
+    ],
+)
+def test_a_map_is_as_usable_as_its_part(name: str, device: str, reason: str | None) -> None:
+    backend = registry.backend(name)
+    assert isinstance(backend, DeviceMap)
+    found = backend.unavailable(device)  # type: ignore[arg-type]
+    assert found is None if reason is None else reason in (found or "")
+    assert backend.torch_backend("cpu") == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cpu:", "no device:backend"),
+        (":gloo", "no device:backend"),
+        ("cpu:gloo,", "no device:backend"),
+        ("cpu:gl oo", "no device:backend"),
+        ("cpu:gloo,cpu:mpi", "names cpu twice"),
+    ],
+)
+def test_a_malformed_map_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        registry.backend(name)
+
+
+def _package(directory: Path, name: str, entry: str, source: str) -> None:
+    (directory / f"{name}.py").write_text(source)
+    info = directory / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[flagscale.comm_backends]\n{entry}\n")
+
+
+_GOOD = """
+from flagscale.comm.base import CommBackend
+class Fast(CommBackend):
+    name, summary, devices = "?", "a stranger's", ("cpu",)
+    def unavailable(self, device): return None
+"""
+
+
+def _list(directory: Path) -> str:
+    """In a process of its own: installed packages are looked at once."""
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": f"{directory}:{root}", "COLUMNS": "200"}
+    program = "from flagscale.bench.cli import main_comm; main_comm(['list'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_packages_bring_backends_and_broken_ones_say_why(tmp_path: Path) -> None:
+    _package(tmp_path, "fastlib", "fast = fastlib:Fast", _GOOD)
+    _package(tmp_path, "badlib", "bad = badlib:Nothing", "")
+    _package(tmp_path, "oddlib", "odd = oddlib:VALUE\ngloo = oddlib:VALUE", "VALUE = 3\n")
+    said = _list(tmp_path)
+    assert "fast        -        yes  -     a stranger's" in said
+    assert "bad: badlib: AttributeError" in said
+    assert "odd: oddlib: oddlib:VALUE is no CommBackend" in said
+    # No package can take one of our names.
+    assert "gloo        -        yes  -     torch's own TCP" in said
