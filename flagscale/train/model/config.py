@@ -14,9 +14,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from flagscale.config.arguments.rules import OPTIMIZER_DTYPES
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
-from flagscale.train.resolve import OPTIMIZER_DTYPES
 
 _Config = TypeVar("_Config")
 

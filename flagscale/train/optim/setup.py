@@ -16,10 +16,11 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from flagscale.config.arguments.rules import weight_decays
 from flagscale.train.model.config import optimizer_config
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.gradients import clip, gradient_norm
-from flagscale.train.resolve import schedule_lengths, weight_decays
+from flagscale.train.resolve import schedule_lengths
 
 
 def replace_fallbacks() -> None:
@@ -57,7 +58,7 @@ def build_scheduler(
 
     ``args`` is resolved. A schedule given in steps is multiplied by the global batch size.
     """
-    start, end = weight_decays(args)
+    start, end = weight_decays(vars(args))
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,

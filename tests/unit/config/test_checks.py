@@ -145,6 +145,9 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "num_moe_experts",
         "3 is not divisible",
     ),
+    "warmup": ({"lr_warmup_iters": 10}, "lr_warmup_iters", "leaves nothing of the 10"),
+    "fp8": ({"fp8": "hybrid"}, "fp8", "needs Transformer Engine"),
+    "gather": ({"overlap_param_gather": True}, "overlap_param_gather", "use_distributed_opt"),
     "no-data": ({"mock_data": None}, "data_path", "mock_data: true"),
     "gqa": ({"group_query_attention": True}, "group_query_attention", "needs num_query_groups"),
     "gqa-off": (
@@ -172,9 +175,9 @@ WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "tp-pp-no": (
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         6,
-        "tensor 2 x pipeline 2 = 4 ranks do not divide the 6 that will start",
+        "tensor 2 x pipeline 2 = 4 ranks do not divide the 6 of the job",
     ),
-    "too-few": ({"tensor_model_parallel_size": 2}, 1, "do not divide the 1"),
+    "too-few": ({"tensor_model_parallel_size": 2}, 1, "do not divide the 1 of"),
     "batch": ({"global_batch_size": 6, "micro_batch_size": 2}, 2, "6 is not divisible by micro"),
     "vpp-micro": (
         {
