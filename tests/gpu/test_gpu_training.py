@@ -64,7 +64,8 @@ CASES: dict[str, tuple[int, str, str, float]] = {
 
 
 def environment(**changes: str) -> dict[str, str]:
-    path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
+    own = [str(ROOT), str(ROOT / "third_party" / "Megatron-LM")]
+    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", **changes}
 
 

@@ -3,7 +3,7 @@
 usage: layout_worker.py CASES.json RESULTS.json [cpu | cuda]
 
 CASES is a list of {"id", "world", "argv"}. Importing torch and megatron.core takes longer than
-the training, so this process imports once and forks the ranks; cases of one world size share
+the training, so on a CPU this process imports once and forks the ranks; cases of one world size share
 their ranks, which lay the process groups out anew for each.
 """
 
@@ -31,10 +31,11 @@ def main() -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # So that the forked ranks need not.
-    import flagscale.train.build
-    import flagscale.train.data.datasets
-    import flagscale.train.step  # noqa: F401
+    if kind == "cpu":
+        # So that the forked ranks need not. On a GPU the import starts CUDA, which no fork survives.
+        import flagscale.train.build
+        import flagscale.train.data.datasets
+        import flagscale.train.step  # noqa: F401
 
     for world in sorted({case["world"] for case in cases}):
         results.update(run_world(world, [case for case in cases if case["world"] == world]))
