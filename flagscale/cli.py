@@ -24,6 +24,7 @@ examples
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
   flagscale explain experiment.runner.nproc_per_node          what does this key mean?
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
+  flagscale comm list                                         which backends work here?
 
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
@@ -59,6 +60,10 @@ def _dispatch(words: list[str]) -> int:
             import_module("flagscale.patching.cli"), _PATCHING[words[0]][0]
         )
         return function(words[1:])
+    if words[:1] == ["comm"]:
+        from flagscale.bench.cli import main_comm
+
+        return main_comm(words[1:])
     parser = _parser()
     if not words:
         parser.print_help()
@@ -86,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="what a key of the configuration means")
     explain.add_argument("key", help="such as experiment.runner.tee or train.model.num_layers")
     commands.add_parser("version", help="print the version")
+    commands.add_parser("comm", help="communication backends: list, bench", add_help=False)
     for name, (_, text) in _PATCHING.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser

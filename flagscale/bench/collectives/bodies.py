@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -219,18 +219,45 @@ def _all_to_all_v(
         return _one(
             lambda handle: dist.all_to_all_single(out, source, received, sent, group, handle)
         )
-    pieces_in = _pieces(source, mine.send_displs, mine.send_counts, unit)
-    pieces_out = _pieces(out, mine.recv_displs, mine.recv_counts, unit)
-    return _one(lambda handle: dist.all_to_all(pieces_out, pieces_in, group, handle))
+    # torch's list form wants equal pieces on some backends, so gaps go message by message.
+    return _messages(
+        team,
+        _pieces(source, mine.send_displs, mine.send_counts, unit),
+        _pieces(out, mine.recv_displs, mine.recv_counts, unit),
+    )
 
 
 def _pieces(
     buffer: torch.Tensor, displs: tuple[int, ...], counts: tuple[int, ...], unit: int
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor | None]:
+    """A view for each rank; None where there is nothing to move."""
     return [
-        buffer.narrow(0, displ * unit, count * unit)
+        buffer.narrow(0, displ * unit, count * unit) if count else None
         for displ, count in zip(displs, counts, strict=True)
     ]
+
+
+def _messages(
+    team: Team, send: Sequence[torch.Tensor | None], receive: Sequence[torch.Tensor | None]
+) -> Issue:
+    """Point to point: a tensor for each rank of the team, None for no message."""
+    me, group = team.index, team.group
+    operations = []
+    for place, rank in enumerate(team.ranks):
+        # A message to oneself is a copy; not every backend takes it.
+        outgoing, incoming = send[place], receive[place]
+        if outgoing is not None and place != me:
+            operations.append(dist.P2POp(dist.isend, outgoing, rank, group))
+        if incoming is not None and place != me:
+            operations.append(dist.P2POp(dist.irecv, incoming, rank, group))
+    mine, to_me = send[me], receive[me]
+
+    def issue(_handle: bool) -> Works:
+        if mine is not None and to_me is not None:
+            to_me.copy_(mine)
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    return issue
 
 
 def _broadcast(case: Case, _s: Shape, team: Team, _i: torch.Tensor, out: torch.Tensor) -> Issue:
@@ -258,22 +285,15 @@ def _scatter(case: Case, _s: Shape, team: Team, source: torch.Tensor, out: torch
 def _along_pairs(
     _c: Case, shape: Shape, team: Team, source: torch.Tensor, out: torch.Tensor
 ) -> Issue:
-    me, group = team.index, team.group
-    operations = []
-    for sender, receiver in shape.pairs:
-        # A message to oneself is a copy; not every backend takes it.
-        if sender == me != receiver:
-            operations.append(dist.P2POp(dist.isend, source, team.ranks[receiver], group))
-        if receiver == me != sender:
-            operations.append(dist.P2POp(dist.irecv, out, team.ranks[sender], group))
-    copies = (me, me) in shape.pairs
-
-    def issue(_handle: bool) -> Works:
-        if copies:
-            out.copy_(source)
-        return list(dist.batch_isend_irecv(operations)) if operations else []
-
-    return issue
+    me = team.index
+    targets = {receiver for sender, receiver in shape.pairs if sender == me}
+    sources = {sender for sender, receiver in shape.pairs if receiver == me}
+    places = range(team.size)
+    return _messages(
+        team,
+        [source if place in targets else None for place in places],
+        [out if place in sources else None for place in places],
+    )
 
 
 def _barrier(_c: Case, _s: Shape, team: Team, source: torch.Tensor, _o: torch.Tensor) -> Issue:

@@ -64,7 +64,8 @@ def read_groups(path: Path) -> Groups:
     if len({len(group) for group in data}) > 1:
         sizes = ", ".join(str(len(group)) for group in data)
         raise ConfigError(f"{flag}: {path}: the groups must be equally large, found {sizes}")
-    return tuple(tuple(group) for group in data)
+    # torch numbers the ranks of a group in rising order, whatever order they are given in.
+    return tuple(tuple(sorted(group)) for group in data)
 
 
 def groups_for(world: int, custom: Groups | None, dimension: int | None) -> Groups:

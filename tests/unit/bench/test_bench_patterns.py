@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,5 +174,5 @@ def test_scaled_counts_agree_and_do_not_overlap(data: st.DataObject) -> None:
             (sender.recv_displs, sender.recv_counts),
         ):
             pieces = sorted((s, s + n) for s, n in zip(starts, lengths, strict=True) if n)
-            assert all(a[1] <= b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in pairwise(pieces))
     assert max(sum(e.send_counts) for e in scaled) * element >= size

@@ -1,0 +1,146 @@
+"""How long launching takes, and how fast the tiny model trains: three figures of this machine.
+
+- CPU seconds of ``action=dryrun``.
+- Launch overhead: seconds from the command to every rank having joined, by ``action=run`` until it
+  returns and by starting the rendered script by hand until the last rank says so, in turns.
+- Training steps a second of the quickstart on 1 and 2 ranks.
+
+Every figure is a median, given with the samples it is of.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagscale.errors import JobError
+from flagscale.launch.layout import STATUS_DIRECTORY, Layout
+from flagscale.launch.state import RunState, load_state
+from flagscale.status import Event, read_events, status_files
+
+PROJECT = Path(__file__).resolve().parents[2]
+CONFIG = ("--config-path", "./examples/llama3/conf", "--config-name", "train")
+WARM_UP_STEPS = 20
+JOIN_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A median and what it is of."""
+
+    name: str
+    unit: str
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def to_json(self) -> dict[str, Any]:
+        samples = [round(sample, 4) for sample in self.samples]
+        median = round(self.median, 4)
+        return {"name": self.name, "unit": self.unit, "median": median, "samples": samples}
+
+
+def measure(scratch: Path, *, repeats: int, steps: int) -> Iterator[Figure]:
+    """All figures, one after the other. ``scratch`` is an empty directory for the runs."""
+    yield Figure("dryrun", "CPU s", tuple(_dryrun() for _ in range(repeats)))
+    by_run, by_hand = [], []
+    for turn in range(repeats):
+        exp_dir = scratch / f"launch{turn}"
+        by_run.append(_by_run(exp_dir))
+        by_hand.append(_by_hand(exp_dir))
+    yield Figure("action=run until it returns", "s", tuple(by_run))
+    yield Figure("script by hand until every rank joined", "s", tuple(by_hand))
+    overhead = tuple(run - hand for run, hand in zip(by_run, by_hand, strict=True))
+    yield Figure("launch overhead", "s", overhead)
+    for ranks in (1, 2):
+        seconds = _step_seconds(scratch / f"train{ranks}", ranks, steps)
+        yield Figure(f"tiny, {ranks} rank(s)", "s/step", seconds)
+        paces = tuple(1 / second for second in seconds)
+        yield Figure(f"tiny, {ranks} rank(s)", "steps/s", paces)
+
+
+def _command(action: str, exp_dir: Path, *overrides: str) -> list[str]:
+    directory = f"experiment.exp_dir={exp_dir}"
+    return [sys.executable, "run.py", *CONFIG, f"action={action}", directory, *overrides]
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise JobError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+
+
+def _dryrun() -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _call(_command("dryrun", Path("outputs")))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _by_run(exp_dir: Path) -> float:
+    begin = time.time()
+    _call(_command("run", exp_dir, "train.model.train_iters=100000", "train.model.eval_iters=0"))
+    seconds = time.time() - begin
+    _call(_command("stop", exp_dir))
+    return seconds
+
+
+def _by_hand(exp_dir: Path) -> float:
+    """Start the script that the last run has left; wait until its ranks have joined."""
+    state = _state(exp_dir)
+    begin = time.time()
+    script = subprocess.Popen(
+        ["bash", str(state.hosts[0].script)],
+        cwd=PROJECT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=dict(os.environ),
+    )
+    try:
+        return _joined(state, begin) - begin
+    finally:
+        script.terminate()
+        script.wait()
+
+
+def _joined(state: RunState, begin: float) -> float:
+    """When the last rank of a run that began at ``begin`` joined, in Unix seconds."""
+    while time.time() < begin + JOIN_SECONDS:
+        joined = [event.time for event in _events(state, "joined") if event.time >= begin]
+        if len(joined) == state.world_size:
+            return max(joined)
+        time.sleep(0.02)
+    raise JobError(f"the ranks of {state.name} did not join within {JOIN_SECONDS:g} s")
+
+
+def _step_seconds(exp_dir: Path, ranks: int, steps: int) -> tuple[float, ...]:
+    """Seconds of each group of steps that was reported, after the first."""
+    limits = (f"train.model.train_iters={steps}", "train.model.eval_iters=0")
+    _call(_command("test", exp_dir, f"experiment.runner.nproc_per_node={ranks}", *limits))
+    events = _events(_state(exp_dir), "progress")
+    return tuple(event.get("step_seconds") for event in events if event.get("step") > WARM_UP_STEPS)
+
+
+def _state(exp_dir: Path) -> RunState:
+    state = load_state(Layout(exp_dir).state)
+    if state is None:
+        raise JobError(f"no run was started in {exp_dir}")
+    return state
+
+
+def _events(state: RunState, kind: str) -> list[Event]:
+    found: list[Event] = []
+    for host in state.hosts:
+        for path in status_files(host.run_dir / STATUS_DIRECTORY):
+            found += [event for event in read_events(path)[0] if event.event == kind]
+    return found

@@ -1,0 +1,56 @@
+"""What a figure was measured on and with: the facts that a committed result carries."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
+
+
+def facts(*packages: str) -> dict[str, Any]:
+    """Date, processor, memory, system, versions and the command line. Host names, paths of the
+    user and the environment stay out: results are published."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", *_relative(sys.argv)]),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_before": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages or PACKAGES},
+    }
+
+
+def _relative(words: list[str]) -> list[str]:
+    project = Path(__file__).resolve().parents[2]
+    script = Path(words[0]).resolve()
+    return [str(script.relative_to(project)) if project in script.parents else script.name] + (
+        words[1:]
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

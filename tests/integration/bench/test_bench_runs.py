@@ -1,0 +1,245 @@
+"""Launchers, comparisons, files, and ranks that fail, die or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = ROOT / "tools" / "comm" / "bench.py"
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+_GUIDE = "all_reduce -b 128K -e 256K -f 2 -p 1 -n 2 -w 1 -c"
+
+
+def _mpirun(name: str) -> list[str]:
+    program = shutil.which(name)
+    if program is None:
+        pytest.skip(f"{name} is not installed")
+    if "openmpi" in name:
+        return [program, "--allow-run-as-root", "--oversubscribe"]
+    return [program]
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"), [("mpirun.openmpi", "OpenMPI"), ("mpirun.mpich", "MPICH")]
+)
+def test_the_guides_line_under_mpirun(bench: Any, name: str, launcher: str) -> None:
+    done = bench(*_GUIDE.split(), launcher=[*_mpirun(name), "-np", "2"])
+    assert done.code == 0, done.err
+    assert "2 ranks on 1 host" in done.out
+    assert f"started by {launcher}" in done.out
+    assert done.out.count("Avg bus bandwidth:") == 1
+    assert " 131072 " in done.out
+    assert " 262144 " in done.out
+
+
+def test_a_wrong_number_of_ranks_is_said_once(bench: Any) -> None:
+    done = bench("allr", "-r", "3", launcher=[*_mpirun("mpirun.mpich"), "-np", "2"])
+    assert done.code == 2
+    assert done.err.count("-r asks for 3 ranks, and MPICH has started 2") == 1
+
+
+def test_under_torchrun_in_nccl_tests_format(bench: Any) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    # A free port of the agent's own choice; the program has its interpreter already.
+    command = [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(PROGRAM)]
+    line = "allg -d fp32 -b 1K -e 1K -n 2 -c --format nccl-tests"
+    done = subprocess.run(
+        [*command, *line.split()],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    row = next(line.split() for line in done.stdout.splitlines() if line.startswith("        1024"))
+    assert row[:5] == ["1024", "128", "float", "none", "-1"]
+    assert (row[8], row[12]) == ("0", "0")
+    assert "# Out of bounds values : 0 OK" in done.stdout
+
+
+def test_comparison_files_baseline(bench: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other <&> tool.txt"
+    other.write_text(
+        "Comm size: 1024 bytes; Elapsed time: 0.000015 sec; Algo bandwidth: 8.7 GB/s; "
+        "Bus bandwidth: 8.7 GB/s\n"
+    )
+    words = shlex.split("allr -d fp32 -b 1K -e 4K -f 4 -n 20 -w 2")
+    outputs = ["--plot", "c.svg", "--plot", "c.png", "--report", "r.html", "--import", other]
+    (tmp_path / "batch.txt").write_text(
+        "--compare gloo,gloo --compare-rounds 4 --probe --peak 100 --json ab.json\n"
+        "--json a.json --show-input-output-size\n"
+    )
+    done = bench("--batch", "batch.txt", "-r", "2", *words, *outputs, cwd=tmp_path)
+    assert done.code == 2, "an operation beside --batch belongs into its lines"
+    lines = (tmp_path / "batch.txt").read_text().splitlines()
+    (tmp_path / "batch.txt").write_text("".join(f"{' '.join(words)} {line}\n" for line in lines))
+    done = bench("--batch", "batch.txt", "-r", "2", *outputs, cwd=tmp_path)
+    assert done.code == 0, done.err
+    rows = json.loads((tmp_path / "ab.json").read_text())["results"]
+    assert [row["backend"] for row in rows] == ["gloo#1", "gloo#2"] * 2
+    ratio = rows[1]["time_ratio"]
+    assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+    assert rows[0]["peak_share"] > 0
+    assert rows[0]["probe_share"] > 0
+    assert "time ratio" in done.out
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert "all_reduce fp32 gloo" in (tmp_path / "c.svg").read_text()
+    page = (tmp_path / "r.html").read_text()
+    assert "other &lt;&amp;&gt; tool: FlagCX" in page
+    assert "<svg" in page
+    assert "src=" not in page
+    assert 'href="http' not in page
+
+
+def test_worse_than_the_baseline_is_4_and_better_is_not(bench: Any, tmp_path: Path) -> None:
+    for name, time_ in (("slow", 1e9), ("fast", 0.001)):
+        row = {
+            **{"operation": "all_reduce", "type": "fp32", "reduction": "sum", "root": -1},
+            **{"in_place": True, "backend": "gloo", "ranks": 2, "size(B)": 1024},
+            **{"time:avg(us)": time_, "failure": None},
+        }
+        (tmp_path / f"{name}.json").write_text(json.dumps({"results": [row]}))
+    line = "allr -d fp32 -b 1K -e 1K -n 5 --tolerance 10% --baseline"
+    (tmp_path / "batch.txt").write_text(f"{line} slow.json\n{line} fast.json\n")
+    done = bench("--batch", "batch.txt", "-r", "2", cwd=tmp_path)
+    assert done.code == 4
+    assert "# baseline: 1 compared, 0 worse" in done.out
+    assert "# baseline: 1 compared, 1 worse" in done.out
+    assert done.err.count("worse: all_reduce fp32 1024 B on gloo") == 1
+
+
+_WRONG_BACKEND = '''
+import torch
+import torch.distributed as dist
+from contextlib import contextmanager
+from flagscale.comm.base import CommBackend
+
+
+class Work(dist.Work):
+    def wait(self, timeout=None):
+        return True
+
+
+class Group(dist.ProcessGroup):
+    """Adds nothing up; writes rank 1's data over with zeros."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+
+    def allreduce(self, tensors, options=None):
+        for tensor in tensors:
+            tensor.fill_(self.rank())
+        return Work()
+
+    def getBackendName(self):
+        return "wrong"
+
+
+def create(store, rank, size, timeout):
+    return Group(rank, size)
+
+
+class Wrong(CommBackend):
+    name, summary, devices = "wrong", "a library with a bug", ("cpu",)
+
+    def unavailable(self, device):
+        return None
+
+    @contextmanager
+    def creating(self):
+        if "wrong" not in dist.Backend.backend_list:
+            dist.Backend.register_backend("wrong", create, devices=["cpu"])
+        yield
+'''
+
+
+def test_a_backend_with_a_bug_is_caught(bench: Any, tmp_path: Path) -> None:
+    (tmp_path / "wronglib.py").write_text(_WRONG_BACKEND)
+    info = tmp_path / "wronglib-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wronglib\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flagscale.comm_backends]\nwrong = wronglib:Wrong\n")
+    line = "allr -r 2 --backend wrong -d fp32 -b 64 -e 64 -c -n 2 --dump-dir dump --json x.json"
+    done = bench(*line.split(), cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
+    assert done.code == 1, done.err
+    assert "Check failed on 2 of 2 ranks: " in done.out
+    assert "1 errors found - test failed" in done.out
+    files = sorted((tmp_path / "dump").rglob("*.pt"))
+    assert [file.name for file in files] == ["rank_0.pt", "rank_1.pt"]
+    assert json.loads((tmp_path / "x.json").read_text())["results"][0]["wrong"] == 64
+
+
+def test_an_operation_the_backend_lacks_fails_its_row_alone(bench: Any, tmp_path: Path) -> None:
+    line = "all_to_all_v -r 2 -b 1K -e 1K --alltoallv-metadata bad.json"
+    (tmp_path / "bad.json").write_text('{"alltoallv_metadata": [{"send_counts": [1]}]}')
+    done = bench(*line.split(), cwd=tmp_path)
+    assert done.code == 2
+    assert done.err.startswith("error: --alltoallv-metadata: bad.json")
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
+        (signal.SIGSTOP, "no progress for 2 s: rank 1 (host"),
+    ],
+    ids=["dies", "hangs"],
+)
+def test_a_rank_that_dies_or_hangs_is_named(
+    tmp_path: Path, number: signal.Signals, message: str
+) -> None:
+    result = tmp_path / "part.json"
+    line = f"allr -r 2 -d fp32 -b 1K -e 30000 -i 4 -n 3 -T 2 --json {result}"
+    process = subprocess.Popen(
+        [sys.executable, PROGRAM, *line.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while not result.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[1]), number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert message in err
+    assert f"process {children[1]}" in err
+    data = json.loads(result.read_text())
+    assert not data["complete"]
+    assert data["results"]
+    assert "algbw(GB/s)" in out
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_an_interrupted_run_takes_its_ranks_along(tmp_path: Path) -> None:
+    result = tmp_path / "part.json"
+    line = f"allr -r 2 -d fp32 -b 1K -e 30000 -i 4 -n 3 --json {result}"
+    process = subprocess.Popen(
+        [sys.executable, PROGRAM, *line.split()],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while not result.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.terminate()
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
