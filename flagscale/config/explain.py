@@ -97,6 +97,22 @@ def experiment_entries() -> tuple[Entry, ...]:
             "Wins over `envs` and `device_type_specific` on the host of that name.",
         ),
     ]
+    found += [
+        Entry(
+            "device_type_specific",
+            "a section for each device type",
+            "",
+            "What is different on hosts whose hostfile line has that `type=`: arguments of the "
+            "training program (null takes one away), `build_dir`, `python`, `conda` and `cmds`. "
+            "Wins over `train`, `experiment.runner` and `experiment.cmds`.",
+        ),
+        Entry(
+            "node_specific",
+            "a section for each host",
+            "",
+            "The same for the host of that name; wins over `device_type_specific`.",
+        ),
+    ]
     return (*found, *_schema_entries(schema.Options, ""))
 
 

@@ -25,6 +25,7 @@ from flagscale.config.experiment_reader import (
 from flagscale.config.overrides import SUBSECTIONS, TOP_LEVEL
 from flagscale.config.reader import Reader
 from flagscale.config.sources import trace
+from flagscale.config.specifics import read_specifics, specific_problems, with_absolute_paths
 from flagscale.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def load_experiment(
     experiment = _read_experiment(reader, data, config_file, overrides)
     if experiment is not None and purpose != "find":
         reader.problems += _train_problems(reader, experiment)
-        if purpose == "launch":
+        # Where files are not shared, the hosts are asked instead.
+        if purpose == "launch" and not experiment.runner.no_shared_fs:
             reader.problems += missing_paths(experiment)
     if reader.problems or experiment is None:
         raise ConfigError(reader.problems, hint=_hint(reader.problems))
@@ -122,11 +124,8 @@ def _resolve(config: DictConfig, reader: Reader) -> dict[Any, Any]:
 def _check_top_level(reader: Reader, data: Mapping[Any, Any]) -> None:
     known = [*TOP_LEVEL, *schema.documented(schema.Options)]
     for name in data:
-        if name in ("device_type_specific", "node_specific"):
-            message = "this version starts the same arguments on every host"
-            reader.problem(name, f"cannot be given: {message}; `experiment.envs.{name}` can")
-        elif name not in known:
-            reader.unknown(str(name), name, known)
+        if name not in known and name not in schema.SPECIFIC_SECTIONS:
+            reader.unknown(str(name), name, [*known, *schema.SPECIFIC_SECTIONS])
 
 
 def _read_options(reader: Reader, data: Mapping[Any, Any]) -> schema.Options:
@@ -146,6 +145,10 @@ def _read_experiment(
     envs = read_environments(reader, reader.mapping(given, "envs", prefix))
     cmds = read_commands(reader, reader.mapping(given, "cmds", prefix))
     train = _read_train(reader, reader.mapping(data, "train"), task.foreign)
+    by_type, by_host = (
+        read_specifics(reader, data, section, foreign=task.foreign)
+        for section in schema.SPECIFIC_SECTIONS
+    )
     if not {"name", "exp_dir"} <= found.keys():
         return None
     return schema.Experiment(
@@ -156,6 +159,8 @@ def _read_experiment(
         cmds=cmds,
         train=train,
         config_file=config_file.absolute(),
+        by_type=by_type,
+        by_host=by_host,
         overrides=tuple(overrides),
         resolved=data,
         sources=reader.sources.places,
@@ -167,20 +172,7 @@ def _read_train(reader: Reader, data: Mapping[Any, Any], foreign: bool) -> schem
         if name not in schema.SECTIONS:
             reader.unknown(f"train.{name}", name, schema.SECTIONS)
     sections = {name: reader.mapping(data, name, "train.") for name in schema.SECTIONS}
-    return schema.Train(**{k: _with_absolute_paths(v, foreign) for k, v in sections.items()})
-
-
-def _with_absolute_paths(section: Mapping[Any, Any], foreign: bool) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            made[key] = _with_absolute_paths(value, foreign)
-        elif value is None:
-            made[key] = None
-        else:
-            name = str(key).replace("-", "_")
-            made[key] = paths.absolute_value(name, value, foreign=foreign)
-    return made
+    return schema.Train(**{k: with_absolute_paths(v, foreign) for k, v in sections.items()})
 
 
 def _train_problems(reader: Reader, experiment: schema.Experiment) -> list[Problem]:
@@ -190,6 +182,7 @@ def _train_problems(reader: Reader, experiment: schema.Experiment) -> list[Probl
         problems = collisions(sections, "train.")
         if not experiment.task.foreign:
             problems += _argument_problems(sections)
+        problems += specific_problems(experiment)
     except ConfigError as error:
         problems = list(error.problems)
     problems = [replace(p, where=reader.sources.place(p.key)) for p in problems]

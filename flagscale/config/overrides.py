@@ -74,6 +74,8 @@ def is_known(key: str) -> bool:
     if not rest:
         return key in schema.documented(schema.Options)
     leaf = key.rpartition(".")[2]
+    if head in schema.SPECIFIC_SECTIONS:
+        return rest.count(".") >= 1
     if head == "train":
         return rest.count(".") >= 1 and lookup(leaf.replace("-", "_")) is not None
     return head == "experiment" and _is_known_experiment_key(rest)

@@ -20,6 +20,8 @@ ACTIONS = ("run", "dryrun", "test", "check", "query", "logs", "stop")
 SECTIONS = ("system", "model", "data")
 RUNNER_TYPES = ("local", "ssh")
 TORCHRUN_BACKENDS = ("torchrun",)
+SYNC_KINDS = ("none", "code")
+SPECIFIC_SECTIONS = ("device_type_specific", "node_specific")
 TASK_TYPES = ("train",)
 TASK_BACKENDS = ("megatron",)
 
@@ -68,11 +70,11 @@ class Task:
 class Runner:
     """How and where it is run: ``experiment.runner``."""
 
-    type: str = field(
-        default="local",
+    type: str | None = field(
+        default=None,
         metadata=doc(
-            "How hosts are reached. `ssh` without a hostfile, or with this machine alone in it, "
-            "starts on this machine, as `local` does.",
+            "How hosts are reached. Without it: `ssh` where the hostfile names other machines, "
+            "`local` where there is none or it names this machine alone.",
             choices=RUNNER_TYPES,
         ),
     )
@@ -97,15 +99,23 @@ class Runner:
     hostfile: Path | None = field(
         default=None,
         metadata=doc(
-            "File with a line `host slots=N [type=T]` for each host. Without it: this machine."
+            "File with a line `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J]` for "
+            "each host; `node[01-16]` names sixteen. `addr` is the address for the ranks where "
+            "SSH uses another; `proxy` is a jump host, as for `ssh -J`. Without a hostfile: this "
+            "machine."
         ),
     )
     master_addr: str | None = field(
-        default=None, metadata=doc("Address at which ranks meet. Without it: the first host's.")
+        default=None,
+        metadata=doc("Address at which ranks meet. Without it: the first host's `addr` or name."),
     )
     master_port: int | None = field(
         default=None,
-        metadata=doc("Port at which ranks meet. Without it: a free one.", minimum=1, maximum=65535),
+        metadata=doc(
+            "Port at which ranks meet. Without it: one that is free on the first host.",
+            minimum=1,
+            maximum=65535,
+        ),
     )
     foreground: bool = field(
         default=False,
@@ -161,19 +171,65 @@ class Runner:
             "`host:port`; the same as `master_addr` and `master_port`, which win over it."
         ),
     )
-    ssh_port: int = field(
-        default=22,
+    ssh_port: int | None = field(
+        default=None,
         metadata=doc(
-            "Port of the hosts' SSH servers. This machine is not reached by SSH.",
+            "Port of the hosts' SSH servers; the hostfile's `port` wins. Without it: what the "
+            "user's SSH configuration says, else 22.",
             minimum=1,
             maximum=65535,
+        ),
+    )
+    ssh_config: Path | None = field(
+        default=None,
+        metadata=doc(
+            "An SSH configuration in place of `~/.ssh/config` and the system's, as `ssh -F`."
         ),
     )
     no_shared_fs: bool = field(
         default=False,
         metadata=doc(
-            "Whether hosts have no common file system. Of no effect where this machine is the only "
-            "host."
+            "Whether hosts have no file system in common with this machine. Each host then gets "
+            "its own script, configuration and plan under `exp_dir`; logs and states are fetched. "
+            "Of no effect where this machine is the only host."
+        ),
+    )
+    sync: str = field(
+        default="none",
+        metadata=doc(
+            "What is copied to the hosts before a run when there is no shared file system: "
+            "`code` is this project and the adapted backend, changed files alone, into "
+            "`build_dir`. With `none` hosts whose code differs are refused.",
+            choices=SYNC_KINDS,
+        ),
+    )
+    build_dir: Path | None = field(
+        default=None,
+        metadata=doc(
+            "This project's directory on the hosts. Without it: the same as here. A device type "
+            "or host may have another."
+        ),
+    )
+    python: str | None = field(
+        default=None,
+        metadata=doc(
+            "The Python of the hosts, a path or a name; a path's directory also comes first in "
+            "PATH, as activating a virtual environment would have it. Without it: the launcher's "
+            "own, or with `conda` that environment's. A device type or host may have another."
+        ),
+    )
+    conda: str | None = field(
+        default=None,
+        metadata=doc(
+            "Name or path of a conda environment that hosts activate first. A device type or "
+            "host may have another."
+        ),
+    )
+    preflight: bool = field(
+        default=True,
+        metadata=doc(
+            "Whether a run first looks at every host for what would make it fail, as "
+            "`action=check` does."
         ),
     )
     per_node_task: bool = field(
@@ -223,6 +279,26 @@ class Commands:
     after_stop: str = field(
         default="", metadata=doc("Run after the ranks have ended, however they did.")
     )
+
+
+@dataclass(frozen=True)
+class Specific:
+    """What is different on the hosts of one device type, or on one host:
+    ``device_type_specific.<type>`` and ``node_specific.<host>`` at the YAML's top level."""
+
+    build_dir: Path | None = field(
+        default=None, metadata=doc("This project's directory there, for `runner.build_dir`.")
+    )
+    python: str | None = field(default=None, metadata=doc("The Python there, for `runner.python`."))
+    conda: str | None = field(
+        default=None, metadata=doc("The conda environment there, for `runner.conda`.")
+    )
+    before_start: str | None = None
+    """``cmds.before_start``, in place of ``experiment.cmds.before_start``."""
+    after_stop: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the training program, in sections or not, as in ``train``; null takes the
+    argument away."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +357,10 @@ class Experiment:
     train: Train
     config_file: Path
     """The YAML that the user named."""
+    by_type: Mapping[str, Specific] = field(default_factory=dict)
+    """``device_type_specific``: wins over ``train`` and the like."""
+    by_host: Mapping[str, Specific] = field(default_factory=dict)
+    """``node_specific``: wins over ``by_type``."""
     overrides: tuple[str, ...] = ()
     """Hydra overrides, as the user typed them."""
     resolved: Mapping[str, Any] = field(default_factory=dict, repr=False)

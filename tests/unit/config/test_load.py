@@ -155,7 +155,21 @@ EXPERIMENT_PROBLEMS = {
     "env-list": ("CUDA_VISIBLE_DEVICES: 0,1", "X: [0, 1]", "found a list; write 0,1"),
     "env-map": ("CUDA_VISIBLE_DEVICES: 0,1", "device_type: {a: 1}", "found a section"),
     "env-name": ("CUDA_VISIBLE_DEVICES: 0,1", "A-B: 1", "cannot be the name of a variable"),
-    "argument-overrides": ("action: run", "device_type_specific: {}", "cannot be given"),
+    "argument-of-one-type": (
+        "action: run",
+        "device_type_specific: {A800: {num_layerss: 2}}",
+        "device_type_specific.A800.num_layerss: unknown argument",
+    ),
+    "argument-of-the-whole-job": (
+        "action: run",
+        "node_specific: {h1: {model: {num_layers: 2}}}",
+        "node_specific.h1.model.num_layers: has to be the same on every host",
+    ),
+    "secret-of-one-host": (
+        "action: run",
+        "node_specific: {h1: {wandb_api_key: abc}}",
+        "node_specific.h1.wandb_api_key: looks like a secret",
+    ),
     "train-section": ("action: run", "train: {modle: {}}", "did you mean 'model'"),
 }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagscale.errors import ConfigError
+from flagscale.launch.folding import expand, fold
 from flagscale.launch.hosts import (
     Host,
     choose_hosts,
@@ -141,11 +143,70 @@ def test_choose_this_machine(tmp_path: Path) -> None:
         choose_hosts(path, None)
 
 
-def test_other_hosts_and_nameless_hosts_are_refused(tmp_path: Path) -> None:
+def test_other_hosts_need_ssh_and_a_name(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("localhost slots=1\n192.0.2.1 slots=1\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1") as raised:
-        choose_hosts(path, None)
-    assert "this machine only" in str(raised.value)
+    path.write_text("localhost slots=1\n198.51.100.[1-3] slots=1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"198\.51\.100\.\[1-3\]") as raised:
+        choose_hosts(path, None, "local")
+    assert "type: ssh" in str(raised.value)
+    assert len(choose_hosts(path, None)) == 4
     with pytest.raises(ConfigError, match="no hostfile"):
         choose_hosts(None, 4)
+
+
+def test_a_line_with_everything() -> None:
+    (first, second) = parse_hostfile(
+        "node[08-09] slots=8 type=A800 port=2222 user=me addr=10.0.0.[1-2] proxy=me@gate:22"
+    )
+    assert first == Host("node08", 8, "A800", 2222, "me", "10.0.0.1", "me@gate:22")
+    assert (second.name, second.addr) == ("node09", "10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("h[1-3]", ["h1", "h2", "h3"]),
+        ("h[08-10,20].x", ["h08.x", "h09.x", "h10.x", "h20.x"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("plain", ["plain"]),
+    ],
+)
+def test_names_unfold_and_fold(pattern: str, names: list[str]) -> None:
+    assert expand(pattern) == names
+    assert [name for part in _parts(fold(names)) for name in expand(part)] == names
+
+
+def _parts(folded: str) -> list[str]:
+    """The patterns of a folded list: commas inside brackets separate nothing."""
+    return re.split(r",(?![^\[]*\])", folded)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a1", "a2", "a4", "b"], "a[1-2,4],b"),
+        (["n08", "n09", "n10", "n11"], "n[08-11]"),
+        (["n9", "n10"], "n[9-10]"),
+        (["10.0.0.1", "10.0.0.2"], "10.0.0.[1-2]"),
+        (["x"], "x"),
+        ([], ""),
+    ],
+)
+def test_fold(names: list[str], expected: str) -> None:
+    assert fold(names) == expected
+
+
+@given(
+    st.lists(st.from_regex(r"[a-z]{1,2}[0-9]{0,3}[a-z]?", fullmatch=True), min_size=1, max_size=20)
+)
+def test_folding_loses_no_name(names: list[str]) -> None:
+    found = [name for part in _parts(fold(names)) for name in expand(part)]
+    assert sorted(found) == sorted(set(names))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["h[", "h[1-", "h]1", "h[a]", "h[3-1]", "h[1-003]", "h[]", "h[0-99999]", "h[1--2]"]
+)
+def test_bad_ranges(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="f:1"):
+        parse_hostfile(f"{pattern} slots=1", "f")
