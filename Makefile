@@ -43,7 +43,6 @@ data: setup ## corpus and tokenizer of the quickstart (idempotent)
 
 quickstart: setup backend data ## train a tiny Llama-3 on this machine, from nothing
 	$(RUN) run.py $(CONFIG) action=test
-	@$(RUN) -m flagscale.cli query examples/llama3/conf/train.yaml
 
 test: setup-dev backend ## the whole test suite
 	$(RUN) -m pytest
@@ -59,6 +58,13 @@ lint: setup-dev ## ruff, mypy, and generated files in step with their sources
 format: setup-dev ## let ruff rewrite what it can
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+docs: setup-dev ## write the generated files: configuration reference, argument list
+	$(RUN) tools/config/generate_arguments.py
+	$(RUN) tools/config/reference.py
+
+bench: setup backend data ## measure launching and training on this machine into docs/results/
+	$(RUN) tools/bench/quickstart.py
 
 gpu-test: setup-dev backend ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu

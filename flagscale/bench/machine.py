@@ -35,9 +35,8 @@ def facts(*packages: str) -> dict[str, Any]:
 def _relative(words: list[str]) -> list[str]:
     project = Path(__file__).resolve().parents[2]
     script = Path(words[0]).resolve()
-    return [str(script.relative_to(project)) if project in script.parents else script.name] + (
-        words[1:]
-    )
+    shown = script.relative_to(project) if project in script.parents else script.name
+    return [str(shown), *words[1:]]
 
 
 def _processor() -> str:

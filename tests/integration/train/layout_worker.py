@@ -3,8 +3,8 @@
 usage: layout_worker.py CASES.json RESULTS.json [cpu | cuda]
 
 CASES is a list of {"id", "world", "argv"}. Importing torch and megatron.core takes longer than
-the training, so on a CPU this process imports once and forks the ranks; cases of one world size share
-their ranks, which lay the process groups out anew for each.
+the training, so on a CPU this process imports once and forks the ranks; cases of one world size
+share their ranks, which lay the process groups out anew for each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if kind == "cpu":
-        # So that the forked ranks need not. On a GPU the import starts CUDA, which no fork survives.
+        # So that the forked ranks need not. On a GPU the import starts CUDA, which cannot be used
+        # after a fork.
         import flagscale.train.build
         import flagscale.train.data.datasets
         import flagscale.train.step  # noqa: F401
