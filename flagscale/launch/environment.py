@@ -15,7 +15,7 @@ from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PYTHON_PATH = "PYTHONPATH"
-DEFAULT, INHERITED, COMMON = "default", "inherited", "envs"
+DEFAULT, INHERITED, DETECTED, COMMON = "default", "inherited", "detected", "envs"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class EnvValue:
     """One environment variable of a host's ranks.
 
     ``origin`` is ``run`` (the run's own identity), ``default`` (the user gave none),
-    ``inherited`` (from the environment of the launch) or the key of the YAML. A secret's value is
+    ``inherited`` (from the environment of the launch), ``detected`` (found on the host) or the
+    key of the YAML. A secret's value is
     kept from files, output and ``repr``: it travels in the started script's environment alone.
     """
 
@@ -44,11 +45,15 @@ def build_environment(
     *,
     run_id: str,
     status_dir: Path,
-    threads: int,
-    gpus: int,
+    threads: int | None,
+    gpus: int | None,
+    interface: str | None = None,
 ) -> tuple[tuple[EnvValue, ...], tuple[str, ...]]:
     """The variables a host's script sets, by precedence defaults < inherited < envs < device
-    type < host, and the user's own entries of PYTHONPATH, which come after the project's."""
+    type < host, and the user's own entries of PYTHONPATH, which come after the project's.
+
+    ``threads`` and ``gpus`` are None where the host has not been asked. ``interface`` is the one
+    that reaches the other hosts."""
     given = _given(experiment, host)
     values = [
         EnvValue(RUN_ID_VARIABLE, run_id, "run"),
@@ -61,6 +66,11 @@ def build_environment(
         # Written down too, so that the script does the same from another shell.
         origin = INHERITED if name in inherited else DEFAULT
         values.append(EnvValue(name, inherited.get(name, value), origin))
+    values.extend(
+        EnvValue(name, value, DETECTED)
+        for name, value in _interfaces(interface).items()
+        if name not in given
+    )
     own_path = given.pop(PYTHON_PATH, None)
     values.extend(given.values())
     return tuple(values), (own_path.value,) if own_path and own_path.value else ()
@@ -97,7 +107,20 @@ def _complaint(name: str, value: str) -> str | None:
     return None
 
 
-def _defaults(host: Host, threads: int, gpus: int, grace: int) -> dict[str, str]:
+def _interfaces(interface: str | None) -> dict[str, str]:
+    """Which interface collectives use. Left alone, each library guesses by rules of its own, and
+    a host name that resolves to a loopback address makes gloo hang."""
+    if interface is None:
+        return {}
+    # A bare name would be a prefix; `=` asks for this very interface.
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "FSCCL_SOCKET_IFNAME": f"={interface}",
+    }
+
+
+def _defaults(host: Host, threads: int | None, gpus: int | None, grace: int) -> dict[str, str]:
     """What is set where neither the user nor the inherited environment says otherwise."""
     defaults = {
         # Whole lines at once, in order with the launcher's own.
@@ -106,12 +129,13 @@ def _defaults(host: Host, threads: int, gpus: int, grace: int) -> dict[str, str]
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{host.name}:${{rank}}: ",
         # Seconds torchrun leaves its workers between TERM and KILL (from torch 2.13 on).
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace),
-        "OMP_NUM_THREADS": str(threads),
     }
+    if threads is not None:
+        defaults["OMP_NUM_THREADS"] = str(threads)
     if gpus:
         # No NVLink multicast: it is not safe on hosts that are shared with others.
         defaults |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    else:
+    elif gpus == 0:
         # Compiling costs a dozen seconds at the first step and gains nothing on a CPU.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
     return defaults

@@ -20,6 +20,7 @@ from flagscale.launch import devices
 from flagscale.launch.environment import EnvValue, build_environment
 from flagscale.launch.hosts import Host, count_ranks
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
+from flagscale.launch.per_host import rebased, settings
 
 BACKEND_DIRECTORY = Path("third_party") / "Megatron-LM"
 
@@ -33,10 +34,22 @@ class Machine:
     """Directory that holds the ``flagscale`` package and ``third_party``."""
     workdir: Path
     """Directory from which the user started; the ranks' working directory."""
-    cpus: int
-    gpus: int
+    cpus: int | None
+    gpus: int | None
+    """None, as for ``cpus``, where the machine has not been asked."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """What processes started there inherit."""
+    interface: str | None = None
+    """The network interface over which it reaches the other hosts, where there are others."""
+
+
+@dataclass(frozen=True)
+class SshPlace:
+    """How SSH reaches a host where that differs from the user's SSH configuration."""
+
+    user: str | None = None
+    port: int | None = None
+    proxy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,13 @@ class HostPlan:
     script: Path
     output: Path
     pid_file: Path
+    before_start: str = ""
+    """Shell commands before the job, the activation of an environment among them."""
+    after_stop: str = ""
+    origins: tuple[tuple[str, str], ...] = ()
+    """What this host's type or name changed: dotted key and value."""
+    ssh: SshPlace | None = None
+    """How SSH reaches it; None for this machine."""
 
     @property
     def ranks(self) -> range:
@@ -78,11 +98,12 @@ class LaunchPlan:
     hosts: tuple[HostPlan, ...]
     foreign: bool
     """Whether the program may not be ours, and so may report no status."""
-    before_start: str
-    after_stop: str
     start_timeout: float
     stop_grace: float
     notes: tuple[str, ...] = ()
+    shared_fs: bool = True
+    """Whether the hosts and this machine see the same files."""
+    ssh_config: Path | None = None
 
     @property
     def world_size(self) -> int:
@@ -112,37 +133,47 @@ def _plain(value: Any) -> Any:
 def plan(
     experiment: Experiment,
     hosts: Sequence[Host],
-    machine: Machine,
+    machines: Machine | Sequence[Machine],
     *,
     run_id: str,
     master_port: int,
+    over_ssh: bool = False,
 ) -> LaunchPlan:
-    """What every host runs. Raises :class:`ConfigError` for what no host could run."""
+    """What every host runs. ``machines`` are theirs, or one that stands for all of them.
+
+    Raises :class:`ConfigError` for what no host could run.
+    """
     runner = experiment.runner
-    endpoint = _endpoint(runner)
-    local_only = len(hosts) == 1
-    master_addr = runner.master_addr or endpoint[0] or ("127.0.0.1" if local_only else "")
+    each = [machines] * len(hosts) if isinstance(machines, Machine) else list(machines)
     draft = LaunchPlan(
         run_id=run_id,
         name=experiment.name,
         exp_dir=experiment.exp_dir,
         log_dir=runner.log_dir,
-        master_addr=master_addr or hosts[0].name,
+        master_addr=master_address(runner, hosts),
         master_port=master_port,
         hosts=(),
         foreign=experiment.task.foreign,
-        before_start=experiment.cmds.before_start,
-        after_stop=experiment.cmds.after_stop,
         start_timeout=runner.start_timeout,
         stop_grace=runner.stop_grace,
+        shared_fs=not (over_ssh and runner.no_shared_fs),
+        ssh_config=runner.ssh_config if over_ssh else None,
     )
-    program = program_arguments(experiment, draft.layout)
     planned: list[HostPlan] = []
-    for rank, host in enumerate(hosts):
+    for rank, (host, machine) in enumerate(zip(hosts, each, strict=True)):
         nproc = ranks_of(experiment, host, machine)
         first = sum(before.nproc for before in planned)
-        planned.append(_plan_host(draft, experiment, machine, host, program, (rank, nproc, first)))
+        made = _plan_host(draft, experiment, machine, host, (rank, nproc, first))
+        place = SshPlace(host.user, host.port or runner.ssh_port, host.proxy)
+        planned.append(replace(made, ssh=place) if over_ssh else made)
     return replace(draft, hosts=tuple(_with_node_count(planned)))
+
+
+def master_address(runner: Runner, hosts: Sequence[Host]) -> str:
+    """The address at which ranks meet: what the user says, else the first host's."""
+    given = runner.master_addr or _endpoint(runner)[0]
+    alone = "127.0.0.1" if len(hosts) == 1 else None
+    return given or alone or hosts[0].addr or hosts[0].name
 
 
 def _endpoint(runner: Runner) -> tuple[str | None, int | None]:
@@ -168,15 +199,19 @@ def ranks_of(experiment: Experiment, host: Host, machine: Machine) -> int:
     given = {**machine.environment, **experiment.envs.for_host(host.name, host.device_type)}
     wanted = experiment.runner.nproc_per_node
     if wanted == "auto":
+        visible = devices.visible_devices(given)
+        if machine.gpus is None:
+            return count_ranks(host.slots, None, visible)
         automatic = devices.automatic_ranks(given, machine.gpus)
-        return count_ranks(host.slots, automatic, devices.visible_devices(given))
+        return count_ranks(host.slots, automatic, visible)
     return count_ranks(host.slots, wanted, devices.visible_devices(given))
 
 
-def program_arguments(experiment: Experiment, layout: Layout) -> tuple[str, ...]:
+def program_arguments(
+    experiment: Experiment, layout: Layout, sections: Mapping[str, Any], project: Path
+) -> tuple[str, ...]:
     """The training program and its arguments: the YAML's, and for what it leaves out, the
     directories of this experiment."""
-    sections = experiment.train.sections()
     problems = [
         Problem(key, "looks like a secret, which a script and the process list would show")
         for key, name, value in leaves(sections, "train.")
@@ -195,7 +230,7 @@ def program_arguments(experiment: Experiment, layout: Layout) -> tuple[str, ...]
     arguments = flatten(
         {**sections, "directories": directories}, foreign=experiment.task.foreign, prefix="train."
     )
-    return (str(experiment.task.entrypoint), *arguments)
+    return (str(rebased(experiment.task.entrypoint, project)), *arguments)
 
 
 def _names(sections: Mapping[Any, Any]) -> Iterator[str]:
@@ -212,10 +247,10 @@ def _plan_host(
     experiment: Experiment,
     machine: Machine,
     host: Host,
-    program: tuple[str, ...],
     place: tuple[int, int, int],
 ) -> HostPlan:
     rank, nproc, first_rank = place
+    own = settings(experiment, host)
     layout = draft.layout
     run_dir = layout.run_dir(rank, host.name, draft.run_id)
     environment, own_python_path = build_environment(
@@ -224,15 +259,16 @@ def _plan_host(
         machine.environment,
         run_id=draft.run_id,
         status_dir=run_dir / STATUS_DIRECTORY,
-        threads=max(1, machine.cpus // nproc),
+        threads=None if machine.cpus is None else max(1, machine.cpus // nproc),
         gpus=machine.gpus,
+        interface=machine.interface,
     )
     backend = machine.project / BACKEND_DIRECTORY
     return HostPlan(
         rank=rank,
         name=host.name,
         device_type=host.device_type,
-        address=host.name,
+        address=host.addr or host.name,
         nproc=nproc,
         first_rank=first_rank,
         environment=environment,
@@ -244,11 +280,14 @@ def _plan_host(
             *("--grace", f"{draft.stop_grace:g}"),
         ),
         torchrun=_torchrun(draft, experiment.runner, machine, run_dir, (rank, nproc)),
-        program=program,
+        program=program_arguments(experiment, layout, own.sections, machine.project),
         run_dir=run_dir,
         script=layout.script(rank, host.name),
         output=layout.output(rank, host.name),
         pid_file=layout.pid(rank, host.name),
+        before_start=own.commands_before,
+        after_stop=own.after_stop,
+        origins=own.origins,
     )
 
 

@@ -82,7 +82,7 @@ exit "$code"
 
 def render(plan: LaunchPlan, host: HostPlan) -> str:
     """The script of one host."""
-    return "\n".join((*_head(plan, host), *_environment(host), *_words(plan, host), _FRAME))
+    return "\n".join((*_head(plan, host), *_environment(host), *_words(host), _FRAME))
 
 
 def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
@@ -117,6 +117,7 @@ _BLOCKS = {
     "run": "# Every process of the run carries this; `stop` ends those and no others.",
     "default": "# Defaults; `experiment.envs` or the environment of the launch wins over them.",
     "inherited": "# From the environment of the launch, in place of defaults.",
+    "detected": "# The interface that reaches the other hosts.",
 }
 
 
@@ -144,15 +145,15 @@ def _require(value: EnvValue) -> str:
     return f': "${{{value.name}:?is a secret: export it, then run this script}}"'
 
 
-def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
+def _words(host: HostPlan) -> Iterator[str]:
     yield "# Supervisor, launcher of the ranks, training program."
     yield _array("agent", host.agent)
     yield _array("torchrun", host.torchrun)
     yield _array("program", host.program)
     yield ""
     yield "# experiment.cmds, verbatim."
-    yield from _verbatim("before_start", plan.before_start)
-    yield from _verbatim("after_stop", plan.after_stop)
+    yield from _verbatim("before_start", host.before_start)
+    yield from _verbatim("after_stop", host.after_stop)
     yield ""
 
 

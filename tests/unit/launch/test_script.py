@@ -137,6 +137,7 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         script=here,
         output=here,
         pid_file=here,
+        before_start=command,
     )
     return LaunchPlan(
         run_id="r",
@@ -147,8 +148,6 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         master_port=1,
         hosts=(host,),
         foreign=True,
-        before_start=command,
-        after_stop="",
         start_timeout=1,
         stop_grace=1,
     )
