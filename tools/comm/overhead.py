@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""What the benchmark adds to an operation: its own loop and a bare loop, by turns.
+
+  tools/comm/overhead.py [--ranks 2] [--bytes 1024] [--rounds 400] [--iters 50]
+
+Two loops of `dist.all_reduce` over gloo, one by the benchmark's timing and one that only calls
+it, run by turns on the same tensor and group. Prints the ratio of their times an iteration with
+its 95 % interval, and exits with 1 when the whole interval lies above the limit of 3 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from flagscale.bench.collectives.bodies import Shape, assemble, build
+from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.collectives.statistics import median_ratio
+from flagscale.bench.collectives.teams import Team
+from flagscale.bench.collectives.timing import Marks, measure
+
+LIMIT = 1.03
+
+
+def _bare(tensor: torch.Tensor, iterations: int) -> float:
+    """Microseconds an iteration of a loop without anything else."""
+    dist.barrier()
+    begin = time.perf_counter_ns()
+    for _ in range(iterations):
+        dist.all_reduce(tensor)
+    return (time.perf_counter_ns() - begin) / 1e3 / iterations
+
+
+def _added(device: BenchDevice, spec: BenchSpec) -> float:
+    """Microseconds an iteration of the benchmark's loop around a function that does nothing."""
+    steps = [lambda: None] * 10_000
+    spec = replace(spec, iterations=replace(spec.iterations, measured=len(steps)))
+    turns = [measure(steps, [], device, spec, Marks([]), lambda: None) for _ in range(20)]
+    return min(turn.average for turn in turns)
+
+
+def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks
+    )
+    line = ["all_reduce", "-d", "fp32", "-n", str(options.iters), "-w", "0"]
+    spec = parse_spec(line)
+    case, device = next(spec.cases(options.ranks)), BenchDevice(torch.device("cpu"))
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("there is no default group")
+    team = Team("gloo", tuple(range(options.ranks)), rank, world)
+    elements = options.bytes // 4
+    part = build(case, Shape(elements, elements, elements), team, device)
+    steps = [assemble((part,), device, team, "all_reduce").step] * options.iters
+    ours: list[float] = []
+    bare: list[float] = []
+    _bare(part.output, options.iters)
+    # As the benchmark does, so that the collections before its loops look at little.
+    gc.collect()
+    gc.freeze()
+    for number in range(options.rounds):
+        for which in ("ours", "bare") if number % 2 else ("bare", "ours"):
+            if which == "ours":
+                ours.append(measure(steps, [], device, spec, Marks([]), dist.barrier).average)
+            else:
+                bare.append(_bare(part.output, options.iters))
+    if rank == 0:
+        found = median_ratio(ours, bare)
+        print(f"added by the loop itself: {_added(device, spec):.3f} us an iteration")
+        print(
+            f"all_reduce of {options.bytes} bytes over gloo, {options.ranks} ranks: "
+            f"{median(bare):.1f} us bare; ratio {found.value:.4f}, 95 % interval "
+            f"{found.low:.4f} to {found.high:.4f} ({options.rounds} pairs of {options.iters})"
+        )
+        Path(f"{store}.verdict").write_text("1" if found.low > LIMIT else "0")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Measure; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--bytes", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--iters", type=int, default=50)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        store = f"{directory}/store"
+        spawn(_rank, args=(options, store), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+        return int(Path(f"{store}.verdict").read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
