@@ -25,7 +25,14 @@ _OUTPUT_LINES = 40
 
 # The machine's own instructions vectorise the reductions. Contracting a*b+c could round
 # differently in two algorithms that must agree bit by bit.
-_FLAGS = ("-O2", "-ftree-vectorize", "-ffp-contract=off", "-fvisibility=hidden", "-Wall")
+_FLAGS = (
+    "-O2",
+    "-ftree-vectorize",
+    "-fvect-cost-model=dynamic",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-Wall",
+)
 
 
 class BuildError(FlagscaleError):
@@ -49,7 +56,8 @@ def load_extension() -> ModuleType:
     """The compiled module, built first if need be. Safe when many ranks call it at once.
 
     Environment: ``FSCCL_BUILD_DIR`` is where builds are kept (default:
-    ``$XDG_CACHE_HOME/flagscale/fsccl``), ``CXX`` the compiler, ``MAX_JOBS`` how many compile at once.
+    ``$XDG_CACHE_HOME/flagscale/fsccl``), ``CXX`` the compiler, ``MAX_JOBS`` how many files are
+    compiled at once.
 
     Raises:
         BuildError: no compiler, a failed compilation, or a directory that cannot be written.
@@ -72,8 +80,8 @@ def _compiler() -> str:
 
 
 def _sources() -> list[Path]:
-    """What is compiled: the one file that needs torch's headers (long, so first), and the core."""
-    return [_SOURCES / "torch" / "extension.cpp", *sorted((_SOURCES / "core").glob("*.cpp"))]
+    """The two translation units: what needs torch's headers, and the core."""
+    return [_SOURCES / "torch" / "extension.cpp", _SOURCES / "core" / "core.cpp"]
 
 
 @functools.cache

@@ -9,7 +9,7 @@ namespace fsccl {
 namespace {
 
 constexpr uint32_t kRunning = 0, kWriting = 1, kAborted = 2;
-constexpr std::chrono::milliseconds kNap(100);
+constexpr std::chrono::milliseconds kLaneNap(100);
 constexpr int32_t kNobody = -1;
 
 bool reached(uint32_t posted, uint32_t step) { return static_cast<int32_t>(posted - step) >= 0; }
@@ -142,7 +142,7 @@ void Lane::sleep_until(int peer, uint32_t step) {
     theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = theirs.posted.load(std::memory_order_seq_cst);
     const bool done = reached(seen, step);
-    if (!done) futex_wait(theirs.posted, seen, std::min(kNap, deadline_.remaining()));
+    if (!done) futex_wait(theirs.posted, seen, std::min(kLaneNap, deadline_.remaining()));
     theirs.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (done || reached(theirs.posted.load(std::memory_order_acquire), step)) break;
     look_around(peer, step);

@@ -15,7 +15,7 @@ namespace fsccl {
 namespace {
 
 constexpr size_t kReadBudget = 4 << 20;  // bytes from one connection before the next has its turn
-constexpr std::chrono::milliseconds kNap(100), kFarewell(2000);
+constexpr std::chrono::milliseconds kMessageNap(100), kFarewell(2000);
 
 void watch_fd(int epoll, int op, int fd, uint32_t events) {
   epoll_event e{};
@@ -265,7 +265,7 @@ void Messenger::on_clear(Link& link, const Frame& frame) {
 void Messenger::wait(const RequestPtr& request, const Deadline& deadline,
                      const std::function<void()>& watch) {
   while (!request->finished()) {
-    futex_wait(request->state, Request::kPending, std::min(kNap, deadline.remaining()));
+    futex_wait(request->state, Request::kPending, std::min(kMessageNap, deadline.remaining()));
     if (request->finished()) break;
     if (watch) watch();
     if (deadline.passed()) {

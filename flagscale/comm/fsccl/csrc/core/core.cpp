@@ -1,0 +1,17 @@
+// The whole core as one translation unit: it compiles in a third of the time of its parts, which
+// share most of their headers. Names in anonymous namespaces are therefore unique over all files.
+#include "collectives.cpp"
+#include "futex.cpp"
+#include "group.cpp"
+#include "hierarchy.cpp"
+#include "lane.cpp"
+#include "link.cpp"
+#include "local.cpp"
+#include "messenger.cpp"
+#include "messenger_io.cpp"
+#include "reduce.cpp"
+#include "segment.cpp"
+#include "settings.cpp"
+#include "socket.cpp"
+#include "topology.cpp"
+#include "types.cpp"

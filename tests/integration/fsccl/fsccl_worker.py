@@ -1,0 +1,33 @@
+"""One rank: runs the cases of fsccl_cases.py that a test asks for, one JSON line each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import fsccl_cases
+import torch
+
+torch.set_num_threads(1)
+
+
+def main() -> None:
+    # What cases and libraries print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = {"result": getattr(fsccl_cases, request["case"])(**request["arguments"])}
+        except Exception as error:  # noqa: BLE001 - the test decides what it means
+            reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

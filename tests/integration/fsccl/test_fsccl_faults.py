@@ -1,0 +1,209 @@
+"""A rank that is lost, or stands still: every survivor names it in time, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+TIMEOUT = 2.0  # seconds, of operations
+SLACK = 8.0  # for a busy machine; a hang is far longer
+
+
+@pytest.fixture
+def pool(ranks: Any) -> Any:
+    return ranks
+
+
+def survivors_say(pool: Any, members: list[int], limit: float) -> dict[int, str]:
+    replies = pool.replies(members, limit)
+    for i, reply in replies.items():
+        assert "error" in reply, f"rank {i} got {reply}"
+    return {i: reply["error"] for i, reply in replies.items()}
+
+
+@pytest.mark.parametrize(
+    ("clusters", "op"),
+    [
+        ("4", "all_reduce"),
+        ("4", "broadcast"),
+        ("4", "recv_last"),
+        ("2,2", "all_reduce"),
+        ("2,2", "all_to_all"),
+        ("3,1", "broadcast"),
+        ("3,1", "recv_last"),
+        ("1,1,1,1", "barrier"),
+    ],
+)
+def test_a_killed_rank_is_named(pool: Any, clusters: str, op: str) -> None:
+    pool.join(4, timeout=30, FSCCL_CLUSTERS=clusters)
+    pool.call(range(4), "call", op="all_reduce")
+    for i in range(3):
+        pool[i].ask("call", op=op, repeat=3)
+    time.sleep(0.1)
+    started = time.monotonic()
+    pool.kill(3)
+    for i, error in survivors_say(pool, [0, 1, 2], SLACK).items():
+        assert "rank 3" in error, f"rank {i}: {error}"
+        assert "ended" in error, f"rank {i}: {error}"
+    assert time.monotonic() - started < SLACK
+    pool.leave([0, 1, 2])
+
+
+@pytest.mark.parametrize("clusters", ["4", "2,2", "1,3"])
+def test_a_stopped_rank_is_named(pool: Any, clusters: str) -> None:
+    pool.join(4, timeout=TIMEOUT, FSCCL_CLUSTERS=clusters)
+    pool.call(range(4), "call", op="all_reduce")
+    os.kill(pool[3].pid, signal.SIGSTOP)
+    try:
+        for i in range(3):
+            pool[i].ask("call", op="all_reduce")
+        for i, error in survivors_say(pool, [0, 1, 2], TIMEOUT + SLACK).items():
+            assert "rank 3" in error, f"rank {i}: {error}"
+            assert "did not come within 2 s" in error, f"rank {i}: {error}"
+    finally:
+        os.kill(pool[3].pid, signal.SIGCONT)
+    pool.leave(range(4))
+
+
+def test_a_rank_killed_in_the_middle_of_large_messages(pool: Any) -> None:
+    pool.join(4, timeout=30, FSCCL_CLUSTERS="2,2")
+    for i in range(4):
+        pool[i].ask("call", op="all_reduce", count=4 << 20, repeat=200)
+    time.sleep(0.5)
+    pool.kill(3)
+    for i, error in survivors_say(pool, [0, 1, 2], SLACK).items():
+        assert "rank 3" in error, f"rank {i}: {error}"
+    pool.leave([0, 1, 2])
+
+
+def test_a_rank_that_never_joins_is_named(pool: Any) -> None:
+    for i in range(2):
+        pool[i].ask("join", rank=i, size=3, port=pool.port, key="absent", timeout=1, environment={})
+    pool.answers([0, 1])
+    for i in range(2):
+        pool[i].ask("call", op="barrier")
+    for error in survivors_say(pool, [0, 1], SLACK).values():
+        assert "rank 2 did not come to connect within 1 s" in error
+    pool.leave([0, 1])
+
+
+def test_different_operations_are_named(pool: Any) -> None:
+    pool.join(2, timeout=10)
+    pool[0].ask("call", op="all_reduce", count=1000)
+    pool[1].ask("call", op="barrier")
+    errors = survivors_say(pool, [0, 1], SLACK)
+    text = " ".join(errors.values())
+    assert "all_reduce #1 of 4000 bytes of float32, sum" in text
+    assert "barrier #1" in text
+    pool.leave([0, 1])
+
+
+def test_an_error_stays(pool: Any) -> None:
+    pool.join(2, timeout=1)
+    pool[0].ask("call", op="barrier")
+    first = survivors_say(pool, [0], SLACK)[0]
+    assert "rank 1" in first
+    started = time.monotonic()
+    pool[0].ask("call", op="all_reduce")
+    assert "rank 1" in survivors_say(pool, [0], SLACK)[0]
+    pool[1].ask("call", op="all_reduce")
+    assert "rank 1" in survivors_say(pool, [1], SLACK)[1]
+    assert time.monotonic() - started < 1
+    pool.leave([0, 1])
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_shared_memory_that_is_full_is_an_error_on_all_ranks(pool: Any, small_tmpfs: Path) -> None:
+    pool.join(3, timeout=10, FSCCL_SHM_DIR=str(small_tmpfs))
+    for i in range(3):
+        pool[i].ask("call", op="all_reduce")
+    for error in survivors_say(pool, [0, 1, 2], SLACK).values():
+        assert "cannot reserve" in error
+        assert "MiB of shared memory" in error
+        assert str(small_tmpfs) in error
+    pool.leave([0, 1, 2])
+    assert list(small_tmpfs.iterdir()) == []
+
+
+def test_a_limit_on_file_sizes_is_an_error(pool: Any) -> None:
+    pool.join(2, timeout=10)
+    pool.call([0], "limit_file_size", bytes_=100_000)
+    try:
+        for i in range(2):
+            pool[i].ask("call", op="all_reduce")
+        for error in survivors_say(pool, [0, 1], SLACK).values():
+            assert "cannot reserve" in error
+            assert "File too large" in error
+    finally:
+        pool.call([0], "limit_file_size", bytes_=-1)
+    pool.leave([0, 1])
+
+
+def test_nothing_is_left_in_shared_memory(pool: Any) -> None:
+    pool.join(3)
+    pool.call(range(3), "call", op="all_reduce")
+    assert pool.call([0], "shared_files") == [[]]
+    for i in range(3):
+        pool.kill(i)
+    assert pool.call([0], "shared_files") == [[]]
+
+
+def test_ranks_with_different_settings_are_refused(pool: Any) -> None:
+    for i in range(2):
+        variables = {"FSCCL_CHUNK_BYTES": str(65536 * (i + 1))}
+        pool[i].ask(
+            "join", rank=i, size=2, port=pool.port, key="unlike", timeout=5, environment=variables
+        )
+    pool.answers([0, 1])
+    for i in range(2):
+        pool[i].ask("call", op="barrier")
+    for error in survivors_say(pool, [0, 1], SLACK).values():
+        assert "FSCCL_CHUNK_BYTES=65536" in error
+        assert "FSCCL_CHUNK_BYTES=131072" in error
+        assert "set the same values everywhere" in error
+    pool.leave([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"FSCCL_CLUSTERS": "2,x"}, "FSCCL_CLUSTERS=2,x: expected the sizes"),
+        ({"FSCCL_CLUSTERS": "2,0"}, "FSCCL_CLUSTERS=2,0: expected the sizes"),
+        ({"FSCCL_CHUNK_BYTES": "1k"}, "FSCCL_CHUNK_BYTES=1k: expected 4096 to 1 GiB"),
+        ({"FSCCL_SHM": "yes"}, "FSCCL_SHM=yes: expected 0 or 1"),
+        ({"FSCCL_DEBUG": "loud"}, "FSCCL_DEBUG=loud: expected INFO or WARN"),
+        ({"FSCCL_SOCKET_IFNAME": "=nope0"}, "matches FSCCL_SOCKET_IFNAME==nope0; there are:"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
+)
+def test_a_wrong_variable_is_refused(pool: Any, variables: dict[str, str], expected: str) -> None:
+    pool[0].ask(
+        "join", rank=0, size=2, port=pool.port, key="wrong", timeout=5, environment=variables
+    )
+    assert expected in survivors_say(pool, [0], SLACK)[0]
+
+
+def test_clusters_must_cover_all_ranks(pool: Any) -> None:
+    pool.join(3, timeout=5, FSCCL_CLUSTERS="1,1")
+    for i in range(3):
+        pool[i].ask("call", op="barrier")
+    for error in survivors_say(pool, [0, 1, 2], SLACK).values():
+        assert "FSCCL_CLUSTERS covers 2 ranks, but there is a rank 2" in error
+    pool.leave([0, 1, 2])

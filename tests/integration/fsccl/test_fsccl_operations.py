@@ -1,0 +1,110 @@
+"""Every collective against a float64 reference, on real processes, over cluster shapes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+SHAPES = ["4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
+OPS = [
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "gather",
+    "scatter",
+    "all_to_all",
+]
+FLOATS = ["float32", "float64", "bfloat16", "float16"]
+INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
+ARITHMETIC = ["sum", "avg", "min", "max", "product", "premul"]
+BITWISE = ["band", "bor", "bxor"]
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+
+
+def members(shape: str) -> range:
+    return range(sum(int(n) for n in shape.split(",")))
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def job(request: pytest.FixtureRequest, ranks: Any) -> Any:
+    shape: str = request.param
+    # Small chunks and slots, so that medium sizes take many steps.
+    ranks.join(len(members(shape)), FSCCL_CLUSTERS=shape, FSCCL_CHUNK_BYTES="262144")
+    yield ranks, members(shape)
+    ranks.leave(members(shape))
+
+
+def case(op: str, dtype: str, count: int, red: str = "sum", **more: Any) -> dict[str, Any]:
+    base = {"op": op, "dtype": dtype, "count": count, "red": red, "root": 1, "seed": count}
+    return {**base, "strided": False, **more}
+
+
+def test_every_type_and_reduction(job: Any) -> None:
+    pool, ranks = job
+    combinations = [
+        *itertools.product(FLOATS, ARITHMETIC),
+        *itertools.product(INTEGERS, [*ARITHMETIC[:5], *BITWISE]),
+        *itertools.product(["bool"], ["sum", "min", "max", "product", *BITWISE]),
+        *itertools.product(["complex64", "complex128"], ["sum", "avg"]),
+    ]
+    cases = [case(op, dtype, 1031, red) for op in REDUCING for dtype, red in combinations]
+    pool.call(ranks, "check_many", cases=cases)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_size(job: Any, op: str) -> None:
+    pool, ranks = job
+    sizes = [0, 1, 2, 3, 17, 2047, 8193, 300_001, 1_000_000]
+    cases = [case(op, "float32", n, root=n % 3) for n in sizes]
+    pool.call(ranks, "check_many", cases=cases)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint16", "complex64", "bool"])
+def test_types_that_only_move(job: Any, dtype: str) -> None:
+    pool, ranks = job
+    moving = [op for op in OPS if op not in REDUCING]
+    if dtype == "float8_e4m3fn":
+        dtype = "uint8"  # comparing float8 is not possible; the bytes are what moves
+    pool.call(ranks, "check_many", cases=[case(op, dtype, 1000) for op in moving])
+
+
+def test_strided_tensors(job: Any) -> None:
+    pool, ranks = job
+    pool.call(ranks, "check_many", cases=[case(op, "float32", 5003, strided=True) for op in OPS])
+
+
+def test_anything(job: Any) -> None:
+    """Random operations in a row; the example is the same on all ranks."""
+    pool, ranks = job
+
+    @settings(
+        max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
+    @given(
+        st.lists(
+            st.builds(
+                case,
+                st.sampled_from(OPS),
+                st.sampled_from(FLOATS + INTEGERS),
+                st.one_of(st.integers(0, 40), st.integers(0, 70_000)),
+                st.sampled_from(ARITHMETIC[:5]),
+                root=st.integers(0, 4),
+                seed=st.integers(0, 1000),
+                strided=st.booleans(),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def runs(cases: list[dict[str, Any]]) -> None:
+        pool.call(ranks, "check_many", cases=cases)
+
+    runs()
