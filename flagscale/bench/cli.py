@@ -9,6 +9,7 @@ _EPILOG = """\
 commands
   list [--json]   every backend a YAML can name, and what is missing for it on this machine
   bench ...       measure collectives; flagscale comm bench --help
+  groups ...      measure the creation of process groups; flagscale comm groups --help
 """
 
 
@@ -24,7 +25,7 @@ def main_comm(words: Sequence[str]) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("list", "bench"))
+    parser.add_argument("command", choices=("list", "bench", "groups"))
     if not words:
         parser.print_help()
         return 2
@@ -34,6 +35,10 @@ def main_comm(words: Sequence[str]) -> int:
         from flagscale.bench.collectives.launch import main
 
         return main(rest, prog="flagscale comm bench")
+    if command == "groups":
+        from flagscale.bench.groups.launch import main as main_groups
+
+        return main_groups(rest, prog="flagscale comm groups")
     options = argparse.ArgumentParser(prog="flagscale comm list")
     options.add_argument("--json", action="store_true", help="for programs")
     from flagscale.comm.listing import show

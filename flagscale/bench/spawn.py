@@ -15,7 +15,7 @@ from pathlib import Path
 from flagscale.bench.world import MEETING_VARIABLE
 
 _POLL_SECONDS = 0.05
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 4.0
 """For the others, once a rank has failed, to find out why and to keep what they have."""
 _KILL_SECONDS = 3.0
 

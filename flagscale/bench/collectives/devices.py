@@ -57,7 +57,8 @@ class BenchDevice:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """A CUDA graph of ``work``, as a function that launches it."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads (a backend's watchdog) may go on calling the driver meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
         return graph.replay
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
@@ -53,7 +54,15 @@ def form(
             )
         if rank in ranks:
             mine = Team(backend.name, ranks, ranks.index(rank), group)
+            _connect(group, device)
     if mine is None:
         everyone = _get_default_group()
         return Team(backend.name, groups[0], -1, everyone)
     return mine
+
+
+def _connect(group: dist.ProcessGroup, device: BenchDevice) -> None:
+    """Communicators on a GPU are made by the first operation; registering memory needs one."""
+    if device.is_cuda:
+        dist.all_reduce(torch.zeros(1, device=device.torch_device), group=group)
+        device.synchronize()

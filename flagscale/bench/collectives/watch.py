@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from flagscale.bench.collectives.timing import Marks
 
 PERIOD = 1.0
-SILENT = 3.5
+SILENT = 2.5
 """After so many seconds without a word a rank counts as silent."""
 EXIT_STUCK = 1
 

@@ -1,0 +1,151 @@
+"""The command that measures the creation of process groups, each time in fresh processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flagscale.bench.collectives.command import Parser
+from flagscale.bench.world import World, detect
+from flagscale.comm import registry
+from flagscale.errors import ConfigError
+from flagscale.launch.door import guard
+
+ARM_NAMES = ("bound", "cold", "warm", "split")
+_ON_ACCELERATORS = ("bound", "split")
+
+_DESCRIPTION = """\
+Measure how long process groups take to create and to become usable, and the device memory they
+hold. Every measurement starts fresh processes; arms take turns, so that a drift hits all alike.
+
+arms
+  bound  the default group is bound to its device: new_group may split its communicator
+  cold   nothing bound: communicators are made by the first operation of each group
+  warm   as cold, after an operation on the default group: the control
+  split  as bound, by split_group
+
+examples
+  groups.py -r 8 --groups 1,8,33              every arm, 10 times each
+  groups.py -r 8 --simple                     the bound arm once; --without-split: the cold one
+  torchrun --nproc-per-node 8 groups.py       ranks from a launcher: each starts fresh ones
+  groups.py -r 2 --backend gloo --repeats 2   on a CPU, where only cold and warm have a meaning
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    arms: tuple[str, ...]
+    counts: tuple[int, ...]
+    repeats: int
+    members: int | None
+    backend: str
+    device: str
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "groups.py") -> int:
+    """Run the command; the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return guard(lambda: _main(words, prog))
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(
+        prog=prog,
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-r", "--nworkers", "-np", type=int, metavar="N", help="number of ranks")
+    add("--arms", default=",".join(ARM_NAMES), help="which, with commas (all)")
+    add("--groups", default="1,8,33", help="numbers of groups, with commas (1,8,33)")
+    add("--members", type=int, metavar="M", help="ranks of a group (all but one, two at least)")
+    add("--repeats", type=int, default=10, metavar="N", help="measurements of each (10)")
+    add("--backend", default="auto", help="as distributed_backend in a YAML (auto)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--simple", action="store_true", help="one group, one arm, once")
+    add("--without-split", action="store_true", help="with --simple: the cold arm")
+    add("--json", "--report-to-json-file", type=Path, metavar="FILE", help="keep all samples")
+    add("--measure", nargs=2, metavar=("ARM", "COUNT"), help=argparse.SUPPRESS)
+    add("--result", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _main(words: list[str], prog: str) -> int:
+    options = _parser(prog).parse(words)
+    plan = _plan(options)
+    world = detect(os.environ)
+    if options.measure:
+        from flagscale.bench.groups.rank import run_rank
+
+        if world is None:
+            raise ConfigError("--measure is what the ranks are started with")
+        return run_rank(options.measure[0], int(options.measure[1]), plan, world, options.result)
+    if world is None and options.nworkers is None:
+        raise ConfigError("the number of ranks is missing: -r 8, or start this under a launcher")
+    if world is not None and options.nworkers not in (None, world.size):
+        raise ConfigError(f"-r asks for {options.nworkers} ranks; there are {world.size}")
+    size = world.size if world is not None else options.nworkers
+    if plan.members is not None and not 1 <= plan.members <= size:
+        raise ConfigError(f"--members {plan.members}; expected 1 to {size}")
+    return _run(plan, size, world, options.json)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    arms = tuple(dict.fromkeys(options.arms.split(",")))
+    for arm in arms:
+        if arm not in ARM_NAMES:
+            raise ConfigError(f"--arms {arm!r}; expected {', '.join(ARM_NAMES)}")
+    try:
+        counts = tuple(int(word) for word in options.groups.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--groups {options.groups!r}; expected such as 1,8,33") from error
+    if min(counts) < 1 or options.repeats < 1:
+        raise ConfigError("--groups and --repeats need numbers of at least 1")
+    if options.nworkers is not None and options.nworkers < 1:
+        raise ConfigError(f"-r {options.nworkers}; expected at least 1")
+    registry.backend(options.backend)
+    if options.without_split and not options.simple:
+        raise ConfigError("--without-split goes with --simple; else name the arms with --arms")
+    repeats = options.repeats
+    if options.simple:
+        arms, counts, repeats = ("cold" if options.without_split else "bound",), (1,), 1
+    return Plan(arms, counts, repeats, options.members, options.backend, options.device)
+
+
+def _run(plan: Plan, size: int, world: World | None, keep: Path | None) -> int:
+    from flagscale.bench.groups.rank import Starter, device_kind
+    from flagscale.bench.groups.summary import findings, table
+
+    kind = device_kind(plan.device)
+    backend = registry.usable(plan.backend, kind)
+    arms = [arm for arm in plan.arms if kind == "cuda" or arm not in _ON_ACCELERATORS]
+    left_out = [arm for arm in plan.arms if arm not in arms]
+    if not arms:
+        raise ConfigError(f"{', '.join(left_out)}: only accelerators can be bound")
+    speaks = world is None or world.rank == 0
+    if speaks:
+        print(f"# {size} ranks, backend {backend.name} {backend.version() or ''}".rstrip())
+        for arm in left_out:
+            print(f"# {arm}: left out, only accelerators can be bound")
+        sys.stdout.flush()
+    starter = Starter(plan, size, world)
+    results = starter.run(arms)
+    if not speaks:
+        return 0
+    for line in (*table(results), "", *findings(results)):
+        print(line)
+    if keep is not None:
+        rows = [
+            {"arm": arm, "groups": count, "samples": [asdict(s) for s in samples]}
+            for (arm, count), samples in results.items()
+        ]
+        keep.write_text(json.dumps({"ranks": size, "results": rows}, indent=1) + "\n")
+    return 0

@@ -1,0 +1,49 @@
+"""The creation of groups, measured in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parents[3] / "tools" / "comm" / "groups.py"
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+
+def _run(*words: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_arms_take_turns_in_fresh_processes(tmp_path: Path) -> None:
+    result = tmp_path / "groups.json"
+    out = _run(
+        *(PROGRAM, "-r", "2", "--device", "cpu", "--repeats", "1", "--groups", "3"),
+        *("--json", result),
+    )
+    assert "# bound: left out, only accelerators can be bound" in out
+    assert "3 groups, warm against cold (the first communicator alone)" in out
+    rows = json.loads(result.read_text())["results"]
+    assert [(row["arm"], row["groups"]) for row in rows] == [("cold", 3), ("warm", 3)]
+    assert all(row["samples"][0]["first"] > 0 for row in rows)
+
+
+def test_under_torchrun() -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    out = _run(*launcher, *place, PROGRAM, "--simple", "--without-split", "--device", "cpu")
+    assert out.count("# 2 ranks, backend gloo") == 1
+    assert out.count("  cold       1     1  ") == 1
