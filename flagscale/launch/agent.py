@@ -1,6 +1,6 @@
 """The supervisor between a host's script and torchrun: standard library alone, one a host.
 
-``python -m flagscale.launch.agent --run-dir DIR --grace SECONDS -- COMMAND …`` starts the command
+``python -m flagscale.launch.agent --run-dir DIR --grace SECONDS … -- COMMAND …`` starts the command
 and sees to it that nothing of the run outlives it:
 
 - TERM, INT and HUP end the job in order: TERM to the ranks, then to torchrun, and after the grace
@@ -9,102 +9,145 @@ and sees to it that nothing of the run outlives it:
   every process that carries the run's ``FLAGSCALE_RUN_ID`` is ended too.
 - If the script above dies, the agent gets TERM from the kernel; if the agent dies, the command
   does, and ``--sweep`` (called by the script) ends what is left.
-- How the command ended is written to ``DIR/exit.json`` before the agent ends with its code.
+- The agents of a run share one fate (``liveness``): a failure anywhere ends the job everywhere, or
+  starts it again everywhere; a host that cannot hear the others any more ends its part.
+- How it all ended is written to ``DIR/exit.json`` before the agent ends with the job's code.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import os
+import selectors
 import signal
-import subprocess
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from flagscale.launch import files, processes
-from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, STATUS_DIRECTORY
+from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
+from flagscale.launch.liveness import secret
+from flagscale.launch.liveness.attempt import Stage
+from flagscale.launch.liveness.coordinator import Coordinator, Notice, Phase
+from flagscale.launch.liveness.diagnosis import Failure
+from flagscale.launch.liveness.kernel import become_subreaper, die_with, out_of_memory_kills
+from flagscale.launch.liveness.member import Member
+from flagscale.launch.liveness.network import Client, Server
+from flagscale.launch.liveness.options import Options, parse
+from flagscale.launch.liveness.protocol import Message
+from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+__all__ = ["Agent", "already_alive", "die_with", "main", "sweep_after_agent"]
+
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 IMPATIENCE_SECONDS = 1.0
 TICK_SECONDS = 0.1
-# What torchrun gets to notice that its ranks have ended.
-SETTLE_SECONDS = 1.0
-# What torchrun gets, after the grace period, to end what is left before all of it is killed.
-KILL_MARGIN_SECONDS = 5.0
-
-_libc = ctypes.CDLL(None, use_errno=True)
+IDLE_SECONDS = 0.25
+# What is left at the end for peers to hear of it.
+FAREWELL_SECONDS = 3.0
+_BIND_SECONDS = 10.0
 
 
-def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+@dataclass
+class _Signals:
+    """Signals that have come, for the loop to look at."""
 
+    pending: list[int]
 
-def die_with(parent_pid: int, number: signal.Signals) -> Callable[[], None]:
-    """What a child calls before exec so that the kernel sends it ``number`` when its parent ends.
-    The parent may have ended before the request: then the child ends at once."""
+    def listen(self) -> socket.socket:
+        """From now on keep signals, and have them wake up whoever waits for the socket."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        self._writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        for number in FORWARDED:
+            signal.signal(number, self._keep)
+        return reader
 
-    def arrange() -> None:
-        _prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent_pid:
-            os.kill(os.getpid(), number)
+    def _keep(self, number: int, _frame: FrameType | None) -> None:
+        self.pending.append(number)
 
-    return arrange
+    def take(self) -> list[int]:
+        taken, self.pending = self.pending, []
+        return taken
 
 
 class Agent:
-    """Runs one command and ends with it."""
+    """One host's supervisor; on host 0 the job's coordinator too."""
 
-    def __init__(self, run_id: str, run_dir: Path, grace: float) -> None:
-        self.run_id = run_id
-        self.run_dir = run_dir
-        self.grace = grace
-        self.signal: int | None = None
+    def __init__(self, options: Options, run_id: str, key: bytes | None) -> None:
+        self._options = options
+        self._run_id = run_id
+        self._key = key
+        self._selector = selectors.DefaultSelector()
+        self._signals = _Signals([])
         self._signalled_at = 0.0
-        self._command: subprocess.Popen[bytes] | None = None
-        self._command_told = False
-        self._ranks_told: set[processes.Process] = set()
-        self._ranks_gone_at: float | None = None
+        now = time.monotonic()
+        alone = options.coordinator is None or key is None
+        self.member = Member(
+            0 if alone else options.host, options.view, run_id, options.grace, options.command
+        )
+        self._coordinator: Coordinator | None = None
+        if alone or options.host == 0:
+            names = [options.view.name] if alone else options.hosts
+            self._coordinator = Coordinator(options.policy, names, now)
+        self._server: Server | None = None
+        self._client: Client | None = None
+        self._alone = alone
+        self._notifier = Notifier(
+            options.notify_on, run_id, options.run_name, options.policy.max_restarts + 1
+        )
+        self._began = self._heard = self._turned = now
+        self._reached = False
+        self._beat_at = 0.0
+        self._summary: dict[str, Any] = {}
 
-    def run(self, command: Sequence[str]) -> int:
-        """Start the command, wait for it, leave nothing behind; the code to exit with."""
+    def run(self) -> int:
+        """Start the command, stay until the job is over, leave nothing behind; the exit code."""
         # A signal before the command is up is kept and passed on once it is.
-        for number in FORWARDED:
-            signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGALRM, self._on_tick)
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        wakeup = self._signals.listen()
+        self._selector.register(wakeup, selectors.EVENT_READ)
+        become_subreaper()
         script = os.getppid()
         die_with(script, signal.SIGTERM)()
         self._announce()
         started, kills_before = time.time(), out_of_memory_kills()
-        try:
-            status = self._execute(command)
-        except OSError as error:
-            print(f"flagscale: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
-            return self._record(127, started, None, processes.Swept())
-        swept = self._sweep()
+        fault = self._open()
+        if fault is not None:
+            print(f"flagscale: {fault}", file=sys.stderr)
+            return self._record(1, started, None)
+        self.member.begin(0)
+        while not self.member.over:
+            self._turn(wakeup)
+        self._farewell(wakeup)
         kills_after = out_of_memory_kills()
         kills = None
         if kills_before is not None and kills_after is not None:
             kills = kills_after - kills_before
-        return self._record(self._code(status), started, kills, swept)
+        return self._record(self.member.code(), started, kills)
 
     def _announce(self) -> None:
         """Say in the run's directory who watches, and forget an earlier start of this script."""
-        files.make_private_directory(self.run_dir / STATUS_DIRECTORY)
-        (self.run_dir / EXIT_FILE).unlink(missing_ok=True)
-        for stale in (self.run_dir / STATUS_DIRECTORY).glob("rank_*.jsonl"):
-            stale.unlink()
+        run_dir = self._options.view.run_dir
+        files.make_private_directory(run_dir / status_directory(0))
+        for name in (EXIT_FILE, LIVENESS_FILE):
+            (run_dir / name).unlink(missing_ok=True)
+        for stale in run_dir.glob(f"{status_directory(0)}*/rank_*"):
+            stale.unlink(missing_ok=True)
+        for stale in run_dir.glob(f"{status_directory(0)}.*"):
+            with suppress(OSError):
+                stale.rmdir()
         own = processes.identify(os.getpid())
         files.write_json(
-            self.run_dir / AGENT_FILE,
+            run_dir / AGENT_FILE,
             {
                 "pid": os.getpid(),
                 "start_ticks": own.start_ticks if own else 0,
@@ -112,137 +155,197 @@ class Agent:
             },
         )
 
-    def _execute(self, command: Sequence[str]) -> int:
-        """The command's wait status. It leads a session of its own: a terminal's Ctrl-C reaches
-        it through the agent alone, once."""
-        self._command = subprocess.Popen(
-            command,
-            start_new_session=True,
-            preexec_fn=die_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509 - one thread
-        )
+    def _open(self) -> str | None:
+        """Listen for the other agents, or get ready to talk to host 0; what went wrong."""
+        options = self._options
+        if self._alone or options.coordinator is None or self._key is None:
+            if options.coordinator is not None:
+                print(
+                    "flagscale: no secret of this run: this host's job is watched by itself",
+                    file=sys.stderr,
+                )
+            return None
+        if options.host:
+            self._client = Client(self._key, options.coordinator, self._selector)
+            return None
+        port = options.coordinator[1]
+        deadline = time.monotonic() + _BIND_SECONDS
+        while self._server is None:
+            try:
+                self._server = Server(self._key, port, self._selector)
+            except OSError as error:
+                if time.monotonic() > deadline or self._signals.pending:
+                    return (
+                        f"the agents cannot meet at port {port} of this host: {error.strerror}; "
+                        "experiment.runner.liveness_port chooses another one"
+                    )
+                time.sleep(TICK_SECONDS)
+        return None
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def _turn(self, wakeup: socket.socket) -> None:
+        """Wait a moment and look at everything once."""
+        quick = self.member.attempt.ending or self.member.attempt.stage is not Stage.RUNNING
+        self._selector.select(TICK_SECONDS if quick else IDLE_SECONDS)
+        with suppress(BlockingIOError):
+            wakeup.recv(4096)
+        now = time.monotonic()
+        self._reap()
+        self._take_signals(now)
+        self._hear(now)
+        self.member.step(now)
+        self._speak(now)
+        self._coordinate(now)
+        self._notifier.step(now)
+        self._turned = now
+
+    def _reap(self) -> None:
+        """Orphans of the run are children too: reap every one."""
         while True:
-            # Orphans of the run are children too: reap every one, return with the command.
-            pid, status = os.waitpid(-1, 0)
-            if pid == self._command.pid:
-                self._command.returncode = os.waitstatus_to_exitcode(status)
-                return status
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self.member.attempt.reaped(pid, status)
+            self._notifier.reaped(pid, status)
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.signal is None:
-            self.signal, self._signalled_at = number, now
-            signal.setitimer(signal.ITIMER_REAL, 0.001, TICK_SECONDS)
-        elif now - self._signalled_at > IMPATIENCE_SECONDS:
-            self._kill()
+    def _take_signals(self, now: float) -> None:
+        for number in self._signals.take():
+            if self.member.signal is None:
+                self._signalled_at = now
+                self.member.stop(number)
+            elif now - self._signalled_at > IMPATIENCE_SECONDS:
+                self.member.attempt.kill()
 
-    def _on_tick(self, _number: int, _frame: FrameType | None) -> None:
-        """A step of ending the command in order.
-
-        The ranks are told first, and they alone: torchrun would signal each rank's whole process
-        group, and a rank whose data loaders die in the middle of a step cannot save a checkpoint.
-        torchrun is told when they are gone but it stays, or when the grace period is over.
-        """
-        if self._command is None or self._command.returncode is not None:
+    def _hear(self, now: float) -> None:
+        """Take what has come over the network."""
+        if self._server is not None and self._coordinator is not None:
+            for host, message in self._server.poll(now):
+                self._coordinator.receive(host, message, now)
+        if self._client is None:
             return
-        now = time.monotonic()
-        passed = now - self._signalled_at
-        if passed < SETTLE_SECONDS:
-            self._tell_ranks()
-        if passed >= self.grace + self._margin():
-            self._kill()
-        elif not self._command_told and (passed >= self.grace or self._ranks_are_gone(now)):
-            self._command_told = True
-            os.kill(self._command.pid, signal.SIGTERM)
+        gap = now - self._turned
+        if gap > self._options.policy.beat_seconds * 2:
+            # Time in which this process itself did not run is not held against the link.
+            self._heard += gap
+        for message in self._client.poll(now):
+            self._heard, self._reached = now, True
+            self.member.obey(message, now)
+        if self._client.fresh:
+            self._client.fresh = False
+            self._client.send(self.member.hello())
+        self._look_at_link(now)
 
-    def _tell_ranks(self) -> None:
-        """TERM to the ranks that have not had it. Those are torchrun's own children, as long as
-        it hasn't had the time to restart any."""
-        if self._command is None or self._ranks_gone_at is not None:
+    def _look_at_link(self, now: float) -> None:
+        """Whoever does not hear of the coordinator any more ends its part of the job."""
+        policy = self._options.policy
+        silent = now - self._heard
+        limit = policy.lost_host_timeout if self._reached else policy.start_timeout
+        if silent <= limit or self.member.lost or self.member.finished:
             return
-        for process in processes.members(self.run_id):
-            is_rank = processes.parent(process.pid) == self._command.pid
-            if (
-                is_rank
-                and process not in self._ranks_told
-                and b"LOCAL_RANK" in (processes.environment(process.pid))
-            ):
-                self._ranks_told.add(process)
-                processes.send(process, signal.SIGTERM, run_id=self.run_id)
+        if self._reached:
+            reason = f"was lost: no word from its agent for {limit:g} s"
+        else:
+            reason = f"was not reached within {limit:g} s of the start"
+        failure = Failure(self._options.master_name, None, None, reason, "", policy.output)
+        print(f"flagscale: {failure.headline()}; the job of this host ends", file=sys.stderr)
+        self.member.lose(failure)
+        if self._options.host == 1:
+            # Host 0, which tells people otherwise, is the one that cannot.
+            self._notifier.tell(Notice("failed", self.member.attempt_number, failure))
 
-    def _ranks_are_gone(self, now: float) -> bool:
-        """Whether no rank is left to wait for, and torchrun has had the time to end by itself."""
-        if not self._ranks_told:
-            return True
-        if any(processes.is_alive(process) for process in self._ranks_told):
-            return False
-        self._ranks_gone_at = self._ranks_gone_at or now
-        return now - self._ranks_gone_at >= SETTLE_SECONDS
+    def _speak(self, now: float) -> None:
+        """Pass on what this host has to say, and let the coordinator hear of it."""
+        if now - self._beat_at >= self._options.policy.beat_seconds:
+            self._beat_at = now
+            self.member.out.append(self.member.beat())
+        messages, self.member.out = self.member.out, []
+        for message in messages:
+            self._pass_on(message, now)
 
-    def _kill(self) -> None:
-        for process in processes.members(self.run_id, exclude=self._spared()):
-            processes.send(process, signal.SIGKILL, run_id=self.run_id)
+    def _pass_on(self, message: Message, now: float) -> None:
+        if self._coordinator is not None:
+            self._coordinator.receive(self.member.number, message, now)
+        elif self._client is not None:
+            self._client.send(message)
 
-    def _sweep(self) -> processes.Swept:
-        """End what the command left. After a stop the grace period is already used up, and after
-        a failure nobody is left to wait for: a few seconds do."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return sweep_run(self.run_id, self._margin(), self._spared())
+    def _coordinate(self, now: float) -> None:
+        coordinator = self._coordinator
+        if coordinator is None:
+            return
+        coordinator.tick(now)
+        for host, order in coordinator.orders.take():
+            if host in (None, self.member.number):
+                self.member.obey(order, now)
+            if self._server is not None and host != self.member.number:
+                self._server.send(host, order)
+        notices, coordinator.notices = coordinator.notices, []
+        for notice in notices:
+            _say(notice)
+            self._notifier.tell(notice)
+        summary = coordinator.summary()
+        if summary != self._summary:
+            self._summary = summary
+            files.write_json(self._options.view.run_dir / LIVENESS_FILE, summary)
 
-    def _margin(self) -> float:
-        return min(self.grace, KILL_MARGIN_SECONDS)
+    def _farewell(self, wakeup: socket.socket) -> None:
+        """Let the others hear the end of it, and notifications end."""
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        while self._server is not None and time.monotonic() < deadline:
+            self._turn(wakeup)
+            over = self._coordinator is None or self._coordinator.phase is Phase.OVER
+            if over and not self._server.connected():
+                break
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.close()
+        self._server = self._client = None
+        while self._notifier.step(time.monotonic()):
+            self._selector.select(TICK_SECONDS)
+            self._reap()
 
-    @staticmethod
-    def _spared() -> list[int]:
-        return [os.getpid(), *processes.ancestors(os.getpid())]
-
-    def _code(self, status: int) -> int:
-        """The command's own code, 128+n where a signal ended it or a stop was asked for."""
-        code = os.waitstatus_to_exitcode(status)
-        if code != 0 and self.signal is not None:
-            return 128 + self.signal
-        return code if code >= 0 else 128 - code
-
-    def _record(self, code: int, started: float, kills: int | None, swept: processes.Swept) -> int:
+    def _record(self, code: int, started: float, kills: int | None) -> int:
+        """Write down how it ended. Peers are not there any more, so nothing can change it."""
+        member = self.member
+        failure = member.failure
+        if self._coordinator is not None and member.signal is None:
+            failure = self._coordinator.failure
+        swept = member.attempt.swept
         files.write_json(
-            self.run_dir / EXIT_FILE,
+            self._options.view.run_dir / EXIT_FILE,
             {
                 "code": code,
                 "phase": "job",
-                "signal": self.signal,
+                "signal": member.signal,
                 "started": round(started, 3),
                 "ended": round(time.time(), 3),
                 "out_of_memory_kills": kills,
                 "swept": [*swept.terminated, *swept.killed],
                 "left": list(swept.left),
+                "attempt": member.attempt_number + 1,
+                "failure": failure.to_record() if failure is not None and code else None,
             },
         )
         return code
 
 
+def _say(notice: Notice) -> None:
+    """A line in the host's output for what people may be told of."""
+    if notice.event in ("stalled", "restarted", "failed") and notice.failure is not None:
+        what = {"restarted": "the job starts again after", "failed": "first failure:"}
+        said = what.get(notice.event, "")
+        print(f"flagscale: {said} {notice.failure.headline()}".replace("  ", " "), file=sys.stderr)
+
+
 def sweep_run(run_id: str, grace: float, spared: Sequence[int]) -> processes.Swept:
     """End the run's processes but the spared ones, reaping those that are our children."""
-    _ignore_children()
-    return processes.sweep(run_id, grace, exclude=spared)
-
-
-def _ignore_children() -> None:
-    """Let the kernel reap orphans from now on, so that they don't stay as zombies."""
+    # The kernel reaps orphans from now on, so that they don't stay as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-
-
-def out_of_memory_kills() -> int | None:
-    """How many processes of this control group the kernel has killed for memory; None if it does
-    not say. Version 2 first, then version 1."""
-    for name in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        try:
-            lines = Path(name).read_text(encoding="ascii").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            key, _, value = line.partition(" ")
-            if key == "oom_kill" and value.isdigit():
-                return int(value)
-    return None
+    return processes.sweep(run_id, grace, exclude=spared)
 
 
 def sweep_after_agent(run_id: str, run_dir: Path, grace: float) -> int:
@@ -267,25 +370,17 @@ def already_alive(run_id: str, run_dir: Path) -> int | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="flagscale.launch.agent", description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--grace", type=float, required=True, help="seconds between TERM and KILL")
-    parser.add_argument("--sweep", action="store_true", help="end what a killed agent left")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    run_id = os.environ.get(RUN_ID_VARIABLE)
-    if not run_id:
-        parser.error(f"{RUN_ID_VARIABLE} is not set")
+    run_id = os.environ.get(RUN_ID_VARIABLE, "")
+    options = parse(sys.argv[1:] if arguments is None else arguments, run_id)
+    run_dir = options.view.run_dir
     if options.sweep:
-        return sweep_after_agent(run_id, options.run_dir, options.grace)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        parser.error("no command given after --")
-    other = already_alive(run_id, options.run_dir)
+        return sweep_after_agent(run_id, run_dir, options.grace)
+    other = already_alive(run_id, run_dir)
     if other is not None:
         print(f"flagscale: run {run_id} is alive already (agent {other})", file=sys.stderr)
         return 1
-    return Agent(run_id, options.run_dir, options.grace).run(command)
+    wanted = options.coordinator is not None
+    return Agent(options, run_id, secret.take(run_dir) if wanted else None).run()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@
         pids/host_<rank>_<host>.pid               the script's process
         details/host_<rank>_<host>/<run id>/      the run's directory on that host:
           agent.json exit.json                    who watches the job, how it ended
-          status/rank_<rank>.jsonl                what the ranks report
+          liveness.json                           on host 0: attempt, hosts, first failure
+          status/rank_<rank>.{jsonl,place}        what the ranks report and where they are
+          status.<n>/…                            the same once the job was started n times more
           ranks/…/attempt_<n>/<local rank>/       torchrun's stdout.log, stderr.log, error.json
           output                                  the host's output, once a later run has begun
 """
@@ -26,11 +28,23 @@ from pathlib import Path
 
 AGENT_FILE = "agent.json"
 EXIT_FILE = "exit.json"
+LIVENESS_FILE = "liveness.json"
 STATUS_DIRECTORY = "status"
 RANKS_DIRECTORY = "ranks"
 OLD_OUTPUT_FILE = "output"
 # ext4, xfs and the like take 255 bytes a name; the rest of ours needs about 30 of them.
 _MAX_HOST_BYTES = 100
+
+
+def status_directory(attempt: int) -> str:
+    """The name of the ranks' reports of one attempt, counted from 0, in a run's directory."""
+    return f"{STATUS_DIRECTORY}.{attempt}" if attempt else STATUS_DIRECTORY
+
+
+def latest_status(run_dir: Path) -> Path:
+    """The directory of the reports of a run's latest attempt on a host."""
+    found = [p for p in run_dir.glob(f"{STATUS_DIRECTORY}.*") if p.suffix[1:].isdigit()]
+    return max(found, key=lambda p: int(p.suffix[1:]), default=run_dir / STATUS_DIRECTORY)
 
 
 def host_label(rank: int, host: str) -> str:

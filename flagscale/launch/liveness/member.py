@@ -1,0 +1,251 @@
+"""What one host does: its attempt at the job, what it reports, the orders that it follows."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flagscale.launch import files
+from flagscale.launch.layout import status_directory
+from flagscale.launch.liveness.attempt import Attempt, Stage
+from flagscale.launch.liveness.diagnosis import End, Failure, Report, Weight, host_report
+from flagscale.launch.liveness.kernel import out_of_memory_kills
+from flagscale.launch.liveness.protocol import Message
+from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
+from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
+
+LOOK_SECONDS = 0.25
+# How long a program that reports nothing has to run for its end to count as no false start.
+LIVED_SECONDS = 30.0
+_STACK_SECONDS = 4.0
+_MAX_TRACEBACK_CHARACTERS = 20_000
+
+
+class Member:
+    """One host's part of the job. What it has to say collects in ``out``."""
+
+    def __init__(
+        self, number: int, host: HostView, run_id: str, grace: float, command: Sequence[str]
+    ) -> None:
+        self.number = number
+        self.host = host
+        self.attempt_number = 0
+        self.attempt = Attempt(run_id, grace)
+        self.signal: int | None = None
+        """What the job was stopped by, if it was."""
+        self.failure: Failure | None = None
+        """The job's first failure, as far as this host has been told."""
+        self.finished = False
+        """Whether nothing will be started any more."""
+        self.lost = False
+        """Whether the link to the coordinator was lost for good."""
+        self.out: list[Message] = []
+        self._run_id = run_id
+        self._grace = grace
+        self._command = list(command)
+        self._watch = RankWatch(host.run_dir / status_directory(0))
+        self._looked = 0.0
+        self._kills_before: int | None = None
+        self._output_start = 0
+        self._reported: Report | None = None
+        self._told_ended = False
+        self._call: StackCall | None = None
+        self._called_at = 0.0
+        self._ended_by_order = 0.0
+
+    # -- life -------------------------------------------------------------------------------
+
+    def begin(self, number: int) -> None:
+        """Start attempt ``number``."""
+        self.attempt_number = number
+        self.attempt = Attempt(self._run_id, self._grace)
+        directory = self.host.run_dir / status_directory(number)
+        files.make_private_directory(directory)
+        self._watch = RankWatch(directory)
+        self._kills_before = out_of_memory_kills()
+        self._output_start = _size(self.host.output)
+        self._reported, self._told_ended, self._call = None, False, None
+        self.failure = None
+        environment = {
+            **os.environ,
+            STATUS_DIR_VARIABLE: str(directory),
+            ATTEMPT_VARIABLE: str(number),
+        }
+        try:
+            self.attempt.start(self._command, environment)
+        except OSError as error:
+            print(f"flagscale: cannot start {self._command[0]}: {error.strerror}", file=sys.stderr)
+            self.attempt.code, self.attempt.stage = 127, Stage.OVER
+            self.attempt.ended_at = time.time()
+
+    @property
+    def over(self) -> bool:
+        """Whether this host has done its part and waits for nobody."""
+        ended = self.attempt.stage is Stage.OVER
+        return ended and (self.finished or self.lost or self.signal is not None)
+
+    def step(self, now: float) -> None:
+        """Look at the ranks and go on with what is to be done."""
+        self.attempt.step(now)
+        if now - self._looked >= LOOK_SECONDS or self.attempt.stage is Stage.OVER:
+            self._looked = now
+            if not self._told_ended:
+                self._watch.look()
+                self._report_early()
+        if self._call is not None and (
+            self._call.complete() or now - self._called_at > _STACK_SECONDS
+        ):
+            places = [place.to_record() for place in self._call.places()]
+            self._say("stacks", ranks=places)
+            self._call = None
+        if self.attempt.stage is Stage.OVER and not self._told_ended:
+            self._told_ended = True
+            self._reported = self._final_report() or self._reported
+            self._say("ended", **self._position())
+
+    # -- what it says -----------------------------------------------------------------------
+
+    def hello(self) -> Message:
+        """Everything that the coordinator has to know of a host that it doesn't know."""
+        if self.signal is not None:
+            self._say("stopping", signal=self.signal)
+        return self._message("hello", **self._position())
+
+    def beat(self) -> Message:
+        return self._message("beat", **self._position())
+
+    def _position(self) -> dict[str, Any]:
+        watch, attempt = self._watch, self.attempt
+        lived = not watch.events and time.monotonic() - attempt.began >= LIVED_SECONDS
+        position: dict[str, Any] = {
+            "state": self.state,
+            "joined": len(watch.joined),
+            "nproc": self.host.nproc,
+            "moves": watch.moves,
+            "busy": watch.busy,
+            "lived": lived,
+        }
+        if self._told_ended:
+            position["ended"] = attempt.code
+        if self._reported is not None:
+            position["report"] = self._reported.to_record()
+        return position
+
+    @property
+    def state(self) -> str:
+        if self.attempt.stage is Stage.OVER:
+            return "finished" if self.attempt.code == 0 else "failed"
+        if self.attempt.ending:
+            return "ending"
+        return "running" if len(self._watch.joined) >= self.host.nproc else "starting"
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        self.out.append(self._message(kind, **fields))
+
+    def _message(self, kind: str, **fields: Any) -> Message:
+        place = {"kind": kind, "host": self.number, "attempt": self.attempt_number}
+        return {**place, "sent": time.time(), **fields}
+
+    def _report_early(self) -> None:
+        """Name a rank as soon as it says that it failed; its exit code comes later."""
+        if self._watch.failed and self._reported is None and not self.attempt.ending:
+            self._reported = _short(host_report(self.host, self._watch.events, None))
+            if self._reported is not None:
+                self._say("report", report=self._reported.to_record())
+
+    def _final_report(self) -> Report | None:
+        """What failed here, now that torchrun has ended; None for what others brought about."""
+        attempt = self.attempt
+        if self.signal is not None or not attempt.code:
+            return None
+        kills, before = out_of_memory_kills(), self._kills_before
+        counted = kills - before if kills is not None and before is not None else None
+        end = End(attempt.code, attempt.ended_at, counted, attempt.killed)
+        events = self._watch.events
+        if attempt.ending:
+            limit = self._ended_by_order
+            kept = {
+                rank: [e for e in rows if e.event != "failed" or e.time <= limit]
+                for rank, rows in events.items()
+            }
+            events = {rank: rows for rank, rows in kept.items() if rows}
+        report = host_report(self.host, events, end, output_start=self._output_start)
+        if report is not None and attempt.ending and report.weight >= Weight.UNNAMED:
+            return None
+        return _short(report)
+
+    # -- what it is told --------------------------------------------------------------------
+
+    def obey(self, order: Mapping[str, Any], now: float) -> None:
+        """Follow an order of the coordinator."""
+        kind = order.get("kind")
+        if kind == "stop":
+            self.stop(int(order.get("signal") or 15), tell=False)
+        elif kind == "finish":
+            self.failure = Failure.from_record(order.get("failure")) or self.failure
+            self.finished = True
+            self._end_failed()
+        elif kind == "start" and order.get("attempt") == self.attempt_number + 1:
+            if self.attempt.stage is Stage.OVER and self.signal is None:
+                print(f"flagscale: attempt {self.attempt_number + 2} starts", file=sys.stderr)
+                self.begin(self.attempt_number + 1)
+        elif order.get("attempt") != self.attempt_number:
+            return
+        elif kind == "end":
+            self.failure = Failure.from_record(order.get("failure")) or self.failure
+            self._end_failed()
+        elif kind == "dump" and self._call is None and self.attempt.stage is Stage.RUNNING:
+            self._called_at = now
+            self._call = StackCall(self.host, self._watch, self.attempt.ranks())
+
+    def stop(self, number: int, *, tell: bool = True) -> None:
+        """End the job in order, with the whole grace period, and start it no more."""
+        if self.signal is None:
+            self.signal = number
+            self.attempt.end(failed=False)
+            if tell:
+                self._say("stopping", signal=number)
+
+    def lose(self, failure: Failure) -> None:
+        """The coordinator, or the way to it, is gone: end everything here."""
+        if not self.lost:
+            self.lost = True
+            self.failure = failure
+            self._end_failed()
+
+    def _end_failed(self) -> None:
+        if self.attempt.stage is Stage.RUNNING and not self.attempt.ending:
+            self._ended_by_order = time.time()
+            self.attempt.end(failed=True)
+
+    def code(self) -> int:
+        """The exit code of this host: the job's own, 128+n where it was stopped."""
+        code = self.attempt.code or 0
+        if self.signal is not None:
+            return 128 + self.signal if code else 0
+        if self.attempt.ending and code:
+            return 1
+        return 1 if self.lost or (code == 0 and self.attempt.ending) else code
+
+
+def _short(report: Report | None) -> Report | None:
+    """A report that fits into a message, whatever a program wrote."""
+    if report is None or len(report.failure.traceback) + len(report.failure.reason) < 8000:
+        return report
+    failure = report.failure
+    trace = failure.traceback[-_MAX_TRACEBACK_CHARACTERS:]
+    shortened = Failure(
+        failure.host, failure.rank, failure.exit_code, failure.reason[:4000], trace, failure.log
+    )
+    return Report(shortened, report.time, report.weight)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,40 @@
+"""What the user wants of liveness, as the agent's options say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+OnFailure = Literal["stop", "leave"]
+# Evaluations and checkpoints move no step: they get this many times the time, and half an hour
+# at the least.
+BUSY_FACTOR = 4.0
+BUSY_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Times are in seconds."""
+
+    output: Path
+    """The output of host 0, for failures that have no log of their own."""
+    max_restarts: int = 0
+    on_failure: OnFailure = "stop"
+    lost_host_timeout: float = 60.0
+    start_timeout: float = 600.0
+    hang_timeout: float = 1800.0
+    """0: a stall is never looked for."""
+
+    @property
+    def beat_seconds(self) -> float:
+        """How often each end of a link lets the other hear of it."""
+        return min(5.0, self.lost_host_timeout / 5)
+
+    def stall_limit(self, *, busy: bool) -> float | None:
+        """How long no rank may get on before the job counts as stalled."""
+        if not self.hang_timeout:
+            return None
+        if not busy:
+            return self.hang_timeout
+        return max(BUSY_SECONDS, BUSY_FACTOR * self.hang_timeout)

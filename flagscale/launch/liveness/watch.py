@@ -1,0 +1,151 @@
+"""What the ranks of one host report in one attempt, how far each is, and their stacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flagscale.launch import processes
+from flagscale.launch.liveness import kernel
+from flagscale.launch.liveness.diagnosis import rank_log
+from flagscale.launch.liveness.stall import MAX_STACK_CHARACTERS, Place
+from flagscale.launch.processes import Process
+from flagscale.status import BUSY, Event, read_events, read_place, status_files
+
+STACK_SIGNAL = signal.SIGUSR2
+"""What makes the training program write its stacks to stderr."""
+_MOVING = frozenset({"joined", "progress", "evaluation", "checkpoint", "finished"})
+
+
+@dataclass(frozen=True)
+class HostView:
+    """A host as its agent knows it; fits :class:`diagnosis.HostFiles`."""
+
+    name: str
+    first_rank: int
+    nproc: int
+    run_dir: Path
+    output: Path
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.nproc)
+
+
+@dataclass
+class RankWatch:
+    """Reads the status files of an attempt from where the last look ended."""
+
+    directory: Path
+    events: dict[int, list[Event]] = field(default_factory=dict)
+    moves: int = 0
+    """Grows whenever any rank has got on."""
+    places: dict[int, tuple[int, str]] = field(default_factory=dict)
+    joined: set[int] = field(default_factory=set)
+    failed: bool = False
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Read what is new."""
+        for path in status_files(self.directory):
+            new, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
+            for event in new:
+                self._take(event)
+            place = read_place(path.with_suffix(".place"))
+            rank = int(path.stem.removeprefix("rank_"))
+            if place is not None and self.places.get(rank) != place:
+                self.places[rank] = place
+                self.moves += 1
+
+    def _take(self, event: Event) -> None:
+        self.moves += event.event in _MOVING
+        self.failed |= event.event == "failed"
+        step = event.get("step")
+        if event.event == "joined":
+            self.joined.add(event.rank)
+        elif event.event == "progress" and event.rank not in self.places and isinstance(step, int):
+            # A program that says no more than that: the others' steps are not known.
+            self._progress[event.rank] = step
+        # A job of months has many events of progress: none of them tells of a failure.
+        if event.event in ("started", "joined", "failed", "finished"):
+            self.events.setdefault(event.rank, []).append(event)
+
+    _progress: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def busy(self) -> bool:
+        """Whether some rank does what moves no step."""
+        return any(doing in BUSY for _, doing in self.places.values())
+
+    def step(self, rank: int) -> int | None:
+        """The step a rank is at, where it says."""
+        place = self.places.get(rank)
+        return place[0] if place is not None else self._progress.get(rank)
+
+    def doing(self, rank: int) -> str:
+        place = self.places.get(rank)
+        return place[1] if place is not None else ""
+
+
+class StackCall:
+    """Asks every rank of a host for its stacks, which land in its log."""
+
+    def __init__(self, host: HostView, watch: RankWatch, ranks: Mapping[int, Process]) -> None:
+        self._host = host
+        self._watch = watch
+        self._ranks = dict(ranks)
+        self._stopped = {rank: kernel.is_stopped(p.pid) for rank, p in self._ranks.items()}
+        self._logs = {rank: rank_log(host, rank) for rank in self._ranks}
+        self._starts = {rank: _size(log) for rank, log in self._logs.items()}
+        self._asked: set[int] = set()
+        for rank, process in self._ranks.items():
+            # To a process without a handler the signal would be the end.
+            if not self._stopped[rank] and kernel.catches(process.pid, STACK_SIGNAL):
+                self._asked |= {rank} if processes.send(process, STACK_SIGNAL) else set()
+
+    def answers(self) -> dict[int, str]:
+        """The stacks so far, by rank."""
+        texts = {rank: self._stack(rank) for rank in self._asked}
+        return {rank: text for rank, text in texts.items() if text}
+
+    def complete(self) -> bool:
+        return len(self.answers()) == len(self._asked)
+
+    def places(self) -> list[Place]:
+        """Where every rank of the host stands."""
+        answers = self.answers()
+        return [
+            Place(
+                host=self._host.name,
+                rank=rank,
+                step=self._watch.step(rank),
+                doing=self._watch.doing(rank),
+                stopped=self._stopped[rank],
+                # Who cannot be asked is not to be blamed for its silence.
+                answered=rank in answers or (rank not in self._asked and not self._stopped[rank]),
+                stack=answers.get(rank, ""),
+                log=str(self._logs[rank]),
+            )
+            for rank in sorted(self._ranks)
+        ]
+
+    def _stack(self, rank: int) -> str:
+        """The main thread's part of what faulthandler wrote."""
+        try:
+            with self._logs[rank].open("rb") as file:
+                file.seek(self._starts[rank])
+                text = file.read(1 << 18).decode("utf-8", "replace")
+        except OSError:
+            return ""
+        _, found, rest = text.rpartition("Current thread ")
+        return (found + rest).rstrip()[:MAX_STACK_CHARACTERS] if found else ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - once a rank
+    except OSError:
+        return 0
