@@ -140,7 +140,15 @@ def _benchmark(parser: Parser) -> None:
 def _iterations(parser: Parser) -> None:
     add = parser.add_argument_group("how often").add_argument
     add("-n", "--iters", type=int, default=20, metavar="N", help="measured iterations (20)")
-    add("-w", "--warmup_iters", "--warmup-iters", type=int, default=5, metavar="N", help="5")
+    add(
+        "-w",
+        "--warmup_iters",
+        "--warmup-iters",
+        type=int,
+        default=5,
+        metavar="N",
+        help="before (5)",
+    )
     add(
         *("-I", "--neff_iters", "--replays", "-G", "--cudagraph"),
         type=int,

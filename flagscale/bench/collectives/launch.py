@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.command import build_parser
 from flagscale.bench.collectives.settings import from_options, parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
@@ -93,7 +94,10 @@ def _check_world(specs: Sequence[BenchSpec], world: World) -> None:
             hint="leave -r out under a launcher, or make both equal",
         )
     for spec in specs:
-        list(spec.cases(world.size if spec.groups == type(spec.groups)() else 2**31))
+        groups = patterns.groups_for(world.size, spec.groups.custom, spec.groups.dimension)
+        list(spec.cases(len(groups[0])))
+        if any(op.name == "permute" for op in spec.operations):
+            patterns.pairs_for(len(groups[0]), spec.groups.pairs)
 
 
 def _start(specs: Sequence[BenchSpec], words: Sequence[str]) -> int:
@@ -117,6 +121,10 @@ def _start(specs: Sequence[BenchSpec], words: Sequence[str]) -> int:
 
 
 def _as_rank(specs: Sequence[BenchSpec], world: World) -> int:
+    if specs[0].output.debug:
+        # Read by the libraries when they are loaded, so before the import of torch.
+        os.environ.setdefault("NCCL_DEBUG", "INFO")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO")
     from flagscale.bench.collectives.ranks import leave, run_rank
 
     code = run_rank(specs, world)

@@ -53,19 +53,12 @@ def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
     device = devices.choose(placement.device, world.local_rank)
     watch = Watch(store, Beat(world.rank, own.host, own.pid), world.size, placement.timeout)
     watch.start()
-    # What is loaded by now stays; collections before each loop then look at little.
-    gc.collect()
-    gc.freeze()
     try:
         watch.enter("the meeting of all ranks")
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore("control", store),
-            rank=world.rank,
-            world_size=world.size,
-            # The watch speaks first and knows more.
-            timeout=timedelta(seconds=placement.timeout * 2 + 60),
-        )
+        _join(store, world, placement.timeout)
+        # What is loaded by now stays; collections before each loop then look at little.
+        gc.collect()
+        gc.freeze()
         code = max(_run(spec, Session(world, device, watch), facts) for spec in specs)
         dist.barrier()
         watch.finish()
@@ -78,6 +71,18 @@ def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
     except (dist.DistError, RuntimeError) as failure:
         _explain(failure, watch)
         return 1
+
+
+def _join(store: Store, world: World, seconds: float) -> None:
+    """The group through which ranks tell each other what they measured; not the measured one."""
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("control", store),
+        rank=world.rank,
+        world_size=world.size,
+        # The watch speaks first and knows more.
+        timeout=timedelta(seconds=seconds * 2 + 60),
+    )
 
 
 def leave() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,13 @@ from flagscale.bench.collectives.buffers import Prepared, prepare, release
 from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.probe import probe_copies
 from flagscale.bench.collectives.records import Row
+from flagscale.bench.collectives.rows import (
+    Report,
+    against_limits,
+    blank_row,
+    make_row,
+    turn_times,
+)
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.collectives.statistics import paired_ratio
 from flagscale.bench.collectives.teams import Team, form
@@ -38,17 +44,6 @@ class Listener:
 
     def note(self, text: str) -> None:
         """Something the reader should know."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one rank sends to rank 0 about one size on one backend."""
-
-    member: bool
-    team: tuple[int, ...]
-    turns: tuple[Measured, ...] = ()
-    checks: tuple[checks.Checked, ...] = ()
-    algorithm: str = "n/a"
 
 
 @dataclass
@@ -128,7 +123,7 @@ class Session:
             for case in cases:
                 shapes = bodies.shapes(case, size, teams[0], spec)[0]
                 rows += self._size(case, shapes, teams, spec, listener)
-            rows = [_against_limits(row, limits) for row in rows]
+            rows = [against_limits(row, limits) for row in rows]
             listener.rows(rows)
         listener.end_series()
 
@@ -141,7 +136,7 @@ class Session:
         listener: Listener,
     ) -> list[Row]:
         """One size on all backends: a row each, on every rank (only rank 0's are shown)."""
-        blank = _blank(case, shapes, teams[0], spec)
+        blank = blank_row(case, shapes, teams[0], spec)
         self.watch.enter(f"{case.label} {blank.size} B, preparation")
         ready: list[Prepared] = []
 
@@ -212,9 +207,21 @@ class Session:
                     turns[index].append(measure(steps, warmup, self.device, spec, marks, together))
                 else:
                     self._idle(spec)
+        return self._reports(case, blank, ready, first, turns, spec)
+
+    def _reports(
+        self,
+        case: Case,
+        blank: Row,
+        ready: Sequence[Prepared],
+        first: Sequence[checks.Checked],
+        turns: Sequence[Sequence[Measured]],
+        spec: BenchSpec,
+    ) -> list[list[Report]]:
+        """Check once more, after the timing, and tell everyone."""
+        self.watch.enter(f"{case.label} {blank.size} B, check")
         reports = []
         for index, prepared in enumerate(ready):
-            self.watch.enter(f"{case.label} {blank.size} B, check")
             second = checks.check(case, prepared, self.device, spec)
             team = prepared.team
             report = Report(
@@ -241,8 +248,8 @@ class Session:
     ) -> list[Row]:
         rows, bases = [], []
         for index, of_ranks in enumerate(reports):
-            row = _row(replace(blank, backend=ready[index].team.backend), of_ranks, spec)
-            times = _turn_times(of_ranks, spec)
+            row = make_row(replace(blank, backend=ready[index].team.backend), of_ranks, spec)
+            times = turn_times(of_ranks, spec)
             bases.append(times)
             if index:
                 row = replace(row, ratio=paired_ratio(times, bases[0]))
@@ -307,94 +314,3 @@ def _values(prepared: Prepared) -> str:
         return "in no group"
     part = prepared.distinct[0]
     return f"input {part.input[:4].tolist()}, output {part.output[:4].tolist()}"
-
-
-def _blank(case: Case, shapes: Sequence[Shape], team: Team, spec: BenchSpec) -> Row:
-    element = case.type.bytes
-    count = sum(shape.elements for shape in shapes)
-    return Row(
-        operation=case.operation.name,
-        type=case.type.name,
-        nccl_type=case.type.nccl,
-        reduction=case.reduction,
-        root=case.root,
-        in_place=case.in_place,
-        backend=team.backend,
-        ranks=team.size,
-        size=count * element,
-        count=count,
-        input_bytes=sum(shape.inputs for shape in shapes) * element,
-        output_bytes=sum(shape.outputs for shape in shapes) * element,
-        bus_factor=case.operation.bus_factor(team.size),
-    )
-
-
-def _turn_times(reports: Sequence[Report], spec: BenchSpec) -> list[float]:
-    """The time of each turn, over the ranks by ``-a``."""
-    members = [report for report in reports if report.member]
-    return [
-        _combine([turn.average for turn in of_ranks], spec)
-        for of_ranks in zip(*(report.turns for report in members), strict=True)
-    ]
-
-
-def _combine(times: Sequence[float], spec: BenchSpec) -> float:
-    if spec.average == "rank0":
-        return times[0]
-    if spec.average == "mean":
-        return math.fsum(times) / len(times)
-    return min(times) if spec.average == "min" else max(times)
-
-
-def _row(blank: Row, reports: Sequence[Report], spec: BenchSpec) -> Row:
-    members = [report for report in reports if report.member]
-    turns = _turn_times(reports, spec)
-    average = math.fsum(turns) / len(turns)
-    # Of each iteration the longest over the ranks: that is what everyone waited for.
-    samples = [
-        max(of_ranks)
-        for turn in zip(*(report.turns for report in members), strict=True)
-        for of_ranks in zip(*(measured.samples for measured in turn), strict=True)
-    ]
-    statistics = {
-        s.heading: s.value(average, samples) for s in spec.output.statistics if s.name != "avg"
-    }
-    wrong, failure = _correctness(members, spec, blank)
-    return replace(
-        blank,
-        time=average,
-        statistics=statistics,
-        samples=len(samples),
-        algorithm=members[0].algorithm,
-        wrong=wrong,
-        failure=failure,
-    )
-
-
-def _correctness(
-    members: Sequence[Report], spec: BenchSpec, blank: Row
-) -> tuple[int | None, str | None]:
-    if spec.check.mode is None or blank.operation == "barrier":
-        return None, None
-    wrong = sum(check.wrong for report in members for check in report.checks)
-    if wrong:
-        first = next(c.first for report in members for c in report.checks if c.wrong)
-        ranks = sum(any(c.wrong for c in report.checks) for report in members)
-        where = f"data in {spec.check.dump}"
-        return wrong, f"Check failed on {ranks} of {len(members)} ranks: {first} - {where}"
-    for team in {report.team for report in members}:
-        prints = {
-            tuple(c.fingerprint for c in report.checks) for report in members if report.team == team
-        }
-        if len(prints) > 1:
-            return 0, f"Check failed: ranks {team} ended with different bytes"
-    return 0, None
-
-
-def _against_limits(row: Row, limits: tuple[float | None, float | None]) -> Row:
-    nominal, measured = limits
-    return replace(
-        row,
-        peak_share=row.busbw / nominal if nominal else None,
-        probe_share=row.busbw / measured if measured else None,
-    )

@@ -234,6 +234,7 @@ def _output(options: argparse.Namespace) -> Output:
         show_sizes=options.show_input_output_size,
         header=not options.no_header,
         interactive=not (options.non_interactive or options.debug),
+        debug=options.debug,
         print_buffers=_switch("-p/--print-buffer", options.print_buffer),
         json=options.report_to_json_file,
         plots=tuple(options.plot),

@@ -80,6 +80,7 @@ class Output:
     show_sizes: bool = False
     header: bool = True
     interactive: bool = True
+    debug: bool = False
     print_buffers: bool = False
     json: Path | None = None
     plots: tuple[Path, ...] = ()

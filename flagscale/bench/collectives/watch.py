@@ -36,8 +36,15 @@ class Beat:
     pid: int
     time: float = 0.0
     where: str = "starting"
+    stage: int = 0
+    """How many stages it has entered; all ranks enter the same ones."""
     steps: int = 0
+    """Iterations of this stage."""
     done: bool = False
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.stage, self.steps
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -58,9 +65,9 @@ def explain(beats: dict[int, Beat | None], now: float) -> str:
             f"iteration {beat.steps}"
         )
     if not lines and heard:
-        least = min((beat.where == max(b.where for b in heard), beat.steps) for beat in heard)
-        behind = [b for b in heard if (b.where == max(x.where for x in heard), b.steps) == least]
-        if len(behind) < len(heard):
+        least, most = min(b.progress for b in heard), max(b.progress for b in heard)
+        if least < most:
+            behind = [b for b in heard if b.progress == least]
             lines += [f"{b} is behind: {b.where}, iteration {b.steps}" for b in behind]
         else:
             lines.append(f"all ranks wait in {heard[0].where}, iteration {heard[0].steps}")
@@ -87,6 +94,7 @@ class Watch:
     def enter(self, where: str) -> None:
         """This rank now works on ``where``."""
         self._beat.where = where
+        self._beat.stage += 1
         self.marks.readings = []
         self._moved = time.monotonic()
 
@@ -126,9 +134,9 @@ class Watch:
             return
 
     def _run(self) -> None:
-        seen: tuple[str, int] = ("", -1)
+        seen = (-1, -1)
         while not self._stop.wait(PERIOD):
-            now = (self._beat.where, len(self.marks.readings))
+            now = (self._beat.stage, len(self.marks.readings))
             if now != seen:
                 seen, self._moved = now, time.monotonic()
             self._publish()

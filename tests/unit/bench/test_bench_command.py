@@ -437,16 +437,17 @@ def _beats(*beats: Beat) -> dict[int, Beat | None]:
 
 
 def test_the_silent_the_slow_and_the_absent_are_named() -> None:
-    a, b = Beat(0, "h", 1, 100.0, "all_reduce", 7), Beat(1, "h", 2, 90.0, "all_reduce", 7)
+    a = Beat(0, "h", 1, 100.0, "all_reduce", 3, 7)
+    b = Beat(1, "h", 2, 90.0, "all_reduce", 3, 7)
     said = explain(_beats(a, b), 100.0)
     assert said.startswith("rank 1 (host h, process 2) has been silent for 10 s")
-    behind = Beat(1, "h", 2, 100.0, "all_reduce", 3)
+    behind = Beat(1, "h", 2, 100.0, "all_gather", 2, 9)
     assert explain(_beats(a, behind), 100.0) == (
-        "rank 1 (host h, process 2) is behind: all_reduce, iteration 3"
+        "rank 1 (host h, process 2) is behind: all_gather, iteration 9"
     )
     assert explain({0: a, 1: None}, 100.0) == "rank 1 was never heard"
     assert "all ranks wait in all_reduce" in explain(
-        _beats(a, Beat(1, "h", 2, 100.0, "all_reduce", 7)), 100.0
+        _beats(a, Beat(1, "h", 2, 100.0, "all_reduce", 3, 7)), 100.0
     )
 
 
