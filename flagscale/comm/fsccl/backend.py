@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import weakref
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -12,9 +13,6 @@ from flagscale.comm.fsccl.build import load_extension
 
 NAME = "fsccl"
 
-# Groups that live. Their threads must end before the interpreter does.
-_live: weakref.WeakSet[Any] = weakref.WeakSet()
-
 
 def register() -> None:
     """Make ``fsccl`` known to ``torch.distributed``, for CPU and CUDA tensors. Idempotent."""
@@ -22,7 +20,6 @@ def register() -> None:
         return
     # One name for both devices: a plug-in for each would be taken for the first of them.
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    atexit.register(_shut_down)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -38,7 +35,8 @@ def _create(options: Any, backend_options: Any) -> Any:
             f"pg_options for fsccl must be {extension.Options.__qualname__} or None, "
             f"found {type(backend_options).__name__}"
         )
-    backend = extension.Backend(
+    _at_exit(extension.shutdown_all)
+    return extension.Backend(
         store=options.store,
         rank=options.group_rank,
         size=options.group_size,
@@ -46,10 +44,9 @@ def _create(options: Any, backend_options: Any) -> Any:
         name=options.group_id,
         global_ranks=list(options.global_ranks_in_group),
     )
-    _live.add(backend)
-    return backend
 
 
-def _shut_down() -> None:
-    for backend in list(_live):
-        backend.shutdown()
+@functools.cache
+def _at_exit(shut_down: Callable[[], None]) -> None:
+    """Once: the threads of groups that the program leaves alive must end before it does."""
+    atexit.register(shut_down)

@@ -1,16 +1,19 @@
-"""What ranks do in tests. Every function is called by all ranks of a group with the same arguments."""
+"""What ranks do in tests. All ranks of a group call a function with the same arguments."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import resource
+import threading
+from dataclasses import dataclass
 from typing import Any
 
-import flagscale.comm.fsccl
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+import flagscale.comm.fsccl
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -109,12 +112,24 @@ def expect_equal_bits(found: Tensor, what: str) -> None:
     assert all(torch.equal(e, mine) for e in everyone), f"{what}: ranks have different bits"
 
 
+@dataclass(frozen=True)
+class Case:
+    """An operation and what it is called with."""
+
+    kind: torch.dtype
+    count: int
+    red: str
+    root: int
+    seed: int
+    strided: bool
+    what: str
+
+
 def check(op: str, dtype: str, count: int, red: str, root: int, seed: int, strided: bool) -> None:
     """One operation against the reference."""
-    kind = getattr(torch, dtype)
     what = f"{op} {dtype}[{count}] {red} root {root}"
     root %= dist.get_world_size()
-    CHECKS[op](kind, count, red, root, seed, strided, what)
+    CHECKS[op](Case(getattr(torch, dtype), count, red, root, seed, strided, what))
 
 
 def on_stride(t: Tensor, strided: bool) -> Tensor:
@@ -124,98 +139,98 @@ def on_stride(t: Tensor, strided: bool) -> Tensor:
     return torch.stack([t, t], dim=-1).reshape(-1)[::2] if t.numel() else t.clone()
 
 
-def all_reduce(kind, count, red, root, seed, strided, what) -> None:  # type: ignore[no-untyped-def]
-    given = inputs(kind, count, seed)
-    mine = on_stride(given[dist.get_rank()], strided)
-    dist.all_reduce(mine, op=reduction(red))
-    expect(mine, reference(red, given), what)
-    expect_equal_bits(mine, what)
+def all_reduce(case: Case) -> None:
+    given = inputs(case.kind, case.count, case.seed)
+    mine = on_stride(given[dist.get_rank()], case.strided)
+    dist.all_reduce(mine, op=reduction(case.red))
+    expect(mine, reference(case.red, given), case.what)
+    expect_equal_bits(mine, case.what)
 
 
-def reduce(kind, count, red, root, seed, strided, what) -> None:  # type: ignore[no-untyped-def]
-    given = inputs(kind, count, seed)
-    mine = on_stride(given[dist.get_rank()], strided)
-    dist.reduce(mine, root, op=reduction(red))
+def reduce(case: Case) -> None:
+    given = inputs(case.kind, case.count, case.seed)
+    mine = on_stride(given[dist.get_rank()], case.strided)
+    dist.reduce(mine, case.root, op=reduction(case.red))
     me = dist.get_rank()
-    expect(mine, reference(red, given) if me == root else given[me], what)
+    expect(mine, reference(case.red, given) if me == case.root else given[me], case.what)
 
 
-def reduce_scatter(kind, count, red, root, seed, strided, what) -> None:  # type: ignore[no-untyped-def]
+def reduce_scatter(case: Case) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
-    given = inputs(kind, count * n, seed)
-    out = torch.empty(count, dtype=kind)
-    dist.reduce_scatter_single(out, given[me], op=reduction(red))
-    wanted = reference(red, given)
-    expect(out, wanted[me * count : (me + 1) * count], what)
+    given = inputs(case.kind, case.count * n, case.seed)
+    out = torch.empty(case.count, dtype=case.kind)
+    dist.reduce_scatter_single(out, given[me], op=reduction(case.red))
+    wanted = reference(case.red, given)
+    expect(out, wanted[me * case.count : (me + 1) * case.count], case.what)
     # Lists may hold tensors of different sizes.
-    sizes = [count + p for p in range(n)]
-    given = inputs(kind, sum(sizes), seed + 1)
-    parts = [on_stride(p, strided) for p in given[me].split(sizes)]
-    out = torch.empty(sizes[me], dtype=kind)
-    dist.reduce_scatter(out, parts, op=reduction(red))
-    expect(out, reference(red, given).split(sizes)[me], what + " (list)")
+    sizes = [case.count + p for p in range(n)]
+    given = inputs(case.kind, sum(sizes), case.seed + 1)
+    parts = [on_stride(p, case.strided) for p in given[me].split(sizes)]
+    out = torch.empty(sizes[me], dtype=case.kind)
+    dist.reduce_scatter(out, parts, op=reduction(case.red))
+    expect(out, reference(case.red, given).split(sizes)[me], case.what + " (list)")
 
 
-def all_gather(kind, count, red, root, seed, strided, what) -> None:  # type: ignore[no-untyped-def]
+def all_gather(case: Case) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
-    given = inputs(kind, count, seed)
-    out = torch.empty(n * count, dtype=kind)
-    dist.all_gather_single(out, on_stride(given[me], strided))
-    expect(out, torch.cat(given), what)
-    sizes = [count + p for p in range(n)]
-    ragged = [inputs(kind, s, seed + 1)[p] for p, s in enumerate(sizes)]
-    outs = [torch.empty(2 * s, dtype=kind)[:: 2 if strided else 1][:s] for s in sizes]
+    given = inputs(case.kind, case.count, case.seed)
+    out = torch.empty(n * case.count, dtype=case.kind)
+    dist.all_gather_single(out, on_stride(given[me], case.strided))
+    expect(out, torch.cat(given), case.what)
+    sizes = [case.count + p for p in range(n)]
+    ragged = [inputs(case.kind, s, case.seed + 1)[p] for p, s in enumerate(sizes)]
+    outs = [torch.empty(2 * s, dtype=case.kind)[:: 2 if case.strided else 1][:s] for s in sizes]
     dist.all_gather(outs, ragged[me])
     for found, wanted in zip(outs, ragged, strict=True):
-        expect(found, wanted, what + " (list)")
+        expect(found, wanted, case.what + " (list)")
 
 
-def broadcast(kind, count, red, root, seed, strided, what) -> None:  # type: ignore[no-untyped-def]
-    given = inputs(kind, count, seed)
-    mine = on_stride(given[dist.get_rank()], strided)
-    dist.broadcast(mine, root)
-    expect(mine, given[root], what)
+def broadcast(case: Case) -> None:
+    given = inputs(case.kind, case.count, case.seed)
+    mine = on_stride(given[dist.get_rank()], case.strided)
+    dist.broadcast(mine, case.root)
+    expect(mine, given[case.root], case.what)
 
 
-def gather(kind, count, red, root, seed, strided, what) -> None:  # type: ignore[no-untyped-def]
-    given = inputs(kind, count, seed)
-    is_root = dist.get_rank() == root
-    outs = [torch.empty(count, dtype=kind) for _ in given] if is_root else None
-    dist.gather(on_stride(given[dist.get_rank()], strided), outs, dst=root)
+def gather(case: Case) -> None:
+    given = inputs(case.kind, case.count, case.seed)
+    is_root = dist.get_rank() == case.root
+    outs = [torch.empty(case.count, dtype=case.kind) for _ in given] if is_root else None
+    dist.gather(on_stride(given[dist.get_rank()], case.strided), outs, dst=case.root)
     for found, wanted in zip(outs or [], given, strict=False):
-        expect(found, wanted, what)
+        expect(found, wanted, case.what)
 
 
-def scatter(kind, count, red, root, seed, strided, what) -> None:  # type: ignore[no-untyped-def]
-    given = inputs(kind, count, seed)
-    is_root = dist.get_rank() == root
-    out = torch.empty(count, dtype=kind)
-    parts = [on_stride(t, strided) for t in given] if is_root else None
-    dist.scatter(out, parts, src=root)
-    expect(out, given[dist.get_rank()], what)
+def scatter(case: Case) -> None:
+    given = inputs(case.kind, case.count, case.seed)
+    is_root = dist.get_rank() == case.root
+    out = torch.empty(case.count, dtype=case.kind)
+    parts = [on_stride(t, case.strided) for t in given] if is_root else None
+    dist.scatter(out, parts, src=case.root)
+    expect(out, given[dist.get_rank()], case.what)
 
 
-def all_to_all(kind, count, red, root, seed, strided, what) -> None:  # type: ignore[no-untyped-def]
-    """Rank r sends count + r * p rows to rank p, but nothing to the rank ``root``."""
+def all_to_all(case: Case) -> None:
+    """Rank r sends case.count + r * p rows to rank p, but nothing to the rank ``root``."""
     n, me = dist.get_world_size(), dist.get_rank()
 
     def rows(source: int, target: int) -> int:
-        return 0 if target == root else count + source * target
+        return 0 if target == case.root else case.count + source * target
 
     def sent(source: int) -> list[Tensor]:
         sizes = [rows(source, p) for p in range(n)]
-        return list(inputs(kind, sum(sizes), seed + source)[source].split(sizes))
+        return list(inputs(case.kind, sum(sizes), case.seed + source)[source].split(sizes))
 
     mine, wanted = sent(me), [sent(p)[me] for p in range(n)]
-    out = torch.empty(sum(w.numel() for w in wanted), dtype=kind)
+    out = torch.empty(sum(w.numel() for w in wanted), dtype=case.kind)
     dist.all_to_all_single(
         out, torch.cat(mine), [w.numel() for w in wanted], [m.numel() for m in mine]
     )
-    expect(out, torch.cat(wanted), what)
+    expect(out, torch.cat(wanted), case.what)
     outs = [torch.empty_like(w) for w in wanted]
-    dist.all_to_all(outs, [on_stride(m, strided) for m in mine])
+    dist.all_to_all(outs, [on_stride(m, case.strided) for m in mine])
     for found, one in zip(outs, wanted, strict=True):
-        expect(found, one, what + " (list)")
+        expect(found, one, case.what + " (list)")
 
 
 CHECKS = {
@@ -268,3 +283,228 @@ def limit_file_size(bytes_: int) -> None:
 
 def shared_files() -> list[str]:
     return sorted(p for p in os.listdir("/dev/shm") if "fsccl" in p)  # noqa: PTH208
+
+
+def subgroups() -> None:
+    """Overlapping groups of strided ranks, used in turn."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    lists = [list(range(0, n, 2)), list(range(1, n, 2)), [0, n - 1], list(range(n))]
+    groups = [dist.new_group(members) for members in lists]
+    for round_ in range(3):
+        for members, group in zip(lists, groups, strict=True):
+            if me not in members:
+                continue
+            x = torch.full((1000 * (round_ + 1),), float(me))
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, torch.full_like(x, float(sum(members))))
+            y = torch.full((3,), float(me))
+            dist.broadcast(y, members[-1], group=group)
+            assert y[0] == members[-1]
+
+
+def asynchronous() -> None:
+    """Works of one group complete in order; synchronous calls come after those before them."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    before = backend._get_sequence_number_for_group()
+    buffers = [torch.full((50_000,), float(me + i)) for i in range(6)]
+    works = [dist.all_reduce(b, async_op=True) for b in buffers[:5]]
+    dist.all_reduce(buffers[5])
+    assert all(w.is_completed() for w in works), "a later operation is done before an earlier one"
+    for i, b in enumerate(buffers):
+        assert b[0] == sum(r + i for r in range(n))
+    for w in reversed(works):
+        w.wait()
+        assert w.is_success()
+    chained = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+    assert chained.then(lambda f: f.value()[0] * 2).wait()[0] == 2 * n
+    late = dist.all_reduce(torch.ones(4), async_op=True)
+    late.wait()
+    assert late.get_future().wait()[0][0] == n
+    assert late.result()[0][0] == n
+    assert backend._get_sequence_number_for_group() == before + 8
+
+
+def two_groups_crossed() -> None:
+    """Asynchronous operations of two groups, called in opposite orders by different ranks."""
+    groups = [dist.new_group(), dist.new_group()]
+    buffers = [torch.ones(10_000), torch.ones(10_000)]
+    order = (0, 1) if dist.get_rank() % 2 == 0 else (1, 0)
+    works = [dist.all_reduce(buffers[i], group=groups[i], async_op=True) for i in order]
+    for w in works:
+        w.wait()
+    assert all(b[0] == dist.get_world_size() for b in buffers)
+
+
+def messages(count: int) -> None:
+    """Point-to-point: both directions at once, tags out of order, from anyone, batched."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    right, left = (me + 1) % n, (me - 1) % n
+    sends = [dist.isend(torch.full((count,), me * 10.0 + t), right, tag=t) for t in range(3)]
+    for tag in (2, 0, 1):
+        x = torch.empty(count)
+        assert dist.recv(x, left, tag=tag) == left
+        assert (x == left * 10 + tag).all()
+    for s in sends:
+        s.wait()
+    for step in range(1, n):  # from anyone, on the last rank
+        if me == n - 1:
+            x = torch.empty(count)
+            source = dist.recv(x, tag=step)
+            assert source == step - 1
+            assert (x == source).all()
+        elif me == step - 1:
+            dist.send(torch.full((count,), float(me)), n - 1, tag=step)
+    into = torch.empty(count)
+    ops = [
+        dist.P2POp(dist.irecv, into, left),
+        dist.P2POp(dist.isend, torch.full((count,), float(me)), right),
+    ]
+    for w in dist.batch_isend_irecv(ops):
+        w.wait()
+    assert (into == left).all()
+    strided = torch.zeros(2 * count)[::2]
+    w = dist.irecv(strided, left)
+    dist.send(torch.full((count,), float(me)), right)
+    w.wait()
+    assert (strided == left).all()
+    future = dist.irecv(into, left).get_future()
+    dist.send(torch.full((count,), me + 0.5), right)
+    assert (future.wait()[0] == left + 0.5).all()
+
+
+def coalesced() -> None:
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensors = [torch.full((k,), float(me)) for k in (1, 100, 10_000)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for t in tensors:
+            dist.all_reduce(t)
+    manager.wait()
+    assert all((t == sum(range(n))).all() for t in tensors)
+    outs = [torch.empty(n * k) for k in (3, 500)]
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        for out in outs:
+            dist.all_gather_single(out, torch.full((out.numel() // n,), float(me)))
+    for out in outs:
+        assert (out.view(n, -1)[:, 0] == torch.arange(n)).all()
+
+
+def objects() -> None:
+    n, me = dist.get_world_size(), dist.get_rank()
+    everyone: list[Any] = [None] * n
+    dist.all_gather_object(everyone, {"rank": me, "text": "x" * me})
+    assert [e["rank"] for e in everyone] == list(range(n))
+    one = ["from 0" if me == 0 else None]
+    dist.broadcast_object_list(one, 0)
+    assert one == ["from 0"]
+
+
+def usage_errors() -> list[str]:
+    """What a wrong call says; the group goes on afterwards."""
+    n = dist.get_world_size()
+    out = []
+    wrong = [
+        lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND),
+        lambda: dist.all_reduce(torch.ones(3).to_sparse()),
+        lambda: dist.all_to_all_single(torch.ones(n + 1), torch.ones(n + 1)),
+        lambda: dist.all_gather_single(torch.ones(n), torch.ones(2)),
+        lambda: dist.reduce_scatter_single(torch.ones(2), torch.ones(2 * n, dtype=torch.float64)),
+    ]
+    for call_wrongly in wrong:
+        try:
+            call_wrongly()
+            out.append("no error")
+        except (ValueError, TypeError, RuntimeError) as error:
+            out.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    return out
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)]
+    return torch.nn.Sequential(*layers)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train_alone(steps: int) -> list[Tensor]:
+    """The weights of one process that sees everyone's batches."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        whole = torch.cat([batch(r, step) for r in range(dist.get_world_size())])
+        model(whole).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def train_ddp(steps: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(small_model(), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    for found, wanted in zip(model.parameters(), train_alone(steps), strict=True):
+        torch.testing.assert_close(found.detach(), wanted)
+
+
+def train_fsdp(steps: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = small_model()
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    for found, wanted in zip(model.parameters(), train_alone(steps), strict=True):
+        torch.testing.assert_close(found.full_tensor(), wanted)  # type: ignore[attr-defined]
+
+
+def dtensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(64.0).reshape(8, 8)
+    x = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+    assert torch.equal(x.full_tensor(), whole)
+    assert torch.equal(x.redistribute(mesh, [Shard(1), Replicate()]).full_tensor(), whole)
+    torch.testing.assert_close((x @ x.T).full_tensor(), whole @ whole.T)
+    assert x.sum().full_tensor() == whole.sum()
+
+
+def functional() -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    n, me = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert funcol.all_reduce(torch.ones(3), "sum", group)[0] == n
+    gathered = funcol.all_gather_tensor(torch.full((2,), float(me)), 0, group)
+    assert gathered.tolist() == [float(r) for r in range(n) for _ in range(2)]
+    scattered = funcol.reduce_scatter_tensor(torch.ones(2 * n), "avg", 0, group)
+    assert scattered.tolist() == [1.0, 1.0]
+
+
+def abort_while_waiting() -> str:
+    """Another thread gives up on what nobody else calls."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    threading.Timer(0.3, backend.abort).start()
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return str(error)
+    return "done"

@@ -207,3 +207,12 @@ def test_clusters_must_cover_all_ranks(pool: Any) -> None:
     for error in survivors_say(pool, [0, 1, 2], SLACK).values():
         assert "FSCCL_CLUSTERS covers 2 ranks, but there is a rank 2" in error
     pool.leave([0, 1, 2])
+
+
+def test_abort_ends_waiting(pool: Any) -> None:
+    pool.join(2)
+    pool.call(range(2), "call", op="barrier")
+    assert "the program aborted the group" in pool.call([0], "abort_while_waiting")[0]
+    pool[1].ask("call", op="barrier")
+    assert "the program aborted the group" in pool.replies([1])[1]["error"]
+    pool.leave(range(2))

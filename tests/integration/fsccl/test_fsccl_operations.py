@@ -61,8 +61,10 @@ def test_every_type_and_reduction(job: Any) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_size(job: Any, op: str) -> None:
+    """From nothing to several megabytes."""
     pool, ranks = job
-    sizes = [0, 1, 2, 3, 17, 2047, 8193, 300_001, 1_000_000]
+    # Inputs of all ranks are made on every rank, so the largest are for the cheapest shapes.
+    sizes = [0, 1, 2, 3, 17, 2047, 8193, 150_001, *([1_300_000] if len(ranks) < 5 else [])]
     cases = [case(op, "float32", n, root=n % 3) for n in sizes]
     pool.call(ranks, "check_many", cases=cases)
 
@@ -85,9 +87,7 @@ def test_anything(job: Any) -> None:
     """Random operations in a row; the example is the same on all ranks."""
     pool, ranks = job
 
-    @settings(
-        max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None
-    )
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(
         st.lists(
             st.builds(

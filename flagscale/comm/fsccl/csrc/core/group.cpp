@@ -141,6 +141,10 @@ void Group::open_lane(const Deadline& d) {
   config.process = me_.process;
   config.slot_bytes = config_.settings.slot_bytes != 0 ? config_.settings.slot_bytes
                                                        : Lane::default_slot_bytes(ranks);
+  if (config.slot_bytes < static_cast<size_t>(ranks) * kCacheLine) {
+    fail_usage("FSCCL_SLOT_BYTES=" + std::to_string(config.slot_bytes) + " is too small for " +
+               std::to_string(ranks) + " ranks on a host");
+  }
   int on_host = 0;
   for (const Identity& w : who_) on_host += w.domain == me_.domain ? 1 : 0;
   config.spin = SpinPolicy::for_ranks(on_host);

@@ -107,7 +107,7 @@ class Group {
   std::unique_ptr<Lane> lane_;
   std::unique_ptr<Local> local_;
   std::unique_ptr<Hierarchy> hierarchy_;
-  uint64_t sequence_ = 0;
+  std::atomic<uint64_t> sequence_{0};  // of collectives
   std::mutex meeting_;
   std::atomic<bool> met_{false}, open_{false};
   mutable std::mutex verdict_mutex_;

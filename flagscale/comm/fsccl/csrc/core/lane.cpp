@@ -55,7 +55,9 @@ size_t Lane::segment_bytes(int ranks, size_t slot_bytes) {
 
 size_t Lane::default_slot_bytes(int ranks) {
   const size_t share = (size_t{16} << 20) / static_cast<size_t>(2 * ranks);
-  return std::clamp(share / 4096 * 4096, size_t{64} << 10, size_t{512} << 10);
+  // Two-shot divides a slot among the ranks: below 2 KiB each it would be all waiting.
+  const size_t least = std::max(size_t{64} << 10, static_cast<size_t>(ranks) * 2048);
+  return std::max(least, std::min(share, size_t{512} << 10) / 4096 * 4096);
 }
 
 Lane::Lane(Segment segment, int rank, LaneConfig config)
@@ -142,12 +144,17 @@ void Lane::sleep_until(int peer, uint32_t step) {
     theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = theirs.posted.load(std::memory_order_seq_cst);
     const bool done = reached(seen, step);
-    if (!done) futex_wait(theirs.posted, seen, std::min(kLaneNap, deadline_.remaining()));
+    if (!done) futex_wait(theirs.posted, seen, nap());
     theirs.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (done || reached(theirs.posted.load(std::memory_order_acquire), step)) break;
     look_around(peer, step);
   }
   mine.waits_for.store(kNobody, std::memory_order_release);
+}
+
+// Not past the deadline, but never so short that waiting on for `patience` would be spinning.
+std::chrono::milliseconds Lane::nap() const {
+  return std::max(std::chrono::milliseconds(10), std::min(kLaneNap, deadline_.remaining()));
 }
 
 void Lane::look_around(int peer, uint32_t step) {

@@ -98,6 +98,7 @@ class Lane {
   void wait_posted(int peer, uint32_t step);
   void sleep_until(int peer, uint32_t step);
   void look_around(int peer, uint32_t step);
+  std::chrono::milliseconds nap() const;
   int culprit(int peer) const;
   const std::string& name(int group_rank) const {
     return config_.names[static_cast<size_t>(group_rank)];

@@ -112,7 +112,9 @@ void Messenger::run() {
       if (stop_) return;
       uint64_t count = 0;
       [[maybe_unused]] const ssize_t drained = read(wake_.get(), &count, sizeof count);
-      accept_all();  // first: who has just connected may have left again already
+      // Strangers first: who has just connected may have sent all it had and left already.
+      const auto stranger = [this](const epoll_event& e) { return links_.count(e.data.fd) == 0; };
+      if (std::any_of(events.begin(), events.begin() + std::max(n, 0), stranger)) accept_all();
       for (int i = 0; i < n; ++i) {
         const auto link = links_.find(events[static_cast<size_t>(i)].data.fd);
         if (link != links_.end()) handle(*link->second, events[static_cast<size_t>(i)].events);

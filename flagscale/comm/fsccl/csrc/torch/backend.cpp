@@ -2,6 +2,9 @@
 #include "backend.h"
 
 #include <Python.h>
+#include <unistd.h>
+
+#include <set>
 
 #include "store.h"
 
@@ -34,7 +37,26 @@ class WithoutGil {
   PyThreadState* saved_;
 };
 
+struct Living {
+  std::mutex mutex;
+  std::set<TorchBackend*> all;
+  pid_t process = getpid();
+};
+
+// Never destroyed: a backend may outlive every static object.
+Living& living() {
+  static auto* const it = new Living;
+  return *it;
+}
+
 }  // namespace
+
+void TorchBackend::shutdown_all() {
+  if (living().process != getpid()) return;  // a forked child has none of the threads
+  WithoutGil released;
+  std::lock_guard<std::mutex> hold(living().mutex);
+  for (TorchBackend* one : living().all) one->shutdown();
+}
 
 TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                            c10::intrusive_ptr<Options> options)
@@ -46,10 +68,16 @@ TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int 
     std::rethrow_exception(torch_error(e));
   }
   init();
+  std::lock_guard<std::mutex> hold(living().mutex);
+  living().all.insert(this);
 }
 
 TorchBackend::~TorchBackend() {
   WithoutGil released;
+  {
+    std::lock_guard<std::mutex> hold(living().mutex);
+    living().all.erase(this);
+  }
   TorchBackend::shutdown();
 }
 

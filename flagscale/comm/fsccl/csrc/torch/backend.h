@@ -46,6 +46,9 @@ class TorchBackend : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device device) override;
   void abort() override;
   void shutdown() override;
+  // All backends of this process. torch keeps them alive without Python's knowing, and a thread that
+  // still runs when the process ends would abort it.
+  static void shutdown_all();
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override;

@@ -10,6 +10,7 @@ using fsccl::TorchBackend;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch.distributed");  // has the base classes
+  m.def("shutdown_all", &TorchBackend::shutdown_all);
   m.attr("protocol_version") = fsccl::kProtocolVersion;
 
   using Options = TorchBackend::Options;

@@ -1,0 +1,88 @@
+"""fsccl under torch: works, groups, messages, DDP, FSDP2, DTensor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module", params=["4", "2,2"])
+def four(request: pytest.FixtureRequest, ranks: Any) -> Iterator[Any]:
+    def call(case: str, **arguments: Any) -> list[Any]:
+        found: list[Any] = ranks.call(range(4), case, **arguments)
+        return found
+
+    ranks.join(4, FSCCL_CLUSTERS=request.param)
+    yield call
+    ranks.leave(range(4))
+
+
+@pytest.mark.parametrize(
+    "case", ["asynchronous", "subgroups", "two_groups_crossed", "coalesced", "objects"]
+)
+def test_groups_and_works(four: Any, case: str) -> None:
+    four(case)
+
+
+@pytest.mark.parametrize("count", [0, 5, 20_000, 1_000_000], ids=lambda n: f"{n}-elements")
+def test_messages(four: Any, count: int) -> None:
+    four("messages", count=count)
+
+
+@pytest.mark.parametrize("case", ["train_ddp", "train_fsdp"])
+def test_training(four: Any, case: str) -> None:
+    four(case, steps=3)
+
+
+@pytest.mark.parametrize("case", ["dtensors", "functional"])
+def test_what_builds_on_collectives(four: Any, case: str) -> None:
+    four(case)
+
+
+def test_wrong_calls_say_what_is_wrong(four: Any) -> None:
+    for said in four("usage_errors"):
+        band, sparse, odd, sizes, types = said
+        assert "ValueError: fsccl: reduction band is not defined for float32" in band
+        assert "needs dense tensors" in sparse
+        assert "the first dimension, 5, does not divide by the 4 ranks" in odd
+        assert "4 elements of Float are not 4 times 2 of Float" in sizes
+        assert "8 elements of Double are not 4 times 2 of Float" in types
+
+
+def script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    setup = (
+        "import torch, torch.distributed as dist, flagscale.comm.fsccl\n"
+        "dist.init_process_group('fsccl', store=dist.HashStore(), rank=0, world_size=1)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", setup + text],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+def test_a_program_that_forgets_to_leave_ends_cleanly() -> None:
+    done = script("dist.all_reduce(torch.ones(3), async_op=True).wait(); print('end')")
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_debug_tells_the_algorithm() -> None:
+    text = "dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(100000)); dist.barrier()"
+    said = script(text, FSCCL_DEBUG="INFO").stderr
+    assert "all_reduce #1 of 12 bytes of float32, sum: one-shot in shared memory" in said
+    assert "all_reduce #2 of 400000 bytes of float32, sum: two-shot in shared memory" in said
+    assert "barrier #3" in said

@@ -1,0 +1,85 @@
+"""Building the extension: what names a build: Any, and what is said when none can be made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    import flagscale.comm.fsccl.build as module
+
+    monkeypatch.setenv("FSCCL_BUILD_DIR", str(tmp_path / "a place with 'quotes' and $signs"))
+    module._key.cache_clear()
+    yield module
+    module._key.cache_clear()
+
+
+def test_no_compiler_is_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "this machine has no no-such-compiler" in (build.unavailable() or "")
+    with pytest.raises(build.BuildError) as error:
+        build._build(build._library())
+    assert "there is no C++ compiler 'no-such-compiler' on PATH" in str(error.value)
+    assert "set CXX" in str(error.value)
+
+
+def test_a_failed_compilation_shows_the_compilers_words(
+    build: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main() { return nonsense; }\n")
+    monkeypatch.setattr(build, "_sources", lambda: [broken])
+    library = build._library()
+    with pytest.raises(build.BuildError) as error:
+        build._build(library)
+    assert "compiling fsccl failed" in str(error.value)
+    assert "nonsense" in str(error.value)
+    assert not library.exists()
+
+
+def test_an_unwritable_place_is_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSCCL_BUILD_DIR", "/proc/nowhere")
+    with pytest.raises(build.BuildError) as error:
+        build._build(build._library())
+    assert "cannot write a build of fsccl to /proc/nowhere" in str(error.value)
+    assert "FSCCL_BUILD_DIR" in str(error.value)
+
+
+@pytest.mark.parametrize("change", ["CXX", "torch"])
+def test_a_build_is_named_by_what_makes_it(
+    build: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+) -> None:
+    before = build._library()
+    assert build._library() == before
+    build._key.cache_clear()
+    if change == "CXX":
+        monkeypatch.setenv("CXX", "g++-99")
+    else:
+        import torch
+
+        monkeypatch.setattr(torch, "__version__", "0.0.1")
+    assert build._library() != before
+
+
+def test_importing_does_not_compile(tmp_path: Path) -> None:
+    text = (
+        "import os; os.environ['FSCCL_BUILD_DIR'] = os.sys.argv[1]\n"
+        "import flagscale.comm.fsccl, torch.distributed as dist\n"
+        "assert 'FSCCL' in dist.Backend._plugins and 'fsccl' in dist.Backend.backend_list\n"
+        "flagscale.comm.fsccl.register()\n"
+    )
+    subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=True, timeout=120)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,71 @@
+"""The C++ core with ranks as threads, under sanitizers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "core"
+CORE = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
+SANITIZERS = {
+    "threads": ("-O1", "-fsanitize=thread"),
+    # Unoptimised: checking for undefined behaviour makes the optimiser very slow.
+    "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+}
+SHAPES = ["1", "4", "2,2", "3,2", "1,2,2", "1,1,1,1"]
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+]
+
+
+def build(name: str, source: Path, parts: tuple[str, ...] = ("core.cpp",)) -> Path:
+    """Compiles a test with parts of the core, unless it is there for the very same sources."""
+    flags = SANITIZERS[name]
+    digest = hashlib.sha256(" ".join(flags).encode())
+    for path in sorted([*CORE.iterdir(), source]):
+        digest.update(path.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagscale" / "tests"
+    program = cache / f"{source.stem}-{name}-{digest.hexdigest()[:16]}"
+    if not program.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        for old in cache.glob(f"{source.stem}-{name}-*"):
+            old.unlink()
+        part = program.with_name(f"{program.name}.{os.getpid()}")
+        command = ["g++", "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", *flags]
+        files = [*(str(CORE / part) for part in parts), str(source)]
+        subprocess.run(
+            [*command, f"-I{CORE}", *files, "-o", str(part), "-pthread"], check=True, timeout=240
+        )
+        part.rename(program)
+    return program
+
+
+@pytest.fixture(scope="module", params=sorted(SANITIZERS))
+def program(request: pytest.FixtureRequest) -> Path:
+    return build(request.param, HERE / "ranks_test.cpp")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.replace(",", "+"))
+def test_ranks_as_threads(program: Path, shape: str) -> None:
+    done = subprocess.run(
+        [str(program), shape, "1", "7"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"},
+    )
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-8000:]
+
+
+def test_small_parts() -> None:
+    program = build("memory", HERE / "parts_test.cpp", ("types.cpp", "reduce.cpp"))
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
