@@ -29,7 +29,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.setup-dev: $(VENV)/.setup
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,bench,dev]'
 	@touch $@
 
 setup: $(VENV)/.setup ## virtual environment with everything training needs
@@ -44,8 +44,12 @@ data: setup ## corpus and tokenizer of the quickstart (idempotent)
 quickstart: setup backend data ## train a tiny Llama-3 on this machine, from nothing
 	$(RUN) run.py $(CONFIG) action=test
 
+# Two workers by default: most tests wait for processes. A file's tests stay with one worker, since
+# they share what is expensive to start.
+TEST_WORKERS ?= 2
+
 test: setup-dev backend ## the whole test suite
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 test-fast: setup-dev ## only the tests that need neither torch nor processes
 	$(RUN) -m pytest -m "not torch and not integration and not gpu"

@@ -10,14 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.patching.sources import Choice
-from flagscale.patching.spec import Layout
-from flagscale.patching.unpatch import unpatch
+torch = pytest.importorskip("torch")
+
+from flagscale.patching.sources import Choice  # noqa: E402
+from flagscale.patching.spec import Layout  # noqa: E402
+from flagscale.patching.unpatch import unpatch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "integration" / "patching" / "tiny_training.py"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.torch, pytest.mark.integration]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def trees(at: Path) -> dict[str, Path]:

@@ -87,7 +87,7 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
     assert started.returncode == 0, started.stderr
     state = lab.state()
     assert f"run {state.run_id} of lab: 2 rank(s) joined" in started.stdout
-    assert str(state.hosts[0].script) in started.stdout
+    assert state.hosts[0].script.name in started.stdout
 
     seen = query(lab)
     assert (seen["state"], seen["joined"], seen["step"], seen["train_steps"]) == (
