@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from flagscale.config.checks import check_world, notes
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import HIDDEN, is_secret_name, redact
 from flagscale.errors import ConfigError, RunStateError
-from flagscale.launch import devices, logs, places, ports
-from flagscale.launch.hosts import choose_hosts
+from flagscale.launch import logs, places
 from flagscale.launch.layout import Layout
-from flagscale.launch.plan import LaunchPlan, Machine, plan, wanted_port
-from flagscale.launch.state import RunState, load_state, new_run_id
+from flagscale.launch.preparing import Prepared, prepared, unasked_plan
+from flagscale.launch.state import RunState, load_state
 
 if TYPE_CHECKING:
-    from flagscale.launch.runners.local import LocalRunner
+    from flagscale.launch.runners.base import Runner
     from flagscale.launch.snapshot import Snapshot
 
-PROJECT = Path(__file__).resolve().parents[2]
 _FOLLOW_SECONDS = 1.0
 _FOLLOW_LINES = 100
 
@@ -40,32 +34,9 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
-def this_machine() -> Machine:
-    return Machine(
-        python=sys.executable,
-        project=PROJECT,
-        workdir=Path.cwd(),
-        cpus=len(os.sched_getaffinity(0)),
-        gpus=devices.installed_gpus(),
-        environment=dict(os.environ),
-    )
-
-
-def make_plan(experiment: Experiment, machine: Machine) -> LaunchPlan:
-    """The plan of a run that starts now. Raises :class:`ConfigError` with what cannot work."""
-    runner = experiment.runner
-    hosts = choose_hosts(runner.hostfile, runner.nnodes)
-    port = wanted_port(runner) or ports.free_port()
-    made = plan(experiment, hosts, machine, run_id=new_run_id(), master_port=port)
-    problems = check_world(experiment, made.world_size)
-    if problems:
-        raise ConfigError(problems)
-    return replace(made, notes=tuple(notes(experiment, made.world_size)))
-
-
 def dryrun(experiment: Experiment, options: Options) -> int:
     """Print the plan that ``run`` would start, and its scripts. Writes nothing."""
-    made = make_plan(experiment, this_machine())
+    made = unasked_plan(experiment)
     if options.json:
         print(json.dumps(made.to_json(), indent=2, ensure_ascii=False))
         return 0
@@ -76,57 +47,68 @@ def dryrun(experiment: Experiment, options: Options) -> int:
 
 
 def check(experiment: Experiment, options: Options) -> int:
-    """Show what a run needs and whether it is there; 2 if something is not."""
-    from flagscale.launch.preflight import preflight
+    """Show what a run needs and whether it is there: 3 if a host does not answer, 2 if anything
+    else is wrong."""
+    from flagscale.launch.preflight import exit_code
 
-    machine = this_machine()
-    made = make_plan(experiment, machine)
-    checks = preflight(experiment, made, machine)
+    with prepared(experiment, checking=True) as ready:
+        checks = ready.checks
     if options.json:
         print(json.dumps([vars(one) for one in checks], indent=2, ensure_ascii=False))
-    else:
-        from flagscale.launch import view
+        return exit_code(checks)
+    from flagscale.launch import view
 
-        view.console().print(view.checks_table(checks))
-        for note in made.notes:
-            print(f"note: {note}")
-    return 0 if all(one.ok for one in checks) else 2
+    view.console().print(view.checks_table(checks))
+    for note in ready.plan.notes:
+        print(f"note: {note}")
+    return exit_code(checks)
 
 
 def run(experiment: Experiment, options: Options) -> int:
     """Start the run; in the background return once every rank has joined, in the foreground stay
     and return the job's code."""
-    from flagscale.launch.preflight import preflight, require, warnings
-    from flagscale.launch.runners.local import LocalRunner
-    from flagscale.launch.start import wait_until_started
-    from flagscale.launch.state import refuse_if_alive
+    from flagscale.launch.preflight import require, warnings
 
     foreground = experiment.runner.foreground or options.action == "test"
-    machine = this_machine()
-    made = make_plan(experiment, machine)
+    texts = {
+        "config_text": _config_text(experiment),
+        "overrides_text": _overrides_text(experiment),
+    }
     # The one thing that is no mistake in the configuration, so it has a message of its own.
-    refuse_if_alive(load_state(made.layout.state))
-    checks = preflight(experiment, made, machine)
-    require(checks)
-    for text in (*made.notes, *warnings(checks)):
-        print(f"note: {text}", file=sys.stderr)
-    runner = LocalRunner(_config_text(experiment), _overrides_text(experiment))
-    state = runner.submit(made, foreground=foreground)
-    if foreground:
-        code = _stay(runner, state)
-        print("\n".join(places.lines(made, state)))
-        return code
+    _refuse_if_alive(experiment)
+    with prepared(experiment, checking=experiment.runner.preflight, **texts) as ready:
+        require(ready.checks)
+        for text in (*ready.plan.notes, *warnings(ready.checks)):
+            print(f"note: {text}", file=sys.stderr)
+        state = ready.runner.submit(ready.plan, foreground=foreground)
+        code = _stay(ready.runner, state) if foreground else _await_start(ready, state)
+    print("\n".join(places.lines(ready.plan, state)))
+    return code
+
+
+def _refuse_if_alive(experiment: Experiment) -> None:
+    """Refuse to start beside a run on this machine; hosts are asked for theirs later, with
+    everything else."""
+    from flagscale.launch.state import refuse_if_alive
+
+    state = load_state(Layout(experiment.exp_dir).state)
+    if state is not None and not state.over_ssh:
+        refuse_if_alive(state)
+
+
+def _await_start(ready: Prepared, state: RunState) -> int:
+    from flagscale.launch.start import wait_until_started
+
     try:
-        seen = wait_until_started(state, runner, made.start_timeout)
+        seen = wait_until_started(state, ready.runner, ready.plan.start_timeout)
     except KeyboardInterrupt:
-        runner.stop(state)
+        ready.runner.stop(state)
         raise
     print(f"run {state.run_id} of {state.name}: {seen}")
-    print("\n".join(places.lines(made, state)))
     return 0
 
 
-def _stay(runner: LocalRunner, state: RunState) -> int:
+def _stay(runner: Runner, state: RunState) -> int:
     """Show the output until the job ends; Ctrl-C ends the job."""
     from flagscale.launch import ticker
 
@@ -139,10 +121,11 @@ def _stay(runner: LocalRunner, state: RunState) -> int:
         signal.signal(number, interrupt)
     try:
         with ticker.shown(state) as show:
-            logs.follow(output, runner.script_ended, show)
+            logs.follow(output, lambda: runner.ended(state), show)
     except KeyboardInterrupt:
         print(f"flagscale: stopping run {state.run_id}", file=sys.stderr, flush=True)
         runner.stop(state)
+        runner.bring_output(state)
         for line in output.read(final=True):
             print(line, flush=True)
         raise
@@ -154,36 +137,50 @@ def _stay(runner: LocalRunner, state: RunState) -> int:
 
 
 def query(experiment: Experiment, options: Options) -> int:
-    """Tell the state of the run; with ``follow`` until it ends, and then 1 if it failed."""
-    from flagscale.launch.snapshot import EventReader, Phase, take
+    """Tell the state of the run; with ``follow`` until it ends. 1 if it failed while it was
+    followed, 3 if a host does not answer."""
+    from flagscale.launch.runners import runner_of
+    from flagscale.launch.snapshot import Phase
     from flagscale.launch.watch import watch
 
     state = _require_state(experiment)
-    reader = EventReader(state.hosts)
+    runner = runner_of(state)
 
     def look() -> Snapshot:
-        return take(load_state(Layout(experiment.exp_dir).state) or state, reader)
+        now = load_state(Layout(experiment.exp_dir).state) or state
+        return runner.query(now, with_lines=options.follow)
 
-    last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
-    return 1 if options.follow and last.phase in (Phase.FAILED, Phase.LOST) else 0
+    try:
+        last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
+    finally:
+        runner.close()
+    if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
+        return 1
+    return 3 if any(row.phase is Phase.UNREACHABLE for row in last.hosts) else 0
 
 
 def show_logs(experiment: Experiment, options: Options) -> int:
     """Print the output of the run, every line with host and rank."""
+    from flagscale.launch.runners import runner_of
+
     state = _require_state(experiment)
     if options.rank is not None and options.rank >= state.world_size:
         ranks = f"ranks 0 to {state.world_size - 1}"
         raise ConfigError(f"rank={options.rank}: run {state.run_id} has {ranks}")
+    runner = runner_of(state)
     if not options.follow:
-        for line in _last(logs.lines_of(state, options.rank), options.lines):
+        for line in _last(runner.logs(state, options.rank), options.lines):
             print(line)
+        runner.close()
         return 0
+    runner.bring_output(state)
     output = logs.RunOutput(state, options.rank)
     lines = _FOLLOW_LINES if options.lines is None else options.lines
     for line in _last(list(output.read()), lines):
         print(line)
     sys.stdout.flush()
-    logs.follow(output, lambda: not state.is_alive(), lambda line: print(line, flush=True))
+    logs.follow(output, lambda: runner.ended(state), lambda line: print(line, flush=True))
+    runner.close()
     return 0
 
 
@@ -192,25 +189,28 @@ def _last(lines: list[str], count: int | None) -> list[str]:
 
 
 def stop(experiment: Experiment, _options: Options) -> int:
-    """End the run that was last started in this directory, if it lives."""
-    from flagscale.launch.runners.local import LocalRunner
+    """End the run that was last started in this directory, if it lives; 3 if that is not known of
+    every host."""
+    from flagscale.launch.runners import runner_of
+    from flagscale.launch.runners.base import require_stopped
 
     layout = Layout(experiment.exp_dir)
     state = load_state(layout.state)
     if state is None:
         print(f"no run was started in {experiment.exp_dir}; nothing to stop")
         return 0
-    runner = LocalRunner()
-    if not state.is_alive():
-        phase = runner.query(state).phase.value
-        print(f"run {state.run_id} of {state.name} has ended already ({phase}); nothing to stop")
-        return 0
+    runner = runner_of(state)
     began = time.monotonic()
-    swept = runner.stop(state)
-    if swept.left:
-        pids = ", ".join(map(str, swept.left))
-        raise RunStateError(f"run {state.run_id}: these processes survive a KILL: {pids}")
-    print(f"run {state.run_id} of {state.name} stopped in {time.monotonic() - began:.1f} s")
+    if state.over_ssh or state.is_alive():
+        stopped = runner.stop(state)
+        runner.close()
+        require_stopped(state, stopped)
+        if stopped.swept:
+            seconds = time.monotonic() - began
+            print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s")
+            return 0
+    phase = f" ({runner.query(state).phase.value})" if not state.over_ssh else ""
+    print(f"run {state.run_id} of {state.name} has ended already{phase}; nothing to stop")
     return 0
 
 

@@ -91,7 +91,7 @@ _COMMANDS = ("before_start", "after_stop")
 
 
 def _layers(experiment: Experiment, host: Host) -> Iterator[tuple[str, Specific]]:
-    if host.device_type in experiment.by_type:
+    if host.device_type is not None and host.device_type in experiment.by_type:
         yield f"device_type_specific.{host.device_type}", experiment.by_type[host.device_type]
     if host.name in experiment.by_host:
         yield f"node_specific.{host.name}", experiment.by_host[host.name]

@@ -8,18 +8,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.load import missing_paths
 from flagscale.config.schema import Experiment
-from flagscale.errors import ConfigError, FlagscaleError, Problem
+from flagscale.errors import ConfigError, FlagscaleError, Problem, UnreachableError
 from flagscale.launch import ports
 from flagscale.launch.plan import BACKEND_DIRECTORY, LaunchPlan, Machine, wanted_port
 from flagscale.launch.state import load_state, refuse_if_alive
 
+REACHABLE = "reachable"
+"""The check whether a host can be used at all."""
 _MIB = 1 << 20
 _DISK_FAILS_BELOW = 64 * _MIB
 _DISK_WARNS_BELOW = 2048 * _MIB
@@ -34,6 +36,8 @@ class Check:
     found: str
     hint: str = ""
     warning: bool = False
+    hosts: str = ""
+    """The hosts it was found on, folded; empty for this machine."""
 
 
 def preflight(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> list[Check]:
@@ -53,12 +57,29 @@ def preflight(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> lis
 
 
 def require(checks: list[Check]) -> None:
-    """Raise :class:`ConfigError` with every check that failed."""
+    """Raise :class:`ConfigError` with every check that failed, or, where hosts do not answer,
+    :class:`UnreachableError` with those."""
     failed = [check for check in checks if not check.ok]
+    unreachable = [check for check in failed if check.name == REACHABLE]
+    if unreachable:
+        lines = [f"{check.hosts}: {check.found}" for check in unreachable]
+        advice = dict.fromkeys(check.hint for check in unreachable if check.hint)
+        raise UnreachableError("\n".join(lines), hint="; ".join(advice) or None)
     if failed:
-        problems = [Problem(check.name, check.found) for check in failed]
+        problems = [
+            Problem(f"{check.name} ({check.hosts})" if check.hosts else check.name, check.found)
+            for check in failed
+        ]
         hints = list(dict.fromkeys(check.hint for check in failed if check.hint))
         raise ConfigError(problems, hint="; ".join(hints) or None)
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """0 if every check is well, 3 if a host could not be asked, else 2."""
+    failed = [check for check in checks if not check.ok]
+    if any(check.name == REACHABLE for check in failed):
+        return UnreachableError.exit_code
+    return ConfigError.exit_code if failed else 0
 
 
 def _entrypoint(path: Path) -> Check:
@@ -95,20 +116,25 @@ def _data(experiment: Experiment) -> Check:
 
 
 def _devices(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> Check:
+    ranks = max(host.nproc for host in plan.hosts)
+    return check_devices(experiment, machine.gpus or 0, ranks)
+
+
+def check_devices(experiment: Experiment, gpus: int, ranks: int) -> Check:
+    """A machine's GPUs against the ranks it takes."""
     wanted = {
         str(value)
         for _, name, value in leaves(experiment.train.sections())
         if name == "distributed_backend"
     }
-    ranks = max(host.nproc for host in plan.hosts)
-    found = f"{machine.gpus} GPU(s) for {ranks} rank(s)"
-    if "nccl" in wanted and machine.gpus == 0:
+    found = f"{gpus} GPU(s) for {ranks} rank(s)"
+    if "nccl" in wanted and gpus == 0:
         hint = "set train.system.distributed_backend: auto (or gloo)"
-        return Check("devices", False, "nccl is asked for, but this machine has no GPU", hint)
-    if "nccl" in wanted and ranks > machine.gpus:
+        return Check("devices", False, "nccl is asked for, but there is no GPU", hint)
+    if "nccl" in wanted and ranks > gpus:
         hint = "lower experiment.runner.nproc_per_node: nccl wants a GPU for every rank"
         return Check("devices", False, found, hint)
-    return Check("devices", True, found, warning=0 < machine.gpus < ranks)
+    return Check("devices", True, found, warning=0 < gpus < ranks)
 
 
 def _port(experiment: Experiment, plan: LaunchPlan) -> Check:
@@ -132,7 +158,11 @@ def _disk(exp_dir: Path) -> Check:
         return Check("exp_dir", False, f"{existing} is not a directory", "set experiment.exp_dir")
     if not os.access(existing, os.W_OK | os.X_OK):
         return Check("exp_dir", False, f"{existing} is not writable", "set experiment.exp_dir")
-    free = shutil.disk_usage(existing).free
+    return check_space(exp_dir, shutil.disk_usage(existing).free)
+
+
+def check_space(exp_dir: Path, free: int) -> Check:
+    """What is free where the experiment writes, in bytes."""
     found = f"{exp_dir}: {free / _MIB:,.0f} MiB free"
     if free < _DISK_FAILS_BELOW:
         return Check("exp_dir", False, found, "make room: not even logs would fit")
@@ -156,4 +186,5 @@ def _bash() -> Check:
 def warnings(checks: list[Check]) -> Iterator[str]:
     for check in checks:
         if check.ok and check.warning:
-            yield f"{check.name}: {check.found}"
+            where = f" on {check.hosts}" if check.hosts else ""
+            yield f"{check.name}{where}: {check.found}"

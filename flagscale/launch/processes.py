@@ -73,6 +73,16 @@ def environment(pid: int) -> dict[bytes, bytes]:
     return {name: value for name, _, value in pairs}
 
 
+def is_rank(pid: int) -> bool:
+    """Whether torchrun started this process as a rank: it has RANK, and its parent has none.
+    A rank's own children inherit it."""
+    above = parent(pid)
+    variables = environment(pid)
+    if b"RANK" not in variables or b"LOCAL_RANK" not in variables:
+        return False
+    return above is not None and b"RANK" not in environment(above)
+
+
 def belongs(pid: int, run_id: str) -> bool:
     """Whether this process carries the run's identity."""
     try:

@@ -4,15 +4,16 @@ events of its ranks."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flagscale.launch import processes
-from flagscale.launch.failures import Failure, first_failure
-from flagscale.launch.layout import STATUS_DIRECTORY
+from flagscale.launch.failures import Failure, first_failure, last_lines
+from flagscale.launch.files import read_json
+from flagscale.launch.layout import latest_status
 from flagscale.launch.state import Exit, HostState, RunState
 from flagscale.status import Event, read_events, status_files
 
@@ -28,10 +29,47 @@ class Phase(str, Enum):
     FAILED = "failed"
     STOPPED = "stopped"
     LOST = "lost"
+    UNREACHABLE = "unreachable"
 
     @property
     def ended(self) -> bool:
-        return self not in (Phase.STARTING, Phase.RUNNING)
+        return self not in (Phase.STARTING, Phase.RUNNING, Phase.UNREACHABLE)
+
+
+class Seen(Protocol):
+    """What somebody who was on a host saw there, see :mod:`.remote.look`."""
+
+    @property
+    def alive(self) -> str:
+        """Not empty if something of the run lives."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing was seen; empty if something was."""
+
+    @property
+    def last_line(self) -> str:
+        """The last line of output, where it was asked for."""
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One host of a snapshot. ``step`` and ``doing`` are those of its rank that is behind."""
+
+    host: str
+    phase: Phase
+    ranks: int
+    joined: int
+    step: int | None = None
+    doing: str = ""
+    trouble: str = ""
+    """Why the host could not be asked."""
+    last_line: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        record = {name: value for name, value in asdict(self).items() if value not in (None, "")}
+        del record["phase"]
+        return {"host": self.host, "state": self.phase.value, **record}
 
 
 @dataclass(frozen=True)
@@ -50,9 +88,10 @@ class Snapshot:
     train_steps: int | None = None
     loss: float | None = None
     tokens_per_second: float | None = None
+    memory_gib: float | None = None
     eta_seconds: float | None = None
     failure: Failure | None = None
-    hosts: tuple[tuple[str, Phase], ...] = ()
+    hosts: tuple[HostRow, ...] = ()
     warnings: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +99,7 @@ class Snapshot:
         del record["phase"]
         record = {"state": self.phase.value, **record}
         record["since"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.since))
-        record["hosts"] = [{"host": host, "state": phase.value} for host, phase in self.hosts]
+        record["hosts"] = [row.to_json() for row in self.hosts]
         if self.failure is not None:
             record["failure"]["log"] = str(self.failure.log)
         return record
@@ -72,11 +111,18 @@ class EventReader:
     def __init__(self, hosts: Sequence[HostState]) -> None:
         self._hosts = hosts
         self._offsets: dict[Path, int] = {}
+        self._directories: dict[int, Path] = {}
         self.events: dict[int, list[Event]] = {}
 
     def refresh(self) -> dict[int, list[Event]]:
+        """All events of the ranks in the latest attempt at the job."""
         for host in self._hosts:
-            for path in status_files(host.run_dir / STATUS_DIRECTORY):
+            directory = latest_status(host.run_dir)
+            if self._directories.setdefault(host.rank, directory) != directory:
+                self._directories[host.rank] = directory
+                for rank in host.ranks:
+                    self.events.pop(rank, None)
+            for path in status_files(directory):
                 new, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
                 if new:
                     self.events.setdefault(new[0].rank, []).extend(new)
@@ -89,8 +135,15 @@ class EventReader:
         }
 
 
-def take(state: RunState, reader: EventReader | None = None) -> Snapshot:
-    """The run now."""
+def take(
+    state: RunState,
+    reader: EventReader | None = None,
+    seen: Mapping[int, Seen] | None = None,
+    *,
+    with_lines: bool = False,
+) -> Snapshot:
+    """The run now. ``seen`` is what hosts were seen to do, by rank, where they are not this
+    machine."""
     reader = reader or EventReader(state.hosts)
     # Exits first: a run that ends in between then shows as alive once more, never as lost.
     exits = {host.rank: host.exit() for host in state.hosts}
@@ -98,8 +151,13 @@ def take(state: RunState, reader: EventReader | None = None) -> Snapshot:
     joined = [row.time for rows in events.values() for row in rows if row.event == "joined"]
     ranks_joined = reader.ranks("joined")
     everybody = (state.foreign and not events) or len(ranks_joined) >= state.world_size
-    phases = {host.rank: _phase(state, exits[host.rank], everybody) for host in state.hosts}
-    phase = _overall(list(phases.values()))
+    rows = [
+        _row(state, host, exits[host.rank], (seen or {}).get(host.rank), ranks_joined, everybody)
+        for host in state.hosts
+    ]
+    if with_lines:
+        rows = [_with_line(row, host) for row, host in zip(rows, state.hosts, strict=True)]
+    phase = _overall([row.phase for row in rows])
     failure = first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
     ends = [ended.ended for ended in exits.values() if ended is not None]
     since = _since(state, phase, max(joined, default=None), max(ends, default=None))
@@ -113,27 +171,77 @@ def take(state: RunState, reader: EventReader | None = None) -> Snapshot:
         joined=len(ranks_joined),
         exit_code=next((code for code in codes if code), 0) if codes else None,
         failure=failure,
-        hosts=tuple((host.name, phases[host.rank]) for host in state.hosts),
+        hosts=tuple(rows),
         warnings=tuple(_warnings(events)),
         **_progress(events, phase),
     )
 
 
-def _phase(state: RunState, ended: Exit | None, everybody: bool) -> Phase:
+def _row(
+    state: RunState,
+    host: HostState,
+    ended: Exit | None,
+    seen: Seen | None,
+    joined: set[int],
+    everybody: bool,
+) -> HostRow:
+    here = [rank for rank in host.ranks if rank in joined]
+    places = [place for rank in host.ranks if (place := _place(host, rank)) is not None]
+    behind = min(places, default=None)
+    return HostRow(
+        host=host.name,
+        phase=_phase(state, ended, everybody, seen),
+        ranks=host.nproc,
+        joined=len(here),
+        step=behind[0] if behind else None,
+        doing=behind[1] if behind else "",
+        trouble=seen.trouble if seen is not None else "",
+        last_line=seen.last_line if seen is not None else "",
+    )
+
+
+def _place(host: HostState, rank: int) -> tuple[int, str] | None:
+    """The step at which a rank is and what it does there, as it wrote over its place file."""
+    record = read_json(latest_status(host.run_dir) / f"rank_{rank}.place")
+    if record is None:
+        return None
+    step = record.get("step")
+    return (step, str(record.get("doing", ""))) if isinstance(step, int) else None
+
+
+def _with_line(row: HostRow, host: HostState) -> HostRow:
+    if row.last_line:
+        return row
+    lines = [line for line in last_lines(host.output).splitlines() if line.strip()]
+    return replace(row, last_line=lines[-1]) if lines else row
+
+
+def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | None = None) -> Phase:
     if ended is not None:
         if ended.signal is not None and ended.phase == "job":
             return Phase.STOPPED
         if ended.code and state.stop_requested is not None:
             return Phase.STOPPED
         return Phase.FAILED if ended.code else Phase.COMPLETED
-    if state.boot_id == processes.boot_id() and state.is_alive():
+    if seen is not None and seen.trouble:
+        return Phase.UNREACHABLE
+    if _lives(state, seen):
         return Phase.RUNNING if everybody else Phase.STARTING
     return Phase.STOPPED if state.stop_requested is not None else Phase.LOST
 
 
+def _lives(state: RunState, seen: Seen | None) -> bool:
+    if seen is not None:
+        return bool(seen.alive)
+    return state.boot_id == processes.boot_id() and state.is_alive()
+
+
 def _overall(phases: Sequence[Phase]) -> Phase:
     """A run is what its worst host is."""
-    order = (Phase.FAILED, Phase.LOST, Phase.STOPPED, Phase.STARTING, Phase.RUNNING)
+    order = (
+        *(Phase.FAILED, Phase.LOST, Phase.UNREACHABLE),
+        *(Phase.STOPPED, Phase.STARTING, Phase.RUNNING),
+    )
     return next((phase for phase in order if phase in phases), Phase.COMPLETED)
 
 
@@ -154,7 +262,7 @@ def _progress(events: dict[int, list[Event]], phase: Phase) -> dict[str, Any]:
     last = rows[-1]
     step, total = last.get("step"), last.get("train_steps")
     found = {"step": step, "train_steps": total}
-    found |= {name: last.get(name) for name in ("loss", "tokens_per_second")}
+    found |= {name: last.get(name) for name in ("loss", "tokens_per_second", "memory_gib")}
     recent = rows[-_PACE_EVENTS:]
     steps = (step or 0) - (recent[0].get("step") or 0)
     if phase is Phase.RUNNING and total and step and steps > 0:

@@ -14,7 +14,7 @@ from flagscale.errors import RunStateError
 from flagscale.launch import processes
 from flagscale.launch.files import make_private_directory, read_json, write_json
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, Layout
-from flagscale.launch.plan import HostPlan, LaunchPlan
+from flagscale.launch.plan import HostPlan, LaunchPlan, SshPlace
 from flagscale.launch.processes import Process
 
 
@@ -32,6 +32,10 @@ class HostState:
     pid_file: Path
     pid: int | None = None
     start_ticks: int | None = None
+    boot_id: str | None = None
+    """Of the host at the start; None where the run's own holds: on this machine."""
+    ssh: SshPlace | None = None
+    """How SSH reaches the host; None for this machine."""
 
     @property
     def ranks(self) -> range:
@@ -91,10 +95,18 @@ class RunState:
     stop_grace: float
     hosts: tuple[HostState, ...] = ()
     stop_requested: float | None = field(default=None)
+    shared_fs: bool = True
+    ssh_config: Path | None = None
+
+    @property
+    def over_ssh(self) -> bool:
+        """Whether its hosts are reached by SSH: then this machine's processes tell nothing."""
+        return any(host.ssh is not None for host in self.hosts)
 
     def save(self, path: Path) -> None:
         record: dict[str, Any] = asdict(self)
         record["exp_dir"] = str(self.exp_dir)
+        record["ssh_config"] = str(self.ssh_config) if self.ssh_config else None
         record["hosts"] = [
             {key: str(value) if isinstance(value, Path) else value for key, value in host.items()}
             for host in record["hosts"]
@@ -131,14 +143,17 @@ def load_state(path: Path) -> RunState | None:
         return None
     try:
         hosts = tuple(HostState(**_with_paths(host)) for host in record.pop("hosts"))
-        exp_dir = Path(record.pop("exp_dir"))
-        return RunState(hosts=hosts, exp_dir=exp_dir, **record)
+        exp_dir, ssh_config = Path(record.pop("exp_dir")), record.pop("ssh_config", None)
+        config = Path(ssh_config) if ssh_config else None
+        return RunState(hosts=hosts, exp_dir=exp_dir, ssh_config=config, **record)
     except (KeyError, TypeError, AttributeError) as error:
         raise RunStateError(f"{path} was written by another version: {error}") from error
 
 
 def _with_paths(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: Path(value) if key in _PATHS else value for key, value in record.items()}
+    read = {key: Path(value) if key in _PATHS else value for key, value in record.items()}
+    ssh = record.get("ssh")
+    return {**read, "ssh": SshPlace(**ssh)} if ssh else read
 
 
 def new_run_id() -> str:
@@ -158,6 +173,8 @@ def state_of(plan: LaunchPlan) -> RunState:
         foreign=plan.foreign,
         stop_grace=plan.stop_grace,
         hosts=tuple(_host_state(host) for host in plan.hosts),
+        shared_fs=plan.shared_fs,
+        ssh_config=plan.ssh_config,
     )
 
 
@@ -171,13 +188,16 @@ def _host_state(host: HostPlan) -> HostState:
         script=host.script,
         output=host.output,
         pid_file=host.pid_file,
+        ssh=host.ssh,
     )
 
 
-def with_process(state: RunState, rank: int, process: Process) -> RunState:
+def with_process(
+    state: RunState, rank: int, process: Process, boot_id: str | None = None
+) -> RunState:
     """The state with the started script of one host."""
     hosts = tuple(
-        replace(host, pid=process.pid, start_ticks=process.start_ticks)
+        replace(host, pid=process.pid, start_ticks=process.start_ticks, boot_id=boot_id)
         if host.rank == rank
         else host
         for host in state.hosts

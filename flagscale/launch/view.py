@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flagscale.launch.folding import fold
 from flagscale.launch.plan import HostPlan, LaunchPlan
 from flagscale.launch.preflight import Check
 from flagscale.launch.script import render
-from flagscale.launch.snapshot import Phase, Snapshot
+from flagscale.launch.snapshot import HostRow, Phase, Snapshot
 
 _STYLES = {
     Phase.STARTING: "yellow",
@@ -23,7 +24,10 @@ _STYLES = {
     Phase.FAILED: "bold red",
     Phase.STOPPED: "magenta",
     Phase.LOST: "bold red",
+    Phase.UNREACHABLE: "bold red",
 }
+# Characters of a host's last line that are shown: the end, where the news is.
+_LAST_LINE = 120
 
 
 def duration(seconds: float) -> str:
@@ -36,24 +40,55 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def run_table(snapshot: Snapshot) -> RenderableType:
-    """A run in one table; below it the first failure and warnings."""
+def run_table(snapshot: Snapshot, *, with_lines: bool = False) -> RenderableType:
+    """A run in one table, equal hosts in one row; below it the first failure and warnings."""
     lasted = duration(time.time() - snapshot.since)
     title = Text(f"{snapshot.name} · run {snapshot.run_id} · {snapshot.phase.value} for {lasted}")
     if snapshot.phase.ended:
         title = Text(f"{snapshot.name} · run {snapshot.run_id} · ended {lasted} ago")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("host", "state", "since", "ranks", "step", "loss", "tokens/s", "left"):
-        left = heading in ("host", "state")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "host")
-    for host, phase in snapshot.hosts:
-        state = Text(phase.value, _STYLES[phase])
-        since = _clock(snapshot.since)
-        table.add_row(Text(host), state, since, _ranks(snapshot), *_figures(snapshot))
+    headings = ["host", "state", "since", "ranks", "step", "loss", "tokens/s", "memory", "left"]
+    for heading in headings + (["last line"] if with_lines else []):
+        left = heading in ("host", "state", "last line")
+        wraps = heading in ("host", "last line")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=not wraps)
+    for rows in _equal_rows(snapshot.hosts):
+        cells: list[RenderableType] = [
+            *_host_cells(snapshot, rows),
+            *_figures(snapshot, rows[0]),
+        ]
+        # Of hosts in the same state, the one that spoke; the others say the same or nothing.
+        line = next((row.last_line for row in rows if row.last_line), "")
+        if with_lines:
+            table.add_row(*cells, Text(line[-_LAST_LINE:]))
+        else:
+            table.add_row(*cells)
     below = [Text(f"warning: {message}", "yellow") for message in snapshot.warnings]
+    below += [
+        Text(f"{fold(row.host for row in rows)}: {rows[0].trouble}", "bold red")
+        for rows in _equal_rows(snapshot.hosts)
+        if rows[0].trouble
+    ]
     if snapshot.failure is not None:
         below.append(Text(f"first failure: {snapshot.failure.describe()}", "red"))
     return Group(table, *below)
+
+
+def _equal_rows(hosts: Sequence[HostRow]) -> list[list[HostRow]]:
+    """Hosts of the same state together, in the order of the first."""
+    groups: dict[tuple[object, ...], list[HostRow]] = {}
+    for row in hosts:
+        key = (row.phase, row.trouble, row.step, row.joined < row.ranks)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _host_cells(snapshot: Snapshot, rows: Sequence[HostRow]) -> tuple[Text, Text, str, str]:
+    phase = rows[0].phase
+    ranks, joined = sum(row.ranks for row in rows), sum(row.joined for row in rows)
+    shown = f"{joined}/{ranks}" if phase is Phase.STARTING else f"{ranks}"
+    names = Text(fold(row.host for row in rows))
+    return names, Text(phase.value, _STYLES[phase]), _clock(snapshot.since), shown
 
 
 def _clock(moment: float) -> str:
@@ -68,22 +103,26 @@ def _ranks(snapshot: Snapshot) -> str:
     return str(snapshot.world_size)
 
 
-def _figures(snapshot: Snapshot) -> tuple[str, str, str, str]:
-    step = "" if snapshot.step is None else f"{snapshot.step}"
-    if snapshot.train_steps is not None:
+def _figures(snapshot: Snapshot, row: HostRow | None = None) -> tuple[str, str, str, str, str]:
+    """Step, loss, speed, memory and time left. The job has one of each; a host has a step of its
+    own where its ranks tell it."""
+    at = snapshot.step if row is None or row.step is None else row.step
+    step = "" if at is None else f"{at}"
+    if snapshot.train_steps is not None and step:
         step += f"/{snapshot.train_steps}"
     speed = snapshot.tokens_per_second
     return (
         step,
         "" if snapshot.loss is None else f"{snapshot.loss:.4f}",
         "" if speed is None else f"{speed:,.0f}",
+        "" if snapshot.memory_gib is None else f"{snapshot.memory_gib:.1f} GiB",
         "" if snapshot.eta_seconds is None else duration(snapshot.eta_seconds),
     )
 
 
 def one_line(snapshot: Snapshot) -> str:
     """A run in one line, for output that is no terminal."""
-    step, loss, speed, left = _figures(snapshot)
+    step, loss, speed, _, left = _figures(snapshot)
     parts = [snapshot.phase.value, f"ranks {_ranks(snapshot)}"]
     named = (("step", step), ("loss", loss), ("tokens/s", speed), ("left", left))
     return "  ".join(parts + [f"{name} {value}" for name, value in named if value])
@@ -92,14 +131,16 @@ def one_line(snapshot: Snapshot) -> str:
 def checks_table(checks: list[Check]) -> RenderableType:
     """What a preflight found."""
     table = Table()
-    for heading in ("check", "result", "found"):
+    on_hosts = any(check.hosts for check in checks)
+    for heading in ("check", *(("hosts",) if on_hosts else ()), "result", "found"):
         table.add_column(heading)
     for check in checks:
         result = Text("ok", "green") if check.ok else Text("FAILS", "bold red")
         if check.ok and check.warning:
             result = Text("warning", "yellow")
         found = check.found + (f"\n→ {check.hint}" if check.hint and not check.ok else "")
-        table.add_row(check.name, result, Text(found))
+        where = (Text(check.hosts),) if on_hosts else ()
+        table.add_row(check.name, *where, result, Text(found))
     return table
 
 
@@ -123,7 +164,11 @@ def _plan_lines(plan: LaunchPlan) -> Iterator[str]:
 def _host_lines(host: HostPlan) -> Iterator[str]:
     kind = f" ({host.device_type})" if host.device_type else ""
     yield f"# host {host.rank} {host.name}{kind}: ranks {host.ranks.start}-{host.ranks.stop - 1}"
-    width = max((len(value.origin) for value in host.environment), default=0)
+    origins = [*(value.origin for value in host.environment), *(o for o, _ in host.origins)]
+    width = max(map(len, origins), default=0)
+    for origin, given in host.origins:
+        shown = given.replace("\n", "\\n").replace("\r", "\\r") if given else "(taken away)"
+        yield f"#   {origin:{width}}  {shown}"
     for value in host.environment:
         shown = "<secret, not written>" if value.secret else shlex.quote(value.value)
         # A value may have line ends, which would end the comment.

@@ -37,11 +37,13 @@ def _live(look: Callable[[], Snapshot], every: float) -> Snapshot:
     from rich.live import Live
 
     last = look()
-    with Live(view.run_table(last), console=view.console(), auto_refresh=False) as live:
+    with Live(
+        view.run_table(last, with_lines=True), console=view.console(), auto_refresh=False
+    ) as live:
         while not last.phase.ended:
             time.sleep(every)
             last = look()
-            live.update(view.run_table(last), refresh=True)
+            live.update(view.run_table(last, with_lines=True), refresh=True)
     return last
 
 

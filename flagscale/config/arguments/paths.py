@@ -1,4 +1,4 @@
-"""Arguments whose values are paths on this machine: absolute forms, and what must exist."""
+"""Arguments whose values are paths: absolute forms, and what must exist."""
 
 from __future__ import annotations
 
@@ -64,6 +64,16 @@ def absolute_value(name: str, value: Any, *, foreign: bool) -> Any:
     if name in TOKENIZER and (not foreign or Path(value).exists()):
         return _absolute(value)
     return value
+
+
+def needed(name: str, value: Any) -> list[str]:
+    """The files and directories that an argument reads, wherever they are."""
+    if name in TOKENIZER and isinstance(value, str):
+        return [value]
+    if name not in DATA:
+        return []
+    local = [prefix for prefix in prefixes(value) if "://" not in prefix]
+    return [prefix + suffix for prefix in local for suffix in (".bin", ".idx")]
 
 
 def missing(name: str, value: Any) -> Iterator[str]:

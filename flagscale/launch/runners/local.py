@@ -13,9 +13,9 @@ from flagscale.launch import agent, logs, processes, snapshot
 from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.plan import HostPlan, LaunchPlan
-from flagscale.launch.processes import Swept
+from flagscale.launch.runners.base import Stopped
 from flagscale.launch.script import render
-from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import (
     HostState,
     RunState,
@@ -39,6 +39,7 @@ class LocalRunner:
         self._config_text = config_text
         self._overrides_text = overrides_text
         self._scripts: dict[int, subprocess.Popen[bytes]] = {}
+        self._reader: EventReader | None = None
 
     def submit(self, plan: LaunchPlan, *, foreground: bool = False) -> RunState:
         """Start the run. In the foreground it ends with this process.
@@ -92,12 +93,29 @@ class LocalRunner:
         self._scripts[host.rank] = child
         return processes.identify(child.pid) or processes.Process(child.pid, 0)
 
-    def script_ended(self) -> bool:
-        """Whether a script that this process started has ended. Reaps it, too."""
-        return any(child.poll() is not None for child in self._scripts.values())
+    def ended(self, state: RunState, *, any_host: bool = False) -> bool:
+        """Whether the script has ended. Reaps it, too, where it is this process's child."""
+        if not self._scripts:
+            return not state.is_alive()
+        ended = [child.poll() is not None for child in self._scripts.values()]
+        return any(ended) if any_host else all(ended)
 
-    def query(self, state: RunState) -> Snapshot:
-        return snapshot.take(state)
+    def is_alive(self, state: RunState) -> bool:
+        return state.is_alive()
+
+    def rank_count(self, state: RunState) -> int:
+        return sum(1 for process in state.alive() if processes.is_rank(process.pid))
+
+    def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
+        if self._reader is None:
+            self._reader = EventReader(state.hosts)
+        return snapshot.take(state, self._reader, with_lines=with_lines)
+
+    def bring_output(self, state: RunState) -> None:
+        """Nothing to do: the files are this machine's."""
+
+    def close(self) -> None:
+        """Nothing to do: nothing is held."""
 
     def logs(self, state: RunState, rank: int | None = None) -> list[str]:
         return logs.lines_of(state, rank)
@@ -107,11 +125,11 @@ class LocalRunner:
         codes = [child.wait() for child in self._scripts.values()]
         return next((code if code > 0 else 128 - code for code in codes if code), 0)
 
-    def stop(self, state: RunState) -> Swept:
+    def stop(self, state: RunState) -> Stopped:
         """TERM to the agent, which ends the job in order; then, or where there is no agent, every
         process of the run: TERM, the grace period, KILL."""
         if state.boot_id != processes.boot_id() or not state.alive():
-            return Swept()
+            return Stopped()
         path = Layout(state.exp_dir).state
         if read_json(path) is not None:
             replace(state, stop_requested=round(time.time(), 3)).save(path)
@@ -119,7 +137,8 @@ class LocalRunner:
             self._stop_host(state, host)
             host.pid_file.unlink(missing_ok=True)
         exclude = [os.getpid(), *processes.ancestors(os.getpid())]
-        return processes.sweep(state.run_id, state.stop_grace, exclude=exclude)
+        swept = processes.sweep(state.run_id, state.stop_grace, exclude=exclude)
+        return Stopped({host.name: swept for host in state.hosts})
 
     def _stop_host(self, state: RunState, host: HostState) -> None:
         watcher = host.agent()

@@ -23,6 +23,7 @@ from flagscale.errors import RunStateError
 from flagscale.launch import processes
 from flagscale.launch.hosts import Host
 from flagscale.launch.plan import LaunchPlan, Machine, plan
+from flagscale.launch.runners.base import Stopped
 from flagscale.launch.runners.local import LocalRunner
 from flagscale.launch.snapshot import Phase
 from flagscale.launch.state import RunState, load_state, new_run_id
@@ -196,7 +197,7 @@ def test_stop_and_stop_again(bench: Bench) -> None:
     assert state.alive() == []
     assert bench.exit_record()["signal"] == signal.SIGTERM
     assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
-    assert bench.runner.stop(state) == processes.Swept()
+    assert bench.runner.stop(state) == Stopped()
 
 
 def test_a_job_that_saves_when_it_is_stopped_has_the_time_to(bench: Bench) -> None:

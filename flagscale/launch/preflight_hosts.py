@@ -1,0 +1,200 @@
+"""What would keep a run from starting on many hosts, from what they answered. Pure.
+
+Each check is worked out host by host; hosts with the same finding become one row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from flagscale.config.schema import Experiment
+from flagscale.errors import FlagscaleError, UnreachableError
+from flagscale.launch.folding import fold
+from flagscale.launch.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
+from flagscale.launch.preflight import REACHABLE, Check, check_devices, check_space
+from flagscale.launch.remote.facts import Facts, packages_of
+from flagscale.launch.remote.hosts import describe
+from flagscale.launch.survey import Survey
+
+_SKEW_FAILS = 30.0
+_SKEW_WARNS = 2.0
+
+
+def check_hosts(experiment: Experiment, plan: LaunchPlan, found: Survey) -> list[Check]:
+    """Everything that the hosts' answers tell, the troubles of unreachable ones first."""
+    usual = _usual(found)
+    per_host: tuple[Callable[[HostPlan, Facts], Check], ...] = (
+        lambda host, facts: _python(facts, usual),
+        lambda host, facts: _packages(found, facts, usual),
+        lambda host, facts: _code(experiment, found, facts),
+        lambda host, facts: _paths(facts),
+        lambda host, facts: check_devices(experiment, facts.gpus or 0, host.nproc),
+        lambda host, facts: _interface(plan, host, facts),
+        lambda host, facts: _disk(plan, facts),
+        lambda host, facts: _clock(facts),
+        lambda host, facts: _earlier_run(facts),
+    )
+    checks = list(_reachable(found))
+    for look in per_host:
+        rows = [
+            (plan.hosts[rank].name, look(plan.hosts[rank], facts))
+            for rank, facts in sorted(found.facts.items())
+        ]
+        checks += _folded(rows)
+    if 0 in found.facts:
+        port = Check("master port", True, f"{plan.master_port}, free", hosts=plan.hosts[0].name)
+        checks.append(port)
+    return checks
+
+
+def require_reachable(found: Survey) -> None:
+    """Raise :class:`UnreachableError` that names every host that did not answer."""
+    if found.errors:
+        count = f"{len(found.errors)} of {len(found.hosts)} host(s) cannot be used"
+        raise UnreachableError(f"{count}\n{describe(found.errors, found.names)}")
+
+
+def _folded(rows: list[tuple[str, Check]]) -> Iterator[Check]:
+    """One row for all hosts with the same finding, in the order in which they come."""
+    groups: dict[Check, list[str]] = {}
+    for name, check in rows:
+        groups.setdefault(check, []).append(name)
+    for check, names in groups.items():
+        yield replace(check, hosts=fold(names))
+
+
+def _reachable(found: Survey) -> Iterator[Check]:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, error in found.errors.items():
+        summary = str(getattr(error, "summary", error.message))
+        groups.setdefault((summary, error.hint or ""), []).append(rank)
+    for (_, hint), ranks in groups.items():
+        errors: Mapping[int, FlagscaleError] = {rank: found.errors[rank] for rank in ranks}
+        # Names are a column of their own.
+        text = (
+            describe(errors, found.names).splitlines()[0].removeprefix(f"{found.names[ranks[0]]}: ")
+        )
+        names = fold(found.names[rank] for rank in ranks)
+        yield Check(REACHABLE, False, text, hint, hosts=names)
+    if found.facts:
+        names = fold(found.names[rank] for rank in sorted(found.facts))
+        yield Check(REACHABLE, True, f"{len(found.facts)} host(s)", hosts=names)
+
+
+def _usual(found: Survey) -> dict[str, str]:
+    """The versions that most hosts have: those of the others differ."""
+    asked = [facts.python for facts in found.facts.values() if facts.python]
+    usual = {}
+    for name in ("version", *packages_of(list(found.facts.values()))):
+        versions = Counter(_version(python, name) for python in asked)
+        usual[name] = versions.most_common(1)[0][0] if versions else ""
+    return usual
+
+
+def _version(python: Mapping[str, object], name: str) -> str:
+    if name == "version":
+        return str(python.get("version", ""))
+    packages = python.get("packages")
+    return str(packages.get(name, "none")) if isinstance(packages, Mapping) else "none"
+
+
+def _python(facts: Facts, usual: Mapping[str, str]) -> Check:
+    hint = "set experiment.runner.python (or conda), or device_type_specific.<type>.python"
+    if facts.python_error:
+        return Check("python", False, facts.python_error, hint)
+    version = _version(facts.python, "version")
+    found = f"{version}, {facts.python.get('executable')}"
+    if version.rpartition(".")[0] != usual["version"].rpartition(".")[0]:
+        return Check("python", False, f"{found}; the other hosts have {usual['version']}", hint)
+    return Check("python", True, found, warning=version != usual["version"])
+
+
+def _packages(found: Survey, facts: Facts, usual: Mapping[str, str]) -> Check:
+    if not facts.python:
+        return Check("packages", False, "its Python did not answer")
+    names = packages_of(list(found.facts.values()))
+    own = {name: _version(facts.python, name) for name in names}
+    if own.get("torch", "none") == "none":
+        return Check(
+            "packages", False, "its Python has no torch", "install the `train` extra there"
+        )
+    differing = [name for name in names if own[name] != usual[name]]
+    if differing:
+        text = ", ".join(f"{name} {own[name]} (others: {usual[name]})" for name in differing)
+        return Check("packages", False, text, "install the same versions on every host")
+    return Check("packages", True, ", ".join(f"{name} {own[name]}" for name in names[:3]))
+
+
+def _code(experiment: Experiment, found: Survey, facts: Facts) -> Check:
+    if not facts.python:
+        return Check("code", False, "its Python did not answer")
+    if experiment.runner.sync == "code" and experiment.runner.no_shared_fs:
+        same = facts.python.get("code") == found.code
+        return Check("code", True, "the same as here" if same else "copied when the run starts")
+    hint = "install it there, or let `experiment.runner.sync: code` copy it"
+    if not facts.python.get("project"):
+        return Check("code", False, "there is no flagscale where it should be", hint)
+    if found.code and facts.python.get("code") != found.code:
+        what = f"flagscale or {BACKEND_DIRECTORY} is not what it is here"
+        return Check("code", False, what, hint)
+    return Check("code", True, "the same as here" if found.code else "shared")
+
+
+def _paths(facts: Facts) -> Check:
+    missing = [str(path) for path in facts.python.get("missing", ())]
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+        return Check("files", False, f"not there: {shown}", "copy them, or name others")
+    return Check("files", True, "the program and its data are there")
+
+
+def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts) -> Check:
+    if len(plan.hosts) == 1:
+        return Check("interface", True, "not needed by one host")
+    given = next((v for v in host.environment if v.name.endswith("_SOCKET_IFNAME")), None)
+    if given is not None and given.origin != "detected":
+        return Check("interface", True, f"{given.value}, as {given.origin} says")
+    if facts.interface:
+        return Check("interface", True, f"{facts.interface} reaches {plan.master_addr}")
+    text = f"no interface reaches {plan.master_addr}"
+    if not facts.address:
+        text = f"{plan.master_addr} means nothing there"
+    hint = "give the hostfile's addr=, or experiment.runner.master_addr"
+    return Check("interface", False, text, hint)
+
+
+def _disk(plan: LaunchPlan, facts: Facts) -> Check:
+    disk = facts.python.get("disk")
+    if not isinstance(disk, Mapping):
+        return Check("exp_dir", False, "its Python did not answer")
+    if not disk["is_directory"]:
+        return Check("exp_dir", False, f"{disk['existing']} is not a directory")
+    if not disk["writable"]:
+        return Check("exp_dir", False, f"{disk['existing']} is not writable")
+    return _rounded(check_space(plan.exp_dir, int(disk["free"])), plan.exp_dir)
+
+
+def _rounded(check: Check, exp_dir: Path) -> Check:
+    """Hosts with room differ in its amount, which nobody needs to the megabyte."""
+    if check.ok and not check.warning:
+        return replace(check, found=f"{exp_dir}: more than 2 GiB free")
+    return check
+
+
+def _clock(facts: Facts) -> Check:
+    skew = abs(facts.skew)
+    if skew < _SKEW_WARNS:
+        return Check("clock", True, f"within {_SKEW_WARNS:g} s of ours")
+    found = f"{round(skew)} s {'ahead of' if facts.skew > 0 else 'behind'} ours"
+    hint = "set the clocks right (chrony, ntpd): times of logs and failures would mislead"
+    return Check("clock", skew < _SKEW_FAILS, found, hint, warning=True)
+
+
+def _earlier_run(facts: Facts) -> Check:
+    if facts.alive:
+        hint = "stop it with action=stop, or give this one another experiment.exp_dir"
+        return Check("earlier run", False, f"{facts.alive} is alive there", hint)
+    return Check("earlier run", True, "none alive")

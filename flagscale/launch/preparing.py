@@ -1,0 +1,113 @@
+"""From an experiment to a plan that is ready to start, and the runner that starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from flagscale.config.checks import check_world, notes
+from flagscale.config.schema import Experiment
+from flagscale.errors import ConfigError
+from flagscale.launch import ports
+from flagscale.launch.hosts import Host, choose_hosts, is_local_only
+from flagscale.launch.machines import remote_machines, this_machine, with_settings
+from flagscale.launch.per_host import settings
+from flagscale.launch.plan import LaunchPlan, plan, wanted_port
+from flagscale.launch.state import new_run_id
+
+if TYPE_CHECKING:
+    from flagscale.launch.preflight import Check
+    from flagscale.launch.runners.base import Runner
+
+# What a dry run shows where only the master host could tell.
+_DRY_PORT = 29500
+
+
+@dataclass
+class Prepared:
+    """A plan, what a preflight found about it (nothing where none was wanted), and its runner."""
+
+    plan: LaunchPlan
+    runner: Runner
+    checks: list[Check] = field(default_factory=list)
+
+
+def hosts_of(experiment: Experiment) -> tuple[Host, ...]:
+    runner = experiment.runner
+    return choose_hosts(runner.hostfile, runner.nnodes, runner.type)
+
+
+def unasked_plan(experiment: Experiment) -> LaunchPlan:
+    """The plan as far as this machine can tell, without a word to any other."""
+    hosts = hosts_of(experiment)
+    if is_local_only(hosts):
+        return _checked(experiment, _local_plan(experiment, hosts))
+    made = plan(
+        experiment,
+        hosts,
+        remote_machines(experiment, hosts, {}),
+        run_id=new_run_id(),
+        master_port=wanted_port(experiment.runner) or _DRY_PORT,
+        over_ssh=True,
+    )
+    note = "no host was asked: threads, devices and interface"
+    note += "" if wanted_port(experiment.runner) else ", and a free port,"
+    return _checked(experiment, made, f"{note} are looked up there when the run starts")
+
+
+@contextmanager
+def prepared(
+    experiment: Experiment, *, checking: bool, config_text: str = "", overrides_text: str = ""
+) -> Iterator[Prepared]:
+    """What a run needs, for as long as the block lasts; then connections are closed.
+
+    ``checking``: with a preflight. Raises :class:`ConfigError` for what cannot work and
+    :class:`UnreachableError` for hosts that don't answer, unless a check is to show them.
+    """
+    hosts = hosts_of(experiment)
+    if is_local_only(hosts):
+        yield _prepare_local(experiment, hosts, checking, (config_text, overrides_text))
+        return
+    from flagscale.launch.runners.ssh import SshRunner
+    from flagscale.launch.survey import connect, plan_of, survey
+
+    with connect(experiment, hosts) as connections:
+        found = survey(experiment, hosts, connections, thorough=checking)
+        made = _checked(experiment, plan_of(experiment, found, new_run_id()))
+        runner = SshRunner(config_text, overrides_text, connections)
+        ready = Prepared(made, runner)
+        from flagscale.launch.preflight_hosts import check_hosts, require_reachable
+
+        if checking:
+            ready.checks = check_hosts(experiment, made, found)
+        else:
+            require_reachable(found)
+        yield ready
+
+
+def _local_plan(experiment: Experiment, hosts: tuple[Host, ...]) -> LaunchPlan:
+    machine = with_settings(this_machine(), settings(experiment, hosts[0]))
+    port = wanted_port(experiment.runner) or ports.free_port()
+    return plan(experiment, hosts, machine, run_id=new_run_id(), master_port=port)
+
+
+def _prepare_local(
+    experiment: Experiment, hosts: tuple[Host, ...], checking: bool, texts: tuple[str, str]
+) -> Prepared:
+    from flagscale.launch.preflight import preflight
+    from flagscale.launch.runners.local import LocalRunner
+
+    machine = with_settings(this_machine(), settings(experiment, hosts[0]))
+    made = _checked(experiment, _local_plan(experiment, hosts))
+    checks = preflight(experiment, made, machine) if checking else []
+    return Prepared(made, LocalRunner(*texts), checks)
+
+
+def _checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan:
+    """The plan with its notes. Raises :class:`ConfigError` where its ranks don't fit."""
+    problems = check_world(experiment, made.world_size)
+    if problems:
+        raise ConfigError(problems)
+    return replace(made, notes=(*notes(experiment, made.world_size), *more))

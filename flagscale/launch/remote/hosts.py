@@ -1,0 +1,92 @@
+"""The hosts of a plan or of a run, by rank, with the connections that stay open to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from flagscale.errors import FlagscaleError, UnreachableError
+from flagscale.launch.folding import fold
+from flagscale.launch.plan import SshPlace
+from flagscale.launch.transport import Connection, DialOptions, Fleet, Outcome, SshConfig
+
+T = TypeVar("T")
+
+
+class Hosts:
+    """Hosts by rank. A context manager: leaving it closes the connections, and no more."""
+
+    def __init__(
+        self,
+        places: Sequence[tuple[str, SshPlace]],
+        ssh_config: Path | None,
+        options: DialOptions | None = None,
+    ) -> None:
+        config = SshConfig.load(ssh_config)
+        self.names = [name for name, _ in places]
+        self._targets = [
+            config.target(name, user=place.user, port=place.port, proxy=place.proxy)
+            for name, place in places
+        ]
+        self._ranks = {target: rank for rank, target in enumerate(self._targets)}
+        self._fleet = Fleet(self._targets, options=options)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._fleet.close()
+
+    def each(
+        self,
+        action: Callable[[int, Connection], T],
+        ranks: Sequence[int] | None = None,
+    ) -> tuple[dict[int, T], dict[int, FlagscaleError]]:
+        """Do ``action`` on every host, or on those of ``ranks``: what it returned, and the errors
+        of hosts on which it failed or which could not be reached."""
+        chosen = self._targets if ranks is None else [self._targets[rank] for rank in ranks]
+        outcomes: list[Outcome[T]] = self._fleet.map(
+            lambda connection: action(self._ranks[connection.target], connection), targets=chosen
+        )
+        values: dict[int, T] = {}
+        errors: dict[int, FlagscaleError] = {}
+        for outcome in outcomes:
+            rank = self._ranks[outcome.target]
+            if outcome.error is not None:
+                errors[rank] = outcome.error
+            else:
+                values[rank] = outcome.get()
+        return values, errors
+
+
+def describe(errors: Mapping[int, FlagscaleError], names: Sequence[str]) -> str:
+    """Errors of hosts, a line for those with the same trouble, with the first one's own words."""
+    groups: dict[str, list[int]] = {}
+    for rank, error in errors.items():
+        groups.setdefault(str(getattr(error, "summary", type(error).__name__)), []).append(rank)
+    lines = []
+    for ranks in groups.values():
+        first = errors[ranks[0]]
+        text = first.message
+        if len(ranks) > 1:
+            text = f"{fold(names[rank] for rank in ranks)}: {getattr(first, 'summary', 'failed')}"
+            text += f"; for example: {first.message}"
+        lines.append(text + (f"\n  hint: {first.hint}" if first.hint else ""))
+    return "\n".join(lines)
+
+
+def require_all(errors: Mapping[int, FlagscaleError], names: Sequence[str], what: str) -> None:
+    """Raise :class:`UnreachableError` naming every host that failed, where any did."""
+    if errors:
+        count = f"{len(errors)} of {len(names)} host(s)"
+        raise UnreachableError(f"{what}: {count}\n{describe(errors, names)}")

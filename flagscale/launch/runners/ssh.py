@@ -1,0 +1,237 @@
+"""Runs a plan on other machines, reached by SSH: one connection and one command a host an action.
+
+The files of a run are read on this machine: where they are shared they lie here, and where they
+are not each look brings what is new, see :mod:`flagscale.launch.remote.look`. What SSH alone can
+tell is whether anything of the run lives.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flagscale.errors import FlagscaleError, JobError, UnreachableError
+from flagscale.launch import logs, snapshot
+from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
+from flagscale.launch.plan import HostPlan, LaunchPlan, SshPlace
+from flagscale.launch.processes import Process, Swept
+from flagscale.launch.remote import look as looking
+from flagscale.launch.remote import start, stop
+from flagscale.launch.remote.hosts import Hosts, describe
+from flagscale.launch.remote.look import Look, Wish
+from flagscale.launch.runners.base import Stopped
+from flagscale.launch.script import render
+from flagscale.launch.snapshot import EventReader, Snapshot
+from flagscale.launch.state import RunState, load_state, start_lock, state_of, with_process
+from flagscale.launch.transport import Connection
+
+# Between looks at hosts that nobody asked for; more hosts are looked at less often.
+_PAUSE_SECONDS = 1.0
+_HOSTS_A_SECOND = 64
+
+
+class SshRunner:
+    """Starts, watches and ends a run on hosts behind SSH."""
+
+    def __init__(
+        self,
+        config_text: str = "",
+        overrides_text: str = "",
+        hosts: Hosts | None = None,
+    ) -> None:
+        """``hosts`` are connections that are open already, to the hosts of the plan in order.
+        The texts are kept beside the scripts; they hold no secrets."""
+        self._config_text = config_text
+        self._overrides_text = overrides_text
+        self._hosts = hosts
+        self._looks: dict[int, Look] = {}
+        self._looked = 0.0
+        self._reader: EventReader | None = None
+
+    def close(self) -> None:
+        if self._hosts is not None:
+            self._hosts.close()
+            self._hosts = None
+
+    # -- start --------------------------------------------------------------------------------
+
+    def submit(self, plan: LaunchPlan, *, foreground: bool = False) -> RunState:
+        """Start the run, detached on every host: it lives on when this process ends.
+
+        Raises :class:`UnreachableError` when a host does not start it; the others are stopped.
+        """
+        layout = plan.layout
+        began = time.monotonic()
+        with start_lock(layout):
+            previous = load_state(layout.state)
+            self._write(plan, previous)
+            state = state_of(plan)
+            # Saved before anything starts: a launch that dies here still leaves a run to stop.
+            state.save(layout.state)
+            programs = self._programs(plan, previous)
+
+            def begin(rank: int, connection: Connection) -> start.Started:
+                return start.start(connection, programs[rank])
+
+            started, errors = self._reach(state).each(begin)
+            for rank, one in started.items():
+                process = Process(one.pid, one.start_ticks)
+                state = with_process(state, rank, process, one.boot_id)
+            state.save(layout.state)
+        if errors:
+            self._give_up(state, errors)
+        seconds = time.monotonic() - began
+        print(f"started on {len(started)} host(s) in {seconds:.2f} s", file=sys.stderr, flush=True)
+        return state
+
+    def _write(self, plan: LaunchPlan, previous: RunState | None) -> None:
+        """What this machine keeps of the plan; with shared files that is what the hosts see."""
+        layout = plan.layout
+        for directory in (layout.scripts, layout.logs / "pids"):
+            make_private_directory(directory)
+        write_json(layout.plan, plan.to_json())
+        write_atomic(layout.config, self._config_text)
+        write_atomic(layout.overrides, self._overrides_text)
+        if plan.shared_fs:
+            return
+        for host in plan.hosts:
+            write_atomic(host.script, render(plan, host), mode=0o700)
+        for old in previous.hosts if previous is not None else ():
+            if old.output.exists():
+                make_private_directory(old.run_dir)
+                old.output.replace(old.run_dir / OLD_OUTPUT_FILE)
+
+    def _programs(self, plan: LaunchPlan, previous: RunState | None) -> list[str]:
+        old = {host.output: host.run_dir for host in previous.hosts} if previous else {}
+        more: dict[Path, str] = {}
+        if not plan.shared_fs:
+            layout = plan.layout
+            more = {
+                layout.plan: layout.plan.read_text(encoding="utf-8"),
+                layout.config: self._config_text,
+                layout.overrides: self._overrides_text,
+            }
+        return [
+            start.text(
+                host,
+                plan.run_id,
+                {**more, host.script: render(plan, host)},
+                old_run_dir=old.get(host.output),
+            )
+            for host in plan.hosts
+        ]
+
+    def _give_up(self, state: RunState, errors: dict[int, FlagscaleError]) -> None:
+        """Not every host started: half a job would wait for the others for ever."""
+        names = [host.name for host in state.hosts]
+        ended = self.stop(state)
+        text = f"run {state.run_id} was not started on {len(errors)} of {len(names)} host(s), "
+        text += "and was stopped on the others"
+        if len(ended.unreachable) > len(errors):
+            text += ", except on those that do not answer"
+        message = f"{text}\n{describe(errors, names)}"
+        if any(isinstance(error, UnreachableError) for error in errors.values()):
+            raise UnreachableError(message)
+        raise JobError(message)
+
+    # -- watch --------------------------------------------------------------------------------
+
+    def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
+        shared = state.shared_fs
+        self._look(state, Wish(fetch=not shared, last_line=with_lines and not shared))
+        if self._reader is None:
+            self._reader = EventReader(state.hosts)
+        return snapshot.take(state, self._reader, self._looks, with_lines=with_lines and shared)
+
+    def logs(self, state: RunState, rank: int | None = None) -> list[str]:
+        self.bring_output(state)
+        return logs.lines_of(state, rank)
+
+    def bring_output(self, state: RunState) -> None:
+        if state.shared_fs:
+            return
+        self._look(state, Wish(fetch=True, output=True))
+        names = [host.name for host in state.hosts]
+        errors = {rank: one.error for rank, one in self._looks.items() if one.error is not None}
+        if errors:
+            print(f"warning: no news from\n{describe(errors, names)}", file=sys.stderr)
+
+    def is_alive(self, state: RunState) -> bool:
+        self._look(state, Wish())
+        return any(look.alive or look.trouble for look in self._looks.values())
+
+    def ended(self, state: RunState, *, any_host: bool = False) -> bool:
+        self._refresh(state)
+        gone = [self._gone(state, rank) for rank in range(len(state.hosts))]
+        return any(gone) if any_host else all(gone)
+
+    def _gone(self, state: RunState, rank: int) -> bool:
+        look = self._looks.get(rank)
+        if state.hosts[rank].exit() is not None:
+            return True
+        return look is not None and not look.alive and not look.trouble
+
+    def rank_count(self, state: RunState) -> int:
+        self._look(state, Wish(fetch=not state.shared_fs, count=True))
+        return sum(look.ranks or 0 for look in self._looks.values())
+
+    def wait(self, state: RunState) -> int:
+        """The job's exit code: of the host that was the first to end with one that isn't 0."""
+        while not self.ended(state):
+            time.sleep(_PAUSE_SECONDS)
+        ends = [(end.ended, end.code) for host in state.hosts if (end := host.exit()) is not None]
+        failed = next((code for _, code in sorted(ends) if code), 0)
+        return failed if failed or len(ends) == len(state.hosts) else 1
+
+    def _refresh(self, state: RunState) -> None:
+        """Look again, unless that was done a moment ago."""
+        pause = max(_PAUSE_SECONDS, len(state.hosts) / _HOSTS_A_SECOND)
+        if time.monotonic() - self._looked >= pause:
+            self._look(state, Wish(fetch=not state.shared_fs, output=not state.shared_fs))
+
+    def _look(self, state: RunState, wish: Wish) -> None:
+        def see(rank: int, connection: Connection) -> Look:
+            return looking.look(connection, state, state.hosts[rank], wish)
+
+        hosts = self._reach(state)
+        ranks: Sequence[int] = range(len(state.hosts))
+        for _ in range(1000):
+            looks, errors = hosts.each(see, ranks)
+            self._looks.update(looks)
+            self._looks.update({rank: Look(error=error) for rank, error in errors.items()})
+            ranks = [rank for rank in looks if looks[rank].more]
+            if not ranks:
+                break
+        self._looked = time.monotonic()
+
+    # -- stop ---------------------------------------------------------------------------------
+
+    def stop(self, state: RunState) -> Stopped:
+        """End the run on every host that answers; those that do not are named."""
+        path = Layout(state.exp_dir).state
+        if read_json(path) is not None:
+            replace(state, stop_requested=round(time.time(), 3)).save(path)
+
+        def end(rank: int, connection: Connection) -> Swept | None:
+            return stop.stop(connection, state, state.hosts[rank])
+
+        swept, errors = self._reach(state).each(end)
+        by_name = {
+            state.hosts[rank].name: one for rank, one in sorted(swept.items()) if one is not None
+        }
+        return Stopped(by_name, [errors[rank] for rank in sorted(errors)])
+
+    def _reach(self, state: RunState) -> Hosts:
+        if self._hosts is None:
+            places = [(host.name, host.ssh or SshPlace()) for host in state.hosts]
+            self._hosts = Hosts(places, state.ssh_config)
+        return self._hosts
+
+
+def places_of(hosts: Sequence[HostPlan]) -> list[tuple[str, SshPlace]]:
+    """The hosts of a plan as :class:`Hosts` takes them."""
+    return [(host.name, host.ssh or SshPlace()) for host in hosts]

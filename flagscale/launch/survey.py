@@ -1,0 +1,125 @@
+"""Asking every host of a run what it is like, all at once, and planning from the answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flagscale.config.arguments import paths
+from flagscale.config.arguments.flatten import leaves
+from flagscale.config.schema import PROJECT, Experiment
+from flagscale.errors import ConfigError, FlagscaleError, Problem
+from flagscale.launch.hosts import Host
+from flagscale.launch.layout import Layout
+from flagscale.launch.machines import remote_machines
+from flagscale.launch.per_host import Settings, rebased, settings
+from flagscale.launch.plan import LaunchPlan, SshPlace, master_address, plan, wanted_port
+from flagscale.launch.remote import facts as asking
+from flagscale.launch.remote import probe
+from flagscale.launch.remote.facts import Facts, Question
+from flagscale.launch.remote.hosts import Hosts
+from flagscale.launch.transport import Connection
+
+
+@dataclass
+class Survey:
+    """What the hosts answered, by rank, and the errors of those that did not."""
+
+    hosts: tuple[Host, ...]
+    facts: dict[int, Facts] = field(default_factory=dict)
+    errors: dict[int, FlagscaleError] = field(default_factory=dict)
+    code: str = ""
+    """The digest of this machine's code; empty where it was not compared."""
+
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self.hosts]
+
+
+def connect(experiment: Experiment, hosts: Sequence[Host]) -> Hosts:
+    """The hosts, to be connected to when they are first asked."""
+    runner = experiment.runner
+    places = [
+        (host.name, SshPlace(host.user, host.port or runner.ssh_port, host.proxy)) for host in hosts
+    ]
+    return Hosts(places, runner.ssh_config)
+
+
+def survey(
+    experiment: Experiment, hosts: Sequence[Host], connections: Hosts, *, thorough: bool
+) -> Survey:
+    """Ask every host. ``thorough``: also its Python, for a preflight."""
+    made = Survey(tuple(hosts))
+    if thorough and compares_code(experiment):
+        made.code = probe.digest_of(probe.manifest(str(PROJECT)))
+    questions = _questions(experiment, hosts, thorough)
+
+    def ask(rank: int, connection: Connection) -> Facts:
+        return asking.ask(connection, questions[rank])
+
+    made.facts, made.errors = connections.each(ask)
+    return made
+
+
+def compares_code(experiment: Experiment) -> bool:
+    """Whether hosts may have code of their own: no shared files, or a directory of their own."""
+    specifics = (*experiment.by_type.values(), *experiment.by_host.values())
+    own = experiment.runner.build_dir or any(specific.build_dir for specific in specifics)
+    return experiment.runner.no_shared_fs or own is not None
+
+
+def _questions(experiment: Experiment, hosts: Sequence[Host], thorough: bool) -> list[Question]:
+    runner = experiment.runner
+    layout = Layout(experiment.exp_dir, runner.log_dir)
+    questions = []
+    for rank, host in enumerate(hosts):
+        own = settings(experiment, host)
+        questions.append(
+            Question(
+                # Alone, a host needs no interface.
+                master=master_address(runner, hosts) if len(hosts) > 1 else "",
+                log_root=str(layout.log_dir or layout.logs / "details"),
+                python=own.python or ("python" if own.conda else sys.executable),
+                setup=own.setup,
+                port=(wanted_port(runner) or 0) if rank == 0 else None,
+                wish=_wish(experiment, own) if thorough else None,
+            )
+        )
+    return questions
+
+
+def _wish(experiment: Experiment, own: Settings) -> dict[str, Any]:
+    project = own.build_dir or PROJECT
+    reads = [] if experiment.task.foreign else list(leaves(own.sections))
+    needed = [path for _, name, value in reads for path in paths.needed(name, value)]
+    return {
+        "project": str(project),
+        "exp_dir": str(experiment.exp_dir),
+        "paths": [str(rebased(experiment.task.entrypoint, project)), *needed],
+        "code": compares_code(experiment),
+    }
+
+
+def plan_of(experiment: Experiment, found: Survey, run_id: str) -> LaunchPlan:
+    """The plan that follows from the answers. Raises :class:`ConfigError` for a port that is
+    taken on the master host."""
+    master = found.facts.get(0)
+    port = master.port if master is not None else None
+    if master is not None and port is None:
+        text = f"{wanted_port(experiment.runner)} is in use on {found.names[0]}"
+        text += f" by {master.port_holder}" if master.port_holder else ""
+        raise ConfigError(
+            Problem("experiment.runner.master_port", text),
+            hint="choose another one, or leave the key out to get a free port",
+        )
+    machines = remote_machines(experiment, found.hosts, found.facts)
+    return plan(
+        experiment,
+        found.hosts,
+        machines,
+        run_id=run_id,
+        master_port=port or wanted_port(experiment.runner) or 0,
+        over_ssh=True,
+    )
