@@ -40,6 +40,8 @@ def starter_argv(
     """
     program = [sys.executable, *_PROGRAM, *without_starting(words)]
     if place.slurm:
+        if shutil.which("srun", path=environment.get("PATH")) is None:
+            raise UnreachableError("--slurm-mode: srun is not installed here")
         return srun_argv(place, program), {}
     port = str(place.port or _PORT)
     meeting = {"MASTER_ADDR": place.address or place.hosts[0], "MASTER_PORT": port}

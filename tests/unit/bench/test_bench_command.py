@@ -13,7 +13,7 @@ from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.watch import Beat, explain
 from flagscale.bench.world import World, detect, first_host
-from flagscale.errors import ConfigError
+from flagscale.errors import ConfigError, UnreachableError
 
 
 @pytest.mark.parametrize(
@@ -296,6 +296,14 @@ def test_srun_lines(tmp_path: Path) -> None:
     line = starters.srun_argv(parse_spec(options).placement, ["x", "y z"])
     assert line[-3:] == ["bash", "x", "y z"]
     assert "set up $HOME;" in line[-4]
+
+
+@pytest.mark.parametrize(("line", "program"), [("--hosts a", "mpirun"), ("-S", "srun")])
+def test_an_absent_launcher_is_named(line: str, program: str) -> None:
+    words = f"allr -r 2 {line}".split()
+    with pytest.raises(UnreachableError, match=f"{program} is not installed") as error:
+        starters.starter_argv(parse_spec(words).placement, words, {"PATH": "/nowhere"})
+    assert error.value.exit_code == 3
 
 
 def test_what_says_how_to_start_stays_behind() -> None:
