@@ -41,11 +41,13 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
         message = f"{given.pop('type')}: this version launches on this machine only (`local`)"
         reader.problem(f"{prefix}type", message)
     found = reader.fields(schema.Runner, given, prefix, others=True)
+    if data.get("notify") is not None:
+        found["notify"] = _read_notify(reader, data)
     known = schema.documented(schema.Runner)
     extra: dict[str, str | None] = {}
     for name, value in data.items():
         option = str(name).replace("-", "_")
-        if name in known or value is None or value is False:
+        if name in known or name == "notify" or value is None or value is False:
             continue
         if option in SET_BY_LAUNCHER:
             reader.problem(f"{prefix}{name}", f"cannot be given: {SET_BY_LAUNCHER[option]}")
@@ -59,6 +61,21 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
     return schema.Runner(**found, extra=extra)
 
 
+def _read_notify(reader: Reader, data: Mapping[Any, Any]) -> schema.Notify:
+    """``experiment.runner.notify``."""
+    prefix = "experiment.runner.notify."
+    section = reader.mapping(data, "notify", "experiment.runner.")
+    # YAML takes a plain `on` for true.
+    given = {"on" if key is True else key: value for key, value in section.items()}
+    notify = schema.Notify(**reader.fields(schema.Notify, given, prefix))
+    if not notify.command and not notify.webhook:
+        reader.problem(prefix[:-1], "expected a `command`, a `webhook`, or both")
+    if notify.webhook and not notify.webhook.startswith(("https://", "http://")):
+        # Its value stays out of the message: it may hold a token.
+        reader.problem(f"{prefix}webhook", "expected an address that begins with https://")
+    return notify
+
+
 def _check_runner(reader: Reader, found: dict[str, Any], data: Mapping[Any, Any]) -> None:
     prefix = "experiment.runner."
     hostfile = found.get("hostfile")
@@ -67,12 +84,11 @@ def _check_runner(reader: Reader, found: dict[str, Any], data: Mapping[Any, Any]
     if data.get("hostfile") is None and found.get("nnodes", 1) > 1:
         message = f"{found['nnodes']} hosts, but no `hostfile` names them"
         reader.problem(f"{prefix}nnodes", message)
-    if found.get("enable_monitoring"):
-        message = (
-            "this version has no monitor in the background; `action=query follow=true` "
-            "watches a run"
-        )
-        reader.problem(f"{prefix}enable_monitoring", message)
+    if found.get("on_failure") == "leave" and found.get("max_restarts"):
+        message = "`leave` lets the other hosts go on, so the job cannot be started again"
+        reader.problem(f"{prefix}on_failure", message)
+    if found.get("liveness_port") and found.get("liveness_port") == found.get("master_port"):
+        reader.problem(f"{prefix}liveness_port", "is `master_port`, where the ranks meet")
     endpoint = found.get("rdzv_endpoint")
     if endpoint and not re.fullmatch(r"\S+:\d{1,5}", endpoint):
         message = f"expected host:port, found {shown(endpoint)}"

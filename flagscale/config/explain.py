@@ -55,6 +55,8 @@ def _schema_entries(kind: type, prefix: str) -> Iterator[Entry]:
         expects = "a path" if text == "Path" else _KINDS.get(text, "a whole number or auto")
         if choices:
             expects = "one of " + ", ".join(choices)
+        if text.startswith("tuple["):
+            expects = f"a list, each item {expects}"
         default = REQUIRED if item.default is MISSING else default_text(item.default)
         yield Entry(f"{prefix}{key}", expects, default, item.metadata["doc"])
 

@@ -21,6 +21,7 @@ TOP_LEVEL = ("experiment", "train", "action", "hydra")
 SUBSECTIONS: dict[str, type] = {
     "task": schema.Task,
     "runner": schema.Runner,
+    "runner.notify": schema.Notify,
     "cmds": schema.Commands,
 }
 """Sections of ``experiment`` whose keys the schema lists."""
@@ -82,10 +83,10 @@ def is_known(key: str) -> bool:
 
 
 def _is_known_experiment_key(rest: str) -> bool:
-    section, _, name = rest.partition(".")
-    if not name:
-        return section in schema.documented(schema.Experiment)
-    if section == "envs":
+    section, _, name = rest.rpartition(".")
+    if not section:
+        return name in schema.documented(schema.Experiment)
+    if rest.startswith("envs."):
         return True
     found = SUBSECTIONS.get(section)
     if found is None:
@@ -109,7 +110,7 @@ def _names_beside(path: list[str]) -> Iterable[str]:
         return schema.SECTIONS
     if len(path) == 2:
         return [*schema.documented(schema.Experiment), *SUBSECTIONS, "envs"]
-    found = SUBSECTIONS.get(path[1])
+    found = SUBSECTIONS.get(".".join(path[1:-1]))
     return [*schema.documented(found), *PASSED_ON] if found else []
 
 
@@ -117,8 +118,11 @@ def _takes_text(key: str) -> bool:
     if key.startswith("experiment.envs."):
         return True
     if key.startswith("experiment.runner."):
-        name = key.rpartition(".")[2]
-        return name in {f.name for f in fields(schema.Runner) if str(f.type).startswith("str")}
+        section, _, name = key.removeprefix("experiment.").rpartition(".")
+        kind = SUBSECTIONS.get(section)
+        return kind is not None and name in {
+            f.name for f in fields(kind) if str(f.type).startswith("str")
+        }
     found = lookup(key.rpartition(".")[2]) if key.startswith("train.") else None
     return found is not None and found[0].kind == "str" and not found[0].many
 

@@ -78,12 +78,15 @@ class Reader:
                 found[item.name] = value
                 return
             kind = "int"
+        many = kind.startswith("tuple[")
+        kind = kind.removeprefix("tuple[").partition(",")[0]
         if kind in ("str", "Path") and not isinstance(value, (Mapping, list)):
             value = self.text(key, value)
         argument = Argument(
             name=item.name,
             kind="str" if kind == "Path" else kind,  # type: ignore[arg-type]
             doc="",
+            many=many,
             choices=item.metadata["choices"],
             minimum=item.metadata["minimum"],
             maximum=item.metadata["maximum"],
@@ -93,4 +96,6 @@ class Reader:
         except ValueError as error:
             self.problem(key, str(error))
             return
+        if many:
+            converted = tuple(converted)
         found[item.name] = absolute(converted) if kind == "Path" else converted

@@ -45,6 +45,7 @@ _TITLES = {
     "experiment": "`experiment`",
     "experiment.task": "`experiment.task`",
     "experiment.runner": "`experiment.runner`",
+    "experiment.runner.notify": "`experiment.runner.notify`",
     "experiment.cmds": "`experiment.cmds`",
     "experiment.envs": "`experiment.envs`",
     "": "The launcher's options",

@@ -66,6 +66,36 @@ class Task:
     """Whether ``entrypoint`` is a program other than this project's own."""
 
 
+NOTICES = ("failed", "stalled", "restarted", "finished")
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Whom to tell what becomes of a run: ``experiment.runner.notify``. Each notification has ten
+    seconds; one that fails is a line in the output of the first host and harms nothing."""
+
+    command: str = field(
+        default="",
+        metadata=doc(
+            "A bash command that the first host runs, with a JSON object on its stdin: `event`, "
+            "`run`, `name`, `time`, `attempt`, `attempts`, `text`, and of the first failure "
+            "`host`, `rank`, `exit_code`, `reason`, `traceback`, `log`."
+        ),
+    )
+    webhook: str = field(
+        default="",
+        repr=False,
+        metadata=doc(
+            "Address that the first host sends the same JSON to by HTTP POST. Is a secret: give "
+            "it as `${oc.env:NAME}`; it is written to no file. `text` is what chat services show."
+        ),
+    )
+    on: tuple[str, ...] = field(
+        default=("failed", "stalled", "restarted"),
+        metadata=doc("What to tell of.", choices=NOTICES),
+    )
+
+
 @dataclass(frozen=True)
 class Runner:
     """How and where it is run: ``experiment.runner``."""
@@ -153,7 +183,37 @@ class Runner:
     )
     max_restarts: int = field(
         default=0,
-        metadata=doc("How often torchrun restarts the ranks of a host after a failure.", minimum=0),
+        metadata=doc(
+            "How often the whole job, on all hosts together, is started again after a failure, "
+            "from its last checkpoint. A stop is never followed by a start, nor is a job whose "
+            "ranks have never joined, or one that has lost a host.",
+            minimum=0,
+        ),
+    )
+    on_failure: str = field(
+        default="stop",
+        metadata=doc(
+            "What happens on the other hosts when one fails: `stop` ends the job there within "
+            "seconds, `leave` lets it go on.",
+            choices=("stop", "leave"),
+        ),
+    )
+    lost_host_timeout: float = field(
+        default=60.0,
+        metadata=doc(
+            "Seconds without a word between a host and the first one after which each takes the "
+            "other for lost and ends its part of the job. Shorter interruptions do no harm.",
+            minimum=1,
+        ),
+    )
+    liveness_port: int | None = field(
+        default=None,
+        metadata=doc(
+            "Port of the first host at which the agents of several hosts meet. Without it: the "
+            "one after `master_port`.",
+            minimum=1,
+            maximum=65535,
+        ),
     )
     rdzv_id: str | None = field(
         default=None, metadata=doc("Name of the rendezvous. Without it: the run's identity.")
@@ -237,16 +297,25 @@ class Runner:
         metadata=doc("Whether each host runs a job of its own. Of no effect on one host."),
     )
     enable_monitoring: bool = field(
-        default=False,
+        default=True,
         metadata=doc(
-            "A monitor in the background. This version has none and refuses `true`; `action=query "
-            "follow=true` watches a run."
+            "Of no effect, kept for configurations that have it: every run is watched by its own "
+            "agents, and no process of theirs outlives it."
         ),
     )
     hang_detection_timeout: float = field(
         default=1800.0,
-        metadata=doc("Seconds without progress that the monitor takes for a hang.", minimum=1),
+        metadata=doc(
+            "Seconds in which no rank gets on, once all have joined, after which the job has "
+            "failed: its ranks write their stacks to their logs and the one that is behind is "
+            "named. Must be longer than the longest step, and for a program that reports nothing "
+            "but `progress`, than the time between two of those. Evaluations and checkpoints may "
+            "take four times as long, and half an hour in any case. 0: hangs are not looked for.",
+            minimum=0,
+        ),
     )
+    notify: Notify | None = None
+    """Who is told what becomes of the run; ``experiment.runner.notify``."""
     extra: Mapping[str, str | None] = field(default_factory=dict)
     """Other keys, which torchrun gets as ``--key value``; None is a flag without a value."""
 

@@ -12,7 +12,7 @@ HIDDEN = "<hidden>"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+|[0-9]+")
 _ALWAYS = frozenset(
     {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential"}
-    | {"credentials", "apikey"}
+    | {"credentials", "apikey", "webhook", "webhooks"}
 )
 _KEY_KINDS = frozenset({"access", "api", "auth", "encryption", "private", "signing", "ssh"})
 _PLAIN_KEYS = frozenset({"foreign", "json", "primary", "public", "query", "sort", "text"})

@@ -11,10 +11,12 @@ from flagscale.config.schema import Experiment
 from flagscale.config.secrets import is_secret_name
 from flagscale.errors import ConfigError, Problem
 from flagscale.launch.hosts import Host
-from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
+from flagscale.launch.liveness import secret
+from flagscale.status import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PYTHON_PATH = "PYTHONPATH"
+_SHUTDOWN_SECONDS = 5.0
 DEFAULT, INHERITED, DETECTED, COMMON = "default", "inherited", "detected", "envs"
 
 
@@ -59,7 +61,7 @@ def build_environment(
         EnvValue(RUN_ID_VARIABLE, run_id, "run"),
         EnvValue(STATUS_DIR_VARIABLE, str(status_dir), "run"),
     ]
-    grace = max(1, round(experiment.runner.stop_grace))
+    grace = max(1, round(min(experiment.runner.stop_grace, _SHUTDOWN_SECONDS)))
     for name, value in _defaults(host, threads, gpus, grace).items():
         if name in given:
             continue
@@ -100,7 +102,7 @@ def _given(experiment: Experiment, host: Host) -> dict[str, EnvValue]:
 def _complaint(name: str, value: str) -> str | None:
     if not _NAME.fullmatch(name):
         return "is no name of an environment variable: expected letters, digits and _"
-    if name in (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE):
+    if name in (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, secret.VARIABLE):
         return "is set by the launcher: it tells the processes of a run from all others"
     if "\0" in value:
         return "holds a NUL character, which no environment can carry"
@@ -127,7 +129,8 @@ def _defaults(host: Host, threads: int | None, gpus: int | None, grace: int) -> 
         "PYTHONUNBUFFERED": "1",
         # torchrun puts this in front of every line of a rank.
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{host.name}:${{rank}}: ",
-        # Seconds torchrun leaves its workers between TERM and KILL (from torch 2.13 on).
+        # Seconds torchrun leaves its workers between TERM and KILL (from torch 2.13 on). After a
+        # failure they cannot save anything, and a stop is brought to them by the agent.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace),
     }
     if threads is not None:

@@ -21,6 +21,7 @@ from flagscale.launch.environment import EnvValue, build_environment
 from flagscale.launch.hosts import Host, count_ranks
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launch.per_host import rebased, settings
+from flagscale.launch.supervision import supervised
 
 BACKEND_DIRECTORY = Path("third_party") / "Megatron-LM"
 
@@ -104,6 +105,8 @@ class LaunchPlan:
     shared_fs: bool = True
     """Whether the hosts and this machine see the same files."""
     ssh_config: Path | None = None
+    liveness_port: int | None = None
+    """Where the agents meet on the master's host; None on a run's only host."""
 
     @property
     def world_size(self) -> int:
@@ -138,8 +141,10 @@ def plan(
     run_id: str,
     master_port: int,
     over_ssh: bool = False,
+    run_secret: str | None = None,
 ) -> LaunchPlan:
-    """What every host runs. ``machines`` are theirs, or one that stands for all of them.
+    """What every host runs. ``machines`` are theirs, or one that stands for all of them. The hosts
+    of a run share ``run_secret``, which is made here where it is not given.
 
     Raises :class:`ConfigError` for what no host could run.
     """
@@ -166,7 +171,8 @@ def plan(
         made = _plan_host(draft, experiment, machine, host, (rank, nproc, first))
         place = SshPlace(host.user, host.port or runner.ssh_port, host.proxy)
         planned.append(replace(made, ssh=place) if over_ssh else made)
-    return replace(draft, hosts=tuple(_with_node_count(planned)))
+    whole = replace(draft, hosts=tuple(_with_node_count(planned)))
+    return supervised(whole, runner, run_secret)
 
 
 def master_address(runner: Runner, hosts: Sequence[Host]) -> str:
@@ -306,7 +312,8 @@ def _torchrun(
         "log_dir": str(run_dir / RANKS_DIRECTORY),
         "redirects": runner.redirects,
         "tee": runner.tee,
-        "max_restarts": str(runner.max_restarts),
+        # The agents start the whole job again, on all hosts at once.
+        "max_restarts": "0",
         **runner.extra,
     }
     words = [machine.python, "-u", "-m", "torch.distributed.run"]

@@ -14,6 +14,7 @@ from flagscale import __version__
 from flagscale.launch.environment import EnvValue
 from flagscale.launch.layout import EXIT_FILE
 from flagscale.launch.plan import HostPlan, LaunchPlan
+from flagscale.launch.supervision import AGENT_SECRETS
 
 # What happens around the job. It holds no value of a plan: those are in the variables above it.
 _FRAME = """\
@@ -63,7 +64,7 @@ fi
 
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
-"${agent[@]}" -- "${torchrun[@]}" "${program[@]}" &
+(give_secrets && exec "${agent[@]}" -- "${torchrun[@]}" "${program[@]}") &
 agent_pid=$!
 interrupted=yes
 while [[ -n $interrupted ]]; do
@@ -130,7 +131,8 @@ def _environment(host: HostPlan) -> Iterator[str]:
             origin = value.origin
             yield _BLOCKS.get(origin, f"# experiment.{_one_line(origin)}")
         yield f"export {value.name}={_quote(value.value)}"
-    secrets = [value for value in host.environment if value.secret]
+    hidden = [value for value in host.environment if value.secret]
+    secrets = [value for value in hidden if value.name not in AGENT_SECRETS]
     if secrets:
         yield "# Secrets are not written to files: they come from the environment."
         yield from (_require(value) for value in secrets)
@@ -139,6 +141,23 @@ def _environment(host: HostPlan) -> Iterator[str]:
     path = _quote(":".join(host.python_path))
     yield f'export PYTHONPATH={path}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     yield ""
+
+
+def _agent_secrets(host: HostPlan) -> Iterator[str]:
+    """What the agent alone gets to see, and may lack: then a script that is run by hand takes it
+    from where the agent has kept it."""
+    names = [value.name for value in host.environment if value.name in AGENT_SECRETS]
+    if not names:
+        yield "give_secrets() { :; }"
+        return
+    yield "# For the agent alone: neither the commands below nor the ranks get to see these."
+    for number, name in enumerate(names):
+        yield f"hidden_{number}=${{{name}-}}"
+    yield f"unset {' '.join(names)}"
+    yield "give_secrets() {"
+    for number, name in enumerate(names):
+        yield f"    export {name}=$hidden_{number}"
+    yield "}"
 
 
 def _require(value: EnvValue) -> str:
@@ -150,6 +169,7 @@ def _words(host: HostPlan) -> Iterator[str]:
     yield _array("agent", host.agent)
     yield _array("torchrun", host.torchrun)
     yield _array("program", host.program)
+    yield from _agent_secrets(host)
     yield ""
     yield "# experiment.cmds, verbatim."
     yield from _verbatim("before_start", host.before_start)

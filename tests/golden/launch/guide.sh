@@ -17,7 +17,7 @@ export FLAGSCALE_STATUS_DIR=/data/runs/tiny/logs/details/host_0_localhost/202501
 # Defaults; `experiment.envs` or the environment of the launch wins over them.
 export PYTHONUNBUFFERED=1
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='localhost:${rank}: '
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
 export OMP_NUM_THREADS=1
 export TORCHDYNAMO_DISABLE=1
 # experiment.envs
@@ -37,6 +37,13 @@ agent=(
     /opt/venv/bin/python -m flagscale.launch.agent
     --run-dir /data/runs/tiny/logs/details/host_0_localhost/20250102-030405-abcdef
     --grace 60
+    '--run-name=tiny llama'
+    --name localhost
+    --first-rank 0
+    --nproc 8
+    --start-timeout 600
+    --hang-timeout 1800
+    --max-restarts 1
 )
 torchrun=(
     /opt/venv/bin/python -u -m torch.distributed.run
@@ -49,7 +56,7 @@ torchrun=(
     --log_dir /data/runs/tiny/logs/details/host_0_localhost/20250102-030405-abcdef/ranks
     --redirects 3
     --tee 3
-    --max_restarts 1
+    --max_restarts 0
 )
 program=(
     /opt/program.py
@@ -64,6 +71,7 @@ program=(
     --tensorboard-dir /data/runs/tiny/tensorboard
     --wandb-save-dir /data/runs/tiny/wandb
 )
+give_secrets() { :; }
 
 # experiment.cmds, verbatim.
 IFS= read -r -d '' before_start <<'END_BEFORE_START'
@@ -120,7 +128,7 @@ fi
 
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
-"${agent[@]}" -- "${torchrun[@]}" "${program[@]}" &
+(give_secrets && exec "${agent[@]}" -- "${torchrun[@]}" "${program[@]}") &
 agent_pid=$!
 interrupted=yes
 while [[ -n $interrupted ]]; do

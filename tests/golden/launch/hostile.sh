@@ -20,7 +20,7 @@ export FLAGSCALE_STATUS_DIR='/data/a '"'"'b'"'"' "c" $HOME `id`
 # Defaults; `experiment.envs` or the environment of the launch wins over them.
 export PYTHONUNBUFFERED=1
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='localhost:${rank}: '
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
 export OMP_NUM_THREADS=4
 export TORCHDYNAMO_DISABLE=1
 # experiment.envs
@@ -39,6 +39,14 @@ agent=(
     --run-dir '/data/a '"'"'b'"'"' "c" $HOME `id`
 ü/logs/details/host_0_localhost/20250102-030405-abcdef'
     --grace 60
+    '--run-name=evil
+name; rm -rf $HOME'
+    --name localhost
+    --first-rank 0
+    --nproc 2
+    --start-timeout 600
+    --hang-timeout 1800
+    --max-restarts 0
 )
 torchrun=(
     /opt/venv/bin/python -u -m torch.distributed.run
@@ -69,6 +77,7 @@ line 2
     --wandb-save-dir '/data/a '"'"'b'"'"' "c" $HOME `id`
 ü/wandb'
 )
+give_secrets() { :; }
 
 # experiment.cmds, verbatim.
 IFS= read -r -d '' before_start <<'END_BEFORE_START_'
@@ -125,7 +134,7 @@ fi
 
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
-"${agent[@]}" -- "${torchrun[@]}" "${program[@]}" &
+(give_secrets && exec "${agent[@]}" -- "${torchrun[@]}" "${program[@]}") &
 agent_pid=$!
 interrupted=yes
 while [[ -n $interrupted ]]; do

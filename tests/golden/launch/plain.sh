@@ -17,7 +17,7 @@ export FLAGSCALE_STATUS_DIR=/data/runs/tiny/logs/details/host_0_localhost/202501
 # Defaults; `experiment.envs` or the environment of the launch wins over them.
 export PYTHONUNBUFFERED=1
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='localhost:${rank}: '
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
 export OMP_NUM_THREADS=4
 export TORCHDYNAMO_DISABLE=1
 
@@ -29,6 +29,13 @@ agent=(
     /opt/venv/bin/python -m flagscale.launch.agent
     --run-dir /data/runs/tiny/logs/details/host_0_localhost/20250102-030405-abcdef
     --grace 60
+    '--run-name=tiny llama'
+    --name localhost
+    --first-rank 0
+    --nproc 2
+    --start-timeout 600
+    --hang-timeout 1800
+    --max-restarts 0
 )
 torchrun=(
     /opt/venv/bin/python -u -m torch.distributed.run
@@ -50,6 +57,7 @@ program=(
     --tensorboard-dir /data/runs/tiny/tensorboard
     --wandb-save-dir /data/runs/tiny/wandb
 )
+give_secrets() { :; }
 
 # experiment.cmds, verbatim.
 before_start=
@@ -101,7 +109,7 @@ fi
 
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
-"${agent[@]}" -- "${torchrun[@]}" "${program[@]}" &
+(give_secrets && exec "${agent[@]}" -- "${torchrun[@]}" "${program[@]}") &
 agent_pid=$!
 interrupted=yes
 while [[ -n $interrupted ]]; do

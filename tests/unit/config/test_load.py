@@ -11,6 +11,7 @@ import pytest
 from flagscale.config.compose import compose
 from flagscale.config.load import load_options, missing_paths
 from flagscale.config.schema import OWN_PROGRAM, Commands, Environments, Options
+from flagscale.config.secrets import redact
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,7 +146,25 @@ EXPERIMENT_PROBLEMS = {
     "slurm": ("nnodes: 1", "type: slurm", "slurm: this version launches on this machine only"),
     "runner-type": ("nnodes: 1", "type: shh", "expected one of local, ssh"),
     "runner-backend": ("nnodes: 1", "backend: deepspeed", "expected one of torchrun"),
-    "monitoring": ("nnodes: 1", "enable_monitoring: true", "no monitor in the background"),
+    "leave-and-restart": (
+        "nnodes: 1",
+        "on_failure: leave\n    max_restarts: 1",
+        "`leave` lets the other hosts go on",
+    ),
+    "on-failure": ("nnodes: 1", "on_failure: panic", "expected one of stop, leave"),
+    "one-port": (
+        "nnodes: 1",
+        "master_port: 5000\n    liveness_port: 5000",
+        "is `master_port`",
+    ),
+    "notify-nobody": ("nnodes: 1", "notify: {on: [failed]}", "expected a `command`, a `webhook`"),
+    "notify-of-what": (
+        "nnodes: 1",
+        "notify: {command: c, on: [failed, fail]}",
+        "each item one of failed, stalled",
+    ),
+    "notify-key": ("nnodes: 1", "notify: {commmand: c, command: c}", "did you mean 'command'"),
+    "notify-address": ("nnodes: 1", "notify: {webhook: ftp-s3cr3t}", "begins with https://"),
     "c10d": ("nnodes: 1", "rdzv_backend: c10d", "expected one of static"),
     "endpoint": ("nnodes: 1", "rdzv_endpoint: h", "expected host:port"),
     "torchrun-typo": ("nnodes: 1", "monitor_intervall: 1", "did you mean 'monitor_interval'"),
@@ -185,6 +204,18 @@ def test_experiment_problem(workspace: Workspace, old: str, new: str, message: s
     assert error.value.exit_code == 2
     assert len(error.value.problems) == 1
     assert (error.value.problems[0].where or "").startswith("conf/train.yaml")
+
+
+def test_whom_to_notify(workspace: Workspace) -> None:
+    words = "notify: {webhook: 'https://chat/s3cr3t', on: [finished]}"
+    workspace.replace("conf/train.yaml", "nnodes: 1", words)
+    experiment = workspace.load("experiment.runner.notify.command=cat > /dev/null")
+    notify = experiment.runner.notify
+    assert notify is not None
+    assert (notify.webhook, notify.on) == ("https://chat/s3cr3t", ("finished",))
+    assert notify.command == "cat > /dev/null"
+    assert "s3cr3t" not in repr(experiment)
+    assert "s3cr3t" not in str(redact(experiment.resolved))
 
 
 TRAIN_PROBLEMS = {

@@ -48,7 +48,15 @@ def make_experiment() -> Callable[..., Experiment]:
 def make_plan(make_experiment: Callable[..., Experiment], machine: Machine) -> MakePlan:
     def make(*, hosts: tuple[Host, ...] = (Host("localhost"),), **changes: Any) -> LaunchPlan:
         on = changes.pop("machine", machine)
+        secret = changes.pop("run_secret", None)
         experiment = make_experiment(**changes)
-        return plan(experiment, hosts, on, run_id="20250102-030405-abcdef", master_port=29500)
+        return plan(
+            experiment,
+            hosts,
+            on,
+            run_id="20250102-030405-abcdef",
+            master_port=29500,
+            run_secret=secret,
+        )
 
     return make

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.config.schema import Commands, Environments, Runner, Task, Train
+from flagscale.config.schema import Commands, Environments, Notify, Runner, Task, Train
 from flagscale.launch import script as script_module
 from flagscale.launch.environment import EnvValue
 from flagscale.launch.hosts import Host
@@ -56,8 +57,22 @@ CASES = {
 }
 
 
-@pytest.fixture(params=list(CASES))
+SECOND = {
+    "hosts": (Host("h00", 2), Host("h01", 2)),
+    "runner": Runner(
+        max_restarts=3,
+        lost_host_timeout=20.0,
+        notify=Notify("mail -s 'it''s over' $USER", "https://chat/s3cr3t"),
+    ),
+}
+
+
+@pytest.fixture(params=[*CASES, "second"])
 def case(request: pytest.FixtureRequest, make_plan: MakePlan) -> tuple[str, str]:
+    """``second`` is the other host of a run of two, whose agents share a secret."""
+    if request.param == "second":
+        made = make_plan(**SECOND)
+        return request.param, render(made, made.hosts[1])
     made = make_plan(**CASES[request.param])
     return request.param, render(made, made.hosts[0])
 
@@ -98,6 +113,32 @@ def test_secrets_are_asked_for_and_never_written(make_plan: MakePlan) -> None:
     text = render(made, made.hosts[0])
     assert "s3cr3t" not in text
     assert ': "${WANDB_API_KEY:?' in text
+
+
+def test_the_secrets_of_agents_reach_them_alone(make_plan: MakePlan, tmp_path: Path) -> None:
+    """Neither script nor plan holds them, and the user's commands do not see them."""
+    made = make_plan(**SECOND, cmds=Commands("env", "env"), run_secret="h1dden")
+    host = made.hosts[1]
+    places = {"run_dir": tmp_path / "run", "pid_file": tmp_path / "pid", "workdir": tmp_path}
+    agent = ("env", "LAST=1", "bash", "-c", "env | sed s/^/agent:/", "--")
+    text = render(made, replace(host, agent=agent, **places))
+    for written in (text, json.dumps(made.to_json()), repr(made)):
+        assert "h1dden" not in written
+        assert "s3cr3t" not in written
+    given = {value.name: value.value for value in host.environment if value.secret}
+    assert set(given) == {"FLAGSCALE_RUN_SECRET", "FLAGSCALE_NOTIFY_WEBHOOK"}
+    done = subprocess.run(
+        ["bash", "-c", text],
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if "h1dden" in line or "s3cr3t" in line]
+    assert sorted(lines) == [
+        "agent:FLAGSCALE_NOTIFY_WEBHOOK=https://chat/s3cr3t",
+        "agent:FLAGSCALE_RUN_SECRET=h1dden",
+    ]
 
 
 TEXTS = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=80)
