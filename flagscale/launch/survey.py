@@ -67,7 +67,7 @@ def compares_code(experiment: Experiment) -> bool:
     """Whether hosts may have code of their own: no shared files, or a directory of their own."""
     specifics = (*experiment.by_type.values(), *experiment.by_host.values())
     own = experiment.runner.build_dir or any(specific.build_dir for specific in specifics)
-    return experiment.runner.no_shared_fs or own is not None
+    return experiment.runner.no_shared_fs or bool(own)
 
 
 def _questions(experiment: Experiment, hosts: Sequence[Host], thorough: bool) -> list[Question]:
@@ -84,6 +84,7 @@ def _questions(experiment: Experiment, hosts: Sequence[Host], thorough: bool) ->
                 python=own.python or ("python" if own.conda else sys.executable),
                 setup=own.setup,
                 port=(wanted_port(runner) or 0) if rank == 0 else None,
+                beside=runner.liveness_port if len(hosts) > 1 else None,
                 wish=_wish(experiment, own) if thorough else None,
             )
         )
@@ -108,7 +109,7 @@ def plan_of(experiment: Experiment, found: Survey, run_id: str) -> LaunchPlan:
     master = found.facts.get(0)
     port = master.port if master is not None else None
     if master is not None and port is None:
-        text = f"{wanted_port(experiment.runner)} is in use on {found.names[0]}"
+        text = f"port {master.busy_port} of {found.names[0]} is in use"
         text += f" by {master.port_holder}" if master.port_holder else ""
         raise ConfigError(
             Problem("experiment.runner.master_port", text),

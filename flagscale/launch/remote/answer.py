@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from flagscale.launch.transport import Connection, HostError
+
+#: The last thing that every program says: what lacks it was cut off on its way.
+END = "\nsay end yes\n"
+
 #: The bash function that the programs answer with.
 SAY = r"""say() { printf '%s=%s\0' "$1" "$2"; }
 """
@@ -37,6 +42,24 @@ class Answer:
         """A value that is a whole number; None if it was not said or is none."""
         text = self.values.get(name, "")
         return int(text) if text.isdigit() else None
+
+
+class CutOffError(HostError):
+    """A host's answer ended too early to be believed."""
+
+    summary = "answered in part"
+
+
+def ask(connection: Connection, program: str, timeout: float) -> Answer:
+    """Run a program on a host and read its answer. Raises :class:`CutOffError` where the program
+    did not come to its end."""
+    result = connection.run_script(program, timeout=timeout)
+    answer = parse(result.stdout)
+    if answer.get("end") != "yes":
+        said = result.error_text.strip().splitlines()[-1:] or ["nothing on stderr"]
+        what = f"its answer was cut off (exit code {result.exit_status}; {said[0]})"
+        raise CutOffError(connection.target.name, what)
+    return answer
 
 
 def parse(data: bytes) -> Answer:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.launch.remote import probe
-from flagscale.launch.remote.answer import SAY, Answer, parse
+from flagscale.launch.remote.answer import END, SAY, Answer
+from flagscale.launch.remote.answer import ask as ask_host
 from flagscale.launch.transport import Connection
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
@@ -82,14 +83,21 @@ if [[ $port == any ]]; then
     ((low > 21000)) || low=60999
     for _ in {1..100}; do
         candidate=$((20000 + (RANDOM * 32768 + RANDOM) % (low - 20000)))
-        if ! listening "$candidate"; then say port "$candidate"; break; fi
+        # The agents meet at the port beside it, unless the user says where.
+        listening "$candidate" || listening $((candidate + 1)) && continue
+        say port "$candidate"
+        break
     done
 elif [[ -n $port ]]; then
-    if listening "$port"; then
+    for wanted in "$port" "${beside:-$((port + 1))}"; do
+        listening "$wanted" && busy=$wanted && break
+    done
+    if [[ -n ${busy:-} ]]; then
         holder=
-        command -v ss >/dev/null && holder=$(ss -Hltnp "sport = :$port" 2>/dev/null)
+        command -v ss >/dev/null && holder=$(ss -Hltnp "sport = :$busy" 2>/dev/null)
         [[ $holder =~ \"([^\"]+)\",pid=([0-9]+) ]] &&
             holder="process ${BASH_REMATCH[2]} (${BASH_REMATCH[1]})"
+        say busy_port "$busy"
         say port_holder "${holder:-another process}"
     else
         say port "$port"
@@ -112,13 +120,13 @@ if [[ -n $wish ]]; then
         say python_error "${world##*$'\n'}"
     fi
 fi
-say end yes
 """
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of one host. ``port``: None for no port, 0 for any free one. ``wish``: what
+    """What is asked of one host. ``port``: None for no port, 0 for any free one. ``beside``: the
+    port of the agents, where it isn't the next one. ``wish``: what
     its Python is asked for, nothing without a preflight."""
 
     master: str
@@ -126,6 +134,7 @@ class Question:
     python: str
     setup: str = ""
     port: int | None = None
+    beside: int | None = None
     wish: dict[str, Any] | None = None
 
 
@@ -140,6 +149,7 @@ class Facts:
     skew: float
     """Seconds by which its clock is ahead of ours, as little as the answer allows."""
     port: int | None = None
+    busy_port: int | None = None
     port_holder: str = ""
     alive: str = ""
     """The id of a run of this directory that is alive there."""
@@ -151,9 +161,8 @@ class Facts:
 def ask(connection: Connection, question: Question) -> Facts:
     """Ask one host."""
     before = time.time()
-    result = connection.run_script(text(question), timeout=_SECONDS)
-    after = time.time()
-    return read(parse(result.stdout), before, after)
+    answer = ask_host(connection, text(question), _SECONDS)
+    return read(answer, before, time.time())
 
 
 def text(question: Question) -> str:
@@ -162,6 +171,7 @@ def text(question: Question) -> str:
     given = {
         "master": question.master,
         "port": port,
+        "beside": str(question.beside or ""),
         "mark": f"{STATUS_DIR_VARIABLE}={question.log_root}/",
         "id_variable": RUN_ID_VARIABLE,
         "setup": question.setup,
@@ -169,7 +179,7 @@ def text(question: Question) -> str:
         "wish": json.dumps(question.wish) if question.wish is not None else "",
     }
     lines = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
-    return "\n".join([SAY, *lines, python_function(), _BODY])
+    return "\n".join([SAY, *lines, python_function(), _BODY, END])
 
 
 def python_function() -> str:
@@ -198,6 +208,7 @@ def read(answer: Answer, before: float, after: float) -> Facts:
         boot_id=answer.get("boot_id"),
         skew=skew,
         port=answer.number("port"),
+        busy_port=answer.number("busy_port"),
         port_holder=answer.get("port_holder"),
         alive=answer.get("alive"),
         python=python if isinstance(python, dict) else {},

@@ -16,7 +16,7 @@ from pathlib import Path
 from flagscale.errors import FlagscaleError
 from flagscale.launch.files import make_private_directory
 from flagscale.launch.layout import EXIT_FILE, RANKS_DIRECTORY, STATUS_DIRECTORY
-from flagscale.launch.remote.answer import SAY, Piece, parse
+from flagscale.launch.remote.answer import END, SAY, Piece, ask
 from flagscale.launch.state import HostState, RunState
 from flagscale.launch.transport import Connection
 from flagscale.status import RUN_ID_VARIABLE
@@ -112,8 +112,7 @@ class Wish:
 
 def look(connection: Connection, state: RunState, host: HostState, wish: Wish) -> Look:
     """Look at one host, and keep what it sent."""
-    program = text(state, host, wish)
-    answer = parse(connection.run_script(program, timeout=_SECONDS).stdout)
+    answer = ask(connection, text(state, host, wish), _SECONDS)
     keep(answer.pieces, host)
     return Look(
         alive=answer.get("alive"),
@@ -146,7 +145,7 @@ def text(state: RunState, host: HostState, wish: Wish) -> str:
             lines.append(f"offsets[{shlex.quote(str(path))}]={size}")
         followed = [shlex.quote(str(host.output))] if wish.output else []
         lines += [f"followed=({' '.join(followed)})", _FILES]
-    return "\n".join(lines)
+    return "\n".join([*lines, END])
 
 
 def _have(host: HostState) -> Iterable[tuple[Path, int]]:

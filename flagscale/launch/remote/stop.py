@@ -11,7 +11,7 @@ import shlex
 
 from flagscale.launch.layout import AGENT_FILE
 from flagscale.launch.processes import Swept
-from flagscale.launch.remote.answer import SAY, parse
+from flagscale.launch.remote.answer import END, SAY, ask
 from flagscale.launch.state import HostState, RunState
 from flagscale.launch.transport import Connection
 from flagscale.status import RUN_ID_VARIABLE
@@ -77,15 +77,13 @@ say found "$said"
 say terminated "${!terminated[*]}"
 say killed "${!killed[*]}"
 say left "${found[*]}"
-say end yes
 """
 
 
 def stop(connection: Connection, state: RunState, host: HostState) -> Swept | None:
     """End what lives of a run on a host; None if nothing did."""
     timeout = 2 * state.stop_grace + _AGENT_SECONDS + _KILL_SECONDS + _MARGIN_SECONDS
-    result = connection.run_script(text(state, host), timeout=timeout)
-    answer = parse(result.stdout)
+    answer = ask(connection, text(state, host), timeout)
     if not answer.number("found"):
         return None
     terminated, killed, left = (
@@ -108,4 +106,4 @@ def text(state: RunState, host: HostState) -> str:
         "kill_seconds": str(_KILL_SECONDS),
     }
     lines = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
-    return "\n".join([SAY, *lines, _BODY])
+    return "\n".join([SAY, *lines, _BODY, END])

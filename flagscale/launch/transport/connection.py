@@ -37,6 +37,9 @@ _CHUNK = 1 << 16
 #: sshd takes this much input before the command has read any of it.
 _SAFE_INPUT = 1 << 20
 
+#: Seconds of quiet after a command's end that output which others hold open is waited for.
+_LINGER = 2.0
+
 #: Seconds between looks at whether a command that says nothing has ended.
 _GLANCE = 0.25
 
@@ -255,7 +258,9 @@ class _Exchange:
             if poller.poll(1000 * self._patience(_GLANCE)):
                 heard = time.monotonic()
             elif self._channel.exit_status_ready():
-                return
+                # The last output of a busy host may come after the status.
+                if time.monotonic() - heard >= _LINGER:
+                    return
             else:
                 self._check_time()
                 if time.monotonic() - heard >= self._connection.idle_limit:

@@ -159,7 +159,7 @@ def test_a_taken_port_is_told_with_its_holder(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("192.0.2.1 slots=1", "this machine only"),
+        ("localhost slots=1\n127.0.0.1 slots=1", "are this machine"),
         ("localhost slots=8 garbage", "hosts:1: 'garbage'"),
     ],
 )

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flagscale.launch import processes, view
 from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY
-from flagscale.launch.snapshot import Phase, Snapshot, take
+from flagscale.launch.snapshot import HostRow, Phase, Snapshot, take
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import StatusWriter
 
@@ -106,7 +106,9 @@ def test_progress_and_time_left(state: RunState) -> None:
     assert snapshot.eta_seconds == 50
     record = snapshot.to_json()
     assert record["state"] == "running"
-    assert json.loads(json.dumps(record))["hosts"] == [{"host": "node", "state": "running"}]
+    assert json.loads(json.dumps(record))["hosts"] == [
+        {"host": "node", "state": "running", "ranks": 2, "joined": 2}
+    ]
 
 
 def test_warnings_are_told_once(state: RunState) -> None:
@@ -118,7 +120,7 @@ def test_warnings_are_told_once(state: RunState) -> None:
 def test_tables_show_names_as_they_are() -> None:
     """A name with square brackets is no markup."""
     snapshot = Snapshot("r", "[red]n[/red]", Phase.RUNNING, time.time(), 2, 2)
-    snapshot = replace(snapshot, hosts=(("h", Phase.RUNNING),), warnings=("[bold]x",))
+    snapshot = replace(snapshot, hosts=(HostRow("h", Phase.RUNNING, 2, 2),), warnings=("[bold]x",))
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
     console.print(view.run_table(snapshot))
     text = console.export_text()
