@@ -14,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
+from flagscale.comm.own import Fsccl
 from flagscale.comm.plugins import (
     DeviceMap,
     Flagcx,
@@ -101,7 +102,7 @@ class Auto(CommBackend):
 
 
 _OWN: dict[str, CommBackend] = {
-    b.name: b for b in (Auto(), Nccl(), Gloo(), Mpi(), Ucc(), Flagcx(), TorchComms())
+    b.name: b for b in (Auto(), Nccl(), Gloo(), Fsccl(), Mpi(), Ucc(), Flagcx(), TorchComms())
 }
 
 

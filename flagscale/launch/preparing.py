@@ -11,6 +11,7 @@ from flagscale.config.checks import check_world, notes
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.launch import ports
+from flagscale.launch.backends import backend_problems
 from flagscale.launch.hosts import Host, choose_hosts, is_local_only
 from flagscale.launch.machines import remote_machines, this_machine, with_settings
 from flagscale.launch.per_host import settings
@@ -107,7 +108,7 @@ def _prepare_local(
 
 def _checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan:
     """The plan with its notes. Raises :class:`ConfigError` where its ranks don't fit."""
-    problems = check_world(experiment, made.world_size)
+    problems = [*backend_problems(experiment), *check_world(experiment, made.world_size)]
     if problems:
         raise ConfigError(problems)
     return replace(made, notes=(*notes(experiment, made.world_size), *more))

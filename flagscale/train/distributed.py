@@ -54,13 +54,14 @@ def join(rank: Rank, device: Device, *, backend: str, timeout_minutes: float) ->
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     begin = time.monotonic()
     try:
-        dist.init_process_group(
-            chosen.torch_backend(device.kind),
-            rank=rank.rank,
-            world_size=rank.world_size,
-            timeout=timedelta(minutes=timeout_minutes),
-            **chosen.init_options(device.torch_device),
-        )
+        with chosen.creating():
+            dist.init_process_group(
+                chosen.torch_backend(device.kind),
+                rank=rank.rank,
+                world_size=rank.world_size,
+                timeout=timedelta(minutes=timeout_minutes),
+                **chosen.init_options(device.torch_device),
+            )
         heard = torch.ones(1, device=device.torch_device)
         dist.all_reduce(heard)
         count = int(heard.item())

@@ -1,0 +1,41 @@
+"""The adapter of fsccl, the collective library in this repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import ClassVar
+
+from flagscale import __version__
+from flagscale.comm.base import CommBackend, DeviceType, missing_torch
+
+
+class Fsccl(CommBackend):
+    name = "fsccl"
+    summary = "this project's collectives: shared memory in a host, messages between clusters"
+    devices = ("cpu",)
+    how_to_get = "a C++17 compiler and ninja: it is compiled on first use (docs/fsccl.md)"
+    environment: ClassVar[Mapping[str, str]] = {
+        "FSCCL_DEBUG": "INFO: say which algorithm each operation took",
+        "FSCCL_CLUSTERS": "sizes of clusters, split by hand, such as 4,4",
+        "FSCCL_SOCKET_IFNAME": "the network interface between hosts",
+    }
+
+    def unavailable(self, device: DeviceType) -> str | None:
+        if missing := missing_torch():
+            return missing
+        if device != "cpu":
+            return "fsccl moves host memory only, and the training device is a GPU"
+        from flagscale.comm.fsccl.build import unavailable
+
+        return unavailable()
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        # Importing it is what makes torch know the name.
+        import flagscale.comm.fsccl  # noqa: F401
+
+        yield
+
+    def version(self) -> str | None:
+        return __version__

@@ -1,0 +1,21 @@
+"""The communication backend a YAML names, looked at before anything starts."""
+
+from __future__ import annotations
+
+from flagscale.comm import registry
+from flagscale.config.checks import Arguments
+from flagscale.config.schema import Experiment
+from flagscale.errors import ConfigError, Problem
+
+
+def backend_problems(experiment: Experiment) -> list[Problem]:
+    """What is wrong with the name. Whether a host can use the backend is for that host to say."""
+    if experiment.task.foreign:
+        return []
+    args = Arguments.of(experiment)
+    try:
+        registry.backend(args["distributed_backend"])
+    except ConfigError as error:
+        message = error.message.removeprefix("distributed_backend: ")
+        return [args.problem("distributed_backend", message)]
+    return []
