@@ -29,7 +29,8 @@ rank = int(os.environ["RANK"])
 status = StatusWriter.from_environment(rank)
 status.write("started", rank=rank)
 status.write("joined", backend="none")
-print("rank", rank, "works", flush=True)
+# As torchrun would label it.
+print(f"{os.uname().nodename}:{rank}: rank {rank} works", flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 for step in range(10_000):
     if rank == 0:
@@ -106,6 +107,15 @@ class SshLab:
             (directory / "__init__.py").touch()
         (package / "run.py").write_text(LIGHT_TORCHRUN, encoding="utf-8")
         return package.parents[1]
+
+    def install(self) -> None:
+        """Give hosts with a root of their own the training program, where they see no files of
+        this machine's."""
+        for host in self.bed.hosts:
+            for source in (self.root / "program.py", *(self.root / "light").rglob("*.py")):
+                target = host.path(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(source.read_bytes())
 
     def command(self, *words: str) -> list[str]:
         place = ("--config-path", str(self.root / "conf"), "--config-name", "lab")

@@ -78,6 +78,7 @@ def run(experiment: Experiment, options: Options) -> int:
     _refuse_if_alive(experiment)
     with prepared(experiment, checking=experiment.runner.preflight, **texts) as ready:
         require(ready.checks)
+        ready.copy_code()
         for text in (*ready.plan.notes, *warnings(ready.checks)):
             print(f"note: {text}", file=sys.stderr)
         state = ready.runner.submit(ready.plan, foreground=foreground)

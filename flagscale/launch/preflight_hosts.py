@@ -17,7 +17,7 @@ from flagscale.launch.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
 from flagscale.launch.preflight import REACHABLE, Check, check_devices, check_space
 from flagscale.launch.remote.facts import Facts, packages_of
 from flagscale.launch.remote.hosts import describe
-from flagscale.launch.survey import Survey
+from flagscale.launch.survey import Survey, syncs
 
 _SKEW_FAILS = 30.0
 _SKEW_WARNS = 2.0
@@ -131,7 +131,7 @@ def _packages(found: Survey, facts: Facts, usual: Mapping[str, str]) -> Check:
 def _code(experiment: Experiment, found: Survey, facts: Facts) -> Check:
     if not facts.python:
         return Check("code", False, "its Python did not answer")
-    if experiment.runner.sync == "code" and experiment.runner.no_shared_fs:
+    if syncs(experiment):
         same = facts.python.get("code") == found.code
         return Check("code", True, "the same as here" if same else "copied when the run starts")
     hint = "install it there, or let `experiment.runner.sync: code` copy it"

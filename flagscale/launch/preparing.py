@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -33,6 +33,8 @@ class Prepared:
     plan: LaunchPlan
     runner: Runner
     checks: list[Check] = field(default_factory=list)
+    copy_code: Callable[[], object] = lambda: None
+    """Brings the hosts this machine's code, where the runner is to do that."""
 
 
 def hosts_of(experiment: Experiment) -> tuple[Host, ...]:
@@ -72,13 +74,13 @@ def prepared(
         yield _prepare_local(experiment, hosts, checking, (config_text, overrides_text))
         return
     from flagscale.launch.runners.ssh import SshRunner
-    from flagscale.launch.survey import connect, plan_of, survey
+    from flagscale.launch.survey import connect, plan_of, survey, sync
 
     with connect(experiment, hosts) as connections:
         found = survey(experiment, hosts, connections, thorough=checking)
         made = _checked(experiment, plan_of(experiment, found, new_run_id()))
         runner = SshRunner(config_text, overrides_text, connections)
-        ready = Prepared(made, runner)
+        ready = Prepared(made, runner, copy_code=lambda: sync(experiment, found, connections))
         from flagscale.launch.preflight_hosts import check_hosts, require_reachable
 
         if checking:

@@ -19,7 +19,7 @@ from flagscale.launch.plan import LaunchPlan, SshPlace, master_address, plan, wa
 from flagscale.launch.remote import facts as asking
 from flagscale.launch.remote import probe
 from flagscale.launch.remote.facts import Facts, Question
-from flagscale.launch.remote.hosts import Hosts
+from flagscale.launch.remote.hosts import Hosts, require_all
 from flagscale.launch.transport import Connection
 
 
@@ -63,6 +63,38 @@ def survey(
     return made
 
 
+def sync(experiment: Experiment, found: Survey, connections: Hosts) -> int:
+    """Copy the code to every host whose code differs, where the runner is to do that; how many
+    hosts it was copied to."""
+    from flagscale.launch.remote import code
+
+    if not syncs(experiment):
+        return 0
+    files = probe.manifest(str(PROJECT))
+    digest = probe.digest_of(files)
+    behind = [rank for rank, f in found.facts.items() if f.python.get("code") != digest]
+
+    def copy(rank: int, connection: Connection) -> int:
+        own = settings(experiment, found.hosts[rank])
+        return code.sync(
+            connection,
+            PROJECT,
+            files,
+            project=own.build_dir or PROJECT,
+            python=_python(own),
+            setup=own.setup,
+        )
+
+    copied, errors = connections.each(copy, behind)
+    require_all(errors, found.names, "the code could not be copied")
+    return sum(1 for count in copied.values() if count)
+
+
+def syncs(experiment: Experiment) -> bool:
+    """Whether a run copies this machine's code to its hosts."""
+    return experiment.runner.sync == "code" and experiment.runner.no_shared_fs
+
+
 def compares_code(experiment: Experiment) -> bool:
     """Whether hosts may have code of their own: no shared files, or a directory of their own."""
     specifics = (*experiment.by_type.values(), *experiment.by_host.values())
@@ -81,7 +113,7 @@ def _questions(experiment: Experiment, hosts: Sequence[Host], thorough: bool) ->
                 # Alone, a host needs no interface.
                 master=master_address(runner, hosts) if len(hosts) > 1 else "",
                 log_root=str(layout.log_dir or layout.logs / "details"),
-                python=own.python or ("python" if own.conda else sys.executable),
+                python=_python(own),
                 setup=own.setup,
                 port=(wanted_port(runner) or 0) if rank == 0 else None,
                 beside=runner.liveness_port if len(hosts) > 1 else None,
@@ -91,14 +123,21 @@ def _questions(experiment: Experiment, hosts: Sequence[Host], thorough: bool) ->
     return questions
 
 
+def _python(own: Settings) -> str:
+    return own.python or ("python" if own.conda else sys.executable)
+
+
 def _wish(experiment: Experiment, own: Settings) -> dict[str, Any]:
     project = own.build_dir or PROJECT
     reads = [] if experiment.task.foreign else list(leaves(own.sections))
     needed = [path for _, name, value in reads for path in paths.needed(name, value)]
+    program = experiment.task.entrypoint
+    if not (syncs(experiment) and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
+        needed.append(str(rebased(program, project)))
     return {
         "project": str(project),
         "exp_dir": str(experiment.exp_dir),
-        "paths": [str(rebased(experiment.task.entrypoint, project)), *needed],
+        "paths": needed,
         "code": compares_code(experiment),
     }
 

@@ -183,11 +183,12 @@ def text(question: Question) -> str:
 
 
 def python_function() -> str:
-    """``python_program``: the probe, run by ``$python`` after ``$setup``."""
+    """``python_program``: the probe, run by ``$python`` after ``$setup``. A program on stdin
+    imports from the working directory first: none of the user's modules lies in the root."""
     source = _PROBE.read_text(encoding="utf-8")
     return (
         "python_program() {\n"
-        '    (eval "$setup"; exec "$python" - "$@") <<\'END_OF_PROBE\'\n'
+        '    (eval "$setup"; cd /; exec "$python" - "$@") <<\'END_OF_PROBE\'\n'
         f"{source}END_OF_PROBE\n}}"
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from flagscale.errors import FlagscaleError, UnreachableError
+from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
 from flagscale.launch.folding import fold
 from flagscale.launch.plan import SshPlace
 from flagscale.launch.transport import Connection, DialOptions, Fleet, Outcome, SshConfig
@@ -86,7 +86,11 @@ def describe(errors: Mapping[int, FlagscaleError], names: Sequence[str]) -> str:
 
 
 def require_all(errors: Mapping[int, FlagscaleError], names: Sequence[str], what: str) -> None:
-    """Raise :class:`UnreachableError` naming every host that failed, where any did."""
-    if errors:
-        count = f"{len(errors)} of {len(names)} host(s)"
-        raise UnreachableError(f"{what}: {count}\n{describe(errors, names)}")
+    """Raise naming every host that failed, where any did: :class:`UnreachableError` if one could
+    not be reached, else :class:`ConfigError`."""
+    if not errors:
+        return
+    text = f"{what}: {len(errors)} of {len(names)} host(s)\n{describe(errors, names)}"
+    if any(isinstance(error, UnreachableError) for error in errors.values()):
+        raise UnreachableError(text)
+    raise ConfigError(text)
