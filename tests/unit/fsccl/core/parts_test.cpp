@@ -12,10 +12,10 @@
 
 using namespace fsccl;
 
-#define EXPECT(condition)                                                 \
-  if (!(condition)) {                                                     \
+#define EXPECT(condition)                                                      \
+  if (!(condition)) {                                                          \
     std::fprintf(stderr, "line %d: %s does not hold\n", __LINE__, #condition); \
-    std::exit(1);                                                         \
+    std::exit(1);                                                              \
   }
 
 namespace {

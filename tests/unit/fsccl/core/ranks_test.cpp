@@ -49,11 +49,13 @@ class BoardRendezvous : public Rendezvous {
 
 // What element i of rank r holds in a round: small integers, exact in every type.
 int64_t value(int rank, size_t i, int round) {
-  return static_cast<int64_t>((i * 7 + static_cast<size_t>(rank) * 13 + static_cast<size_t>(round)) % 23);
+  return static_cast<int64_t>(
+      (i * 7 + static_cast<size_t>(rank) * 13 + static_cast<size_t>(round)) % 23);
 }
 
 [[noreturn]] void complain(const char* op, int rank, size_t i, double found, double expected) {
-  std::fprintf(stderr, "%s: rank %d element %zu is %g, expected %g\n", op, rank, i, found, expected);
+  std::fprintf(stderr, "%s: rank %d element %zu is %g, expected %g\n", op, rank, i, found,
+               expected);
   std::_Exit(1);
 }
 
@@ -251,7 +253,8 @@ int main(int argc, char** argv) {
   for (int r = 0; r < n; ++r) {
     ranks.emplace_back([&, r] {
       try {
-        run_rank(board, r, n, settings, static_cast<unsigned>(std::atoi(argv[2])), std::atoi(argv[3]));
+        run_rank(board, r, n, settings, static_cast<unsigned>(std::atoi(argv[2])),
+                 std::atoi(argv[3]));
       } catch (const std::exception& e) {
         std::fprintf(stderr, "rank %d: %s\n", r, e.what());
         std::_Exit(1);

@@ -97,7 +97,8 @@ Exchange Group::exchange(const Deadline& d) {
   return Exchange(*messenger_, *lane_, sequence_, d, [this] { lane_->throw_if_aborted(); });
 }
 
-void Group::all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d) {
+void Group::all_reduce(const void* in, void* out, size_t count, const Reduction& r,
+                       const Deadline& d) {
   check_reduction(r);
   const size_t bytes = count * r.width();
   if (bytes == 0) return;

@@ -14,8 +14,11 @@ class Exchange {
   // Lane mates are told whom this rank waits for, so that they blame the right one.
   Exchange(Messenger& messenger, Lane& lane, uint64_t sequence, const Deadline& deadline,
            std::function<void()> watch)
-      : messenger_(messenger), lane_(lane), tag_(Messenger::kCollectiveTag | sequence),
-        deadline_(deadline), watch_(std::move(watch)) {}
+      : messenger_(messenger),
+        lane_(lane),
+        tag_(Messenger::kCollectiveTag | sequence),
+        deadline_(deadline),
+        watch_(std::move(watch)) {}
 
   using Batch = std::vector<RequestPtr>;
 

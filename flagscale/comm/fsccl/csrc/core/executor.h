@@ -1,8 +1,8 @@
 // Runs a group's collectives one after the other, in the order in which they were called.
 //
-// An asynchronous one runs on the group's thread. A synchronous one runs on its caller's thread when
-// nothing is queued before it: two switches of thread less, which for a small message is most of
-// its time.
+// An asynchronous one runs on the group's thread. A synchronous one runs on its caller's thread
+// when nothing is queued before it: two switches of thread less, which for a small message is most
+// of its time.
 #pragma once
 
 #include <pthread.h>

@@ -19,8 +19,8 @@ void futex_wait(const Word& word, uint32_t seen, std::chrono::milliseconds limit
 }
 
 void futex_wake_all(const Word& word) {
-  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr,
-          0);
+  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr,
+          nullptr, 0);
 }
 
 SpinPolicy SpinPolicy::for_ranks(int ranks_on_host) {

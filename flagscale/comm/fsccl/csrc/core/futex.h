@@ -8,7 +8,8 @@
 namespace fsccl {
 
 using Word = std::atomic<uint32_t>;
-static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex word is a plain 32-bit word");
+static_assert(sizeof(Word) == 4 && Word::is_always_lock_free,
+              "a futex word is a plain 32-bit word");
 
 // Sleeps while `word == seen`, at most `limit`. May return early for no reason.
 void futex_wait(const Word& word, uint32_t seen, std::chrono::milliseconds limit);

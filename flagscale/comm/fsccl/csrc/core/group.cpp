@@ -20,7 +20,8 @@ Group::Group(std::unique_ptr<Rendezvous> rendezvous, GroupConfig config)
   if (config_.size < 1 || config_.rank < 0 || config_.rank >= config_.size) {
     fail_usage("rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.size));
   }
-  for (int r = 0; r < config_.size && config_.global_ranks.size() < static_cast<size_t>(config_.size); ++r) {
+  for (int r = 0;
+       r < config_.size && config_.global_ranks.size() < static_cast<size_t>(config_.size); ++r) {
     config_.global_ranks.push_back(r);
   }
   for (int r = 0; r < config_.size; ++r) names_.push_back(describe(r));

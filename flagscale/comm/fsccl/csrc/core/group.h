@@ -26,7 +26,7 @@ class Rendezvous {
  public:
   virtual ~Rendezvous() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  virtual bool has(const std::vector<std::string>& keys) = 0;  // all of them
+  virtual bool has(const std::vector<std::string>& keys) = 0;                      // all of them
   virtual std::vector<std::string> get(const std::vector<std::string>& keys) = 0;  // that exist
 };
 
@@ -49,7 +49,8 @@ class Group {
   // Sizes are in elements where there is a reduction, else in bytes inside Pieces. `in` may be
   // `out`. Lists have one entry a rank; entries may differ in size if all ranks agree on them.
   void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d);
-  void reduce(const void* in, void* out, size_t count, const Reduction& r, int root, const Deadline& d);
+  void reduce(const void* in, void* out, size_t count, const Reduction& r, int root,
+              const Deadline& d);
   void reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, const Reduction& r,
                       const Deadline& d);
   void all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d);
@@ -57,7 +58,8 @@ class Group {
   void gather(const Pieces& in, const std::vector<Pieces>& out, int root, const Deadline& d);
   void scatter(const std::vector<Pieces>& in, const Pieces& out, int root, const Deadline& d);
   // Ranks need to know only their own sizes.
-  void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv, const Deadline& d);
+  void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
+                  const Deadline& d);
   void barrier(const Deadline& d);
 
   static constexpr int kAnySource = Messenger::kAnySource;
@@ -87,8 +89,8 @@ class Group {
   void publish();
   void meet(const Deadline& d);       // learn who the others are
   void open_lane(const Deadline& d);  // map the cluster's segment
-  std::vector<std::string> collect(const std::vector<std::string>& keys, const std::vector<int>& from,
-                                   const Deadline& d);
+  std::vector<std::string> collect(const std::vector<std::string>& keys,
+                                   const std::vector<int>& from, const Deadline& d);
   Segment shared_segment(size_t bytes, const Deadline& d);
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
   void check_rank(int rank, const char* what) const;

@@ -83,8 +83,8 @@ void Hierarchy::all_reduce(Exchange& x, const void* in, void* out, size_t count,
 }
 
 // Sums a chunk inside the cluster and sends the sum on its way, to all clusters or to one.
-void Hierarchy::start(Exchange& x, Stage& s, const std::byte* in, Interval chunk, const Reduction& r,
-                      int to) {
+void Hierarchy::start(Exchange& x, Stage& s, const std::byte* in, Interval chunk,
+                      const Reduction& r, int to) {
   const Interval whole{0, chunk.size()}, mine = own(whole);
   s.partial.resize(std::max(s.partial.size(), mine.size()));
   local_.reduce_scatter(Pieces(in + chunk.lo, chunk.size()), bounds(clusters_.mine, whole),
@@ -123,7 +123,8 @@ void Hierarchy::finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, co
   }
   std::vector<const void*> sources;
   for (int c = 0; c < clusters_.count(); ++c) {
-    sources.push_back(c == clusters_.mine ? s.partial.data() : s.received[static_cast<size_t>(c)].data());
+    sources.push_back(c == clusters_.mine ? s.partial.data()
+                                          : s.received[static_cast<size_t>(c)].data());
   }
   fsccl::reduce(r.last_stage(), to + mine.lo, sources.data(), clusters_.count(),
                 mine.size() / r.width());
@@ -146,7 +147,8 @@ void Hierarchy::scatter_to(Exchange& x, const std::vector<Pieces>& in, int clust
     for (size_t j = 0; j < owners.size(); ++j) {
       const Interval both = overlap(mine, owners[j]);
       if (both.empty()) continue;
-      x.send(rank_of(cluster, j), Pieces(s.partial.data() + (both.lo - mine.lo), both.size()), &s.sends);
+      x.send(rank_of(cluster, j), Pieces(s.partial.data() + (both.lo - mine.lo), both.size()),
+             &s.sends);
     }
   }
   for (Stage& s : stages_) x.wait(&s.sends);
@@ -238,7 +240,8 @@ void Hierarchy::broadcast(Exchange& x, const Pieces& buffer, int root) {
   const size_t chunks = chunks_in(buffer.bytes(), 1);
   std::vector<Batch> batches(chunks);
   const auto& members = clusters_.ranks[static_cast<size_t>(source)];
-  const auto local_root = static_cast<int>(std::find(members.begin(), members.end(), root) - members.begin());
+  const auto local_root =
+      static_cast<int>(std::find(members.begin(), members.end(), root) - members.begin());
   for (size_t k = 0; k < chunks; ++k) {
     const Interval chunk = chunk_at(k, buffer.bytes(), 1), mine = own(chunk);
     if (sends_here) local_.broadcast(buffer.slice(chunk), local_root);

@@ -33,7 +33,8 @@ class Hierarchy {
 
   void barrier(Exchange& x);
   // root >= 0: only the root's `out` is written.
-  void all_reduce(Exchange& x, const void* in, void* out, size_t count, const Reduction& r, int root);
+  void all_reduce(Exchange& x, const void* in, void* out, size_t count, const Reduction& r,
+                  int root);
   void reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const Pieces& out,
                       const Reduction& r);
   void all_gather(Exchange& x, const std::vector<Pieces>& buffer);
@@ -43,7 +44,7 @@ class Hierarchy {
                   bool every_pair);
 
  private:
-  static constexpr size_t kLag = 2;      // chunks that cross at a time
+  static constexpr size_t kLag = 2;  // chunks that cross at a time
   static constexpr size_t kGrain = 8192;
   using Batch = Exchange::Batch;
 
@@ -55,7 +56,9 @@ class Hierarchy {
   };
 
   size_t size_of(int cluster) const { return clusters_.ranks[static_cast<size_t>(cluster)].size(); }
-  int rank_of(int cluster, size_t i) const { return clusters_.ranks[static_cast<size_t>(cluster)][i]; }
+  int rank_of(int cluster, size_t i) const {
+    return clusters_.ranks[static_cast<size_t>(cluster)][i];
+  }
   int cluster_of(int rank) const;
   Interval owned(int cluster, size_t i, Interval chunk) const;
   Interval own(Interval chunk) const {
@@ -67,7 +70,8 @@ class Hierarchy {
   Pieces join(const std::vector<Pieces>& by_rank, int cluster) const;
   std::vector<Interval> places(const std::vector<Pieces>& by_rank, int cluster) const;
 
-  void start(Exchange& x, Stage& s, const std::byte* in, Interval chunk, const Reduction& r, int to);
+  void start(Exchange& x, Stage& s, const std::byte* in, Interval chunk, const Reduction& r,
+             int to);
   void finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, const Reduction& r, int root);
   void scatter_to(Exchange& x, const std::vector<Pieces>& in, int cluster, const Reduction& r);
 

@@ -29,8 +29,8 @@ struct alignas(2 * kCacheLine) Lane::Line {
   Word sleepers;
   Word joined, left;
   std::atomic<uint64_t> process;
-  std::atomic<int32_t> waits_for;      // group rank
-  std::atomic<uint32_t> waits_step;    // of a lane mate; 0 when the awaited is not in the lane
+  std::atomic<int32_t> waits_for;    // group rank
+  std::atomic<uint32_t> waits_step;  // of a lane mate; 0 when the awaited is not in the lane
 };
 
 namespace {
@@ -111,8 +111,8 @@ const std::byte* Lane::await(int peer) {
   std::memcpy(&theirs, at, sizeof theirs);
   if (!(theirs == card_)) {
     throw Error(Fault::kMismatch, member(peer),
-                name(member(peer)) + " called " + theirs.text() + " while " +
-                    name(member(rank_)) + " called " + card_.text());
+                name(member(peer)) + " called " + theirs.text() + " while " + name(member(rank_)) +
+                    " called " + card_.text());
   }
   return at + kCardBytes;
 }
@@ -178,7 +178,8 @@ void Lane::look_around(int peer, uint32_t step) {
   const auto& mates = config_.members;
   const bool elsewhere = std::find(mates.begin(), mates.end(), at_fault) == mates.end();
   if (elsewhere && !patience_.passed()) return;
-  throw Error(Fault::kTimeout, at_fault, name(at_fault) + " did not come within " + deadline_.text());
+  throw Error(Fault::kTimeout, at_fault,
+              name(at_fault) + " did not come within " + deadline_.text());
 }
 
 // Follows who waits for whom from `peer` on. A lane mate whose own wait is already over (it was

@@ -37,7 +37,7 @@ struct Frame {
   uint64_t message = 0;  // numbers a sender's messages to one receiver
   uint64_t bytes = 0;    // of the body that follows
   uint64_t offset = 0;
-  uint64_t total = 0;    // size of the whole message
+  uint64_t total = 0;                             // size of the whole message
   static constexpr uint32_t kMagic = 0x6c636366;  // "fccl" in little-endian order
 };
 static_assert(sizeof(Frame) == 56, "the layout on the wire");
@@ -108,8 +108,8 @@ class Link {
   // or half received is completed with filler, so that what follows it is still understood.
   void let_go(const Error& why);
 
-  bool said_bye = false;  // the peer did
-  bool polled = false;    // the owner's note
+  bool said_bye = false;          // the peer did
+  bool polled = false;            // the owner's note
   std::string text_in, text_out;  // bodies of kAbort
 
  private:

@@ -132,9 +132,10 @@ void Messenger::match(Incoming& m, RequestPtr request) {
   const size_t expected = m.request->memory.bytes();
   if (expected != m.total) {
     const int who = m.request->peer;
-    m.bad = std::make_unique<Error>(
-        Fault::kMismatch, who, name(who) + " sent " + std::to_string(m.total) +
-                                   " bytes where this rank expects " + std::to_string(expected));
+    m.bad =
+        std::make_unique<Error>(Fault::kMismatch, who,
+                                name(who) + " sent " + std::to_string(m.total) +
+                                    " bytes where this rank expects " + std::to_string(expected));
   }
   if (!m.asks) return;
   Frame clear;

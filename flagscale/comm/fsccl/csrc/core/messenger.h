@@ -69,11 +69,11 @@ class Messenger : private LinkOwner {
     uint64_t message, tag, total;
     uint64_t received = 0;
     bool asks = false;
-    Link* link = nullptr;       // where it was announced
-    RequestPtr request;         // null until a receive matches
+    Link* link = nullptr;  // where it was announced
+    RequestPtr request;    // null until a receive matches
     std::vector<std::byte> kept;
-    bool keeps = false;         // the body goes to `kept`
-    std::unique_ptr<Error> bad; // sizes differ: swallow the body, then fail
+    bool keeps = false;          // the body goes to `kept`
+    std::unique_ptr<Error> bad;  // sizes differ: swallow the body, then fail
   };
   struct Posted {
     uint64_t order;
@@ -132,7 +132,7 @@ class Messenger : private LinkOwner {
   bool stop_ = false, closed_ = false;
   std::function<void(const Error&)> aborted_;
   std::vector<std::function<void()>> ready_;  // notify()'s, to be called outside the lock
-  std::unique_ptr<Error> heard_;  // to hand to aborted_ outside the lock
+  std::unique_ptr<Error> heard_;              // to hand to aborted_ outside the lock
 };
 
 }  // namespace fsccl

@@ -52,7 +52,8 @@ bool Messenger::connect(int rank) {
     for (int i = 0; i < (tcp ? config_.tcp.connections : 1); ++i) {
       Fd fd = connect_to(address, config_.tcp);
       const int key = fd.get();
-      Link& link = *links_.emplace(key, std::make_unique<Link>(std::move(fd), rank, true)).first->second;
+      Link& link =
+          *links_.emplace(key, std::make_unique<Link>(std::move(fd), rank, true)).first->second;
       Frame hello;
       hello.tag = config_.token;
       hello.message = static_cast<uint64_t>(config_.rank);
@@ -226,8 +227,10 @@ LinkOwner::Answer Messenger::on_stripe(Link& link, const Frame& frame, Pieces* i
 
 void Messenger::on_body(Link& link, const Frame& frame) {
   switch (frame.kind) {
-    case FrameKind::kHello: return on_hello(link, frame);
-    case FrameKind::kClear: return on_clear(link, frame);
+    case FrameKind::kHello:
+      return on_hello(link, frame);
+    case FrameKind::kClear:
+      return on_clear(link, frame);
     case FrameKind::kMessage:
     case FrameKind::kStripe:
       if (!failed_ && link.peer() >= 0) received(peer(link.peer()), frame.message, frame.bytes);
@@ -243,7 +246,8 @@ void Messenger::on_body(Link& link, const Frame& frame) {
       link.said_bye = true;
       if (link.peer() >= 0) peer(link.peer()).byes_expected = frame.offset;
       return;
-    case FrameKind::kAnnounce: return;
+    case FrameKind::kAnnounce:
+      return;
   }
 }
 
@@ -273,8 +277,9 @@ void Messenger::wait(const RequestPtr& request, const Deadline& deadline,
     if (deadline.passed()) {
       const int who = request->peer;
       const std::string whom = who == kAnySource ? std::string("no rank's message") : name(who);
-      throw Error(Fault::kTimeout, who,
-                  whom + (who == kAnySource ? " came" : " did not come") + " within " + deadline.text());
+      throw Error(
+          Fault::kTimeout, who,
+          whom + (who == kAnySource ? " came" : " did not come") + " within " + deadline.text());
     }
   }
   if (request->state.load(std::memory_order_acquire) == Request::kFailed) throw *request->error;

@@ -45,7 +45,8 @@ class Pieces {
   void visit(Interval range, F&& f) const {
     if (range.empty()) return;
     size_t i = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), range.lo) -
-                                   starts_.begin()) - 1;
+                                   starts_.begin()) -
+               1;
     for (size_t at = range.lo; at < range.hi; ++i) {
       const size_t inside = at - starts_[i];
       const size_t n = std::min(list_[i].bytes - inside, range.hi - at);
@@ -67,9 +68,7 @@ class Pieces {
   // Where the interval lies if it lies in one run, else null.
   std::byte* contiguous(Interval range) const {
     std::byte* found = nullptr;
-    visit(range, [&](std::byte* p, size_t n, size_t) {
-      found = n == range.size() ? p : nullptr;
-    });
+    visit(range, [&](std::byte* p, size_t n, size_t) { found = n == range.size() ? p : nullptr; });
     return found;
   }
 

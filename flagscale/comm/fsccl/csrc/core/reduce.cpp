@@ -47,15 +47,21 @@ struct Bool {  // any non-zero byte is true
 
 // Signed sums wrap as torch's do; in unsigned arithmetic that is defined.
 template <class T, bool = std::is_integral_v<T>>
-struct Wrap { using type = T; };
+struct Wrap {
+  using type = T;
+};
 template <class T>
-struct Wrap<T, true> { using type = std::make_unsigned_t<T>; };
+struct Wrap<T, true> {
+  using type = std::make_unsigned_t<T>;
+};
 template <class T>
 using wrap_t = typename Wrap<T>::type;
 
 struct Sum {
   template <class T>
-  static T of(T a, T b) { return static_cast<T>(static_cast<wrap_t<T>>(a) + static_cast<wrap_t<T>>(b)); }
+  static T of(T a, T b) {
+    return static_cast<T>(static_cast<wrap_t<T>>(a) + static_cast<wrap_t<T>>(b));
+  }
 };
 struct Product {
   template <class T>
@@ -70,23 +76,33 @@ struct Product {
 // Like torch's own amin and amax, a NaN on any rank wins.
 struct Min {
   template <class T>
-  static T of(T a, T b) { return (b < a || b != b) ? b : a; }
+  static T of(T a, T b) {
+    return (b < a || b != b) ? b : a;
+  }
 };
 struct Max {
   template <class T>
-  static T of(T a, T b) { return (a < b || b != b) ? b : a; }
+  static T of(T a, T b) {
+    return (a < b || b != b) ? b : a;
+  }
 };
 struct Band {
   template <class T>
-  static T of(T a, T b) { return static_cast<T>(a & b); }
+  static T of(T a, T b) {
+    return static_cast<T>(a & b);
+  }
 };
 struct Bor {
   template <class T>
-  static T of(T a, T b) { return static_cast<T>(a | b); }
+  static T of(T a, T b) {
+    return static_cast<T>(a | b);
+  }
 };
 struct Bxor {
   template <class T>
-  static T of(T a, T b) { return static_cast<T>(a ^ b); }
+  static T of(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
 };
 
 template <class Type>
@@ -141,49 +157,82 @@ using Kernel = void (*)(const Reduction&, void*, const void* const*, int, size_t
 template <class Type>
 Kernel arithmetic(RedOp op) {
   switch (op) {
-    case RedOp::kSum: case RedOp::kAvg: case RedOp::kPremulSum: return run<Type, Sum>;
-    case RedOp::kProduct: return run<Type, Product>;
-    case RedOp::kMin: return run<Type, Min>;
-    case RedOp::kMax: return run<Type, Max>;
-    default: return nullptr;
+    case RedOp::kSum:
+    case RedOp::kAvg:
+    case RedOp::kPremulSum:
+      return run<Type, Sum>;
+    case RedOp::kProduct:
+      return run<Type, Product>;
+    case RedOp::kMin:
+      return run<Type, Min>;
+    case RedOp::kMax:
+      return run<Type, Max>;
+    default:
+      return nullptr;
   }
 }
 
 template <class T>
 Kernel integral(RedOp op) {
   switch (op) {
-    case RedOp::kBand: return run<Plain<T>, Band>;
-    case RedOp::kBor: return run<Plain<T>, Bor>;
-    case RedOp::kBxor: return run<Plain<T>, Bxor>;
-    default: return arithmetic<Plain<T>>(op);
+    case RedOp::kBand:
+      return run<Plain<T>, Band>;
+    case RedOp::kBor:
+      return run<Plain<T>, Bor>;
+    case RedOp::kBxor:
+      return run<Plain<T>, Bxor>;
+    default:
+      return arithmetic<Plain<T>>(op);
   }
 }
 
 Kernel boolean(RedOp op) {
   switch (op) {
-    case RedOp::kSum: case RedOp::kMax: case RedOp::kBor: return run<Bool, Bor>;
-    case RedOp::kProduct: case RedOp::kMin: case RedOp::kBand: return run<Bool, Band>;
-    case RedOp::kBxor: return run<Bool, Bxor>;
-    default: return nullptr;  // an average of booleans is none
+    case RedOp::kSum:
+    case RedOp::kMax:
+    case RedOp::kBor:
+      return run<Bool, Bor>;
+    case RedOp::kProduct:
+    case RedOp::kMin:
+    case RedOp::kBand:
+      return run<Bool, Band>;
+    case RedOp::kBxor:
+      return run<Bool, Bxor>;
+    default:
+      return nullptr;  // an average of booleans is none
   }
 }
 
 Kernel kernel_for(DType t, RedOp op) {
   switch (t) {
-    case DType::kU8: return integral<uint8_t>(op);
-    case DType::kI8: return integral<int8_t>(op);
-    case DType::kU16: return integral<uint16_t>(op);
-    case DType::kI16: return integral<int16_t>(op);
-    case DType::kU32: return integral<uint32_t>(op);
-    case DType::kI32: return integral<int32_t>(op);
-    case DType::kU64: return integral<uint64_t>(op);
-    case DType::kI64: return integral<int64_t>(op);
-    case DType::kF16: return arithmetic<Float16>(op);
-    case DType::kBF16: return arithmetic<BFloat16>(op);
-    case DType::kF32: return arithmetic<Plain<float>>(op);
-    case DType::kF64: return arithmetic<Plain<double>>(op);
-    case DType::kBool: return boolean(op);
-    case DType::kOpaque: return nullptr;
+    case DType::kU8:
+      return integral<uint8_t>(op);
+    case DType::kI8:
+      return integral<int8_t>(op);
+    case DType::kU16:
+      return integral<uint16_t>(op);
+    case DType::kI16:
+      return integral<int16_t>(op);
+    case DType::kU32:
+      return integral<uint32_t>(op);
+    case DType::kI32:
+      return integral<int32_t>(op);
+    case DType::kU64:
+      return integral<uint64_t>(op);
+    case DType::kI64:
+      return integral<int64_t>(op);
+    case DType::kF16:
+      return arithmetic<Float16>(op);
+    case DType::kBF16:
+      return arithmetic<BFloat16>(op);
+    case DType::kF32:
+      return arithmetic<Plain<float>>(op);
+    case DType::kF64:
+      return arithmetic<Plain<double>>(op);
+    case DType::kBool:
+      return boolean(op);
+    case DType::kOpaque:
+      return nullptr;
   }
   return nullptr;
 }

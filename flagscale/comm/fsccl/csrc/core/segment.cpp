@@ -14,7 +14,7 @@ namespace {
 std::string mib(size_t bytes) { return std::to_string(ceil_div(bytes, size_t{1} << 20)) + " MiB"; }
 
 struct flock rank_byte(int rank) {
-  struct flock l {};
+  struct flock l{};
   l.l_type = F_WRLCK;
   l.l_whence = SEEK_SET;
   l.l_start = rank;
@@ -54,7 +54,9 @@ Segment::Segment(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
 }
 
 Segment::Segment(Segment&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)), bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+    : fd_(std::exchange(other.fd_, -1)),
+      bytes_(other.bytes_),
+      data_(std::exchange(other.data_, nullptr)) {}
 
 Segment::~Segment() {
   if (data_ != nullptr) munmap(data_, bytes_);

@@ -109,7 +109,8 @@ std::string own_address(const std::string& pattern) {
   }
   char text[NI_MAXHOST] = "";
   if (best != nullptr) {
-    const auto length = best->ifa_addr->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+    const auto length =
+        best->ifa_addr->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
     getnameinfo(best->ifa_addr, static_cast<socklen_t>(length), text, sizeof text, nullptr, 0,
                 NI_NUMERICHOST);
   }

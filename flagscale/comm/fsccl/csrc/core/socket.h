@@ -28,8 +28,8 @@ struct TcpOptions {
   // FSCCL_SOCKET_IFNAME: "eth,ib" take interfaces with these prefixes, "=eth0" exactly this one,
   // "^docker,lo" any but these. Empty: the first that is up and not the loopback, else that.
   std::string interface;
-  int connections = 2;         // a pair, for messages worth dividing (FSCCL_TCP_CONNECTIONS)
-  int buffer_bytes = 0;        // of a socket, 0 leaves the kernel's tuning (FSCCL_TCP_BUFFER)
+  int connections = 2;   // a pair, for messages worth dividing (FSCCL_TCP_CONNECTIONS)
+  int buffer_bytes = 0;  // of a socket, 0 leaves the kernel's tuning (FSCCL_TCP_BUFFER)
   std::chrono::milliseconds user_timeout{30000};  // unacknowledged data (FSCCL_TCP_USER_TIMEOUT)
 };
 

@@ -24,7 +24,7 @@ std::string boot_id() {
 }
 
 std::string namespace_id(const char* kind) {
-  struct stat s {};
+  struct stat s{};
   const std::string path = std::string("/proc/self/ns/") + kind;
   return stat(path.c_str(), &s) == 0 ? std::to_string(s.st_ino) : "?";
 }
@@ -52,7 +52,8 @@ uint64_t process_number() {
 
 uint64_t random_number() {
   uint64_t n = 0;
-  if (getrandom(&n, sizeof n, 0) != static_cast<ssize_t>(sizeof n)) fail_system("no random numbers");
+  if (getrandom(&n, sizeof n, 0) != static_cast<ssize_t>(sizeof n))
+    fail_system("no random numbers");
   return n;
 }
 
@@ -71,8 +72,15 @@ Identity Identity::of_this_process(const Settings& settings) {
 
 std::string Identity::encode() const {
   std::ostringstream out;
-  out << version << '\n' << domain << '\n' << host << '\n' << pid << '\n' << process << '\n'
-      << token << '\n' << unix_address << '\n' << tcp_address << '\n' << settings << '\n';
+  out << version << '\n'
+      << domain << '\n'
+      << host << '\n'
+      << pid << '\n'
+      << process << '\n'
+      << token << '\n'
+      << unix_address << '\n'
+      << tcp_address << '\n'
+      << settings << '\n';
   return out.str();
 }
 
@@ -114,8 +122,8 @@ Clusters form_clusters(int rank, const std::vector<Identity>& who,
     if (!sizes.empty()) {
       const int global = global_ranks[r];
       if (global >= covered) {
-        fail_usage("FSCCL_CLUSTERS covers " + std::to_string(covered) + " ranks, but there is a rank " +
-                   std::to_string(global));
+        fail_usage("FSCCL_CLUSTERS covers " + std::to_string(covered) +
+                   " ranks, but there is a rank " + std::to_string(global));
       }
       int cluster = 0;
       for (int end = sizes[0]; global >= end; end += sizes[static_cast<size_t>(cluster)]) ++cluster;

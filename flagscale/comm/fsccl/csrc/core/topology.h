@@ -11,7 +11,7 @@ namespace fsccl {
 // What a rank tells the others when the group is made.
 struct Identity {
   uint32_t version = 0;
-  std::string domain;    // equal where processes see each other's memory, processes and sockets
+  std::string domain;  // equal where processes see each other's memory, processes and sockets
   std::string host;
   int pid = 0;
   uint64_t process = 0;  // random, once a process

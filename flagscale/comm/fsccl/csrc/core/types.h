@@ -21,23 +21,56 @@ constexpr uint32_t kProtocolVersion = 1;
 constexpr size_t kCacheLine = 64;
 
 enum class DType : uint8_t {
-  kU8, kI8, kU16, kI16, kU32, kI32, kU64, kI64, kF16, kBF16, kF32, kF64, kBool,
+  kU8,
+  kI8,
+  kU16,
+  kI16,
+  kU32,
+  kI32,
+  kU64,
+  kI64,
+  kF16,
+  kBF16,
+  kF32,
+  kF64,
+  kBool,
   kOpaque,  // moved, never reduced; its size is one byte
 };
 
 enum class RedOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor, kPremulSum };
 
 enum class OpCode : uint16_t {
-  kNone, kAllReduce, kAllGather, kReduceScatter, kBroadcast, kReduce, kGather, kScatter,
-  kAllToAll, kBarrier, kSend, kRecv,
+  kNone,
+  kAllReduce,
+  kAllGather,
+  kReduceScatter,
+  kBroadcast,
+  kReduce,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBarrier,
+  kSend,
+  kRecv,
 };
 
 constexpr size_t size_of(DType t) {
   switch (t) {
-    case DType::kU16: case DType::kI16: case DType::kF16: case DType::kBF16: return 2;
-    case DType::kU32: case DType::kI32: case DType::kF32: return 4;
-    case DType::kU64: case DType::kI64: case DType::kF64: return 8;
-    default: return 1;
+    case DType::kU16:
+    case DType::kI16:
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+    case DType::kU32:
+    case DType::kI32:
+    case DType::kF32:
+      return 4;
+    case DType::kU64:
+    case DType::kI64:
+    case DType::kF64:
+      return 8;
+    default:
+      return 1;
   }
 }
 

@@ -142,7 +142,8 @@ TorchBackend::WorkPtr TorchBackend::run(const Call& call, Tensors outputs, Body 
 
 TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title, Tensors& tensors,
                                             int peer, int tag) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "fsccl: ", title, " takes one tensor, got ", tensors.size());
+  TORCH_CHECK_VALUE(tensors.size() == 1, "fsccl: ", title, " takes one tensor, got ",
+                    tensors.size());
   const bool sends = type == c10d::OpType::SEND;
   Flat flat(tensors[0], sends ? Flat::kRead : Flat::kWrite, title);
   const auto core_tag = static_cast<uint64_t>(static_cast<uint32_t>(tag));

@@ -46,8 +46,8 @@ class TorchBackend : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device device) override;
   void abort() override;
   void shutdown() override;
-  // All backends of this process. torch keeps them alive without Python's knowing, and a thread that
-  // still runs when the process ends would abort it.
+  // All backends of this process. torch keeps them alive without Python's knowing, and a thread
+  // that still runs when the process ends would abort it.
   static void shutdown_all();
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override;
@@ -55,13 +55,16 @@ class TorchBackend : public c10d::Backend {
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override;
   WorkPtr allgather(TensorLists& out, Tensors& in, const c10d::AllgatherOptions& o) override;
-  WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& o) override;
-  WorkPtr allgather_coalesced(TensorLists& out, Tensors& in, const c10d::AllgatherOptions& o) override;
+  WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in,
+                          const c10d::AllgatherOptions& o) override;
+  WorkPtr allgather_coalesced(TensorLists& out, Tensors& in,
+                              const c10d::AllgatherOptions& o) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
                                           const c10d::AllgatherOptions& o) override;
   WorkPtr gather(TensorLists& out, Tensors& in, const c10d::GatherOptions& o) override;
   WorkPtr scatter(Tensors& out, TensorLists& in, const c10d::ScatterOptions& o) override;
-  WorkPtr reduce_scatter(Tensors& out, TensorLists& in, const c10d::ReduceScatterOptions& o) override;
+  WorkPtr reduce_scatter(Tensors& out, TensorLists& in,
+                         const c10d::ReduceScatterOptions& o) override;
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
                                const c10d::ReduceScatterOptions& o) override;
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,

@@ -23,20 +23,36 @@ inline void require_cpu(const at::Tensor& t, const char* op) {
 // The element type of a reduction. A complex number is two floats.
 inline DType dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {
-    case at::kByte: return DType::kU8;
-    case at::kChar: return DType::kI8;
-    case at::kUInt16: return DType::kU16;
-    case at::kShort: return DType::kI16;
-    case at::kUInt32: return DType::kU32;
-    case at::kInt: return DType::kI32;
-    case at::kUInt64: return DType::kU64;
-    case at::kLong: return DType::kI64;
-    case at::kHalf: return DType::kF16;
-    case at::kBFloat16: return DType::kBF16;
-    case at::kFloat: case at::kComplexFloat: return DType::kF32;
-    case at::kDouble: case at::kComplexDouble: return DType::kF64;
-    case at::kBool: return DType::kBool;
-    default: TORCH_CHECK_TYPE(false, "fsccl: cannot reduce tensors of type ", t.scalar_type());
+    case at::kByte:
+      return DType::kU8;
+    case at::kChar:
+      return DType::kI8;
+    case at::kUInt16:
+      return DType::kU16;
+    case at::kShort:
+      return DType::kI16;
+    case at::kUInt32:
+      return DType::kU32;
+    case at::kInt:
+      return DType::kI32;
+    case at::kUInt64:
+      return DType::kU64;
+    case at::kLong:
+      return DType::kI64;
+    case at::kHalf:
+      return DType::kF16;
+    case at::kBFloat16:
+      return DType::kBF16;
+    case at::kFloat:
+    case at::kComplexFloat:
+      return DType::kF32;
+    case at::kDouble:
+    case at::kComplexDouble:
+      return DType::kF64;
+    case at::kBool:
+      return DType::kBool;
+    default:
+      TORCH_CHECK_TYPE(false, "fsccl: cannot reduce tensors of type ", t.scalar_type());
   }
 }
 
@@ -45,14 +61,30 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
   r.dtype = dtype_of(t);
   r.divisor = ranks;
   switch (op.op_) {
-    case c10d::ReduceOp::SUM: r.op = RedOp::kSum; break;
-    case c10d::ReduceOp::AVG: r.op = RedOp::kAvg; break;
-    case c10d::ReduceOp::PRODUCT: r.op = RedOp::kProduct; break;
-    case c10d::ReduceOp::MIN: r.op = RedOp::kMin; break;
-    case c10d::ReduceOp::MAX: r.op = RedOp::kMax; break;
-    case c10d::ReduceOp::BAND: r.op = RedOp::kBand; break;
-    case c10d::ReduceOp::BOR: r.op = RedOp::kBor; break;
-    case c10d::ReduceOp::BXOR: r.op = RedOp::kBxor; break;
+    case c10d::ReduceOp::SUM:
+      r.op = RedOp::kSum;
+      break;
+    case c10d::ReduceOp::AVG:
+      r.op = RedOp::kAvg;
+      break;
+    case c10d::ReduceOp::PRODUCT:
+      r.op = RedOp::kProduct;
+      break;
+    case c10d::ReduceOp::MIN:
+      r.op = RedOp::kMin;
+      break;
+    case c10d::ReduceOp::MAX:
+      r.op = RedOp::kMax;
+      break;
+    case c10d::ReduceOp::BAND:
+      r.op = RedOp::kBand;
+      break;
+    case c10d::ReduceOp::BOR:
+      r.op = RedOp::kBor;
+      break;
+    case c10d::ReduceOp::BXOR:
+      r.op = RedOp::kBxor;
+      break;
     case c10d::ReduceOp::PREMUL_SUM: {
       const auto* extra = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       TORCH_CHECK_VALUE(extra != nullptr, "fsccl: PREMUL_SUM without its factor");
@@ -61,7 +93,8 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
                                                 : extra->double_factor;
       break;
     }
-    default: TORCH_CHECK_VALUE(false, "fsccl: unknown reduction ", static_cast<int>(op.op_));
+    default:
+      TORCH_CHECK_VALUE(false, "fsccl: unknown reduction ", static_cast<int>(op.op_));
   }
   if (t.is_complex()) {
     TORCH_CHECK_TYPE(r.op == RedOp::kSum || r.op == RedOp::kAvg || r.op == RedOp::kPremulSum,
@@ -72,7 +105,9 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
 
 inline Pieces pieces_of(const at::Tensor& t) { return Pieces(t.const_data_ptr(), t.nbytes()); }
 
-inline size_t elements_of(const at::Tensor& t, const Reduction& r) { return t.nbytes() / r.width(); }
+inline size_t elements_of(const at::Tensor& t, const Reduction& r) {
+  return t.nbytes() / r.width();
+}
 
 // A tensor as one run of memory in its logical order, whatever its strides. `settle` writes back.
 class Flat {
@@ -112,8 +147,8 @@ inline std::vector<Pieces> pieces_of(const std::vector<Flat>& list) {
 }
 
 // One tensor, cut along its first dimension: `rows` of each part, or equal parts if empty.
-inline std::vector<Pieces> split_rows(const at::Tensor& t, const std::vector<int64_t>& rows, int parts,
-                                      const char* op) {
+inline std::vector<Pieces> split_rows(const at::Tensor& t, const std::vector<int64_t>& rows,
+                                      int parts, const char* op) {
   const int64_t all = t.dim() > 0 ? t.size(0) : 1;
   std::vector<int64_t> counts = rows;
   if (counts.empty()) {
@@ -124,8 +159,8 @@ inline std::vector<Pieces> split_rows(const at::Tensor& t, const std::vector<int
   int64_t sum = 0;
   for (const int64_t c : counts) sum += c;
   TORCH_CHECK_VALUE(counts.size() == static_cast<size_t>(parts) && sum == all, "fsccl: ", op, ": ",
-                    counts.size(), " split sizes with sum ", sum, " for ", parts, " ranks and ", all,
-                    " rows");
+                    counts.size(), " split sizes with sum ", sum, " for ", parts, " ranks and ",
+                    all, " rows");
   const size_t row = all > 0 ? t.nbytes() / static_cast<size_t>(all) : 0;
   const auto* at = static_cast<const std::byte*>(t.const_data_ptr());
   std::vector<Pieces> out;

@@ -29,13 +29,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              auto options = c10::make_intrusive<Options>(timeout);
              options->group_name = name;
              options->global_ranks_in_group = std::move(global_ranks);
-             return c10::make_intrusive<TorchBackend>(std::move(store), rank, size, std::move(options));
+             return c10::make_intrusive<TorchBackend>(std::move(store), rank, size,
+                                                      std::move(options));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("options",
-                             [](TorchBackend& b) { return b.getBackendOptions(); })
-      .def("_set_default_timeout", [](TorchBackend& b, std::chrono::milliseconds timeout) {
-        b.setTimeout(timeout);
-      });
+      .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
+      .def("_set_default_timeout",
+           [](TorchBackend& b, std::chrono::milliseconds timeout) { b.setTimeout(timeout); });
 }

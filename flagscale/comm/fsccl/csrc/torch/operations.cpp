@@ -14,14 +14,15 @@ T& only(std::vector<T>& list, const char* op) {
 }
 
 void expect_ranks(size_t found, int ranks, const char* op) {
-  TORCH_CHECK_VALUE(found == static_cast<size_t>(ranks), "fsccl: ", op, " needs one tensor for each of ",
-                    ranks, " ranks, got ", found);
+  TORCH_CHECK_VALUE(found == static_cast<size_t>(ranks), "fsccl: ", op,
+                    " needs one tensor for each of ", ranks, " ranks, got ", found);
 }
 
 void expect_times(const at::Tensor& whole, const at::Tensor& part, int ranks, const char* op) {
-  TORCH_CHECK_VALUE(whole.numel() == part.numel() * ranks && whole.scalar_type() == part.scalar_type(),
-                    "fsccl: ", op, ": ", whole.numel(), " elements of ", whole.scalar_type(),
-                    " are not ", ranks, " times ", part.numel(), " of ", part.scalar_type());
+  TORCH_CHECK_VALUE(
+      whole.numel() == part.numel() * ranks && whole.scalar_type() == part.scalar_type(),
+      "fsccl: ", op, ": ", whole.numel(), " elements of ", whole.scalar_type(), " are not ", ranks,
+      " times ", part.numel(), " of ", part.scalar_type());
 }
 
 void expect_type(const std::vector<at::Tensor>& list, const at::Tensor& like, const char* op) {
@@ -73,8 +74,8 @@ TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
   const auto list = flats(tensors, Flat::kReadWrite, "allreduce_coalesced");
   std::vector<Reduction> how;
   for (const at::Tensor& t : tensors) how.push_back(reduction_of(t, o.reduceOp, size_));
-  return run({OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout}, tensors,
-             [list, how](Group& g, const Deadline& d) {
+  return run({OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout},
+             tensors, [list, how](Group& g, const Deadline& d) {
                for (size_t i = 0; i < list.size(); ++i) {
                  void* data = list[i].get().data_ptr();
                  g.all_reduce(data, data, elements_of(list[i].get(), how[i]), how[i], d);
@@ -120,11 +121,12 @@ TorchBackend::WorkPtr TorchBackend::_allgather_base(at::Tensor& out, at::Tensor&
   return allgather_into_tensor_coalesced(outs, ins, o);
 }
 
-TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
-                                                                    const c10d::AllgatherOptions& o) {
+TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
+    Tensors& out, Tensors& in, const c10d::AllgatherOptions& o) {
   TORCH_CHECK_VALUE(out.size() == in.size(), "fsccl: all_gather_into_tensor: ", out.size(),
                     " outputs for ", in.size(), " inputs");
-  for (size_t i = 0; i < out.size(); ++i) expect_times(out[i], in[i], size_, "all_gather_into_tensor");
+  for (size_t i = 0; i < out.size(); ++i)
+    expect_times(out[i], in[i], size_, "all_gather_into_tensor");
   const auto from = flats(in, Flat::kRead, "all_gather_into_tensor");
   const auto to = flats(out, Flat::kWrite, "all_gather_into_tensor");
   return run({OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout}, out,
@@ -160,7 +162,8 @@ TorchBackend::WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensor
              });
 }
 
-TorchBackend::WorkPtr TorchBackend::gather(TensorLists& out, Tensors& in, const c10d::GatherOptions& o) {
+TorchBackend::WorkPtr TorchBackend::gather(TensorLists& out, Tensors& in,
+                                           const c10d::GatherOptions& o) {
   const at::Tensor& own = only(in, "gather");
   const auto root = static_cast<int>(o.rootRank);
   Tensors results;
@@ -233,8 +236,8 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
   }
   const auto from = flats(in, Flat::kRead, "reduce_scatter_tensor");
   const auto to = flats(out, Flat::kWrite, "reduce_scatter_tensor");
-  return run({OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout}, out,
-             [from, to, how, n = size_](Group& g, const Deadline& d) {
+  return run({OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout},
+             out, [from, to, how, n = size_](Group& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
                  g.reduce_scatter(equal_parts(from[i].get(), n), pieces_of(to[i].get()), how[i], d);
                }
@@ -257,7 +260,8 @@ TorchBackend::WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& i
              });
 }
 
-TorchBackend::WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& o) {
+TorchBackend::WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in,
+                                             const c10d::AllToAllOptions& o) {
   expect_ranks(out.size(), size_, "all_to_all");
   expect_ranks(in.size(), size_, "all_to_all");
   const auto from = flats(in, Flat::kRead, "all_to_all");

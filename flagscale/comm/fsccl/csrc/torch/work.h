@@ -78,8 +78,11 @@ class MessageWork : public c10d::Work {
  public:
   MessageWork(int rank, c10d::OpType type, const char* title, std::shared_ptr<Group> group,
               RequestPtr request, Flat memory, Deadline::Ms timeout, const at::Tensor& tensor)
-      : Work(rank, type, title, std::vector<at::Tensor>{tensor}), group_(std::move(group)),
-        request_(std::move(request)), memory_(std::move(memory)), timeout_(timeout),
+      : Work(rank, type, title, std::vector<at::Tensor>{tensor}),
+        group_(std::move(group)),
+        request_(std::move(request)),
+        memory_(std::move(memory)),
+        timeout_(timeout),
         tensor_(tensor) {}
   ~MessageWork() override { settle(false); }
 
