@@ -216,6 +216,23 @@ class RankTest {
   int round_ = 0, root_ = 0;
 };
 
+// One rank gives up; whoever waits, in whichever cluster, learns why, and so does who comes later.
+void give_up(Group& group) {
+  if (group.rank() == 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    group.abort("rank 0 gives up");
+  }
+  for (int again = 0; again < 2; ++again) {
+    try {
+      group.barrier(Deadline::after(Deadline::Ms(30000)));
+    } catch (const Error& e) {
+      if (std::string(e.what()).find("rank 0 gives up") != std::string::npos) continue;
+      std::fprintf(stderr, "rank %d: %s\n", group.rank(), e.what());
+    }
+    std::_Exit(1);
+  }
+}
+
 void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned seed, int rounds) {
   GroupConfig config;
   config.rank = rank;
@@ -225,10 +242,24 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
   RankTest test(group, n);
   std::mt19937 random(seed);  // the same on all ranks
   const std::vector<size_t> fixed = {0, 1, 7, 1025, 40001};
-  for (int k = 0; k < rounds; ++k) {
-    const auto i = static_cast<size_t>(k);
-    test.round(i < fixed.size() ? fixed[i] : random() % 60000, k);
+  {
+    Executor executor;
+    for (int k = 0; k < rounds; ++k) {
+      const auto i = static_cast<size_t>(k);
+      const size_t count = i < fixed.size() ? fixed[i] : random() % 60000;
+      const auto job = [&test, rank, count, k] {
+        try {
+          test.round(count, k);
+        } catch (const std::exception& e) {
+          std::fprintf(stderr, "rank %d: %s\n", rank, e.what());
+          std::_Exit(1);
+        }
+      };
+      executor.run(job, k % 2 == 0);
+    }
+    executor.drain(std::chrono::milliseconds(60000));
   }
+  if (n > 1) give_up(group);
   group.shutdown();
 }
 
