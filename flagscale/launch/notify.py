@@ -9,6 +9,7 @@ library alone.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -141,7 +142,7 @@ def _post(address: str, data: bytes) -> str:
         return f"the webhook answered with HTTP status {error.code}"
     except urllib.error.URLError as error:
         return f"the webhook: {type(error.reason).__name__}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         # The text of an invalid address would show it.
         return f"the webhook: {type(error).__name__}"
 

@@ -122,7 +122,7 @@ class Coordinator:
             host.offset = offset if host.offset is None else min(host.offset, offset)
         kind = message.get("kind")
         if kind == "stopping":
-            self._stop(int(message.get("signal") or 15))
+            self._stop(_whole(message.get("signal"), 15))
         if message.get("attempt") != self.attempt:
             if kind == "hello":
                 self._catch_up(number)
@@ -143,10 +143,10 @@ class Coordinator:
 
     def _update(self, host: Host, message: Mapping[str, Any], now: float) -> None:
         host.state = str(message.get("state", host.state))
-        host.joined = int(message.get("joined") or 0)
-        host.nproc = int(message.get("nproc") or 0)
+        host.joined = _whole(message.get("joined"))
+        host.nproc = _whole(message.get("nproc"))
         host.busy = bool(message.get("busy"))
-        moves = int(message.get("moves") or 0)
+        moves = _whole(message.get("moves"))
         if moves != host.moves:
             host.moves, self._moved, self._dumped_at = moves, now, None
         self._reports_status |= host.joined > 0
@@ -339,3 +339,7 @@ class Coordinator:
             "hosts": {str(n): host.state for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
         }
+
+
+def _whole(value: object, otherwise: int = 0) -> int:
+    return value if isinstance(value, int) else otherwise

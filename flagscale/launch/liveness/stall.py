@@ -12,7 +12,11 @@ from flagscale.launch.liveness.diagnosis import Failure, Report, Weight
 
 MAX_STACK_CHARACTERS = 4000
 # In a stack: this rank is in a collective or at a barrier, so it waits for another one.
-_WAITS = re.compile(r"torch[/\\]distributed[/\\]|torch[/\\]autograd[/\\]graph\.py")
+_WAITS = re.compile(
+    r"torch[/\\]distributed[/\\]|torch[/\\]autograd[/\\]graph\.py"
+    r"| in (\w*barrier|all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|recv\w*)$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)

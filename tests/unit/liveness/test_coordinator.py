@@ -1,0 +1,373 @@
+"""The job as a whole, second by second, without processes or sockets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flagscale.launch.liveness.coordinator import Coordinator, Phase
+from flagscale.launch.liveness.diagnosis import Failure, Report, Weight
+from flagscale.launch.liveness.policy import Policy
+from flagscale.launch.liveness.stall import Place
+
+
+class Job:
+    """Hosts that send what a test says, beside their heartbeats."""
+
+    def __init__(self, hosts: int = 2, **policy: Any) -> None:
+        given = {"lost_host_timeout": 10.0, "start_timeout": 100.0, "hang_timeout": 50.0}
+        self.names = [f"h{n}" for n in range(hosts)]
+        self.now = 1000.0
+        self.brain = Coordinator(Policy(Path("out"), **{**given, **policy}), self.names, self.now)
+        self.silent: set[int] = set()
+        self.moving = True
+        self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
+        self.moves = 0
+        self.orders: list[tuple[int | None, dict[str, Any]]] = []
+        self.told: list[str] = []
+        self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
+
+    def say(self, host: int, kind: str, **fields: Any) -> None:
+        message = {"kind": kind, "attempt": self.brain.attempt, "sent": self.clock[host] + self.now}
+        self.brain.receive(host, {**message, **fields}, self.now)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds)):
+            self.now += 1
+            self.moves += self.moving
+            for host in range(len(self.names)):
+                if host not in self.silent:
+                    beat = {"state": "running", "joined": 1, "nproc": 1, "moves": self.moves}
+                    self.say(host, "beat", **{**beat, **self.fields[host]})
+            self.brain.tick(self.now)
+            self.collect()
+
+    def collect(self) -> None:
+        new = [o for o in self.brain.orders.take() if o[1]["kind"] != "beat"]
+        self.orders += new
+        self.told += [notice.event for notice in self.brain.notices]
+        self.brain.notices.clear()
+
+    def fail(
+        self, host: int, rank: int, weight: Weight = Weight.FAILED, after: float = 0.0
+    ) -> None:
+        failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
+        report = Report(failure, self.clock[host] + self.now + after, weight)
+        self.say(host, "report", report=report.to_record())
+
+    def end(self, host: int, code: int = 1) -> None:
+        self.say(host, "ended", ended=code, joined=1, nproc=1)
+
+    def kinds(self) -> list[str]:
+        return [order["kind"] for _, order in self.orders]
+
+    @property
+    def first(self) -> tuple[str, int | None]:
+        assert self.brain.failure is not None
+        return self.brain.failure.host, self.brain.failure.rank
+
+
+def test_a_job_that_ends_well() -> None:
+    job = Job()
+    job.run(20)
+    job.end(0, 0)
+    job.run(20)
+    assert job.kinds() == []
+    job.end(1, 0)
+    job.run(1)
+    assert (job.kinds(), job.told, job.brain.phase) == (["finish"], ["finished"], Phase.OVER)
+
+
+def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
+    job = Job(3)
+    job.run(5)
+    job.fail(1, 4)
+    job.collect()
+    assert [(host, order["kind"]) for host, order in job.orders] == [(None, "end")]
+    assert job.orders[0][1]["failure"]["rank"] == 4
+    for host in (1, 0):
+        job.end(host)
+        job.run(5)
+    assert job.kinds() == ["end"]
+    job.end(2)
+    job.run(1)
+    assert job.kinds() == ["end", "finish"]
+    assert (job.first, job.told) == (("h1", 4), ["failed"])
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        pytest.param([(0, 0, Weight.FAILED, 0), (1, 1, Weight.FAILED, -2)], 1, id="earliest"),
+        pytest.param(
+            [(0, 0, Weight.CONSEQUENCE, -9), (1, 1, Weight.FAILED, 0)], 1, id="no-consequence"
+        ),
+        pytest.param(
+            [(0, 0, Weight.FAILED, -1), (1, 1, Weight.KILLED, 0)], 1, id="killed-at-that-moment"
+        ),
+        pytest.param(
+            [(0, 0, Weight.FAILED, -9), (1, 1, Weight.KILLED, 0)], 0, id="killed-much-later"
+        ),
+        pytest.param([(0, 0, Weight.CONSEQUENCE, 0)], 0, id="nothing-else-is-known"),
+        pytest.param(
+            [(0, None, Weight.UNNAMED, -1), (1, 1, Weight.FAILED, 0)], 1, id="a-rank-before-none"
+        ),
+    ],
+)
+def test_the_first_failure_across_hosts_whose_clocks_differ(
+    reports: list[tuple[int, int, Weight, float]], expected: int
+) -> None:
+    """The hosts' clocks are weeks apart."""
+    job = Job()
+    job.run(10)
+    for host, rank, weight, after in reports:
+        job.fail(host, rank, weight, after)
+    for host in (0, 1):
+        job.end(host)
+    job.run(1)
+    assert job.first[0] == f"h{expected}"
+
+
+def test_a_later_report_of_the_same_rank_knows_more() -> None:
+    job = Job()
+    job.run(5)
+    job.fail(1, 1)
+    failure = Failure("h1", 1, 9, "failed (exit code 9)", "", Path("log"))
+    record = Report(failure, job.clock[1] + job.now, Weight.FAILED).to_record()
+    job.say(1, "ended", ended=1, report=record, joined=1, nproc=1)
+    job.end(0)
+    job.run(1)
+    assert job.brain.failure == failure
+
+
+def test_a_lost_host_is_named_unless_a_cause_is_known() -> None:
+    job = Job()
+    job.run(5)
+    job.silent.add(1)
+    job.run(9)
+    job.fail(0, 0, Weight.CONSEQUENCE)
+    job.end(0)
+    job.run(5)
+    assert job.first == ("h1", None)
+    assert "no word" in str(job.brain.failure)
+    assert job.brain.phase is Phase.OVER
+    # Back too late, it is told that all is over.
+    job.say(1, "hello")
+    job.collect()
+    assert job.orders[-1][0] == 1
+    assert job.kinds()[-1] == "finish"
+
+
+def test_a_short_silence_does_no_harm() -> None:
+    job = Job()
+    job.silent.add(1)
+    job.run(9)
+    job.silent.clear()
+    job.say(1, "hello", state="running", joined=1, nproc=1)
+    job.run(30)
+    assert job.brain.phase is Phase.RUNNING
+
+
+def test_time_in_which_the_coordinator_did_not_run_counts_against_nobody() -> None:
+    job = Job()
+    job.run(5)
+    job.now += 500
+    job.brain.tick(job.now)
+    job.run(5)
+    assert job.brain.phase is Phase.RUNNING
+
+
+def test_a_host_that_never_comes() -> None:
+    job = Job()
+    job.silent.add(1)
+    job.run(99)
+    assert job.kinds() == []
+    job.run(3)
+    assert "did not report within 100 s" in str(job.brain.failure)
+
+
+def test_restarts_are_counted_backed_off_and_told() -> None:
+    job = Job(max_restarts=2)
+    for attempt in range(2):
+        job.run(5)
+        job.fail(1, 1)
+        for host in (0, 1):
+            job.end(host)
+        job.run(8)
+        assert job.orders[-1][1] == {"kind": "start", "attempt": attempt + 1}
+        assert job.brain.failure is None
+    job.run(5)
+    job.end(0, 7)
+    job.end(1, 7)
+    job.run(1)
+    assert job.kinds() == ["end", "start", "end", "start", "end", "finish"]
+    assert job.told == ["restarted", "restarted", "failed"]
+    assert job.brain.summary()["attempt"] == 3
+
+
+def test_messages_of_an_earlier_attempt_are_passed_over() -> None:
+    job = Job(max_restarts=1)
+    job.run(5)
+    job.fail(1, 1)
+    for host in (0, 1):
+        job.end(host)
+    job.run(5)
+    job.say(1, "ended", attempt=0, ended=1)
+    job.run(5)
+    assert (job.brain.attempt, job.brain.phase) == (1, Phase.RUNNING)
+
+
+@pytest.mark.parametrize(
+    ("joins", "starts"),
+    [
+        pytest.param([0], 0, id="never-joined"),
+        pytest.param([1, 0], 2, id="a-false-start-is-forgiven-once"),
+        pytest.param([1, 0, 0], 2, id="two-in-a-row-are-not"),
+        pytest.param([1, 0, 1, 0], 4, id="unless-it-joined-between"),
+    ],
+)
+def test_what_does_not_get_as_far_as_joining_is_not_tried_for_ever(
+    joins: list[int], starts: int
+) -> None:
+    job = Job(max_restarts=50)
+    for joined in joins:
+        for host in (0, 1):
+            job.fields[host] = {"joined": joined}
+        job.run(3)
+        for host in (0, 1):
+            job.say(host, "ended", ended=1, joined=joined, nproc=1)
+            job.fields[host] = {"joined": 0}
+        job.run(70)
+    assert job.kinds().count("start") == starts
+
+
+def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
+    job = Job(max_restarts=5)
+    job.run(5)
+    job.say(1, "stopping", signal=15)
+    for host in (0, 1):
+        job.end(host, 143)
+    job.run(5)
+    assert job.kinds() == ["stop", "finish"]
+    assert job.told == []
+    job = Job(max_restarts=5)
+    job.silent.add(1)
+    job.say(1, "hello")
+    job.run(12)
+    job.end(0)
+    job.run(2)
+    assert job.kinds() == ["end", "finish"]
+
+
+def test_the_rest_is_left_alone() -> None:
+    job = Job(on_failure="leave")
+    job.run(5)
+    job.fail(1, 1)
+    job.end(1)
+    job.run(30)
+    assert job.kinds() == []
+    assert job.first == ("h1", 1)
+    job.end(0, 0)
+    job.run(1)
+    assert (job.kinds(), job.told) == (["finish"], ["failed"])
+
+
+def place(host: str, rank: int, **fields: Any) -> dict[str, Any]:
+    given = {"step": 7, "doing": "in training", "stopped": False, "answered": True, "stack": ""}
+    return Place(host, rank, log="log", **{**given, **fields}).to_record()
+
+
+def test_a_stall_asks_for_stacks_and_names_the_rank_behind() -> None:
+    job = Job()
+    job.run(5)
+    job.moving = False
+    job.run(49)
+    assert job.kinds() == []
+    job.run(2)
+    assert job.kinds() == ["dump"]
+    job.say(0, "stacks", ranks=[place("h0", 0)])
+    job.say(1, "stacks", ranks=[place("h1", 1, step=6, stack="where")])
+    job.run(1)
+    assert job.kinds() == ["dump", "end"]
+    assert job.first == ("h1", 1)
+    assert job.brain.failure is not None
+    assert "behind in training at step 6" in job.brain.failure.reason
+    assert job.brain.failure.traceback == "where"
+    assert job.told == ["stalled"]
+
+
+def test_a_stall_of_which_no_host_can_say_more() -> None:
+    job = Job()
+    job.run(5)
+    job.moving = False
+    job.run(60)
+    assert job.kinds() == ["dump", "end"]
+    assert job.first == ("h0", None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy"),
+    [
+        pytest.param({"busy": True}, {}, id="a-checkpoint"),
+        pytest.param({"joined": 0}, {}, id="not-joined"),
+        pytest.param({}, {"hang_timeout": 0.0}, id="not-looked-for"),
+    ],
+)
+def test_no_stall(fields: dict[str, Any], policy: dict[str, Any]) -> None:
+    job = Job(**policy)
+    job.fields[1] = fields
+    job.run(5)
+    job.moving = False
+    job.run(1000)
+    assert job.kinds() == []
+
+
+def test_a_checkpoint_that_never_ends_is_a_stall() -> None:
+    job = Job()
+    job.fields[1] = {"busy": True}
+    job.run(5)
+    job.moving = False
+    job.run(1820)
+    assert "dump" in job.kinds()
+
+
+def test_a_restart_whose_ranks_do_not_join() -> None:
+    job = Job(max_restarts=3)
+    job.run(5)
+    job.fail(0, 0)
+    for host in (0, 1):
+        job.end(host)
+    job.fields[1] = {"joined": 0}
+    job.run(50)
+    job.moving = False
+    job.run(110)
+    assert "did not join within 100 s of a restart" in str(job.brain.failure)
+
+
+VALUES = st.none() | st.integers(-3, 3) | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-1, 3),
+            st.dictionaries(
+                st.sampled_from(
+                    "kind attempt report ranks ended moves sent joined signal state nproc".split()
+                ),
+                VALUES | st.sampled_from(["beat", "ended", "hello", "stacks", "report"]),
+            ),
+        ),
+        max_size=20,
+    )
+)
+def test_odd_messages_do_no_harm(messages: list[tuple[int, dict[str, Any]]]) -> None:
+    job = Job()
+    for host, message in messages:
+        job.brain.receive(host, message, job.now)
+        job.brain.tick(job.now)

@@ -1,0 +1,124 @@
+"""What an agent sees of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_lab import until
+
+from flagscale.launch import processes
+from flagscale.launch.layout import latest_status, status_directory
+from flagscale.launch.liveness import kernel, secret
+from flagscale.launch.liveness.options import parse
+from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
+from flagscale.status import BUSY, STEP, StatusWriter, read_place
+
+
+def test_places_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> None:
+    watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 3)
+    watch.look()
+    assert (watch.moves, watch.joined, watch.step(3)) == (0, set(), None)
+    rank.write("started", rank=3)
+    rank.write("warning", message="odd")
+    watch.look()
+    assert watch.moves == 0
+    rank.write("joined")
+    watch.look()
+    assert (watch.moves, watch.joined) == (1, {3})
+    for step, moves in ((1, 2), (1, 2), (2, 3)):
+        rank.place(step)
+        watch.look()
+        assert (watch.moves, watch.step(3), watch.doing(3)) == (moves, step, STEP)
+    assert not watch.busy
+    rank.place(2, BUSY[1])
+    watch.look()
+    assert watch.busy
+    rank.write("failed", kind="E", message="m")
+    watch.look()
+    assert watch.failed
+
+
+def test_a_program_without_places_moves_by_its_progress(tmp_path: Path) -> None:
+    watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 0)
+    rank.write("progress", step=7)
+    watch.look()
+    (tmp_path / "rank_0.place").write_text("")
+    assert (watch.moves, watch.step(0)) == (1, 7)
+    rank.write("progress", step=8)
+    watch.look()
+    assert (watch.moves, watch.step(0)) == (2, 8)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": null, "doing": ""}', '{"step": "x"}'])
+def test_half_a_place_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rank_0.place"
+    path.write_text(text)
+    assert read_place(path) is None
+
+
+def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
+    view = HostView("h", 0, 3, tmp_path, tmp_path / "out")
+    handler = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2);"
+    sleeping = "import time\ndef wait_for_it():\n time.sleep(600)\nwait_for_it()"
+    ranks = {}
+    for rank, program in enumerate((handler + sleeping, sleeping, handler + sleeping)):
+        log = tmp_path / f"ranks/x/attempt_0/{rank}/stderr.log"
+        log.parent.mkdir(parents=True)
+        with log.open("wb") as file:
+            ranks[rank] = subprocess.Popen([sys.executable, "-c", program], stderr=file)
+    try:
+        until(lambda: all(kernel.catches(ranks[r].pid, signal.SIGUSR2) for r in (0, 2)))
+        os.kill(ranks[2].pid, signal.SIGSTOP)
+        until(lambda: kernel.is_stopped(ranks[2].pid))
+        found = {r: processes.identify(p.pid) for r, p in ranks.items()}
+        call = StackCall(view, RankWatch(tmp_path), {r: p for r, p in found.items() if p})
+        until(call.complete)
+        first, second, third = call.places()
+        assert "in wait_for_it" in first.stack
+        assert (first.answered, second.answered, third.answered) == (True, True, False)
+        assert third.stopped
+        assert [ranks[r].poll() for r in (0, 1)] == [None, None]
+    finally:
+        for process in ranks.values():
+            process.kill()
+            process.wait()
+
+
+def test_the_latest_attempt_is_found(tmp_path: Path) -> None:
+    assert latest_status(tmp_path) == tmp_path / "status"
+    for number in (0, 2, 10):
+        (tmp_path / status_directory(number)).mkdir()
+    assert latest_status(tmp_path).name == "status.10"
+
+
+def test_a_secret_leaves_the_environment_and_is_kept_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert secret.take(tmp_path) is None
+    monkeypatch.setenv(secret.VARIABLE, "a" * 64)
+    assert secret.take(tmp_path) == b"a" * 64
+    assert secret.VARIABLE not in os.environ
+    assert secret.take(tmp_path) == b"a" * 64
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv(secret.VARIABLE, "short")
+    assert secret.take(tmp_path / "other") is None
+
+
+def test_the_command_line_ends_where_the_command_begins(tmp_path: Path) -> None:
+    words = ["--run-dir", str(tmp_path), "--grace", "3", "--run-name=--odd", "--hosts", "a", "b"]
+    command = ["prog", "--hosts", "--", "--grace"]
+    options = parse([*words, "--coordinator", "[::1]:70", "--", *command], "r")
+    assert options.command == tuple(command)
+    assert (options.hosts, options.run_name) == (("a", "b"), "--odd")
+    assert options.coordinator == ("::1", 70)
+    with pytest.raises(SystemExit):
+        parse(words, "r")
+    with pytest.raises(SystemExit):
+        parse([*words, "--coordinator", "nowhere", "--", "x"], "r")
+    with pytest.raises(SystemExit):
+        parse([*words, "--", "x"], "")
