@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flagscale.errors import FlagscaleError, JobError, UnreachableError
+from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.launch import logs, snapshot
 from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
@@ -133,10 +133,7 @@ class SshRunner:
         text += "and was stopped on the others"
         if len(ended.unreachable) > len(errors):
             text += ", except on those that do not answer"
-        message = f"{text}\n{describe(errors, names)}"
-        if any(isinstance(error, UnreachableError) for error in errors.values()):
-            raise UnreachableError(message)
-        raise JobError(message)
+        raise UnreachableError(f"{text}\n{describe(errors, names)}")
 
     # -- watch --------------------------------------------------------------------------------
 

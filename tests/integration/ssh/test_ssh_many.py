@@ -1,0 +1,28 @@
+"""Sixty-four hosts at once."""
+
+from __future__ import annotations
+
+import pytest
+from launch_lab import until
+from ssh_lab import SshLab
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.bed(hosts=64)
+def test_sixty_four_hosts(lab: SshLab) -> None:
+    lab.configure(runner={"start_timeout": 120})
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+    assert "64 rank(s) joined" in done.stdout
+    shown = lab.do("query").stdout
+    assert "h[00-63]" in shown
+    # One host's script and all below it are killed: the rest of the job is brought down.
+    victim = lab.bed["h17"]
+    for process in lab.members(victim):
+        victim.run(["kill", "-KILL", str(process.inner_pid)], check=False)
+    record = until(lambda: (r := lab.query())["state"] not in ("running", "starting") and r, 60)
+    assert "h17" in str(record)
+    stopped = lab.do("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert lab.orphans() == {}

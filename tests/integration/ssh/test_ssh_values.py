@@ -1,0 +1,145 @@
+"""What a YAML says reaches each host as it was written, and only the host that it is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.lab import Bed
+from launch_lab import until
+from ssh_lab import SshLab, ssh_lab
+
+pytestmark = pytest.mark.integration
+
+# Writes down what it was given, beside its exp_dir.
+SHOW = """\
+import json, os, sys
+from pathlib import Path
+sys.path.insert(0, {project!r})
+from flagscale.status import StatusWriter
+status = StatusWriter.from_environment(int(os.environ["RANK"]))
+status.write("joined", backend="none")
+record = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "exe": sys.executable}
+path = Path(__file__).with_name(f"seen_{os.environ['RANK']}.json")
+part = path.with_suffix(".part")
+part.write_text(json.dumps(record))
+part.rename(path)
+"""
+HOSTILE = {
+    "COMMAS": "0,1,2",
+    "QUOTES": """it's "quoted" `id` $(id) $HOME""",
+    "LINES": "one\n two\n\n",
+    "UNICODE": "机器 naïve 🚀",
+    "BACKSLASH": "a\\b\\\\c\\n",
+    "LONG": "x" * 50_000,
+    "EMPTY": "",
+    "GLOB": "*?[a-z]{1,2}~ !history",
+}
+
+
+def seen(lab: SshLab, rank: int) -> dict[str, Any]:
+    path = lab.root / f"seen_{rank}.json"
+    until(path.exists)
+    return dict(json.loads(path.read_text()))
+
+
+def test_hostile_values_and_paths(bed: Bed, tmp_path: Path) -> None:
+    root = tmp_path / "a b 'c' \"d\" $e,f;g 机器"
+    with ssh_lab(bed, root) as lab:
+        lab.configure(SHOW, envs={**HOSTILE, "API_TOKEN": "s'3\"c$r`3\nt"})
+        done = lab.do("run")
+        assert done.returncode == 0, done.stderr
+        for rank in (0, 1):
+            environment = seen(lab, rank)["env"]
+            assert {name: environment[name] for name in HOSTILE} == HOSTILE
+            assert environment["API_TOKEN"] == "s'3\"c$r`3\nt"
+        until(lambda: lab.query()["state"] == "completed")
+        assert lab.orphans() == {}
+        assert "s'3" not in (lab.exp_dir / "logs" / "scripts" / "plan.json").read_text()
+
+
+LONG_NAME = "node-with-a-very-long-name." + "x" * 33
+
+
+@pytest.mark.bed(hosts=["N-1.rack-2.x", LONG_NAME])
+def test_hostile_host_names(lab: SshLab) -> None:
+    lab.configure(SHOW)
+    done = lab.do("test")
+    assert done.returncode == 0, done.stderr
+    prefixes = {line.split(":")[0] for line in done.stdout.splitlines()}
+    assert prefixes >= {"N-1.rack-2.x", LONG_NAME}
+    assert [seen(lab, rank)["env"]["RANK"] for rank in (0, 1)] == ["0", "1"]
+
+
+@pytest.mark.bed(hosts=3)
+def test_types_and_hosts_have_their_own_values_and_no_other_host_gets_them(lab: SshLab) -> None:
+    link = lab.root / "venv" / "bin" / "python"
+    link.parent.mkdir(parents=True)
+    link.write_text(f'#!/bin/sh\nVIA=venv exec {lab.command()[0]} "$@"\n')
+    link.chmod(0o755)
+    lab.configure(
+        SHOW,
+        hostfile="h00 slots=1 type=A\nh01 slots=1 type=B\nh02 slots=1 type=B\n",
+        envs={
+            "WHO": "all",
+            "device_type_specific": {"B": {"WHO": "B"}},
+            "node_specific": {"h02": {"WHO": "h02", "ONLY": "a,b 'c'"}},
+        },
+        cmds={"before_start": "export STEP=all"},
+        top={
+            "train": {"model": {"micro_batch_size": 4, "shared": "a b"}},
+            "device_type_specific": {
+                "B": {"micro_batch_size": 2, "python": str(link)},
+            },
+            "node_specific": {
+                "h01": {"model": {"micro_batch_size": 1}, "extra": ["x", "y z"]},
+                "h02": {"shared": None, "cmds": {"before_start": "export STEP='h02 $x'"}},
+            },
+        },
+    )
+    shown = lab.do("dryrun").stdout
+    assert "#   node_specific.h01.model.micro_batch_size" in shown
+    assert "#   envs.node_specific.h02" in shown
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+    first, second, third = (seen(lab, rank) for rank in range(3))
+    for record, words in (
+        (first, ["--micro-batch-size", "4", "--shared", "a b"]),
+        (second, ["--micro-batch-size", "1", "--shared", "a b", "--extra", "x", "y z"]),
+        (third, ["--micro-batch-size", "2"]),
+    ):
+        assert record["argv"][: len(words)] == words
+        assert record["argv"][len(words)].startswith("--save")
+    assert [r["env"]["WHO"] for r in (first, second, third)] == ["all", "B", "h02"]
+    assert [r["env"].get("ONLY") for r in (first, second, third)] == [None, None, "a,b 'c'"]
+    assert [r["env"]["STEP"] for r in (first, second, third)] == ["all", "all", "h02 $x"]
+    assert [r["env"].get("VIA") for r in (first, second, third)] == [None, "venv", "venv"]
+    assert second["env"]["PATH"].startswith(f"{link.parent}:")
+
+
+@pytest.mark.bed(hosts=2, fabric=True)
+def test_ranks_meet_in_the_fabric(lab: SshLab) -> None:
+    hostfile = "h[00-01] slots=1 addr=10.78.0.[1-2] user=root port=22\n"
+    lab.configure(SHOW, hostfile=hostfile)
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        environment = seen(lab, rank)["env"]
+        assert environment["GLOO_SOCKET_IFNAME"] == "fab0"
+        assert environment["NCCL_SOCKET_IFNAME"] == "=fab0"
+    script = (lab.exp_dir / "logs" / "scripts" / "host_1_h01_run.sh").read_text()
+    assert "--master_addr 10.78.0.1" in script
+    shown = json.loads(lab.do("check", "json=true").stdout)
+    assert "fab0 reaches 10.78.0.1" in [check["found"] for check in shown]
+
+
+@pytest.mark.bed(hosts=["gate", "h01", "h02"])
+def test_hosts_behind_a_jump_host(lab: SshLab) -> None:
+    hostfile = "h01 slots=1 proxy=gate\nh02 slots=1 proxy=root@gate:22\n"
+    lab.configure(SHOW, hostfile=hostfile)
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+    until(lambda: lab.query()["state"] == "completed")
+    assert lab.do("stop").returncode == 0
