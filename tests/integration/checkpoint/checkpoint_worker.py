@@ -15,13 +15,17 @@ import os
 import random
 import resource
 import signal
-import socket
 import sys
-import traceback
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from forked_ranks import Record, run_world
 
 RESULTS: dict[str, Any] = {}
 
@@ -39,40 +43,12 @@ def main() -> None:
     import flagscale.train.step  # noqa: F401
 
     for stage in plan:
-        RESULTS.update(run_world(stage["world"], stage["cases"]))
+        RESULTS.update(run_world(stage["world"], partial(run_rank, stage["cases"])))
         Path(sys.argv[2]).write_text(json.dumps(RESULTS))
 
 
-def run_world(world: int, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fork ``world`` ranks, run the cases, and return what they found, by case."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    receiving, sending = os.pipe()
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if child == 0:
-            os.close(receiving)
-            os.environ.update(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(world),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-            )
-            run_rank(cases, sending)
-        children.append(child)
-    os.close(sending)
-    with os.fdopen(receiving, "rb") as pipe:
-        answer = pipe.read()
-    for child in children:
-        os.waitpid(child, 0)
-    return dict(json.loads(line) for line in answer.splitlines())
-
-
-def run_rank(cases: list[dict[str, Any]], sending: int) -> None:
-    """The life of a rank; never returns."""
+def run_rank(cases: list[dict[str, Any]]) -> Iterator[Record]:
+    """The life of a rank: each case in turn, with what every rank found."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -82,26 +58,16 @@ def run_rank(cases: list[dict[str, Any]], sending: int) -> None:
 
     rank = distributed.Rank.from_environment()
     device = choose("cpu", rank.local_rank)
-    code = 0
-    try:
-        distributed.join(rank, device, backend="gloo", timeout_minutes=1)
-        for case in cases:
-            try:
-                found = globals()[case["do"]](Run(case, rank, device))
-            except FlagscaleError as error:
-                found = {"error": str(error), "kind": type(error).__name__}
-            parallel_state.destroy_model_parallel()
-            everyone: list[Any] = [None] * rank.world_size
-            dist.all_gather_object(everyone, found)
-            if rank.rank == 0:
-                record = {**everyone[0], "ranks": everyone}
-                os.write(sending, json.dumps([case["id"], record]).encode() + b"\n")
-    except Exception:  # noqa: BLE001 - a forked child must not return into its parent's code
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    distributed.join(rank, device, backend="gloo", timeout_minutes=1)
+    for case in cases:
+        try:
+            found = globals()[case["do"]](Run(case, rank, device))
+        except FlagscaleError as error:
+            found = {"error": str(error), "kind": type(error).__name__}
+        parallel_state.destroy_model_parallel()
+        everyone: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(everyone, found)
+        yield case["id"], {**everyone[0], "ranks": everyone}
 
 
 class Run:

@@ -12,12 +12,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import sys
-import traceback
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from forked_ranks import Record, run_world
 
 STEPS = 3
 
@@ -39,58 +43,21 @@ def main() -> None:
         import flagscale.train.step  # noqa: F401
 
     for world in sorted({case["world"] for case in cases}):
-        results.update(run_world(world, [case for case in cases if case["world"] == world]))
+        own = [case for case in cases if case["world"] == world]
+        results.update(run_world(world, partial(run_rank, own)))
         Path(sys.argv[2]).write_text(json.dumps(results))
 
 
-def run_world(world: int, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fork ``world`` ranks, run the cases, and return what rank 0 found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    receiving, sending = os.pipe()
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if child == 0:
-            os.close(receiving)
-            os.environ.update(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(world),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-            )
-            run_rank(cases, sending)
-        children.append(child)
-    os.close(sending)
-    with os.fdopen(receiving, "rb") as pipe:
-        answer = pipe.read()
-    for child in children:
-        os.waitpid(child, 0)
-    return dict(json.loads(line) for line in answer.splitlines())
-
-
-def run_rank(cases: list[dict[str, Any]], sending: int) -> None:
-    """The life of a rank; never returns."""
+def run_rank(cases: list[dict[str, Any]]) -> Iterator[Record]:
+    """The life of a rank."""
     from flagscale.train import distributed
     from flagscale.train.device import choose
 
     rank = distributed.Rank.from_environment()
     device = choose("auto", rank.local_rank)
-    code = 0
-    try:
-        distributed.join(rank, device, backend="auto", timeout_minutes=2)
-        for case in cases:
-            found = train(case["argv"], rank, device)
-            if rank.rank == 0:
-                os.write(sending, json.dumps([case["id"], found]).encode() + b"\n")
-    except Exception:  # noqa: BLE001 - a forked child must not return into its parent's code
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    distributed.join(rank, device, backend="auto", timeout_minutes=2)
+    for case in cases:
+        yield case["id"], train(case["argv"], rank, device)
 
 
 def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
