@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from flagscale.errors import ConfigError
-from flagscale.status import StatusWriter
+from flagscale.status import STEP, StatusWriter
 from flagscale.train.readings import Reading
 
 
@@ -63,6 +63,11 @@ class Reporter:
             self._board = SummaryWriter(args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
         if speaks and args.wandb_project:
             self._wandb = _start_wandb(args)
+
+    def place(self, step: int, doing: str = STEP) -> None:
+        """Where this rank is, for the launcher; see :meth:`StatusWriter.place`. Every rank says
+        it, so that the one that holds up the others is known."""
+        self._status.place(step, doing)
 
     def say(self, text: str) -> None:
         """A line for the person at the console."""

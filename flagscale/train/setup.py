@@ -20,6 +20,7 @@ from flagscale.train.meter import Meter
 from flagscale.train.model.config import transformer_config
 from flagscale.train.model.provider import parameters_of
 from flagscale.train.report import Reporter
+from flagscale.train.restart import go_on_from_own_checkpoints
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper
 from flagscale.train.trainer import Trainer
@@ -56,6 +57,7 @@ def prepare(
 def _resume(
     args: argparse.Namespace, state: TrainState, checkpointer: Checkpointer, reporter: Reporter
 ) -> None:
+    go_on_from_own_checkpoints(args)
     if not args.load:
         return
     report = checkpointer.load(state)

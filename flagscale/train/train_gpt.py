@@ -25,10 +25,12 @@ from flagscale.train.device import choose
 from flagscale.train.distributed import Rank
 from flagscale.train.report import require_packages
 from flagscale.train.resolve import resolve
+from flagscale.train.restart import be_supervised
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as ``argv`` (the process's own without it) says; returns the exit code."""
+    be_supervised()
     rank = Rank.from_environment()
     status = StatusWriter.from_environment(rank.rank)
     try:
@@ -66,12 +68,14 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         backend=args.distributed_backend,
         timeout_minutes=args.distributed_timeout_minutes,
     )
+    status.place(0, "starting")
     status.write("joined", backend=backend, seconds=round(seconds, 3))
     # megatron.core reads the chosen device when it is imported.
     from flagscale.train.setup import prepare
 
     trainer, state = prepare(args, rank, device, status)
     reason = trainer.run()
+    status.place(state.progress.iteration, "ending")
     distributed.leave()
     return reason, state.progress.iteration
 

@@ -71,12 +71,15 @@ class Trainer:
         if reason == "completed":
             self._evaluate_at_the_end()
         self._save_if_not_saved()
+        # What is still being written in the background is waited for.
+        self._reporter.place(self._state.progress.iteration, "saving a checkpoint")
         self._checkpointer.close()
         self._report_saved()
         return reason
 
     def _step(self) -> None:
         args, progress = self._args, self._state.progress
+        self._reporter.place(progress.iteration + 1)
         numbers, values = self._stepper.train(self._data.train, stop=self._stop.wishes())
         self._readings.add(numbers, values)
         step = progress.iteration
@@ -122,6 +125,7 @@ class Trainer:
         data = self._data.valid if split == "valid" else self._data.test
         if data is None or not self._args.eval_iters:
             return
+        self._reporter.place(self._state.progress.iteration, "evaluating")
         with self._meter.paused():
             with gathered(self._args, self._state.chunks):
                 loss = self._stepper.evaluate(data, self._args.eval_iters)
@@ -139,6 +143,7 @@ class Trainer:
         self._evaluate("test")
 
     def _save(self) -> None:
+        self._reporter.place(self._state.progress.iteration, "saving a checkpoint")
         with self._meter.paused(), gathered(self._args, self._state.chunks):
             self._checkpointer.save(self._state)
             self._saved_at = self._state.progress.iteration

@@ -348,6 +348,7 @@ def test_a_restart_whose_ranks_do_not_join() -> None:
     assert "did not join within 100 s of a restart" in str(job.brain.failure)
 
 
+KEYS = ["kind", "attempt", "report", "ranks", "ended", "moves", "sent", "joined", "signal", "state"]
 VALUES = st.none() | st.integers(-3, 3) | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
 
 
@@ -358,7 +359,19 @@ VALUES = st.none() | st.integers(-3, 3) | st.text(max_size=3) | st.lists(st.inte
             st.integers(-1, 3),
             st.dictionaries(
                 st.sampled_from(
-                    "kind attempt report ranks ended moves sent joined signal state nproc".split()
+                    [
+                        "kind",
+                        "attempt",
+                        "report",
+                        "ranks",
+                        "ended",
+                        "moves",
+                        "sent",
+                        "joined",
+                        "signal",
+                        "state",
+                        "nproc",
+                    ]
                 ),
                 VALUES | st.sampled_from(["beat", "ended", "hello", "stacks", "report"]),
             ),

@@ -1,0 +1,40 @@
+"""A later attempt of a run goes on from what the run itself has saved."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE, StatusWriter
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("attempt", "saved", "own"),
+    [
+        pytest.param("0", True, False, id="first-attempt"),
+        pytest.param("1", False, False, id="nothing-was-saved"),
+        pytest.param("1", True, True, id="saved-before"),
+    ],
+)
+def test_which_checkpoint_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: str, saved: bool, own: bool
+) -> None:
+    from flagscale.train.restart import go_on_from_own_checkpoints
+
+    first = StatusWriter(tmp_path / "status", 0)
+    if saved:
+        first.write("checkpoint", step=10, path="x", seconds=1.0)
+    monkeypatch.setenv(STATUS_DIR_VARIABLE, str(tmp_path / "status.1"))
+    monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
+    args = argparse.Namespace(
+        save="/own", load="/base", finetune=True, no_load_optim=True, no_load_rng=True
+    )
+    args.no_save_optim = False
+    go_on_from_own_checkpoints(args)
+    expected = ("/own", False, False, False) if own else ("/base", True, True, True)
+    assert (args.load, args.finetune, args.no_load_optim, args.no_load_rng) == expected
