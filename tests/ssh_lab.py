@@ -64,7 +64,7 @@ class SshLab:
     root: Path
     exp_dir: Path
     slots: int = 1
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def configure(
         self, program: str = "", *, light: bool = True, hostfile: str = "", **experiment: Any

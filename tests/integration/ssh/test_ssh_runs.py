@@ -2,10 +2,57 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import subprocess
+import time
+
 import pytest
 from ssh_lab import SshLab
 
 pytestmark = pytest.mark.integration
+
+
+class Screen:
+    """A command in a terminal of its own, and all that it has shown."""
+
+    def __init__(self, lab: SshLab, action: str, *words: str) -> None:
+        self._master, slave = pty.openpty()
+        self._process = subprocess.Popen(
+            lab.command(f"action={action}", *words),
+            cwd=lab.root,
+            env=lab.bed.environment(COLUMNS="160", LINES="40", TERM="xterm"),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+        )
+        os.close(slave)
+        lab.started.append(self._process)
+        self.shown = ""
+
+    def _read(self, seconds: float) -> bool:
+        """Take in what comes within this time; whether the terminal is still open."""
+        if select.select([self._master], [], [], seconds)[0]:
+            try:
+                self.shown += os.read(self._master, 1 << 16).decode(errors="replace")
+            except OSError:
+                return False
+        return True
+
+    def wait_for(self, *texts: str, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not all(text in self.shown for text in texts):
+            assert time.monotonic() < deadline, self.shown
+            if not self._read(0.5):
+                break
+        assert all(text in self.shown for text in texts), self.shown
+
+    def wait(self) -> int:
+        while self._read(0.5) and self._process.poll() is None:
+            pass
+        os.close(self._master)
+        return self._process.wait(timeout=30)
 
 
 def test_run_query_logs_stop(lab: SshLab) -> None:
@@ -29,3 +76,47 @@ def test_run_query_logs_stop(lab: SshLab) -> None:
     assert lab.orphans() == {}
     assert lab.query()["state"] == "stopped"
     assert "ended already" in lab.do("stop").stdout
+
+
+def test_following_a_run_in_a_terminal(lab: SshLab) -> None:
+    lab.configure()
+    assert lab.do("run").returncode == 0
+    screen = Screen(lab, "query", "follow=true")
+    screen.wait_for("last line", "works", "running", "h[00-01]")
+    assert lab.do("stop").returncode == 0
+    screen.wait_for("stopped")
+    assert screen.wait() == 0
+    assert lab.orphans() == {}
+
+
+def test_following_without_a_terminal_ends_with_the_run(lab: SshLab) -> None:
+    lab.configure("import sys; sys.exit(7)\n")
+    done = lab.do("test")
+    assert done.returncode == 7
+    assert "first failure: h0" in done.stderr
+    assert "exit code 7" in done.stderr
+    followed = lab.do("query", "follow=true")
+    assert followed.returncode == 1
+    assert "failed" in followed.stdout
+    assert lab.orphans() == {}
+
+
+def test_a_host_alone_behind_ssh(lab: SshLab) -> None:
+    lab.configure(hostfile="h01 slots=1\n")
+    assert lab.do("run").returncode == 0
+    assert lab.members(lab.bed["h01"])
+    assert not lab.members(lab.bed["h00"])
+    assert lab.do("stop").returncode == 0
+    assert lab.orphans() == {}
+
+
+def test_a_restart_keeps_the_output_of_the_run_before(lab: SshLab) -> None:
+    lab.configure("print('one', flush=True)\n")
+    assert lab.do("test").returncode == 0
+    first = lab.state()
+    lab.configure("print('two', flush=True)\n")
+    assert lab.do("test").returncode == 0
+    for old, new in zip(first.hosts, lab.state().hosts, strict=True):
+        assert "one" in (old.run_dir / "output").read_text()
+        assert "two" in new.output.read_text()
+        assert "one" not in new.output.read_text()
