@@ -10,7 +10,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -45,7 +46,8 @@ def unavailable() -> str | None:
         return "torch is not installed"
     if _library().exists():
         return None
-    missing = [tool for tool in (_compiler(), "ninja") if shutil.which(tool) is None]
+    path = _search_path()
+    missing = [tool for tool in (_compiler(), "ninja") if shutil.which(tool, path=path) is None]
     if not missing:
         return None
     return f"fsccl is compiled on first use, and this machine has no {' and no '.join(missing)}"
@@ -134,37 +136,58 @@ def _compile(library: Path) -> None:
     from torch.utils import cpp_extension
 
     machine = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    jobs = os.environ.get("MAX_JOBS")
     try:
-        os.environ.setdefault("MAX_JOBS", str(min(8, os.cpu_count() or 1)))
-        cpp_extension.load(
-            name=_MODULE,
-            sources=[str(path) for path in _sources()],
-            extra_cflags=[*_FLAGS, machine],
-            build_directory=str(work),
-            is_python_module=False,
-            is_standalone=False,
-        )
+        with _environment(
+            PATH=_search_path(),
+            MAX_JOBS=os.environ.get("MAX_JOBS") or str(min(8, os.cpu_count() or 1)),
+        ):
+            cpp_extension.load(
+                name=_MODULE,
+                sources=[str(path) for path in _sources()],
+                extra_cflags=[*_FLAGS, machine],
+                build_directory=str(work),
+                is_python_module=False,
+                is_standalone=False,
+            )
     except (RuntimeError, subprocess.SubprocessError) as error:
         raise BuildError(
             f"compiling fsccl failed with {_compiler()}:\n{_tail(str(error).splitlines())}",
             hint="it needs a C++17 compiler that torch supports (GCC 9 or newer)",
         ) from error
-    finally:
-        if jobs is None:
-            del os.environ["MAX_JOBS"]
     # Whole or not at all: whoever finds the library may load it.
     (work / library.name).rename(library)
     shutil.rmtree(work, ignore_errors=True)
 
 
+def _search_path() -> str:
+    """``PATH``, and where pip puts ninja: a virtual environment's programs are not on the path of
+    one who calls its python by name."""
+    own = str(Path(sys.executable).parent)
+    return os.pathsep.join([*filter(None, [os.environ.get("PATH")]), own])
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables that torch's builder reads, for as long as it works."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _check_tools() -> None:
-    if shutil.which(_compiler()) is None:
+    if shutil.which(_compiler(), path=_search_path()) is None:
         raise BuildError(
             f"fsccl is compiled on first use, and there is no C++ compiler {_compiler()!r} on PATH",
             hint="install g++, or set CXX; distributed_backend: gloo needs none",
         )
-    if shutil.which("ninja") is None:
+    if shutil.which("ninja", path=_search_path()) is None:
         raise BuildError(
             "fsccl is compiled on first use, and there is no 'ninja' on PATH",
             hint="pip install ninja; distributed_backend: gloo needs none",
