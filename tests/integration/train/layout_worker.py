@@ -2,9 +2,10 @@
 
 usage: layout_worker.py CASES.json RESULTS.json [cpu | cuda]
 
-CASES is a list of {"id", "world", "argv"}. Importing torch and megatron.core takes longer than
-the training, so on a CPU this process imports once and forks the ranks; cases of one world size
-share their ranks, which lay the process groups out anew for each.
+CASES is a list of {"id", "world", "argv", "backend", "clusters"}; the last two may be missing.
+Importing torch and megatron.core takes longer than the training, so on a CPU this process imports
+once and forks the ranks; cases of one world size and backend share their ranks, which lay the
+process groups out anew for each. "clusters" is fsccl's way to divide ranks by hand.
 """
 
 from __future__ import annotations
@@ -42,22 +43,30 @@ def main() -> None:
         import flagscale.train.data.datasets
         import flagscale.train.step  # noqa: F401
 
-    for world in sorted({case["world"] for case in cases}):
-        own = [case for case in cases if case["world"] == world]
-        results.update(run_world(world, partial(run_rank, own)))
+    for world, backend, clusters in sorted({setting(case) for case in cases}):
+        own = [case for case in cases if setting(case) == (world, backend, clusters)]
+        results.update(run_world(world, partial(run_rank, own, backend, clusters)))
         Path(sys.argv[2]).write_text(json.dumps(results))
 
 
-def run_rank(cases: list[dict[str, Any]]) -> Iterator[Record]:
+def setting(case: dict[str, Any]) -> tuple[int, str, str]:
+    """World size, backend and clusters: what cases must have in common to share ranks."""
+    return case["world"], case.get("backend", "auto"), case.get("clusters", "")
+
+
+def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterator[Record]:
     """The life of a rank."""
+    if clusters:
+        os.environ["FSCCL_CLUSTERS"] = clusters
     from flagscale.train import distributed
     from flagscale.train.device import choose
 
     rank = distributed.Rank.from_environment()
     device = choose("auto", rank.local_rank)
-    distributed.join(rank, device, backend="auto", timeout_minutes=2)
+    distributed.join(rank, device, backend=backend, timeout_minutes=2)
     for case in cases:
         yield case["id"], train(case["argv"], rank, device)
+    distributed.leave()
 
 
 def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
