@@ -106,7 +106,7 @@ class Agent:
             options.notify_on, run_id, options.run_name, options.policy.max_restarts + 1
         )
         self._began = self._heard = self._turned = now
-        self._reached = False
+        self._reached = self._met = False
         self._beat_at = 0.0
         self._summary: dict[str, Any] = {}
 
@@ -187,9 +187,7 @@ class Agent:
     def _turn(self, wakeup: socket.socket) -> None:
         """Wait a moment and look at everything once."""
         quick = self.member.attempt.ending or self.member.attempt.stage is not Stage.RUNNING
-        self._selector.select(TICK_SECONDS if quick else IDLE_SECONDS)
-        with suppress(BlockingIOError):
-            wakeup.recv(4096)
+        self._wait(wakeup, TICK_SECONDS if quick else IDLE_SECONDS)
         now = time.monotonic()
         self._reap()
         self._take_signals(now)
@@ -199,6 +197,11 @@ class Agent:
         self._coordinate(now)
         self._notifier.step(now)
         self._turned = now
+
+    def _wait(self, wakeup: socket.socket, seconds: float) -> None:
+        self._selector.select(seconds)
+        with suppress(BlockingIOError):
+            wakeup.recv(4096)
 
     def _reap(self) -> None:
         """Orphans of the run are children too: reap every one."""
@@ -242,11 +245,14 @@ class Agent:
     def _look_at_link(self, now: float) -> None:
         """Whoever does not hear of the coordinator any more ends its part of the job."""
         policy = self._options.policy
-        silent = now - self._heard
-        limit = policy.lost_host_timeout if self._reached else policy.start_timeout
-        if silent <= limit or self.member.lost or self.member.finished:
+        if not self._reached and not self._met and self.member.met:
+            # Host 0's agent has been there: from now on it has to answer.
+            self._met, self._heard = True, now
+        expected = self._reached or self._met
+        limit = policy.lost_host_timeout if expected else policy.start_timeout
+        if now - self._heard <= limit or self.member.lost or self.member.finished:
             return
-        if self._reached:
+        if expected:
             reason = f"was lost: no word from its agent for {limit:g} s"
         else:
             reason = f"was not reached within {limit:g} s of the start"
@@ -305,7 +311,7 @@ class Agent:
             self._server.close()
         self._server = self._client = None
         while self._notifier.step(time.monotonic()):
-            self._selector.select(TICK_SECONDS)
+            self._wait(wakeup, TICK_SECONDS)
             self._reap()
 
     def _record(self, code: int, started: float, kills: int | None) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flagscale.launch import processes
-from flagscale.launch.failures import Failure, first_failure, last_lines
+from flagscale.launch.failures import Failure, first_failure, job_record, last_lines
 from flagscale.launch.files import read_json
 from flagscale.launch.layout import latest_status
 from flagscale.launch.state import Exit, HostState, RunState
@@ -93,6 +93,9 @@ class Snapshot:
     failure: Failure | None = None
     hosts: tuple[HostRow, ...] = ()
     warnings: tuple[str, ...] = field(default=())
+    attempt: int = 1
+    """Which start of the job this is, of ``attempts`` that there may be."""
+    attempts: int = 1
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
@@ -162,6 +165,7 @@ def take(
     ends = [ended.ended for ended in exits.values() if ended is not None]
     since = _since(state, phase, max(joined, default=None), max(ends, default=None))
     codes = [ended.code for ended in exits.values() if ended is not None]
+    job = job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,
         name=state.name,
@@ -173,6 +177,8 @@ def take(
         failure=failure,
         hosts=tuple(rows),
         warnings=tuple(_warnings(events)),
+        attempt=int(job.get("attempt", 1)),
+        attempts=int(job.get("attempts", 1)),
         **_progress(events, phase),
     )
 

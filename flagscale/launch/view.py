@@ -46,6 +46,8 @@ def run_table(snapshot: Snapshot, *, with_lines: bool = False) -> RenderableType
     title = Text(f"{snapshot.name} · run {snapshot.run_id} · {snapshot.phase.value} for {lasted}")
     if snapshot.phase.ended:
         title = Text(f"{snapshot.name} · run {snapshot.run_id} · ended {lasted} ago")
+    if snapshot.attempts > 1:
+        title.append(f" · attempt {snapshot.attempt} of {snapshot.attempts}")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     headings = ["host", "state", "since", "ranks", "step", "loss", "tokens/s", "memory", "left"]
     for heading in headings + (["last line"] if with_lines else []):

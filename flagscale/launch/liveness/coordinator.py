@@ -95,6 +95,7 @@ class Coordinator:
         self.restarts: list[dict[str, Any]] = []
         self._reports: list[Report] = []
         self._began = now
+        self._expected: float | None = None
         self._ticked = now
         self._moved = now
         self._beat_at = now
@@ -209,17 +210,27 @@ class Coordinator:
                     host.heard += gap
 
     def _look_for_lost(self, now: float) -> None:
+        # Once ranks have joined, the agents of all hosts have been there; and an end waits for
+        # nobody who takes his time to start.
+        if self._expected is None and (self._reports_status or self.phase is not Phase.RUNNING):
+            self._expected = now
         for number, host in enumerate(self.hosts):
             if number == 0 or host.over:
                 continue
             if host.heard is None:
-                if now - self._began > self.policy.start_timeout:
-                    seconds = self.policy.start_timeout
-                    self._lose(host, f"did not report within {seconds:g} s of the start", now)
+                self._look_for_absent(host, now)
             elif now - host.heard > self.policy.lost_host_timeout:
                 seconds = self.policy.lost_host_timeout
                 reason = f"was lost: no word from its agent for {seconds:g} s"
                 self._lose(host, reason, host.heard)
+
+    def _look_for_absent(self, host: Host, now: float) -> None:
+        start, silence = self.policy.start_timeout, self.policy.lost_host_timeout
+        if now - self._began > start:
+            self._lose(host, f"did not report within {start:g} s of the start", now)
+        elif self._expected is not None and now - self._expected > silence:
+            reason = f"was lost: no word from its agent for {silence:g} s"
+            self._lose(host, reason, self._expected)
 
     def _lose(self, host: Host, reason: str, moment: float) -> None:
         host.lost, host.state = True, "lost"

@@ -88,6 +88,11 @@ class Member:
         ended = self.attempt.stage is Stage.OVER
         return ended and (self.finished or self.lost or self.signal is not None)
 
+    @property
+    def met(self) -> bool:
+        """Whether the ranks of all hosts have met, or will not meet any more."""
+        return bool(self._watch.joined) or self.attempt.stage is not Stage.RUNNING
+
     def step(self, now: float) -> None:
         """Look at the ranks and go on with what is to be done."""
         self.attempt.step(now)

@@ -18,7 +18,8 @@ from flagscale.launch.liveness.protocol import Channel, Message, ProtocolError
 ADMISSION_SECONDS = 5.0
 MAX_STRANGERS = 64
 MAX_STRANGER_BYTES = 256
-RETRY_SECONDS = 0.5
+FIRST_RETRY_SECONDS = 0.1
+RETRY_SECONDS = 1.0
 _READ_BYTES = 1 << 16
 
 
@@ -170,6 +171,7 @@ class Client:
         self._connecting: socket.socket | None = None
         self._connecting_since = 0.0
         self._try_at = 0.0
+        self._wait = FIRST_RETRY_SECONDS
         self._known: list[tuple[int, tuple[object, ...]]] = []
         self._targets: list[tuple[int, tuple[object, ...]]] = []
         self.fresh = False
@@ -204,6 +206,7 @@ class Client:
     def close(self) -> None:
         self._hang_up(0.0)
         if self._connecting is not None:
+            unregister(self._selector, self._connecting)
             self._connecting.close()
 
     def _hang_up(self, now: float) -> None:
@@ -211,13 +214,14 @@ class Client:
             unregister(self._selector, self._connection.socket)
             self._connection.close()
         self._connection = None
-        self._try_at = now + RETRY_SECONDS
+        self._try_at = now + self._wait
 
     def _connect(self, now: float) -> None:
         if self._connecting is not None:
             self._finish(now)
         elif now >= self._try_at:
-            self._try_at = now + RETRY_SECONDS
+            self._try_at = now + self._wait
+            self._wait = min(2 * self._wait, RETRY_SECONDS)
             # Looked up once: behind a cut link a name server would keep the agent waiting.
             self._known = self._known or _resolve(self._address)
             self._targets = self._targets or list(self._known)
@@ -226,6 +230,8 @@ class Client:
                 self._connecting = socket.socket(family, socket.SOCK_STREAM)
                 self._connecting.setblocking(False)
                 self._connecting_since = now
+                # Wakes up whoever waits on the selector, by success and by failure.
+                self._selector.register(self._connecting, selectors.EVENT_WRITE)
                 with suppress(OSError):
                     self._connecting.connect_ex(target)
                 self._finish(now)
@@ -240,10 +246,12 @@ class Client:
             sock.getpeername()
         except OSError:
             if fault or now - self._connecting_since > ADMISSION_SECONDS:
+                unregister(self._selector, sock)
                 sock.close()
                 self._connecting = None
             return
-        self._connecting = None
+        self._connecting, self._wait = None, FIRST_RETRY_SECONDS
+        unregister(self._selector, sock)
         self._connection = Connection(sock, Channel(self._secret, server=False))
         self._connection.flush()
         self._selector.register(sock, selectors.EVENT_READ)

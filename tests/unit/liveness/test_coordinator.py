@@ -181,9 +181,20 @@ def test_time_in_which_the_coordinator_did_not_run_counts_against_nobody() -> No
     assert job.brain.phase is Phase.RUNNING
 
 
+def test_a_host_that_is_not_there_although_ranks_have_met() -> None:
+    """Its agent ended before it could say a word."""
+    job = Job()
+    job.silent.add(1)
+    job.run(10)
+    assert job.kinds() == []
+    job.run(3)
+    assert job.first == ("h1", None)
+
+
 def test_a_host_that_never_comes() -> None:
     job = Job()
     job.silent.add(1)
+    job.fields[0] = {"joined": 0}
     job.run(99)
     assert job.kinds() == []
     job.run(3)

@@ -1,0 +1,129 @@
+"""What hosts of a run make of each other's faults: nothing is left anywhere, without a `stop`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+from bed.host import Host
+from launch_lab import until
+from liveness_lab import TOY, free_port
+from ssh_lab import PROJECT, SshLab
+
+from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
+
+pytestmark = pytest.mark.integration
+
+# Silence that counts as a loss, the end of the job, and room for a busy machine.
+ENOUGH_SECONDS = 30.0
+
+
+def start(lab: SshLab, *, light: bool = True, runner: Any = None, **environment: str) -> None:
+    """Start the toy, whose ranks keep in step over the network."""
+    given = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
+    lab.configure(
+        f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY}",
+        light=light,
+        runner={"lost_host_timeout": 3, **(runner or {})},
+        envs={**given, **environment},
+    )
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+
+
+def process(lab: SshLab, host: Host, word: str) -> int:
+    """The pid of the run's process on a host whose command line holds ``word``; the innermost."""
+    return max(p.pid for p in lab.members(host) if any(word in part for part in p.argv))
+
+
+def ended(lab: SshLab, host: str) -> dict[str, Any]:
+    run_dir = next(h.run_dir for h in lab.state().hosts if h.name == host)
+    return dict(
+        json.loads(
+            until(
+                lambda: (run_dir / EXIT_FILE).exists() and run_dir / EXIT_FILE, ENOUGH_SECONDS
+            ).read_text()
+        )
+    )
+
+
+def clean(lab: SshLab) -> None:
+    until(lambda: not lab.orphans(), ENOUGH_SECONDS)
+
+
+def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
+    start(lab)
+    lab.bed["h01"].link("down")
+    clean(lab)
+    lost = [ended(lab, host)["failure"] for host in ("h00", "h01")]
+    assert [failure["host"] for failure in lost] == ["h01", "h00"]
+    assert all("no word from its agent for 3 s" in failure["reason"] for failure in lost)
+    lab.bed["h01"].link("up")
+    seen = lab.query()
+    assert (seen["state"], seen["failure"]["host"]) == ("failed", "h01")
+
+
+def test_a_link_that_comes_back_in_time_is_forgiven(lab: SshLab) -> None:
+    start(lab, runner={"lost_host_timeout": 20})
+    host = lab.bed["h01"]
+    port = json.loads(lab.state().hosts[0].script.parent.joinpath("plan.json").read_text())
+    host.drop(f"tcp sport {port['liveness_port']}")
+    summary = lab.state().hosts[0].run_dir / LIVENESS_FILE
+    with pytest.raises(pytest.fail.Exception):
+        until(lambda: "lost" in summary.read_text(), 6)
+    host.heal()
+    assert lab.query()["state"] == "running"
+    assert lab.do("stop").returncode == 0
+
+
+@pytest.mark.parametrize("victim", ["h00", "h01"])
+def test_a_killed_agent(lab: SshLab, victim: str) -> None:
+    start(lab)
+    os.kill(process(lab, lab.bed[victim], "flagscale.launch.agent"), signal.SIGKILL)
+    clean(lab)
+    failure = lab.query()["failure"]
+    assert (failure["host"], failure["rank"]) == (victim, None)
+    assert "SIGKILL" in failure["reason"] or "no word from its agent" in failure["reason"]
+
+
+def test_a_killed_rank_is_named_with_host_log_and_signal(lab: SshLab) -> None:
+    start(lab, light=False)
+    os.kill(process(lab, lab.bed["h01"], "program.py"), signal.SIGKILL)
+    clean(lab)
+    seen = lab.query()
+    failure = seen["failure"]
+    assert (failure["host"], failure["rank"], failure["exit_code"]) == ("h01", 1, -9)
+    assert failure["log"].endswith("/0/stderr.log")
+    assert [row["state"] for row in seen["hosts"]] == ["failed", "failed"]
+
+
+@pytest.mark.parametrize("victim", ["h00", "h01"])
+def test_everything_on_one_host_is_killed(lab: SshLab, victim: str) -> None:
+    start(lab)
+    for left in lab.members(lab.bed[victim]):
+        os.kill(left.pid, signal.SIGKILL)
+    clean(lab)
+    other = "h01" if victim == "h00" else "h00"
+    failure = ended(lab, other)["failure"]
+    assert (failure["host"], failure["rank"]) == (victim, None)
+    assert lab.query()["failure"]["host"] == victim
+
+
+def test_a_stopped_rank_is_a_stall(lab: SshLab) -> None:
+    start(lab, runner={"hang_detection_timeout": 3})
+    os.kill(process(lab, lab.bed["h01"], "program.py"), signal.SIGSTOP)
+    clean(lab)
+    failure = lab.query()["failure"]
+    assert (failure["host"], failure["rank"]) == ("h01", 1)
+    assert "SIGSTOP" in failure["reason"]
+
+
+def test_the_job_starts_again_everywhere(lab: SshLab) -> None:
+    start(lab, runner={"max_restarts": 2}, TOY_1_0="raise", TOY_STEPS="40")
+    clean(lab)
+    seen = lab.query()
+    assert (seen["state"], seen["attempt"], seen["attempts"]) == ("completed", 2, 3)
+    assert "attempt 2 of 3" in lab.do("query").stdout
