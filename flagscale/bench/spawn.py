@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flagscale.bench.world import MEETING_VARIABLE
@@ -28,7 +28,7 @@ def spawn(command: Sequence[str], count: int, *, log_dir: Path | None = None) ->
     """
     with tempfile.TemporaryDirectory(prefix="flagscale-bench-") as directory, ExitStack() as stack:
         ranks: list[subprocess.Popen[bytes]] = []
-        previous = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+        stack.enter_context(interruptible())
         try:
             if log_dir is not None:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -43,8 +43,22 @@ def spawn(command: Sequence[str], count: int, *, log_dir: Path | None = None) ->
             return _wait(ranks)
         finally:
             _end(ranks)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let TERM and HUP unwind this thread as Ctrl-C does, so that what was started is ended."""
+    previous = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def python_path() -> str:
+    """PYTHONPATH for a process that shall import what this one can."""
+    return os.pathsep.join(path for path in sys.path if path)
 
 
 class _Ended(KeyboardInterrupt):
@@ -69,7 +83,7 @@ def _environment(rank: int, count: int, directory: Path) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         # Each rank is one of several on this host.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONPATH": python_path(),
     }
 
 

@@ -1,9 +1,10 @@
 """Fixtures of the bed.
 
 A test asks for ``bed`` and gets two hosts of its own; ``@pytest.mark.bed(hosts=8, ...)`` passes
-arguments to :meth:`bed.lab.Bed.open`. ``make_bed`` builds one in the middle of a test. Where the
-machine does not allow a bed the test is skipped with the reason, unless FLAGSCALE_REQUIRE_BED is
-``1``: then it fails.
+arguments to :meth:`bed.lab.Bed.open`. ``make_bed`` builds one in the middle of a test. ``slurm`` is
+a Slurm on the test's bed. Where the machine does not allow a bed, or has no Slurm, the test is
+skipped with the reason, unless FLAGSCALE_REQUIRE_BED or FLAGSCALE_REQUIRE_SLURM is ``1``: then it
+fails.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import pytest
 
 from bed.lab import Bed
 from bed.namespaces import why_not
+from bed.slurm import Slurm, why_no_slurm
 
 REQUIRE = "FLAGSCALE_REQUIRE_BED"
+REQUIRE_SLURM = "FLAGSCALE_REQUIRE_SLURM"
 MakeBed = Callable[..., AbstractContextManager[Bed]]
 
 
@@ -55,3 +58,15 @@ def bed(request: pytest.FixtureRequest, make_bed: MakeBed, tmp_path: Path) -> It
     options: dict[str, Any] = {"shared": [tmp_path], **(marker.kwargs if marker else {})}
     with make_bed(**options) as built:
         yield built
+
+
+@pytest.fixture
+def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """A real Slurm whose nodes are the hosts of this test's ``bed``."""
+    reason = why_no_slurm()
+    if reason is not None:
+        if os.environ.get(REQUIRE_SLURM) == "1":
+            pytest.fail(f"{REQUIRE_SLURM}=1, but there is {reason}", pytrace=False)
+        pytest.skip(f"Slurm: {reason}")
+    with Slurm.open(request.getfixturevalue("bed")) as cluster:
+        yield cluster

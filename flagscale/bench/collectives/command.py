@@ -208,6 +208,7 @@ def _place(parser: Parser) -> None:
     add("--slurm-job-id", metavar="ID", help="in this allocation (a new one)")
     add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs of a host (what it has)")
     add("--slurm-setup-script", type=Path, metavar="FILE", help="run on each host before")
+    add("--slurm-wait", type=float, default=600, metavar="S", help="longest wait in queue (600)")
 
 
 def _groups(parser: Parser) -> None:

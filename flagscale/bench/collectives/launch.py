@@ -12,8 +12,9 @@ from pathlib import Path
 from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.command import build_parser
 from flagscale.bench.collectives.settings import from_options, parse_spec
+from flagscale.bench.collectives.slurm import run_in_slurm
 from flagscale.bench.collectives.spec import BenchSpec
-from flagscale.bench.collectives.starters import starter_argv
+from flagscale.bench.collectives.starters import starter_argv, without_starting
 from flagscale.bench.spawn import spawn
 from flagscale.bench.world import World, detect
 from flagscale.errors import ConfigError
@@ -106,7 +107,10 @@ def _start(specs: Sequence[BenchSpec], words: Sequence[str]) -> int:
         raise ConfigError(
             "the number of ranks is missing: -r 2, or start this under torchrun, mpirun or srun"
         )
-    if place.hosts or place.slurm:
+    if place.slurm:
+        program = [sys.executable, *PROGRAM, *without_starting(words)]
+        return run_in_slurm(place, program, os.environ, note=specs[0].output.header)
+    if place.hosts:
         command, environment = starter_argv(place, words, os.environ)
         sys.stdout.flush()
         os.execvpe(command[0], command, {**os.environ, **environment})

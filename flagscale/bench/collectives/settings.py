@@ -287,6 +287,10 @@ def _placement(options: argparse.Namespace) -> Placement:
         raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
     if not 0 < options.timeout < math.inf:
         raise ConfigError(f"-T/--timeout {options.timeout:g}; expected seconds above 0")
+    if not 0 < options.slurm_wait < math.inf:
+        raise ConfigError(f"--slurm-wait {options.slurm_wait:g}; expected seconds above 0")
+    if options.slurm_job_id is not None and not options.slurm_job_id.isdigit():
+        raise ConfigError(f"--slurm-job-id {options.slurm_job_id!r}; expected a number")
     registry.backend(options.backend)
     hosts = tuple(options.hosts) or _hosts(options.hosts_file)
     workers, nodes = options.nworkers, max(options.nnodes, len(set(hosts)))
@@ -311,6 +315,7 @@ def _placement(options: argparse.Namespace) -> Placement:
         slurm_job=options.slurm_job_id,
         slurm_cpus=options.slurm_vcpus_per_node,
         slurm_setup=options.slurm_setup_script,
+        slurm_wait=options.slurm_wait,
     )
 
 

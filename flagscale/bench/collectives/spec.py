@@ -122,6 +122,8 @@ class Placement:
     slurm_job: str | None = None
     slurm_cpus: int | None = None
     slurm_setup: Path | None = None
+    slurm_wait: float = 600.0
+    """Seconds in the queue before a new allocation is given up."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
-"""Command lines that start the benchmark's ranks on other hosts: mpirun's and srun's."""
+"""The command line that starts the benchmark's ranks on other hosts by mpirun."""
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from flagscale.bench.collectives.spec import Placement
 from flagscale.errors import UnreachableError
@@ -23,6 +21,7 @@ _STARTING = {
     "--slurm-mode": "none",
     "--slurm-job-id": "one",
     "--slurm-setup-script": "one",
+    "--slurm-wait": "one",
     "-u": "one",
     "--slurm-vcpus-per-node": "one",
 }
@@ -32,17 +31,13 @@ _PORT = 29_511
 def starter_argv(
     place: Placement, words: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that starts the ranks on the hosts or in the allocation of ``place``, and what
-    it adds to the environment.
+    """The command that starts the ranks on the hosts of ``place``, and what it adds to the
+    environment.
 
     Raises:
-        UnreachableError: mpirun or srun is not installed.
+        UnreachableError: mpirun is not installed.
     """
     program = [sys.executable, *_PROGRAM, *without_starting(words)]
-    if place.slurm:
-        if shutil.which("srun", path=environment.get("PATH")) is None:
-            raise UnreachableError("--slurm-mode: srun is not installed here")
-        return srun_argv(place, program), {}
     port = str(place.port or _PORT)
     meeting = {"MASTER_ADDR": place.address or place.hosts[0], "MASTER_PORT": port}
     mpirun = shutil.which("mpirun", path=environment.get("PATH"))
@@ -84,33 +79,6 @@ def mpirun_argv(
         if place.log_dir:
             command += ["-outfile-pattern", str(place.log_dir / "rank_%r.log")]
     return [*command, *program]
-
-
-def srun_argv(place: Placement, program: Sequence[str]) -> list[str]:
-    """srun's line: in an allocation that exists, or in one of its own."""
-    ranks = place.workers or 1
-    each = ranks // place.nodes
-    command = ["srun", f"--nodes={place.nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={each}"]
-    if place.slurm_job is not None:
-        command += [f"--jobid={place.slurm_job}", "--overlap"]
-    if place.slurm_cpus is not None:
-        command.append(f"--cpus-per-task={max(1, place.slurm_cpus // each)}")
-    if place.log_dir is not None:
-        command.append(f"--output={place.log_dir / 'rank_%t.log'}")
-    command.append("--kill-on-bad-exit=1")
-    if place.slurm_setup is None:
-        return [*command, *program]
-    return [*command, *_after_setup(place.slurm_setup, program)]
-
-
-def _after_setup(script: Path, program: Sequence[str]) -> list[str]:
-    """The first rank of each host runs the script; the others wait for it."""
-    done = '"${TMPDIR:-/tmp}/flagscale-setup-$SLURM_JOB_ID-$SLURM_STEP_ID"'
-    text = (
-        f'set -eu; if [ "$SLURM_LOCALID" = 0 ]; then bash {shlex.quote(str(script.absolute()))} '
-        f'&& touch {done}; else while [ ! -e {done} ]; do sleep 0.2; done; fi; exec "$@"'
-    )
-    return ["bash", "-c", text, "bash", *program]
 
 
 def _is_open_mpi(mpirun: str) -> bool:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from flagscale.bench.collectives import curves, records, starters
+from flagscale.bench.collectives import curves, records
 from flagscale.bench.collectives.launch import read_specs
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.watch import Beat, explain
-from flagscale.bench.world import World, detect, first_host
-from flagscale.errors import ConfigError, UnreachableError
+from flagscale.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -113,6 +112,8 @@ def test_flags_reach_the_specification() -> None:
         ("allr --shared-output-buff", "needs --unique-buff"),
         ("allr --in-place --out-of-place", "not allowed with"),
         ("allr --hosts a --slurm-mode", "exclude each other"),
+        ("allr -S --slurm-job-id 7x", "--slurm-job-id '7x'; expected a number"),
+        ("allr -S --slurm-wait 0", "--slurm-wait 0; expected seconds above 0"),
         ("allr --hosts-file /nowhere", "No such file"),
         ("permute --custom-src-target-pairs /nowhere", "No such file"),
         ("allr --seed -1", "expected 0 to"),
@@ -164,151 +165,6 @@ def test_a_batch_runs_its_lines_and_names_the_wrong_one(tmp_path: Path) -> None:
     file.write_text("# nothing\n")
     with pytest.raises(ConfigError, match="no line to run"):
         read_specs(["--batch", str(file)])
-
-
-_OMPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "685768705",
-    "PMIX_SERVER_URI2": "685768704.0;tcp4://127.0.0.1:53613",
-}
-_PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "8", "MPI_LOCALRANKID": "1"}
-_SLURM = {
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[03-05]",
-}
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("torchrun", 1, 2, 0)),
-        (_OMPI, ("OpenMPI", 1, 2, 1)),
-        ({**_PMI, "MPI_LOCALNRANKS": "2"}, ("MPICH", 1, 4, 1)),
-        (_SLURM, ("Slurm", 3, 4, 1)),
-        ({**_SLURM, **_OMPI}, ("OpenMPI", 1, 2, 1)),
-        ({**_OMPI, "RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, 0)),
-    ],
-    ids=["none", "batch-script", "torchrun", "openmpi", "mpich", "srun", "mpi-in-slurm", "inner"],
-)
-def test_launchers_are_told_by_their_variables(
-    environment: dict[str, str], expected: tuple[Any, ...] | None
-) -> None:
-    world = detect(environment)
-    found = world and (world.launcher, world.rank, world.size, world.local_rank)
-    assert found == expected
-
-
-def test_meetings_are_of_one_job_alone() -> None:
-    world = detect(_OMPI)
-    assert world is not None
-    assert world.meeting == "openmpi-685768705-685768704_0_tcp4_127_0_0_1_53613"
-    slurm = detect(_SLURM)
-    assert slurm is not None
-    assert (slurm.address, slurm.port) == ("gpu03", 20_000 + 77 * 31)
-    assert slurm.meeting is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "is no rank of WORLD_SIZE=2"),
-        ({**_OMPI, "MASTER_ADDR": "a"}, "MASTER_PORT=None is no port"),
-    ],
-)
-def test_senseless_variables_are_refused(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        detect(environment)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[03-05,9],x", "n03"), ("n[7]-ib,x", "n7-ib"), ("", "")],
-)
-def test_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
-
-
-def _place(line: str) -> Any:
-    return parse_spec(line.split()).placement
-
-
-def test_mpirun_lines() -> None:
-    place = _place("allr -r 4 --hosts a b --mpi-log-dir /logs")
-    program = ["python", "x"]
-    assert starters.mpirun_argv(place, program, open_mpi=True, names=["A", "B"]) == (
-        [
-            "mpirun",
-            "-np",
-            "4",
-            "--host",
-            "a:2,b:2",
-            "-x",
-            "A",
-            "-x",
-            "B",
-            "--output-filename",
-            "/logs",
-            "python",
-            "x",
-        ]
-    )
-    assert starters.mpirun_argv(place, program, open_mpi=False, names=["A", "B"]) == [
-        "mpirun",
-        "-np",
-        "4",
-        "-hosts",
-        "a:2,b:2",
-        "-genvlist",
-        "A,B",
-        "-outfile-pattern",
-        "/logs/rank_%r.log",
-        "python",
-        "x",
-    ]
-
-
-def test_srun_lines(tmp_path: Path) -> None:
-    assert starters.srun_argv(_place("allr -r 4 -N 2 -S --slurm-job-id 9 -u 8"), ["x"]) == [
-        "srun",
-        "--nodes=2",
-        "--ntasks=4",
-        "--ntasks-per-node=2",
-        "--jobid=9",
-        "--overlap",
-        "--cpus-per-task=4",
-        "--kill-on-bad-exit=1",
-        "x",
-    ]
-    script = tmp_path / "set up $HOME;'.sh"
-    script.write_text("")
-    options = ["allr", "-r", "1", "-S", "--slurm-setup-script", str(script)]
-    line = starters.srun_argv(parse_spec(options).placement, ["x", "y z"])
-    assert line[-3:] == ["bash", "x", "y z"]
-    assert "set up $HOME;" in line[-4]
-
-
-@pytest.mark.parametrize(("line", "program"), [("--hosts a", "mpirun"), ("-S", "srun")])
-def test_an_absent_launcher_is_named(line: str, program: str) -> None:
-    words = f"allr -r 2 {line}".split()
-    with pytest.raises(UnreachableError, match=f"{program} is not installed") as error:
-        starters.starter_argv(parse_spec(words).placement, words, {"PATH": "/nowhere"})
-    assert error.value.exit_code == 3
-
-
-def test_what_says_how_to_start_stays_behind() -> None:
-    line = "allr --hosts a b -n 5 -S --slurm-job-id 3 -u 4 --mpi-log-dir=x --hosts-file f -r 4"
-    assert starters.without_starting(line.split()) == ["allr", "-n", "5", "-r", "4"]
 
 
 def _row(**more: Any) -> Row:
@@ -457,11 +313,6 @@ def test_the_silent_the_slow_and_the_absent_are_named() -> None:
     assert "all ranks wait in all_reduce" in explain(
         _beats(a, Beat(1, "h", 2, 100.0, "all_reduce", 3, 7)), 100.0
     )
-
-
-def test_a_world_of_one_host_knows_it() -> None:
-    assert World("local", 0, 2, 0, 2).one_host
-    assert not World("MPICH", 0, 4, 0, 2).one_host
 
 
 def test_specifications_are_values() -> None:

@@ -1,0 +1,96 @@
+"""The benchmark inside a real Slurm of two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.slurm import Slurm
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = ROOT / "tools" / "comm" / "bench.py"
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+_SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
+
+
+def test_in_a_new_allocation_with_a_setup_script(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "set up $HOME;'.sh"
+    script.write_text(f'echo "$(hostname) $SLURM_LOCALID" >>{tmp_path}/setup.txt\ncat\n')
+    result = tmp_path / "result.json"
+    line = f"{_SHORT} -r 2 -N 2 -S -u 2 --json {result}"
+    done = bench(
+        *line.split(), "--slurm-setup-script", script, environment=slurm.environment(), cwd=tmp_path
+    )
+    assert done.code == 0, done.err
+    # Once a host, before any rank.
+    assert sorted((tmp_path / "setup.txt").read_text().split("\n")) == ["", "h00 0", "h01 0"]
+    assert "# Slurm job " in done.out
+    assert "2 ranks on 2 hosts: h00 [0] 1 x " in done.out
+    assert "started by Slurm" in done.out
+    assert json.loads(result.read_text())["results"][0]["wrong"] == 0
+    slurm.wait_empty()
+
+
+def test_in_an_existing_job(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
+    def run(line: str) -> Any:
+        return bench(*line.split(), environment=slurm.environment(), cwd=tmp_path)
+
+    with slurm.allocation(nodes=2, tasks=2) as job:
+        done = run(f"{_SHORT} -r 2 -N 2 -S --slurm-job-id {job}")
+        assert done.code == 0, done.err
+        assert f"# Slurm job {job}\n" in done.out
+        # The job is the user's: it stays.
+        assert slurm.jobs() == [job]
+        done = run(f"{_SHORT} -r 3 -N 3 -S --slurm-job-id {job}")
+        assert (done.code, done.err.count("it has 2 hosts, and -N asks 3")) == (2, 1)
+    slurm.wait_empty()
+    done = run(f"allr -r 2 -S --slurm-job-id {job}")
+    assert done.code == 2
+    assert f"error: --slurm-job-id {job}: the job " in done.err
+
+
+def test_slurms_refusals_and_the_runs_own_code(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
+    def run(line: str, *words: str | Path, **environment: str) -> Any:
+        more = slurm.environment(**environment)
+        return bench(*line.split(), *words, environment=more, cwd=tmp_path)
+
+    done = run(f"{_SHORT} -r 3 -N 3 -S --slurm-wait 1")
+    assert done.code == 3
+    assert "error: Slurm gives no 3 hosts for 3 ranks within 1 s: salloc: error: " in done.err
+    script = tmp_path / "setup.sh"
+    script.write_text("exit 7\n")
+    done = run(f"{_SHORT} -r 2 -N 2 -S", "--slurm-setup-script", script)
+    assert done.code == 1
+    assert f"error: --slurm-setup-script {script} failed; nothing was measured" in done.err
+    # What only the ranks can find out comes back with their own code, and is said once.
+    done = run(f"{_SHORT} -r 2 -N 2 -S --backend mpi")
+    assert done.code == 2
+    assert done.err.count("'mpi' cannot be used here") == 1
+    slurm.wait_empty()
+
+
+def test_an_interrupted_run_gives_its_allocation_back(slurm: Slurm, tmp_path: Path) -> None:
+    result = tmp_path / "part.json"
+    line = f"allr -r 2 -N 2 -S -d fp32 -b 1K -e 30000 -i 4 -n 3 --json {result}"
+    process = subprocess.Popen(
+        [sys.executable, PROGRAM, *line.split()],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=slurm.environment(OMP_NUM_THREADS="1"),
+    )
+    deadline = time.monotonic() + 60
+    while not result.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    slurm.wait_empty()
+    assert not [p for host in slurm.bed.hosts for p in host.find("flagscale.bench")]

@@ -1,0 +1,177 @@
+"""How ranks learn who they are, and the command lines that start them elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.bench.collectives import slurm, starters
+from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.world import World, detect, first_host
+from flagscale.errors import ConfigError, UnreachableError
+
+_OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "685768705",
+    "PMIX_SERVER_URI2": "685768704.0;tcp4://127.0.0.1:53613",
+}
+_PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "8", "MPI_LOCALRANKID": "1"}
+_SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-05]",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ("torchrun", 1, 2, 0)),
+        (_OMPI, ("OpenMPI", 1, 2, 1)),
+        ({**_PMI, "MPI_LOCALNRANKS": "2"}, ("MPICH", 1, 4, 1)),
+        (_SLURM, ("Slurm", 3, 4, 1)),
+        ({**_SLURM, **_OMPI}, ("OpenMPI", 1, 2, 1)),
+        ({**_OMPI, "RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, 0)),
+    ],
+    ids=["none", "batch-script", "torchrun", "openmpi", "mpich", "srun", "mpi-in-slurm", "inner"],
+)
+def test_launchers_are_told_by_their_variables(
+    environment: dict[str, str], expected: tuple[Any, ...] | None
+) -> None:
+    world = detect(environment)
+    found = world and (world.launcher, world.rank, world.size, world.local_rank)
+    assert found == expected
+
+
+def test_meetings_are_of_one_job_alone() -> None:
+    world = detect(_OMPI)
+    assert world is not None
+    assert world.meeting == "openmpi-685768705-685768704_0_tcp4_127_0_0_1_53613"
+    step = detect(_SLURM)
+    assert step is not None
+    assert (step.address, step.port) == ("gpu03", 20_000 + 77 * 31)
+    assert step.meeting is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "is no rank of WORLD_SIZE=2"),
+        ({**_OMPI, "MASTER_ADDR": "a"}, "MASTER_PORT=None is no port"),
+    ],
+)
+def test_senseless_variables_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        detect(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[03-05,9],x", "n03"), ("n[7]-ib,x", "n7-ib"), ("", "")],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def _place(line: str) -> Any:
+    return parse_spec(line.split()).placement
+
+
+def test_mpirun_lines() -> None:
+    place = _place("allr -r 4 --hosts a b --mpi-log-dir /logs")
+    program = ["python", "x"]
+    assert starters.mpirun_argv(place, program, open_mpi=True, names=["A", "B"]) == (
+        [
+            "mpirun",
+            "-np",
+            "4",
+            "--host",
+            "a:2,b:2",
+            "-x",
+            "A",
+            "-x",
+            "B",
+            "--output-filename",
+            "/logs",
+            "python",
+            "x",
+        ]
+    )
+    assert starters.mpirun_argv(place, program, open_mpi=False, names=["A", "B"]) == [
+        "mpirun",
+        "-np",
+        "4",
+        "-hosts",
+        "a:2,b:2",
+        "-genvlist",
+        "A,B",
+        "-outfile-pattern",
+        "/logs/rank_%r.log",
+        "python",
+        "x",
+    ]
+
+
+def test_srun_lines(tmp_path: Path) -> None:
+    shape = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=4"]
+    place = _place("allr -r 4 -N 2 -S -u 8 --slurm-wait 90 --mpi-log-dir /logs")
+    assert slurm.salloc_argv(place) == [
+        *("salloc", "--no-shell", "--job-name=flagscale-bench", "--immediate=90"),
+        *shape,
+    ]
+    assert slurm.srun_argv(place, "9", ["x", "y z"]) == [
+        *("srun", "--jobid=9", "--overlap", *shape, "--kill-on-bad-exit=0", "--wait=30"),
+        *("--output=/logs/rank_%t.log", "x", "y z"),
+    ]
+    script = tmp_path / "set up $HOME;'.sh"
+    script.write_text("")
+    options = ["allr", "-r", "4", "-N", "2", "-S", "--slurm-setup-script", str(script)]
+    line = slurm.setup_argv(parse_spec(options).placement, "9", "echo 'a b'; exit 3")
+    assert line[-4:] == ["bash", "-c", "echo 'a b'; exit 3", str(script)]
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} < set(line)
+
+
+def test_slurm_asks_for_a_readable_setup_and_a_number_of_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "setup.sh"
+    script.write_text("#" * 200_000)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("srun", "salloc", "squeue", "scancel"):
+        (programs / name).touch(mode=0o755)
+    options = ["allr", "-r", "2", "-S", "--slurm-setup-script", str(script)]
+    path = {"PATH": str(programs)}
+    with pytest.raises(ConfigError, match="longer than 102400 bytes"):
+        slurm.run_in_slurm(parse_spec(options).placement, ["x"], path)
+    with pytest.raises(ConfigError, match="number of ranks is missing"):
+        slurm.run_in_slurm(_place("allr -S"), ["x"], path)
+    with pytest.raises(UnreachableError, match="srun, salloc, squeue, scancel is not installed"):
+        slurm.run_in_slurm(_place("allr -S -r 2"), ["x"], {"PATH": "/nowhere"})
+
+
+def test_an_absent_mpirun_is_named() -> None:
+    words = ["allr", "-r", "2", "--hosts", "a"]
+    with pytest.raises(UnreachableError, match="mpirun is not installed") as error:
+        starters.starter_argv(parse_spec(words).placement, words, {"PATH": "/nowhere"})
+    assert error.value.exit_code == 3
+
+
+def test_what_says_how_to_start_stays_behind() -> None:
+    line = "allr --hosts a b -n 5 -S --slurm-job-id 3 -u 4 --mpi-log-dir=x --hosts-file f -r 4"
+    assert starters.without_starting(line.split()) == ["allr", "-n", "5", "-r", "4"]
+
+
+def test_a_world_of_one_host_knows_it() -> None:
+    assert World("local", 0, 2, 0, 2).one_host
+    assert not World("MPICH", 0, 4, 0, 2).one_host
