@@ -36,6 +36,12 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
         time.sleep(0.05)
 
 
+def rank_processes(state: RunState) -> dict[int, Process]:
+    """The living ranks of a run on this machine, by rank."""
+    ranks = [process for process in state.alive() if processes.is_rank(process.pid)]
+    return {int(processes.environment(rank.pid)[b"RANK"]): rank for rank in ranks}
+
+
 @dataclass
 class Lab:
     """An experiment directory and its YAML, and the launcher's command line for it."""

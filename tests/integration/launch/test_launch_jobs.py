@@ -10,10 +10,9 @@ import sys
 from typing import Any
 
 import pytest
-from launch_lab import Lab, until
+from launch_lab import Lab, rank_processes, until
 
 from flagscale.launch import processes
-from flagscale.launch.start import rank_processes
 
 pytestmark = pytest.mark.integration
 
