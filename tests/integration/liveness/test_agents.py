@@ -56,20 +56,6 @@ def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_peer(two: Stations
     two.gone(1)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_agent_takes_the_job_with_it(two: Stations, victim: int) -> None:
-    """Host 0's too, where the coordinator was. Its script, which is not there, would sweep."""
-    two.start()
-    two.joined()
-    two[victim].agent.kill()
-    other = two[1 - victim]
-    assert other.agent.wait(20) == 1
-    failure = other.exit()["failure"]
-    assert (failure["host"], failure["rank"]) == (f"h{victim}", None)
-    assert "no word from its agent for 3 s" in failure["reason"]
-    two.gone()
-
-
 def test_a_stopped_rank_is_a_stall_that_is_named(two: Stations) -> None:
     two.start("--hang-timeout", "3")
     two.joined()
