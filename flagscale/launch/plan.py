@@ -80,6 +80,8 @@ class HostPlan:
     """What this host's type or name changed: dotted key and value."""
     ssh: SshPlace | None = None
     """How SSH reaches it; None for this machine."""
+    unasked: bool = False
+    """Whether its script has to find out by itself what the host is like."""
 
     @property
     def ranks(self) -> range:
@@ -294,6 +296,7 @@ def _plan_host(
         before_start=own.commands_before,
         after_stop=own.after_stop,
         origins=own.origins,
+        unasked=machine.cpus is None,
     )
 
 

@@ -55,9 +55,12 @@ def unasked_plan(experiment: Experiment) -> LaunchPlan:
         master_port=wanted_port(experiment.runner) or _DRY_PORT,
         over_ssh=True,
     )
-    note = "no host was asked: threads, devices and interface"
-    note += "" if wanted_port(experiment.runner) else ", and a free port,"
-    return _checked(experiment, made, f"{note} are looked up there when the run starts")
+    notes = []
+    if wanted_port(experiment.runner) is None:
+        notes.append(f"a run picks a port that is free on {hosts[0].name}, in place of {_DRY_PORT}")
+    if experiment.runner.preflight:
+        notes.append("a run asks every host for its cores, GPUs and interface; no host was asked")
+    return _checked(experiment, made, *notes)
 
 
 @contextmanager

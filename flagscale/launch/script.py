@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from flagscale import __version__
+from flagscale.launch import unasked
 from flagscale.launch.environment import EnvValue
 from flagscale.launch.layout import EXIT_FILE
 from flagscale.launch.plan import HostPlan, LaunchPlan
@@ -83,7 +84,7 @@ exit "$code"
 
 def render(plan: LaunchPlan, host: HostPlan) -> str:
     """The script of one host."""
-    return "\n".join((*_head(plan, host), *_environment(host), *_words(host), _FRAME))
+    return "\n".join((*_head(plan, host), *_environment(host), *_words(plan, host), _FRAME))
 
 
 def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
@@ -164,7 +165,7 @@ def _require(value: EnvValue) -> str:
     return f': "${{{value.name}:?is a secret: export it, then run this script}}"'
 
 
-def _words(host: HostPlan) -> Iterator[str]:
+def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield "# Supervisor, launcher of the ranks, training program."
     yield _array("agent", host.agent)
     yield _array("torchrun", host.torchrun)
@@ -172,7 +173,8 @@ def _words(host: HostPlan) -> Iterator[str]:
     yield from _agent_secrets(host)
     yield ""
     yield "# experiment.cmds, verbatim."
-    yield from _verbatim("before_start", host.before_start)
+    looks = unasked.text(plan, host)
+    yield from _verbatim("before_start", "\n".join(filter(None, (host.before_start, looks))))
     yield from _verbatim("after_stop", host.after_stop)
     yield ""
 

@@ -50,7 +50,8 @@ def connect(experiment: Experiment, hosts: Sequence[Host]) -> Hosts:
 def survey(
     experiment: Experiment, hosts: Sequence[Host], connections: Hosts, *, thorough: bool
 ) -> Survey:
-    """Ask every host. ``thorough``: also its Python, for a preflight."""
+    """Ask every host, its Python too, for a preflight. Otherwise only the master host is asked,
+    for a port: the scripts of hosts that nobody asked look for themselves."""
     made = Survey(tuple(hosts))
     if thorough and compares_code(experiment):
         made.code = probe.digest_of(probe.manifest(str(PROJECT)))
@@ -59,7 +60,12 @@ def survey(
     def ask(rank: int, connection: Connection) -> Facts:
         return asking.ask(connection, questions[rank])
 
-    made.facts, made.errors = connections.each(ask)
+    def visit(rank: int, connection: Connection) -> Facts | None:
+        return ask(rank, connection) if thorough or rank == 0 else None
+
+    # All are connected to now: hosts that can't be reached are known before anything starts.
+    answers, made.errors = connections.each(visit)
+    made.facts = {rank: one for rank, one in answers.items() if one is not None}
     return made
 
 

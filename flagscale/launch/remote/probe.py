@@ -10,13 +10,13 @@ imports it too: both sides must take the same digest of the same code.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import socket
-import struct
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 PACKAGES = (
     "torch",
@@ -53,6 +53,8 @@ def packages() -> dict[str, str]:
 
 def manifest(project: str) -> dict[str, str]:
     """The code in a directory of this project: relative path and SHA-256 of each file."""
+    import hashlib
+
     found: dict[str, str] = {}
     for root in CODE_ROOTS:
         for directory, inner, names in os.walk(os.path.join(project, root)):
@@ -68,6 +70,8 @@ def manifest(project: str) -> dict[str, str]:
 
 def digest_of(files: dict[str, str]) -> str:
     """One digest of a manifest; empty for no code at all."""
+    import hashlib
+
     lines = "".join(f"{files[path]} {path}\n" for path in sorted(files))
     return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest() if files else ""
 
@@ -88,6 +92,8 @@ def disk(path: str) -> dict[str, Any]:
 def interface_to(address: str) -> str:
     """The interface whose address this host would use to reach ``address``; "" if none."""
     import fcntl
+    import socket
+    import struct
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

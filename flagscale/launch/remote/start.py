@@ -17,21 +17,28 @@ from flagscale.launch.layout import OLD_OUTPUT_FILE
 from flagscale.launch.plan import HostPlan
 from flagscale.launch.remote.answer import SAY, parse
 from flagscale.launch.transport import Connection
-from flagscale.status import RUN_ID_VARIABLE
+from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _SECONDS = 60.0
 
 _BODY = r"""
 umask 077
+# Two launches at the same moment, from two machines, each found nothing: now one of them does.
+if [[ -n $mark ]] && grep -qzsF -e "$mark" /proc/[0-9]*/environ; then
+    printf '%s\n' "another run is alive there, whose logs are in $logs" >&2
+    exit 75
+fi
 fail() { printf '%s\n' "$1" >&2; exit 73; }
-mkdir -p -- "$run_dir" "${script%/*}" "${pid_file%/*}" "${output%/*}" || fail "no directory"
+for directory in "${script%/*}" "${output%/*}"; do
+    [[ -d $directory ]] || mkdir -p -- "$directory" || fail "cannot make $directory"
+done
 if [[ -n $old_output && -e $output ]]; then
     mkdir -p -- "${old_output%/*}" && mv -- "$output" "$old_output" || fail "cannot keep $output"
 fi
 for ((i = 0; i < ${#paths[@]}; i++)); do
     printf '%s' "${texts[i]}" >"${paths[i]}" || fail "cannot write ${paths[i]}"
 done
-chmod 700 -- "$script" || fail "cannot make $script executable"
+[[ -x $script ]] || chmod 700 -- "$script" || fail "cannot make $script executable"
 # The command of the script is in no list of jobs of ours, leads its own session and holds none
 # of our files: it lives on when the connection closes.
 setsid bash "$script" </dev/null >>"$output" 2>&1 &
@@ -64,7 +71,8 @@ class StartError(RunStateError):
 
 
 def start(connection: Connection, program: str) -> Started:
-    """Run the program of :func:`text` on a host. Raises :class:`StartError` with the reason."""
+    """Run the program of :func:`text` on a host. Raises :class:`StartError` with the reason; a
+    run of the same directory that is alive there is one."""
     result = connection.run_script(program, timeout=_SECONDS)
     answer = parse(result.stdout)
     pid, ticks = answer.number("pid"), answer.number("start_ticks")
@@ -89,6 +97,9 @@ def text(
     old_output = "" if old_run_dir is None else str(old_run_dir / OLD_OUTPUT_FILE)
     given = {
         "run_dir": str(host.run_dir),
+        # A host that was asked has told of other runs already.
+        "mark": f"{STATUS_DIR_VARIABLE}={host.run_dir.parents[1]}/" if host.unasked else "",
+        "logs": str(host.run_dir.parents[1]),
         "script": str(host.script),
         "output": str(host.output),
         "pid_file": str(host.pid_file),

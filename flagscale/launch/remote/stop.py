@@ -35,16 +35,27 @@ members() {
     done
 }
 exec {never}<> <(:)
-pause() { read -rt 0.1 -u "$never"; } # without a process of its own
-gone_within() { # $1: seconds, $2: what is done to the members each time
-    local deadline=$((SECONDS + $1))
-    while :; do
-        members
-        ((${#found[@]})) || return 0
+pause() { read -rt 0.05 -u "$never"; } # without a process of its own
+lives() { # $1: pid; a zombie does not
+    local stat
+    { read -r stat </proc/$1/stat; } 2>/dev/null && [[ ${stat##*) } != [ZXx]* ]]
+}
+# Those that were found are watched without a process of its own; when they are gone, whatever
+# they have started in the meantime is looked for.
+gone_within() { # $1: seconds, $2: what is done to the members found
+    local deadline=$((SECONDS + $1)) pid left
+    while ((${#found[@]})); do
         "$2"
-        ((SECONDS < deadline)) || return 1
-        pause
+        while :; do
+            left=()
+            for pid in "${found[@]}"; do lives "$pid" && left+=("$pid"); done
+            ((${#left[@]} && SECONDS < deadline)) || break
+            pause
+        done
+        members
+        ((SECONDS < deadline)) || break
     done
+    ((${#found[@]} == 0))
 }
 declare -A terminated=() killed=()
 nothing() { :; }
@@ -56,12 +67,23 @@ terminate() {
 slay() {
     for pid in "${found[@]}"; do kill -KILL "$pid" 2>/dev/null && killed[$pid]=1; done
 }
-members
+# The script, as long as it lives, and what it has started: found without a process of its own.
+tree() { # $1: pid
+    local pid children=
+    found+=("$1")
+    { read -r children </proc/$1/task/$1/children; } 2>/dev/null
+    for pid in $children; do tree "$pid"; done
+}
+found=()
+if { read -r stat </proc/$script_pid/stat; } 2>/dev/null; then
+    read -ra fields <<<"${stat##*) }"
+    [[ ${fields[19]} == "$start_ticks" && ${fields[0]} != [ZXx] ]] && tree "$script_pid"
+fi
+((${#found[@]})) || members
 said=${#found[@]}
 if ((said)); then
-    agent=
-    if [[ -r $run_dir/$agent_file ]]; then
-        record=$(<"$run_dir/$agent_file")
+    agent= record=
+    if { read -rd '' record <"$run_dir/$agent_file"; } 2>/dev/null || [[ -n $record ]]; then
         [[ $record == *"$boot"* && $record =~ \"pid\":\ ([0-9]+) ]] && agent=${BASH_REMATCH[1]}
     fi
     # Only a process of this very run is an agent of it.
@@ -70,7 +92,6 @@ if ((said)); then
         gone_within $((grace + agent_seconds)) nothing
     fi
     gone_within "$grace" terminate || gone_within "$kill_seconds" slay
-    members
     rm -f -- "$pid_file"
 fi
 say found "$said"
@@ -97,6 +118,8 @@ def text(state: RunState, host: HostState) -> str:
     """The program for one host."""
     given = {
         "wanted_boot": host.boot_id or "",
+        "script_pid": str(host.pid or 0),
+        "start_ticks": str(host.start_ticks or 0),
         "entry": f"{RUN_ID_VARIABLE}={state.run_id}",
         "run_dir": str(host.run_dir),
         "agent_file": AGENT_FILE,

@@ -97,6 +97,9 @@ class SshRunner:
         write_atomic(layout.config, self._config_text)
         write_atomic(layout.overrides, self._overrides_text)
         if plan.shared_fs:
+            # Hosts write their scripts themselves; making them executable is done for all here.
+            for host in plan.hosts:
+                host.script.touch(mode=0o700)
             return
         for host in plan.hosts:
             write_atomic(host.script, render(plan, host), mode=0o700)
