@@ -107,7 +107,11 @@ def _unreadable(override: str, message: str) -> Problem:
     found = parse(override)
     if found is None or found.value is None:
         return Problem(override, "expected key=value", OVERRIDE)
-    return Problem(found.key, message.splitlines()[0], OVERRIDE)
+    complaint = message.splitlines()[0]
+    if complaint.startswith("LexerNoViableAlt"):  # says nothing but its name
+        complaint = "a character that has a meaning to Hydra"
+    advice = f"quote it: '{found.key}=\"…\"'"
+    return Problem(found.key, f"Hydra cannot read this value ({complaint}); {advice}", OVERRIDE)
 
 
 def _not_there(key: str) -> str:

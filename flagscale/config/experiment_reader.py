@@ -38,7 +38,7 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
         # The text, since YAML takes an unquoted 2:4 for 124, minutes and seconds.
         given["nnodes"] = reader.text(f"{prefix}nnodes", given["nnodes"]).partition(":")[0]
     if given.get("type") in _OTHER_TYPES:
-        message = f"{given.pop('type')}: this version launches on this machine only (`local`)"
+        message = f"{given.pop('type')}: this version launches with `local` and `ssh` only"
         reader.problem(f"{prefix}type", message)
     found = reader.fields(schema.Runner, given, prefix, others=True)
     if data.get("notify") is not None:

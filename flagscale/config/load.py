@@ -6,6 +6,7 @@ place, its key, what was found and what was expected.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from flagscale.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+_UNRESOLVED = re.compile(r"Interpolation key '(\w+)' not found")
 
 Purpose = Literal["launch", "plan", "find"]
 """What an experiment is loaded for: to start it (everything must be right), to plan it (data and
@@ -117,6 +120,9 @@ def _resolve(config: DictConfig, reader: Reader) -> dict[Any, Any]:
         message = (error.msg or str(error)).splitlines()[0]
         if "Missing mandatory value" in message:
             message = "is required: replace ??? by a value"
+        elif unresolved := _UNRESOLVED.fullmatch(message):
+            name = unresolved[1]
+            message += f"; for the shell's variable write ${name} or \\${{{name}}}"
         raise ConfigError(Problem(key, message, reader.sources.place(key))) from error
     return data if isinstance(data, dict) else {}
 

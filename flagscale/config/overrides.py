@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from flagscale.config import schema
 from flagscale.config.arguments.registry import lookup, registry
@@ -84,10 +84,10 @@ def is_known(key: str) -> bool:
 
 def _is_known_experiment_key(rest: str) -> bool:
     section, _, name = rest.rpartition(".")
+    if rest == "envs" or rest.startswith("envs."):
+        return True
     if not section:
         return name in schema.documented(schema.Experiment)
-    if rest.startswith("envs."):
-        return True
     found = SUBSECTIONS.get(section)
     if found is None:
         return False
@@ -117,12 +117,11 @@ def _names_beside(path: list[str]) -> Iterable[str]:
 def _takes_text(key: str) -> bool:
     if key.startswith("experiment.envs."):
         return True
-    if key.startswith("experiment.runner."):
+    if key.startswith("experiment."):
         section, _, name = key.removeprefix("experiment.").rpartition(".")
-        kind = SUBSECTIONS.get(section)
-        return kind is not None and name in {
-            f.name for f in fields(kind) if str(f.type).startswith("str")
-        }
+        kind = SUBSECTIONS.get(section) if section else schema.Experiment
+        item = schema.documented(kind).get(name) if kind is not None else None
+        return item is not None and str(item.type).startswith(("str", "Path"))
     found = lookup(key.rpartition(".")[2]) if key.startswith("train.") else None
     return found is not None and found[0].kind == "str" and not found[0].many
 

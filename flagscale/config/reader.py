@@ -96,6 +96,9 @@ class Reader:
         except ValueError as error:
             self.problem(key, str(error))
             return
+        if kind == "Path" and not converted:
+            self.problem(key, "expected a path, found an empty text")
+            return
         if many:
             converted = tuple(converted)
         found[item.name] = absolute(converted) if kind == "Path" else converted

@@ -47,7 +47,7 @@ def trace(config_file: Path, overrides: Sequence[str]) -> Sources:
     if walk.problems:
         raise ConfigError(walk.problems)
     for key, text in set_keys(overrides).items():
-        if key not in walk.choices:
+        if key not in walk.choices or not (config_file.parent / key.partition("@")[0]).is_dir():
             _forget(walk.sources, key)
             walk.sources.places[key] = OVERRIDE
             walk.sources.texts[key] = text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -28,6 +30,11 @@ _STYLES = {
 }
 # Characters of a host's last line that are shown: the end, where the news is.
 _LAST_LINE = 120
+# The names of hosts get this much room, in characters, before figures do.
+_HOST_WIDTH = 24
+_FIGURES = ("step", "loss", "tokens/s", "memory", "left")
+# Where output is no terminal and nothing tells how wide it is.
+_UNKNOWN_WIDTH = 120
 
 
 def duration(seconds: float) -> str:
@@ -42,29 +49,49 @@ def duration(seconds: float) -> str:
 
 def run_table(snapshot: Snapshot, *, with_lines: bool = False) -> RenderableType:
     """A run in one table, equal hosts in one row; below it the first failure and warnings."""
+    return Group(_title(snapshot), _table(snapshot, with_lines), *_below(snapshot))
+
+
+def show(snapshot: Snapshot) -> None:
+    """Print a run's table. What is below stays on lines of its own, so that the path of a log can
+    be copied whole."""
+    shown = console()
+    shown.print(_title(snapshot), _table(snapshot, with_lines=False), sep="\n")
+    for text in _below(snapshot):
+        shown.print(text, soft_wrap=True)
+
+
+def _title(snapshot: Snapshot) -> Text:
     lasted = duration(time.time() - snapshot.since)
-    title = Text(f"{snapshot.name} · run {snapshot.run_id} · {snapshot.phase.value} for {lasted}")
-    if snapshot.phase.ended:
-        title = Text(f"{snapshot.name} · run {snapshot.run_id} · ended {lasted} ago")
+    phase = snapshot.phase
+    since = f"ended {lasted} ago" if phase.ended else f"{phase.value} for {lasted}"
+    title = Text(f"{snapshot.name} · run {snapshot.run_id} · {since}")
     if snapshot.attempts > 1:
         title.append(f" · attempt {snapshot.attempt} of {snapshot.attempts}")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = ["host", "state", "since", "ranks", "step", "loss", "tokens/s", "memory", "left"]
-    for heading in headings + (["last line"] if with_lines else []):
-        left = heading in ("host", "state", "last line")
-        wraps = heading in ("host", "last line")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=not wraps)
-    for rows in _equal_rows(snapshot.hosts):
-        cells: list[RenderableType] = [
-            *_host_cells(snapshot, rows),
-            *_figures(snapshot, rows[0]),
-        ]
+    return title
+
+
+def _table(snapshot: Snapshot, with_lines: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    groups = _equal_rows(snapshot.hosts)
+    figures = [_figures(snapshot, rows[0]) for rows in groups]
+    # A column that tells nothing, such as the memory of a CPU, takes no room from the others.
+    told = [i for i in range(len(_FIGURES)) if any(cells[i] for cells in figures)]
+    longest = max((len(fold(row.host for row in rows)) for rows in groups), default=0)
+    table.add_column("host", min_width=min(longest, _HOST_WIDTH))
+    for heading in ("state", "since", "ranks", *(_FIGURES[i] for i in told)):
+        table.add_column(heading, justify="left" if heading == "state" else "right", no_wrap=True)
+    if with_lines:
+        table.add_column("last line")
+    for rows, cells in zip(groups, figures, strict=True):
         # Of hosts in the same state, the one that spoke; the others say the same or nothing.
         line = next((row.last_line for row in rows if row.last_line), "")
-        if with_lines:
-            table.add_row(*cells, Text(line[-_LAST_LINE:]))
-        else:
-            table.add_row(*cells)
+        last = [Text(line[-_LAST_LINE:])] if with_lines else []
+        table.add_row(*_host_cells(snapshot, rows), *(cells[i] for i in told), *last)
+    return table
+
+
+def _below(snapshot: Snapshot) -> list[Text]:
     below = [Text(f"warning: {message}", "yellow") for message in snapshot.warnings]
     below += [
         Text(f"{fold(row.host for row in rows)}: {rows[0].trouble}", "bold red")
@@ -73,7 +100,7 @@ def run_table(snapshot: Snapshot, *, with_lines: bool = False) -> RenderableType
     ]
     if snapshot.failure is not None:
         below.append(Text(f"first failure: {snapshot.failure.describe()}", "red"))
-    return Group(table, *below)
+    return below
 
 
 def _equal_rows(hosts: Sequence[HostRow]) -> list[list[HostRow]]:
@@ -179,4 +206,5 @@ def _host_lines(host: HostPlan) -> Iterator[str]:
 
 
 def console() -> Console:
-    return Console(highlight=False, soft_wrap=False)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNKNOWN_WIDTH
+    return Console(highlight=False, soft_wrap=False, width=width)

@@ -18,7 +18,7 @@ def watch(look: Callable[[], Snapshot], *, follow: bool, as_json: bool, every: f
         return _as_json(look, follow, every)
     if not follow:
         last = look()
-        view.console().print(view.run_table(last))
+        view.show(last)
         return last
     return _live(look, every) if sys.stdout.isatty() else _as_lines(look, every)
 
@@ -57,6 +57,6 @@ def _as_lines(look: Callable[[], Snapshot], every: float) -> Snapshot:
             print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
             shown = line
         if last.phase.ended:
-            view.console().print(view.run_table(last))
+            view.show(last)
             return last
         time.sleep(every)

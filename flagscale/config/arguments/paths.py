@@ -38,6 +38,13 @@ def blend(value: Any) -> list[str]:
     return [str(value)]
 
 
+def _is_blend(value: Any) -> bool:
+    """Whether a value can be a blend at all. What cannot is left as it is, for the message about
+    its type to show."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return not any(isinstance(item, (list, tuple, dict)) for item in items)
+
+
 def is_weight(word: str) -> bool:
     """Whether a word of a blend is a weight."""
     return _WEIGHT.fullmatch(word) is not None
@@ -54,6 +61,8 @@ def absolute_value(name: str, value: Any, *, foreign: bool) -> Any:
     A foreign program may take a tokenizer's name for a path, so there only what exists changes.
     """
     if name in DATA:
+        if not _is_blend(value):
+            return value
         words = blend(value)
         made = [w if is_weight(w) else _absolute(w) for w in words]
         return made if isinstance(value, (list, tuple)) or len(made) > 1 else made[0]
@@ -70,7 +79,7 @@ def needed(name: str, value: Any) -> list[str]:
     """The files and directories that an argument reads, wherever they are."""
     if name in TOKENIZER and isinstance(value, str):
         return [value]
-    if name not in DATA:
+    if name not in DATA or not _is_blend(value):
         return []
     local = [prefix for prefix in prefixes(value) if "://" not in prefix]
     return [prefix + suffix for prefix in local for suffix in (".bin", ".idx")]
@@ -80,7 +89,7 @@ def missing(name: str, value: Any) -> Iterator[str]:
     """What an argument names and is not there, one message each."""
     if name in TOKENIZER and isinstance(value, str) and not Path(value).exists():
         yield f"no file or directory {value}"
-    if name in DATA:
+    if name in DATA and _is_blend(value):
         for prefix in prefixes(value):
             if "://" not in prefix:
                 yield from _missing_data(prefix)

@@ -80,7 +80,8 @@ def _convert_one(argument: Argument, item: Any, whole: Any) -> Any:
     except ValueError:
         raise ValueError(f"expected {expected(argument)}, found {shown(whole)}") from None
     if not _within(argument, converted):
-        raise ValueError(f"expected {expected(argument)}, found {shown(whole)}")
+        near = did_you_mean(str(converted), map(str, argument.choices or ()))
+        raise ValueError(f"expected {expected(argument)}, found {shown(whole)}{near}")
     return converted
 
 

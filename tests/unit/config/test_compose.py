@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,7 +75,8 @@ def test_hydra_section_is_used_and_dropped(workspace: Workspace) -> None:
         (["train.modle.num_layers=2"], None),
         (["nonsense"], "nonsense: expected key=value"),
         (["+x=1,2"], "a comma for a sweep"),
-        (["action=[1"], "override: action: "),
+        (["action=[1"], "override: action: Hydra cannot read this value ("),
+        (["train.system.num_workers=a b&c$"], "quote it: 'train.system.num_workers="),
     ],
 )
 def test_bad_override(workspace: Workspace, overrides: list[str], message: str | None) -> None:
@@ -111,6 +113,27 @@ def test_missing_group_in_the_defaults_list(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "train: tiny", "train: 9b")
     with pytest.raises(ConfigError, match=r"train: no 9b\.yaml in conf/train; there are tiny"):
         compose(workspace.conf, "train", [])
+
+
+@pytest.mark.parametrize("text", ["/a b'c$d", 'x; y "$z" (1)', "a,b", "${oc.env:HOME}/x"])
+@pytest.mark.parametrize(
+    "key", ["experiment.exp_dir", "experiment.cmds.before_start", "experiment.task.entrypoint"]
+)
+def test_texts_of_the_experiment_stay_as_typed(workspace: Workspace, key: str, text: str) -> None:
+    config = compose(workspace.conf, "train", [f"{key}={text}"])
+    found = OmegaConf.select(config, key)
+    assert found == text.replace("${oc.env:HOME}", os.environ["HOME"])
+
+
+def test_a_whole_environment_is_given_on_the_command_line(workspace: Workspace) -> None:
+    config = compose(workspace.conf, "train", ["experiment.envs={A: 1}"])
+    assert config.experiment.envs.A == 1
+
+
+def test_options_of_the_command_line_are_named_as_such(workspace: Workspace) -> None:
+    sources = trace(workspace.conf / "train.yaml", ["action=stop", "rank=1", "train=tiny"])
+    assert (sources.place("action"), sources.place("rank")) == ("override", "override")
+    assert sources.place("train") != "override"
 
 
 def test_normalize_leaves_hydra_syntax_alone() -> None:

@@ -143,7 +143,14 @@ EXPERIMENT_PROBLEMS = {
     "nproc": ("nproc_per_node: 2", "nproc_per_node: gpu", "expected a whole number"),
     "hostfile": ("nnodes: 1", "hostfile: no/hosts", "no file no/hosts"),
     "port": ("nnodes: 1", "master_port: 70000", "from 1 to 65535, found 70000"),
-    "slurm": ("nnodes: 1", "type: slurm", "slurm: this version launches on this machine only"),
+    "slurm": ("nnodes: 1", "type: slurm", "slurm: this version launches with `local` and `ssh`"),
+    "empty-exp-dir": ("exp_dir: ./outputs demo", "exp_dir: ''", "expected a path, found an empty"),
+    "near-action": ("action: run", "action: stopp", "found 'stopp'; did you mean 'stop'?"),
+    "shell-variable": (
+        "exp_name: demo",
+        "exp_name: ${HOME}",
+        "for the shell's variable write $HOME or \\${HOME}",
+    ),
     "runner-type": ("nnodes: 1", "type: shh", "expected one of local, ssh"),
     "runner-backend": ("nnodes: 1", "backend: deepspeed", "expected one of torchrun"),
     "leave-and-restart": (
@@ -235,6 +242,7 @@ TRAIN_PROBLEMS = {
     ),
     "derived": ("bf16: true", "params_dtype: bf16", 4, "follows from `bf16`"),
     "map-in-list": ("num_layers: 4", "num_layers: 4\n  recompute_modules: [{a: 1}]", 7, "a list"),
+    "map-in-blend": ("data_path: data/text", "data_path: [{a: 1}]", 16, "found [{'a': 1}]"),
     "no-data": ("data_path: data/text", "data_path: data/other", 16, "there is"),
     "data-suffix": ("data_path: data/text", "data_path: data/text.bin", 16, "without .bin"),
     "blend": ("data_path: data/text", "data_path: [0.3, data/text, 0.7, data/b]", 16, "data/b"),
