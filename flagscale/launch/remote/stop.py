@@ -82,7 +82,7 @@ fi
 ((${#found[@]})) || members
 said=${#found[@]}
 if ((said)); then
-    agent= record=
+    agent='' record=''
     if { read -rd '' record <"$run_dir/$agent_file"; } 2>/dev/null || [[ -n $record ]]; then
         [[ $record == *"$boot"* && $record =~ \"pid\":\ ([0-9]+) ]] && agent=${BASH_REMATCH[1]}
     fi

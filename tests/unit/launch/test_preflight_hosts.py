@@ -1,0 +1,121 @@
+"""What many hosts' answers come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flagscale.config.schema import Experiment, Runner
+from flagscale.errors import ConfigError, UnreachableError
+from flagscale.launch.hosts import Host
+from flagscale.launch.plan import LaunchPlan
+from flagscale.launch.preflight import Check, exit_code, require
+from flagscale.launch.preflight_hosts import check_hosts
+from flagscale.launch.remote.facts import Facts
+from flagscale.launch.survey import Survey
+from flagscale.launch.transport.errors import ChangedHostKeyError, NoRouteError
+
+HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
+PYTHON: dict[str, Any] = {
+    "version": "3.11.7",
+    "executable": "/opt/python",
+    "packages": {"torch": "2.13.0", "numpy": "2.0"},
+    "disk": {"existing": "/data", "is_directory": True, "writable": True, "free": 1 << 40},
+    "project": True,
+    "missing": [],
+}
+FACTS = Facts(cpus=8, gpus=0, interface="eth0", boot_id="b", skew=0.0, port=29500, python=PYTHON)
+
+
+@pytest.fixture
+def checks(
+    make_plan: Callable[..., LaunchPlan], make_experiment: Callable[..., Experiment]
+) -> Callable[..., list[Check]]:
+    def run(changes: dict[int, Facts] | None = None, **errors: Any) -> list[Check]:
+        facts = dict.fromkeys(range(len(HOSTS)), FACTS) | (changes or {})
+        unreachable = errors.get("errors", {})
+        facts = {rank: one for rank, one in facts.items() if rank not in unreachable}
+        found = Survey(HOSTS, facts, unreachable, errors.get("code", ""))
+        plan = make_plan(hosts=HOSTS, runner=Runner(nproc_per_node=1))
+        return check_hosts(make_experiment(), plan, found)
+
+    return run
+
+
+def python(**changes: Any) -> Facts:
+    return replace(FACTS, python={**PYTHON, **changes})
+
+
+def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
+    found = checks()
+    assert all(check.ok for check in found)
+    names = [check.name for check in found]
+    assert len(names) == len(set(names))
+    assert {check.hosts for check in found} == {"n[01-30]", "n01"}
+    assert exit_code(found) == 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "message"),
+    [
+        pytest.param(
+            python(packages={"torch": "2.12.0", "numpy": "2.0"}),
+            "packages",
+            "torch 2.12.0 (others: 2.13.0)",
+            id="other-torch",
+        ),
+        pytest.param(python(packages={"numpy": "2.0"}), "packages", "no torch", id="no-torch"),
+        pytest.param(
+            python(version="3.10.1"), "python", "the other hosts have 3.11.7", id="python"
+        ),
+        pytest.param(
+            replace(FACTS, python={}, python_error="No such file"), "python", "No such", id="none"
+        ),
+        pytest.param(python(project=False), "code", "no flagscale", id="no-code"),
+        pytest.param(python(missing=["/d/x.bin"]), "files", "/d/x.bin", id="no-data"),
+        pytest.param(replace(FACTS, interface=None), "interface", "means nothing", id="interface"),
+        pytest.param(
+            python(disk={**PYTHON["disk"], "free": 1000}), "exp_dir", "0 MiB free", id="disk"
+        ),
+        pytest.param(
+            python(disk={**PYTHON["disk"], "writable": False}), "exp_dir", "writable", id="rights"
+        ),
+        pytest.param(replace(FACTS, skew=-90.0), "clock", "90 s behind ours", id="clock"),
+        pytest.param(replace(FACTS, alive="2025-x"), "earlier run", "2025-x is alive", id="alive"),
+    ],
+)
+def test_the_odd_one_out_is_named(
+    checks: Callable[..., list[Check]], facts: Facts, name: str, message: str
+) -> None:
+    found = checks({7: facts})
+    (failed,) = [check for check in found if not check.ok and check.name == name]
+    assert failed.hosts == "n08"
+    assert message in failed.found
+    assert exit_code(found) == 2
+    with pytest.raises(ConfigError, match="n08"):
+        require(found)
+
+
+def test_code_is_compared_where_hosts_have_their_own(checks: Callable[..., list[Check]]) -> None:
+    same = {rank: python(code="d1") for rank in range(len(HOSTS))}
+    assert exit_code(checks(same, code="d1")) == 0
+    found = checks({**same, 3: python(code="d2")}, code="d1")
+    assert [check.hosts for check in found if not check.ok] == ["n04"]
+
+
+def test_unreachable_hosts_come_first_and_decide(checks: Callable[..., list[Check]]) -> None:
+    errors = {
+        4: NoRouteError("n05", "no route to 10.0.0.5"),
+        5: NoRouteError("n06", "no route to 10.0.0.6"),
+        9: ChangedHostKeyError("n10", "another key", hint="ssh-keygen -R n10"),
+    }
+    found = checks({7: replace(FACTS, skew=90.0)}, errors=errors)
+    rows = [(check.hosts, check.ok) for check in found if check.name == "reachable"]
+    assert rows[:2] == [("n[05-06]", False), ("n10", False)]
+    assert exit_code(found) == 3
+    with pytest.raises(UnreachableError, match=r"n\[05-06\]") as raised:
+        require(found)
+    assert "ssh-keygen -R n10" in str(raised.value)
