@@ -62,8 +62,15 @@ def first_failure(state: RunState, events: Mapping[int, Sequence[Event]]) -> Fai
     reports = [r for host in state.hosts if (r := _host_report(host, events)) is not None]
     agreed = _agreed(state.hosts)
     if agreed is not None:
-        # The same rank may have ended meanwhile: its own host knows its exit code.
-        same = [r.failure for r in reports if _same(r.failure, agreed)]
+        # The same rank may have ended meanwhile: its own host knows its exit code. And the script
+        # of a host that was lost may know what became of its agent.
+        killed = [h.name for h in state.hosts if _exit_record(h.run_dir).get("phase") == "agent"]
+        same = [
+            r.failure
+            for r in reports
+            if (r.failure.host, r.failure.rank) == (agreed.host, agreed.rank)
+            and (agreed.rank is not None or agreed.host in killed)
+        ]
         return same[0] if same and agreed.exit_code is None else agreed
     first = first_of(reports)
     return first.failure if first is not None else None
@@ -82,10 +89,6 @@ def _agreed(hosts: Sequence[HostState]) -> Failure | None:
 
 def _exit_record(run_dir: Path) -> dict[str, Any]:
     return read_json(run_dir / EXIT_FILE) or {}
-
-
-def _same(one: Failure, other: Failure) -> bool:
-    return one.rank is not None and (one.host, one.rank) == (other.host, other.rank)
 
 
 def _host_report(host: HostState, events: Mapping[int, Sequence[Event]]) -> Report | None:
