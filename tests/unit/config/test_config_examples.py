@@ -14,10 +14,17 @@ from flagscale.config.explain import explain
 from flagscale.config.load import load_experiment
 from flagscale.config.reference import render
 from flagscale.errors import ConfigError
+from flagscale.launch.hosts import read_hostfile
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONF = REPOSITORY / "examples" / "llama3" / "conf"
 WORLDS = {"tiny": [1, 2, 8], "8b": [1, 8, 16], "70b": [32, 64]}
+
+
+def test_the_example_hostfile() -> None:
+    hosts = read_hostfile(REPOSITORY / "examples" / "llama3" / "hostfile")
+    assert [host.name for host in hosts] == ["node01", "node02", "node03", "node04"]
+    assert hosts[1].addr == "10.0.0.2"
 
 
 def test_every_example_is_listed() -> None:
