@@ -1,162 +1,27 @@
-"""Pools of ranks: real processes that stay while many tests use them."""
+"""Ranks that stay while many tests use them."""
 
 from __future__ import annotations
 
-import json
-import os
-import queue
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-
-
-class RankFailedError(AssertionError):
-    """A case raised on a rank."""
-
-
-class Rank:
-    """One worker process."""
-
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "fsccl_worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-            text=True,
-        )
-        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._ready = False
-        threading.Thread(target=self._read, daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def ask(self, case: str, **arguments: Any) -> None:
-        if not self._ready:  # importing torch takes seconds, which the start need not wait for
-            self._answers.get(timeout=60)
-            self._ready = True
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self, timeout: float) -> dict[str, Any]:
-        return self._answers.get(timeout=timeout)
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-            self.process.wait(20)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            self.process.kill()
-            self.process.wait()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._answers.put(json.loads(line))
-
-
-class Ranks:
-    """Processes that can join in groups, over a store that this process keeps."""
-
-    def __init__(self, count: int) -> None:
-        from torch.distributed import TCPStore
-
-        # The first test of all builds the extension; ranks then only load it.
-        subprocess.run(
-            [sys.executable, "-c", "import flagscale.comm.fsccl as f; f.load_extension()"],
-            check=True,
-            cwd=ROOT,
-        )
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._ranks = [Rank() for _ in range(count)]
-        self._joins = 0
-
-    def __getitem__(self, index: int) -> Rank:
-        return self._ranks[index]
-
-    @property
-    def port(self) -> int:
-        """Of the store."""
-        return self._store.port
-
-    def kill(self, index: int) -> None:
-        """kill -9; another rank takes its place for the next job."""
-        self._ranks[index].process.kill()
-        self._ranks[index].process.wait()
-        self._ranks[index] = Rank()
-
-    def join(self, count: int, *, timeout: float = 30, **environment: str) -> None:
-        """Make the first ``count`` ranks a job, with FSCCL_* variables set."""
-        self._joins += 1
-        for i in range(count):
-            self._ranks[i].ask(
-                "join",
-                rank=i,
-                size=count,
-                port=self._store.port,
-                key=f"job{self._joins}",
-                timeout=timeout,
-                environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
-            )
-        self.answers(range(count))
-
-    def leave(self, members: Sequence[int]) -> None:
-        self.call(members, "leave")
-
-    def call(
-        self, members: Sequence[int], case: str, *, limit: float = 60, **args: Any
-    ) -> list[Any]:
-        """Run a case on ``members`` at once; their results.
-
-        Raises:
-            RankFailedError: with every rank's error.
-        """
-        for i in members:
-            self._ranks[i].ask(case, **args)
-        return self.answers(members, limit)
-
-    def answers(self, members: Sequence[int], limit: float = 60) -> list[Any]:
-        found = self.replies(members, limit)
-        failed = {i: r["trace"] for i, r in found.items() if "error" in r}
-        if failed:
-            raise RankFailedError("\n".join(f"rank {i}: {t}" for i, t in failed.items()))
-        return [found[i]["result"] for i in members]
-
-    def replies(self, members: Sequence[int], limit: float = 60) -> dict[int, dict[str, Any]]:
-        """What each rank says, errors included.
-
-        Raises:
-            AssertionError: a rank says nothing within ``limit`` seconds.
-        """
-        end = time.monotonic() + limit
-        out = {}
-        for i in members:
-            try:
-                out[i] = self._ranks[i].answer(max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"rank {i} hangs; so far: {out}") from None
-        return out
-
-    def end(self) -> None:
-        for rank in self._ranks:
-            rank.end()
+from fsccl_ranks import ROOT, Ranks
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def built() -> None:
+    """The first test of all builds the extension; ranks then only load it."""
+    subprocess.run(
+        [sys.executable, "-c", "import flagscale.comm.fsccl as f; f.load_extension()"],
+        check=True,
+        cwd=ROOT,
+    )
+
+
+@pytest.fixture(scope="session")
+def ranks(built: None) -> Iterator[Ranks]:
     """Five ranks; enough for every cluster shape under test."""
     pool = Ranks(5)
     yield pool

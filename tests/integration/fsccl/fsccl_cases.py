@@ -31,15 +31,23 @@ assert flagscale.comm.fsccl  # importing it registers the backend
 
 
 def join(
-    rank: int, size: int, port: int, key: str, timeout: float, environment: dict[str, str]
+    rank: int,
+    size: int,
+    port: int,
+    key: str,
+    timeout: float,
+    environment: dict[str, str],
+    host: str = "",
 ) -> None:
+    """Make this process a rank. The test keeps the store; with ``host``, rank 0 there does."""
     for name in [n for n in os.environ if n.startswith("FSCCL_") and n != "FSCCL_BUILD_DIR"]:
         del os.environ[name]
     os.environ.update(environment)
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0  # the same names on ranks of different age
-    store = dist.PrefixStore(key, dist.TCPStore("127.0.0.1", port, is_master=False))
+    keeps = bool(host) and rank == 0
+    store = dist.PrefixStore(key, dist.TCPStore(host or "127.0.0.1", port, is_master=keeps))
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group("fsccl", store=store, rank=rank, world_size=size, timeout=limit)
 
@@ -269,6 +277,10 @@ def call(op: str, count: int = 1 << 18, repeat: int = 1) -> str:
         elif op == "recv_last":
             if me != n - 1:
                 dist.recv(x, n - 1)
+        elif op == "swap":
+            sent = dist.isend(torch.ones(count), (me + n // 2) % n)
+            dist.recv(x, (me + n // 2) % n)
+            sent.wait()
         elif op == "all_to_all":
             dist.all_to_all_single(torch.empty(n * count), torch.ones(n * count))
         else:
@@ -284,23 +296,6 @@ def limit_file_size(bytes_: int) -> None:
 
 def shared_files() -> list[str]:
     return sorted(p for p in os.listdir("/dev/shm") if "fsccl" in p)  # noqa: PTH208
-
-
-def subgroups() -> None:
-    """Overlapping groups of strided ranks, used in turn."""
-    n, me = dist.get_world_size(), dist.get_rank()
-    lists = [list(range(0, n, 2)), list(range(1, n, 2)), [0, n - 1], list(range(n))]
-    groups = [dist.new_group(members) for members in lists]
-    for round_ in range(3):
-        for members, group in zip(lists, groups, strict=True):
-            if me not in members:
-                continue
-            x = torch.full((1000 * (round_ + 1),), float(me))
-            dist.all_reduce(x, group=group)
-            assert torch.equal(x, torch.full_like(x, float(sum(members))))
-            y = torch.full((3,), float(me))
-            dist.broadcast(y, members[-1], group=group)
-            assert y[0] == members[-1]
 
 
 def asynchronous() -> None:
@@ -419,85 +414,6 @@ def usage_errors() -> list[str]:
             out.append(f"{type(error).__name__}: {error}")
     dist.barrier()
     return out
-
-
-def small_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)]
-    return torch.nn.Sequential(*layers)
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def train_alone(steps: int) -> list[Tensor]:
-    """The weights of one process that sees everyone's batches."""
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        whole = torch.cat([batch(r, step) for r in range(dist.get_world_size())])
-        model(whole).square().mean().backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
-def train_ddp(steps: int) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(small_model(), bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(batch(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
-    for found, wanted in zip(model.parameters(), train_alone(steps), strict=True):
-        torch.testing.assert_close(found.detach(), wanted)
-
-
-def train_fsdp(steps: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = small_model()
-    for layer in model:
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(batch(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
-    for found, wanted in zip(model.parameters(), train_alone(steps), strict=True):
-        torch.testing.assert_close(found.full_tensor(), wanted)  # type: ignore[attr-defined]
-
-
-def dtensors() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = torch.arange(64.0).reshape(8, 8)
-    x = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
-    assert torch.equal(x.full_tensor(), whole)
-    assert torch.equal(x.redistribute(mesh, [Shard(1), Replicate()]).full_tensor(), whole)
-    torch.testing.assert_close((x @ x.T).full_tensor(), whole @ whole.T)
-    assert x.sum().full_tensor() == whole.sum()
-
-
-def functional() -> None:
-    import torch.distributed._functional_collectives as funcol
-
-    n, me = dist.get_world_size(), dist.get_rank()
-    group = dist.group.WORLD
-    assert funcol.all_reduce(torch.ones(3), "sum", group)[0] == n
-    gathered = funcol.all_gather_tensor(torch.full((2,), float(me)), 0, group)
-    assert gathered.tolist() == [float(r) for r in range(n) for _ in range(2)]
-    scattered = funcol.reduce_scatter_tensor(torch.ones(2 * n), "avg", 0, group)
-    assert scattered.tolist() == [1.0, 1.0]
 
 
 def abort_while_waiting() -> str:

@@ -1,4 +1,4 @@
-"""One rank: runs the cases of fsccl_cases.py that a test asks for, one JSON line each."""
+"""One rank: runs the cases of fsccl_*cases.py that a test asks for, one JSON line each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import traceback
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fsccl_cases
+import fsccl_torch_cases
 import torch
 
 torch.set_num_threads(1)
@@ -23,7 +24,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            reply = {"result": getattr(fsccl_cases, request["case"])(**request["arguments"])}
+            module = fsccl_cases if hasattr(fsccl_cases, request["case"]) else fsccl_torch_cases
+            reply = {"result": getattr(module, request["case"])(**request["arguments"])}
         except Exception as error:  # noqa: BLE001 - the test decides what it means
             reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(json.dumps(reply), file=answers, flush=True)

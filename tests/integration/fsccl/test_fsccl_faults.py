@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -105,6 +106,20 @@ def test_different_operations_are_named(pool: Any) -> None:
     assert "all_reduce #1 of 4000 bytes of float32, sum" in text
     assert "barrier #1" in text
     pool.leave([0, 1])
+
+
+@pytest.mark.parametrize("clusters", ["4", "2,2"])
+def test_a_monitored_barrier_names_all_who_are_absent(pool: Any, clusters: str) -> None:
+    pool.join(4, FSCCL_CLUSTERS=clusters)
+    assert pool.call(range(4), "monitored", seconds=20, absent=[]) == ["passed"] * 4
+    for i in range(4):
+        pool[i].ask("monitored", seconds=1, absent=[1, 3])
+    found = pool.replies(range(4), SLACK)
+    for i in (0, 2):
+        said = found[i]["error"]
+        assert "fsccl: monitored_barrier #" in said
+        assert re.search(r"rank 1 .*, rank 3 .* did not come within 1 s", said), f"rank {i}: {said}"
+    pool.leave(range(4))
 
 
 def test_an_error_stays(pool: Any) -> None:

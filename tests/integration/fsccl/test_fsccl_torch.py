@@ -49,6 +49,15 @@ def test_what_builds_on_collectives(four: Any, case: str) -> None:
     four(case)
 
 
+def test_as_many_groups_as_megatron_makes(four: Any) -> None:
+    four("many_groups", count=33)
+
+
+def test_splitting_is_refused(four: Any) -> None:
+    for said in four("split"):
+        assert "its backend does not support splitting" in said
+
+
 def test_wrong_calls_say_what_is_wrong(four: Any) -> None:
     for said in four("usage_errors"):
         band, sparse, odd, sizes, types = said

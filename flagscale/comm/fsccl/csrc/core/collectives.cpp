@@ -226,4 +226,40 @@ void Group::barrier(const Deadline& d) {
   });
 }
 
+void Group::monitored_barrier(const Deadline& d) {
+  const uint64_t number = ++sequence_;
+  const uint64_t tag = Messenger::kCollectiveTag | number;
+  try {
+    if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
+    if (failed_) throw Error(*verdict_);
+    meet(d);
+    if (config_.rank == 0) {
+      // Those that wait for rank 0's word must hear its verdict before they blame it.
+      return hear_all(tag, d.earlier(std::min(Deadline::Ms(500), d.limit() / 5)));
+    }
+    messenger_->send(0, tag, Pieces());
+    messenger_->wait(messenger_->recv(0, tag, Pieces()), d, nullptr);
+  } catch (const Error& e) {
+    fail("monitored_barrier", number, e);
+  }
+}
+
+void Group::hear_all(uint64_t tag, const Deadline& d) {
+  std::vector<RequestPtr> reports;
+  for (int r = 1; r < config_.size; ++r) reports.push_back(messenger_->recv(r, tag, Pieces()));
+  std::string late;
+  int first = -1;
+  for (const RequestPtr& report : reports) {
+    try {
+      messenger_->wait(report, d, nullptr);
+    } catch (const Error& e) {
+      if (e.fault != Fault::kTimeout) throw;
+      late += (first < 0 ? "" : ", ") + names_[static_cast<size_t>(report->peer)];
+      if (first < 0) first = report->peer;
+    }
+  }
+  if (first >= 0) throw Error(Fault::kTimeout, first, late + " did not come within " + d.text());
+  for (int r = 1; r < config_.size; ++r) messenger_->send(r, tag, Pieces());
+}
+
 }  // namespace fsccl

@@ -61,6 +61,8 @@ class Group {
   void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
                   const Deadline& d);
   void barrier(const Deadline& d);
+  // By messages to rank 0 and back, so that the error names every rank that did not come.
+  void monitored_barrier(const Deadline& d);
 
   static constexpr int kAnySource = Messenger::kAnySource;
   // The deadline is for meeting the group, wait() has its own.
@@ -97,6 +99,7 @@ class Group {
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }
   Exchange exchange(const Deadline& d);
+  void hear_all(uint64_t tag, const Deadline& d);
 
   std::unique_ptr<Rendezvous> rendezvous_;
   GroupConfig config_;

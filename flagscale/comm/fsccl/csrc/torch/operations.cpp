@@ -278,9 +278,10 @@ TorchBackend::WorkPtr TorchBackend::barrier(const c10d::BarrierOptions& o) {
              [](Group& g, const Deadline& d) { g.barrier(d); });
 }
 
+// Ranks that are late cost no more time than one: `wait_all_ranks` makes no difference.
 void TorchBackend::monitoredBarrier(const c10d::BarrierOptions& o, bool /*wait_all_ranks*/) {
   run({OpType::BARRIER, "fsccl:monitored_barrier", false, o.timeout}, {},
-      [](Group& g, const Deadline& d) { g.barrier(d); })
+      [](Group& g, const Deadline& d) { g.monitored_barrier(d); })
       ->wait(kNoTimeout);
 }
 

@@ -1,0 +1,191 @@
+"""What ranks do in tests of torch's features that lie beyond single collectives."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)]
+    return torch.nn.Sequential(*layers)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train_alone(steps: int) -> list[Tensor]:
+    """The weights of one process that sees everyone's batches."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        whole = torch.cat([batch(r, step) for r in range(dist.get_world_size())])
+        model(whole).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def train_ddp(steps: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(small_model(), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    for found, wanted in zip(model.parameters(), train_alone(steps), strict=True):
+        torch.testing.assert_close(found.detach(), wanted)
+
+
+def train_fsdp(steps: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = small_model()
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    for found, wanted in zip(model.parameters(), train_alone(steps), strict=True):
+        torch.testing.assert_close(found.full_tensor(), wanted)  # type: ignore[attr-defined]
+
+
+def dtensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(64.0).reshape(8, 8)
+    x = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+    assert torch.equal(x.full_tensor(), whole)
+    assert torch.equal(x.redistribute(mesh, [Shard(1), Replicate()]).full_tensor(), whole)
+    torch.testing.assert_close((x @ x.T).full_tensor(), whole @ whole.T)
+    assert x.sum().full_tensor() == whole.sum()
+
+
+def functional() -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    n, me = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert funcol.all_reduce(torch.ones(3), "sum", group)[0] == n
+    gathered = funcol.all_gather_tensor(torch.full((2,), float(me)), 0, group)
+    assert gathered.tolist() == [float(r) for r in range(n) for _ in range(2)]
+    scattered = funcol.reduce_scatter_tensor(torch.ones(2 * n), "avg", 0, group)
+    assert scattered.tolist() == [1.0, 1.0]
+
+
+def subgroups() -> None:
+    """Overlapping groups of strided ranks, used in turn."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    lists = [list(range(0, n, 2)), list(range(1, n, 2)), [0, n - 1], list(range(n))]
+    groups = [dist.new_group(members) for members in lists]
+    for round_ in range(3):
+        for members, group in zip(lists, groups, strict=True):
+            if me not in members:
+                continue
+            x = torch.full((1000 * (round_ + 1),), float(me))
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, torch.full_like(x, float(sum(members))))
+            y = torch.full((3,), float(me))
+            dist.broadcast(y, members[-1], group=group)
+            assert y[0] == members[-1]
+
+
+def compiled(backend: str) -> None:
+    """Functional collectives inside ``torch.compile``, without a break of the graph."""
+    import torch.distributed._functional_collectives as funcol
+
+    n, me = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+
+    def step(x: Tensor) -> Tensor:
+        total = funcol.all_reduce(x * 2, "sum", group)
+        everyone = funcol.all_gather_tensor(x, 0, group)
+        share = funcol.reduce_scatter_tensor(everyone + 1, "sum", 0, group)
+        turned = funcol.all_to_all_single(everyone, None, None, group)
+        return total + share + turned.view(n, -1).sum(0)
+
+    x = torch.arange(4.0) + me
+    ranks = torch.arange(float(n)).sum()
+    mine = torch.arange(4.0)
+    # everyone[k] is mine + k; its part p on every rank is what all_to_all_single sends to rank p.
+    wanted = 2 * (n * mine + ranks) + n * (x + 1) + n * (mine + me)
+    torch._dynamo.reset()
+    try:
+        found = torch.compile(step, backend=backend, fullgraph=True)(x)
+    finally:
+        torch._dynamo.reset()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(step(x), wanted)
+
+
+def many_groups(count: int) -> None:
+    """Groups as Megatron makes them, each with a first operation; nothing of them stays."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    lists = [
+        [list(range(n))],
+        [list(range(0, n, 2)), list(range(1, n, 2))],
+        [list(range(n // 2)), list(range(n // 2, n))],
+        [[r] for r in range(n)],
+    ]
+    before = open_files()
+    own = []
+    for i in range(count):
+        for members in lists[i % len(lists)]:
+            group = dist.new_group(members)
+            if me in members:
+                own.append((members, group))
+    for members, group in own:
+        x = torch.full((1000,), float(me))
+        dist.all_reduce(x, group=group)
+        assert torch.equal(x, torch.full_like(x, float(sum(members))))
+    for _, group in own:
+        dist.destroy_process_group(group)
+    own.clear()
+    group = None
+    assert open_files() <= before, f"{before} open files have become {open_files()}"
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def split() -> str:
+    """What a program is told that wants to split a group."""
+    group = dist.group.WORLD
+    assert group is not None
+    group.bound_device_id = torch.device("cpu:0")  # without one, torch itself does not try
+    try:
+        dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group.bound_device_id = None
+    return "no error"
+
+
+def monitored(seconds: float, absent: list[int]) -> str:
+    """A monitored barrier which some ranks do not enter."""
+    group = dist.group.WORLD
+    assert group is not None
+    if dist.get_rank() in absent:
+        return "absent"
+    # dist.monitored_barrier admits gloo alone.
+    group.monitored_barrier(datetime.timedelta(seconds=seconds), wait_all_ranks=True)
+    return "passed"
