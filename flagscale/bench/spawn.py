@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from flagscale.bench.world import MEETING_VARIABLE
+from flagscale.bench.world import MEETING_VARIABLE, STARTER_VARIABLE
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 4.0
@@ -20,27 +22,42 @@ _GRACE_SECONDS = 4.0
 _KILL_SECONDS = 3.0
 
 
-def spawn(command: Sequence[str], count: int, *, log_dir: Path | None = None) -> int:
+@dataclass(frozen=True)
+class Share:
+    """What one host runs of a world on several: its first rank, and where rank 0 is met."""
+
+    first: int
+    world: int
+    address: str
+    port: int
+
+
+def spawn(
+    command: Sequence[str], count: int, *, log_dir: Path | None = None, share: Share | None = None
+) -> int:
     """Run ``command`` as ``count`` ranks and wait; the exit code of the whole.
 
     Output is this process's own, or ``rank_<n>.log`` of ``log_dir``. A signal that would end
-    this process ends the ranks.
+    this process ends the ranks. With ``share`` they are a host's ranks of a larger world, and end
+    as well when nobody reads this process's output any more: the connection that brought it has
+    gone.
     """
+    first = 0 if share is None else share.first
     with tempfile.TemporaryDirectory(prefix="flagscale-bench-") as directory, ExitStack() as stack:
         ranks: list[subprocess.Popen[bytes]] = []
         stack.enter_context(interruptible())
         try:
             if log_dir is not None:
                 log_dir.mkdir(parents=True, exist_ok=True)
-            for rank in range(count):
+            for local in range(count):
                 output = None
                 if log_dir is not None:
-                    output = stack.enter_context((log_dir / f"rank_{rank}.log").open("wb"))
-                environment = _environment(rank, count, Path(directory))
+                    output = stack.enter_context((log_dir / f"rank_{first + local}.log").open("wb"))
+                environment = _environment(local, count, Path(directory), share)
                 ranks.append(
                     subprocess.Popen(command, env=environment, stdout=output, stderr=output)
                 )
-            return _wait(ranks)
+            return _wait(ranks, first, tied=share is not None)
         finally:
             _end(ranks)
 
@@ -73,13 +90,18 @@ def _interrupt(number: int, _frame: object) -> None:
     raise ended
 
 
-def _environment(rank: int, count: int, directory: Path) -> dict[str, str]:
+def _environment(local: int, count: int, directory: Path, share: Share | None) -> dict[str, str]:
+    if share is None:
+        place = {MEETING_VARIABLE: str(directory / "meeting")}
+    else:
+        place = {STARTER_VARIABLE: "SSH", "MASTER_ADDR": share.address}
+        place["MASTER_PORT"] = str(share.port)
     return {
         **os.environ,
-        MEETING_VARIABLE: str(directory / "meeting"),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_RANK": str(rank),
+        **place,
+        "RANK": str(local if share is None else share.first + local),
+        "WORLD_SIZE": str(count if share is None else share.world),
+        "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(count),
         # Each rank is one of several on this host.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -87,12 +109,12 @@ def _environment(rank: int, count: int, directory: Path) -> dict[str, str]:
     }
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], first: int, *, tied: bool) -> int:
     deadline: float | None = None
     told: set[int] = set()
     while True:
         codes = [process.poll() for process in ranks]
-        for rank, code in enumerate(codes):
+        for rank, code in enumerate(codes, start=first):
             # After the first failure the rest end because of it, some by our own hand.
             if code is not None and code < 0 and not told:
                 name = signal.Signals(-code).name
@@ -100,12 +122,22 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
                 told.add(rank)
         if all(code is not None for code in codes):
             return _overall([code or 0 for code in codes])
+        if tied and unheard():
+            _end(ranks)
+            return 1
         if deadline is None and any(codes):
             deadline = time.monotonic() + _GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             _end(ranks)
             return _overall([process.returncode for process in ranks])
         time.sleep(_POLL_SECONDS)
+
+
+def unheard() -> bool:
+    """Whether the other end of standard output is closed."""
+    poller = select.poll()
+    poller.register(1, 0)
+    return bool(poller.poll(0))
 
 
 def _overall(codes: Sequence[int]) -> int:

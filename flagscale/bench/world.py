@@ -9,10 +9,13 @@ from typing import Literal
 
 from flagscale.errors import ConfigError
 
-Launcher = Literal["local", "torchrun", "OpenMPI", "MPICH", "Slurm"]
+Launcher = Literal["local", "SSH", "torchrun", "OpenMPI", "MPICH", "Slurm"]
 
 MEETING_VARIABLE = "FLAGSCALE_BENCH_MEETING"
 """Set for ranks that the benchmark starts itself: the file in which rank 0 says where it is."""
+
+STARTER_VARIABLE = "FLAGSCALE_BENCH_STARTER"
+"""``SSH`` for ranks that the benchmark starts itself on other hosts."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def detect(environment: Mapping[str, str]) -> World | None:
     launcher = _launcher(environment)
     if launcher is None:
         return None
-    names = _VARIABLES[launcher if launcher != "local" else "torchrun"]
+    names = _VARIABLES[launcher if launcher not in ("local", "SSH") else "torchrun"]
     rank, size = (_number(environment, name) for name in names[:2])
     local_rank = _number(environment, names[2], rank)
     if launcher == "Slurm":
@@ -85,8 +88,8 @@ def detect(environment: Mapping[str, str]) -> World | None:
 
 
 def _launcher(environment: Mapping[str, str]) -> Launcher | None:
-    if MEETING_VARIABLE in environment:
-        return "local"
+    if MEETING_VARIABLE in environment or environment.get(STARTER_VARIABLE) == "SSH":
+        return "local" if MEETING_VARIABLE in environment else "SSH"
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return "torchrun"
     if "OMPI_COMM_WORLD_RANK" in environment:

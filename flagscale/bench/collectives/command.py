@@ -32,6 +32,8 @@ examples
   torchrun --nproc-per-node 8 bench.py redsct -d bf16 -b 1M -e 1G -f 2 --backend nccl
   mpirun -np 2 bench.py all_reduce -b 128K -e 4G -f 2 -p 1
   srun -n 16 bench.py alltoall -b 1M -e 64M -f 2
+  bench.py allr -r 16 --hosts node[01-02] -b 1K -e 1G -f 4    over SSH, 8 ranks a host
+  bench.py allr -r 16 -N 2 --slurm-mode -b 1K -e 1G -f 4      in a new allocation of Slurm
   bench.py allr -r 8 --compare nccl,fsccl -b 1K -e 1G -f 4   by turns, ratios with their interval
   bench.py allr -r 2 --report-to-json-file now.json --baseline then.json --tolerance 10%
 
@@ -199,8 +201,10 @@ def _place(parser: Parser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
     add("-T", "--timeout", type=float, default=300, metavar="S", help="stuck after so long (300)")
     add("--vcpu-pin-mode", action="store_true", help="keep each rank on one CPU")
-    add("-s", "--hosts", nargs="+", default=[], metavar="HOST", help="start there by mpirun")
-    add("--hosts-file", type=Path, metavar="FILE", help="a host a line")
+    add("-s", "--hosts", nargs="+", default=[], metavar="HOST", help="start there")
+    add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
+    add("--starter", choices=("ssh", "mpirun"), default="ssh", help="what reaches --hosts (ssh)")
+    add("--ssh-config", type=Path, metavar="FILE", help="instead of ~/.ssh/config")
     add("--mpi-log-dir", type=Path, metavar="DIR", help="a file for every rank's output")
     add("--data-collector-host", metavar="HOST", help="where rank 0 collects (its own)")
     add("--data-collector-port", type=int, metavar="PORT", help="its port (a free one)")

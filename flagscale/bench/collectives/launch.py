@@ -110,6 +110,11 @@ def _start(specs: Sequence[BenchSpec], words: Sequence[str]) -> int:
     if place.slurm:
         program = [sys.executable, *PROGRAM, *without_starting(words)]
         return run_in_slurm(place, program, os.environ, note=specs[0].output.header)
+    if place.hosts and place.starter == "ssh":
+        # What opens connections is no business of the ranks, which load this module too.
+        from flagscale.bench.collectives.over_ssh import run_over_ssh
+
+        return run_over_ssh(place, PROGRAM, without_starting(words), os.environ)
     if place.hosts:
         command, environment = starter_argv(place, words, os.environ)
         sys.stdout.flush()

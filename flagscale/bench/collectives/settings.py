@@ -14,6 +14,7 @@ from flagscale.bench.collectives import patterns, sizes
 from flagscale.bench.collectives.command import CHECK_MODES, build_parser
 from flagscale.bench.collectives.datatypes import DATA_TYPES, DataType, data_type
 from flagscale.bench.collectives.operations import OPERATIONS, REDUCTIONS, Operation, operation
+from flagscale.bench.collectives.placing import at_least, placement
 from flagscale.bench.collectives.spec import (
     BenchSpec,
     Buffers,
@@ -22,7 +23,6 @@ from flagscale.bench.collectives.spec import (
     Groups,
     Iterations,
     Output,
-    Placement,
 )
 from flagscale.bench.collectives.statistics import parse_statistics
 from flagscale.comm import registry
@@ -64,7 +64,7 @@ def from_options(options: argparse.Namespace, arguments: Sequence[str] = ()) -> 
         groups=_groups(options),
         output=_output(options),
         comparison=_comparison(options),
-        placement=_placement(options),
+        placement=placement(options),
         timing=options.timing,
         average=_average(options.average),
         blocking=_switch("-z/--blocking", options.blocking),
@@ -145,18 +145,13 @@ def _places(options: argparse.Namespace) -> tuple[Literal["out", "in"], ...] | N
     return ("out",) if options.out_of_place else None
 
 
-def _at_least(flag: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ConfigError(f"{flag} {value}; expected at least {least}")
-
-
 def _iterations(options: argparse.Namespace) -> Iterations:
-    _at_least("-n/--iters", options.iters, 1)
-    _at_least("-w/--warmup_iters", options.warmup_iters, 0)
-    _at_least("-W/--neff_warmup_iters", options.neff_warmup_iters, 0)
-    _at_least("-m/--agg-iters", options.agg_iters, 1)
-    _at_least("--run-cycles", options.run_cycles, 1)
-    _at_least("-I/--neff_iters", options.neff_iters, 0)
+    at_least("-n/--iters", options.iters, 1)
+    at_least("-w/--warmup_iters", options.warmup_iters, 0)
+    at_least("-W/--neff_warmup_iters", options.neff_warmup_iters, 0)
+    at_least("-m/--agg-iters", options.agg_iters, 1)
+    at_least("--run-cycles", options.run_cycles, 1)
+    at_least("-I/--neff_iters", options.neff_iters, 0)
     if options.neff_warmup_iters and not options.neff_iters:
         raise ConfigError("-W/--neff_warmup_iters needs -I/--neff_iters")
     return Iterations(
@@ -204,7 +199,7 @@ def _check(options: argparse.Namespace) -> Check:
 
 def _groups(options: argparse.Namespace) -> Groups:
     dimension, file = options.data_parallel_dimension, options.custom_replica_group
-    _at_least("--data-parallel-dimension", dimension, 1)
+    at_least("--data-parallel-dimension", dimension, 1)
     if dimension is not None and file is not None:
         raise ConfigError("--data-parallel-dimension and --custom-replica-group exclude each other")
     pairs, counts = options.custom_src_target_pairs, options.alltoallv_metadata
@@ -258,7 +253,7 @@ def _comparison(options: argparse.Namespace) -> Comparison:
         )
     for name in names:
         registry.backend(name)
-    _at_least("--compare-rounds", options.compare_rounds, 2)
+    at_least("--compare-rounds", options.compare_rounds, 2)
     if options.baseline is not None and not options.baseline.is_file():
         raise ConfigError(f"--baseline {options.baseline}: there is no such file")
     if options.peak is not None and not 0 < options.peak < math.inf:
@@ -278,55 +273,6 @@ def _share(text: str) -> float:
     if found is None:
         raise ConfigError(f"--tolerance {text!r}; expected a share such as 5% or 0.05")
     return float(found[1]) / (100 if found[2] else 1)
-
-
-def _placement(options: argparse.Namespace) -> Placement:
-    _at_least("-r/--nworkers", options.nworkers, 1)
-    _at_least("-N/--nnodes", options.nnodes, 1)
-    if options.ngpus != 1:
-        raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
-    if not 0 < options.timeout < math.inf:
-        raise ConfigError(f"-T/--timeout {options.timeout:g}; expected seconds above 0")
-    if not 0 < options.slurm_wait < math.inf:
-        raise ConfigError(f"--slurm-wait {options.slurm_wait:g}; expected seconds above 0")
-    if options.slurm_job_id is not None and not options.slurm_job_id.isdigit():
-        raise ConfigError(f"--slurm-job-id {options.slurm_job_id!r}; expected a number")
-    registry.backend(options.backend)
-    hosts = tuple(options.hosts) or _hosts(options.hosts_file)
-    workers, nodes = options.nworkers, max(options.nnodes, len(set(hosts)))
-    if workers is not None and workers % nodes:
-        raise ConfigError(f"-r {workers} ranks cannot be divided equally among {nodes} hosts")
-    if hosts and options.slurm_mode:
-        raise ConfigError("--hosts and --slurm-mode exclude each other")
-    if options.slurm_setup_script and not options.slurm_setup_script.is_file():
-        raise ConfigError(f"--slurm-setup-script {options.slurm_setup_script}: no such file")
-    return Placement(
-        workers=workers,
-        nodes=nodes,
-        backend=options.backend,
-        device=options.device,
-        timeout=options.timeout,
-        pin=options.vcpu_pin_mode,
-        address=options.data_collector_host,
-        port=options.data_collector_port,
-        hosts=hosts,
-        log_dir=options.mpi_log_dir,
-        slurm=options.slurm_mode,
-        slurm_job=options.slurm_job_id,
-        slurm_cpus=options.slurm_vcpus_per_node,
-        slurm_setup=options.slurm_setup_script,
-        slurm_wait=options.slurm_wait,
-    )
-
-
-def _hosts(file: Path | None) -> tuple[str, ...]:
-    if file is None:
-        return ()
-    try:
-        lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
-    except OSError as error:
-        raise ConfigError(f"--hosts-file {file}: {error.strerror}") from error
-    return tuple(line for line in lines if line)
 
 
 def _average(text: str) -> Literal["rank0", "mean", "min", "max"]:

@@ -12,6 +12,7 @@ from flagscale.bench.collectives.datatypes import DataType
 from flagscale.bench.collectives.operations import Operation
 from flagscale.bench.collectives.statistics import Statistic
 from flagscale.errors import ConfigError
+from flagscale.launch.hosts import Host
 
 Format = Literal["nccom", "nccl-tests", "flagcx"]
 BandwidthUnit = Literal["GB", "GiB"]
@@ -116,7 +117,11 @@ class Placement:
     pin: bool = False
     address: str | None = None
     port: int | None = None
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    shares: tuple[int, ...] = ()
+    """Ranks of each of ``hosts``."""
+    starter: Literal["ssh", "mpirun"] = "ssh"
+    ssh_config: Path | None = None
     log_dir: Path | None = None
     slurm: bool = False
     slurm_job: str | None = None

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from flagscale.bench.collectives.spec import Placement
+from flagscale.bench.spawn import python_path
 from flagscale.errors import UnreachableError
 
 _PROGRAM = ("-m", "flagscale.bench.collectives")
@@ -16,6 +17,8 @@ _STARTING = {
     "-s": "many",
     "--hosts": "many",
     "--hosts-file": "one",
+    "--starter": "one",
+    "--ssh-config": "one",
     "--mpi-log-dir": "one",
     "-S": "none",
     "--slurm-mode": "none",
@@ -39,7 +42,8 @@ def starter_argv(
     """
     program = [sys.executable, *_PROGRAM, *without_starting(words)]
     port = str(place.port or _PORT)
-    meeting = {"MASTER_ADDR": place.address or place.hosts[0], "MASTER_PORT": port}
+    meeting = {"MASTER_ADDR": place.address or place.hosts[0].name, "MASTER_PORT": port}
+    meeting["PYTHONPATH"] = python_path()
     mpirun = shutil.which("mpirun", path=environment.get("PATH"))
     if mpirun is None:
         raise UnreachableError("--hosts: mpirun is not installed here", hint="OpenMPI or MPICH")
@@ -68,8 +72,8 @@ def mpirun_argv(
 ) -> list[str]:
     """mpirun's line for equally many ranks a host; ``names`` are variables to hand on."""
     ranks = place.workers or 1
-    each = max(1, ranks // place.nodes)
-    hosts = ",".join(f"{host}:{each}" for host in place.hosts)
+    shares = zip(place.hosts, place.shares, strict=True)
+    hosts = ",".join(f"{host.name}:{share}" for host, share in shares)
     command = ["mpirun", "-np", str(ranks)]
     if open_mpi:
         command += ["--host", hosts, *(word for name in names for word in ("-x", name))]

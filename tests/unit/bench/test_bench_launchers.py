@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from flagscale.bench.collectives import slurm, starters
+from flagscale.bench.collectives.carried import Carried
 from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.host import Order
+from flagscale.bench.spawn import Share
 from flagscale.bench.world import World, detect, first_host
 from flagscale.errors import ConfigError, UnreachableError
 
@@ -175,3 +178,63 @@ def test_what_says_how_to_start_stays_behind() -> None:
 def test_a_world_of_one_host_knows_it() -> None:
     assert World("local", 0, 2, 0, 2).one_host
     assert not World("MPICH", 0, 4, 0, 2).one_host
+
+
+def test_hosts_of_a_line_and_of_files(tmp_path: Path) -> None:
+    place = _place("allr -r 4 --hosts n[1-3] x")
+    assert [host.name for host in place.hosts] == ["n1", "n2", "n3", "x"]
+    assert place.shares == (1, 1, 1, 1)
+    assert place.starter == "ssh"
+    assert [host.name for host in _place("allr -r 2 --hosts a,b").hosts] == ["a", "b"]
+    plain, slots = tmp_path / "plain", tmp_path / "slots"
+    plain.write_text("# two\na\n\n b # the other\n")
+    slots.write_text("a slots=3 user=me port=2222\nb slots=1 addr=10.0.0.2\n")
+    assert _place(f"allr -r 2 --hosts-file {plain}").shares == (1, 1)
+    unequal = _place(f"allr --hosts-file {slots}")
+    assert (unequal.workers, unequal.nodes, unequal.shares) == (4, 2, (3, 1))
+    assert (unequal.hosts[0].user, unequal.hosts[0].port) == ("me", 2222)
+    assert _place(f"allr -r 2 --hosts-file {slots}").shares == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--hosts a b", "--hosts: the number of ranks is missing"),
+        ("-r 3 --hosts a b", "3 ranks cannot be divided equally among 2 hosts"),
+        ("-r 2 --hosts a a", "--hosts: host 'a' is named twice"),
+        ("-r 2 --hosts a[1-", "--hosts: 'a\\[1-': a bracket without its other half"),
+        ("-r 1 --hosts=-oProxyCommand=x", "--hosts: '-oProxyCommand=x' is no host name"),
+        ("-r 1 --hosts a --hosts-file {file}", "--hosts and --hosts-file exclude each other"),
+        ("-r 4 --hosts-file {file}", "-r 4: 2 ranks on b, slots=1"),
+        ("-r 1 --data-collector-port 70000", "--data-collector-port 70000; expected 1 to 65535"),
+        ("-r 1 --hosts a --starter mpi", "--starter: invalid choice: 'mpi'"),
+    ],
+)
+def test_hosts_that_make_no_sense_are_refused(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "hostfile"
+    file.write_text("a slots=3\nb slots=1\n")
+    with pytest.raises(ConfigError, match=message):
+        _place(f"allr {line.format(file=file)}")
+
+
+def test_files_of_a_line_are_carried() -> None:
+    line = ["allr", "--json=/r/a b.json", "-J", "x.json", "--import", "old.txt", "-n", "5"]
+    carried = Carried.of([*line, "--plot"])
+    assert carried.words("/tmp/d") == (
+        *("allr", "--json", "/tmp/d/0/a b.json", "-J", "/tmp/d/1/x.json"),
+        *("--import", "/tmp/d/2/old.txt", "-n", "5", "--plot"),
+    )
+    assert carried.read == ((Path("old.txt").absolute(), "2/old.txt"),)
+    assert [name for _, name in carried.written] == ["0/a b.json", "1/x.json"]
+
+
+def test_ranks_over_ssh_know_where_rank_0_is() -> None:
+    environment = {"FLAGSCALE_BENCH_STARTER": "SSH", "RANK": "2", "WORLD_SIZE": "3"}
+    place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    world = detect({**environment, **place})
+    assert world == World("SSH", 2, 3, 0, 1, address="a", port=7)
+
+
+def test_an_order_survives_its_way() -> None:
+    order = Order(("-m", "x"), 2, Share(3, 5, "a", 7), {"NCCL_A": "é\n'"}, "/d", "/s", None)
+    assert Order.decode(order.encode()) == order

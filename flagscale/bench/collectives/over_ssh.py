@@ -1,0 +1,208 @@
+"""Running the benchmark on hosts behind SSH, through the launcher's transport.
+
+Every host is reached before any rank starts, and told over one connection what to run. A rank's
+end with an error, a lost host or a signal to this process ends all: a host ends its ranks when
+the connection that brought them is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagscale.bench.collectives.carried import Carried
+from flagscale.bench.collectives.spec import Placement
+from flagscale.bench.host import Order, Prepared
+from flagscale.bench.spawn import Share, interruptible, python_path
+from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
+from flagscale.launch.remote.hosts import describe, require_all
+from flagscale.launch.transport import (
+    Connection,
+    DialOptions,
+    Fleet,
+    HostError,
+    Outcome,
+    SshConfig,
+    SshTarget,
+)
+from flagscale.launch.transport.files import RemoteFiles
+
+# Longer than a host takes to end its own ranks, so that it can still say why.
+_GRACE_SECONDS = 12.0
+_PREPARE_SECONDS = 60.0
+_LARGEST_CODE = 4
+# What steers a backend is meant for the ranks; anything else of this machine's stays here.
+_HANDED_ON = ("NCCL_", "GLOO_", "FSCCL_", "FLAGCX_", "UCC_", "UCX_", "TORCH_", "OMP_", "MKL_")
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One host and its part."""
+
+    number: int
+    target: SshTarget
+    first: int
+    count: int
+
+
+def run_over_ssh(
+    place: Placement,
+    program: Sequence[str],
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    options: DialOptions | None = None,
+) -> int:
+    """Run ``program``, what follows the interpreter, with ``words`` as the ranks of ``place``.
+
+    Files that ``words`` name are copied to the hosts and back. The exit code is rank 0's host's
+    own, or that of the first other host that failed.
+
+    Raises:
+        UnreachableError: a host cannot be reached, or was lost in the middle.
+        ConfigError: a host has no flagscale at this machine's path.
+    """
+    sites = _sites(place)
+    carried = Carried.of(words)
+    with interruptible(), Fleet([site.target for site in sites], options=options) as fleet:
+        prepared = _prepare(fleet, sites, carried)
+        address = place.address or place.hosts[0].addr or place.hosts[0].name
+        port = place.port or prepared[0].port
+
+        def order(site: _Site) -> Order:
+            scratch = prepared[site.number].scratch
+            return Order(
+                command=(*program, *carried.words(scratch)),
+                count=site.count,
+                share=Share(site.first, place.workers or 1, address, port),
+                environment=_handed_on(environment),
+                directory=str(Path.cwd()),
+                scratch=scratch,
+                log_dir=None if place.log_dir is None else str(place.log_dir.absolute()),
+            )
+
+        return _Run(fleet, sites, carried).run([order(site) for site in sites])
+
+
+def _sites(place: Placement) -> list[_Site]:
+    config = SshConfig.load(place.ssh_config)
+    sites, first = [], 0
+    for number, (host, share) in enumerate(zip(place.hosts, place.shares, strict=True)):
+        target = config.target(host.name, user=host.user, port=host.port, proxy=host.proxy)
+        sites.append(_Site(number, target, first, share))
+        first += share
+    return sites
+
+
+def _handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    chosen = {k: v for k, v in environment.items() if k.startswith(_HANDED_ON)}
+    return {**chosen, "PYTHONPATH": python_path()}
+
+
+def _command(*words: str) -> list[str]:
+    python = ["env", f"PYTHONPATH={python_path()}", sys.executable]
+    return [*python, "-m", "flagscale.bench.host", *words]
+
+
+def _prepare(fleet: Fleet, sites: Sequence[_Site], carried: Carried) -> list[Prepared]:
+    """Every host's port and directory, with the files in it."""
+
+    def prepare(connection: Connection) -> Prepared:
+        done = connection.run(_command("prepare"), timeout=_PREPARE_SECONDS)
+        if not done.ok:
+            said = done.error_text.strip().splitlines() or [f"exit code {done.exit_status}"]
+            raise ConfigError(
+                f"{connection.target.name}: {sys.executable} there cannot run the benchmark: "
+                f"{said[-1]}",
+                hint="flagscale and its Python must be at the same path on every host",
+            )
+        prepared = Prepared(**json.loads(done.text))
+        with RemoteFiles(connection) as files:
+            for local, name in carried.read:
+                files.put(local, f"{prepared.scratch}/{name}")
+            for _, name in carried.written:
+                files.make_directories(f"{prepared.scratch}/{name}".rpartition("/")[0])
+        return prepared
+
+    outcomes = fleet.map(prepare)
+    errors = {n: outcome.error for n, outcome in enumerate(outcomes) if outcome.error is not None}
+    require_all(errors, [site.target.name for site in sites], "nothing was measured")
+    return [outcome.get() for outcome in outcomes]
+
+
+class _Run:
+    """All hosts at work, until the last has ended or the first has failed."""
+
+    def __init__(self, fleet: Fleet, sites: Sequence[_Site], carried: Carried) -> None:
+        self._fleet, self._sites, self._carried = fleet, sites, carried
+        self._numbers = {site.target: site.number for site in sites}
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._ended_by_us = threading.Event()
+        self._lost: dict[int, FlagscaleError] = {}
+
+    def run(self, orders: Sequence[Order]) -> int:
+        """Carry out each host's order; the exit code of the whole."""
+        try:
+            outcomes = self._fleet.map(
+                lambda connection: self._one(connection, orders), on_done=self._done
+            )
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        if self._lost:
+            names = [site.target.name for site in self._sites]
+            raise UnreachableError(f"lost in the middle:\n{describe(self._lost, names)}")
+        codes = [outcome.value or 0 for outcome in outcomes if outcome.ok]
+        code = next((code for code in codes if code), 0)
+        return code if code <= _LARGEST_CODE else 1
+
+    def _one(self, connection: Connection, orders: Sequence[Order]) -> int:
+        order = orders[self._numbers[connection.target]]
+        result = connection.run(
+            _command("run"),
+            stdin=order.encode(),
+            timeout=None,
+            on_stdout=self._writer(sys.stdout.buffer.write, sys.stdout.flush),
+            on_stderr=self._writer(sys.stderr.buffer.write, sys.stderr.flush),
+        )
+        self._fetch(connection, order)
+        return result.exit_status
+
+    def _writer(
+        self, write: Callable[[bytes], object], flush: Callable[[], object]
+    ) -> Callable[[bytes], object]:
+        def hand_on(data: bytes) -> None:
+            with self._lock:
+                write(data)
+                flush()
+
+        return hand_on
+
+    def _fetch(self, connection: Connection, order: Order) -> None:
+        """Bring what rank 0 wrote, complete or not, and leave nothing behind."""
+        if order.share.first == 0:
+            with RemoteFiles(connection) as files:
+                for local, name in self._carried.written:
+                    if files.size(f"{order.scratch}/{name}") is not None:
+                        files.get(f"{order.scratch}/{name}", local)
+        with suppress(HostError):
+            connection.run(_command("clean", order.scratch), timeout=_PREPARE_SECONDS)
+
+    def _done(self, outcome: Outcome[int]) -> None:
+        """Runs in the main thread, as hosts end."""
+        if outcome.error is not None and not self._ended_by_us.is_set():
+            self._lost[self._numbers[outcome.target]] = outcome.error
+        if (outcome.error is not None or outcome.value) and self._timer is None:
+            self._timer = threading.Timer(_GRACE_SECONDS, self._end_all)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end_all(self) -> None:
+        self._ended_by_us.set()
+        self._fleet.close()

@@ -1,0 +1,92 @@
+"""What the benchmark runs on each host that it reaches by SSH; its orders come on stdin.
+
+``prepare`` answers with a free port and a directory for files; ``run`` is a host's ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flagscale.bench.spawn import Share, spawn, unheard
+from flagscale.launch.door import guard
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a host offers."""
+
+    port: int
+    """Free at this moment."""
+    scratch: str
+    """A new directory for the files of this run."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a host shall run."""
+
+    command: tuple[str, ...]
+    """What follows the interpreter."""
+    count: int
+    share: Share
+    environment: dict[str, str]
+    directory: str
+    """Where to run, if there is such a directory on the host."""
+    scratch: str
+    log_dir: str | None = None
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> Order:
+        """The reverse of :meth:`encode`."""
+        given = json.loads(text)
+        share = Share(**given.pop("share"))
+        return cls(share=share, command=tuple(given.pop("command")), **given)
+
+
+def prepare() -> Prepared:
+    """A free port of this host and a directory that is its owner's alone."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = int(probe.getsockname()[1])
+    return Prepared(port, tempfile.mkdtemp(prefix="flagscale-bench-"))
+
+
+def run(order: Order) -> int:
+    """The ranks of this host; the exit code."""
+    os.environ.update(order.environment)
+    os.chdir(order.directory if Path(order.directory).is_dir() else order.scratch)
+    log_dir = None if order.log_dir is None else Path(order.log_dir)
+    command = [sys.executable, *order.command]
+    code = spawn(command, order.count, log_dir=log_dir, share=order.share)
+    if unheard():
+        # Nobody is left to fetch the files and clean up.
+        shutil.rmtree(order.scratch, ignore_errors=True)
+    return code
+
+
+def main(words: list[str]) -> int:
+    """``prepare``, ``run`` or ``clean DIRECTORY``; the exit code."""
+    if words == ["prepare"]:
+        print(json.dumps(asdict(prepare())))
+        return 0
+    if words == ["run"]:
+        return run(Order.decode(sys.stdin.buffer.read()))
+    if len(words) == 2 and words[0] == "clean":
+        shutil.rmtree(words[1], ignore_errors=True)
+        return 0
+    print("usage: python -m flagscale.bench.host prepare|run|clean DIRECTORY", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(guard(lambda: main(sys.argv[1:])))

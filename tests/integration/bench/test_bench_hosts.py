@@ -1,0 +1,141 @@
+"""The benchmark over SSH, on hosts that share nothing and get into trouble."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.host import Host
+from bed.lab import Bed
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = ROOT / "tools" / "comm" / "bench.py"
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.torch,
+    pytest.mark.bed(hosts=2, root="private", shared=[]),
+]
+
+_SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
+
+
+def _files(host: Host) -> list[str]:
+    return [path.name for path in host.path("/tmp").glob("flagscale-bench-*")]
+
+
+def _ranks(bed: Bed) -> list[tuple[str, ...]]:
+    return [p.argv for host in bed.hosts for p in host.find("flagscale.bench")]
+
+
+def _until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.1)
+
+
+def test_a_hostfile_with_unequal_hosts_and_files_that_travel(
+    bench: Any, bed: Bed, tmp_path: Path
+) -> None:
+    hosts, groups = tmp_path / "hostfile", tmp_path / "groups $HOME 'é.json"
+    hosts.write_text("h00 slots=2\nh01 slots=1  # the small one\n")
+    groups.write_text('{"replica_groups": [[0, 2]]}')
+    line = f"{_SHORT} --hosts-file {hosts} --json out.json --plot=c.svg"
+    words = [*line.split(), "--custom-replica-group", groups]
+    done = bench(*words, environment=bed.environment(), cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "3 ranks on 2 hosts: h00 [0-1] 2 x " in done.out
+    assert "; h01 [2] 1 x " in done.out
+    assert "started by SSH" in done.out
+    rows = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [(row["ranks"], row["wrong"]) for row in rows] == [(2, 0)]
+    assert (tmp_path / "c.svg").read_text().startswith("<?xml")
+    assert [_files(host) for host in bed.hosts] == [[], []]
+    assert _ranks(bed) == []
+
+
+def test_a_host_that_cannot_be_reached_is_3_and_nothing_starts(
+    bench: Any, bed: Bed, tmp_path: Path
+) -> None:
+    bed["h01"].stop_sshd()
+    line = f"{_SHORT} -r 2 --hosts h00 h01"
+    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert done.code == 3
+    assert done.err.startswith("error: nothing was measured: 1 of 2 host(s)\nh01: ")
+    assert done.out == ""
+    assert _ranks(bed) == []
+
+
+def test_what_a_host_says_is_said_once(bench: Any, bed: Bed, tmp_path: Path) -> None:
+    line = f"{_SHORT} -r 2 --hosts h[00-01] --backend mpi"
+    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert done.code == 2
+    assert done.err.count("'mpi' cannot be used here") == 1
+
+
+@contextmanager
+def _long_run(bed: Bed, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A benchmark on both hosts that would take minutes, in the middle of its work."""
+    line = "allr -r 2 --hosts h00 h01 -d fp32 -b 1K -e 40000 -i 4 -n 3 --json part.json"
+    process = subprocess.Popen(
+        [sys.executable, PROGRAM, *line.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=directory,
+        env=bed.environment(OMP_NUM_THREADS="1"),
+    )
+    try:
+        scratch = bed["h00"].path("/tmp")
+        _until(lambda: any(scratch.glob("flagscale-bench-*/*/part.json")), "the first result")
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_dead_rank_ends_all_and_partial_results_come_back(bed: Bed, tmp_path: Path) -> None:
+    with _long_run(bed, tmp_path) as process:
+        ranks = bed["h01"].find("flagscale.bench.collectives")
+        os.kill(ranks[0].pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "rank 1 was ended by SIGKILL" in err
+        assert "algbw(GB/s)" in out
+        data = json.loads((tmp_path / "part.json").read_text())
+        assert not data["complete"]
+        assert data["results"]
+        assert _ranks(bed) == []
+
+
+def test_a_host_lost_in_the_middle_is_3_and_the_other_is_clean(bed: Bed, tmp_path: Path) -> None:
+    with _long_run(bed, tmp_path) as process:
+        bed["h01"].kill()
+        _, err = process.communicate(timeout=90)
+        assert process.returncode == 3
+        assert "error: lost in the middle:\nh01: " in err
+        assert bed["h00"].find("flagscale.bench") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_nothing_is_left_on_the_hosts_when_the_command_ends(
+    bed: Bed, tmp_path: Path, number: signal.Signals
+) -> None:
+    with _long_run(bed, tmp_path) as process:
+        process.send_signal(number)
+        process.wait(timeout=30)
+        killed = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
+        assert process.returncode == killed
+        _until(lambda: not _ranks(bed), "no rank is left")
+        _until(lambda: not any(_files(host) for host in bed.hosts), "no file is left")
