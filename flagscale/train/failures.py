@@ -20,7 +20,13 @@ def report(error: BaseException, rank: Rank, status: StatusWriter) -> int:
     of them speaks at length. A user's mistake is one message, anything else a traceback.
     """
     trace = "".join(traceback.format_exception(error))
-    status.write("failed", kind=type(error).__name__, message=str(error), traceback=trace)
+    status.write(
+        "failed",
+        kind=type(error).__name__,
+        message=str(error),
+        traceback=trace,
+        explained=isinstance(error, FlagscaleError),
+    )
     if not _is_first(rank):
         summary = str(error).partition("\n")[0]
         if not isinstance(error, FlagscaleError):

@@ -77,15 +77,15 @@ class Failure:
 
     def describe(self) -> str:
         """Several lines for people: who, why, where to read on."""
-        lines = [self.headline()]
+        lines = [self.headline(), *self.reason.splitlines()[1:]]
         if self.traceback:
             lines += ["    " + line for line in self.traceback.splitlines()]
         return "\n".join([*lines, f"  log: {self.log}"])
 
     def headline(self) -> str:
         """One line: who and why."""
-        who = f"{self.host}: rank {self.rank}" if self.rank is not None else self.host
-        return f"{who} {self.reason}"
+        who = f"{self.host}: rank {self.rank}" if self.rank is not None else f"{self.host}:"
+        return f"{who} {self.reason}".partition("\n")[0]
 
     def to_record(self) -> dict[str, Any]:
         return {**asdict(self), "log": str(self.log)}
@@ -265,11 +265,9 @@ def _rank_report(
     log = rank_log(host, rank)
     code = entry.code if entry is not None else None
     if event is not None:
-        kind, message = event.get("kind", "an exception"), str(event.get("message", "")).strip()
-        reason = f"failed: {kind}{f': {message}' if message else ''}"
-        if code is not None:
-            reason += f" ({describe_code(code)})"
-        failure = Failure(host.name, rank, code, reason, str(event.get("traceback", "")), log)
+        # Where the message says what to do, the traceback would only hide it.
+        trace = "" if event.get("explained") else str(event.get("traceback", ""))
+        failure = Failure(host.name, rank, code, _reason(event, code), trace, log)
         weight = Weight.CONSEQUENCE if lost_a_peer(event) else Weight.FAILED
         return Report(failure, event.time, weight)
     reason = f"ended with {describe_code(code)}" if code is not None else "failed"
@@ -279,6 +277,16 @@ def _rank_report(
     trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (code or 0) >= 0 else ""
     moment = entry.time if entry is not None else 0.0
     return Report(Failure(host.name, rank, code, reason, trace, log), moment, _weight(code))
+
+
+def _reason(event: Event, code: int | None) -> str:
+    """What an exception said, the exit code behind its first line; a hint may follow."""
+    kind, message = event.get("kind", "an exception"), str(event.get("message", "")).strip()
+    first, _, others = message.partition("\n")
+    reason = f"failed: {kind}{f': {first}' if first else ''}"
+    if code is not None:
+        reason += f" ({describe_code(code)})"
+    return f"{reason}\n{others}" if others else reason
 
 
 def _weight(code: int | None) -> Weight:

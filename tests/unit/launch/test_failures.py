@@ -208,3 +208,17 @@ def test_torchrun_itself(state: RunState) -> None:
 def test_a_stopped_run_has_not_failed(state: RunState) -> None:
     end(state, code=143, signal=15)
     assert first_failure(state, {}) is None
+
+
+def test_what_explains_itself_shows_no_traceback_and_keeps_its_hint_apart(state: RunState) -> None:
+    said = {"kind": "DataError", "message": "too many words\n  hint: use fewer", "traceback": "T"}
+    state.hosts[0].output.write_text(TABLE, encoding="utf-8")
+    end(state)
+    failure = first_failure(state, {1: [Event(1, 5.0, "failed", {**said, "explained": True})]})
+    assert failure is not None
+    assert failure.headline() == "node: rank 1 failed: DataError: too many words (exit code 3)"
+    assert failure.describe().splitlines()[1] == "  hint: use fewer"
+    assert failure.traceback == ""
+    unexplained = first_failure(state, {1: [Event(1, 5.0, "failed", said)]})
+    assert unexplained is not None
+    assert unexplained.traceback == "T"

@@ -35,6 +35,7 @@ def test_a_users_mistake(
     (event,) = read_events(tmp_path / "rank_0.jsonl")[0]
     assert (event.event, event.get("kind")) == ("failed", type(error).__name__)
     assert "Traceback" in event.get("traceback")
+    assert event.get("explained") is True
 
 
 def test_a_defect_shows_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
