@@ -36,6 +36,8 @@ def _sleepers(host: Host) -> list[int]:
 def test_an_unreachable_host_is_named_and_nothing_starts(lab: SshLab) -> None:
     lab.configure()
     lab.bed["h01"].link("down")
+    with lab.bed.ssh_config.open("a") as config:
+        config.write("  ConnectTimeout 3\n")
     done = lab.do("run")
     assert done.returncode == 3
     assert "h01" in done.stderr
