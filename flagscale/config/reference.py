@@ -38,7 +38,7 @@ python run.py ... --cfg job                         # what all that composes
 - A relative path lies in the directory that the command is started from.
 - An unknown key, a wrong type or an impossible value is reported with its file and line, all of
   them at once, before anything starts.
-- `flagscale config explain KEY` prints what this page says about a key, in full.
+- `flagscale explain KEY` prints what this page says about a key, in full.
 """
 
 _TITLES = {

@@ -76,7 +76,9 @@ def _failure(package: str, version: str, sha256: str, output: str) -> BackendSou
             f"{release}: {sys.executable} has no pip to download it with",
             hint=f"run {sys.executable} -m ensurepip, {offline}",
         )
-    last = "\n".join(f"  {line}" for line in output.strip().splitlines()[-6:])
+    # pip tells of every retry at length, and of the outcome last.
+    told = [line for line in output.strip().splitlines() if "WARNING: Retrying" not in line]
+    last = "\n".join(f"  {line.strip()}" for line in told[-6:])
     if _UNREACHABLE.search(output):
         return BackendSourceError(
             f"{release}: no registry that pip knows could be reached, or none has it:\n{last}",

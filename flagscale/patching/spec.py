@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from flagscale.errors import BackendSourceError
+from flagscale.errors import BackendSourceError, ConfigError
 from flagscale.patching.codemods.names import CODEMOD_NAMES
 
 DEFAULT_BACKEND = "Megatron-LM"
@@ -113,13 +113,14 @@ def load_spec(layout: Layout) -> BackendSpec:
     """Read and check a backend's definition.
 
     Raises:
-        BackendSourceError: unknown backend (with the nearest name), or a broken definition.
+        ConfigError: unknown backend, with the nearest name.
+        BackendSourceError: a broken definition.
     """
     known = known_backends(layout.root)
     if layout.backend not in known:
         near = difflib.get_close_matches(layout.backend, known, n=1, cutoff=0.4)
         listed = ", ".join(known) or f"none in {layout.root / 'backends'}"
-        raise BackendSourceError(
+        raise ConfigError(
             f"unknown backend {layout.backend!r}; known: {listed}",
             hint=f"did you mean --backend {near[0]}?" if near else None,
         )

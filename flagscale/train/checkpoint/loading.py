@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ _UNREADABLE = (
     UnpicklingError,
     ValueError,
 )
+_SCHEDULE_VALUES = re.compile(r"class input value (.*) and checkpoint\s*value (.*) for (.*) do not")
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,18 @@ def _load_schedule(loaded: dict[str, Any], state: TrainState) -> None:
         state.scheduler.load_state_dict(loaded["scheduler"])
     except AssertionError as error:
         raise CheckpointError(
-            f"the checkpoint's learning-rate schedule differs from the arguments': {error}",
+            f"the checkpoint's learning-rate schedule differs from the arguments': {_which(error)}",
             hint="override_opt_param_scheduler: true takes the arguments', "
             "use_checkpoint_opt_param_scheduler: true the checkpoint's",
         ) from error
+
+
+def _which(error: AssertionError) -> str:
+    """Which value of a schedule differs: megatron.core's remark in the words of the other
+    messages. Its lengths are in samples."""
+    found = _SCHEDULE_VALUES.search(str(error))
+    if found is None:
+        return str(error)
+    ours, saved, name = found.groups()
+    unit = " (in samples)" if "iterations" in name else ""
+    return f"{name}{unit}: the checkpoint has {saved}, the arguments {ours}"

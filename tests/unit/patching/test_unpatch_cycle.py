@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.errors import BackendSourceError
+from flagscale.errors import BackendSourceError, ConfigError
 from flagscale.patching import adapt
 from flagscale.patching import unpatch as module
 from flagscale.patching.manifest import read_manifest, scan
@@ -230,8 +230,9 @@ def test_killed_between_the_renames_recovers(project: Project) -> None:
 
 def test_unknown_backend_names_the_nearest(project: Project) -> None:
     layout = replace(project.layout, backend="tinny")
-    with pytest.raises(BackendSourceError) as error:
+    with pytest.raises(ConfigError) as error:
         unpatch(layout, Choice(), say=quiet)
+    assert error.value.exit_code == 2
     assert str(error.value) == (
         "unknown backend 'tinny'; known: tiny\n  hint: did you mean --backend tiny?"
     )
