@@ -68,7 +68,7 @@ docs: setup-dev ## write the generated files: configuration reference, argument 
 	$(RUN) tools/config/reference.py
 
 bench: setup backend data ## measure launching and training on this machine into docs/results/
-	$(RUN) tools/bench/quickstart.py
+	$(RUN) tools/bench/local_launch.py
 
 gpu-test: setup-dev backend ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu

@@ -21,7 +21,7 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="launches of each kind")
     parser.add_argument("--steps", type=int, default=120, help="training steps of each run")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/quickstart-cpu.json"))
+    parser.add_argument("--output", type=Path, default=Path("docs/results/local-launch-cpu.json"))
     options = parser.parse_args()
     record = machine.facts()
     figures = []
