@@ -9,10 +9,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from flagscale.comm import options as comm_options
+from flagscale.comm.options import Option, OptionValues
+
 if TYPE_CHECKING:
     import torch
 
 DeviceType = Literal["cpu", "cuda"]
+
+OPERATIONS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"),
+    *("broadcast", "reduce", "gather", "scatter", "sendrecv", "permute", "barrier"),
+)
+"""What ``torch.distributed`` can ask of a backend, as the benchmark calls it."""
 
 
 class CommBackend(ABC):
@@ -24,6 +33,10 @@ class CommBackend(ABC):
     """One line for ``--help`` and documentation."""
     devices: tuple[DeviceType, ...]
     """The devices whose tensors it moves."""
+    operations: tuple[str, ...] = OPERATIONS
+    """What it can do, of :data:`OPERATIONS`."""
+    own_options: tuple[Option, ...] = ()
+    """What a YAML may set of it beside its :attr:`environment`."""
     how_to_get: str = ""
     """What to do where it is missing."""
     environment: ClassVar[Mapping[str, str]] = {}
@@ -37,8 +50,20 @@ class CommBackend(ABC):
         """The ``backend`` argument of ``torch.distributed.init_process_group``."""
         return self.name
 
-    def init_options(self, device: torch.device) -> Mapping[str, Any]:
-        """Further arguments of ``init_process_group`` for a rank on ``device``."""
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Everything a YAML may set of it, under ``train.system.comm``."""
+        return (*self.own_options, *comm_options.of_variables(self.name, self.environment))
+
+    def export(self, values: OptionValues) -> None:
+        """Set the variables of this process that options amount to; before :meth:`creating`."""
+        comm_options.export(self.options, values)
+
+    def init_options(
+        self, device: torch.device, values: OptionValues | None = None
+    ) -> Mapping[str, Any]:
+        """Further arguments of ``init_process_group`` for a rank on ``device``, with the options
+        that a YAML sets."""
         return {}
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flagscale.comm import registry
-from flagscale.comm.base import DeviceType
+from flagscale.comm.base import OPERATIONS, DeviceType
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Listed:
     version: str | None
     how_to_get: str
     environment: dict[str, str]
+    operations: tuple[str, ...]
+    options: dict[str, str]
+    """What a YAML may set under ``train.system.comm``, with its meaning."""
 
     @property
     def works(self) -> bool:
@@ -44,10 +48,11 @@ def listed() -> list[Listed]:
 
         cpu, cuda = state("cpu"), state("cuda")
         variables = dict(backend.environment)
+        options = {o.name: f"{o.doc} ({o.expected})" for o in backend.options}
         found.append(
             Listed(
                 *(name, backend.summary, cpu, cuda, backend.version()),
-                *(backend.how_to_get, variables),
+                *(backend.how_to_get, variables, tuple(backend.operations), options),
             )
         )
     return found
@@ -67,6 +72,7 @@ def show(form: Literal["table", "json"] = "table") -> None:
         table.add_row(row.name, row.version or "-", *marks, row.summary)
     console = Console(highlight=False, markup=False)
     console.print(table)
+    _show_details(console, rows)
     for row in rows:
         if row.works:
             continue
@@ -75,3 +81,19 @@ def show(form: Literal["table", "json"] = "table") -> None:
         if row.how_to_get:
             console.print(f"  to get it: {row.how_to_get}", soft_wrap=True)
     console.print("\nAlso: a map such as cpu:gloo,cuda:nccl.", soft_wrap=True)
+
+
+def _show_details(console: Console, rows: Sequence[Listed]) -> None:
+    """What backends cannot do, and what can be set of those that work here."""
+    console.print(f"\noperations: {', '.join(OPERATIONS)}", soft_wrap=True)
+    for row in rows:
+        lacking = [name for name in OPERATIONS if name not in row.operations]
+        if lacking:
+            console.print(f"  {row.name}: all but {', '.join(lacking)}", soft_wrap=True)
+    console.print("\nwhat train.system.comm of a YAML may set:", soft_wrap=True)
+    for row in rows:
+        # auto has those of the backends it chooses from.
+        if row.options and row.name != "auto":
+            console.print(f"  {row.name}", soft_wrap=True)
+            for name, doc in row.options.items():
+                console.print(f"    {name}: {doc}", soft_wrap=True)

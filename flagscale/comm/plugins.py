@@ -19,12 +19,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from flagscale.comm.base import (
+    OPERATIONS,
     CommBackend,
     DeviceType,
     cuda_missing,
     distribution_version,
     missing_torch,
 )
+from flagscale.comm.options import Option, OptionValues
 from flagscale.errors import ConfigError
 
 ENTRY_POINTS = "flagscale.comm_backends"
@@ -34,6 +36,7 @@ class Mpi(CommBackend):
     name = "mpi"
     summary = "the MPI library that torch was built with, for host memory"
     devices: tuple[DeviceType, ...] = ("cpu", "cuda")
+    operations = tuple(name for name in OPERATIONS if name != "reduce_scatter")
     how_to_get = "build torch from source on a machine with MPI: no wheel contains it"
 
     def unavailable(self, device: DeviceType) -> str | None:
@@ -104,6 +107,11 @@ class TorchComms(CommBackend):
         "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1: for every group of the program, not this one alone",
     }
 
+    @property
+    def options(self) -> tuple[Option, ...]:
+        # Its variable is the switch that choosing this backend turns on anyway.
+        return self.own_options
+
     def unavailable(self, device: DeviceType) -> str | None:
         if missing := missing_torch():
             return missing
@@ -139,6 +147,8 @@ class DeviceMap(CommBackend):
         self.name = text
         self._parts = _parse_map(text)
         self._known = known
+        adapters = [adapter for adapter in map(known, self._parts.values()) if adapter]
+        self.operations = tuple(o for o in OPERATIONS if all(o in a.operations for a in adapters))
         kinds: tuple[DeviceType, ...] = ("cpu", "cuda")
         self.devices = tuple(kind for kind in kinds if kind in self._parts)
 
@@ -156,6 +166,21 @@ class DeviceMap(CommBackend):
         if dist.is_backend_available(part):
             return None
         return f"torch knows no backend {part!r}; is its plug-in installed and imported?"
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Those of all parts that are variables: arguments of one part cannot reach it."""
+        found: dict[str, Option] = {}
+        for adapter in map(self._known, self._parts.values()):
+            for option in adapter.options if adapter else ():
+                if option.variable is not None:
+                    found.setdefault(option.name, option)
+        return tuple(found.values())
+
+    def export(self, values: OptionValues) -> None:
+        for adapter in map(self._known, self._parts.values()):
+            if adapter is not None:
+                adapter.export(values)
 
     @contextmanager
     def creating(self) -> Iterator[None]:

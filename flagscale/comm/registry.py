@@ -9,11 +9,12 @@ the launcher can list and check backends on a machine without torch.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
+from flagscale.comm.options import Option, OptionValues, parse
 from flagscale.comm.own import Fsccl
 from flagscale.comm.plugins import (
     DeviceMap,
@@ -29,7 +30,7 @@ from flagscale.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CommBackend", "DeviceType", "backend", "names", "usable"]
+__all__ = ["CommBackend", "DeviceType", "backend", "names", "options_of", "usable"]
 
 
 class Gloo(CommBackend):
@@ -49,6 +50,33 @@ class Gloo(CommBackend):
         import torch.distributed as dist
 
         return None if dist.is_gloo_available() else "this build of torch has no gloo"
+
+
+_NCCL_OPTIONS = (
+    Option("is_high_priority_stream", "run its kernels before others that wait", "bool"),
+    # The variables reach every communicator; options alone, the default group's.
+    Option("min_ctas", "thread blocks of a kernel, at least", "int", 1, 64, "NCCL_MIN_CTAS"),
+    Option("max_ctas", "thread blocks of a kernel, at most", "int", 1, 64, "NCCL_MAX_CTAS"),
+    Option(
+        *("cga_cluster_size", "thread blocks of a cluster", "int"),
+        maximum=8,
+        variable="NCCL_CGA_CLUSTER_SIZE",
+    ),
+    Option("net_name", "the network plug-in, such as IB or Socket", variable="NCCL_NET"),
+    Option("split_share", "let split communicators share resources", "bool"),
+)
+
+
+def _nccl_options(values: OptionValues) -> Any:
+    """``ProcessGroupNCCL.Options``, some of whose fields are those of its ``config``."""
+    from torch.distributed import ProcessGroupNCCL
+
+    made = ProcessGroupNCCL.Options()
+    for name, value in values.items():
+        holder = made if name == "is_high_priority_stream" else made.config
+        # What NCCL's struct holds as an int torch does not take as a bool.
+        setattr(holder, name, int(value) if name == "split_share" else value)
+    return made
 
 
 class Nccl(CommBackend):
@@ -73,10 +101,16 @@ class Nccl(CommBackend):
             return "nccl moves GPU memory only, and the training device is the CPU"
         return None if dist.is_nccl_available() else "this build of torch has no nccl"
 
-    def init_options(self, device: torch.device) -> Mapping[str, Any]:
+    own_options = _NCCL_OPTIONS
+
+    def init_options(
+        self, device: torch.device, values: OptionValues | None = None
+    ) -> Mapping[str, Any]:
         # Binding the device connects at once, so that a broken link shows here and not in the
         # first collective, and lets sub-groups split the communicator instead of making anew.
-        return {"device_id": device}
+        names = {option.name for option in self.own_options}
+        own = {name: value for name, value in (values or {}).items() if name in names}
+        return {"device_id": device, **({"pg_options": _nccl_options(own)} if own else {})}
 
     def version(self) -> str | None:
         if self.unavailable("cuda") is not None:
@@ -93,6 +127,12 @@ class Auto(CommBackend):
 
     def unavailable(self, device: DeviceType) -> str | None:
         return self.resolve(device).unavailable(device)
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        # Which of the two runs is known on the host alone; what means nothing to it is left out.
+        both = (*backend("nccl").options, *backend("gloo").options)
+        return tuple({option.name: option for option in both}.values())
 
     def torch_backend(self, device: DeviceType) -> str:
         return self.resolve(device).torch_backend(device)
@@ -138,6 +178,17 @@ def backend(name: str) -> CommBackend:
 def _find(name: str) -> CommBackend | None:
     # Packages are looked at only for a name that is not ours: it takes a while.
     return _OWN.get(name) or _all().get(name)
+
+
+def options_of(name: str, words: Sequence[str]) -> OptionValues:
+    """The options that a YAML sets for the backend it calls ``name``, from ``name=value`` words.
+
+    Raises:
+        ConfigError: the name is unknown, or with every option that is unknown or has an unfit
+            value; keys are the options' names.
+    """
+    found = backend(name)
+    return parse(name, found.options, words)
 
 
 def usable(name: str, device: DeviceType) -> CommBackend:

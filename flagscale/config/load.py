@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flagscale.config import schema
 from flagscale.config.arguments import paths
+from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
 from flagscale.config.arguments.parser import fold
 from flagscale.config.checks import check_arguments
@@ -178,6 +179,8 @@ def _read_train(reader: Reader, data: Mapping[Any, Any], foreign: bool) -> schem
         if name not in schema.SECTIONS:
             reader.unknown(f"train.{name}", name, schema.SECTIONS)
     sections = {name: reader.mapping(data, name, "train.") for name in schema.SECTIONS}
+    if not foreign:
+        sections = {name: as_words(section) for name, section in sections.items()}
     return schema.Train(**{k: with_absolute_paths(v, foreign) for k, v in sections.items()})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flagscale.comm import registry
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
@@ -18,4 +20,13 @@ def backend_problems(experiment: Experiment) -> list[Problem]:
     except ConfigError as error:
         message = error.message.removeprefix("distributed_backend: ")
         return [args.problem("distributed_backend", message)]
+    try:
+        registry.options_of(args["distributed_backend"], args["comm"] or ())
+    except ConfigError as error:
+        found = [replace(problem, key="") for problem in error.problems]
+        names = [problem.key for problem in error.problems]
+        return [
+            args.problem("comm", f"{name}: {problem}")
+            for name, problem in zip(names, found, strict=True)
+        ]
     return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -40,16 +41,26 @@ class Rank:
             ) from error
 
 
-def join(rank: Rank, device: Device, *, backend: str, timeout_minutes: float) -> tuple[str, float]:
-    """Start the default process group and hear every rank.
+def join(
+    rank: Rank,
+    device: Device,
+    *,
+    backend: str,
+    timeout_minutes: float,
+    options: Sequence[str] = (),
+) -> tuple[str, float]:
+    """Start the default process group and hear every rank. ``options`` are ``name=value`` words
+    for the backend.
 
     Returns the backend that runs and the seconds it took.
 
     Raises:
-        ConfigError: this machine cannot use ``backend``.
+        ConfigError: this machine cannot use ``backend``, or an option is not one of its.
         JobError: not every rank came within the timeout, or they cannot talk to each other.
     """
+    values = registry.options_of(backend, options)
     chosen = registry.usable(backend, device.kind)
+    chosen.export(values)
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     begin = time.monotonic()
@@ -60,7 +71,7 @@ def join(rank: Rank, device: Device, *, backend: str, timeout_minutes: float) ->
                 rank=rank.rank,
                 world_size=rank.world_size,
                 timeout=timedelta(minutes=timeout_minutes),
-                **chosen.init_options(device.torch_device),
+                **chosen.init_options(device.torch_device, values),
             )
         heard = torch.ones(1, device=device.torch_device)
         dist.all_reduce(heard)

@@ -67,6 +67,7 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         device,
         backend=args.distributed_backend,
         timeout_minutes=args.distributed_timeout_minutes,
+        options=args.comm or (),
     )
     status.place(0, "starting")
     status.write("joined", backend=backend, seconds=round(seconds, 3))

@@ -27,6 +27,11 @@ class Runtime:
         "auto",
         "Backend of the process groups: nccl, gloo, or auto (nccl on CUDA, otherwise gloo)",
     )
+    comm: tuple[str, ...] | None = arg(
+        None,
+        "Options of that backend, NAME=VALUE; a YAML may write a map. "
+        "`flagscale comm list` shows each backend's",
+    )
     distributed_timeout_minutes: float = arg(
         10.0, "Minutes after which a collective that does not finish fails", minimum=0.01
     )

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flagscale.comm import options, registry
+from flagscale.comm.base import OPERATIONS
+from flagscale.comm.options import Option
+from flagscale.config.arguments.backend_options import as_words
+from flagscale.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("backend", "words", "expected"),
+    [
+        ("gloo", ["socket_ifname=eth0"], {"socket_ifname": "eth0"}),
+        ("fsccl", ["clusters=4,4", "debug=a=b"], {"clusters": "4,4", "debug": "a=b"}),
+        ("nccl", ["max_ctas=16", "split_share=TRUE"], {"max_ctas": 16, "split_share": True}),
+        ("ucc", ["tls=ucp", "ucx_tls=rc"], {"tls": "ucp", "ucx_tls": "rc"}),
+        (
+            "auto",
+            ["socket_ifname=eth0", "net_name=IB"],
+            {"socket_ifname": "eth0", "net_name": "IB"},
+        ),
+        ("cpu:gloo,cuda:nccl", ["min_ctas=2"], {"min_ctas": 2}),
+        ("mpi", [], {}),
+    ],
+)
+def test_options_are_read(backend: str, words: list[str], expected: dict[str, object]) -> None:
+    assert registry.options_of(backend, words) == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "words", "message"),
+    [
+        ("gloo", ["socket_ifnam=x"], "no option of gloo; did you mean 'socket_ifname'"),
+        ("mpi", ["x=1"], "x: is no option of mpi \\(it has none\\)"),
+        ("nccl", ["max_ctas"], "max_ctas: has no value; expected a whole number from 1 to 64"),
+        ("nccl", ["max_ctas=0"], "max_ctas: expected a whole number from 1 to 64, found '0'"),
+        ("nccl", ["max_ctas=two"], "found 'two'"),
+        ("nccl", ["split_share=1"], "split_share: expected true or false, found '1'"),
+        ("gloo", ["socket_ifname="], "socket_ifname: expected a text, found ''"),
+        ("gloo", ["socket_ifname=a", "socket_ifname=b"], "is given twice"),
+        # It can only be given to torch, which takes one set of options for a whole map.
+        ("cpu:gloo,cuda:nccl", ["split_share=true"], "no option of cpu:gloo,cuda:nccl"),
+        ("torchcomms", ["torch_distributed_use_torchcomms=1"], "it has none"),
+    ],
+)
+def test_mistakes_are_named(backend: str, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        registry.options_of(backend, words)
+
+
+def test_all_mistakes_are_in_one_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        registry.options_of("nccl", ["a=1", "b=2", "max_ctas=x"])
+    assert [problem.key for problem in error.value.problems] == ["a", "b", "max_ctas"]
+
+
+def test_options_become_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_MAX_CTAS", "NCCL_NET", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "before")
+    registry.backend("nccl").export({"max_ctas": 8, "split_share": True})
+    assert (os.environ["NCCL_MAX_CTAS"], os.environ["NCCL_NET"]) == ("8", "before")
+    registry.backend("cpu:gloo,cuda:nccl").export({"socket_ifname": "e é"})
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "e é"
+
+
+def test_switches_become_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("X", "before")
+    options.export([Option("x", "a switch", "bool", variable="X")], {"x": False})
+    assert os.environ["X"] == "0"
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_backends_say_what_they_can_do(name: str) -> None:
+    adapter = registry.backend(name)
+    assert set(adapter.operations) <= set(OPERATIONS)
+    assert "all_reduce" in adapter.operations
+    assert len({o.name for o in adapter.options}) == len(adapter.options)
+
+
+def test_a_map_can_do_what_all_its_parts_can() -> None:
+    assert "reduce_scatter" not in registry.backend("cpu:mpi,cuda:nccl").operations
+    assert registry.backend("cpu:gloo,cuda:nccl").operations == OPERATIONS
+
+
+def test_the_benchmarks_operations_are_the_adapters() -> None:
+    from flagscale.bench.collectives.operations import OPERATIONS as MEASURED
+
+    assert set(MEASURED) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"a": 1}, {"a": 1}),
+        ({"comm": {"x": True, "y": None, "z": 1.5}}, {"comm": ["x=true", "z=1.5"]}),
+        ({"comm": {}}, {"comm": None}),
+        ({"comm": ["x=1"]}, {"comm": ["x=1"]}),
+        ({"comm": {"x": {"y": 1}}}, {"comm": {"x": {"y": 1}}}),
+    ],
+    ids=["none", "values", "empty", "words", "nested"],
+)
+def test_a_map_becomes_words(section: dict[str, object], expected: dict[str, object]) -> None:
+    assert as_words(section) == expected
+
+
+_YAML = """\
+experiment:
+  exp_name: x
+  exp_dir: {directory}
+  task: {{type: train, backend: megatron}}
+train:
+  system:
+    distributed_backend: gloo
+    comm:
+      socket_ifname: lo
+      socket_ifnam: lo
+  model: {{num_layers: 2, hidden_size: 8, num_attention_heads: 2, seq_length: 8, train_iters: 1,
+           micro_batch_size: 1, global_batch_size: 1, lr: 0.1}}
+  data: {{mock_data: true, tokenizer_type: NullTokenizer, vocab_size: 8}}
+"""
+
+
+def test_a_yamls_options_are_judged_before_anything_starts(tmp_path: Path) -> None:
+    from flagscale.config.compose import compose, config_file
+    from flagscale.config.load import load_experiment
+    from flagscale.launch.backends import backend_problems
+
+    (tmp_path / "x.yaml").write_text(_YAML.format(directory=tmp_path))
+    config = compose(tmp_path, "x", [])
+    experiment = load_experiment(config, config_file=config_file(tmp_path, "x"), overrides=[])
+    assert experiment.train.system["comm"] == ["socket_ifname=lo", "socket_ifnam=lo"]
+    (problem,) = backend_problems(experiment)
+    assert problem.key == "train.system.comm"
+    assert str(problem.where).endswith("x.yaml:8")
+    assert "socket_ifnam: is no option of gloo; did you mean 'socket_ifname'?" in problem.message
