@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
 from flagscale.launch import processes
 from flagscale.launch.liveness import kernel
 from flagscale.launch.processes import Process
 
-# What torchrun gets to notice that its ranks have ended.
-SETTLE_SECONDS = 1.0
+# How long after the order to end ranks are still looked for: torchrun may be starting them.
+TELL_SECONDS = 1.0
+# What torchrun gets to notice that its ranks have ended, and, where they have ended well, for those
+# of other hosts to end: it waits for them.
+SETTLE_SECONDS = 5.0
 # What torchrun gets, after the grace period, to end what is left before all of it is killed.
 KILL_MARGIN_SECONDS = 5.0
 # After a failure elsewhere, ranks can save nothing any more: they get this long to end.
@@ -48,6 +51,8 @@ class Attempt:
         self._ending_grace = grace
         self._command: subprocess.Popen[bytes] | None = None
         self._command_told = False
+        self._hard = False
+        self._dying: Collection[int] = ()
         self._told: set[Process] = set()
         self._gone_at: float | None = None
         self._terminated: set[int] = set()
@@ -78,10 +83,12 @@ class Attempt:
             self.stage = Stage.SWEEPING
             self._swept_at = time.monotonic()
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, *, failed: bool, dying: Collection[int] = ()) -> None:
         """End it in order: TERM to the ranks, then to torchrun, then KILL. ``failed``: nothing can
-        be saved any more, so that little time is given. The first call counts."""
+        be saved any more, so that little time is given. ``dying`` ranks have said that they end by
+        themselves, with a code worth knowing: they get no TERM. The first call counts."""
         if self._end_at is None:
+            self._dying = dying
             self._end_at = time.monotonic()
             limit = FAILED_GRACE_SECONDS if failed else self._grace
             self._ending_grace = min(self._grace, limit)
@@ -119,14 +126,14 @@ class Attempt:
         and a torchrun that is told itself does not say how its ranks ended. It is told when they
         are gone but it stays, or when the grace period is over.
         """
-        if passed < SETTLE_SECONDS:
+        if passed < TELL_SECONDS:
             self._tell_ranks()
         over = passed >= self._ending_grace
         if over and self._hard:
             for process in self._told:
                 if processes.is_alive(process):
                     self._kill(process)
-            over = passed >= self._ending_grace + SETTLE_SECONDS
+            over = passed >= self._ending_grace + TELL_SECONDS
         if passed >= self._ending_grace + min(self._grace, KILL_MARGIN_SECONDS):
             self.kill()
         elif not self._command_told and (over or self._ranks_are_gone(now)):
@@ -139,9 +146,11 @@ class Attempt:
         restart any."""
         if self._gone_at is not None:
             return
-        for process in self.ranks().values():
-            if process not in self._told:
-                self._told.add(process)
+        for rank, process in self.ranks().items():
+            if process in self._told:
+                continue
+            self._told.add(process)
+            if rank not in self._dying:
                 processes.send(process, signal.SIGTERM, run_id=self.run_id)
 
     def _ranks_are_gone(self, now: float) -> bool:
@@ -153,8 +162,6 @@ class Attempt:
             return False
         self._gone_at = self._gone_at or now
         return now - self._gone_at >= SETTLE_SECONDS
-
-    _hard = False
 
     def _members(self) -> list[Process]:
         own = os.getpid()

@@ -265,6 +265,8 @@ def _rank_report(
     log = rank_log(host, rank)
     code = entry.code if entry is not None else None
     if event is not None:
+        # Told to end while it was ending by itself: not what it would have ended with.
+        code = None if code == -signal.SIGTERM else code
         # Where the message says what to do, the traceback would only hide it.
         trace = "" if event.get("explained") else str(event.get("traceback", ""))
         failure = Failure(host.name, rank, code, _reason(event, code), trace, log)

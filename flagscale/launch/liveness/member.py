@@ -225,7 +225,9 @@ class Member:
     def _end_failed(self) -> None:
         if self.attempt.stage is Stage.RUNNING and not self.attempt.ending:
             self._ended_by_order = time.time()
-            self.attempt.end(failed=True)
+            self._watch.look()
+            failed = {r for r, rows in self._watch.events.items() if rows[-1].event == "failed"}
+            self.attempt.end(failed=True, dying=failed)
 
     def code(self) -> int:
         """The exit code of this host: the job's own, 128+n where it was stopped."""

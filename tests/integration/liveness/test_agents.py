@@ -108,7 +108,7 @@ def test_the_whole_job_starts_again_and_people_are_told(two: Stations, tmp_path:
 
 
 def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations) -> None:
-    two.start("--max-restarts", "3", TOY_0_0="save", TOY_1_0="save")
+    two.start("--grace", "30", "--max-restarts", "3", TOY_0_0="save", TOY_1_0="save")
     two.joined()
     two[1].agent.terminate()
     assert two.codes() == [0, 0]

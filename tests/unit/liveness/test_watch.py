@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from launch_lab import until
 from flagscale.launch import processes
 from flagscale.launch.layout import latest_status, status_directory
 from flagscale.launch.liveness import kernel, secret
+from flagscale.launch.liveness.attempt import Attempt, Stage
 from flagscale.launch.liveness.options import parse
 from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
-from flagscale.status import BUSY, STEP, StatusWriter, read_place
+from flagscale.status import BUSY, RUN_ID_VARIABLE, STEP, StatusWriter, read_place
 
 
 def test_places_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> None:
@@ -122,3 +125,32 @@ def test_the_command_line_ends_where_the_command_begins(tmp_path: Path) -> None:
         parse([*words, "--coordinator", "nowhere", "--", "x"], "r")
     with pytest.raises(SystemExit):
         parse([*words, "--", "x"], "")
+
+
+def test_a_rank_that_ends_by_itself_is_not_told_to(tmp_path: Path) -> None:
+    """Its own exit code is worth more than a signal's."""
+    program = (
+        "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').close();"
+        "time.sleep(1); sys.exit(7 if os.environ['RANK'] == '0' else 0)"
+    )
+    starter = (
+        "import os, subprocess, sys; words = [sys.executable, '-c', *sys.argv[1:]];"
+        "ranks = [subprocess.Popen(words,"
+        " env={**os.environ, 'RANK': str(r), 'LOCAL_RANK': str(r)}) for r in (0, 1)];"
+        "print(*[rank.wait() for rank in ranks], file=open(sys.argv[2] + 'codes', 'w'))"
+    )
+    attempt = Attempt("t-dying", 5)
+    command = [sys.executable, "-c", starter, program, f"{tmp_path}/"]
+    attempt.start(command, {**os.environ, RUN_ID_VARIABLE: "t-dying"})
+    until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    attempt.end(failed=True, dying={0})
+
+    def over() -> bool:
+        with suppress(ChildProcessError):
+            attempt.reaped(*os.waitpid(-1, os.WNOHANG))
+        attempt.step(time.monotonic())
+        return attempt.stage is Stage.OVER
+
+    until(over)
+    assert (tmp_path / "codes").read_text() == "7 -15\n"
+    assert attempt.code == 0
