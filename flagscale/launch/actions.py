@@ -14,8 +14,9 @@ from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import HIDDEN, is_secret_name, redact
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.launch import logs, places
+from flagscale.launch.folding import fold
 from flagscale.launch.layout import Layout
-from flagscale.launch.preparing import Prepared, prepared, unasked_plan
+from flagscale.launch.preparing import Prepared, hosts_of, prepared, unasked_plan
 from flagscale.launch.state import RunState, load_state
 
 if TYPE_CHECKING:
@@ -88,13 +89,32 @@ def run(experiment: Experiment, options: Options) -> int:
 
 
 def _refuse_if_alive(experiment: Experiment) -> None:
-    """Refuse to start beside a run on this machine; hosts are asked for theirs later, with
-    everything else."""
+    """Refuse to start beside a run of this directory, on this machine or on hosts that take no
+    part any more; those that do are asked later, with everything else."""
+    from flagscale.launch.runners import runner_of
+    from flagscale.launch.snapshot import Phase
     from flagscale.launch.state import refuse_if_alive
 
     state = load_state(Layout(experiment.exp_dir).state)
-    if state is not None and not state.over_ssh:
+    if state is None or not state.over_ssh:
         refuse_if_alive(state)
+        return
+    now = {host.name for host in hosts_of(experiment)}
+    if now.issuperset(host.name for host in state.hosts):
+        return
+    runner = runner_of(state)
+    rows = runner.query(state).hosts
+    runner.close()
+    living = [row.host for row in rows if row.phase in (Phase.STARTING, Phase.RUNNING)]
+    if living:
+        raise RunStateError(
+            f"run {state.run_id} of {state.name} is alive on {fold(living)}",
+            hint="stop it with action=stop, or give this one another experiment.exp_dir",
+        )
+    silent = [row.host for row in rows if row.phase is Phase.UNREACHABLE]
+    if silent:
+        text = f"note: run {state.run_id} may still live on {fold(silent)}, which do not answer"
+        print(text, file=sys.stderr)
 
 
 def _await_start(ready: Prepared, state: RunState) -> int:

@@ -106,6 +106,11 @@ def test_a_host_alone_behind_ssh(lab: SshLab) -> None:
     assert lab.do("run").returncode == 0
     assert lab.members(lab.bed["h01"])
     assert not lab.members(lab.bed["h00"])
+    # A run beside it is refused, even by other hosts.
+    lab.configure(hostfile="h00 slots=1\n")
+    refused = lab.do("run")
+    assert refused.returncode == 1
+    assert "is alive on h01" in refused.stderr
     assert lab.do("stop").returncode == 0
     assert lab.orphans() == {}
 
