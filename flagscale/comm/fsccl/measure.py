@@ -175,7 +175,7 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def parse_sizes(text: str) -> tuple[int, ...]:
     units = {"k": 10, "m": 20, "g": 30}
     out = []
     for one in text.lower().split(","):
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--op", choices=sorted(_OPS), default="all_reduce")
     parser.add_argument("--against", default="gloo", help="another backend of torch, or several")
-    parser.add_argument("--sizes", type=_sizes, default=_SIZES, help="such as 1k,64k,1m")
+    parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help="such as 1k,64k,1m")
     given = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     backends = ("fsccl", *given.against.split(","))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from fsccl_ranks import Rank, replies, results
+from bed.plugin import need_bed
+from fsccl_ranks import ROOT, Rank, replies, results
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -112,3 +116,20 @@ def test_a_cut_link_is_told_by_every_rank(op: str, built: None, bed: Bed, tmp_pa
             error = reply.get("error", "no error")
             others = "23" if i < 2 else "01"
             assert re.search(rf"rank [{others}] .*did not come within 3 s", error), f"{i}: {error}"
+
+
+def test_the_link_is_measured(built: None, tmp_path: Path) -> None:
+    need_bed()
+    tool, result = ROOT / "tools" / "comm" / "slow_link.py", tmp_path / "result.json"
+    options = ["--rate", "300mbit", "--sizes", "256k", "--rounds", "1", "--output", str(result)]
+    done = subprocess.run(
+        [sys.executable, str(tool), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["bytes"] == 1 << 18
+    assert min(row["fsccl_ms"], row["gloo_ms"], row["link_ms"]) > 0

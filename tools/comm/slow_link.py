@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""All-reduce over two hosts whose link is slow: fsccl, gloo, and the link itself, by turns.
+
+    tools/comm/slow_link.py --rate 1gbit --sizes 4m,16m,64m --output docs/results/slow_link.json
+
+The hosts are namespaces of this machine (tests/bed: needs root) with a token bucket on both ends
+of the cable between them, and run two ranks each. In every round each backend reduces the same
+tensor once, and two bare TCP connections carry its bytes across in both directions at once: that
+is what the link gives, and no algorithm needs fewer bytes. Times are those of the slowest rank;
+ratios are taken in every round, so that a busy moment meets both sides; of both the median is
+printed. Every result is checked.
+
+Exits with 4 where, from 16 MiB on, fsccl takes the link at less than 95 % of what the bare
+connections get, or is less than 1.4 times as fast as gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+
+RANKS = 4  # two on each host
+STORE, BARE = 29500, 29501  # ports on the first host
+BACKENDS = ("fsccl", "gloo")
+LINK_SHARE, OVER_GLOO, FROM_BYTES = 0.95, 1.4, 16 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank measures. ``address`` is the first host's."""
+
+    address: str
+    sizes: tuple[int, ...]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over rounds at one size: milliseconds, and ratios of times of one round."""
+
+    bytes: int
+    fsccl_ms: float
+    gloo_ms: float
+    link_ms: float
+    link_share: float
+    over_gloo: float
+
+    @property
+    def misses(self) -> bool:
+        late = self.link_share < LINK_SHARE or self.over_gloo < OVER_GLOO
+        return self.bytes >= FROM_BYTES and late
+
+
+class Bare:
+    """A TCP connection each way between the hosts' first ranks, and nothing else."""
+
+    def __init__(self, rank: int, address: str) -> None:
+        import torch.distributed as dist
+
+        self.both: list[socket.socket] = []
+        server = socket.create_server((address, BARE)) if rank == 0 else None
+        dist.barrier()
+        if server is not None:
+            self.both = [server.accept()[0] for _ in range(2)]
+            # Which came first is only known to the other side.
+            self.both.sort(key=lambda s: s.recv(1))
+        elif rank == RANKS // 2:
+            for name in (b"a", b"b"):
+                self.both.append(socket.create_connection((address, BARE)))
+                self.both[-1].sendall(name)
+            self.both.reverse()
+
+    def __call__(self, size: int) -> None:
+        if not self.both:
+            return
+        out, into = self.both
+        sender = threading.Thread(target=out.sendall, args=(bytes(size),))
+        sender.start()
+        room = memoryview(bytearray(1 << 20))
+        while size > 0:
+            size -= into.recv_into(room[: min(size, 1 << 20)])
+        sender.join()
+
+
+def measure(rank: int, plan: Plan) -> list[Row]:
+    """The life of a rank."""
+    import torch
+    import torch.distributed as dist
+
+    import flagscale.comm.fsccl  # noqa: F401 - registers the backend
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "fsccl",
+        init_method=f"tcp://{plan.address}:{STORE}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(minutes=2),
+    )
+    groups = {name: dist.new_group(backend=name) for name in BACKENDS}
+    bare = Bare(rank, plan.address)
+    rows = []
+    for size in plan.sizes:
+        x = torch.empty(size // 4)
+        calls: dict[str, Callable[[], object]] = {
+            name: partial(dist.all_reduce, x, group=group) for name, group in groups.items()
+        }
+        calls["link"] = partial(bare, size)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(1 + plan.rounds):
+            for name, call in calls.items():
+                x.fill_(rank + 1)
+                dist.barrier()
+                begin = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - begin)
+                if name in groups and not bool((x == sum(range(1, RANKS + 1))).all()):
+                    raise RuntimeError(f"{name}: wrong sums at {size} bytes")
+        slowest = torch.tensor([times[name][1:] for name in calls])  # the first one warms up
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        fsccl, gloo, link = slowest
+        medians = torch.stack([*(1e3 * slowest), link / fsccl, gloo / fsccl]).median(1).values
+        rows.append(Row(size, *medians.tolist()))
+    dist.barrier()
+    dist.destroy_process_group()
+    return rows
+
+
+def on_bed(rate: str, sizes: tuple[int, ...], rounds: int) -> list[Row]:
+    """Start the ranks on two hosts and read what the first one found."""
+    from bed.lab import Bed  # type: ignore[import-not-found]
+
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        bed = stack.enter_context(Bed.open(Path(directory) / "bed", 2))
+        bed[1].shape(rate, burst="128kb")
+        plan = json.dumps(asdict(Plan(bed[0].address, sizes, rounds)))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        ranks = []
+        for rank in range(RANKS):
+            enter = ["nsenter", "-t", str(bed[rank // (RANKS // 2)].pid), "-a", "--"]
+            argv = [*enter, sys.executable, __file__, "--rank", str(rank), "--plan", plan]
+            process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.kill)
+            ranks.append(process)
+        answers = [process.communicate()[0] for process in ranks]
+        if any(process.returncode for process in ranks):
+            raise SystemExit("a rank failed: see above")
+    return [Row(**row) for row in json.loads(answers[0])]
+
+
+def report(rows: Sequence[Row], options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", "tools/comm/slow_link.py", *sys.argv[1:]]),
+        "machine": f"{os.cpu_count()} cores ({platform.machine()}), which serve both hosts",
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "kernel": platform.release(),
+        },
+        "method": f"all_reduce of float32, 2+2 ranks, token bucket of {options.rate} on both ends "
+        f"of the cable; slowest rank, medians of {options.rounds} rounds; link: the same bytes by "
+        "a bare TCP connection each way at once; ratios are taken round by round",
+        "bars": {"link_share": LINK_SHARE, "over_gloo": OVER_GLOO, "from_bytes": FROM_BYTES},
+        "rows": [{name: round(value, 3) for name, value in asdict(row).items()} for row in rows],
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    from flagscale.comm.fsccl.measure import parse_sizes
+
+    parser = argparse.ArgumentParser(prog="tools/comm/slow_link.py")
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc spells it")
+    parser.add_argument("--sizes", type=parse_sizes, default="1m,4m,16m,64m")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    if options.rank is not None:
+        plan = Plan(**json.loads(options.plan))
+        print(json.dumps([asdict(row) for row in measure(options.rank, plan)]))
+        return 0
+    rows = on_bed(options.rate, options.sizes, options.rounds)
+    print(
+        f"{'bytes':>10} {'fsccl ms':>9} {'gloo ms':>9} {'link ms':>9} {'of link':>8} {'x gloo':>7}"
+    )
+    for row in rows:
+        times = f"{row.fsccl_ms:>9.1f} {row.gloo_ms:>9.1f} {row.link_ms:>9.1f}"
+        print(f"{row.bytes:>10} {times} {row.link_share:>7.0%} {row.over_gloo:>7.2f}")
+    if options.output:
+        options.output.write_text(json.dumps(report(rows, options), indent=2) + "\n")
+    return 4 if any(row.misses for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
