@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flagscale.config import schema
+from flagscale.config.arguments.backend_options import NAME as BACKEND_OPTIONS
 from flagscale.config.arguments.registry import lookup, registry
 from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.torchrun import PASSED_ON
@@ -78,8 +79,16 @@ def is_known(key: str) -> bool:
     if head in schema.SPECIFIC_SECTIONS:
         return rest.count(".") >= 1
     if head == "train":
-        return rest.count(".") >= 1 and lookup(leaf.replace("-", "_")) is not None
+        return _is_backend_option(rest) or (
+            rest.count(".") >= 1 and lookup(leaf.replace("-", "_")) is not None
+        )
     return head == "experiment" and _is_known_experiment_key(rest)
+
+
+def _is_backend_option(rest: str) -> bool:
+    """``system.comm.NAME``: which names there are is for the backend's adapter to say."""
+    section, _, name = rest.partition(".")
+    return section in schema.SECTIONS and name.startswith(f"{BACKEND_OPTIONS}.")
 
 
 def _is_known_experiment_key(rest: str) -> bool:
@@ -115,7 +124,7 @@ def _names_beside(path: list[str]) -> Iterable[str]:
 
 
 def _takes_text(key: str) -> bool:
-    if key.startswith("experiment.envs."):
+    if key.startswith("experiment.envs.") or _is_backend_option(key.removeprefix("train.")):
         return True
     if key.startswith("experiment."):
         section, _, name = key.removeprefix("experiment.").rpartition(".")

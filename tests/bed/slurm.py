@@ -163,12 +163,9 @@ class Slurm:
         try:
             yield
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            # Its state is of this bed alone, and what runs inside a host ends with the host.
+            process.kill()
+            process.wait()
 
     def _wait_idle(self, seconds: float = 30) -> None:
         wanted = ["idle", str(len(self.bed.hosts))]

@@ -77,13 +77,6 @@ def test_a_host_that_cannot_be_reached_is_3_and_nothing_starts(
     assert _ranks(bed) == []
 
 
-def test_what_a_host_says_is_said_once(bench: Any, bed: Bed, tmp_path: Path) -> None:
-    line = f"{_SHORT} -r 2 --hosts h[00-01] --backend mpi"
-    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
-    assert done.code == 2
-    assert done.err.count("'mpi' cannot be used here") == 1
-
-
 @contextmanager
 def _long_run(bed: Bed, directory: Path) -> Iterator[subprocess.Popen[str]]:
     """A benchmark on both hosts that would take minutes, in the middle of its work."""

@@ -138,3 +138,14 @@ def test_a_yamls_options_are_judged_before_anything_starts(tmp_path: Path) -> No
     assert problem.key == "train.system.comm"
     assert str(problem.where).endswith("x.yaml:8")
     assert "socket_ifnam: is no option of gloo; did you mean 'socket_ifname'?" in problem.message
+
+
+def test_options_can_be_overridden_as_they_are_typed() -> None:
+    from flagscale.config.overrides import normalize
+
+    given = ["train.system.comm.clusters=4,4", "train.system.comm.debug=INFO", "train.comm.x=1"]
+    assert normalize(given) == [
+        "++train.system.comm.clusters='4,4'",
+        "++train.system.comm.debug='INFO'",
+        "train.comm.x=1",
+    ]
