@@ -102,6 +102,10 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
         text = f"{steps} steps: train_samples {samples} / global_batch_size {batch}"
         over = f" is not whole: the last {rest} samples are not used"
         found.append(text + (over if rest else ""))
+    shares = rules.split_shares(args["split"] or "")
+    evaluates = args["eval_iters"] and args["data_path"] and not args["valid_data_path"]
+    if shares is not None and evaluates and not shares[1]:
+        found.append(f"no evaluation: split {args['split']} leaves nothing to validate on")
     return found
 
 

@@ -5,6 +5,7 @@ Hydra is imported only once the files have been checked, and its errors become o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -19,6 +20,9 @@ from flagscale.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+_APPENDED = re.compile(r"Could not append to config\. An item is already at '([^']*)'")
 
 
 def config_file(config_path: Path, config_name: str) -> Path:
@@ -87,6 +91,11 @@ def _translate(error: Exception, file: Path) -> NoReturn:
         key = str(cause.full_key)
         raise ConfigError(Problem(key, _not_there(key), OVERRIDE)) from error
     message = " ".join(str(error).split())
+    appended = _APPENDED.match(message)
+    if appended is not None:
+        raise ConfigError(
+            Problem(appended[1], "is set already; leave out the +", OVERRIDE)
+        ) from error
     if message.startswith("Ambiguous value for argument"):
         key = message.split("'")[1].partition("=")[0]
         message = f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text"

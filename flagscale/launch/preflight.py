@@ -53,7 +53,7 @@ def preflight(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> lis
         lambda: _previous_run(plan),
         _bash,
     )
-    return [look() for look in looks]
+    return [*(look() for look in looks), *_wandb(experiment)]
 
 
 def require(checks: list[Check]) -> None:
@@ -96,6 +96,14 @@ def _package(name: str, hint: str) -> Check:
     return Check(name, True, str(Path(spec.origin).parent) if spec.origin else "found")
 
 
+def _wandb(experiment: Experiment) -> Iterator[Check]:
+    wanted = any(
+        name == "wandb_project" and value for _, name, value in leaves(experiment.train.sections())
+    )
+    if wanted and not experiment.task.foreign:
+        yield _package("wandb", "pip install wandb, or remove wandb_project")
+
+
 def _backend(experiment: Experiment, machine: Machine) -> Check:
     """The adapted source of the training backend; a program of the user's own may have another."""
     name, directory = "training backend", machine.project / BACKEND_DIRECTORY
@@ -111,7 +119,8 @@ def _data(experiment: Experiment) -> Check:
     missing = missing_paths(experiment)
     if missing:
         found = "; ".join(f"{problem.key}: {problem.message}" for problem in missing)
-        return Check("data", False, found, "make data prepares the quickstart's")
+        quickstart = "data/quickstart/" in found
+        return Check("data", False, found, "run: make data" if quickstart else "")
     return Check("data", True, "every path the YAML names is there")
 
 

@@ -10,6 +10,7 @@ the argument to change and what is wrong with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -60,6 +61,7 @@ def broken(values: Values) -> list[Broken]:
         _length,
         _overlap,
         _schedule,
+        _split,
     )
     return [found for rule in rules for found in rule(values)]
 
@@ -190,6 +192,8 @@ def _experts(values: Values) -> Iterator[Broken]:
         yield "expert_model_parallel_size", f"{ep} needs num_moe_experts"
     elif experts and experts % ep:
         yield _indivisible(values, "num_moe_experts", "expert_model_parallel_size")
+    if experts and values["moe_router_topk"] == 1 and not values["moe_router_pre_softmax"]:
+        yield "moe_router_topk", "1 needs moe_router_pre_softmax: true"
 
 
 def _length(values: Values) -> Iterator[Broken]:
@@ -286,3 +290,27 @@ def _expert_ranks(values: Values, world_size: int) -> Iterator[Broken]:
     if ep > 1 and world_size % (ep * expert_tp * pp):
         message = f"{ep} x tensor {expert_tp} x pipeline {pp} does not divide {world_size} ranks"
         yield "expert_model_parallel_size", message
+
+
+def split_shares(text: str) -> tuple[float, float, float] | None:
+    """Shares of training, validation and test of a ``split`` such as ``969,30,1``, which sum to 1;
+    None unless they are one to three numbers of at least 0 with a positive sum."""
+    try:
+        shares = [float(part) for part in text.replace("/", ",").split(",") if part.strip()]
+    except ValueError:
+        return None
+    shares += [0.0] * (3 - len(shares))
+    if len(shares) != 3 or not all(math.isfinite(share) and share >= 0 for share in shares):
+        return None
+    total = sum(shares)
+    return (shares[0] / total, shares[1] / total, shares[2] / total) if total > 0 else None
+
+
+def _split(values: Values) -> Iterator[Broken]:
+    text = values["split"]
+    if text and split_shares(text) is None:
+        yield (
+            "split",
+            f"expected up to three numbers for training, validation and test, such as 969,30,1, "
+            f"found {text!r}",
+        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flagscale.config.arguments.rules import split_shares
 from flagscale.errors import DataError
 from flagscale.train.data.indexed import prefix_of
 
@@ -82,16 +83,10 @@ def parse_split(text: str) -> tuple[float, float, float]:
     Raises:
         DataError: not one to three numbers of at least 0 with a positive sum.
     """
-    try:
-        shares = [float(part) for part in text.replace("/", ",").split(",") if part.strip()]
-    except ValueError:
-        shares = []
-    shares += [0.0] * (3 - len(shares))
-    valid = len(shares) == 3 and all(math.isfinite(s) and s >= 0 for s in shares)
-    if not valid or sum(shares) <= 0:
+    shares = split_shares(text)
+    if shares is None:
         raise DataError(
             f"split {text!r}: expected up to three numbers for training, validation and test, "
             "such as 969,30,1"
         )
-    total = sum(shares)
-    return shares[0] / total, shares[1] / total, shares[2] / total
+    return shares

@@ -153,8 +153,18 @@ def _fields(text: str, keys: Sequence[str], path: Path, offset: int) -> tuple[st
         if not isinstance(value, str):
             kind = type(value).__name__
             raise BadRecordError(path, offset, f"key {key!r} holds {kind}, expected a string")
-        values.append(value)
+        values.append(_without_lone_surrogates(value))
     return tuple(values)
+
+
+def _without_lone_surrogates(text: str) -> str:
+    """JSON can spell half of a character (``\\ud83d``, from texts cut at a number of UTF-16
+    units), which no tokenizer takes. It becomes U+FFFD, as a decoder would have made it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def slices(text: str, limit: int = 1 << 20) -> Iterator[str]:

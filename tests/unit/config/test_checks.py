@@ -145,6 +145,10 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "num_moe_experts",
         "3 is not divisible",
     ),
+    "top-1": ({"num_moe_experts": 4, "moe_router_topk": 1}, "moe_router_topk", "pre_softmax"),
+    "split": ({"split": "50;50"}, "split", "such as 969,30,1, found '50;50'"),
+    "split-of-four": ({"split": "1,1,1,1"}, "split", "up to three numbers"),
+    "split-of-nothing": ({"split": "0,0,0"}, "split", "up to three numbers"),
     "warmup": ({"lr_warmup_iters": 10}, "lr_warmup_iters", "leaves nothing of the 10"),
     "fp8": ({"fp8": "hybrid"}, "fp8", "needs Transformer Engine"),
     "gather": ({"overlap_param_gather": True}, "overlap_param_gather", "use_distributed_opt"),
@@ -221,6 +225,9 @@ def test_a_foreign_program_checks_its_own_model() -> None:
         ({"train_samples": 801, "global_batch_size": 4}, 1, "not whole: the last 1 samples"),
         ({"train_samples": 64, "micro_batch_size": 2}, 4, "8 steps"),
         ({"train_iters": 3}, 1, None),
+        ({"data_path": ["a"], "split": "1,0,0"}, 1, "no evaluation: split 1,0,0"),
+        ({"data_path": ["a"], "split": "1,0,0", "eval_iters": 0}, 1, None),
+        ({"data_path": ["a"], "split": "9,1"}, 1, None),
     ],
 )
 def test_notes(values: dict[str, Any], world: int, note: str | None) -> None:

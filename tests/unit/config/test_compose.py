@@ -76,6 +76,7 @@ def test_hydra_section_is_used_and_dropped(workspace: Workspace) -> None:
         (["nonsense"], "nonsense: expected key=value"),
         (["+x=1,2"], "a comma for a sweep"),
         (["action=[1"], "override: action: Hydra cannot read this value ("),
+        (["+train.model.num_layers=1"], "train.model.num_layers: is set already; leave out the +"),
         (["train.system.num_workers=a b&c$"], "quote it: 'train.system.num_workers="),
     ],
 )

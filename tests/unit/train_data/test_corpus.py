@@ -98,6 +98,12 @@ def test_an_input_that_does_not_exist(tmp_path: Path) -> None:
         corpus.find_inputs([str(tmp_path / "*.none")])
 
 
+def test_half_a_character_becomes_a_replacement(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    path.write_bytes(rb'{"text": "a \ud83d\ude00 \ud83d b \ude00"}')
+    assert documents(path, "jsonl") == [("a \U0001f600 \ufffd b \ufffd",)]
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
