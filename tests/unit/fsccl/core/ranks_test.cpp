@@ -76,6 +76,7 @@ class RankTest {
     all_to_all();
     neighbours();
     g_.barrier(deadline());
+    g_.monitored_barrier(deadline());
   }
 
  private:
