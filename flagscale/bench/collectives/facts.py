@@ -137,6 +137,9 @@ def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> d
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "versions": versions(),
             "platform": platform.platform(),
+            "cores": len(os.sched_getaffinity(0)),
+            # What else the machine does, ours apart: on a busy one a time says little.
+            "load_before": round(os.getloadavg()[0], 2),
             "topology": topology(facts),
             "devices": sorted({f.device for f in facts}),
             "variables": allowed_environment(os.environ),

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flagscale.bench.collectives.command import Parser
+from flagscale.bench.machine import facts
 from flagscale.bench.world import World, detect
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
@@ -136,6 +137,7 @@ def _run(plan: Plan, size: int, world: World | None, keep: Path | None) -> int:
         for arm in left_out:
             print(f"# {arm}: left out, only accelerators can be bound")
         sys.stdout.flush()
+    about = facts("flagscale", "torch") if keep is not None else {}
     starter = Starter(plan, size, world)
     results = starter.run(arms)
     if not speaks:
@@ -147,5 +149,6 @@ def _run(plan: Plan, size: int, world: World | None, keep: Path | None) -> int:
             {"arm": arm, "groups": count, "samples": [asdict(s) for s in samples]}
             for (arm, count), samples in results.items()
         ]
-        keep.write_text(json.dumps({"ranks": size, "results": rows}, indent=1) + "\n")
+        about |= {"ranks": size, "backend": backend.name}
+        keep.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
     return 0
