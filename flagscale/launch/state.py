@@ -223,10 +223,11 @@ def refuse_if_alive(state: RunState | None) -> None:
     """Raise :class:`RunStateError` naming the run that is alive in this directory."""
     if state is None or not state.is_alive():
         return
-    pids = [host.pid for host in state.hosts]
+    pids = [str(host.pid) for host in state.hosts if host.pid is not None]
+    script = f"script pid {', '.join(pids)}" if pids else "just being started"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
     raise RunStateError(
         f"run {state.run_id} of {state.name} is alive in {state.exp_dir} "
-        f"(since {since}, script pid {', '.join(map(str, pids))})",
+        f"(since {since}, {script})",
         hint="stop it with action=stop, or give this one another experiment.exp_dir",
     )

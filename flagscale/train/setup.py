@@ -66,6 +66,9 @@ def _resume(
             reporter.warn(f"a checkpoint was passed over: {reason}")
         notes = "".join(f"; {note}" for note in report.notes)
         reporter.say(f"loaded iteration {report.iteration} from {report.path}{notes}")
+        if state.progress.iteration >= args.train_iters:
+            steps = f"{args.train_iters:,} steps are done already"
+            reporter.say(f"{steps}: nothing to train. Give more steps, or another exp_dir")
     elif args.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"load: {args.load} holds no checkpoint",

@@ -109,6 +109,14 @@ def test_sigterm_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
     assert job.events("checkpoint")[0].get("step") == ends[0].get("step")
 
 
+def test_a_run_that_is_done_says_so(tmp_path: Path) -> None:
+    arguments = "--train-iters 1 --save checkpoints --load checkpoints"
+    assert Job(tmp_path, arguments).wait() == 0
+    again = Job(tmp_path, arguments)
+    assert again.wait() == 0, again.errors
+    assert "1 steps are done already: nothing to train" in again.output
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [(2, "--use-distributed-optimizer"), (1, "--bf16")],
