@@ -8,6 +8,7 @@ from typing import Any
 
 from flagscale.config import schema
 from flagscale.config.arguments import paths
+from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
 from flagscale.config.arguments.parser import fold
 from flagscale.config.reader import Reader
@@ -60,8 +61,16 @@ def _read(reader: Reader, data: Mapping[Any, Any], prefix: str, foreign: bool) -
     found = reader.fields(schema.Specific, data, prefix, others=True)
     cmds = reader.mapping(data, "cmds", prefix)
     commands = reader.fields(schema.Commands, cmds, f"{prefix}cmds.")
-    arguments = {key: value for key, value in data.items() if key not in _OWN}
+    arguments: dict[Any, Any] = {key: value for key, value in data.items() if key not in _OWN}
+    if not foreign:
+        # In sections or not, as a user likes.
+        within = {k: as_words(v) for k, v in arguments.items() if _is_section(k, v)}
+        arguments = as_words({**arguments, **within})
     return schema.Specific(**found, **commands, arguments=with_absolute_paths(arguments, foreign))
+
+
+def _is_section(name: Any, value: Any) -> bool:
+    return name in schema.SECTIONS and isinstance(value, Mapping)
 
 
 def specifics(experiment: schema.Experiment) -> Iterator[tuple[str, schema.Specific]]:

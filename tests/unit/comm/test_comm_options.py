@@ -122,6 +122,9 @@ train:
   model: {{num_layers: 2, hidden_size: 8, num_attention_heads: 2, seq_length: 8, train_iters: 1,
            micro_batch_size: 1, global_batch_size: 1, lr: 0.1}}
   data: {{mock_data: true, tokenizer_type: NullTokenizer, vocab_size: 8}}
+node_specific:
+  a: {{system: {{comm: {{socket_ifname: eth1}}}}}}
+  b: {{comm: {{socket_ifname: eth2}}}}
 """
 
 
@@ -134,6 +137,11 @@ def test_a_yamls_options_are_judged_before_anything_starts(tmp_path: Path) -> No
     config = compose(tmp_path, "x", [])
     experiment = load_experiment(config, config_file=config_file(tmp_path, "x"), overrides=[])
     assert experiment.train.system["comm"] == ["socket_ifname=lo", "socket_ifnam=lo"]
+    given = {name: dict(host.arguments) for name, host in experiment.by_host.items()}
+    assert given == {
+        "a": {"system": {"comm": ["socket_ifname=eth1"]}},
+        "b": {"comm": ["socket_ifname=eth2"]},
+    }
     (problem,) = backend_problems(experiment)
     assert problem.key == "train.system.comm"
     assert str(problem.where).endswith("x.yaml:8")
