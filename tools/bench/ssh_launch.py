@@ -60,13 +60,20 @@ class Series:
 
     samples: list[Sample] = field(default_factory=list)
 
-    def summary(self) -> dict[str, float]:
+    def ratio(self, base: Series) -> float:
+        """To another series, round by round: a busy moment meets both, so it tells more than a
+        ratio of medians."""
+        pairs = zip(self.samples, base.samples, strict=False)
+        return round(statistics.median(own.seconds / other.seconds for own, other in pairs), 2)
+
+    def summary(self, base: Series) -> dict[str, float]:
         seconds = [sample.seconds for sample in self.samples]
         return {
             "median_s": round(statistics.median(seconds), 3),
             "min_s": round(min(seconds), 3),
             "max_s": round(max(seconds), 3),
             "client_cpu_s": round(statistics.median(s.cpu for s in self.samples), 3),
+            "ratio_to_bare": self.ratio(base),
         }
 
 
@@ -213,7 +220,7 @@ def measure(hosts: int, rounds: int) -> dict[str, dict[str, float]]:
             if shutil.which("pdsh"):
                 add("pdsh", timed(bench.pdsh), number)
         add("ssh+scp", timed(bench.ssh_and_scp), 1)
-    return {kind: series.summary() for kind, series in found.items()}
+    return {kind: series.summary(found["bare"]) for kind, series in found.items()}
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -246,9 +253,7 @@ def main() -> int:
     print(f"{'hosts':>5}  {'kind':14} {'median':>8} {'min':>8} {'max':>8} {'cpu':>8} {'ratio':>6}")
     for hosts in options.hosts:
         table[hosts] = measure(hosts, options.rounds)
-        base = table[hosts]["bare"]["median_s"]
         for kind, row in table[hosts].items():
-            row["ratio_to_bare"] = round(row["median_s"] / base, 2)
             numbers = " ".join(f"{row[k]:8.2f}" for k in ("median_s", "min_s", "max_s"))
             cpu, ratio = row["client_cpu_s"], row["ratio_to_bare"]
             print(f"{hosts:5}  {kind:14} {numbers} {cpu:8.2f} {ratio:6.2f}", flush=True)

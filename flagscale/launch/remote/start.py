@@ -16,16 +16,25 @@ from flagscale.errors import RunStateError
 from flagscale.launch.layout import OLD_OUTPUT_FILE
 from flagscale.launch.plan import HostPlan
 from flagscale.launch.remote.answer import SAY, parse
+from flagscale.launch.state import HostState
 from flagscale.launch.transport import Connection
-from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
+from flagscale.status import RUN_ID_VARIABLE
 
 _SECONDS = 60.0
+_BESIDE = 75
 
 _BODY = r"""
 umask 077
-# Two launches at the same moment, from two machines, each found nothing: now one of them does.
-if [[ -n $mark ]] && grep -qzsF -e "$mark" /proc/[0-9]*/environ; then
-    printf '%s\n' "another run is alive there, whose logs are in $logs" >&2
+read -r boot </proc/sys/kernel/random/boot_id
+ticks_of() { # $1: pid; when the process was started, in `ticks`
+    local stat
+    ticks=
+    { read -r stat </proc/$1/stat; } 2>/dev/null || return
+    read -ra fields <<<"${stat##*) }"
+    [[ ${fields[0]} == [ZXx] ]] || ticks=${fields[19]}
+}
+if [[ $boot == "$old_boot" ]] && ticks_of "$old_pid" && [[ $ticks == "$old_ticks" ]]; then
+    printf '%s\n' "the run before is alive there (script pid $old_pid)" >&2
     exit 75
 fi
 fail() { printf '%s\n' "$1" >&2; exit 73; }
@@ -43,11 +52,10 @@ done
 # of our files: it lives on when the connection closes.
 setsid bash "$script" </dev/null >>"$output" 2>&1 &
 pid=$!
-{ read -r stat </proc/$pid/stat; } 2>/dev/null || fail "setsid bash does not start"
-read -ra fields <<<"${stat##*) }"
-read -r boot </proc/sys/kernel/random/boot_id
+ticks_of "$pid"
+[[ -n $ticks ]] || fail "setsid bash does not start"
 say pid "$pid"
-say start_ticks "${fields[19]}"
+say start_ticks "$ticks"
 say boot_id "$boot"
 """
 
@@ -62,12 +70,13 @@ class Started:
 
 
 class StartError(RunStateError):
-    """A host was reached, but its script could not be written or started."""
+    """A host was reached, but its script could not be written or started. ``beside``: because the
+    run before is alive there."""
 
-    def __init__(self, host: str, reason: str) -> None:
+    def __init__(self, host: str, reason: str, *, beside: bool = False) -> None:
         super().__init__(f"{host}: the script could not be started: {reason}")
         self.host = host
-        self.reason = reason
+        self.beside = beside
 
 
 def start(connection: Connection, program: str) -> Started:
@@ -79,7 +88,7 @@ def start(connection: Connection, program: str) -> Started:
     if not result.ok or pid is None or ticks is None:
         lines = result.error_text.strip().splitlines()
         reason = "; ".join(lines[-2:]) or f"exit code {result.exit_status}"
-        raise StartError(connection.target.name, reason)
+        raise StartError(connection.target.name, reason, beside=result.exit_status == _BESIDE)
     return Started(pid, ticks, answer.get("boot_id"))
 
 
@@ -88,22 +97,24 @@ def text(
     run_id: str,
     files: Mapping[Path, str],
     *,
-    old_run_dir: Path | None = None,
+    previous: HostState | None = None,
 ) -> str:
     """The program that writes ``files``, the script among them, and starts the script.
 
-    ``old_run_dir`` is where an earlier run's output is kept, if this host had one.
+    ``previous`` is this host in the run before, if it was one: its output is kept, and while its
+    script lives nothing starts.
     """
-    old_output = "" if old_run_dir is None else str(old_run_dir / OLD_OUTPUT_FILE)
+    kept = previous is not None and previous.output == host.output
+    old_output = str(previous.run_dir / OLD_OUTPUT_FILE) if previous and kept else ""
     given = {
         "run_dir": str(host.run_dir),
-        # A host that was asked has told of other runs already.
-        "mark": f"{STATUS_DIR_VARIABLE}={host.run_dir.parents[1]}/" if host.unasked else "",
-        "logs": str(host.run_dir.parents[1]),
         "script": str(host.script),
         "output": str(host.output),
         "pid_file": str(host.pid_file),
         "old_output": old_output,
+        "old_pid": str(previous.pid or 0) if previous else "0",
+        "old_ticks": str(previous.start_ticks or "none") if previous else "none",
+        "old_boot": (previous.boot_id or "") if previous else "",
     }
     lines = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
     lines.append(_array("paths", [str(path) for path in files]))

@@ -83,7 +83,7 @@ class SshRunner:
                 state = with_process(state, rank, process, one.boot_id)
             state.save(layout.state)
         if errors:
-            self._give_up(state, errors)
+            self._give_up(state, errors, previous)
         seconds = time.monotonic() - began
         print(f"started on {len(started)} host(s) in {seconds:.2f} s", file=sys.stderr, flush=True)
         return state
@@ -109,7 +109,7 @@ class SshRunner:
                 old.output.replace(old.run_dir / OLD_OUTPUT_FILE)
 
     def _programs(self, plan: LaunchPlan, previous: RunState | None) -> list[str]:
-        old = {host.output: host.run_dir for host in previous.hosts} if previous else {}
+        old = {host.name: host for host in previous.hosts} if previous else {}
         more: dict[Path, str] = {}
         if not plan.shared_fs:
             layout = plan.layout
@@ -123,15 +123,21 @@ class SshRunner:
                 host,
                 plan.run_id,
                 {**more, host.script: render(plan, host)},
-                old_run_dir=old.get(host.output),
+                previous=old.get(host.name),
             )
             for host in plan.hosts
         ]
 
-    def _give_up(self, state: RunState, errors: dict[int, FlagscaleError]) -> None:
+    def _give_up(
+        self, state: RunState, errors: dict[int, FlagscaleError], previous: RunState | None
+    ) -> None:
         """Not every host started: half a job would wait for the others for ever."""
         names = [host.name for host in state.hosts]
         ended = self.stop(state)
+        beside = any(isinstance(e, start.StartError) and e.beside for e in errors.values())
+        if beside and previous is not None:
+            # What lives is the run before: it is the one to query and to stop.
+            previous.save(Layout(state.exp_dir).state)
         text = f"run {state.run_id} was not started on {len(errors)} of {len(names)} host(s), "
         text += "and was stopped on the others"
         if len(ended.unreachable) > len(errors):

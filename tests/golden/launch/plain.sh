@@ -74,8 +74,8 @@ finish() {
     if [[ $phase == before_start ]]; then
         ((code)) || code=1
         echo "flagscale: before_start failed with exit code $code; the job was not started" >&2
-        printf '{"code": %d, "phase": "before_start", "ended": %d}\n' \
-            "$code" "$(date +%s)" >"$run_dir/.exit" && mv -- "$run_dir/.exit" "$exit_file"
+        printf '{"code": %d, "phase": "before_start", "ended": %(%s)T}\n' \
+            "$code" -1 >"$run_dir/.exit" && mv -- "$run_dir/.exit" "$exit_file"
     fi
     if [[ -n $after_stop ]]; then
         (set +u -e && eval "$after_stop") ||
@@ -92,7 +92,7 @@ on_signal() {
     kill -TERM "$agent_pid" 2>/dev/null
 }
 (umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" && echo "$$" >"$pid_file") || exit 1
-rm -f -- "$exit_file"
+[[ ! -e $exit_file ]] || rm -f -- "$exit_file"
 echo "flagscale: $who starts; logs of its ranks: $run_dir/ranks"
 trap finish EXIT
 trap 'on_signal 15' TERM

@@ -70,6 +70,10 @@ def test_run_query_logs_stop(lab: SshLab) -> None:
     again = lab.do("run")
     assert again.returncode == 2
     assert "is alive there" in again.stderr
+    unchecked = lab.do("run", "experiment.runner.preflight=false")
+    assert unchecked.returncode == 3
+    assert "the run before is alive there" in unchecked.stderr
+    assert lab.query()["state"] == "running"
     stopped = lab.do("stop")
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped in" in stopped.stdout

@@ -47,7 +47,7 @@ def programs(make_plan: MakePlan, state: RunState) -> dict[str, str]:
     everything = Wish(fetch=True, output=True, count=True, last_line=True)
     return {
         "facts": facts.text(question),
-        "start": start.text(host, plan.run_id, {host.script: HOSTILE}, old_run_dir=Path("/x")),
+        "start": start.text(host, plan.run_id, {host.script: HOSTILE}, previous=state.hosts[1]),
         "look": look.text(state, state.hosts[1], everything),
         "stop": stop.text(state, state.hosts[1]),
         "unasked": render(
