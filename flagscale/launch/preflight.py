@@ -15,13 +15,21 @@ from pathlib import Path
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.load import missing_paths
 from flagscale.config.schema import Experiment
-from flagscale.errors import ConfigError, FlagscaleError, Problem, UnreachableError
+from flagscale.errors import (
+    ConfigError,
+    FlagscaleError,
+    Problem,
+    RunStateError,
+    UnreachableError,
+)
 from flagscale.launch import ports
 from flagscale.launch.plan import BACKEND_DIRECTORY, LaunchPlan, Machine, wanted_port
 from flagscale.launch.state import load_state, refuse_if_alive
 
 REACHABLE = "reachable"
 """The check whether a host can be used at all."""
+EARLIER_RUN = "earlier run"
+"""The check whether a run is alive where one is to start."""
 _MIB = 1 << 20
 _DISK_FAILS_BELOW = 64 * _MIB
 _DISK_WARNS_BELOW = 2048 * _MIB
@@ -58,13 +66,16 @@ def preflight(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> lis
 
 def require(checks: list[Check]) -> None:
     """Raise :class:`ConfigError` with every check that failed, or, where hosts do not answer,
-    :class:`UnreachableError` with those."""
+    :class:`UnreachableError` with those. That a run is alive on this machine is no mistake in the
+    configuration: where nothing else failed, it is a :class:`RunStateError`."""
     failed = [check for check in checks if not check.ok]
     unreachable = [check for check in failed if check.name == REACHABLE]
     if unreachable:
         lines = [f"{check.hosts}: {check.found}" for check in unreachable]
         advice = dict.fromkeys(check.hint for check in unreachable if check.hint)
         raise UnreachableError("\n".join(lines), hint="; ".join(advice) or None)
+    if [(check.name, check.hosts) for check in failed] == [(EARLIER_RUN, "")]:
+        raise RunStateError(failed[0].found, hint=failed[0].hint)
     if failed:
         problems = [
             Problem(f"{check.name} ({check.hosts})" if check.hosts else check.name, check.found)
@@ -183,8 +194,8 @@ def _previous_run(plan: LaunchPlan) -> Check:
     try:
         refuse_if_alive(state)
     except FlagscaleError as error:
-        return Check("earlier run", False, error.message, error.hint or "")
-    return Check("earlier run", True, f"{state.run_id} has ended" if state else "none")
+        return Check(EARLIER_RUN, False, error.message, error.hint or "")
+    return Check(EARLIER_RUN, True, f"{state.run_id} has ended" if state else "none")
 
 
 def _bash() -> Check:

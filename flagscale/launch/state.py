@@ -227,7 +227,6 @@ def refuse_if_alive(state: RunState | None) -> None:
     script = f"script pid {', '.join(pids)}" if pids else "just being started"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
     raise RunStateError(
-        f"run {state.run_id} of {state.name} is alive in {state.exp_dir} "
-        f"(since {since}, {script})",
+        f"run {state.run_id} of {state.name} is alive in {state.exp_dir} (since {since}, {script})",
         hint="stop it with action=stop, or give this one another experiment.exp_dir",
     )
