@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 from bed.keys import write_key
 
 INIT = Path(__file__).with_name("init.sh")
+PROJECT = Path(__file__).resolve().parents[2]
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 
 SSHD_CONFIG = """\
@@ -33,6 +35,13 @@ PidFile none
 MaxSessions 64
 Subsystem sftp internal-sftp
 """
+
+
+def _installed_in_tmp() -> list[Path]:
+    """This project and its Python where they lie in /tmp, of which every host has its own."""
+    found = {PROJECT, Path(sys.prefix), Path(sys.base_prefix)}
+    in_tmp = sorted(path for path in found if path.is_relative_to("/tmp"))
+    return [path for path in in_tmp if not any(other in path.parents for other in in_tmp)]
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ class Host:
             "BED_ROOT": root,
             "BED_SHARED": "\n".join(str(path) for path in shared),
             "BED_USERS": "\n".join(users),
+            "BED_INSTALLED": "\n".join(str(path) for path in _installed_in_tmp()),
         }
         with (self.directory / "init.log").open("w") as log:
             self._unshare = subprocess.Popen(

@@ -3,7 +3,8 @@
 # host: with process 1 its whole pid namespace goes.
 #
 # From its environment: BED_NAME, BED_DIR (this host's files), BED_TOP (the bed's files),
-# BED_ROOT (shared | private), BED_SHARED (directories, one a line), BED_USERS (names, one a line).
+# BED_ROOT (shared | private), BED_SHARED (directories, one a line), BED_USERS (names, one a line),
+# BED_INSTALLED (directories in /tmp that hold programs every host has, one a line).
 set -eu
 IFS='
 '
@@ -11,8 +12,8 @@ mount --make-rprivate /
 
 mnt=$BED_DIR/mnt
 mkdir -p "$mnt"
-share_into() { # $1: where the new file system is mounted, $2: the prefix it stands for
-    for directory in $BED_TOP $BED_SHARED; do
+share_into() { # $1: where the new file system is mounted, $2: the prefix it stands for, $3: what
+    for directory in $BED_TOP $3; do
         case $directory/ in "$2"/*) ;; *) continue ;; esac
         mkdir -p "$1${directory#"$2"}"
         mount --bind "$directory" "$1${directory#"$2"}"
@@ -25,12 +26,21 @@ if [ "$BED_ROOT" = private ]; then
     mount -t overlay overlay \
         -o "lowerdir=/,upperdir=$mnt/upper,workdir=$mnt/work,xino=off" "$mnt/root"
     root=$mnt/root
-    # What happens to lie in the machine's /tmp is no part of a fresh host.
+    # What happens to lie in the machine's /tmp is no part of a fresh host, but for programs: the
+    # host sees them and what it writes there stays its own, as elsewhere in its root.
+    for directory in $BED_INSTALLED; do
+        mkdir -p "$mnt/held$directory"
+        mount --bind "$root$directory" "$mnt/held$directory"
+    done
     mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+    for directory in $BED_INSTALLED; do
+        mkdir -p "$root$directory"
+        mount --move "$mnt/held$directory" "$root$directory"
+    done
     mount --rbind /dev "$root/dev"
     mount -t proc proc "$root/proc"
     mount -t sysfs sysfs "$root/sys"
-    share_into "$root" ""
+    share_into "$root" "" "$BED_SHARED"
     cd "$root"
     mkdir .old
     pivot_root . .old
@@ -41,7 +51,7 @@ else
     mount -t proc proc /proc
     mount -t sysfs sysfs /sys
     mount -t tmpfs -o mode=1777 tmpfs "$mnt"
-    share_into "$mnt" /tmp
+    share_into "$mnt" /tmp "$BED_INSTALLED$IFS$BED_SHARED"
     mount --move "$mnt" /tmp
 fi
 mount -t tmpfs -o mode=755 tmpfs /run
