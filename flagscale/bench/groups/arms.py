@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from flagscale.bench.world import World
 from flagscale.comm.base import CommBackend
 
 Arm = Literal["bound", "cold", "warm", "split"]
-ARMS: tuple[Arm, ...] = get_args(Arm)
 _TIMEOUT = timedelta(minutes=10)
 _MIB = 2**20
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
+from flagscale.launch.files import make_private_directory, write_atomic, write_json
 from flagscale.launch.plan import LaunchPlan
 from flagscale.launch.processes import Swept
 from flagscale.launch.snapshot import Snapshot
@@ -81,3 +82,13 @@ def require_stopped(state: RunState, stopped: Stopped) -> None:
         raise RunStateError(
             f"run {state.run_id}: these processes survive a KILL: {'; '.join(left)}"
         )
+
+
+def keep_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
+    """Write what the launching machine keeps beside the scripts: plan, configuration, overrides."""
+    layout = plan.layout
+    for directory in (layout.scripts, layout.logs / "pids"):
+        make_private_directory(directory)
+    write_json(layout.plan, plan.to_json())
+    write_atomic(layout.config, config_text)
+    write_atomic(layout.overrides, overrides_text)

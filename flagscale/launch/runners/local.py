@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from flagscale.errors import RunStateError
 from flagscale.launch import agent, logs, processes, snapshot
-from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.launch.files import make_private_directory, read_json, write_atomic
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.plan import HostPlan, LaunchPlan
-from flagscale.launch.runners.base import Stopped
+from flagscale.launch.runners.base import Stopped, keep_plan
 from flagscale.launch.script import render
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import (
@@ -62,12 +62,7 @@ class LocalRunner:
         return state
 
     def _write(self, plan: LaunchPlan) -> None:
-        layout = plan.layout
-        for directory in (layout.scripts, layout.logs / "pids"):
-            make_private_directory(directory)
-        write_json(layout.plan, plan.to_json())
-        write_atomic(layout.config, self._config_text)
-        write_atomic(layout.overrides, self._overrides_text)
+        keep_plan(plan, self._config_text, self._overrides_text)
         for host in plan.hosts:
             make_private_directory(host.run_dir)
             write_atomic(host.script, render(plan, host), mode=0o700)

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.launch import logs, snapshot
-from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.launch.files import make_private_directory, read_json, write_atomic
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
-from flagscale.launch.plan import HostPlan, LaunchPlan, SshPlace
+from flagscale.launch.plan import LaunchPlan, SshPlace
 from flagscale.launch.processes import Process, Swept
 from flagscale.launch.remote import look as looking
 from flagscale.launch.remote import start, stop
 from flagscale.launch.remote.hosts import Hosts, describe
 from flagscale.launch.remote.look import Look, Wish
-from flagscale.launch.runners.base import Stopped
+from flagscale.launch.runners.base import Stopped, keep_plan
 from flagscale.launch.script import render
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import RunState, load_state, start_lock, state_of, with_process
@@ -90,12 +90,7 @@ class SshRunner:
 
     def _write(self, plan: LaunchPlan, previous: RunState | None) -> None:
         """What this machine keeps of the plan; with shared files that is what the hosts see."""
-        layout = plan.layout
-        for directory in (layout.scripts, layout.logs / "pids"):
-            make_private_directory(directory)
-        write_json(layout.plan, plan.to_json())
-        write_atomic(layout.config, self._config_text)
-        write_atomic(layout.overrides, self._overrides_text)
+        keep_plan(plan, self._config_text, self._overrides_text)
         if plan.shared_fs:
             # Hosts write their scripts themselves; making them executable is done for all here.
             for host in plan.hosts:
@@ -236,8 +231,3 @@ class SshRunner:
             places = [(host.name, host.ssh or SshPlace()) for host in state.hosts]
             self._hosts = Hosts(places, state.ssh_config)
         return self._hosts
-
-
-def places_of(hosts: Sequence[HostPlan]) -> list[tuple[str, SshPlace]]:
-    """The hosts of a plan as :class:`Hosts` takes them."""
-    return [(host.name, host.ssh or SshPlace()) for host in hosts]
