@@ -42,6 +42,8 @@ _LINGER = 2.0
 
 #: Seconds between looks at whether a command that says nothing has ended.
 _GLANCE = 0.25
+# Seconds that paramiko's thread gets to end after it reported an error.
+_LAST_WORDS = 0.5
 
 OnOutput = Callable[[bytes], object]
 
@@ -77,6 +79,14 @@ class Connection:
     @property
     def alive(self) -> bool:
         return self.transport.is_active()
+
+    def stands(self) -> bool:
+        """Whether the connection is alive after an error on it: an answer, not its end.
+
+        paramiko's thread tells the channels of a broken connection first and ends after that.
+        """
+        self.transport.join(_LAST_WORDS)
+        return self.alive
 
     @property
     def idle_limit(self) -> float:
@@ -196,7 +206,7 @@ class Connection:
             if expired.is_set():
                 what = f"{self.target.route} did not {what} within {seconds:g} s"
                 raise ConnectionLostError(self.target.name, what) from error
-            if self.alive:
+            if isinstance(error, paramiko.SSHException) and self.stands():
                 what = f"{self.target.route} refuses to {what}: {error}"
                 raise ChannelRefusedError(self.target.name, what) from error
             raise self.lost() from error
@@ -281,7 +291,7 @@ class _Exchange:
         status = self._channel.recv_exit_status()
         if status >= 0:
             return status
-        if not self._connection.alive:
+        if not self._connection.stands():
             raise self._connection.lost()
         raise ConnectionLostError(
             self._connection.target.name,

@@ -199,7 +199,7 @@ class Dialer:
                 target.name, f"{via.name} cannot reach {target.endpoint} for us: {error.text}"
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
-            if jump.alive:
+            if jump.stands():
                 raise faults.opening_failed(target, TimeoutError(), limit) from error
             raise faults.dropped(via) from error
         return channel  # type: ignore[return-value]

@@ -139,12 +139,12 @@ class RemoteFiles:
         # A time-out of the file transfer's channel: is it the disk, or the host?
         if isinstance(error, TimeoutError):
             self._connection.check_alive()
-        if not self._connection.alive:
-            return self._connection.lost()
         target = self._connection.target
         reason, hint = str(error) or type(error).__name__, None
         if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.EACCES):
             reason = error.strerror or reason
+        elif not self._connection.stands():
+            return self._connection.lost()
         elif what == "write" or what.startswith("make"):
             free = self._free_space(posixpath.dirname(path) or "/")
             if free is not None:
