@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import HIDDEN, is_secret_name, redact
 from flagscale.errors import ConfigError, RunStateError
-from flagscale.launch import logs, places
-from flagscale.launch.folding import fold
+from flagscale.launch import logs
 from flagscale.launch.layout import Layout
+from flagscale.launch.planning.folding import fold
 from flagscale.launch.preparing import Prepared, hosts_of, prepared, unasked_plan
+from flagscale.launch.show import places
 from flagscale.launch.state import RunState, load_state
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def dryrun(experiment: Experiment, options: Options) -> int:
     if options.json:
         print(json.dumps(made.to_json(), indent=2, ensure_ascii=False))
         return 0
-    from flagscale.launch.view import plan_text
+    from flagscale.launch.show.view import plan_text
 
     print(plan_text(made), end="")
     return 0
@@ -50,14 +51,14 @@ def dryrun(experiment: Experiment, options: Options) -> int:
 def check(experiment: Experiment, options: Options) -> int:
     """Show what a run needs and whether it is there: 3 if a host does not answer, 2 if anything
     else is wrong."""
-    from flagscale.launch.preflight import exit_code
+    from flagscale.launch.preflight.local import exit_code
 
     with prepared(experiment, checking=True) as ready:
         checks = ready.checks
     if options.json:
         print(json.dumps([vars(one) for one in checks], indent=2, ensure_ascii=False))
         return exit_code(checks)
-    from flagscale.launch import view
+    from flagscale.launch.show import view
 
     view.console().print(view.checks_table(checks))
     for note in ready.plan.notes:
@@ -68,7 +69,7 @@ def check(experiment: Experiment, options: Options) -> int:
 def run(experiment: Experiment, options: Options) -> int:
     """Start the run; in the background return once every rank has joined, in the foreground stay
     and return the job's code."""
-    from flagscale.launch.preflight import require, warnings
+    from flagscale.launch.preflight.local import require, warnings
 
     foreground = experiment.runner.foreground or options.action == "test"
     texts = {
@@ -131,7 +132,7 @@ def _await_start(ready: Prepared, state: RunState) -> int:
 
 def _stay(runner: Runner, state: RunState) -> int:
     """Show the output until the job ends; Ctrl-C ends the job."""
-    from flagscale.launch import ticker
+    from flagscale.launch.show import ticker
 
     output = logs.RunOutput(state)
 
@@ -161,8 +162,8 @@ def query(experiment: Experiment, options: Options) -> int:
     """Tell the state of the run; with ``follow`` until it ends. 1 if it failed while it was
     followed, 3 if a host does not answer."""
     from flagscale.launch.runners import runner_of
+    from flagscale.launch.show.watch import watch
     from flagscale.launch.snapshot import Phase
-    from flagscale.launch.watch import watch
 
     state = _require_state(experiment)
     runner = runner_of(state)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from flagscale.config.checks import check_world, notes
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
-from flagscale.launch import ports
-from flagscale.launch.backends import backend_problems
-from flagscale.launch.hosts import Host, choose_hosts, is_local_only
-from flagscale.launch.machines import remote_machines, this_machine, with_settings
-from flagscale.launch.per_host import settings
-from flagscale.launch.plan import LaunchPlan, plan, wanted_port
+from flagscale.launch.planning import ports
+from flagscale.launch.planning.backends import backend_problems
+from flagscale.launch.planning.hosts import Host, choose_hosts, is_local_only
+from flagscale.launch.planning.machines import remote_machines, this_machine, with_settings
+from flagscale.launch.planning.per_host import settings
+from flagscale.launch.planning.plan import LaunchPlan, plan, wanted_port
 from flagscale.launch.state import new_run_id
 
 if TYPE_CHECKING:
-    from flagscale.launch.preflight import Check
+    from flagscale.launch.preflight.local import Check
     from flagscale.launch.runners.base import Runner
 
 # What a dry run shows where only the master host could tell.
@@ -76,15 +76,15 @@ def prepared(
     if is_local_only(hosts):
         yield _prepare_local(experiment, hosts, checking, (config_text, overrides_text))
         return
+    from flagscale.launch.preflight.survey import connect, plan_of, survey, sync
     from flagscale.launch.runners.ssh import SshRunner
-    from flagscale.launch.survey import connect, plan_of, survey, sync
 
     with connect(experiment, hosts) as connections:
         found = survey(experiment, hosts, connections, thorough=checking)
         made = _checked(experiment, plan_of(experiment, found, new_run_id()))
         runner = SshRunner(config_text, overrides_text, connections)
         ready = Prepared(made, runner, copy_code=lambda: sync(experiment, found, connections))
-        from flagscale.launch.preflight_hosts import check_hosts, require_reachable
+        from flagscale.launch.preflight.hosts import check_hosts, require_reachable
 
         if checking:
             ready.checks = check_hosts(experiment, made, found)
@@ -102,7 +102,7 @@ def _local_plan(experiment: Experiment, hosts: tuple[Host, ...]) -> LaunchPlan:
 def _prepare_local(
     experiment: Experiment, hosts: tuple[Host, ...], checking: bool, texts: tuple[str, str]
 ) -> Prepared:
-    from flagscale.launch.preflight import preflight
+    from flagscale.launch.preflight.local import preflight
     from flagscale.launch.runners.local import LocalRunner
 
     machine = with_settings(this_machine(), settings(experiment, hosts[0]))

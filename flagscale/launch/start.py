@@ -13,7 +13,7 @@ from typing import NoReturn
 from flagscale.errors import JobError
 from flagscale.launch import processes
 from flagscale.launch.failures import first_failure, last_lines
-from flagscale.launch.folding import fold
+from flagscale.launch.planning.folding import fold
 from flagscale.launch.runners.base import Runner
 from flagscale.launch.snapshot import EventReader
 from flagscale.launch.state import RunState

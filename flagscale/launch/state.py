@@ -14,7 +14,7 @@ from flagscale.errors import RunStateError
 from flagscale.launch import processes
 from flagscale.launch.files import make_private_directory, read_json, write_json
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, Layout
-from flagscale.launch.plan import HostPlan, LaunchPlan, SshPlace
+from flagscale.launch.planning.plan import HostPlan, LaunchPlan, SshPlace
 from flagscale.launch.processes import Process
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from flagscale.bench.collectives.spec import Placement
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
-from flagscale.launch.folding import expand
-from flagscale.launch.hosts import Host, parse_hostfile
+from flagscale.launch.planning.folding import expand
+from flagscale.launch.planning.hosts import Host, parse_hostfile
 
 
 def at_least(flag: str, value: int | None, least: int) -> None:

@@ -12,7 +12,7 @@ from flagscale.bench.collectives.datatypes import DataType
 from flagscale.bench.collectives.operations import Operation
 from flagscale.bench.collectives.statistics import Statistic
 from flagscale.errors import ConfigError
-from flagscale.launch.hosts import Host
+from flagscale.launch.planning.hosts import Host
 
 Format = Literal["nccom", "nccl-tests", "flagcx"]
 BandwidthUnit = Literal["GB", "GiB"]

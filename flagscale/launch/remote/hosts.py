@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
-from flagscale.launch.folding import fold
-from flagscale.launch.plan import SshPlace
+from flagscale.launch.planning.folding import fold
+from flagscale.launch.planning.plan import SshPlace
 from flagscale.launch.transport import Connection, DialOptions, Fleet, Outcome, SshConfig
 
 T = TypeVar("T")

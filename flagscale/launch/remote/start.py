@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flagscale.errors import RunStateError
 from flagscale.launch.layout import OLD_OUTPUT_FILE
-from flagscale.launch.plan import HostPlan
+from flagscale.launch.planning.plan import HostPlan
 from flagscale.launch.remote.answer import SAY, parse
 from flagscale.launch.state import HostState
 from flagscale.launch.transport import Connection

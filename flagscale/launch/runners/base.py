@@ -12,7 +12,7 @@ from typing import Protocol
 
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.launch.files import make_private_directory, write_atomic, write_json
-from flagscale.launch.plan import LaunchPlan
+from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.processes import Swept
 from flagscale.launch.snapshot import Snapshot
 from flagscale.launch.state import RunState

@@ -12,9 +12,9 @@ from flagscale.errors import RunStateError
 from flagscale.launch import agent, logs, processes, snapshot
 from flagscale.launch.files import make_private_directory, read_json, write_atomic
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
-from flagscale.launch.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.script import render
 from flagscale.launch.runners.base import Stopped, keep_plan
-from flagscale.launch.script import render
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import (
     HostState,

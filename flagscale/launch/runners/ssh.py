@@ -17,14 +17,14 @@ from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.launch import logs, snapshot
 from flagscale.launch.files import make_private_directory, read_json, write_atomic
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
-from flagscale.launch.plan import LaunchPlan, SshPlace
+from flagscale.launch.planning.plan import LaunchPlan, SshPlace
+from flagscale.launch.planning.script import render
 from flagscale.launch.processes import Process, Swept
 from flagscale.launch.remote import look as looking
 from flagscale.launch.remote import start, stop
 from flagscale.launch.remote.hosts import Hosts, describe
 from flagscale.launch.remote.look import Look, Wish
 from flagscale.launch.runners.base import Stopped, keep_plan
-from flagscale.launch.script import render
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import RunState, load_state, start_lock, state_of, with_process
 from flagscale.launch.transport import Connection

@@ -21,8 +21,8 @@ from launch_lab import until
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 from flagscale.errors import RunStateError
 from flagscale.launch import processes
-from flagscale.launch.hosts import Host
-from flagscale.launch.plan import LaunchPlan, Machine, plan
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.plan import LaunchPlan, Machine, plan
 from flagscale.launch.runners.base import Stopped
 from flagscale.launch.runners.local import LocalRunner
 from flagscale.launch.snapshot import Phase

@@ -131,7 +131,7 @@ node_specific:
 def test_a_yamls_options_are_judged_before_anything_starts(tmp_path: Path) -> None:
     from flagscale.config.compose import compose, config_file
     from flagscale.config.load import load_experiment
-    from flagscale.launch.backends import backend_problems
+    from flagscale.launch.planning.backends import backend_problems
 
     (tmp_path / "x.yaml").write_text(_YAML.format(directory=tmp_path))
     config = compose(tmp_path, "x", [])

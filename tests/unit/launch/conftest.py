@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
-from flagscale.launch.hosts import Host
-from flagscale.launch.plan import LaunchPlan, Machine, plan
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.plan import LaunchPlan, Machine, plan
 
 MakePlan = Callable[..., LaunchPlan]
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagscale.config.schema import Commands, Environments, Runner
-from flagscale.launch.hosts import Host
-from flagscale.launch.plan import LaunchPlan, Machine
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.plan import LaunchPlan, Machine
+from flagscale.launch.planning.script import render
 from flagscale.launch.remote import answer, code, facts, look, probe, start, stop
 from flagscale.launch.remote.answer import Answer, Piece, parse
 from flagscale.launch.remote.facts import Question
 from flagscale.launch.remote.look import Wish
-from flagscale.launch.script import render
 from flagscale.launch.state import RunState, state_of
 
 HOSTILE = "a 'b' \"c\" $d `e` $(f)\n;g"

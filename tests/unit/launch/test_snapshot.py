@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flagscale.launch import processes, view
+from flagscale.launch import processes
 from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY
+from flagscale.launch.show import view
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot, take
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import StatusWriter

@@ -11,11 +11,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from flagscale import __version__
-from flagscale.launch import unasked
-from flagscale.launch.environment import EnvValue
 from flagscale.launch.layout import EXIT_FILE
-from flagscale.launch.plan import HostPlan, LaunchPlan
-from flagscale.launch.supervision import AGENT_SECRETS
+from flagscale.launch.planning import unasked
+from flagscale.launch.planning.environment import EnvValue
+from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.supervision import AGENT_SECRETS
 
 # What happens around the job. It holds no value of a plan: those are in the variables above it.
 _FRAME = """\

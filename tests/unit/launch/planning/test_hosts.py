@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagscale.errors import ConfigError
-from flagscale.launch.folding import expand, fold
-from flagscale.launch.hosts import (
+from flagscale.launch.planning.folding import expand, fold
+from flagscale.launch.planning.hosts import (
     Host,
     choose_hosts,
     count_nodes,

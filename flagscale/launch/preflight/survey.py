@@ -11,11 +11,11 @@ from flagscale.config.arguments import paths
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import ConfigError, FlagscaleError, Problem
-from flagscale.launch.hosts import Host
 from flagscale.launch.layout import Layout
-from flagscale.launch.machines import remote_machines
-from flagscale.launch.per_host import Settings, rebased, settings
-from flagscale.launch.plan import LaunchPlan, SshPlace, master_address, plan, wanted_port
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.machines import remote_machines
+from flagscale.launch.planning.per_host import Settings, rebased, settings
+from flagscale.launch.planning.plan import LaunchPlan, SshPlace, master_address, plan, wanted_port
 from flagscale.launch.remote import facts as asking
 from flagscale.launch.remote import probe
 from flagscale.launch.remote.facts import Facts, Question

@@ -10,12 +10,12 @@ import pytest
 
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, UnreachableError
-from flagscale.launch.hosts import Host
-from flagscale.launch.plan import LaunchPlan
-from flagscale.launch.preflight import Check, exit_code, require
-from flagscale.launch.preflight_hosts import check_hosts
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.preflight.hosts import check_hosts
+from flagscale.launch.preflight.local import Check, exit_code, require
+from flagscale.launch.preflight.survey import Survey
 from flagscale.launch.remote.facts import Facts
-from flagscale.launch.survey import Survey
 from flagscale.launch.transport.errors import ChangedHostKeyError, NoRouteError
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flagscale.config.schema import Notify, Runner
-from flagscale.launch.environment import EnvValue
 from flagscale.launch.liveness import secret
 from flagscale.launch.notify import COMMAND_VARIABLE, WEBHOOK_VARIABLE
+from flagscale.launch.planning.environment import EnvValue
 
 if TYPE_CHECKING:
-    from flagscale.launch.plan import HostPlan, LaunchPlan
+    from flagscale.launch.planning.plan import HostPlan, LaunchPlan
 
 AGENT_SECRETS = (secret.VARIABLE, WEBHOOK_VARIABLE)
 """Variables that the script passes to the agent and to nobody else."""

@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.config.schema import Commands, Environments, Notify, Runner, Task, Train
-from flagscale.launch import script as script_module
-from flagscale.launch.environment import EnvValue
-from flagscale.launch.hosts import Host
-from flagscale.launch.plan import HostPlan, LaunchPlan
-from flagscale.launch.script import render
+from flagscale.launch.planning import script as script_module
+from flagscale.launch.planning.environment import EnvValue
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.script import render
 
 MakePlan = Callable[..., LaunchPlan]
-GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "launch"
+GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "launch"
 HOSTILE = "a 'b' \"c\" $HOME `id` $(id) \\ , ; & | > * ? ~ ! {x,y} [z] # ü 🦙 -- \t end\nline 2\n"
 
 CASES = {

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from flagscale.errors import ConfigError, Problem
-from flagscale.launch.folding import expand, fold
+from flagscale.launch.planning.folding import expand, fold
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._\-]*[A-Za-z0-9])?|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 _NUMBER = re.compile(r"[1-9][0-9]*")

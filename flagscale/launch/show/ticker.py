@@ -49,7 +49,7 @@ def shown(state: RunState) -> Iterator[Callable[[str], None]]:
 
 
 def _note(now: Snapshot) -> str:
-    from flagscale.launch.view import duration
+    from flagscale.launch.show.view import duration
 
     parts = [
         "" if now.loss is None else f"loss {now.loss:.4f}",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flagscale.config.schema import PROJECT, Commands, Experiment, Runner, Specific, Train
-from flagscale.launch.hosts import Host
-from flagscale.launch.per_host import merge, rebased, settings
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.per_host import merge, rebased, settings
 
 MakeExperiment = Callable[..., Experiment]
 

@@ -22,8 +22,8 @@ from flagscale.errors import (
     RunStateError,
     UnreachableError,
 )
-from flagscale.launch import ports
-from flagscale.launch.plan import BACKEND_DIRECTORY, LaunchPlan, Machine, wanted_port
+from flagscale.launch.planning import ports
+from flagscale.launch.planning.plan import BACKEND_DIRECTORY, LaunchPlan, Machine, wanted_port
 from flagscale.launch.state import load_state, refuse_if_alive
 
 REACHABLE = "reachable"

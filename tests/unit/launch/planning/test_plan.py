@@ -10,8 +10,8 @@ import pytest
 
 from flagscale.config.schema import Environments, Runner, Task, Train
 from flagscale.errors import ConfigError
-from flagscale.launch.hosts import Host
-from flagscale.launch.plan import HostPlan, LaunchPlan, Machine
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.plan import HostPlan, LaunchPlan, Machine
 
 MakePlan = Callable[..., LaunchPlan]
 

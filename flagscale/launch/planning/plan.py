@@ -16,12 +16,12 @@ from flagscale.config.arguments.flatten import flatten, leaves
 from flagscale.config.schema import Experiment, Runner
 from flagscale.config.secrets import is_secret_name
 from flagscale.errors import ConfigError, Problem
-from flagscale.launch import devices
-from flagscale.launch.environment import EnvValue, build_environment
-from flagscale.launch.hosts import Host, count_ranks
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
-from flagscale.launch.per_host import rebased, settings
-from flagscale.launch.supervision import supervised
+from flagscale.launch.planning import devices
+from flagscale.launch.planning.environment import EnvValue, build_environment
+from flagscale.launch.planning.hosts import Host, count_ranks
+from flagscale.launch.planning.per_host import rebased, settings
+from flagscale.launch.planning.supervision import supervised
 
 BACKEND_DIRECTORY = Path("third_party") / "Megatron-LM"
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from flagscale.launch import view
+from flagscale.launch.show import view
 from flagscale.launch.snapshot import Snapshot
 
 

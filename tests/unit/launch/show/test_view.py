@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.launch import view
 from flagscale.launch.failures import Failure
+from flagscale.launch.show import view
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot
 
 LOG = Path("/scratch/a user/outputs of a long name") / ("x" * 120) / "stderr.log"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from flagscale.config.schema import Experiment
 from flagscale.errors import FlagscaleError, UnreachableError
-from flagscale.launch.folding import fold
-from flagscale.launch.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
-from flagscale.launch.preflight import REACHABLE, Check, check_devices, check_space
+from flagscale.launch.planning.folding import fold
+from flagscale.launch.planning.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
+from flagscale.launch.preflight.local import REACHABLE, Check, check_devices, check_space
+from flagscale.launch.preflight.survey import Survey, syncs
 from flagscale.launch.remote.facts import Facts, packages_of
 from flagscale.launch.remote.hosts import describe
-from flagscale.launch.survey import Survey, syncs
 
 _SKEW_FAILS = 30.0
 _SKEW_WARNS = 2.0

@@ -13,10 +13,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flagscale.launch.folding import fold
-from flagscale.launch.plan import HostPlan, LaunchPlan
-from flagscale.launch.preflight import Check
-from flagscale.launch.script import render
+from flagscale.launch.planning.folding import fold
+from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.script import render
+from flagscale.launch.preflight.local import Check
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot
 
 _STYLES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
-from flagscale.launch.backends import backend_problems
+from flagscale.launch.planning.backends import backend_problems
 
 
 def _experiment(name: str, *, foreign: bool = False) -> Experiment:

@@ -16,7 +16,7 @@ from typing import Any
 
 from flagscale.config.arguments.parser import fold
 from flagscale.config.schema import PROJECT, Experiment, Specific
-from flagscale.launch.hosts import Host
+from flagscale.launch.planning.hosts import Host
 
 # The sections of `train` that hold what a layer adds, and that no YAML can name.
 _ADDED = "specific"
