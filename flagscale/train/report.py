@@ -95,8 +95,9 @@ class Reporter:
             values["train/learning-rate"] = numbers.learning_rate
         self._plot(numbers.step, values)
 
-    def progress(self, reading: Reading, speed: Speed, params_norm: float | None) -> None:
-        """The line of every ``log_interval`` steps, and its event."""
+    def progress(self, reading: Reading, speed: Speed, more: Mapping[str, float]) -> None:
+        """The line of every ``log_interval`` steps, and its event. ``more``: what not every model
+        or configuration has, by name."""
         if not self._speaks:
             return
         numbers, steps = reading.numbers, self._args.train_iters
@@ -113,10 +114,13 @@ class Reporter:
             tflops_per_gpu=round(speed.tflops_per_gpu, 3),
             mfu=None if speed.mfu is None else round(speed.mfu, 4),
             memory_gib=None if speed.memory_gib is None else round(speed.memory_gib, 2),
+            **{name: round(value, 6) for name, value in more.items()},
         )
-        print(progress_line(reading, speed, steps, params_norm), flush=True)
+        print(progress_line(reading, speed, steps, more), flush=True)
         args = self._args
-        values: dict[str, float | None] = {"train/params-norm": params_norm}
+        values: dict[str, float | None] = {
+            f"train/{name.replace('_', '-')}": value for name, value in more.items()
+        }
         if args.log_timers_to_tensorboard:
             values["speed/step-seconds"] = speed.step_seconds
         if args.log_throughput:
@@ -162,7 +166,7 @@ class Reporter:
             self._wandb.log(known, step=step)
 
 
-def progress_line(reading: Reading, speed: Speed, steps: int, params_norm: float | None) -> str:
+def progress_line(reading: Reading, speed: Speed, steps: int, more: Mapping[str, float]) -> str:
     """One line that tells a person how training goes."""
     numbers = reading.numbers
     parts = [
@@ -175,7 +179,7 @@ def progress_line(reading: Reading, speed: Speed, steps: int, params_norm: float
         f"{speed.tflops_per_gpu:.1f} TFLOP/s/GPU" if speed.memory_gib is not None else "",
         f"MFU {100 * speed.mfu:.1f} %" if speed.mfu is not None else "",
         f"{speed.memory_gib:.1f} GiB" if speed.memory_gib is not None else "",
-        f"params norm {params_norm:.3f}" if params_norm is not None else "",
+        *(f"{name.replace('_', ' ')} {value:.3f}" for name, value in more.items()),
         f"{timedelta(seconds=round((steps - numbers.step) * speed.step_seconds))} left",
     ]
     return " | ".join(part for part in parts if part)

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from flagscale.train.device import Device
 from flagscale.train.forward import LOSS_KEY, ForwardStep
 from flagscale.train.readings import StepNumbers
+from flagscale.train.router_losses import RouterLosses
 from flagscale.train.state import TrainState
 
 
@@ -33,6 +34,7 @@ class Stepper:
         self._state = state
         self._device = device.torch_device
         self._forward = ForwardStep(device)
+        self.routers = RouterLosses(args, self._device, state.progress.iteration)
         self._schedule = get_forward_backward_func()
         _connect(args, config, state)
 

@@ -72,17 +72,19 @@ def _mlp_weights(args: Any) -> float:
     hidden = args.hidden_size
     matrices = 3 if args.swiglu or args.gated_linear_unit else 2
     dense = matrices * hidden * (args.ffn_hidden_size or 4 * hidden)
-    if not args.num_moe_experts:
+    mixtures = mixture_layers(args)
+    if not mixtures:
         return float(args.num_layers * dense)
     experts = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
     shared = args.moe_shared_expert_intermediate_size or 0
     mixture = matrices * hidden * (experts + shared) + hidden * args.num_moe_experts
-    mixtures = _mixture_layers(args)
     return float(mixtures * mixture + (args.num_layers - mixtures) * dense)
 
 
-def _mixture_layers(args: Any) -> int:
+def mixture_layers(args: Any) -> int:
     """How many layers are mixtures: every ``moe_layer_freq``-th, or a list of ones and zeros."""
+    if not args.num_moe_experts:
+        return 0
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
         return len(range(0, args.num_layers, frequency))

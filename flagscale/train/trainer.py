@@ -109,9 +109,12 @@ class Trainer:
     def _log(self) -> None:
         if self._latest is None:
             return
-        speed = self._meter.lap(self._state.progress.iteration)
-        norm = parameters_norm(self._state.chunks) if self._args.log_params_norm else None
-        self._reporter.progress(self._latest, speed, norm)
+        step = self._state.progress.iteration
+        speed = self._meter.lap(step)
+        more = self._stepper.routers.take(step)
+        if self._args.log_params_norm:
+            more["params_norm"] = parameters_norm(self._state.chunks)
+        self._reporter.progress(self._latest, speed, more)
 
     def _must_leave(self) -> Reason | None:
         """Whether to end after this step; every rank finds the same answer."""

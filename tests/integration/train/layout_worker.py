@@ -99,6 +99,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     for _ in range(STEPS):
         readings.add(*stepper.train(data.train, stop=(False, False)))
     found = list(readings.take(leave=0))
+    routers = stepper.routers.take(STEPS)
     with gathered(args, state.chunks):
         validation = stepper.evaluate(data.valid, 1)
     parallel_state.destroy_model_parallel()
@@ -108,6 +109,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
         "loss": [reading.loss for reading in found],
         "norm": [reading.grad_norm for reading in found],
         "validation": [validation],
+        "routers": routers,
     }
 
 

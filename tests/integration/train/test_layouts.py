@@ -39,6 +39,7 @@ MOE = (
 --moe-router-load-balancing-type none
 """
 )
+BALANCED = MOE.replace("none", "aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3")
 BF16 = LLAMA + "--bf16"
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -76,6 +77,7 @@ REFERENCES = (
     Case("tied", 1, TIED, "", ""),
     Case("gpt2", 1, GPT2, "", ""),
     Case("moe", 1, MOE, "", ""),
+    Case("moe-balanced", 1, BALANCED, "", ""),
     Case("bf16", 1, BF16, "", ""),
 )
 CASES = (
@@ -102,6 +104,8 @@ CASES = (
     Case("gpt2-tp2-sp", 2, GPT2, SP, "gpt2"),
     Case("gpt2-pp2", 2, GPT2, PP2, "gpt2"),
     Case("moe-ep2", 2, MOE, "--expert-model-parallel-size 2", "moe"),
+    Case("moe-balanced-pp2", 2, BALANCED, PP2, "moe-balanced"),
+    Case("moe-balanced-tp2", 2, BALANCED, SP, "moe-balanced"),
     Case("bf16-fused-loss", 1, BF16, "--cross-entropy-loss-fusion", "bf16", 1e-2),
     Case("bf16-dp2-do", 2, BF16, DO, "bf16", 1e-3),
     Case("bf16-tp2-sp", 2, BF16, SP, "bf16", 2e-2),
@@ -171,6 +175,16 @@ def expect_equal(case: Case, results: dict[str, Any]) -> None:
     for quantity in ("loss", "norm", "validation"):
         expected = pytest.approx(reference[quantity], rel=case.tolerance, abs=case.tolerance)
         assert ours[quantity] == expected, quantity
+    assert ours["routers"] == pytest.approx(reference["routers"], rel=1e-4)
+
+
+def test_the_losses_of_routers_are_counted_once(results: dict[str, Any]) -> None:
+    """A load-balancing loss is 1 where all experts get the same share, and just above it with
+    weights that are drawn at random."""
+    found = results["moe-balanced"]["routers"]
+    assert set(found) == {"load_balancing_loss", "z_loss"}
+    assert found["load_balancing_loss"] == pytest.approx(1.0, abs=0.25)
+    assert results["moe"]["routers"] == results["llama"]["routers"] == {}
 
 
 @pytest.mark.parametrize(

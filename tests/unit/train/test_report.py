@@ -30,17 +30,17 @@ def arguments(**changes: Any) -> Namespace:
 
 
 @pytest.mark.parametrize(
-    ("speed", "norm", "expected"),
+    ("speed", "more", "expected"),
     [
         (
             CPU,
-            None,
+            {},
             "step  20/100 | loss 2.3457 | grad norm 1.500 | lr 3.00e-04 | 0.250 s/step | "
             "4,096 tok/s | 0:00:20 left",
         ),
         (
             GPU,
-            12.0,
+            {"params_norm": 12.0},
             "step  20/100 | loss 2.3457 | grad norm 1.500 | lr 3.00e-04 | 0.250 s/step | "
             "40,960 tok/s | 496.1 TFLOP/s/GPU | MFU 50.1 % | 65.2 GiB | params norm 12.000 | "
             "0:00:20 left",
@@ -48,13 +48,13 @@ def arguments(**changes: Any) -> Namespace:
     ],
     ids=["cpu", "gpu"],
 )
-def test_the_line_of_a_step(speed: Speed, norm: float | None, expected: str) -> None:
-    assert progress_line(READING, speed, 100, norm) == expected
+def test_the_line_of_a_step(speed: Speed, more: dict[str, float], expected: str) -> None:
+    assert progress_line(READING, speed, 100, more) == expected
 
 
 def test_events_of_the_speaking_rank(tmp_path: Path) -> None:
     reporter = Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True)
-    reporter.progress(READING, GPU, None)
+    reporter.progress(READING, GPU, {})
     reporter.evaluation("valid", 20, 3.0)
     reporter.evaluation("test", 20, 3.0)
     reporter.checkpoint(20, tmp_path / "iter_0000020", 1.234)
@@ -78,7 +78,7 @@ def test_events_of_the_speaking_rank(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
-    Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True).progress(READING, CPU, None)
+    Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True).progress(READING, CPU, {})
     (event,) = read_events(tmp_path / "rank_0.jsonl")[0]
     assert "mfu" not in event.fields
     assert "memory_gib" not in event.fields
@@ -90,7 +90,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     reporter.say("hello")
     reporter.warn("careful")
     reporter.scalars(READING)
-    reporter.progress(READING, CPU, None)
+    reporter.progress(READING, CPU, {})
     reporter.evaluation("valid", 1, 1.0)
     reporter.checkpoint(1, "path", 1.0)
     reporter.close()
