@@ -41,6 +41,7 @@ MOE = (
 )
 BALANCED = MOE.replace("none", "aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3")
 BF16 = LLAMA + "--bf16"
+FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
@@ -98,6 +99,7 @@ CASES = (
     Case("pp2", 2, LLAMA, PP2, "llama"),
     Case("pp2-vpp2", 2, LLAMA, VPP2, "llama"),
     Case("pp2-uneven", 2, LLAMA, PP2 + " --num-layers-in-first-pipeline-stage 1", "llama"),
+    Case("pp2-by-hand", 2, LLAMA, PP2 + " --pipeline-model-parallel-layout Et|tttL", "llama"),
     Case("tied-tp2", 2, TIED, TP2, "tied"),
     Case("tied-pp2", 2, TIED, PP2, "tied"),
     Case("tied-pp2-do", 2, TIED, PP2 + " " + DO, "tied"),
@@ -109,6 +111,9 @@ CASES = (
     Case("bf16-fused-loss", 1, BF16, "--cross-entropy-loss-fusion", "bf16", 1e-2),
     Case("bf16-dp2-do", 2, BF16, DO, "bf16", 1e-3),
     Case("bf16-tp2-sp", 2, BF16, SP, "bf16", 2e-2),
+    Case("fp16", 1, FP16, "", "llama", 2e-2),
+    Case("fp16-dp2-do", 2, FP16, DO, "fp16", 1e-3),
+    Case("fp16-tp2-sp", 2, FP16, SP, "fp16", 2e-2),
     Case("bf16-pp2", 2, BF16, PP2, "bf16", 1e-3),
     Case("tp2-pp2", 4, LLAMA, f"{TP2} {PP2}", "llama"),
     Case("tp2-dp2-sp-do-overlap", 4, LLAMA, f"{SP} {OVERLAP}", "llama"),
