@@ -43,6 +43,7 @@ std::string Group::describe(int rank) const {
 
 void Group::publish() {
   me_ = Identity::of_this_process(config_.settings);
+  me_.native = config_.native;
   if (config_.size > 1) {
     listeners_.push_back(listen_unix("fsccl-" + std::to_string(me_.token), &me_.unix_address));
     listeners_.push_back(listen_tcp(config_.settings.tcp, &me_.tcp_address));
@@ -205,6 +206,24 @@ std::optional<std::string> Group::failure() const {
 }
 
 std::string Group::clusters_text() { return clusters_.text(); }
+
+const std::vector<Identity>& Group::everyone(const Deadline& d) {
+  meet(d);
+  return who_;
+}
+
+std::string Group::learn(const std::string& key, int from, const Deadline& d) {
+  return collect({key}, {from}, d)[0];
+}
+
+void Group::check() const {
+  if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
+  if (failed_) {
+    std::lock_guard<std::mutex> hold(verdict_mutex_);
+    throw Error(*verdict_);
+  }
+  if (open_) lane_->throw_if_aborted();
+}
 
 void Group::check_rank(int rank, const char* what) const {
   if (rank < 0 || rank >= config_.size) {

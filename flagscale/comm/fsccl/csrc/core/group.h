@@ -36,6 +36,7 @@ struct GroupConfig {
   std::string name = "group";
   std::vector<int> global_ranks;  // empty: the group's own numbers
   Settings settings;
+  Native native;  // what this rank tells the others of its device
 };
 
 class Group {
@@ -81,6 +82,16 @@ class Group {
   // "2+2 ranks"; needs a connected group.
   std::string clusters_text();
 
+  // For an engine beside the core's own, which moves the memory of devices (csrc/device).
+  const GroupConfig& config() const { return config_; }
+  const std::vector<Identity>& everyone(const Deadline& d);  // waits until all are known
+  const std::string& name(int rank) const { return names_[static_cast<size_t>(rank)]; }
+  void tell(const std::string& key, const std::string& value) { rendezvous_->set(key, value); }
+  std::string learn(const std::string& key, int from, const Deadline& d);  // what `from` tells
+  void check() const;  // throws what failed the group, if anything did
+  // Fails the group, tells everyone, and throws `why` with the operation's name.
+  [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
+
  private:
   template <class F>
   void collective(OpCard card, const Deadline& d, F&& body);
@@ -94,7 +105,6 @@ class Group {
   std::vector<std::string> collect(const std::vector<std::string>& keys,
                                    const std::vector<int>& from, const Deadline& d);
   Segment shared_segment(size_t bytes, const Deadline& d);
-  [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
   void check_rank(int rank, const char* what) const;
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }

@@ -80,7 +80,11 @@ std::string Identity::encode() const {
       << token << '\n'
       << unix_address << '\n'
       << tcp_address << '\n'
-      << settings << '\n';
+      << settings << '\n'
+      << native.device << '\n'
+      << native.vendor << '\n'
+      << native.library << '\n'
+      << native.reach << '\n';
   return out.str();
 }
 
@@ -99,6 +103,10 @@ Identity Identity::decode(const std::string& text) {
   std::getline(in, i.unix_address);
   std::getline(in, i.tcp_address);
   std::getline(in, i.settings);
+  std::getline(in, i.native.device);
+  std::getline(in, i.native.vendor);
+  std::getline(in, i.native.library);
+  std::getline(in, i.native.reach);
   i.pid = std::atoi(pid.c_str());
   i.process = std::strtoull(process.c_str(), nullptr, 10);
   i.token = std::strtoull(token.c_str(), nullptr, 10);
@@ -111,14 +119,16 @@ std::string Clusters::text() const {
   return out + " ranks";
 }
 
-Clusters form_clusters(int rank, const std::vector<Identity>& who,
-                       const std::vector<int>& global_ranks, const Settings& settings) {
-  const auto& sizes = settings.clusters;
+namespace {
+
+// Ranks with the same key, divided further by FSCCL_CLUSTERS.
+Clusters clusters_by(const std::vector<std::string>& keys, int rank,
+                     const std::vector<int>& global_ranks, const std::vector<int>& sizes) {
   const int covered = std::accumulate(sizes.begin(), sizes.end(), 0);
   Clusters out;
   std::map<std::string, size_t> seen;
-  for (size_t r = 0; r < who.size(); ++r) {
-    std::string key = settings.shared_memory ? who[r].domain : "rank " + std::to_string(r);
+  for (size_t r = 0; r < keys.size(); ++r) {
+    std::string key = keys[r];
     if (!sizes.empty()) {
       const int global = global_ranks[r];
       if (global >= covered) {
@@ -138,6 +148,24 @@ Clusters form_clusters(int rank, const std::vector<Identity>& who,
     out.ranks[at->second].push_back(static_cast<int>(r));
   }
   return out;
+}
+
+}  // namespace
+
+Clusters form_clusters(int rank, const std::vector<Identity>& who,
+                       const std::vector<int>& global_ranks, const Settings& settings) {
+  std::vector<std::string> keys;
+  for (size_t r = 0; r < who.size(); ++r) {
+    keys.push_back(settings.shared_memory ? who[r].domain : "rank " + std::to_string(r));
+  }
+  return clusters_by(keys, rank, global_ranks, settings.clusters);
+}
+
+Clusters form_native_clusters(int rank, const std::vector<Identity>& who,
+                              const std::vector<int>& global_ranks, const Settings& settings) {
+  std::vector<std::string> keys;
+  for (const Identity& w : who) keys.push_back(w.native.text());
+  return clusters_by(keys, rank, global_ranks, settings.clusters);
 }
 
 void check_compatible(int rank, const std::vector<Identity>& who,

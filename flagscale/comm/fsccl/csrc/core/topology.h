@@ -8,6 +8,18 @@
 
 namespace fsccl {
 
+// What moves a rank's tensors among its like. Ranks with the same of all four form a native
+// cluster; for the core itself, which moves host memory, it makes no difference.
+struct Native {
+  std::string device = "cpu";
+  std::string vendor = "cpu";
+  std::string library = "own";  // with its version, where unlike versions do not work together
+  std::string reach;            // a name for those who reach each other; empty: everyone does
+
+  std::string text() const { return device + "/" + vendor + "/" + library + "/" + reach; }
+  bool operator==(const Native& o) const { return text() == o.text(); }
+};
+
 // What a rank tells the others when the group is made.
 struct Identity {
   uint32_t version = 0;
@@ -18,6 +30,7 @@ struct Identity {
   uint64_t token = 0;    // random, once a group; rank 0's counts
   std::string unix_address, tcp_address;
   std::string settings;
+  Native native;
 
   static Identity of_this_process(const Settings& settings);
   std::string encode() const;
@@ -42,6 +55,10 @@ struct Clusters {
 // does not cover them.
 Clusters form_clusters(int rank, const std::vector<Identity>& who,
                        const std::vector<int>& global_ranks, const Settings& settings);
+
+// The same by native library, in place of shared memory.
+Clusters form_native_clusters(int rank, const std::vector<Identity>& who,
+                              const std::vector<int>& global_ranks, const Settings& settings);
 
 // Throws Error(kMismatch) naming the first rank that cannot work with this one.
 void check_compatible(int rank, const std::vector<Identity>& who,
