@@ -30,7 +30,7 @@ examples
 """
 
 _ACTIONS = {
-    "run": "start in the background; return when every rank has joined",
+    "run": "start in the background; return when every rank is ready",
     "test": "run in the foreground, show every line, exit with the job's code",
     "dryrun": "print the plan and the scripts; start nothing",
     "check": "look for what would keep a run from starting",

@@ -24,6 +24,34 @@ from flagscale.launch.state import RunState, load_state
 PROJECT = Path(__file__).resolve().parents[1]
 
 
+# What torchrun does for a rank, without torch: 64 of the real one take a minute to import.
+LIGHT_TORCHRUN = """\
+import os, signal, subprocess, sys
+options, rest = {}, sys.argv[1:]
+while rest and rest[0].startswith("--"):
+    options[rest[0][2:]] = rest[1]
+    rest = rest[2:]
+count, node = int(options["nproc_per_node"]), int(options["node_rank"])
+ranks = []
+for local in range(count):
+    rank = {"RANK": str(node * count + local), "LOCAL_RANK": str(local)}
+    world = {"WORLD_SIZE": str(count * int(options["nnodes"]))}
+    ranks.append(subprocess.Popen([sys.executable, *rest], env={**os.environ, **rank, **world}))
+signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+def light_torchrun(root: Path) -> Path:
+    """Write a torchrun that needs no torch; the directory for PYTHONPATH."""
+    package = root / "light" / "torch" / "distributed"
+    package.mkdir(parents=True, exist_ok=True)
+    for directory in (package, package.parent):
+        (directory / "__init__.py").touch()
+    (package / "run.py").write_text(LIGHT_TORCHRUN, encoding="utf-8")
+    return package.parents[1]
+
+
 def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
     """What the condition returns once it is true."""
     deadline = time.monotonic() + seconds
@@ -50,9 +78,9 @@ class Lab:
     exp_dir: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def configure(self, program: str, **experiment: Any) -> None:
+    def configure(self, program: str, *, light: bool = False, **experiment: Any) -> None:
         """Write the training program and the YAML. Keyword arguments replace keys of the
-        YAML's ``experiment`` section."""
+        YAML's ``experiment`` section. ``light``: under a torchrun that needs no torch."""
         entrypoint = self.root / "program.py"
         entrypoint.write_text(program, encoding="utf-8")
         section: dict[str, Any] = {
@@ -61,6 +89,8 @@ class Lab:
             "task": {"type": "train", "backend": "megatron", "entrypoint": str(entrypoint)},
             "runner": {"nproc_per_node": 2, "stop_grace": 3},
         }
+        if light:
+            section["envs"] = {"PYTHONPATH": str(light_torchrun(self.root))}
         for key, value in experiment.items():
             section[key] = {**section[key], **value} if key in section else value
         train: dict[str, Any] = {"system": {}, "model": {}, "data": {}}

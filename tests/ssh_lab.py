@@ -14,11 +14,10 @@ from typing import Any
 import yaml
 from bed.host import Host, HostProcess
 from bed.lab import Bed
+from launch_lab import PROJECT, light_torchrun
 
 from flagscale.launch.layout import Layout
 from flagscale.launch.state import RunState, load_state
-
-PROJECT = Path(__file__).resolve().parents[1]
 
 # Joins, works until it is told to end, and needs no torch.
 STEADY = """\
@@ -36,23 +35,6 @@ for step in range(10_000):
     if rank == 0:
         status.write("progress", step=step, train_steps=10_000, loss=1.0, tokens_per_second=10.0)
     time.sleep(0.2)
-"""
-
-# What torchrun does for a rank, without torch: 64 of the real one take a minute to import.
-LIGHT_TORCHRUN = """\
-import os, signal, subprocess, sys
-options, rest = {}, sys.argv[1:]
-while rest and rest[0].startswith("--"):
-    options[rest[0][2:]] = rest[1]
-    rest = rest[2:]
-count, node = int(options["nproc_per_node"]), int(options["node_rank"])
-ranks = []
-for local in range(count):
-    rank = {"RANK": str(node * count + local), "LOCAL_RANK": str(local)}
-    world = {"WORLD_SIZE": str(count * int(options["nnodes"]))}
-    ranks.append(subprocess.Popen([sys.executable, *rest], env={**os.environ, **rank, **world}))
-signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
-sys.exit(max(rank.wait() for rank in ranks))
 """
 
 
@@ -92,21 +74,13 @@ class SshLab:
             "envs": {"OMP_NUM_THREADS": 1},
         }
         if light:
-            section["envs"]["PYTHONPATH"] = str(self._light_torchrun())
+            section["envs"]["PYTHONPATH"] = str(light_torchrun(self.root))
         for key, value in experiment.items():
             section[key] = {**section[key], **value} if key in section else value
         config = {"experiment": section, "action": "run", "train": {}, **top}
         conf = self.root / "conf"
         conf.mkdir(exist_ok=True)
         (conf / "lab.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-
-    def _light_torchrun(self) -> Path:
-        package = self.root / "light" / "torch" / "distributed"
-        package.mkdir(parents=True, exist_ok=True)
-        for directory in (package, package.parent):
-            (directory / "__init__.py").touch()
-        (package / "run.py").write_text(LIGHT_TORCHRUN, encoding="utf-8")
-        return package.parents[1]
 
     def install(self) -> None:
         """Give hosts with a root of their own the training program, where they see no files of

@@ -89,7 +89,8 @@ def _dryrun() -> float:
 
 def _by_run(exp_dir: Path) -> float:
     begin = time.time()
-    _call(_command("run", exp_dir, "train.model.train_iters=100000", "train.model.eval_iters=0"))
+    limits = ("train.model.train_iters=100000", "train.model.eval_iters=0")
+    _call(_command("run", exp_dir, "experiment.runner.wait_for=joined", *limits))
     seconds = time.time() - begin
     _call(_command("stop", exp_dir))
     return seconds

@@ -12,6 +12,7 @@ from flagscale.config.documented import doc
 RUNNER_TYPES = ("local", "ssh")
 TORCHRUN_BACKENDS = ("torchrun",)
 SYNC_KINDS = ("none", "code")
+WAITS = ("none", "joined", "ready", "step")
 NOTICES = ("failed", "stalled", "restarted", "finished")
 
 
@@ -103,6 +104,17 @@ class Runner:
         default=600.0,
         metadata=doc(
             "Seconds within which every rank must have joined the process group.", minimum=1
+        ),
+    )
+    wait_for: str = field(
+        default="ready",
+        metadata=doc(
+            "What `action=run` waits for in the background before it returns: `joined`, that every "
+            "rank is in the process group; `ready`, that each has its model, data and checkpoint "
+            "too, so that one that does not fit is told at once; `step`, that the first step is "
+            "done, for which memory has to suffice; `none`, nothing. Another's program that knows "
+            "no `ready` counts as ready when it has joined.",
+            choices=WAITS,
         ),
     )
     stop_grace: float = field(

@@ -135,7 +135,7 @@ class Options:
     action: str = field(
         default="run",
         metadata=doc(
-            "`run` starts in the background and returns when every rank has joined; `dryrun` "
+            "`run` starts in the background and returns when every rank is ready; `dryrun` "
             "prints the plan and the scripts; `test` runs in the foreground; `check` looks for "
             "what would keep a run from starting; `query` tells the state; `logs` shows the "
             "output; `stop` ends the run.",

@@ -67,8 +67,8 @@ def check(experiment: Experiment, options: Options) -> int:
 
 
 def run(experiment: Experiment, options: Options) -> int:
-    """Start the run; in the background return once every rank has joined, in the foreground stay
-    and return the job's code."""
+    """Start the run; in the background return once it is as far as ``runner.wait_for`` says, in
+    the foreground stay and return the job's code."""
     from flagscale.launch.preflight.local import require, warnings
 
     foreground = experiment.runner.foreground or options.action == "test"
@@ -84,7 +84,11 @@ def run(experiment: Experiment, options: Options) -> int:
         for text in (*ready.plan.notes, *warnings(ready.checks)):
             print(f"note: {text}", file=sys.stderr)
         state = ready.runner.submit(ready.plan, foreground=foreground)
-        code = _stay(ready.runner, state) if foreground else _await_start(ready, state)
+        code = (
+            _stay(ready.runner, state)
+            if foreground
+            else _await_start(ready, state, experiment.runner.wait_for)
+        )
     print("\n".join(places.lines(ready.plan, state)))
     return code
 
@@ -118,11 +122,11 @@ def _refuse_if_alive(experiment: Experiment) -> None:
         print(text, file=sys.stderr)
 
 
-def _await_start(ready: Prepared, state: RunState) -> int:
+def _await_start(ready: Prepared, state: RunState, wait_for: str) -> int:
     from flagscale.launch.start import wait_until_started
 
     try:
-        seen = wait_until_started(state, ready.runner, ready.plan.start_timeout)
+        seen = wait_until_started(state, ready.runner, ready.plan.start_timeout, wait_for)
     except KeyboardInterrupt:
         ready.runner.stop(state)
         raise

@@ -24,9 +24,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from flagscale.launch import files, processes
@@ -40,44 +38,18 @@ from flagscale.launch.liveness.member import Member
 from flagscale.launch.liveness.network import Client, Server
 from flagscale.launch.liveness.options import Options, parse
 from flagscale.launch.liveness.protocol import Message
+from flagscale.launch.liveness.signals import Signals
 from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
 __all__ = ["Agent", "already_alive", "die_with", "main", "sweep_after_agent"]
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 IMPATIENCE_SECONDS = 1.0
 TICK_SECONDS = 0.1
 IDLE_SECONDS = 0.25
 # What is left at the end for peers to hear of it.
 FAREWELL_SECONDS = 3.0
 _BIND_SECONDS = 10.0
-
-
-@dataclass
-class _Signals:
-    """Signals that have come, for the loop to look at."""
-
-    pending: list[int]
-
-    def listen(self) -> socket.socket:
-        """From now on keep signals, and have them wake up whoever waits for the socket."""
-        reader, writer = socket.socketpair()
-        for end in (reader, writer):
-            end.setblocking(False)
-        self._writer = writer
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        for number in FORWARDED:
-            signal.signal(number, self._keep)
-        return reader
-
-    def _keep(self, number: int, _frame: FrameType | None) -> None:
-        self.pending.append(number)
-
-    def take(self) -> list[int]:
-        taken, self.pending = self.pending, []
-        return taken
 
 
 class Agent:
@@ -88,7 +60,7 @@ class Agent:
         self._run_id = run_id
         self._key = key
         self._selector = selectors.DefaultSelector()
-        self._signals = _Signals([])
+        self._signals = Signals([])
         self._signalled_at = 0.0
         now = time.monotonic()
         alone = options.coordinator is None or key is None
@@ -103,7 +75,7 @@ class Agent:
         self._client: Client | None = None
         self._alone = alone
         self._notifier = Notifier(
-            options.notify_on, run_id, options.run_name, options.policy.max_restarts + 1
+            options.notify_on, run_id, options.run_name, options.policy.attempts
         )
         self._began = self._heard = self._turned = now
         self._reached = self._met = False
@@ -124,6 +96,9 @@ class Agent:
         if fault is not None:
             print(f"flagscale: {fault}", file=sys.stderr)
             return self._record(1, started, None)
+        if self._coordinator is not None:
+            # Before any rank can report a failure, so that people learn whether it is final.
+            self._write_summary(self._coordinator)
         self.member.begin(0)
         while not self.member.over:
             self._turn(wakeup)
@@ -292,6 +267,10 @@ class Agent:
         for notice in notices:
             _say(notice)
             self._notifier.tell(notice)
+        self._write_summary(coordinator)
+
+    def _write_summary(self, coordinator: Coordinator) -> None:
+        """Tell the launcher how the job stands, where that is news."""
         summary = coordinator.summary()
         if summary != self._summary:
             self._summary = summary

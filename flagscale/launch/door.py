@@ -23,7 +23,7 @@ One YAML describes an experiment; action= says what to do with it.
   python run.py --config-path ./examples/llama3/conf --config-name train action=run
 
 actions
-  run      start in the background, return when every rank has joined (the default)
+  run      start in the background, return when every rank is ready (the default)
   test     stay in the foreground and show every line; exit with the job's code
   dryrun   print the plan and the scripts, start nothing
   check    look for what would keep a run from starting

@@ -131,6 +131,11 @@ class EventReader:
                     self.events.setdefault(new[0].rank, []).extend(new)
         return self.events
 
+    def attempts(self) -> set[int]:
+        """The attempts at the job, from 1, whose events these are: hosts begin one in turn."""
+        numbers = (directory.suffix[1:] for directory in self._directories.values())
+        return {int(number or 0) + 1 for number in numbers}
+
     def ranks(self, event: str) -> set[int]:
         """The ranks that have reported this event."""
         return {

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 
@@ -71,10 +72,12 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
     )
     status.place(0, "starting")
     status.write("joined", backend=backend, seconds=round(seconds, 3))
+    joined = time.monotonic()
     # megatron.core reads the chosen device when it is imported.
     from flagscale.train.setup import prepare
 
     trainer, state = prepare(args, rank, device, status)
+    status.write("ready", seconds=round(time.monotonic() - joined, 3))
     reason = trainer.run()
     status.place(state.progress.iteration, "ending")
     distributed.leave()

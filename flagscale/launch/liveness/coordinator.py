@@ -314,8 +314,7 @@ class Coordinator:
         self._barren = 0 if self._fruitful else self._barren + 1
         first_was_barren = self._barren > 0 and self._barren == self.attempt + 1
         return (
-            self.policy.on_failure == "stop"
-            and self.attempt < self.policy.max_restarts
+            self.attempt + 1 < self.policy.attempts
             and not any(host.lost for host in self.hosts)
             and not first_was_barren
             and self._barren < 2
@@ -345,7 +344,7 @@ class Coordinator:
         return {
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
-            "attempts": self.policy.max_restarts + 1,
+            "attempts": self.policy.attempts,
             "failure": self._record(),
             "hosts": {str(n): host.state for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),

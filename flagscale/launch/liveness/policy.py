@@ -27,6 +27,11 @@ class Policy:
     """0: a stall is never looked for."""
 
     @property
+    def attempts(self) -> int:
+        """How often the job may be started: what is left alone after a failure starts once."""
+        return self.max_restarts + 1 if self.on_failure == "stop" else 1
+
+    @property
     def beat_seconds(self) -> float:
         """How often each end of a link lets the other hear of it."""
         return min(5.0, self.lost_host_timeout / 5)

@@ -17,7 +17,7 @@ from flagscale.status import BUSY, Event, read_events, read_place, status_files
 
 STACK_SIGNAL = signal.SIGUSR2
 """What makes the training program write its stacks to stderr."""
-_MOVING = frozenset({"joined", "progress", "evaluation", "checkpoint", "finished"})
+_MOVING = frozenset({"joined", "ready", "progress", "evaluation", "checkpoint", "finished"})
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ def test_a_run_tells_its_story(tmp_path: Path) -> None:
     started = job.events("started")[0]
     assert (started.get("world_size"), started.get("device")) == (1, "cpu")
     assert job.events("joined")[0].get("backend") == "gloo"
+    assert job.events("ready")
     steps = job.events("progress")
     assert [event.get("step") for event in steps] == [1, 2, 3]
     assert [event.get("samples") for event in steps] == [4, 8, 12]
