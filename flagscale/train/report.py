@@ -95,7 +95,7 @@ class Reporter:
             values["train/learning-rate"] = numbers.learning_rate
         self._plot(numbers.step, values)
 
-    def progress(self, reading: Reading, speed: Speed, more: Mapping[str, float]) -> None:
+    def progress(self, reading: Reading, speed: Speed, more: Mapping[str, float | int]) -> None:
         """The line of every ``log_interval`` steps, and its event. ``more``: what not every model
         or configuration has, by name."""
         if not self._speaks:
@@ -166,23 +166,29 @@ class Reporter:
             self._wandb.log(known, step=step)
 
 
-def progress_line(reading: Reading, speed: Speed, steps: int, more: Mapping[str, float]) -> str:
+def progress_line(
+    reading: Reading, speed: Speed, steps: int, more: Mapping[str, float | int]
+) -> str:
     """One line that tells a person how training goes."""
     numbers = reading.numbers
     parts = [
         f"step {numbers.step:>{len(str(steps))}}/{steps}",
         f"loss {reading.loss:.4f}",
-        f"grad norm {reading.grad_norm:.3f}",
+        "skipped" if numbers.skipped else f"grad norm {reading.grad_norm:.3f}",
         f"lr {numbers.learning_rate:.2e}",
         f"{speed.step_seconds:.3f} s/step",
         f"{speed.tokens_per_second:,.0f} tok/s",
         f"{speed.tflops_per_gpu:.1f} TFLOP/s/GPU" if speed.memory_gib is not None else "",
         f"MFU {100 * speed.mfu:.1f} %" if speed.mfu is not None else "",
         f"{speed.memory_gib:.1f} GiB" if speed.memory_gib is not None else "",
-        *(f"{name.replace('_', ' ')} {value:.3f}" for name, value in more.items()),
+        *(f"{name.replace('_', ' ')} {_number(value)}" for name, value in more.items()),
         f"{timedelta(seconds=round((steps - numbers.step) * speed.step_seconds))} left",
     ]
     return " | ".join(part for part in parts if part)
+
+
+def _number(value: float | int) -> str:
+    return f"{value:,d}" if isinstance(value, int) else f"{value:.3f}"
 
 
 def _start_wandb(args: argparse.Namespace) -> Any:

@@ -45,6 +45,7 @@ class Trainer:
         self._stop = StopRequest(args.exit_duration_in_mins)
         self._leave: Reason | None = None
         self._latest: Reading | None = None
+        self._skipped = 0
         self._first_step = state.progress.iteration + 1
         self._saved_at = state.progress.iteration
         self._evaluated_at = -1
@@ -102,6 +103,7 @@ class Trainer:
         for reading in self._readings.take(leave=leave):
             self._leave = self._leave or reading.stop
             self._latest = reading
+            self._skipped += reading.numbers.skipped
             if warning := self._watch.observe(reading):
                 self._reporter.warn(warning)
             self._reporter.scalars(reading)
@@ -111,9 +113,12 @@ class Trainer:
             return
         step = self._state.progress.iteration
         speed = self._meter.lap(step)
-        more = self._stepper.routers.take(step)
+        more: dict[str, float | int] = {**self._stepper.routers.take(step)}
         if self._args.log_params_norm:
             more["params_norm"] = parameters_norm(self._state.chunks)
+        if self._args.fp16:
+            more["loss_scale"] = int(self._state.optimizer.get_loss_scale())
+            more["skipped_steps"], self._skipped = self._skipped, 0
         self._reporter.progress(self._latest, speed, more)
 
     def _must_leave(self) -> Reason | None:

@@ -25,6 +25,7 @@ class LossWatch:
         self._factor = spike_factor
         self._fatal = fatal
         self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._skipping = False
 
     def observe(self, reading: Reading) -> str | None:
         """A warning about this step, or None.
@@ -35,12 +36,14 @@ class LossWatch:
             JobError: the loss or the gradient norm is not finite; names step and ranks.
         """
         step, loss, norm = reading.numbers.step, reading.loss, reading.grad_norm
-        if reading.numbers.skipped:
-            return f"step {step} was skipped: gradients overflowed at this loss scale"
         if not (math.isfinite(loss) and math.isfinite(norm)):
             if self._fatal:
                 raise _not_finite(reading)
             return f"step {step}: loss {loss}, gradient norm {norm}"
+        before, self._skipping = self._skipping, reading.numbers.skipped
+        if self._skipping:
+            overflow = "its gradients overflow at this loss scale, which is lowered until they fit"
+            return None if before else f"step {step} is skipped: {overflow}"
         warning = None
         if self._factor and len(self._recent) >= _ENOUGH:
             mean = sum(self._recent) / len(self._recent)

@@ -52,6 +52,16 @@ def test_the_line_of_a_step(speed: Speed, more: dict[str, float], expected: str)
     assert progress_line(READING, speed, 100, more) == expected
 
 
+def test_the_line_of_a_skipped_step() -> None:
+    numbers = StepNumbers(step=3, samples=12, learning_rate=0.0, skipped=True)
+    line = progress_line(
+        Reading(numbers, 9.0, 0.0, None, True), CPU, 10, {"loss_scale": 65536, "skipped_steps": 3}
+    )
+    assert "| skipped |" in line
+    assert "grad norm" not in line
+    assert "loss scale 65,536 | skipped steps 3" in line
+
+
 def test_events_of_the_speaking_rank(tmp_path: Path) -> None:
     reporter = Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True)
     reporter.progress(READING, GPU, {})

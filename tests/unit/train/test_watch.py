@@ -58,12 +58,23 @@ def test_without_the_check_it_is_a_warning() -> None:
     assert watch.observe(reading(7, math.nan)) == "step 7: loss nan, gradient norm 1.0"
 
 
-def test_a_skipped_step_is_told() -> None:
+def test_a_row_of_skipped_steps_is_told_once() -> None:
     watch = LossWatch(spike_factor=2.0, fatal=True)
+    found = []
+    for step, skipped in enumerate([True, True, False, True]):
+        numbers = StepNumbers(step=step, samples=3, learning_rate=0.0, skipped=skipped)
+        found.append(watch.observe(Reading(numbers, 3.0, 0.0, None, True)))
+    assert [bool(warning) for warning in found] == [True, False, False, True]
+    assert "step 0 is skipped: its gradients overflow" in str(found[0])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_no_loss_scale_mends_a_loss_that_is_not_finite() -> None:
     numbers = StepNumbers(step=3, samples=3, learning_rate=0.0, skipped=True)
-    warning = watch.observe(Reading(numbers, math.nan, 0.0, None, own_loss_finite=False))
-    assert warning is not None
-    assert "step 3 was skipped" in warning
+    with pytest.raises(JobError, match="the loss is inf at step 3"):
+        LossWatch(spike_factor=2.0, fatal=True).observe(
+            Reading(numbers, math.inf, 0.0, None, False)
+        )
 
 
 @pytest.mark.parametrize(
