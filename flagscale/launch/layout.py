@@ -12,7 +12,7 @@
         scripts/{config.yaml,overrides.yaml,plan.json}
         pids/host_<rank>_<host>.pid               the script's process
         details/host_<rank>_<host>/<run id>/      the run's directory on that host:
-          agent.json exit.json                    who watches the job, how it ended
+          script agent.json exit.json             who runs and watches the job, how it ended
           liveness.json                           on host 0: attempt, hosts, first failure
           status/rank_<rank>.{jsonl,place}        what the ranks report and where they are
           status.<n>/…                            the same once the job was started n times more
@@ -28,6 +28,7 @@ from pathlib import Path
 
 AGENT_FILE = "agent.json"
 EXIT_FILE = "exit.json"
+SCRIPT_FILE = "script"
 LIVENESS_FILE = "liveness.json"
 STATUS_DIRECTORY = "status"
 RANKS_DIRECTORY = "ranks"

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from flagscale import __version__
-from flagscale.launch.layout import EXIT_FILE
+from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
 from flagscale.launch.planning import unasked
 from flagscale.launch.planning.environment import EnvValue
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan
@@ -19,6 +19,39 @@ from flagscale.launch.planning.supervision import AGENT_SECRETS
 
 # What happens around the job. It holds no value of a plan: those are in the variables above it.
 _FRAME = """\
+# While this run lives here, another start of its script changes nothing and runs nothing.
+read -r boot </proc/sys/kernel/random/boot_id
+started_at() { # $1: pid; sets `ticks` to when that process was started, to nothing if it is gone
+    local stat fields
+    ticks=
+    { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return
+    read -ra fields <<<"${stat##*) }"
+    [[ ${fields[0]} == [ZXx] ]] || ticks=${fields[19]}
+}
+refuse_beside() { # $1: what it is, $2: its pid, $3: when it was started, $4: in which boot
+    [[ $4 == "$boot" ]] || return
+    started_at "$2"
+    [[ $ticks == "$3" ]] || return
+    echo "flagscale: $who is alive already ($1 $2); nothing was changed" >&2
+    exit 1
+}
+if [[ -e $agent_file ]]; then
+    IFS= read -r -d '' record <"$agent_file"
+    known='"pid": ([0-9]+).*"start_ticks": ([0-9]+).*"boot_id": "([^"]+)'
+    [[ $record =~ $known ]] && refuse_beside agent "${BASH_REMATCH[@]:1:3}"
+fi
+if [[ -e $script_file ]]; then
+    read -r other_pid other_ticks other_boot <"$script_file"
+    refuse_beside script "$other_pid" "$other_ticks" "$other_boot"
+    rm -f -- "$script_file"
+fi
+started_at "$$"
+# Of two starts at the same moment one finds the file of the other.
+(umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" &&
+    set -C && echo "$$ $ticks $boot" >"$script_file" &&
+    set +C && echo "$$" >"$pid_file") || exit 1
+[[ ! -e $exit_file ]] || rm -f -- "$exit_file"
+
 phase=before_start
 agent_pid=
 
@@ -37,7 +70,7 @@ finish() {
         (set +u -e && eval "$after_stop") ||
             echo "flagscale: after_stop failed with exit code $?" >&2
     fi
-    rm -f -- "$pid_file"
+    rm -f -- "$pid_file" "$script_file"
     echo "flagscale: $who ended with exit code $code; logs of its ranks: $run_dir/ranks"
     exit "$code"
 }
@@ -47,8 +80,6 @@ on_signal() {
     interrupted=yes
     kill -TERM "$agent_pid" 2>/dev/null
 }
-(umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" && echo "$$" >"$pid_file") || exit 1
-[[ ! -e $exit_file ]] || rm -f -- "$exit_file"
 echo "flagscale: $who starts; logs of its ranks: $run_dir/ranks"
 trap finish EXIT
 trap 'on_signal 15' TERM
@@ -65,7 +96,9 @@ fi
 
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
-(give_secrets && exec "${agent[@]}" -- "${torchrun[@]}" "${program[@]}") &
+"""
+_START = '"${agent[@]}" -- "${torchrun[@]}" "${program[@]}"'
+_REST = """\
 agent_pid=$!
 interrupted=yes
 while [[ -n $interrupted ]]; do
@@ -84,7 +117,10 @@ exit "$code"
 
 def render(plan: LaunchPlan, host: HostPlan) -> str:
     """The script of one host."""
-    return "\n".join((*_head(plan, host), *_environment(host), *_words(plan, host), _FRAME))
+    secret = _agent_secrets(host)
+    start = f"(give_secrets && exec {_START}) &\n" if secret else f"{_START} &\n"
+    parts = (*_head(plan, host), *_environment(host), *_words(plan, host))
+    return "\n".join((*parts, _FRAME + start + _REST))
 
 
 def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
@@ -100,6 +136,8 @@ def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield f"run_dir={_quote(str(host.run_dir))}"
     yield f"pid_file={_quote(str(host.pid_file))}"
     yield f'exit_file="$run_dir/{EXIT_FILE}"'
+    yield f'agent_file="$run_dir/{AGENT_FILE}"'
+    yield f'script_file="$run_dir/{SCRIPT_FILE}"'
     yield f"cd -- {_quote(str(host.workdir))} || exit 1"
     yield ""
 
@@ -144,13 +182,13 @@ def _environment(host: HostPlan) -> Iterator[str]:
     yield ""
 
 
-def _agent_secrets(host: HostPlan) -> Iterator[str]:
+def _agent_secrets(host: HostPlan) -> list[str]:
+    return [value.name for value in host.environment if value.name in AGENT_SECRETS]
+
+
+def _hide(names: Sequence[str]) -> Iterator[str]:
     """What the agent alone gets to see, and may lack: then a script that is run by hand takes it
     from where the agent has kept it."""
-    names = [value.name for value in host.environment if value.name in AGENT_SECRETS]
-    if not names:
-        yield "give_secrets() { :; }"
-        return
     yield "# For the agent alone: neither the commands below nor the ranks get to see these."
     for number, name in enumerate(names):
         yield f"hidden_{number}=${{{name}-}}"
@@ -170,7 +208,8 @@ def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield _array("agent", host.agent)
     yield _array("torchrun", host.torchrun)
     yield _array("program", host.program)
-    yield from _agent_secrets(host)
+    if secret := _agent_secrets(host):
+        yield from _hide(secret)
     yield ""
     yield "# experiment.cmds, verbatim."
     looks = unasked.text(plan, host)

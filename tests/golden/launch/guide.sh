@@ -9,6 +9,8 @@ who='run 20250102-030405-abcdef on localhost'
 run_dir=/data/runs/tiny/logs/details/host_0_localhost/20250102-030405-abcdef
 pid_file=/data/runs/tiny/logs/pids/host_0_localhost.pid
 exit_file="$run_dir/exit.json"
+agent_file="$run_dir/agent.json"
+script_file="$run_dir/script"
 cd -- /home/user/work || exit 1
 
 # Every process of the run carries this; `stop` ends those and no others.
@@ -71,7 +73,6 @@ program=(
     --tensorboard-dir /data/runs/tiny/tensorboard
     --wandb-save-dir /data/runs/tiny/wandb
 )
-give_secrets() { :; }
 
 # experiment.cmds, verbatim.
 IFS= read -r -d '' before_start <<'END_BEFORE_START'
@@ -81,6 +82,39 @@ END_BEFORE_START
 IFS= read -r -d '' after_stop <<'END_AFTER_STOP'
 echo "it's over"
 END_AFTER_STOP
+
+# While this run lives here, another start of its script changes nothing and runs nothing.
+read -r boot </proc/sys/kernel/random/boot_id
+started_at() { # $1: pid; sets `ticks` to when that process was started, to nothing if it is gone
+    local stat fields
+    ticks=
+    { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return
+    read -ra fields <<<"${stat##*) }"
+    [[ ${fields[0]} == [ZXx] ]] || ticks=${fields[19]}
+}
+refuse_beside() { # $1: what it is, $2: its pid, $3: when it was started, $4: in which boot
+    [[ $4 == "$boot" ]] || return
+    started_at "$2"
+    [[ $ticks == "$3" ]] || return
+    echo "flagscale: $who is alive already ($1 $2); nothing was changed" >&2
+    exit 1
+}
+if [[ -e $agent_file ]]; then
+    IFS= read -r -d '' record <"$agent_file"
+    known='"pid": ([0-9]+).*"start_ticks": ([0-9]+).*"boot_id": "([^"]+)'
+    [[ $record =~ $known ]] && refuse_beside agent "${BASH_REMATCH[@]:1:3}"
+fi
+if [[ -e $script_file ]]; then
+    read -r other_pid other_ticks other_boot <"$script_file"
+    refuse_beside script "$other_pid" "$other_ticks" "$other_boot"
+    rm -f -- "$script_file"
+fi
+started_at "$$"
+# Of two starts at the same moment one finds the file of the other.
+(umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" &&
+    set -C && echo "$$ $ticks $boot" >"$script_file" &&
+    set +C && echo "$$" >"$pid_file") || exit 1
+[[ ! -e $exit_file ]] || rm -f -- "$exit_file"
 
 phase=before_start
 agent_pid=
@@ -100,7 +134,7 @@ finish() {
         (set +u -e && eval "$after_stop") ||
             echo "flagscale: after_stop failed with exit code $?" >&2
     fi
-    rm -f -- "$pid_file"
+    rm -f -- "$pid_file" "$script_file"
     echo "flagscale: $who ended with exit code $code; logs of its ranks: $run_dir/ranks"
     exit "$code"
 }
@@ -110,8 +144,6 @@ on_signal() {
     interrupted=yes
     kill -TERM "$agent_pid" 2>/dev/null
 }
-(umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" && echo "$$" >"$pid_file") || exit 1
-[[ ! -e $exit_file ]] || rm -f -- "$exit_file"
 echo "flagscale: $who starts; logs of its ranks: $run_dir/ranks"
 trap finish EXIT
 trap 'on_signal 15' TERM
@@ -128,7 +160,7 @@ fi
 
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
-(give_secrets && exec "${agent[@]}" -- "${torchrun[@]}" "${program[@]}") &
+"${agent[@]}" -- "${torchrun[@]}" "${program[@]}" &
 agent_pid=$!
 interrupted=yes
 while [[ -n $interrupted ]]; do

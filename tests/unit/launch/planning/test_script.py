@@ -151,7 +151,7 @@ def test_any_value_comes_back_out_of_bash(
 ) -> None:
     """Only the head of the script is run: what it assigned is printed, word for word."""
     made = _plan_of(value, word, command, tmp_path_factory.getbasetemp())
-    head = render(made, made.hosts[0]).partition("phase=before_start")[0]
+    head = render(made, made.hosts[0]).partition("# While this run lives")[0]
     show = 'printf "%s\\0" "$VALUE" "${program[@]}" "$before_start"\n'
     done = subprocess.run(["bash", "-c", head + show], capture_output=True, check=True, timeout=30)
     shown = done.stdout.decode().split("\0")[:-1]
