@@ -43,6 +43,7 @@ def _create(options: Any, backend_options: Any) -> Any:
         timeout=options.timeout,
         name=options.group_id,
         global_ranks=list(options.global_ranks_in_group),
+        options=backend_options,
     )
 
 

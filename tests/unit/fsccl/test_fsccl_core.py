@@ -17,7 +17,15 @@ SANITIZERS = {
     # Unoptimised: checking for undefined behaviour makes the optimiser very slow.
     "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
-SHAPES = ["1", "4", "2,2", "3,2", "1,2,2", "1,1,1,1"]
+SHAPES = ["1", "4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
+# Clusters, k, nelem: sends that divide a chunk and that do not, rings of every stride.
+PIPELINES = [
+    ("4", 1, 300),
+    ("5", 6, 1000),
+    ("3,2", 4, 777),
+    ("1,2,2", 2, 4096),
+    ("1,1,1,1", 3, 900),
+]
 
 pytestmark = [
     pytest.mark.integration,
@@ -52,10 +60,9 @@ def program(request: pytest.FixtureRequest) -> Path:
     return build(request.param, HERE / "ranks_test.cpp")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.replace(",", "+"))
-def test_ranks_as_threads(program: Path, shape: str) -> None:
+def run(program: Path, *words: str) -> None:
     done = subprocess.run(
-        [str(program), shape, "1", "7"],
+        [str(program), *words],
         capture_output=True,
         text=True,
         timeout=120,
@@ -65,7 +72,18 @@ def test_ranks_as_threads(program: Path, shape: str) -> None:
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-8000:]
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.replace(",", "+"))
+def test_ranks_as_threads(program: Path, shape: str) -> None:
+    run(program, shape, "1", "7")
+
+
+@pytest.mark.parametrize(("shape", "k", "nelem"), PIPELINES, ids=str)
+def test_pipelined_schedules(program: Path, shape: str, k: int, nelem: int) -> None:
+    run(program, shape, "2", "7", str(k), str(nelem))
+
+
 def test_small_parts() -> None:
-    program = build("memory", HERE / "parts_test.cpp", ("types.cpp", "reduce.cpp"))
+    parts = ("types.cpp", "reduce.cpp", "schedule.cpp")
+    program = build("memory", HERE / "parts_test.cpp", parts)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -8,6 +8,7 @@
 #include "half.h"
 #include "pieces.h"
 #include "reduce.h"
+#include "schedule.h"
 #include "settings.h"
 
 using namespace fsccl;
@@ -129,9 +130,92 @@ void reductions() {
   }
 }
 
+// Plays a schedule on all ranks of one ring, whose sends arrive in order. A value is the set of
+// ranks whose inputs it contains.
+class Play {
+ public:
+  Play(PipelineKind kind, size_t n, size_t stride, size_t windows)
+      : n_(n), at_(n), taken_(n), posted_(n), kept_(n, Blocks(n, Set(windows))) {
+    for (size_t p = 0; p < n; ++p) ranks_.emplace_back(kind, n, p, stride, windows);
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (size_t p = 0; p < n; ++p) moved |= step(p);
+    }
+    for (size_t p = 0; p < n; ++p) {
+      EXPECT(at_[p] == ranks_[p].steps() && posted_[p].size() == taken_[ranks_[p].next()]);
+    }
+  }
+  const std::vector<unsigned>& kept(size_t rank, size_t block) const { return kept_[rank][block]; }
+
+ private:
+  using Set = std::vector<unsigned>;
+  using Blocks = std::vector<Set>;
+
+  bool step(size_t p) {
+    if (at_[p] == ranks_[p].steps()) return false;
+    const PipelineStep s = ranks_[p].at(at_[p]);
+    const size_t before = ranks_[p].previous(), after = ranks_[p].next();
+    if (s.receives && posted_[before].size() == taken_[p]) return false;
+    if (s.sends && posted_[p].size() - taken_[after] == 2) return false;  // the depth of channels
+    const unsigned own = 1u << p;
+    unsigned value = s.receives ? posted_[before][taken_[p]++] : own;
+    EXPECT(s.receives || s.reduces || s.block == p);
+    if (s.receives && s.reduces) {
+      EXPECT((value & own) == 0);  // nothing is added twice
+      value |= own;
+    }
+    if (s.keeps) kept_[p][s.block][s.window] = value;
+    if (s.sends) posted_[p].push_back(value);
+    ++at_[p];
+    return true;
+  }
+
+  size_t n_;
+  std::vector<Schedule> ranks_;
+  std::vector<size_t> at_, taken_;
+  std::vector<Set> posted_;
+  std::vector<Blocks> kept_;
+};
+
+void schedules() {
+  for (size_t n = 2; n <= 9; ++n) {
+    const unsigned everyone = (1u << n) - 1;
+    for (const size_t stride : ring_strides(n, 2 * n, false)) {
+      const Play gather(PipelineKind::kAllGather, n, stride, 3);
+      const Play scatter(PipelineKind::kReduceScatter, n, stride, 3);
+      const Play reduce(PipelineKind::kAllReduce, n, stride, 3);
+      for (size_t p = 0; p < n; ++p) {
+        for (size_t b = 0; b < n; ++b) {
+          EXPECT(gather.kept(p, b) == std::vector<unsigned>(3, b == p ? 0 : 1u << b));
+          EXPECT(scatter.kept(p, b) == std::vector<unsigned>(3, b == p ? everyone : 0));
+          EXPECT(reduce.kept(p, b) == std::vector<unsigned>(3, everyone));
+        }
+      }
+    }
+  }
+  EXPECT((ring_strides(8, 6, false) == std::vector<size_t>{1, 7, 3, 5, 1, 7}));
+  EXPECT((ring_strides(8, 3, true) == std::vector<size_t>{1, 7, 1}));
+  EXPECT((ring_strides(2, 3, false) == std::vector<size_t>{1, 1, 1}));
+  // The sends of all rings cover a block, once, beyond 4 GiB too.
+  for (const size_t bytes : {size_t{0}, size_t{4}, size_t{1000}, (size_t{5} << 30) + 4}) {
+    const size_t send = bytes > 5000 ? size_t{96} << 20 : 128, k = 3;
+    const size_t windows = windows_for(bytes, k, send, kCacheLine);
+    size_t at = 0;
+    for (size_t c = 0; c < k; ++c) {
+      for (size_t w = 0; w < windows; ++w) {
+        const Interval i = piece_of(bytes, k, c, w, send, kCacheLine);
+        EXPECT(i.empty() || (i.lo == at && i.size() <= send));
+        at += i.size();
+      }
+    }
+    EXPECT(at == bytes);
+  }
+}
+
 }  // namespace
 
 int main() {
+  schedules();
   conversions();
   cuts();
   pieces();

@@ -1,5 +1,6 @@
 // Ranks as threads: every collective against a reference, over sizes and cluster shapes. Built with
-// a sanitizer by test_fsccl_core.py. Usage: ranks_test <clusters, such as 2,2 or 4> <seed> <rounds>
+// a sanitizer by test_fsccl_core.py. Usage:
+//   ranks_test <clusters, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -267,7 +268,7 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) return 2;
+  if (argc != 4 && argc != 6) return 2;
   Settings settings;
   std::stringstream in(argv[1]);
   int n = 0;
@@ -278,6 +279,11 @@ int main(int argc, char** argv) {
   settings.slot_bytes = 32 << 10;  // small, so that small sizes take many steps
   settings.chunk_bytes = 48 << 10;
   settings.one_shot_bytes = 4096;
+  if (argc == 6) {
+    settings.pipeline_k = std::atoi(argv[4]);
+    settings.pipeline_nelem = static_cast<size_t>(std::atoi(argv[5]));
+    settings.one_shot_bytes = 0;  // small sizes too
+  }
   settings.tcp.interface = "lo";
   settings.debug = std::getenv("VERBOSE") != nullptr;
   Board board;

@@ -57,16 +57,6 @@ Pieces join_all(const std::vector<Pieces>& list) {
   return out;
 }
 
-// One buffer, cut in one part a rank.
-std::vector<Pieces> divide(const void* data, size_t count, size_t width, int ranks) {
-  std::vector<Pieces> out;
-  for (int r = 0; r < ranks; ++r) {
-    const Interval part = cut(count, static_cast<size_t>(ranks), static_cast<size_t>(r));
-    out.emplace_back(static_cast<const std::byte*>(data) + part.lo * width, part.size() * width);
-  }
-  return out;
-}
-
 }  // namespace
 
 void Group::log(const OpCard& card, const char* algorithm) const {
@@ -93,6 +83,18 @@ void Group::collective(OpCard card, const Deadline& d, F&& body) {
   }
 }
 
+bool Group::pipelined(const OpCard& card) const {
+  if (!pipeline_ || config_.size == 1 || card.bytes <= config_.settings.one_shot_bytes) {
+    return false;
+  }
+  if (config_.settings.debug) {
+    log(card, ("pipelined, k=" + std::to_string(config_.settings.pipeline_k) + ", " +
+               std::to_string(config_.settings.pipeline_nelem) + " elements a send")
+                  .c_str());
+  }
+  return true;
+}
+
 Exchange Group::exchange(const Deadline& d) {
   return Exchange(*messenger_, *lane_, sequence_, d, [this] { lane_->throw_if_aborted(); });
 }
@@ -103,22 +105,20 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
   const size_t bytes = count * r.width();
   if (bytes == 0) return;
   collective(card_of(OpCode::kAllReduce, bytes, r), d, [&](const OpCard& card) {
+    Exchange x = exchange(d);
+    if (pipelined(card)) return pipeline_->all_reduce(x, in, out, count, r);
     if (!hierarchical()) {
       const bool small = bytes <= config_.settings.one_shot_bytes;
       log(card, small ? "one-shot in shared memory" : "two-shot in shared memory");
       if (small) return local_->all_reduce_one_shot(in, out, count, r);
       return local_->all_reduce_two_shot(in, out, count, r);
     }
-    Exchange x = exchange(d);
     if (clusters_.count() == 2 || bytes <= kManyClustersBytes) {
       log(card, "reduce-scatter inside, exchange, all-gather inside, pipelined");
       return hierarchy_->all_reduce(x, in, out, count, r, -1);
     }
-    log(card, "reduce-scatter and all-gather over all clusters");
-    const auto parts = divide(in, count, r.width(), config_.size);
-    const auto results = divide(out, count, r.width(), config_.size);
-    hierarchy_->reduce_scatter(x, parts, results[static_cast<size_t>(config_.rank)], r);
-    hierarchy_->all_gather(x, results);
+    log(card, "reduce-scatter inside, both between clusters, all-gather inside, pipelined");
+    hierarchy_->all_reduce_of_many(x, in, out, count, r);
   });
 }
 
@@ -144,9 +144,10 @@ void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, con
   const size_t bytes = total_of(in);
   if (bytes == 0) return;
   collective(card_of(OpCode::kReduceScatter, bytes, r), d, [&](const OpCard& card) {
+    Exchange x = exchange(d);
+    if (pipelined(card)) return pipeline_->reduce_scatter(x, in, out, r);
     if (hierarchical()) {
       log(card, "reduce-scatter inside, exchange");
-      Exchange x = exchange(d);
       return hierarchy_->reduce_scatter(x, in, out, r);
     }
     log(card, "direct in shared memory");
@@ -154,14 +155,16 @@ void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, con
   });
 }
 
-void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d) {
+void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d,
+                       size_t width) {
   const size_t bytes = total_of(out);
   if (bytes == 0) return;
   collective(card_of(OpCode::kAllGather, bytes), d, [&](const OpCard& card) {
     copy(in, out[static_cast<size_t>(config_.rank)]);
+    Exchange x = exchange(d);
+    if (pipelined(card)) return pipeline_->all_gather(x, out, width);
     if (hierarchical()) {
       log(card, "exchange, all-gather inside");
-      Exchange x = exchange(d);
       return hierarchy_->all_gather(x, out);
     }
     log(card, "direct in shared memory");

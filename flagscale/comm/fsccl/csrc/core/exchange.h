@@ -28,6 +28,25 @@ class Exchange {
   void recv(int peer, Pieces memory, Batch* to) {
     to->push_back(messenger_.recv(peer, tag_, std::move(memory)));
   }
+  // Beside the batches: streams of messages, each in an order of its own. `then` is called once the
+  // message has gone or come, perhaps by another thread.
+  RequestPtr send_on(size_t stream, int peer, Pieces memory, std::function<void()> then) {
+    auto request = messenger_.send(peer, tag_of(stream), std::move(memory));
+    messenger_.notify(request, std::move(then));
+    return request;
+  }
+  RequestPtr recv_on(size_t stream, int peer, Pieces memory, std::function<void()> then) {
+    auto request = messenger_.recv(peer, tag_of(stream), std::move(memory));
+    messenger_.notify(request, std::move(then));
+    return request;
+  }
+  // Whether it has gone or come; throws what went wrong.
+  bool over(const RequestPtr& request) const {
+    if (!request->finished()) return false;
+    messenger_.wait(request, deadline_, nullptr);
+    return true;
+  }
+
   void wait(Batch* batch) {
     for (const RequestPtr& r : *batch) {
       if (!r->finished()) {
@@ -42,6 +61,9 @@ class Exchange {
   }
 
  private:
+  // Sequence numbers stay far below.
+  uint64_t tag_of(size_t stream) const { return tag_ | (uint64_t{stream} + 1) << 48; }
+
   Messenger& messenger_;
   Lane& lane_;
   uint64_t tag_;

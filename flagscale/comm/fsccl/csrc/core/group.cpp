@@ -115,17 +115,19 @@ void Group::meet(const Deadline& d) {
 }
 
 // The cluster's first rank makes the segment; a failure there is told to the others as it is.
-Segment Group::shared_segment(size_t bytes, const Deadline& d) {
+Segment Group::shared_segment(const std::string& what, size_t bytes, size_t head,
+                              const Deadline& d) {
   const int leader = clusters_.own()[0];
-  const std::string key = "segment/" + std::to_string(leader);
+  const std::string key = what + "/" + std::to_string(leader);
+  const std::string& directory = config_.settings.shm_directory;
   if (leader == config_.rank) {
-    Segment segment = Segment::create(bytes, config_.settings.shm_directory);
+    Segment segment = Segment::create(bytes, head, directory);
     if (clusters_.own().size() > 1) rendezvous_->set(key, segment.address());
     return segment;
   }
   const std::string address = collect({key}, {leader}, d)[0];
   try {
-    return Segment::open(address, bytes);
+    return Segment::open(address, bytes, directory);
   } catch (const Error& e) {
     throw Error(Fault::kPeerLost, leader,
                 names_[static_cast<size_t>(leader)] + " made a segment that cannot be opened: " +
@@ -150,13 +152,20 @@ void Group::open_lane(const Deadline& d) {
   int on_host = 0;
   for (const Identity& w : who_) on_host += w.domain == me_.domain ? 1 : 0;
   config.spin = SpinPolicy::for_ranks(on_host);
-  Segment segment = shared_segment(Lane::segment_bytes(ranks, config.slot_bytes), d);
+  Segment segment = shared_segment("segment", Lane::segment_bytes(ranks, config.slot_bytes),
+                                   Lane::head_bytes(ranks), d);
   lane_ = std::make_unique<Lane>(std::move(segment), clusters_.index, std::move(config));
   lane_->set_watch([this] {
     if (failed_) throw Error(*verdict_);
   });
   local_ = std::make_unique<Local>(*lane_);
   hierarchy_ = std::make_unique<Hierarchy>(*local_, clusters_, config_.settings.chunk_bytes);
+  if (config_.settings.pipeline_k > 0) {
+    const auto make = [this](size_t bytes, size_t head, int n) {
+      return shared_segment("channels/" + std::to_string(n), bytes, head, lane_->deadline());
+    };
+    pipeline_ = std::make_unique<Pipeline>(*lane_, clusters_, config_.settings, make);
+  }
   open_.store(true, std::memory_order_release);
 }
 

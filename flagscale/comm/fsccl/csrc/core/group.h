@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "hierarchy.h"
+#include "pipeline.h"
 #include "settings.h"
 
 namespace fsccl {
@@ -54,7 +55,9 @@ class Group {
               const Deadline& d);
   void reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, const Reduction& r,
                       const Deadline& d);
-  void all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d);
+  // `width` is the size of an element, in which pipelined schedules count.
+  void all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d,
+                  size_t width = 1);
   void broadcast(const Pieces& buffer, int root, const Deadline& d);
   void gather(const Pieces& in, const std::vector<Pieces>& out, int root, const Deadline& d);
   void scatter(const std::vector<Pieces>& in, const Pieces& out, int root, const Deadline& d);
@@ -104,10 +107,11 @@ class Group {
   void open_lane(const Deadline& d);  // map the cluster's segment
   std::vector<std::string> collect(const std::vector<std::string>& keys,
                                    const std::vector<int>& from, const Deadline& d);
-  Segment shared_segment(size_t bytes, const Deadline& d);
+  Segment shared_segment(const std::string& what, size_t bytes, size_t head, const Deadline& d);
   void check_rank(int rank, const char* what) const;
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }
+  bool pipelined(const OpCard& card) const;
   Exchange exchange(const Deadline& d);
   void hear_all(uint64_t tag, const Deadline& d);
 
@@ -122,7 +126,8 @@ class Group {
   std::unique_ptr<Lane> lane_;
   std::unique_ptr<Local> local_;
   std::unique_ptr<Hierarchy> hierarchy_;
-  std::atomic<uint64_t> sequence_{0};  // of collectives
+  std::unique_ptr<Pipeline> pipeline_;  // where the settings ask for it
+  std::atomic<uint64_t> sequence_{0};   // of collectives
   std::mutex meeting_;
   std::atomic<bool> met_{false}, open_{false};
   mutable std::mutex verdict_mutex_;

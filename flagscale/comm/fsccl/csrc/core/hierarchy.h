@@ -35,6 +35,8 @@ class Hierarchy {
   // root >= 0: only the root's `out` is written.
   void all_reduce(Exchange& x, const void* in, void* out, size_t count, const Reduction& r,
                   int root);
+  // For three clusters and more: 2(C-1)/C of the bytes leave a cluster, and not C-1 times.
+  void all_reduce_of_many(Exchange& x, const void* in, void* out, size_t count, const Reduction& r);
   void reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const Pieces& out,
                       const Reduction& r);
   void all_gather(Exchange& x, const std::vector<Pieces>& buffer);
@@ -55,6 +57,13 @@ class Hierarchy {
     Batch sends, receives;
   };
 
+  // What one chunk needs in all_reduce_of_many, where cluster c sums segment c of every chunk.
+  struct ManyStage {
+    std::vector<std::byte> partial;  // this rank's parts of all segments, summed in the cluster
+    std::vector<std::vector<std::byte>> received;  // the other clusters' sums of the own part
+    Batch sums_out, sums_in, results_out, results_in;
+  };
+
   size_t size_of(int cluster) const { return clusters_.ranks[static_cast<size_t>(cluster)].size(); }
   int rank_of(int cluster, size_t i) const {
     return clusters_.ranks[static_cast<size_t>(cluster)][i];
@@ -73,12 +82,21 @@ class Hierarchy {
   void start(Exchange& x, Stage& s, const std::byte* in, Interval chunk, const Reduction& r,
              int to);
   void finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, const Reduction& r, int root);
+  Interval segment(int cluster, Interval chunk) const;
+  Interval part(int segment_of, int cut_for, size_t i, Interval chunk) const;
+  Pieces by_owner(const std::byte* chunk_data, Interval chunk, std::vector<Interval>* bounds) const;
+  void sum_inside(Exchange& x, ManyStage& s, const std::byte* in, Interval chunk,
+                  const Reduction& r);
+  void sum_own_segment(Exchange& x, ManyStage& s, std::byte* out, Interval chunk,
+                       const Reduction& r);
+  void spread(Exchange& x, ManyStage& s, std::byte* out, Interval chunk);
   void scatter_to(Exchange& x, const std::vector<Pieces>& in, int cluster, const Reduction& r);
 
   Local& local_;
   const Clusters& clusters_;
   size_t chunk_;
   std::array<Stage, kLag + 1> stages_;  // kept between operations: allocating is dear
+  std::array<ManyStage, 2 * kLag + 1> many_stages_;
   std::vector<std::byte> scratch_;
 };
 

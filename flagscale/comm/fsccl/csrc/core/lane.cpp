@@ -14,8 +14,6 @@ constexpr int32_t kNobody = -1;
 
 bool reached(uint32_t posted, uint32_t step) { return static_cast<int32_t>(posted - step) >= 0; }
 
-constexpr size_t round_up(size_t n, size_t to) { return ceil_div(n, to) * to; }
-
 }  // namespace
 
 struct Lane::Header {
@@ -47,10 +45,17 @@ std::string OpCard::text() const {
   return out;
 }
 
-size_t Lane::segment_bytes(int ranks, size_t slot_bytes) {
+size_t Lane::head_bytes(int ranks) {
   static_assert(sizeof(Header) <= kHeaderBytes, "the header has its room");
-  const auto n = static_cast<size_t>(ranks);
-  return round_up(kHeaderBytes + n * sizeof(Line) + 2 * n * (kCardBytes + slot_bytes), 4096);
+  return Segment::whole_pages(kHeaderBytes + static_cast<size_t>(ranks) * sizeof(Line));
+}
+
+size_t Lane::segment_bytes(int ranks, size_t slot_bytes) {
+  return head_bytes(ranks) + static_cast<size_t>(ranks) * slots_bytes(slot_bytes);
+}
+
+size_t Lane::slots_bytes(size_t slot_bytes) {
+  return Segment::whole_pages(2 * (kCardBytes + slot_bytes));
 }
 
 size_t Lane::default_slot_bytes(int ranks) {
@@ -63,10 +68,23 @@ size_t Lane::default_slot_bytes(int ranks) {
 Lane::Lane(Segment segment, int rank, LaneConfig config)
     : segment_(std::move(segment)), rank_(rank), config_(std::move(config)) {
   segment_.lock_rank(rank_);
+  reserve_slots();
   Line& mine = line(rank_);
   mine.process.store(config_.process, std::memory_order_relaxed);
   mine.waits_for.store(kNobody, std::memory_order_relaxed);
   mine.joined.store(1, std::memory_order_release);
+}
+
+// Each rank its own, so that their pages lie in the memory nearest to the rank that fills them.
+void Lane::reserve_slots() {
+  const size_t each = slots_bytes(capacity()), first = head_bytes(size());
+  const auto me = static_cast<size_t>(rank_);
+  try {
+    segment_.reserve(first + me * each, first + (me + 1) * each);
+  } catch (const Error& e) {
+    abort(member(rank_), name(member(rank_)) + ": " + e.what());
+    throw;
+  }
 }
 
 Lane::Header& Lane::header() const { return *reinterpret_cast<Header*>(segment_.data()); }
@@ -77,9 +95,8 @@ Lane::Line& Lane::line(int lane_rank) const {
 }
 
 std::byte* Lane::slot(int lane_rank, uint32_t step) const {
-  const size_t index = static_cast<size_t>(lane_rank) * 2 + (step & 1);
-  return segment_.data() + kHeaderBytes + static_cast<size_t>(size()) * sizeof(Line) +
-         index * (kCardBytes + capacity());
+  const size_t rank_slots = static_cast<size_t>(lane_rank) * slots_bytes(capacity());
+  return segment_.data() + head_bytes(size()) + rank_slots + (step & 1) * (kCardBytes + capacity());
 }
 
 void Lane::begin(const OpCard& card, const Deadline& deadline, const Deadline& patience) {
@@ -158,28 +175,39 @@ std::chrono::milliseconds Lane::nap() const {
 }
 
 void Lane::look_around(int peer, uint32_t step) {
+  const Word& posted = line(peer).posted;
+  look_at(peer, [&] { return reached(posted.load(std::memory_order_acquire), step); });
+  give_up(culprit(peer));
+}
+
+// It may have come, and its rank gone, between the caller's look and this one.
+void Lane::look_at(int peer, const std::function<bool()>& come) const {
   throw_if_aborted();
   if (watch_) watch_();
+  if (peer < 0) return;
   const Line& theirs = line(peer);
-  if (theirs.left.load(std::memory_order_acquire) != 0 &&
-      !reached(theirs.posted.load(std::memory_order_acquire), step)) {
+  if (theirs.left.load(std::memory_order_acquire) != 0 && !come()) {
     throw Error(Fault::kPeerLost, member(peer), name(member(peer)) + " has left the group");
   }
   const bool lives = theirs.joined.load(std::memory_order_acquire) == 0 ||
                      theirs.process.load(std::memory_order_relaxed) == config_.process ||
                      segment_.rank_is_locked(peer);
-  // It may have posted, and ended, between our look at the counter and now.
-  if (!lives && !reached(theirs.posted.load(std::memory_order_acquire), step)) {
+  if (!lives && !come()) {
     throw Error(Fault::kPeerLost, member(peer),
                 name(member(peer)) + " ended without leaving the group");
   }
+}
+
+void Lane::give_up(int at_fault) const {
   if (!deadline_.passed()) return;
-  const int at_fault = culprit(peer);
-  const auto& mates = config_.members;
-  const bool elsewhere = std::find(mates.begin(), mates.end(), at_fault) == mates.end();
-  if (elsewhere && !patience_.passed()) return;
+  if (lane_rank_of(at_fault) < 0 && !patience_.passed()) return;
   throw Error(Fault::kTimeout, at_fault,
               name(at_fault) + " did not come within " + deadline_.text());
+}
+
+int Lane::lane_rank_of(int group_rank) const {
+  const auto at = std::find(config_.members.begin(), config_.members.end(), group_rank);
+  return at == config_.members.end() ? -1 : static_cast<int>(at - config_.members.begin());
 }
 
 // Follows who waits for whom from `peer` on. A lane mate whose own wait is already over (it was
@@ -189,9 +217,8 @@ int Lane::culprit(int peer) const {
     const Line& at = line(peer);
     const int32_t next = at.waits_for.load(std::memory_order_acquire);
     if (next == kNobody || next == member(rank_)) return member(peer);
-    const auto mate = std::find(config_.members.begin(), config_.members.end(), next);
-    if (mate == config_.members.end()) return next;
-    const int q = static_cast<int>(mate - config_.members.begin());
+    const int q = lane_rank_of(next);
+    if (q < 0) return next;
     const uint32_t step = at.waits_step.load(std::memory_order_relaxed);
     if (reached(line(q).posted.load(std::memory_order_acquire), step)) return member(peer);
     peer = q;

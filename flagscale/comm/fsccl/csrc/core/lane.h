@@ -58,6 +58,7 @@ struct LaneConfig {
 class Lane {
  public:
   static size_t segment_bytes(int ranks, size_t slot_bytes);
+  static size_t head_bytes(int ranks);  // of these what must be reserved before ranks join
   // A slot size that keeps small groups fast and large hosts within a few tens of MiB.
   static size_t default_slot_bytes(int ranks);
 
@@ -72,10 +73,20 @@ class Lane {
   // mate, for a rank elsewhere do so at `patience`: not before the mates of the rank at fault have
   // told its name.
   void begin(const OpCard& card, const Deadline& deadline, const Deadline& patience);
+  const Deadline& deadline() const { return deadline_; }
   std::byte* fill();
   void post();
   const std::byte* await(int peer);
   void await_all();
+
+  // For waits beside the steps (channels.h). look_at() throws when the group has failed, or the
+  // lane rank `peer` (-1: nobody's) has gone and what it was to do has not `come`; give_up() when
+  // the time is over.
+  void look_at(int peer, const std::function<bool()>& come) const;
+  void give_up(int group_rank_at_fault) const;
+  std::chrono::milliseconds nap() const;
+  const SpinPolicy& spin() const { return config_.spin; }
+  int lane_rank_of(int group_rank) const;  // -1 when it is not in the lane
 
   // Called by a sleeper now and then; throws to end the wait.
   void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }
@@ -92,13 +103,15 @@ class Lane {
   struct Header;
   struct Line;
 
+  static size_t slots_bytes(size_t slot_bytes);  // both slots of a rank
+  void reserve_slots();
+
   Header& header() const;
   Line& line(int lane_rank) const;
   std::byte* slot(int lane_rank, uint32_t step) const;
   void wait_posted(int peer, uint32_t step);
   void sleep_until(int peer, uint32_t step);
   void look_around(int peer, uint32_t step);
-  std::chrono::milliseconds nap() const;
   int culprit(int peer) const;
   const std::string& name(int group_rank) const {
     return config_.names[static_cast<size_t>(group_rank)];

@@ -13,6 +13,14 @@ namespace {
 
 std::string mib(size_t bytes) { return std::to_string(ceil_div(bytes, size_t{1} << 20)) + " MiB"; }
 
+std::string name_of_place(const std::string& directory) {
+  return directory.empty() ? "memory" : directory;
+}
+
+[[noreturn]] void fail_reserving(size_t bytes, const std::string& where) {
+  fail_system("cannot reserve " + mib(bytes) + " of shared memory in " + where);
+}
+
 struct flock rank_byte(int rank) {
   struct flock l{};
   l.l_type = F_WRLCK;
@@ -24,27 +32,43 @@ struct flock rank_byte(int rank) {
 
 }  // namespace
 
-Segment Segment::create(size_t bytes, const std::string& directory) {
-  const std::string where = directory.empty() ? "memory" : directory;
+Segment Segment::create(size_t bytes, size_t head, const std::string& directory) {
+  const std::string where = name_of_place(directory);
   const int fd = directory.empty()
                      ? memfd_create("fsccl", MFD_CLOEXEC)
                      : ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail_system("cannot create a shared segment in " + where);
-  if (const int code = posix_fallocate(fd, 0, static_cast<off_t>(bytes)); code != 0) {
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+    const int code = errno;
     close(fd);
     errno = code;
-    fail_system("cannot reserve " + mib(bytes) + " of shared memory in " + where);
+    fail_reserving(bytes, where);
   }
-  return Segment(fd, bytes);
+  Segment made(fd, bytes, where);
+  made.reserve(0, head);
+  return made;
 }
 
-Segment Segment::open(const std::string& address, size_t bytes) {
+Segment Segment::open(const std::string& address, size_t bytes, const std::string& directory) {
   const int fd = ::open(address.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) fail_system("cannot open the shared segment " + address);
-  return Segment(fd, bytes);
+  return Segment(fd, bytes, name_of_place(directory));
 }
 
-Segment::Segment(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
+size_t Segment::whole_pages(size_t bytes) {
+  static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return ceil_div(bytes, page) * page;
+}
+
+void Segment::reserve(size_t lo, size_t hi) const {
+  const int code = posix_fallocate(fd_, static_cast<off_t>(lo), static_cast<off_t>(hi - lo));
+  if (code == 0) return;
+  errno = code;
+  fail_reserving(hi - lo, where_);
+}
+
+Segment::Segment(int fd, size_t bytes, std::string where)
+    : fd_(fd), where_(std::move(where)), bytes_(bytes) {
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (at == MAP_FAILED) {
     close(fd);
@@ -55,6 +79,7 @@ Segment::Segment(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
 
 Segment::Segment(Segment&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)),
+      where_(std::move(other.where_)),
       bytes_(other.bytes_),
       data_(std::exchange(other.data_, nullptr)) {}
 

@@ -59,6 +59,9 @@ Settings Settings::from_environment() {
   read_number("FSCCL_SLOT_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.slot_bytes);
   read_number("FSCCL_ONE_SHOT_BYTES", 0, kGiB, "a number of bytes", &s.one_shot_bytes);
   read_number("FSCCL_CHUNK_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.chunk_bytes);
+  read_number("FSCCL_PIPELINE_K", 0, kMostChunks, "0 (off) to 64 chunks", &s.pipeline_k);
+  read_number("FSCCL_PIPELINE_NELEM", 1, kMostElements, "1 to 67108864 elements a send",
+              &s.pipeline_nelem);
   s.tcp.interface = variable("FSCCL_SOCKET_IFNAME");
   read_number("FSCCL_TCP_CONNECTIONS", 1, 64, "1 to 64", &s.tcp.connections);
   read_number("FSCCL_TCP_BUFFER", 0, kGiB, "a number of bytes", &s.tcp.buffer_bytes);
@@ -74,12 +77,22 @@ Settings Settings::from_environment() {
   return s;
 }
 
+void Settings::check_pipeline() const {
+  if (pipeline_k < 0 || pipeline_k > kMostChunks) {
+    refuse("pipeline_k", std::to_string(pipeline_k), "0 (off) to 64 chunks");
+  }
+  if (pipeline_nelem < 1 || pipeline_nelem > static_cast<size_t>(kMostElements)) {
+    refuse("pipeline_nelem", std::to_string(pipeline_nelem), "1 to 67108864 elements a send");
+  }
+}
+
 std::string Settings::shared_text() const {
   std::ostringstream out;
   out << "FSCCL_CLUSTERS=";
   for (size_t i = 0; i < clusters.size(); ++i) out << (i > 0 ? "," : "") << clusters[i];
   out << " FSCCL_SLOT_BYTES=" << slot_bytes << " FSCCL_ONE_SHOT_BYTES=" << one_shot_bytes
-      << " FSCCL_CHUNK_BYTES=" << chunk_bytes;
+      << " FSCCL_CHUNK_BYTES=" << chunk_bytes << " FSCCL_PIPELINE_K=" << pipeline_k
+      << " FSCCL_PIPELINE_NELEM=" << pipeline_nelem;
   return out.str();
 }
 

@@ -16,11 +16,17 @@ struct Settings {
   size_t slot_bytes = 0;          // FSCCL_SLOT_BYTES: 0 chooses by the number of ranks
   size_t one_shot_bytes = 32768;  // FSCCL_ONE_SHOT_BYTES: the largest one-shot all_reduce
   size_t chunk_bytes = 1 << 20;   // FSCCL_CHUNK_BYTES: of pipelines between clusters
+  // Pipelined schedules (schedule.h), for all_reduce, all_gather and reduce_scatter:
+  int pipeline_k = 0;  // FSCCL_PIPELINE_K: into how many chunks, 0 takes other algorithms
+  size_t pipeline_nelem = 32768;  // FSCCL_PIPELINE_NELEM: elements a send
   bool debug = false;             // FSCCL_DEBUG=INFO
   TcpOptions tcp;
 
   // Throws Error(kUsage) naming the variable, what was found and what was expected.
   static Settings from_environment();
+  static constexpr long long kMostChunks = 64, kMostElements = 1LL << 26;
+  // The same for pipeline_k and pipeline_nelem, whoever set them.
+  void check_pipeline() const;
   // All that ranks must agree on, as text.
   std::string shared_text() const;
 };

@@ -22,6 +22,11 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
     config.global_ranks.push_back(static_cast<int>(r));
   }
   config.settings = Settings::from_environment();
+  if (options.pipeline_k) config.settings.pipeline_k = *options.pipeline_k;
+  if (options.pipeline_nelem) {
+    config.settings.pipeline_nelem = static_cast<size_t>(*options.pipeline_nelem);
+  }
+  config.settings.check_pipeline();
   return config;
 }
 

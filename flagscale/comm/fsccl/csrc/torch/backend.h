@@ -10,6 +10,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,9 @@ class TorchBackend : public c10d::Backend {
   struct Options : c10d::Backend::Options {
     explicit Options(Ms timeout = kBackendDefaultTimeout)
         : c10d::Backend::Options("fsccl", timeout) {}
+    // Of pipelined schedules; unset: what the environment says.
+    std::optional<int> pipeline_k;
+    std::optional<int64_t> pipeline_nelem;
   };
 
   TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,

@@ -15,25 +15,35 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   using Options = TorchBackend::Options;
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
-      .def(py::init([](std::chrono::milliseconds timeout) {
-             return c10::make_intrusive<Options>(timeout);
+      .def(py::init([](std::chrono::milliseconds timeout, std::optional<int> pipeline_k,
+                       std::optional<int64_t> pipeline_nelem) {
+             auto options = c10::make_intrusive<Options>(timeout);
+             options->pipeline_k = pipeline_k;
+             options->pipeline_nelem = pipeline_nelem;
+             return options;
            }),
-           py::arg("timeout") = kBackendDefaultTimeout)
+           py::arg("timeout") = kBackendDefaultTimeout, py::arg("pipeline_k") = std::nullopt,
+           py::arg("pipeline_nelem") = std::nullopt)
+      .def_readwrite("pipeline_k", &Options::pipeline_k)
+      .def_readwrite("pipeline_nelem", &Options::pipeline_nelem)
       .def("__copy__", [](const Options& o) { return Options(o); })
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return Options(o); });
 
   py::class_<TorchBackend, c10d::Backend, c10::intrusive_ptr<TorchBackend>>(m, "Backend")
       .def(py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
-                       std::vector<uint64_t> global_ranks) {
-             auto options = c10::make_intrusive<Options>(timeout);
+                       std::vector<uint64_t> global_ranks, const Options* given) {
+             auto options = given != nullptr ? c10::make_intrusive<Options>(*given)
+                                             : c10::make_intrusive<Options>();
+             options->timeout = timeout;
              options->group_name = name;
              options->global_ranks_in_group = std::move(global_ranks);
              return c10::make_intrusive<TorchBackend>(std::move(store), rank, size,
                                                       std::move(options));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>())
+           py::arg("global_ranks"), py::arg("options") = nullptr,
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
       .def("_set_default_timeout",
            [](TorchBackend& b, std::chrono::milliseconds timeout) { b.setTimeout(timeout); });

@@ -40,6 +40,8 @@ std::vector<Pieces> equal_parts(const at::Tensor& t, int parts) {
   return out;
 }
 
+size_t width_of(const Flat& f) { return static_cast<size_t>(f.get().element_size()); }
+
 void settle(const std::vector<Flat>& list) {
   for (const Flat& f : list) f.settle();
 }
@@ -110,7 +112,7 @@ TorchBackend::WorkPtr TorchBackend::allgather(TensorLists& out, Tensors& in,
   const auto to = flats(results, Flat::kWrite, "all_gather");
   return run({OpType::ALLGATHER, "fsccl:all_gather", o.asyncOp, o.timeout}, results,
              [from, to](Group& g, const Deadline& d) {
-               g.all_gather(pieces_of(from.get()), pieces_of(to), d);
+               g.all_gather(pieces_of(from.get()), pieces_of(to), d, width_of(from));
                settle(to);
              });
 }
@@ -132,7 +134,8 @@ TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
   return run({OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout}, out,
              [from, to, n = size_](Group& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
-                 g.all_gather(pieces_of(from[i].get()), equal_parts(to[i].get(), n), d);
+                 g.all_gather(pieces_of(from[i].get()), equal_parts(to[i].get(), n), d,
+                              width_of(from[i]));
                }
                settle(to);
              });
@@ -156,7 +159,7 @@ TorchBackend::WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensor
   return run({OpType::ALLGATHER_COALESCED, "fsccl:all_gather_coalesced", o.asyncOp, o.timeout}, all,
              [from, to](Group& g, const Deadline& d) {
                for (size_t i = 0; i < from.size(); ++i) {
-                 g.all_gather(pieces_of(from[i].get()), pieces_of(to[i]), d);
+                 g.all_gather(pieces_of(from[i].get()), pieces_of(to[i]), d, width_of(from[i]));
                  settle(to[i]);
                }
              });
