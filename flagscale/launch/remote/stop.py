@@ -25,21 +25,43 @@ _BODY = r"""
 read -r boot </proc/sys/kernel/random/boot_id
 if [[ -n $wanted_boot && $boot != "$wanted_boot" ]]; then say end yes; exit 0; fi
 
-# Zombies have no environment left, so they are no members.
+# What was found, and when each of it was started: that tells a process from a later one of its pid.
+found=()
+declare -A started=()
+look_at() { # $1: pid; sets `ticks` and `parent`, to nothing if it is gone or a zombie
+    local stat fields
+    ticks='' parent=''
+    { read -r stat </proc/$1/stat; } 2>/dev/null || return
+    read -ra fields <<<"${stat##*) }"
+    [[ ${fields[0]} == [ZXx] ]] || ticks=${fields[19]} parent=${fields[1]}
+}
+carries() { # $1: pid; whether it is of this run
+    local word
+    while IFS= read -rd '' word; do
+        [[ $word == "$entry" ]] && return
+    done </proc/$1/environ
+    return 1
+} 2>/dev/null
 members() {
     found=()
-    local file
+    local file pid
     for file in $(grep -lzsFx -e "$entry" /proc/[0-9]*/environ); do
-        file=${file#/proc/}
-        found+=("${file%/environ}")
+        pid=${file#/proc/}
+        pid=${pid%/environ}
+        # Asked again now that it is known when the process was started.
+        look_at "$pid"
+        [[ -n $ticks ]] && carries "$pid" && found+=("$pid") && started[$pid]=$ticks
     done
+}
+lives() { # $1: pid of what was found
+    look_at "$1"
+    [[ -n $ticks && $ticks == "${started[$1]}" ]]
+}
+send() { # $1: signal, $2: pid; it gets it at once after the look whether it still is the same
+    lives "$2" && kill "-$1" "$2" 2>/dev/null
 }
 exec {never}<> <(:)
 pause() { read -rt 0.05 -u "$never"; } # without a process of its own
-lives() { # $1: pid; a zombie does not
-    local stat
-    { read -r stat </proc/$1/stat; } 2>/dev/null && [[ ${stat##*) } != [ZXx]* ]]
-}
 # Those that were found are watched without a process of its own; when they are gone, whatever
 # they have started in the meantime is looked for.
 gone_within() { # $1: seconds, $2: what is done to the members found
@@ -61,24 +83,23 @@ declare -A terminated=() killed=()
 nothing() { :; }
 terminate() {
     for pid in "${found[@]}"; do
-        [[ -z ${terminated[$pid]:-} ]] && kill -TERM "$pid" 2>/dev/null && terminated[$pid]=1
+        [[ -z ${terminated[$pid]:-} ]] && send TERM "$pid" && terminated[$pid]=1
     done
 }
 slay() {
-    for pid in "${found[@]}"; do kill -KILL "$pid" 2>/dev/null && killed[$pid]=1; done
+    for pid in "${found[@]}"; do send KILL "$pid" && killed[$pid]=1; done
 }
 # The script, as long as it lives, and what it has started: found without a process of its own.
-tree() { # $1: pid
+tree() { # $1: pid, $2: of its parent
     local pid children=
-    found+=("$1")
+    look_at "$1"
+    [[ -n $ticks && $parent == "$2" ]] || return
+    found+=("$1") started[$1]=$ticks
     { read -r children </proc/$1/task/$1/children; } 2>/dev/null
-    for pid in $children; do tree "$pid"; done
+    for pid in $children; do tree "$pid" "$1"; done
 }
-found=()
-if { read -r stat </proc/$script_pid/stat; } 2>/dev/null; then
-    read -ra fields <<<"${stat##*) }"
-    [[ ${fields[19]} == "$start_ticks" && ${fields[0]} != [ZXx] ]] && tree "$script_pid"
-fi
+look_at "$script_pid"
+[[ $ticks == "$start_ticks" ]] && tree "$script_pid" "$parent"
 ((${#found[@]})) || members
 said=${#found[@]}
 if ((said)); then
@@ -88,8 +109,7 @@ if ((said)); then
     fi
     # Only a process of this very run is an agent of it.
     if [[ -n $agent && " ${found[*]} " == *" $agent "* ]]; then
-        kill -TERM "$agent" 2>/dev/null
-        gone_within $((grace + agent_seconds)) nothing
+        send TERM "$agent" && gone_within $((grace + agent_seconds)) nothing
     fi
     gone_within "$grace" terminate || gone_within "$kill_seconds" slay
     rm -f -- "$pid_file"
