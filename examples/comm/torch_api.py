@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from flagscale.comm import registry
+from flagscale.comm.base import DeviceType
 from flagscale.errors import FlagscaleError, JobError
 
 # torch 2.13 renamed these two and warns of the old names.
@@ -139,7 +140,7 @@ def scatter(s: Setting) -> None:
         expect(f"scatter from {root}", output, s.ramp(s.rank) + 1000 * root)
 
 
-def send_recv(s: Setting) -> None:
+def sendrecv(s: Setting) -> None:
     """Around the ring: even ranks send first, so that no two wait for each other."""
     before, after = (s.rank - 1) % s.size, (s.rank + 1) % s.size
     if s.size == 1:
@@ -152,6 +153,14 @@ def send_recv(s: Setting) -> None:
         dist.recv(output, before, group=s.group1)
         dist.send(s.ramp(s.rank), after, group=s.group1)
     expect("send and recv", output, s.ramp(before))
+
+
+def permute(s: Setting) -> None:
+    """Around the ring the other way, sends and receives in one batch."""
+    if s.size == 1:
+        return
+    before, after = (s.rank - 1) % s.size, (s.rank + 1) % s.size
+    output = torch.empty(4, device=s.device)
     operations = [
         dist.P2POp(dist.isend, s.ramp(s.rank), before, s.group2),
         dist.P2POp(dist.irecv, output, after, s.group2),
@@ -173,40 +182,57 @@ def objects(s: Setting) -> None:
         raise JobError(f"all_gather_object: found {found}")
 
 
-OPERATIONS: Sequence[Callable[[Setting], None]] = (
-    *(all_reduce, broadcast, reduce, all_gather, reduce_scatter, all_to_all, all_to_all_v),
-    *(gather, scatter, send_recv, barrier, objects),
-)
+OPERATIONS: Mapping[str, Callable[[Setting], None]] = {
+    function.__name__: function
+    for function in (
+        *(all_reduce, broadcast, reduce, all_gather, reduce_scatter, all_to_all, all_to_all_v),
+        *(gather, scatter, sendrecv, permute, barrier, objects),
+    )
+}
+"""By the names that a backend's adapter has for them; ``objects`` goes through the default group,
+whatever it moves objects with."""
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The launcher hands over all of ``train`` as flags; this program needs one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--distributed-backend", default="auto")
+    """The launcher hands over all of ``train`` as flags; this program needs three of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--distributed-backend", default="auto", metavar="NAME")
+    parser.add_argument("--comm", nargs="*", default=[], metavar="NAME=VALUE", help="its options")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser.parse_known_args(words)[0]
 
 
 def main(words: Sequence[str]) -> None:
-    """Join the other ranks, check every operation, leave."""
-    name = arguments(words).distributed_backend
+    """Join the other ranks, check every operation that the backend can do, leave."""
+    options = arguments(words)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    kind: DeviceType = "cpu"
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
         torch.cuda.set_device(local_rank)
-        device = torch.device("cuda", local_rank)
-    backend = registry.usable(name, "cuda" if device.type == "cuda" else "cpu")
+        kind, device = "cuda", torch.device("cuda", local_rank)
+    values = registry.options_of(options.distributed_backend, options.comm)
+    backend = registry.usable(options.distributed_backend, kind)
+    backend.export(values)
     with backend.creating():
-        string = backend.torch_backend("cuda" if device.type == "cuda" else "cpu")
-        dist.init_process_group(string, **backend.init_options(device))
+        dist.init_process_group(backend.torch_backend(kind), **backend.init_options(device, values))
         rank, size = dist.get_rank(), dist.get_world_size()
         ranks = list(range(size))
         setting = Setting(rank, size, device, dist.new_group(ranks), dist.new_group(ranks))
-    for operation in OPERATIONS:
+    for name, operation in OPERATIONS.items():
+        if name not in (*backend.operations_on(kind), "objects"):
+            if rank == 0:
+                print(f"left out: {name}, which {backend.name} cannot do on {kind}", flush=True)
+            continue
         operation(setting)
         # Only when all ranks are here was the operation right on all of them.
         dist.barrier()
         if rank == 0:
-            print(f"ok: {operation.__name__} on {backend.name}, {size} ranks", flush=True)
+            print(f"ok: {name} on {backend.name}, {size} ranks", flush=True)
     dist.destroy_process_group()
 
 

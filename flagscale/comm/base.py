@@ -23,6 +23,9 @@ OPERATIONS = (
 )
 """What ``torch.distributed`` can ask of a backend, as the benchmark calls it."""
 
+TRAINING = ("all_reduce", "all_gather", "broadcast", "sendrecv")
+"""What training needs whatever its layout is; pipeline stages send and receive."""
+
 
 class CommBackend(ABC):
     """How one communication library is used through ``torch.distributed``."""
@@ -34,13 +37,17 @@ class CommBackend(ABC):
     devices: tuple[DeviceType, ...]
     """The devices whose tensors it moves."""
     operations: tuple[str, ...] = OPERATIONS
-    """What it can do, of :data:`OPERATIONS`."""
+    """What it can do on some device, of :data:`OPERATIONS`."""
     own_options: tuple[Option, ...] = ()
     """What a YAML may set of it beside its :attr:`environment`."""
     how_to_get: str = ""
     """What to do where it is missing."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables that steer it, each with what it does."""
+
+    def operations_on(self, device: DeviceType) -> tuple[str, ...]:
+        """What it can do with tensors of ``device``, of :data:`OPERATIONS`."""
+        return self.operations
 
     @abstractmethod
     def unavailable(self, device: DeviceType) -> str | None:

@@ -26,7 +26,8 @@ class Listed:
     version: str | None
     how_to_get: str
     environment: dict[str, str]
-    operations: tuple[str, ...]
+    operations: dict[DeviceType, tuple[str, ...]]
+    """What it can do, on each device it is made for."""
     options: dict[str, str]
     """What a YAML may set under ``train.system.comm``, with its meaning."""
 
@@ -48,11 +49,12 @@ def listed() -> list[Listed]:
 
         cpu, cuda = state("cpu"), state("cuda")
         variables = dict(backend.environment)
+        operations = {device: tuple(backend.operations_on(device)) for device in backend.devices}
         options = {o.name: f"{o.doc} ({o.expected})" for o in backend.options}
         found.append(
             Listed(
                 *(name, backend.summary, cpu, cuda, backend.version()),
-                *(backend.how_to_get, variables, tuple(backend.operations), options),
+                *(backend.how_to_get, variables, operations, options),
             )
         )
     return found
@@ -87,9 +89,8 @@ def _show_details(console: Console, rows: Sequence[Listed]) -> None:
     """What backends cannot do, and what can be set of those that work here."""
     console.print(f"\noperations: {', '.join(OPERATIONS)}", soft_wrap=True)
     for row in rows:
-        lacking = [name for name in OPERATIONS if name not in row.operations]
-        if lacking:
-            console.print(f"  {row.name}: all but {', '.join(lacking)}", soft_wrap=True)
+        for devices, lacking in _lacking(row).items():
+            console.print(f"  {row.name}{devices}: all but {lacking}", soft_wrap=True)
     console.print("\nwhat train.system.comm of a YAML may set:", soft_wrap=True)
     for row in rows:
         # auto has those of the backends it chooses from.
@@ -97,3 +98,15 @@ def _show_details(console: Console, rows: Sequence[Listed]) -> None:
             console.print(f"  {row.name}", soft_wrap=True)
             for name, doc in row.options.items():
                 console.print(f"    {name}: {doc}", soft_wrap=True)
+
+
+def _lacking(row: Listed) -> dict[str, str]:
+    """The operations it cannot do, by the devices this holds for."""
+    found = {
+        f" on {device}": ", ".join(name for name in OPERATIONS if name not in able)
+        for device, able in row.operations.items()
+    }
+    texts = set(found.values())
+    # Said once where every device is the same.
+    shown = {"": texts.pop()} if len(texts) == 1 else found
+    return {where: text for where, text in shown.items() if text}

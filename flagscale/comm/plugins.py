@@ -152,6 +152,10 @@ class DeviceMap(CommBackend):
         kinds: tuple[DeviceType, ...] = ("cpu", "cuda")
         self.devices = tuple(kind for kind in kinds if kind in self._parts)
 
+    def operations_on(self, device: DeviceType) -> tuple[str, ...]:
+        adapter = self._known(self._parts.get(device, ""))
+        return self.operations if adapter is None else adapter.operations_on(device)
+
     def unavailable(self, device: DeviceType) -> str | None:
         if missing := missing_torch():
             return missing

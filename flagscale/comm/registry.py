@@ -9,7 +9,7 @@ the launcher can list and check backends on a machine without torch.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,8 +35,8 @@ __all__ = ["CommBackend", "DeviceType", "backend", "names", "options_of", "usabl
 
 class Gloo(CommBackend):
     name = "gloo"
-    summary = "torch's own TCP collectives, for tensors in host memory"
-    devices = ("cpu",)
+    summary = "torch's own TCP collectives; those of GPU memory go through host memory"
+    devices = ("cpu", "cuda")
     how_to_get = "every wheel of torch has it"
     environment: ClassVar[Mapping[str, str]] = {
         "GLOO_SOCKET_IFNAME": "the network interface, where the host name's is the wrong one",
@@ -45,11 +45,17 @@ class Gloo(CommBackend):
     def unavailable(self, device: DeviceType) -> str | None:
         if missing := missing_torch():
             return missing
-        if device != "cpu":
-            return "megatron.core needs collectives on device memory, which gloo does not offer"
         import torch.distributed as dist
 
-        return None if dist.is_gloo_available() else "this build of torch has no gloo"
+        if not dist.is_gloo_available():
+            return "this build of torch has no gloo"
+        return cuda_missing() if device == "cuda" else None
+
+    def operations_on(self, device: DeviceType) -> tuple[str, ...]:
+        # Its collectives copy GPU memory to the host and back; its messages are handed the
+        # address as if it were the host's.
+        messages = ("sendrecv", "permute") if device == "cuda" else ()
+        return tuple(name for name in self.operations if name not in messages)
 
 
 _NCCL_OPTIONS = (
@@ -134,6 +140,9 @@ class Auto(CommBackend):
         both = (*backend("nccl").options, *backend("gloo").options)
         return tuple({option.name: option for option in both}.values())
 
+    def operations_on(self, device: DeviceType) -> tuple[str, ...]:
+        return self.resolve(device).operations_on(device)
+
     def torch_backend(self, device: DeviceType) -> str:
         return self.resolve(device).torch_backend(device)
 
@@ -191,20 +200,31 @@ def options_of(name: str, words: Sequence[str]) -> OptionValues:
     return parse(name, found.options, words)
 
 
-def usable(name: str, device: DeviceType) -> CommBackend:
-    """The backend that runs when a YAML says ``name`` and training is on ``device``.
+def usable(name: str, device: DeviceType, operations: Collection[str] = ()) -> CommBackend:
+    """The backend that runs when a YAML says ``name`` and its tensors are on ``device``.
 
     Raises:
-        ConfigError: the name is unknown, or this machine cannot use the backend.
+        ConfigError: the name is unknown, this machine cannot use the backend, or the backend
+            cannot do one of ``operations`` on ``device``.
     """
     found = backend(name).resolve(device)
-    reason = found.unavailable(device)
+    reason = _unfit(found, device, operations)
     if reason is None:
         return found
-    others = [b for b in names() if b != name and backend(b).unavailable(device) is None]
+    others = [b for b in names() if b != name and _unfit(backend(b), device, operations) is None]
     hints = [f"to get it: {found.how_to_get}"] if found.how_to_get else []
     hints += [f"on this machine these work: {', '.join(others)}"] if others else []
     raise ConfigError(
         f"distributed_backend: {name!r} cannot be used here: {reason}",
         hint="; ".join(hints) or None,
     )
+
+
+def _unfit(found: CommBackend, device: DeviceType, operations: Collection[str]) -> str | None:
+    """Why a backend does not do; None when it does."""
+    if reason := found.unavailable(device):
+        return reason
+    able = found.operations_on(device)
+    lacking = [name for name in operations if name not in able]
+    where = "GPU memory" if device == "cuda" else "host memory"
+    return f"it cannot do {', '.join(lacking)} on {where}" if lacking else None

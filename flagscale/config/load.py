@@ -178,9 +178,7 @@ def _read_train(reader: Reader, data: Mapping[Any, Any], foreign: bool) -> schem
     for name in data:
         if name not in schema.SECTIONS:
             reader.unknown(f"train.{name}", name, schema.SECTIONS)
-    sections = {name: reader.mapping(data, name, "train.") for name in schema.SECTIONS}
-    if not foreign:
-        sections = {name: as_words(section) for name, section in sections.items()}
+    sections = {name: as_words(reader.mapping(data, name, "train.")) for name in schema.SECTIONS}
     return schema.Train(**{k: with_absolute_paths(v, foreign) for k, v in sections.items()})
 
 

@@ -62,10 +62,9 @@ def _read(reader: Reader, data: Mapping[Any, Any], prefix: str, foreign: bool) -
     cmds = reader.mapping(data, "cmds", prefix)
     commands = reader.fields(schema.Commands, cmds, f"{prefix}cmds.")
     arguments: dict[Any, Any] = {key: value for key, value in data.items() if key not in _OWN}
-    if not foreign:
-        # In sections or not, as a user likes.
-        within = {k: as_words(v) for k, v in arguments.items() if _is_section(k, v)}
-        arguments = as_words({**arguments, **within})
+    # In sections or not, as a user likes.
+    within = {k: as_words(v) for k, v in arguments.items() if _is_section(k, v)}
+    arguments = as_words({**arguments, **within})
     return schema.Specific(**found, **commands, arguments=with_absolute_paths(arguments, foreign))
 
 

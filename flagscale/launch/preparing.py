@@ -102,12 +102,18 @@ def _local_plan(experiment: Experiment, hosts: tuple[Host, ...]) -> LaunchPlan:
 def _prepare_local(
     experiment: Experiment, hosts: tuple[Host, ...], checking: bool, texts: tuple[str, str]
 ) -> Prepared:
+    from flagscale.launch.preflight import backend
     from flagscale.launch.preflight.local import preflight
     from flagscale.launch.runners.local import LocalRunner
 
-    machine = with_settings(this_machine(), settings(experiment, hosts[0]))
+    own = settings(experiment, hosts[0])
+    machine = with_settings(this_machine(), own)
     made = _checked(experiment, _local_plan(experiment, hosts))
     checks = preflight(experiment, made, machine) if checking else []
+    if checking:
+        checks.append(
+            backend.check_here(experiment, hosts[0], own, machine.python, machine.gpus or 0)
+        )
     return Prepared(made, LocalRunner(*texts), checks)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flagscale.comm import registry
+from flagscale.comm.base import TRAINING
 from flagscale.errors import ConfigError, JobError
 from flagscale.train.device import Device
 
@@ -59,7 +60,7 @@ def join(
         JobError: not every rank came within the timeout, or they cannot talk to each other.
     """
     values = registry.options_of(backend, options)
-    chosen = registry.usable(backend, device.kind)
+    chosen = registry.usable(backend, device.kind, TRAINING)
     chosen.export(values)
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")

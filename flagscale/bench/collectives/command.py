@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from flagscale.bench import options as comm
 from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.statistics import is_statistic
 from flagscale.errors import ConfigError
@@ -93,6 +94,10 @@ def normalise(arguments: Sequence[str]) -> list[str]:
             if not names and words and not words[0].startswith("-"):
                 names.append(words.pop(0))
             result.append(f"--stats={','.join(names)}")
+        elif word == comm.FLAG:
+            count = comm.own_words(words)
+            # ``=`` binds a value to its flag: the operation behind it is none.
+            result += [f"{word}={words.pop(0)}" for _ in range(count)] or [word]
         else:
             result.append(word)
     return result
@@ -198,6 +203,7 @@ def _place(parser: Parser) -> None:
     add(*("-r", "--nworkers", "-np", "--nproc"), type=int, metavar="N", help="number of ranks")
     add("-N", "--nnodes", type=int, default=1, metavar="N", help="number of hosts (1)")
     add("--backend", default="auto", metavar="NAME", help="as distributed_backend in a YAML (auto)")
+    comm.add_flag(add)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
     add("-T", "--timeout", type=float, default=300, metavar="S", help="stuck after so long (300)")
     add("--vcpu-pin-mode", action="store_true", help="keep each rank on one CPU")

@@ -17,6 +17,7 @@ from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.patterns import Groups
 from flagscale.bench.collectives.records import allowed_environment
 from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.options import shown as shown_options
 from flagscale.bench.world import World
 
 
@@ -94,9 +95,14 @@ def header(
     size = "1e9" if spec.output.unit == "GB" else "2**30"
     clock = "time to issue" if spec.cpu_time else "wall clock / iterations"
     loop = spec.iterations
+    # A comparison may name one backend twice.
+    measured = [
+        f"{backend} ({shown_options(values)})" if (values := spec.options_of(name)) else backend
+        for name, backend in zip(spec.backends, backends, strict=True)
+    ]
     lines = [
         " ".join(f"{name} {version}" for name, version in versions().items()),
-        f"backend {', '.join(backends)}; {topology(facts)}; started by {world.launcher}",
+        f"backend {', '.join(measured)}; {topology(facts)}; started by {world.launcher}",
         f"unit {spec.output.unit}/s = {size} bytes a second; time: {clock}, "
         f"{_AVERAGES[spec.average]}; percentiles: of each iteration's slowest rank",
         f"{loop.measured} iterations after {loop.warmup}"
@@ -125,6 +131,7 @@ def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> d
         "config": {
             "command": list(spec.command),
             "backends": list(backends),
+            "options": {found.name: dict(found.values) for found in spec.options},
             "ranks": len(facts),
             "iterations": asdict(loop),
             "average": spec.average,

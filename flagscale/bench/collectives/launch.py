@@ -6,15 +6,16 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.command import build_parser
 from flagscale.bench.collectives.settings import from_options, parse_spec
 from flagscale.bench.collectives.slurm import run_in_slurm
-from flagscale.bench.collectives.spec import BenchSpec
-from flagscale.bench.collectives.starters import starter_argv, without_starting
+from flagscale.bench.collectives.spec import BenchSpec, Placement
+from flagscale.bench.collectives.starters import starter_argv, without, without_starting
+from flagscale.bench.options import FLAG
 from flagscale.bench.spawn import spawn
 from flagscale.bench.world import World, detect
 from flagscale.errors import ConfigError
@@ -63,7 +64,7 @@ def read_specs(words: Sequence[str], prog: str = "bench.py") -> list[BenchSpec]:
     if options.operation:
         raise ConfigError(f"--batch: the operation {options.operation!r} belongs into the file")
     specs: list[BenchSpec] = []
-    shared = [word for word in words if word not in ("--batch", str(options.batch))]
+    shared = without(words, {"--batch": "one"})
     for number, line in enumerate(_lines(options.batch), start=1):
         own = shlex.split(line, comments=True)
         if not own:
@@ -72,12 +73,35 @@ def read_specs(words: Sequence[str], prog: str = "bench.py") -> list[BenchSpec]:
             spec = parse_spec([*shared, *own], prog=prog)
         except ConfigError as error:
             raise ConfigError(f"--batch {options.batch}:{number}: {error.message}") from error
-        backend = spec.placement.backend
-        place = replace(specs[0].placement, backend=backend) if specs else spec.placement
-        specs.append(replace(spec, placement=place))
+        _require_same_ranks(spec, specs, f"--batch {options.batch}:{number}")
+        specs.append(spec)
     if not specs:
         raise ConfigError(f"--batch {options.batch}: it has no line to run")
     return specs
+
+
+def _require_same_ranks(spec: BenchSpec, before: Sequence[BenchSpec], where: str) -> None:
+    """Refuse a line of a batch that would need processes of its own."""
+    for other in before:
+        place = replace(other.placement, backend=spec.placement.backend)
+        differing = [f.name for f in fields(place) if _differs(place, spec.placement, f.name)]
+        if differing:
+            raise ConfigError(
+                f"{where}: all lines run in the same ranks, and this one asks for others "
+                f"({', '.join(differing)})",
+                hint="give such flags once, beside --batch",
+            )
+        for name in {*other.backends} & {*spec.backends}:
+            if other.options_of(name) != spec.options_of(name):
+                raise ConfigError(
+                    f"{where}: {FLAG} of {name} holds for the whole process, and an earlier line "
+                    "gives others",
+                    hint="measure them one after the other, by two commands",
+                )
+
+
+def _differs(one: Placement, other: Placement, name: str) -> bool:
+    return bool(getattr(one, name) != getattr(other, name))
 
 
 def _lines(path: Path) -> list[str]:
@@ -130,10 +154,12 @@ def _start(specs: Sequence[BenchSpec], words: Sequence[str]) -> int:
 
 
 def _as_rank(specs: Sequence[BenchSpec], world: World) -> int:
-    if specs[0].output.debug:
-        # Read by the libraries when they are loaded, so before the import of torch.
+    # Read by the libraries when they are loaded, so before the import of torch. Its warnings of a
+    # connection that broke are pages of addresses in libraries, around the one line that says why.
+    debug = specs[0].output.debug
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO" if debug else "ERROR")
+    if debug:
         os.environ.setdefault("NCCL_DEBUG", "INFO")
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO")
     from flagscale.bench.collectives.ranks import leave, run_rank
 
     code = run_rank(specs, world)

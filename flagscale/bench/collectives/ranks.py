@@ -30,6 +30,7 @@ from flagscale.bench.collectives.statistics import warning
 from flagscale.bench.collectives.watch import Beat, Watch
 from flagscale.bench.world import World
 from flagscale.comm import registry
+from flagscale.comm.base import DeviceType
 from flagscale.errors import ConfigError, FlagscaleError, JobError
 
 
@@ -97,8 +98,9 @@ def _prepare(specs: Sequence[BenchSpec], world: World) -> tuple[Facts, Flagscale
     try:
         device = devices.choose(placement.device, world.local_rank)
         for spec in specs:
-            for name in _backends(spec):
-                registry.usable(name, device.kind)
+            for name in spec.backends:
+                registry.usable(name, device.kind).export(spec.options_of(name))
+            _possible(spec, device.kind)
         if placement.pin:
             devices.pin(world.local_rank)
         return gather_facts(world.rank, device), None
@@ -108,8 +110,25 @@ def _prepare(specs: Sequence[BenchSpec], world: World) -> tuple[Facts, Flagscale
         ), error
 
 
-def _backends(spec: BenchSpec) -> tuple[str, ...]:
-    return spec.comparison.backends or (spec.placement.backend,)
+def _possible(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
+    """The run without the operations that a backend cannot do on this kind of device, if others
+    remain.
+
+    Raises:
+        ConfigError: none remains.
+    """
+    lacking = {
+        op.name: name
+        for name in spec.backends
+        for op in spec.operations
+        if op.name not in registry.backend(name).operations_on(kind)
+    }
+    kept = tuple(op for op in spec.operations if op.name not in lacking)
+    if not kept:
+        operation, name = next(iter(lacking.items()))
+        registry.usable(name, kind, [operation])
+    notes = [f"{op}: left out, {name} cannot do it on {kind}" for op, name in lacking.items()]
+    return replace(spec, operations=kept, notes=(*spec.notes, *notes))
 
 
 def _exchange(store: Store, own: Facts, world: World, seconds: float) -> list[Facts]:
@@ -146,10 +165,11 @@ def _refused(facts: Sequence[Facts], world: World) -> int:
 
 def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts]) -> int:
     world = session.world
+    spec = _possible(spec, session.device.kind)
     # Without --seed every rank took its own clock.
     spec = replace(spec, check=replace(spec.check, seed=_from_first(spec.check.seed)))
     names = tuple(
-        registry.backend(name).resolve(session.device.kind).name for name in _backends(spec)
+        registry.backend(name).resolve(session.device.kind).name for name in spec.backends
     )
     if spec.comparison.peak is None and session.device.nominal_gb is None and spec.comparison.probe:
         note = "peak: the nominal limit of this device is not known; give it with --peak"

@@ -76,15 +76,15 @@ class Session:
                 self._series(series, teams, spec, limits, listener)
 
     def _form(self, spec: BenchSpec, groups: patterns.Groups) -> list[Team]:
-        names = spec.comparison.backends or (spec.placement.backend,)
         teams = []
-        for number, name in enumerate(names):
+        for number, name in enumerate(spec.backends):
             key = (name, number, groups)
             if key not in self._teams:
                 self.watch.enter(f"the creation of {len(groups)} group(s) on {name}")
                 adapter = registry.usable(name, self.device.kind)
+                values = spec.options_of(name)
                 seconds = spec.placement.timeout * 2 + 60
-                team = form(adapter, groups, self.world.rank, self.device, seconds)
+                team = form(adapter, groups, self.world.rank, self.device, seconds, values)
                 self._teams[key] = team
             teams.append(self._teams[key])
         return _named_apart(teams)

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from flagscale.bench import options as comm
 from flagscale.bench.collectives import patterns, sizes
 from flagscale.bench.collectives.command import CHECK_MODES, build_parser
 from flagscale.bench.collectives.datatypes import DATA_TYPES, DataType, data_type
 from flagscale.bench.collectives.operations import OPERATIONS, REDUCTIONS, Operation, operation
 from flagscale.bench.collectives.placing import at_least, placement
 from flagscale.bench.collectives.spec import (
+    BackendOptions,
     BenchSpec,
     Buffers,
     Check,
@@ -50,7 +52,8 @@ def parse_spec(arguments: Sequence[str], *, prog: str = "bench.py") -> BenchSpec
 def from_options(options: argparse.Namespace, arguments: Sequence[str] = ()) -> BenchSpec:
     """The run that parsed flags describe; see :func:`parse_spec`."""
     operations = _operations(options.operation)
-    check, notes = _check(options), _notes(options)
+    check, notes, comparison = _check(options), _notes(options), _comparison(options)
+    judged = comm.judge(comparison.backends or (options.backend,), options.comm)
     return BenchSpec(
         operations=operations,
         types=_types(options.datatype),
@@ -63,8 +66,9 @@ def from_options(options: argparse.Namespace, arguments: Sequence[str] = ()) -> 
         check=check,
         groups=_groups(options),
         output=_output(options),
-        comparison=_comparison(options),
+        comparison=comparison,
         placement=placement(options),
+        options=tuple(BackendOptions(n, tuple(v.items())) for n, v in judged.items() if v),
         timing=options.timing,
         average=_average(options.average),
         blocking=_switch("-z/--blocking", options.blocking),

@@ -11,6 +11,7 @@ from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.datatypes import DataType
 from flagscale.bench.collectives.operations import Operation
 from flagscale.bench.collectives.statistics import Statistic
+from flagscale.comm.options import OptionValue, OptionValues
 from flagscale.errors import ConfigError
 from flagscale.launch.planning.hosts import Host
 
@@ -132,6 +133,14 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class BackendOptions:
+    """What is set of one backend, which is called ``name`` on the command line."""
+
+    name: str
+    values: tuple[tuple[str, OptionValue], ...]
+
+
+@dataclass(frozen=True)
 class Case:
     """One line of a table but for its size."""
 
@@ -171,6 +180,8 @@ class BenchSpec:
     output: Output = Output()
     comparison: Comparison = Comparison()
     placement: Placement = field(default_factory=Placement)
+    options: tuple[BackendOptions, ...] = ()
+    """What the command line sets of the backends."""
     timing: Timing = "wall"
     average: Average = "mean"
     blocking: bool = False
@@ -179,6 +190,15 @@ class BenchSpec:
     notes: tuple[str, ...] = ()
     """What the command line asked for and has no meaning here."""
     command: tuple[str, ...] = ()
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """What is measured, by the names it is asked for."""
+        return self.comparison.backends or (self.placement.backend,)
+
+    def options_of(self, name: str) -> OptionValues:
+        """What is set of the backend called ``name``."""
+        return next((dict(found.values) for found in self.options if found.name == name), {})
 
     def cases(self, ranks: int) -> Iterator[Case]:
         """Every case for groups of ``ranks`` ranks, in the order they run.

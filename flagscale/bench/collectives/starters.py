@@ -52,11 +52,16 @@ def starter_argv(
 
 def without_starting(words: Sequence[str]) -> list[str]:
     """``words`` without the flags that say how to start, and their values."""
+    return without(words, _STARTING)
+
+
+def without(words: Sequence[str], flags: Mapping[str, str]) -> list[str]:
+    """``words`` without ``flags``, each of which takes ``one`` value, ``many`` or ``none``."""
     result: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        takes = _STARTING.get(word.partition("=")[0])
+        takes = flags.get(word.partition("=")[0])
         if takes is None:
             result.append(word)
         elif "=" not in word and takes == "one":

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.comm.base import CommBackend
+from flagscale.comm.options import OptionValues
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,22 @@ def form(
     rank: int,
     device: BenchDevice,
     seconds: float,
+    options: OptionValues,
 ) -> Team:
-    """The team of ``rank`` among ``groups``; every rank calls this with the same groups.
+    """The team of ``rank`` among ``groups``; every rank calls this with the same groups. The
+    variables that ``options`` amount to are set already.
 
     A rank outside of all groups gets a team it is no member of.
     """
     mine: Team | None = None
+    given = backend.init_options(device.torch_device, options)
     for ranks in groups:
         with backend.creating():
             group: dist.ProcessGroup = dist.new_group(
                 list(ranks),
                 timeout=timedelta(seconds=seconds),
                 backend=backend.torch_backend(device.kind),
+                pg_options=given.get("pg_options"),
             )
         if rank in ranks:
             mine = Team(backend.name, ranks, ranks.index(rank), group)

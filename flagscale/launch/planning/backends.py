@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flagscale.comm import registry
+from flagscale.config.arguments.backend_options import NAME as OPTIONS
+from flagscale.config.arguments.flatten import leaves
+from flagscale.config.arguments.parser import fold
 from flagscale.config.checks import Arguments
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import PROJECT, Experiment
+from flagscale.config.specifics import specifics
 from flagscale.errors import ConfigError, Problem
+
+_OWN_EXAMPLES = PROJECT / "examples"
+
+
+def chooses_here(experiment: Experiment) -> bool:
+    """Whether the program takes its backend from :mod:`flagscale.comm.registry`: this project's
+    own and its examples do, another's has a parser and a choice of its own."""
+    task = experiment.task
+    return not task.foreign or task.entrypoint.is_relative_to(_OWN_EXAMPLES)
 
 
 def backend_problems(experiment: Experiment) -> list[Problem]:
-    """What is wrong with the name. Whether a host can use the backend is for that host to say."""
-    if experiment.task.foreign:
+    """What is wrong with the name and the options, those of single hosts too. Whether a host can
+    use the backend is for that host to say (:mod:`flagscale.launch.preflight.backend`)."""
+    if not chooses_here(experiment):
         return []
     args = Arguments.of(experiment)
+    name = args["distributed_backend"]
     try:
-        registry.backend(args["distributed_backend"])
+        registry.backend(name)
     except ConfigError as error:
         message = error.message.removeprefix("distributed_backend: ")
         return [args.problem("distributed_backend", message)]
+    problems = [args.problem(OPTIONS, text) for text in _complaints(name, args[OPTIONS] or ())]
+    return [*problems, *_specific_problems(experiment, name)]
+
+
+def _complaints(name: str, words: Sequence[str]) -> list[str]:
     try:
-        registry.options_of(args["distributed_backend"], args["comm"] or ())
+        registry.options_of(name, words)
     except ConfigError as error:
-        found = [replace(problem, key="") for problem in error.problems]
-        names = [problem.key for problem in error.problems]
-        return [
-            args.problem("comm", f"{name}: {problem}")
-            for name, problem in zip(names, found, strict=True)
-        ]
+        return [f"{found.key}: {replace(found, key='')}" for found in error.problems]
     return []
+
+
+def _specific_problems(experiment: Experiment, name: str) -> Iterator[Problem]:
+    """The options that a host or a type of device has of its own."""
+    for key, specific in specifics(experiment):
+        for path, leaf, value in leaves(specific.arguments, f"{key}."):
+            try:
+                folded = fold(leaf, value)
+            except ValueError:
+                continue  # reported when the YAML was read
+            if folded is not None and folded[0] == OPTIONS:
+                for text in _complaints(name, folded[1]):
+                    yield Problem(path, text, experiment.sources.get(path))

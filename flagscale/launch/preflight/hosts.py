@@ -14,6 +14,7 @@ from flagscale.config.schema import Experiment
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.launch.planning.folding import fold
 from flagscale.launch.planning.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
+from flagscale.launch.preflight import backend
 from flagscale.launch.preflight.local import REACHABLE, Check, check_devices, check_space
 from flagscale.launch.preflight.survey import Survey, syncs
 from flagscale.launch.remote.facts import Facts, packages_of
@@ -32,6 +33,9 @@ def check_hosts(experiment: Experiment, plan: LaunchPlan, found: Survey) -> list
         lambda host, facts: _code(experiment, found, facts),
         lambda host, facts: _paths(facts),
         lambda host, facts: check_devices(experiment, facts.gpus or 0, host.nproc),
+        lambda host, facts: backend.judge(
+            experiment, found.hosts[host.rank], facts.python.get("backend"), facts.gpus or 0
+        ),
         lambda host, facts: _interface(plan, host, facts),
         lambda host, facts: _disk(plan, facts),
         lambda host, facts: _clock(facts),

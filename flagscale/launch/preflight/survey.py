@@ -16,6 +16,7 @@ from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.machines import remote_machines
 from flagscale.launch.planning.per_host import Settings, rebased, settings
 from flagscale.launch.planning.plan import LaunchPlan, SshPlace, master_address, plan, wanted_port
+from flagscale.launch.preflight import backend
 from flagscale.launch.remote import facts as asking
 from flagscale.launch.remote import probe
 from flagscale.launch.remote.facts import Facts, Question
@@ -123,7 +124,7 @@ def _questions(experiment: Experiment, hosts: Sequence[Host], thorough: bool) ->
                 setup=own.setup,
                 port=(wanted_port(runner) or 0) if rank == 0 else None,
                 beside=runner.liveness_port if len(hosts) > 1 else None,
-                wish=_wish(experiment, own) if thorough else None,
+                wish=_wish(experiment, host, own) if thorough else None,
             )
         )
     return questions
@@ -133,7 +134,7 @@ def _python(own: Settings) -> str:
     return own.python or ("python" if own.conda else sys.executable)
 
 
-def _wish(experiment: Experiment, own: Settings) -> dict[str, Any]:
+def _wish(experiment: Experiment, host: Host, own: Settings) -> dict[str, Any]:
     project = own.build_dir or PROJECT
     reads = [] if experiment.task.foreign else list(leaves(own.sections))
     needed = [path for _, name, value in reads for path in paths.needed(name, value)]
@@ -145,6 +146,7 @@ def _wish(experiment: Experiment, own: Settings) -> dict[str, Any]:
         "exp_dir": str(experiment.exp_dir),
         "paths": needed,
         "code": compares_code(experiment),
+        "backend": backend.question(experiment, host, own),
     }
 
 

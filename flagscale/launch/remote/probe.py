@@ -28,6 +28,7 @@ PACKAGES = (
     "einops",
     "triton",
 )
+BACKEND_SECONDS = 50
 CODE_ROOTS = ("flagscale", os.path.join("third_party", "Megatron-LM"))
 CODE_ENDINGS = (".py", ".json", ".yaml", ".cpp", ".cu", ".h", ".so")
 _NOT_CODE = ("__pycache__", ".git")
@@ -125,7 +126,35 @@ def look(wish: dict[str, Any]) -> dict[str, Any]:
     }
     if wish.get("code"):
         answer["code"] = digest_of(manifest(project))
+    if wish.get("backend") and answer["project"]:
+        answer["backend"] = backend(wish["backend"], [sys.executable])
     return answer
+
+
+def backend(wish: dict[str, Any], python: list[str]) -> dict[str, Any]:
+    """Whether ``python``, in the environment of the ranks, can use the communication backend."""
+    import subprocess
+
+    own = wish["environment"]
+    path = [wish["project"], own.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
+    environment = dict(os.environ, **own)
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
+    try:
+        done = subprocess.run(
+            [*python, "-m", "flagscale.comm.check", *wish["words"]],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BACKEND_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"problem": f"its Python gives no answer within {BACKEND_SECONDS} s"}
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])  # type: ignore[no-any-return]
+    return {"problem": lines[-1] if lines else "its Python does not answer"}
 
 
 def main() -> None:

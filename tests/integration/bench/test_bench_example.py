@@ -26,5 +26,5 @@ def test_every_operation_of_the_example_is_right(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("all_reduce", "reduce_scatter", "all_to_all_v", "scatter", "send_recv", "objects"):
+    for name in ("all_reduce", "reduce_scatter", "all_to_all_v", "scatter", "sendrecv", "objects"):
         assert f"ok: {name} on gloo, 2 ranks" in done.stdout

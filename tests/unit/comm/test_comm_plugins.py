@@ -104,4 +104,6 @@ def test_packages_bring_backends_and_broken_ones_say_why(tmp_path: Path) -> None
     assert "bad: badlib: AttributeError" in said
     assert "odd: oddlib: oddlib:VALUE is no CommBackend" in said
     # No package can take one of our names.
-    assert "gloo        -        yes  -     torch's own TCP" in said
+    assert "gloo        -        yes  no    torch's own TCP" in said
+    assert "  gloo on cuda: all but sendrecv, permute\n" in said
+    assert "  mpi: all but reduce_scatter\n" in said

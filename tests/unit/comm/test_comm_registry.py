@@ -7,6 +7,8 @@ import textwrap
 import pytest
 
 from flagscale.comm import registry
+from flagscale.comm.base import TRAINING
+from flagscale.comm.registry import Gloo
 from flagscale.errors import ConfigError
 
 
@@ -68,10 +70,22 @@ def test_nccl_without_a_gpu_says_why_and_what_works() -> None:
     assert "auto, gloo" in str(error.value)
 
 
+class _WithGpu(Gloo):
+    """gloo where there is a GPU."""
+
+    def unavailable(self, device: registry.DeviceType) -> str | None:
+        return None
+
+
 @pytest.mark.torch
-def test_gloo_is_refused_for_gpu_training() -> None:
-    with pytest.raises(ConfigError, match="device memory"):
-        registry.usable("gloo", "cuda")
+def test_what_a_backend_cannot_do_on_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._OWN, "gloo", _WithGpu())
+    assert registry.usable("gloo", "cuda", ["all_reduce"]).name == "gloo"
+    assert registry.usable("gloo", "cpu", TRAINING).name == "gloo"
+    with pytest.raises(ConfigError, match="it cannot do sendrecv on GPU memory"):
+        registry.usable("gloo", "cuda", TRAINING)
+    assert "permute" not in registry.backend("cpu:gloo,cuda:gloo").operations_on("cuda")
+    assert "permute" in registry.backend("cpu:gloo,cuda:gloo").operations_on("cpu")
 
 
 def test_listing_backends_imports_no_torch() -> None:

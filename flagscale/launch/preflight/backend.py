@@ -1,0 +1,74 @@
+"""The communication backend, looked at on the host that is to use it: its own Python, in the
+environment of its ranks, says whether it can.
+
+What comes with every torch is not asked about: that takes an import of torch, a second or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flagscale.config.checks import Arguments
+from flagscale.config.schema import PROJECT, Experiment
+from flagscale.config.secrets import is_secret_name
+from flagscale.launch.planning.backends import chooses_here
+from flagscale.launch.planning.devices import hidden
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.per_host import Settings
+from flagscale.launch.preflight.local import Check
+from flagscale.launch.remote import probe
+
+CHECK = "communication"
+_WITH_TORCH = ("auto", "nccl", "gloo")
+_NO_GLOO = "gloo cannot do sendrecv, permute on GPU memory"
+
+
+def question(experiment: Experiment, host: Host, own: Settings) -> dict[str, Any] | None:
+    """What the probe needs to ask a host's Python; None where nothing needs to be asked."""
+    name, device = _wanted(experiment)
+    if not chooses_here(experiment) or name in _WITH_TORCH:
+        return None
+    variables = experiment.envs.for_host(host.name, host.device_type)
+    return {
+        "words": [name, device],
+        "project": str(own.build_dir or PROJECT),
+        "environment": {k: v for k, v in variables.items() if not is_secret_name(k)},
+    }
+
+
+def check_here(experiment: Experiment, host: Host, own: Settings, python: str, gpus: int) -> Check:
+    """The check of this machine, whose Python is asked now."""
+    asked = question(experiment, host, own)
+    answer = None
+    if asked is not None:
+        setup = ["bash", "-c", f'{own.setup}\nexec "$@"', "bash"] if own.setup else []
+        try:
+            answer = probe.backend(asked, [*setup, python])
+        except (OSError, ValueError) as error:
+            answer = {"problem": f"its Python cannot be asked: {error}"}
+    return judge(experiment, host, answer, gpus)
+
+
+def judge(experiment: Experiment, host: Host, answer: Mapping[str, Any] | None, gpus: int) -> Check:
+    """The check that a host's ``answer`` comes to; None where it was not asked."""
+    name, device = _wanted(experiment)
+    if not chooses_here(experiment):
+        return Check(CHECK, True, f"{experiment.task.entrypoint.name} chooses by itself")
+    variables = experiment.envs.for_host(host.name, host.device_type)
+    if name == "gloo" and device != "cpu" and gpus and not hidden(variables):
+        answer = {"problem": _NO_GLOO, "hint": "auto takes nccl; device: cpu trains without GPUs"}
+    if answer is None:
+        known = "which comes with torch" if name in _WITH_TORCH else "not asked for"
+        return Check(CHECK, True, f"{name}, {known}")
+    if answer.get("problem"):
+        key = Arguments.of(experiment).problem("distributed_backend", "")
+        where = f"{key.where}: " if key.where else ""
+        found = f"{where}{key.key}: {answer['problem']}"
+        return Check(CHECK, False, found, str(answer.get("hint") or ""))
+    return Check(CHECK, True, " ".join(filter(None, (name, answer.get("version")))))
+
+
+def _wanted(experiment: Experiment) -> tuple[str, str]:
+    args = Arguments.of(experiment)
+    return str(args["distributed_backend"]), str(args["device"])

@@ -1,0 +1,139 @@
+"""What a host's Python answers to a preflight, and what is made of the answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.compose import compose, config_file
+from flagscale.config.load import load_experiment
+from flagscale.config.schema import PROJECT, Experiment
+from flagscale.launch.planning.backends import backend_problems
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.per_host import settings
+from flagscale.launch.preflight import backend
+from flagscale.launch.remote import probe
+
+_YAML = """\
+experiment:
+  exp_name: x
+  exp_dir: {directory}
+  task: {{type: train, backend: megatron{entrypoint}}}
+  envs: {{A_TOKEN: secret, X: "1", node_specific: {{h1: {{X: "2", PYTHONPATH: "{directory}"}}}}}}
+train:
+  system:
+    distributed_backend: {name}
+  model: {{num_layers: 2, hidden_size: 8, num_attention_heads: 2, seq_length: 8, train_iters: 1,
+           micro_batch_size: 1, global_batch_size: 1, lr: 0.1}}
+  data: {{mock_data: true, tokenizer_type: NullTokenizer, vocab_size: 8}}
+device_type_specific:
+  fast: {{comm: {{socket_ifnam: eth0}}}}
+node_specific:
+  h0: {{system: {{comm: {{socket_ifname: eth1}}}}}}
+  h1: {{system: {{comm: {{clusters: "4,4"}}}}}}
+"""
+Load = Callable[..., Experiment]
+HERE = Host("h1")
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def loaded(name: str, entrypoint: str = "") -> Experiment:
+        given = f", entrypoint: {entrypoint}" if entrypoint else ""
+        text = _YAML.format(directory=tmp_path, name=name, entrypoint=given)
+        (tmp_path / "x.yaml").write_text(text)
+        config = compose(tmp_path, "x", [])
+        return load_experiment(config, config_file=config_file(tmp_path, "x"), overrides=[])
+
+    return loaded
+
+
+def test_options_of_single_hosts_are_judged_with_the_plan(load: Load) -> None:
+    found = {p.key: (p.message, str(p.where)) for p in backend_problems(load("gloo"))}
+    assert list(found) == ["device_type_specific.fast.comm", "node_specific.h1.system.comm"]
+    message, where = found["device_type_specific.fast.comm"]
+    assert "socket_ifnam: is no option of gloo; did you mean 'socket_ifname'?" in message
+    assert where.endswith("x.yaml:13")
+
+
+def test_an_example_is_judged_and_a_foreign_program_is_not(load: Load, tmp_path: Path) -> None:
+    foreign = tmp_path / "pretrain.py"
+    foreign.write_text("")
+    assert backend_problems(load("hccl", str(foreign))) == []
+    (problem,) = backend_problems(load("hccl", str(PROJECT / "examples/comm/torch_api.py")))
+    assert (problem.key, "'hccl' is not a known" in problem.message) == (
+        "train.system.distributed_backend",
+        True,
+    )
+
+
+def test_an_example_gets_its_options_as_one_argument(load: Load) -> None:
+    program = str(PROJECT / "examples/comm/torch_api.py")
+    given = dict(load("gloo", program).by_host["h0"].arguments)
+    assert given == {"system": {"comm": ["socket_ifname=eth1"]}}
+
+
+def test_what_is_asked_of_a_host(load: Load) -> None:
+    experiment = load("flagcx")
+    asked = backend.question(experiment, HERE, settings(experiment, HERE))
+    assert asked is not None
+    assert asked["words"] == ["flagcx", "auto"]
+    # A secret stays here; the host's own variables count.
+    assert set(asked["environment"]) == {"X", "PYTHONPATH"}
+    assert asked["environment"]["X"] == "2"
+    for name in ("auto", "nccl", "gloo"):
+        assert backend.question(load(name), HERE, settings(experiment, HERE)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "answer", "ok", "found"),
+    [
+        ("fsccl", 0, {"device": "cpu", "version": "0.1.0"}, True, "fsccl 0.1.0"),
+        ("fsccl", 0, None, True, "fsccl, not asked for"),
+        ("gloo", 0, None, True, "gloo, which comes with torch"),
+        ("gloo", 2, None, False, "gloo cannot do sendrecv, permute on GPU memory"),
+        ("mpi", 0, {"problem": "no MPI", "hint": "build it"}, False, "no MPI"),
+    ],
+)
+def test_what_an_answer_comes_to(
+    load: Load, name: str, gpus: int, answer: dict[str, Any] | None, ok: bool, found: str
+) -> None:
+    check = backend.judge(load(name), HERE, answer, gpus)
+    assert (check.ok, found in check.found) == (ok, True)
+    if not ok:
+        assert "x.yaml:8: train.system.distributed_backend: " in check.found
+        assert check.hint
+
+
+@pytest.mark.torch
+def test_a_python_answers_for_its_own_packages(tmp_path: Path) -> None:
+    (tmp_path / "fastlib.py").write_text(
+        "from flagscale.comm.base import CommBackend\n"
+        "class Fast(CommBackend):\n"
+        "    name, summary, devices = '?', 'quick', ('cpu', 'cuda')\n"
+        "    def unavailable(self, device): return None\n"
+        "    def version(self): return '7.1'\n"
+    )
+    info = tmp_path / "fastlib-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastlib\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flagscale.comm_backends]\nfast = fastlib:Fast\n")
+    own = {"PYTHONPATH": str(tmp_path)}
+    asked = {"words": ["fast", "cpu"], "project": str(PROJECT), "environment": own}
+    assert probe.backend(asked, [sys.executable]) == {"device": "cpu", "version": "7.1"}
+    asked["environment"] = {}
+    answer = probe.backend(asked, [sys.executable])
+    assert answer["problem"].startswith("'fast' is not a known backend")
+
+
+def test_a_python_that_fails_is_quoted() -> None:
+    asked = {"words": ["mpi"], "project": "/nowhere", "environment": {}}
+    program = "import sys; print('one', file=sys.stderr); sys.exit('last words')"
+    assert probe.backend(asked, [sys.executable, "-c", program]) == {"problem": "last words"}
+    answer = probe.backend(asked, [sys.executable, "-c", f"print('''{json.dumps({'a': 1})}''')"])
+    assert answer == {"a": 1}
