@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
 from flagscale.launch.planning.folding import fold
 from flagscale.launch.planning.plan import SshPlace
 from flagscale.launch.transport import Connection, DialOptions, Fleet, Outcome, SshConfig
+from flagscale.launch.transport.closing import Closing
 
 T = TypeVar("T")
 
 
-class Hosts:
+class Hosts(Closing):
     """Hosts by rank. A context manager: leaving it closes the connections, and no more."""
 
     def __init__(
@@ -32,17 +32,6 @@ class Hosts:
         ]
         self._ranks = {target: rank for rank, target in enumerate(self._targets)}
         self._fleet = Fleet(self._targets, options=options)
-
-    def __enter__(self) -> Hosts:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._fleet.close()

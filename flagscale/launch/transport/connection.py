@@ -13,10 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 
 import paramiko
 
+from flagscale.launch.transport.closing import Closing
 from flagscale.launch.transport.command import (
     AfterMarker,
     Result,
@@ -48,7 +48,7 @@ _LAST_WORDS = 0.5
 OnOutput = Callable[[bytes], object]
 
 
-class Connection:
+class Connection(Closing):
     """An authenticated connection. Made by :func:`.dial.connect`; a context manager."""
 
     def __init__(
@@ -64,17 +64,6 @@ class Connection:
         self._sock = sock
         self._lost = lost
         self._on_close: list[Callable[[], object]] = [lambda: on_close(self)]
-
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def alive(self) -> bool:

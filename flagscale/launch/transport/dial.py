@@ -14,11 +14,11 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
 import paramiko
 
 from flagscale.launch.transport import faults, proxy
+from flagscale.launch.transport.closing import Closing
 from flagscale.launch.transport.connection import Connection
 from flagscale.launch.transport.errors import (
     ChannelRefusedError,
@@ -60,7 +60,7 @@ class DialOptions:
     pause: float = 0.2
 
 
-class Dialer:
+class Dialer(Closing):
     """Opens connections. Thread-safe; a context manager."""
 
     def __init__(self, options: DialOptions | None = None) -> None:
@@ -71,17 +71,6 @@ class Dialer:
         self._jumps: dict[SshTarget, Connection] = {}
         self._jump_locks: dict[SshTarget, threading.Lock] = {}
         self._open: set[socket.socket | Connection] = set()
-
-    def __enter__(self) -> Dialer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close every connection that is open or being opened; whoever waits for one fails."""

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from flagscale.errors import FlagscaleError
+from flagscale.launch.transport.closing import Closing
 from flagscale.launch.transport.connection import Connection
 from flagscale.launch.transport.dial import Dialer, DialOptions
 from flagscale.launch.transport.target import SshTarget
@@ -46,7 +46,7 @@ class Outcome(Generic[T]):
         return self.value  # type: ignore[return-value]
 
 
-class Fleet:
+class Fleet(Closing):
     """Hosts whose connections stay open from one action to the next, as for a live table.
 
     A connection that broke is opened again by the next action. A context manager.
@@ -66,17 +66,6 @@ class Fleet:
         self._dialer = Dialer(options)
         self._lock = threading.Lock()
         self._connections: dict[SshTarget, Connection] = {}
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._dialer.close()

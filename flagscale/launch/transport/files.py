@@ -13,16 +13,16 @@ import stat
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import paramiko
 
+from flagscale.launch.transport.closing import Closing
 from flagscale.launch.transport.connection import Connection
 from flagscale.launch.transport.errors import HostError, RemoteFileError
 
 
-class RemoteFiles:
+class RemoteFiles(Closing):
     """The files of one host, for as long as the connection lives. A context manager.
 
     Paths are the host's, with ``/``. Every failure is a :class:`RemoteFileError` that names the
@@ -32,17 +32,6 @@ class RemoteFiles:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sftp = connection.open_sftp()
-
-    def __enter__(self) -> RemoteFiles:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._sftp.close()
