@@ -7,6 +7,7 @@ all hosts behind it are reached.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import random
@@ -26,9 +27,19 @@ from flagscale.launch.transport.errors import (
     GreetingTimeoutError,
     HandshakeError,
     HostError,
+    HostKeyError,
 )
 from flagscale.launch.transport.identities import Identities
-from flagscale.launch.transport.known_hosts import Verdict, judge, known_kinds, lookup
+from flagscale.launch.transport.known_hosts import (
+    REVOKED,
+    KnownKey,
+    UnreadableError,
+    Verdict,
+    judge,
+    known_kinds,
+    lookup,
+    revoked,
+)
 from flagscale.launch.transport.target import SshTarget
 
 # paramiko reports on a channel of ours, so that its tracebacks do not reach a user's terminal.
@@ -213,7 +224,7 @@ class Dialer(Closing):
                 raise faults.handshake_failed(target, None, limit, limit)
             offered = transport.get_remote_server_key()
             kind, blob = offered.get_name(), offered.asbytes()
-            verdict, line = judge(keys, kind, blob)
+            verdict, line = judge([*_revoked(target, kind, blob), *keys], kind, blob)
             if verdict is Verdict.UNKNOWN and target.remember_new_keys and line is None:
                 _remember(target, kind, blob)
             elif verdict is not Verdict.KNOWN:
@@ -249,6 +260,19 @@ def _tune(sock: socket.socket, lost: float) -> None:
     for name, value in options.items():
         if hasattr(socket, name):  # not every system has every one
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _revoked(target: SshTarget, kind: str, blob: bytes) -> list[KnownKey]:
+    """The line by which the user's RevokedHostKeys names the key, if it does."""
+    if target.revoked_keys is None:
+        return []
+    try:
+        where = revoked(target.revoked_keys, blob)
+    except UnreadableError as error:
+        what = f"no host is trusted while the list of revoked keys cannot be read: {error}"
+        raise HostKeyError(target.name, what) from error
+    encoded = base64.b64encode(blob).decode()
+    return [KnownKey(kind, encoded, REVOKED, where)] if where is not None else []
 
 
 def _prefer(transport: paramiko.Transport, kinds: list[str]) -> None:

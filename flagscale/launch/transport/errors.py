@@ -74,7 +74,9 @@ class ProxyCommandError(HostError):
 
 
 class HostKeyError(HostError):
-    """The host's key is not the one we trust."""
+    """The host's key is not one we can trust."""
+
+    summary = "host key cannot be checked"
 
 
 class UnknownHostKeyError(HostKeyError):
@@ -84,9 +86,15 @@ class UnknownHostKeyError(HostKeyError):
 
 
 class ChangedHostKeyError(HostKeyError):
-    """known_hosts has another key of this host, or has revoked this one."""
+    """known_hosts has another key of this host."""
 
     summary = "HOST KEY HAS CHANGED"
+
+
+class RevokedHostKeyError(HostKeyError):
+    """The user has declared this very key void, for it is known to others."""
+
+    summary = "HOST KEY IS REVOKED"
 
 
 class LoginError(HostError):

@@ -21,6 +21,7 @@ from flagscale.launch.transport.errors import (
     HostError,
     NameResolutionError,
     NoRouteError,
+    RevokedHostKeyError,
     UnknownHostKeyError,
 )
 from flagscale.launch.transport.known_hosts import AUTHORITY, KnownKey, Verdict
@@ -110,8 +111,11 @@ def host_key_refused(
     file = target.known_hosts[0] if target.known_hosts else Path.home() / ".ssh" / "known_hosts"
     where = line.where if line else ""
     if verdict is Verdict.REVOKED:
-        return ChangedHostKeyError(
-            target.name, f"the host key of {target.route}, {offered}, is revoked by {where}"
+        return RevokedHostKeyError(
+            target.name,
+            f"the host key of {target.route}, {offered}, is revoked by {where}: whoever answers "
+            "with it may be anybody",
+            hint="give the host a new key",
         )
     if verdict is Verdict.CHANGED and line is not None:
         known = fingerprint(base64.b64decode(line.blob))
@@ -126,7 +130,8 @@ def host_key_refused(
     if line is not None:
         more = f"; only a key of type {line.kind} is known ({where})"
         if line.marker == AUTHORITY:
-            more = f"; host certificates ({where}) are not supported, only keys"
+            more = f"; {where} trusts a certificate authority, but certificates of hosts cannot be "
+            more += "checked here, only keys"
     return UnknownHostKeyError(
         target.name,
         f"the host key of {target.route}, {offered}, is not in {file}{more}",

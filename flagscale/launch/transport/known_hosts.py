@@ -22,6 +22,7 @@ from pathlib import Path
 HASHED = "|1|"
 REVOKED = "@revoked"
 AUTHORITY = "@cert-authority"
+_KRL_MAGIC = b"SSHKRL\n\0"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,29 @@ class KnownKey:
             return base64.b64decode(self.blob) == blob
         except binascii.Error:
             return False
+
+
+class UnreadableError(Exception):
+    """A list of revoked keys that cannot be read: nobody can be trusted then."""
+
+
+def revoked(path: Path, blob: bytes) -> str | None:
+    """Where the user's ``RevokedHostKeys`` names a key, as ``file:line``; None where it does not.
+
+    The file has a public key a line. Raises :class:`UnreadableError` for one that is not there or
+    is a binary list (KRL), of which OpenSSH alone knows the format.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UnreadableError(f"{path}: {error.strerror}") from error
+    if text.startswith(_KRL_MAGIC):
+        raise UnreadableError(f"{path}: a binary list (KRL); give a text file with a key a line")
+    wanted = base64.b64encode(blob)
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.lstrip().startswith(b"#") and wanted in line.split():
+            return f"{path}:{number}"
+    return None
 
 
 @dataclass

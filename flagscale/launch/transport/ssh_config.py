@@ -102,6 +102,7 @@ class SshConfig:
             known_hosts=_known_hosts(options),
             remember_new_keys=options.get("stricthostkeychecking", "ask").lower()
             in ("no", "off", "accept-new"),
+            revoked_keys=_revoked_keys(options.get("revokedhostkeys")),
             connect_timeout=self._number(options, "connecttimeout", 0) or None,
             agent_socket=_agent_socket(options.get("identityagent")),
             identities_only=options.get("identitiesonly", "no").lower() == "yes",
@@ -195,6 +196,10 @@ def _known_hosts(options: Mapping[str, str]) -> tuple[Path, ...]:
     )
     words = (word for name in names if name.lower() != "none" for word in name.split())
     return tuple(Path(word.replace("%d", str(Path.home()))).expanduser() for word in words)
+
+
+def _revoked_keys(option: str | None) -> Path | None:
+    return None if option is None or option.lower() == "none" else Path(option).expanduser()
 
 
 def _agent_socket(option: str | None) -> str | None:

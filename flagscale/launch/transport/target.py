@@ -28,6 +28,7 @@ class SshTarget:
     known_hosts: tuple[Path, ...] = ()
     host_key_alias: str | None = None
     remember_new_keys: bool = False
+    revoked_keys: Path | None = None
     connect_timeout: float | None = None
     via: SshTarget | None = None
     proxy_command: str | None = None

@@ -216,6 +216,47 @@ def test_known_hosts_hashed_aliased_and_learnt(bed: Bed) -> None:
         connect(config.target("h01"), QUICK)
 
 
+@pytest.mark.bed(hosts=1)
+def test_revoked_keys_and_certificates_of_hosts(bed: Bed, tmp_path: Path) -> None:
+    host, known = bed[0], bed.known_hosts
+    trusted = known.read_text()
+    public = " ".join((host.directory / "hostkey.pub").read_text().split()[:2])
+    config = SshConfig.load(bed.ssh_config)
+
+    known.write_text(f"{trusted}@revoked * {public}\n")
+    with pytest.raises(e.RevokedHostKeyError, match=rf"is revoked by {known}:2") as revoked:
+        connect(config.target("h00"), QUICK)
+    assert revoked.value.exit_code == 3
+    known.write_text(trusted)
+    listed = tmp_path / "revoked"
+    listing = configure(bed, f"Host *\n  RevokedHostKeys {listed}\n")
+    with pytest.raises(e.HostKeyError, match=rf"{listed}: No such file"):
+        connect(listing.target("h00"), QUICK)
+    listed.write_text(f"# stolen\n{public} root@h00\n")
+    with pytest.raises(e.RevokedHostKeyError, match=rf"is revoked by {listed}:2"):
+        connect(listing.target("h00"), QUICK)
+    revoke = ["ssh-keygen", "-q", "-k", "-f", listed, host.directory / "hostkey.pub"]
+    subprocess.run(revoke, check=True, capture_output=True)
+    with pytest.raises(e.HostKeyError, match="binary list"):
+        connect(listing.target("h00"), QUICK)
+
+    authority = write_key(tmp_path / "authority")
+    sign = ["-s", tmp_path / "authority", "-I", "h00", "-h", "-n", "h00"]
+    key = host.directory / "hostkey.pub"
+    subprocess.run(["ssh-keygen", "-q", *sign, key], check=True, capture_output=True)
+    host.restart_sshd(HostCertificate=str(host.directory / "hostkey-cert.pub"))
+    known.write_text(f"# ours\n@cert-authority * {authority}\n")
+    ssh = ["ssh", "-F", bed.ssh_config, "h00", "hostname"]
+    assert subprocess.run(ssh, check=True, capture_output=True, text=True).stdout == "h00\n"
+    with pytest.raises(e.UnknownHostKeyError) as unknown:
+        connect(config.target("h00"), QUICK)
+    assert f"{known}:2 trusts a certificate authority" in str(unknown.value)
+    assert "ssh-keyscan -t ed25519 h00 >> " in str(unknown.value)
+    # What it is told to do helps: the same server shows its plain key.
+    known.write_text(f"@cert-authority * {authority}\n{trusted}")
+    connect(config.target("h00"), QUICK).close()
+
+
 def test_a_name_that_does_not_resolve() -> None:
     config = SshConfig.from_lines([], "none")
     with pytest.raises(e.NameResolutionError, match=r"no-such-host\.invalid") as caught:

@@ -98,10 +98,11 @@ def test_hints_are_quoted_for_the_shell() -> None:
     assert faults.fingerprint(b"other") in str(error)
     assert "/h/known hosts:7" in str(error)
     revoked = faults.host_key_refused(TARGET, Verdict.REVOKED, "ssh-ed25519", b"key", line)
+    assert isinstance(revoked, errors.RevokedHostKeyError)
     assert "is revoked by /h/known hosts:7" in str(revoked)
     authority = KnownKey("ssh-ed25519", "b3RoZXI=", "@cert-authority", "/h/k:1")
     unknown = faults.host_key_refused(TARGET, Verdict.UNKNOWN, "ssh-rsa", b"key", authority)
-    assert "host certificates (/h/k:1) are not supported" in str(unknown)
+    assert "/h/k:1 trusts a certificate authority" in str(unknown)
 
 
 def every(kind: type[errors.HostError]) -> list[type[errors.HostError]]:
