@@ -1,9 +1,10 @@
 """The one line of text a host's login shell gets to see, and what comes back from it.
 
 The line is built by :mod:`shlex` and nothing else. It starts ``sh``, which starts the command, so
-that a command that a signal ends has the status 128+n that every shell reports. A marker on both
-output streams says that the login shell's own start-up files are done: what they printed before it
-is not the command's output, and without it the command never ran.
+that a command that a signal ends has the status 128+n that every shell reports; scripts have a
+line of their own, see :mod:`.shell`. A marker on both output streams says that the login shell's
+own start-up files are done: what they printed before it is not the command's output, and without
+it the command never ran.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from dataclasses import dataclass
 LONGEST = 128 * 1024 - 1
 
 MARKER = b"\x02flagscale\x03"
-_WRAPPER = r"""printf '\002%s\003' "$0"; printf '\002%s\003' "$0" >&2; "$@"; exit $?"""
 
-# The whole script is read before its first command runs, and the braces keep a script that was
-# cut off on its way from running at all. Nothing of it shows in a process table.
-_READ_SCRIPT = 'script=$(cat; printf .) && eval "${script%.}"'
+#: Shell commands that print the marker, given as ``$0``, on both streams.
+MARK = r"""printf '\002%s\003' "$0"; printf '\002%s\003' "$0" >&2;"""
+_WRAPPER = f'{MARK} "$@"; exit $?'
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,6 @@ def command_line(argv: Sequence[str]) -> str:
     if size > LONGEST:
         raise ValueError(f"a command line of {size} bytes is too long; use stdin")
     return line
-
-
-def script_command(arguments: Sequence[str]) -> list[str]:
-    """The command that runs the bash script it reads on stdin, see :func:`script_input`."""
-    return ["bash", "-c", _READ_SCRIPT, "flagscale", *arguments]
-
-
-def script_input(script: str) -> bytes:
-    """The script as :func:`script_command` expects it; line numbers stay as they are."""
-    if "\0" in script:
-        raise ValueError("a script cannot contain NUL")
-    return b"{ :; " + script.encode("utf-8", "surrogateescape") + b"\n}\n"
 
 
 class AfterMarker:

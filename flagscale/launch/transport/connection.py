@@ -8,7 +8,7 @@ that any live SSH server answers where packets are received and nobody acts on t
 from __future__ import annotations
 
 import contextlib
-import select
+import shlex
 import socket
 import threading
 import time
@@ -17,35 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 import paramiko
 
 from flagscale.launch.transport.closing import Closing
-from flagscale.launch.transport.command import (
-    AfterMarker,
-    Result,
-    command_line,
-    script_command,
-    script_input,
-)
+from flagscale.launch.transport.command import Result, command_line
 from flagscale.launch.transport.errors import (
     ChannelRefusedError,
-    CommandTimeoutError,
     ConnectionLostError,
     HostError,
-    LoginShellError,
 )
+from flagscale.launch.transport.exchange import Exchange, OnOutput
+from flagscale.launch.transport.shell import LINE, Shell
 from flagscale.launch.transport.target import SshTarget
 
-_CHUNK = 1 << 16
-#: sshd takes this much input before the command has read any of it.
-_SAFE_INPUT = 1 << 20
-
-#: Seconds of quiet after a command's end that output which others hold open is waited for.
-_LINGER = 2.0
-
-#: Seconds between looks at whether a command that says nothing has ended.
-_GLANCE = 0.25
 # Seconds that paramiko's thread gets to end after it reported an error.
 _LAST_WORDS = 0.5
-
-OnOutput = Callable[[bytes], object]
 
 
 class Connection(Closing):
@@ -64,6 +47,8 @@ class Connection(Closing):
         self._sock = sock
         self._lost = lost
         self._on_close: list[Callable[[], object]] = [lambda: on_close(self)]
+        # A shell that is at rest; whoever runs a script takes it away for as long as it runs.
+        self._shells: list[Shell] = []
 
     @property
     def alive(self) -> bool:
@@ -115,34 +100,47 @@ class Connection(Closing):
         """
         line = command_line(argv)
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._answer_within(min(timeout or self._lost, self._lost), "start a command"):
-            channel = self._session()
-            channel.exec_command(line.encode("utf-8", "surrogateescape"))
-        with contextlib.closing(channel):
-            exchange = _Exchange(self, channel, deadline, on_stdout, on_stderr)
-            return exchange.run(stdin)
+        with contextlib.closing(self._execute(line, timeout)) as channel:
+            return Exchange(self, channel, deadline, on_stdout, on_stderr).run(stdin)
 
     def run_script(
-        self,
-        script: str,
-        arguments: Sequence[str] = (),
-        *,
-        timeout: float | None = 60,
-        on_stdout: OnOutput | None = None,
-        on_stderr: OnOutput | None = None,
+        self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60
     ) -> Result:
         """Run a bash script that travels on stdin: no file, no trace of it in a process table.
 
-        A script that is cut off on its way does not run at all. Its own stdin is empty. Otherwise
-        as :meth:`run`.
+        The scripts of a connection run in one bash there, each in a subshell: what one sets, the
+        next does not see. A script that is cut off on its way does not run at all. Its own stdin
+        is empty. What it leaves behind may go on, its output from then on is lost. Otherwise as
+        :meth:`run`; raises :class:`ValueError` for a script that holds a NUL.
         """
-        return self.run(
-            script_command(arguments),
-            stdin=script_input(script),
-            timeout=timeout,
-            on_stdout=on_stdout,
-            on_stderr=on_stderr,
-        )
+        given = f"set -- {shlex.join(arguments)}; " if arguments else ""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        shell = self._idle_shell() or Shell(self, self._execute(LINE, timeout))
+        try:
+            result = shell.run(given + script, deadline)
+        except BaseException:
+            shell.close()
+            raise
+        self._shells.append(shell)
+        return result
+
+    def _idle_shell(self) -> Shell | None:
+        """A shell that waits for a script. List operations are atomic: threads may meet here."""
+        while True:
+            try:
+                shell = self._shells.pop()
+            except IndexError:
+                return None
+            if shell.lives:
+                return shell
+            shell.close()
+
+    def _execute(self, line: str, timeout: float | None) -> paramiko.Channel:
+        """A channel on which the account's login shell was given a line."""
+        with self._answer_within(min(timeout or self._lost, self._lost), "start a command"):
+            channel = self._session()
+            channel.exec_command(line.encode("utf-8", "surrogateescape"))
+        return channel
 
     def open_sftp(self) -> paramiko.SFTPClient:
         """An SFTP client whose operations give up on a silent host; see :mod:`.files`."""
@@ -201,112 +199,3 @@ class Connection(Closing):
             raise self.lost() from error
         finally:
             timer.cancel()
-
-
-class _Exchange:
-    """One command's input, output and end."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        channel: paramiko.Channel,
-        deadline: float | None,
-        on_stdout: OnOutput | None,
-        on_stderr: OnOutput | None,
-    ) -> None:
-        self._connection = connection
-        self._channel = channel
-        self._deadline = deadline
-        self._stdout, self._stderr = bytearray(), bytearray()
-        self._to_stdout = on_stdout or self._stdout.extend
-        self._to_stderr = on_stderr or self._stderr.extend
-        self._out, self._err = AfterMarker(), AfterMarker()
-
-    def run(self, stdin: bytes) -> Result:
-        if len(stdin) <= _SAFE_INPUT:
-            self._send(stdin)
-        else:
-            # A command that writes before it has read everything would wait for us for ever.
-            threading.Thread(target=self._send, args=(stdin,), daemon=True).start()
-        self._collect()
-        status = self._exit_status()
-        if not self._out.seen:
-            raise self._never_started(status)
-        return Result(status, bytes(self._stdout), bytes(self._stderr))
-
-    def _send(self, stdin: bytes) -> None:
-        # A command may end without reading its input; how it ended is what counts.
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-            self._channel.sendall(stdin)
-            self._channel.shutdown_write()
-
-    def _collect(self) -> None:
-        """Hand on output until both streams have ended, or the command has and they are quiet.
-
-        A command that leaves a process behind which holds on to its output would keep the streams
-        open for as long as that process lives.
-        """
-        poller = select.poll()
-        poller.register(self._channel.fileno(), select.POLLIN)
-        heard = time.monotonic()
-        while True:
-            self._drain()
-            if self._channel.closed or self._channel.eof_received:
-                self._drain()
-                return
-            if poller.poll(1000 * self._patience(_GLANCE)):
-                heard = time.monotonic()
-            elif self._channel.exit_status_ready():
-                # The last output of a busy host may come after the status.
-                if time.monotonic() - heard >= _LINGER:
-                    return
-            else:
-                self._check_time()
-                if time.monotonic() - heard >= self._connection.idle_limit:
-                    self._connection.check_alive()
-                    heard = time.monotonic()
-
-    def _drain(self) -> None:
-        channel = self._channel
-        while channel.recv_ready():
-            self._to_stdout(self._out.feed(channel.recv(_CHUNK)))
-        while channel.recv_stderr_ready():
-            self._to_stderr(self._err.feed(channel.recv_stderr(_CHUNK)))
-
-    def _exit_status(self) -> int:
-        while not self._channel.status_event.wait(self._patience(self._connection.idle_limit)):
-            self._check_time()
-            self._connection.check_alive()
-        status = self._channel.recv_exit_status()
-        if status >= 0:
-            return status
-        if not self._connection.stands():
-            raise self._connection.lost()
-        raise ConnectionLostError(
-            self._connection.target.name,
-            "the session was killed on the host before the command's exit status was known",
-        )
-
-    def _patience(self, most: float) -> float:
-        """How long, in seconds, to wait before looking at the clock again."""
-        if self._deadline is None:
-            return most
-        return max(0.0, min(most, self._deadline - time.monotonic()))
-
-    def _check_time(self) -> None:
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            said = bytes(self._stderr or self._stdout)[-500:].decode(errors="replace").strip()
-            raise CommandTimeoutError(
-                self._connection.target.name,
-                "the command did not end in time; it may still run"
-                + (f". Its last output: {said}" if said else ""),
-            )
-
-    def _never_started(self, status: int) -> HostError:
-        said = bytes(self._out.before + self._err.before)[-500:].decode(errors="replace").strip()
-        target = self._connection.target
-        return LoginShellError(
-            target.name,
-            f"the login shell of {target.user} ended with status {status} before it ran anything"
-            + (f": {said}" if said else ""),
-        )

@@ -63,7 +63,7 @@ def test_exit_statuses(bed: Bed, config: SshConfig) -> None:
         assert status(connection, "") == 0
         assert status(connection, "exit 41") == 41
         assert status(connection, "set -e\nfalse\nexit 3") == 1
-        assert status(connection, "kill -9 $$") == 137
+        assert status(connection, "kill -9 $BASHPID") == 137
         assert status(connection, "no-such-command") == 127
         killed = connection.run(["bash", "-c", "kill -TERM $$"])
         assert killed.signal is signal.SIGTERM
@@ -72,6 +72,11 @@ def test_exit_statuses(bed: Bed, config: SshConfig) -> None:
         failed = connection.run_script("\n\nno-such-command; cat; echo end")
         assert "line 3" in failed.error_text
         assert failed.text == "end\n"
+        # They shared one session; one that loses it is told so, and the next gets another.
+        assert len(bed["h00"].find("bash", "turn")) == 1
+        with pytest.raises(e.ConnectionLostError, match="was killed"):
+            connection.run_script("kill -9 $$")
+        assert connection.run_script("echo again").text == "again\n"
 
 
 @pytest.mark.bed(hosts=1)
@@ -88,15 +93,15 @@ def test_secrets_stay_out_of_the_process_table(bed: Bed, config: SshConfig) -> N
 
 @pytest.mark.bed(hosts=1)
 def test_a_script_that_was_cut_off_does_not_run(bed: Bed, config: SshConfig) -> None:
-    from flagscale.launch.transport.command import script_command, script_input
+    from flagscale.launch.transport.shell import LINE, script_input
 
-    whole = script_input("touch /tmp/one\ntouch /tmp/two\n")
+    whole = script_input("t", "touch /tmp/one\ntouch /tmp/two\n")
     with connect(config.target("h00")) as connection:
-        for end in range(0, len(whole) - 2):
+        for end in range(0, len(whole)):
             if end % 7 == 0 or end > len(whole) - 6:
-                connection.run(script_command([]), stdin=whole[:end])
+                connection.run(["sh", "-c", LINE], stdin=whole[:end])
         assert connection.run(["ls", "/tmp/one", "/tmp/two"]).text == ""
-        connection.run(script_command([]), stdin=whole)
+        connection.run(["sh", "-c", LINE], stdin=whole)
         assert connection.run(["ls", "/tmp/one", "/tmp/two"]).text == "/tmp/one\n/tmp/two\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 
@@ -16,11 +17,10 @@ from flagscale.launch.transport.command import (
     AfterMarker,
     Result,
     command_line,
-    script_command,
-    script_input,
 )
 from flagscale.launch.transport.errors import ProxyCommandError
 from flagscale.launch.transport.proxy import expand
+from flagscale.launch.transport.shell import LINE, script_input
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
 
@@ -50,11 +50,27 @@ def test_any_arguments_arrive(arguments: list[str]) -> None:
 @given(words)
 def test_any_value_in_a_script_arrives(value: str) -> None:
     script = "cat <<'the end of it'\n" + value.replace("\r", "") + "\nthe end of it"
-    line = command_line(script_command([]))
     done = subprocess.run(
-        ["sh", "-c", line], input=script_input(script), capture_output=True, check=True
+        ["sh", "-c", LINE], input=script_input("t", script), capture_output=True, check=True
     )
-    assert done.stdout == MARKER + value.replace("\r", "").encode() + b"\n"
+    assert done.stdout == MARKER + value.replace("\r", "").encode() + b"\n\2t 0\3"
+    assert done.stderr == MARKER + b"\2t\3"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_one_script_after_another_in_shells_of_their_own(shell: str) -> None:
+    scripts = [("a", "x=1; umask 077; exit 3"), ("b", 'echo "$x$(umask)"; cat'), ("c", "")]
+    given = b"".join(script_input(*one) for one in scripts)
+    done = subprocess.run([shell, "-c", LINE], input=given, capture_output=True, check=True)
+    ends = done.stdout.removeprefix(MARKER)
+    assert ends == b"\2a 3\3" + f"{_umask():04o}\n".encode() + b"\2b 0\3\2c 0\3"
+    assert done.stderr == MARKER + b"\2a\3\2b\3\2c\3"
+
+
+def _umask() -> int:
+    now = os.umask(0o022)
+    os.umask(now)
+    return now
 
 
 def test_limits() -> None:
@@ -64,7 +80,7 @@ def test_limits() -> None:
         with pytest.raises(ValueError, match=message):
             command_line(argv)
     with pytest.raises(ValueError, match="NUL"):
-        script_input("\0")
+        script_input("t", "\0")
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40), st.integers(1, 7))
