@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from flagscale.config.arguments import rules
+from flagscale.config.arguments import paths, rules
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.parser import fold
 from flagscale.config.arguments.registry import arguments, registry
@@ -77,6 +77,27 @@ def check_arguments(experiment: Experiment) -> list[Problem]:
     return [*problems, *_spelling(args), *_interleaving(args), *_data(args)]
 
 
+def check_places(experiment: Experiment) -> list[Problem]:
+    """Directories that are to be written and lie where the kernel shows itself as files."""
+    written: list[tuple[str, Any]] = [
+        ("experiment.exp_dir", experiment.exp_dir),
+        ("experiment.runner.log_dir", experiment.runner.log_dir),
+    ]
+    for key, name, value in leaves(experiment.train.sections(), "train."):
+        if name in paths.WRITTEN and name != "load":
+            written.append((key, value))
+    return [
+        Problem(
+            key,
+            f"{path} lies in {kernels}, whose files are the kernel's and no disk's; choose another "
+            "directory",
+            experiment.sources.get(key),
+        )
+        for key, path in written
+        if path is not None and (kernels := paths.kernels_own(str(path))) is not None
+    ]
+
+
 def check_world(experiment: Experiment, world_size: int) -> list[Problem]:
     """Problems of ``world_size`` ranks, as planned, with the layout and the batch sizes."""
     args = Arguments.of(experiment)
@@ -139,3 +160,11 @@ def _data(args: Arguments) -> Iterator[Problem]:
     sets = ("data_path", "train_data_path")
     if not args["mock_data"] and all(args[name] is None for name in sets):
         yield args.problem("data_path", "is required (or `mock_data: true`)")
+    given = [name for name in sorted(paths.DATA) if args[name] is not None]
+    for name in given:
+        if message := paths.blend_problem(args[name]):
+            yield args.problem(name, message)
+    if given and args["mock_data"]:
+        yield args.problem("mock_data", f"makes data up, but {given[0]} is set")
+    elif len(given) > 1 and given[0] == "data_path":
+        yield args.problem(given[1], "excludes data_path: use one or the other")

@@ -17,7 +17,7 @@ from flagscale.config.arguments import paths
 from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
 from flagscale.config.arguments.parser import fold
-from flagscale.config.checks import check_arguments
+from flagscale.config.checks import check_arguments, check_places
 from flagscale.config.experiment_reader import (
     read_commands,
     read_environments,
@@ -69,6 +69,7 @@ def load_experiment(
         purpose = _PURPOSES.get(options.action, "launch")
     experiment = _read_experiment(reader, data, config_file, overrides)
     if experiment is not None and purpose != "find":
+        reader.problems += check_places(experiment)
         reader.problems += _train_problems(reader, experiment)
         # Where files are not shared, the hosts are asked instead.
         if purpose == "launch" and not experiment.runner.no_shared_fs:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config.arguments.aliases import ALIASES
+from flagscale.config.arguments.blends import paired
 
 DATA = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
 """Blends: prefixes of data sets, or weights and prefixes in turn."""
@@ -18,13 +19,22 @@ TOKENIZER = frozenset(
 WRITTEN = frozenset({"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path"})
 """Directories that a run makes itself where they are missing."""
 
-_WEIGHT = re.compile(r"\d*\.?\d+(?:[eE][-+]?\d+)?")
+_KERNELS = ("/proc", "/sys", "/dev")
+_WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def _absolute(path: str) -> str:
     if "://" in path:
         return path  # object storage
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - folds ".."
+
+
+def kernels_own(path: str) -> str | None:
+    """The top of the pseudo file system that a path lies in, by its name; None for others."""
+    parts = Path(os.path.normpath(path)).parts
+    top = "/".join(("", *parts[1:2]))
+    # Shared memory keeps files like any directory, until the machine restarts.
+    return top if top in _KERNELS and parts[1:3] != ("dev", "shm") else None
 
 
 def blend(value: Any) -> list[str]:
@@ -48,6 +58,16 @@ def _is_blend(value: Any) -> bool:
 def is_weight(word: str) -> bool:
     """Whether a word of a blend is a weight."""
     return _WEIGHT.fullmatch(word) is not None
+
+
+def blend_problem(value: Any) -> str | None:
+    """What is wrong with a blend's weights; None if nothing is."""
+    words = blend(value) if _is_blend(value) else []
+    try:
+        paired((word, float(word) if is_weight(word) else None) for word in words)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def prefixes(value: Any) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flagscale.config.arguments.blends import paired
 from flagscale.config.arguments.rules import split_shares
 from flagscale.errors import DataError
 from flagscale.train.data.indexed import prefix_of
@@ -36,27 +36,12 @@ def parse_blend(values: Sequence[str] | str, key: str = "data_path") -> Blend:
     """
     words = [values] if isinstance(values, str) else [str(value) for value in values]
     words = [part for word in words for part in _parts(word)]
-    if not words:
-        raise DataError(f"{key} is empty; expected a data set's prefix")
-    prefixes: list[str] = []
-    weights: list[float | None] = []
-    pending: float | None = None
-    for word in words:
-        number = _weight(word, key)
-        if number is None:
-            prefixes.append(prefix_of(word))
-            weights.append(pending)
-            pending = None
-        elif pending is not None:
-            raise DataError(f"{key}: two weights in a row before {word!r}; expected a prefix")
-        else:
-            pending = number
-    if pending is not None:
-        raise DataError(f"{key}: the weight {pending:g} at the end stands before no prefix")
-    given = [weight for weight in weights if weight is not None]
-    if given and len(given) != len(prefixes):
-        bare = prefixes[weights.index(None)]
-        raise DataError(f"{key}: {bare} has no weight, but others have; give all or none")
+    try:
+        found = paired((word, _weight(word)) for word in words)
+    except ValueError as error:
+        raise DataError(f"{key}: {error}") from error
+    prefixes = [prefix_of(word) for word, _ in found]
+    given = [weight for _, weight in found if weight is not None]
     # A lone data set's weight says nothing, and without it it is not capped at one epoch.
     return Blend(tuple(prefixes), tuple(given) if given and len(prefixes) > 1 else None)
 
@@ -65,16 +50,13 @@ def _parts(word: str) -> list[str]:
     return [word] if Path(prefix_of(word) + ".idx").exists() else word.split()
 
 
-def _weight(word: str, key: str) -> float | None:
+def _weight(word: str) -> float | None:
     try:
         number = float(word)
     except ValueError:
         return None
-    if Path(word + ".idx").exists():  # a data set whose name is a number
-        return None
-    if not (math.isfinite(number) and number > 0):
-        raise DataError(f"{key}: the weight {word} is not a positive number")
-    return number
+    # A data set's name may be a number.
+    return None if Path(word + ".idx").exists() else number
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

@@ -153,6 +153,38 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "fp8": ({"fp8": "hybrid"}, "fp8", "needs Transformer Engine"),
     "gather": ({"overlap_param_gather": True}, "overlap_param_gather", "use_distributed_opt"),
     "no-data": ({"mock_data": None}, "data_path", "mock_data: true"),
+    "blend-two-weights": (
+        {"mock_data": None, "data_path": ["1", "2", "a"]},
+        "data_path",
+        "two weights in a row before '2'",
+    ),
+    "blend-some-weights": (
+        {"mock_data": None, "data_path": ["0.3", "a", "b"]},
+        "data_path",
+        "b has no",
+    ),
+    "blend-at-end": (
+        {"mock_data": None, "train_data_path": ["b"], "valid_data_path": ["a", "0.5"]},
+        "valid_data_path",
+        "0.5 at the end",
+    ),
+    "blend-negative": (
+        {"mock_data": None, "data_path": ["-0.5", "a", "1", "b"]},
+        "data_path",
+        "-0.5 is not a pos",
+    ),
+    "blend-zero": (
+        {"mock_data": None, "train_data_path": ["0", "a"]},
+        "train_data_path",
+        "weight 0 is not",
+    ),
+    "blend-empty": ({"mock_data": None, "data_path": []}, "data_path", "is empty"),
+    "mock-and-data": ({"data_path": ["a"]}, "mock_data", "makes data up, but data_path is set"),
+    "two-choices": (
+        {"mock_data": None, "data_path": ["a"], "train_data_path": ["b"]},
+        "train_data_path",
+        "excludes data_path",
+    ),
     "gqa": ({"group_query_attention": True}, "group_query_attention", "needs num_query_groups"),
     "gqa-off": (
         {"group_query_attention": False, "num_query_groups": 4},

@@ -246,6 +246,7 @@ TRAIN_PROBLEMS = {
     "no-data": ("data_path: data/text", "data_path: data/other", 16, "there is"),
     "data-suffix": ("data_path: data/text", "data_path: data/text.bin", 16, "without .bin"),
     "blend": ("data_path: data/text", "data_path: [0.3, data/text, 0.7, data/b]", 16, "data/b"),
+    "blend-weights": ("data_path: data/text", "data_path: [0.3, data/text, 0.7]", 16, "at the end"),
     "no-tokenizer": ("data/tokenizer", "data/none", 18, "no file or directory"),
 }
 
@@ -259,6 +260,27 @@ def test_train_problem(workspace: Workspace, old: str, new: str, line: int, mess
         workspace.load()
     assert message in str(error.value)
     assert [p.where for p in error.value.problems] == [f"conf/train/tiny.yaml:{line}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("experiment.exp_dir=/proc/self/runs", "/proc"),
+        ("experiment.exp_dir=/sys", "/sys"),
+        ("experiment.exp_dir=/tmp/../dev/null", "/dev"),
+        ("+experiment.runner.log_dir=/proc/logs", "/proc"),
+        ("+train.system.checkpoint.save=/dev/checkpoints", "/dev"),
+    ],
+)
+def test_directories_of_the_kernel(workspace: Workspace, override: str, place: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        workspace.load(override)
+    assert [p.key for p in error.value.problems] == [override.lstrip("+").partition("=")[0]]
+    assert f"lies in {place}, whose files are the kernel's" in str(error.value)
+
+
+def test_shared_memory_is_a_directory_like_others(workspace: Workspace) -> None:
+    assert workspace.load("experiment.exp_dir=/dev/shm/run").exp_dir == Path("/dev/shm/run")
 
 
 def test_all_problems_at_once(workspace: Workspace) -> None:

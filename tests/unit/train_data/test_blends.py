@@ -46,8 +46,8 @@ def test_blends(values: list[str] | str, expected: Blend) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        pytest.param([], "data_path is empty", id="nothing"),
-        pytest.param(" ", "data_path is empty", id="blank"),
+        pytest.param([], "data_path: is empty", id="nothing"),
+        pytest.param(" ", "data_path: is empty", id="blank"),
         pytest.param(["0.3", "a", "b"], "b has no weight", id="some-weights"),
         pytest.param(["a", "0.3"], "0.3 at the end", id="weight-at-end"),
         pytest.param(["1", "2", "a"], "two weights in a row before '2'", id="two-weights"),
