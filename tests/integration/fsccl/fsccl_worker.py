@@ -1,4 +1,4 @@
-"""One rank: runs the cases of fsccl_*cases.py that a test asks for, one JSON line each."""
+"""One rank: runs the cases that a test asks for, of the modules below, one JSON line each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import traceback
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fsccl_cases
+import fsccl_checks
 import fsccl_torch_cases
 import torch
+
+CASES = vars(fsccl_torch_cases) | vars(fsccl_checks) | vars(fsccl_cases)
 
 torch.set_num_threads(1)
 
@@ -24,8 +27,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            module = fsccl_cases if hasattr(fsccl_cases, request["case"]) else fsccl_torch_cases
-            reply = {"result": getattr(module, request["case"])(**request["arguments"])}
+            reply = {"result": CASES[request["case"]](**request["arguments"])}
         except Exception as error:  # noqa: BLE001 - the test decides what it means
             reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(json.dumps(reply), file=answers, flush=True)

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 TIMEOUT = 2.0  # seconds, of operations
 SLACK = 8.0  # for a busy machine; a hang is far longer
+PIPELINE = {"FSCCL_PIPELINE_K": "3", "FSCCL_PIPELINE_NELEM": "4096"}
 
 
 @pytest.fixture
@@ -75,15 +76,51 @@ def test_a_stopped_rank_is_named(pool: Any, clusters: str) -> None:
     pool.leave(range(4))
 
 
-def test_a_rank_killed_in_the_middle_of_large_messages(pool: Any) -> None:
-    pool.join(4, timeout=30, FSCCL_CLUSTERS="2,2")
+MIDDLES = [("2,2", {}), ("1,1,2", {}), ("4", PIPELINE), ("2,2", PIPELINE)]
+FOR_EVER = 1_000_000  # operations: whatever the machine is doing, the fault comes in their middle
+
+
+@pytest.mark.parametrize(("clusters", "variables"), MIDDLES, ids=str)
+def test_a_rank_killed_in_the_middle_of_large_messages(
+    pool: Any, clusters: str, variables: dict[str, str]
+) -> None:
+    pool.join(4, timeout=30, FSCCL_CLUSTERS=clusters, **variables)
     for i in range(4):
-        pool[i].ask("call", op="all_reduce", count=4 << 20, repeat=200)
+        pool[i].ask("call", op="all_reduce", count=4 << 20, repeat=FOR_EVER)
     time.sleep(0.5)
     pool.kill(3)
     for i, error in survivors_say(pool, [0, 1, 2], SLACK).items():
         assert "rank 3" in error, f"rank {i}: {error}"
     pool.leave([0, 1, 2])
+
+
+@pytest.mark.parametrize(("clusters", "variables"), MIDDLES, ids=str)
+def test_a_rank_stopped_in_the_middle_is_named(
+    pool: Any, clusters: str, variables: dict[str, str]
+) -> None:
+    pool.join(4, timeout=TIMEOUT, FSCCL_CLUSTERS=clusters, **variables)
+    for i in range(4):
+        pool[i].ask("call", op="all_reduce", repeat=FOR_EVER)
+    time.sleep(0.3)
+    os.kill(pool[2].pid, signal.SIGSTOP)
+    try:
+        for i, error in survivors_say(pool, [0, 1, 3], TIMEOUT + SLACK).items():
+            assert "rank 2" in error, f"rank {i}: {error}"
+            assert "did not come within 2 s" in error, f"rank {i}: {error}"
+    finally:
+        os.kill(pool[2].pid, signal.SIGCONT)
+    assert "rank 2" in survivors_say(pool, [2], SLACK)[2]
+    pool.leave(range(4))
+
+
+def test_different_sizes_are_named_by_a_pipeline(pool: Any) -> None:
+    pool.join(2, timeout=10, **PIPELINE)
+    for i in range(2):
+        pool[i].ask("call", op="all_reduce", count=100_000 + i)
+    for error in survivors_say(pool, [0, 1], SLACK).values():
+        assert "of 400000 bytes" in error
+        assert "of 400004 bytes" in error
+    pool.leave([0, 1])
 
 
 def test_a_rank_that_never_joins_is_named(pool: Any) -> None:
@@ -136,9 +173,10 @@ def test_an_error_stays(pool: Any) -> None:
     pool.leave([0, 1])
 
 
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+@pytest.fixture(params=["64k", "1500k", "3200k"], ids=["first", "second", "channels"])
+def small_tmpfs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Too small for the slots of the first rank, of the second, or for those of a pipeline."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     yield tmp_path
@@ -146,7 +184,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_shared_memory_that_is_full_is_an_error_on_all_ranks(pool: Any, small_tmpfs: Path) -> None:
-    pool.join(3, timeout=10, FSCCL_SHM_DIR=str(small_tmpfs))
+    pool.join(3, timeout=10, FSCCL_SHM_DIR=str(small_tmpfs), **PIPELINE)
     for i in range(3):
         pool[i].ask("call", op="all_reduce")
     for error in survivors_say(pool, [0, 1, 2], SLACK).values():
@@ -203,6 +241,8 @@ def test_ranks_with_different_settings_are_refused(pool: Any) -> None:
         ({"FSCCL_CLUSTERS": "2,0"}, "FSCCL_CLUSTERS=2,0: expected the sizes"),
         ({"FSCCL_CHUNK_BYTES": "1k"}, "FSCCL_CHUNK_BYTES=1k: expected 4096 to 1 GiB"),
         ({"FSCCL_SHM": "yes"}, "FSCCL_SHM=yes: expected 0 or 1"),
+        ({"FSCCL_PIPELINE_K": "65"}, "FSCCL_PIPELINE_K=65: expected 0 (off) to 64 chunks"),
+        ({"FSCCL_PIPELINE_NELEM": "0"}, "FSCCL_PIPELINE_NELEM=0: expected 1 to 67108864"),
         ({"FSCCL_DEBUG": "loud"}, "FSCCL_DEBUG=loud: expected INFO or WARN"),
         ({"FSCCL_SOCKET_IFNAME": "=nope0"}, "matches FSCCL_SOCKET_IFNAME==nope0; there are:"),
     ],

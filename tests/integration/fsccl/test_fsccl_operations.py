@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 SHAPES = ["4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
+PIPELINED = ["4", "1,2,2"]  # by all three operations that have such a schedule, at every size
 OPS = [
     "all_reduce",
     "reduce",
@@ -24,6 +25,7 @@ OPS = [
 ]
 FLOATS = ["float32", "float64", "bfloat16", "float16"]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
+WIDE_UNSIGNED = ["uint16", "uint32", "uint64"]  # of which torch itself can do little
 ARITHMETIC = ["sum", "avg", "min", "max", "product", "premul"]
 BITWISE = ["band", "bor", "bxor"]
 WHOLE = ("all_reduce", "reduce", "broadcast", "gather")
@@ -34,11 +36,19 @@ def members(shape: str) -> range:
     return range(sum(int(n) for n in shape.split(",")))
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(
+    scope="module",
+    params=[(s, False) for s in SHAPES] + [(s, True) for s in PIPELINED],
+    ids=lambda p: p[0].replace(",", "+") + ("-pipelined" if p[1] else ""),
+)
 def job(request: pytest.FixtureRequest, ranks: Any) -> Any:
-    shape: str = request.param
-    # Small chunks and slots, so that medium sizes take many steps.
-    ranks.join(len(members(shape)), FSCCL_CLUSTERS=shape, FSCCL_CHUNK_BYTES="262144")
+    shape, pipelined = request.param
+    # Small chunks and sends, so that medium sizes take many steps.
+    variables = {"FSCCL_CLUSTERS": shape, "FSCCL_CHUNK_BYTES": "262144"}
+    if pipelined:
+        variables |= {"FSCCL_PIPELINE_K": "3", "FSCCL_PIPELINE_NELEM": "1000"}
+        variables |= {"FSCCL_ONE_SHOT_BYTES": "0"}
+    ranks.join(len(members(shape)), **variables)
     yield ranks, members(shape)
     ranks.leave(members(shape))
 
@@ -53,6 +63,7 @@ def test_every_type_and_reduction(job: Any) -> None:
     combinations = [
         *itertools.product(FLOATS, ARITHMETIC),
         *itertools.product(INTEGERS, [*ARITHMETIC[:5], *BITWISE]),
+        *itertools.product(WIDE_UNSIGNED, ["sum", "min", "max"]),
         *itertools.product(["bool"], ["sum", "min", "max", "product", *BITWISE]),
         *itertools.product(["complex64", "complex128"], ["sum", "avg"]),
     ]

@@ -12,7 +12,8 @@ import pytest
 
 HERE = Path(__file__).parent / "core"
 CORE = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
-SANITIZERS = {
+BUILDS = {
+    "fast": ("-O2",),
     "threads": ("-O1", "-fsanitize=thread"),
     # Unoptimised: checking for undefined behaviour makes the optimiser very slow.
     "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -35,9 +36,9 @@ pytestmark = [
 
 def build(name: str, source: Path, parts: tuple[str, ...] = ("core.cpp",)) -> Path:
     """Compiles a test with parts of the core, unless it is there for the very same sources."""
-    flags = SANITIZERS[name]
+    flags = BUILDS[name]
     digest = hashlib.sha256(" ".join(flags).encode())
-    for path in sorted([*CORE.iterdir(), source]):
+    for path in sorted([*CORE.iterdir(), *HERE.glob("*.h"), source]):
         digest.update(path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagscale" / "tests"
     program = cache / f"{source.stem}-{name}-{digest.hexdigest()[:16]}"
@@ -55,17 +56,17 @@ def build(name: str, source: Path, parts: tuple[str, ...] = ("core.cpp",)) -> Pa
     return program
 
 
-@pytest.fixture(scope="module", params=sorted(SANITIZERS))
+@pytest.fixture(scope="module", params=["threads", "memory"])
 def program(request: pytest.FixtureRequest) -> Path:
     return build(request.param, HERE / "ranks_test.cpp")
 
 
-def run(program: Path, *words: str) -> None:
+def run(program: Path, *words: str, seconds: float = 120) -> None:
     done = subprocess.run(
         [str(program), *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
         env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"},
     )
@@ -87,3 +88,13 @@ def test_small_parts() -> None:
     program = build("memory", HERE / "parts_test.cpp", parts)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.skipif(
+    os.environ.get("FLAGSCALE_LARGE_TESTS") != "1",
+    reason="moves tens of gigabytes: set FLAGSCALE_LARGE_TESTS=1",
+)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("clusters", "k"), [("2", 0), ("2", 2), ("1,1", 0), ("1,1", 2)])
+def test_more_than_four_gibibytes(clusters: str, k: int) -> None:
+    run(build("fast", HERE / "large_test.cpp"), clusters, str(k), seconds=800)

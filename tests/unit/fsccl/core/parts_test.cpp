@@ -1,4 +1,6 @@
 // The core's small parts: conversions over all their values, cuts, pieces, reductions.
+#include <sys/mman.h>
+
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -96,6 +98,27 @@ void pieces() {
   EXPECT(p.contiguous({14, 16}) == nullptr);
   EXPECT(p.slice({14, 16}).list().size() == 2);
   EXPECT(p.contiguous({5, 5}) == nullptr && Pieces().slice({0, 0}).bytes() == 0);
+}
+
+// Beyond 4 GiB, in addresses that are reserved and never touched.
+void large_pieces() {
+  const size_t gib = size_t{1} << 30, room = 6 * gib;
+  void* at = mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  EXPECT(at != MAP_FAILED);
+  auto* base = static_cast<std::byte*>(at);
+  Pieces p;
+  p.add({base, 5 * gib});
+  p.add({base + 5 * gib + 64, 1000});
+  EXPECT(p.bytes() == 5 * gib + 1000 && p.list().size() == 2);
+  EXPECT(p.contiguous({4 * gib + 1, 4 * gib + 9}) == base + 4 * gib + 1);
+  EXPECT(p.contiguous({5 * gib + 7, 5 * gib + 9}) == base + 5 * gib + 64 + 7);
+  size_t seen = 0;
+  p.visit({1, p.bytes()}, [&](std::byte* where, size_t n, size_t off) {
+    EXPECT(off == seen && where == (off == 0 ? base + 1 : base + 5 * gib + 64));
+    seen += n;
+  });
+  EXPECT(seen == 5 * gib + 999);
+  munmap(at, room);
 }
 
 void reductions() {
@@ -219,6 +242,7 @@ int main() {
   conversions();
   cuts();
   pieces();
+  large_pieces();
   reductions();
   return 0;
 }

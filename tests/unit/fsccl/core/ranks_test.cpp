@@ -4,49 +4,16 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <random>
 #include <sstream>
 #include <thread>
 
+#include "board.h"
 #include "executor.h"
-#include "group.h"
 
 namespace {
 
 using namespace fsccl;
-
-// The store of all threads.
-class Board {
- public:
-  std::mutex mutex;
-  std::map<std::string, std::string> values;
-};
-
-class BoardRendezvous : public Rendezvous {
- public:
-  explicit BoardRendezvous(Board& board) : board_(board) {}
-  void set(const std::string& key, const std::string& value) override {
-    std::lock_guard<std::mutex> hold(board_.mutex);
-    board_.values[key] = value;
-  }
-  bool has(const std::vector<std::string>& keys) override {
-    std::lock_guard<std::mutex> hold(board_.mutex);
-    for (const auto& k : keys) {
-      if (board_.values.count(k) == 0) return false;
-    }
-    return true;
-  }
-  std::vector<std::string> get(const std::vector<std::string>& keys) override {
-    std::lock_guard<std::mutex> hold(board_.mutex);
-    std::vector<std::string> out;
-    for (const auto& k : keys) out.push_back(board_.values.at(k));
-    return out;
-  }
-
- private:
-  Board& board_;
-};
 
 // What element i of rank r holds in a round: small integers, exact in every type.
 int64_t value(int rank, size_t i, int round) {
@@ -265,6 +232,28 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
   group.shutdown();
 }
 
+// A peer of another version, whose identity may look like anything after the first line.
+void stranger(const Settings& settings) {
+  Board board;
+  board.values["rank/1"] = "99\nwho knows";
+  GroupConfig config;
+  config.size = 2;
+  config.settings = settings;
+  config.settings.clusters.clear();
+  Group group(std::make_unique<BoardRendezvous>(board), config);
+  try {
+    group.barrier(Deadline::after(Deadline::Ms(30000)));
+  } catch (const Error& e) {
+    const std::string said = e.what();
+    if (e.fault == Fault::kMismatch && e.rank == 1 && said.find("rank 1 [") != std::string::npos &&
+        said.find("speaks fsccl protocol 99, this rank") != std::string::npos) {
+      return;
+    }
+    std::fprintf(stderr, "of a stranger: %s\n", e.what());
+  }
+  std::_Exit(1);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -300,6 +289,7 @@ int main(int argc, char** argv) {
     });
   }
   for (auto& t : ranks) t.join();
+  stranger(settings);
   std::puts("ok");
   return 0;
 }

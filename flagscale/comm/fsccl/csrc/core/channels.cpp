@@ -20,7 +20,7 @@ void Channels::prepare(size_t send) {
   if (send <= slot_bytes_) return;
   slot_bytes_ = ceil_div(send, kCacheLine) * kCacheLine;
   const size_t bytes = slots_of(lane_.size());
-  segments_.push_back(make_(bytes, head_bytes(), static_cast<int>(segments_.size())));
+  segments_.push_back(make_(bytes, slots_of(1), static_cast<int>(segments_.size())));
   segments_.back().reserve(slots_of(lane_.rank()), slots_of(lane_.rank() + 1));
 }
 

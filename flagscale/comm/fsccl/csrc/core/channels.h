@@ -22,8 +22,9 @@ class Channels {
  public:
   // Two slots are enough: with one, every rank of a ring would wait for the next to take.
   static constexpr size_t kDepth = 2;
-  // Makes or opens the n-th segment of the ranks of this host, its first `head` bytes reserved.
-  using MakeSegment = std::function<Segment(size_t bytes, size_t head, int n)>;
+  // Makes (on the first rank, which reserves the `first` bytes) or opens the n-th segment of the
+  // ranks of this host.
+  using MakeSegment = std::function<Segment(size_t bytes, size_t first, int n)>;
 
   Channels(Lane& lane, size_t rings, MakeSegment make)
       : lane_(lane), rings_(rings), make_(std::move(make)) {}

@@ -115,13 +115,13 @@ void Group::meet(const Deadline& d) {
 }
 
 // The cluster's first rank makes the segment; a failure there is told to the others as it is.
-Segment Group::shared_segment(const std::string& what, size_t bytes, size_t head,
+Segment Group::shared_segment(const std::string& what, size_t bytes, size_t first,
                               const Deadline& d) {
   const int leader = clusters_.own()[0];
   const std::string key = what + "/" + std::to_string(leader);
   const std::string& directory = config_.settings.shm_directory;
   if (leader == config_.rank) {
-    Segment segment = Segment::create(bytes, head, directory);
+    Segment segment = Segment::create(bytes, first, directory);
     if (clusters_.own().size() > 1) rendezvous_->set(key, segment.address());
     return segment;
   }
@@ -153,7 +153,7 @@ void Group::open_lane(const Deadline& d) {
   for (const Identity& w : who_) on_host += w.domain == me_.domain ? 1 : 0;
   config.spin = SpinPolicy::for_ranks(on_host);
   Segment segment = shared_segment("segment", Lane::segment_bytes(ranks, config.slot_bytes),
-                                   Lane::head_bytes(ranks), d);
+                                   Lane::first_bytes(ranks, config.slot_bytes), d);
   lane_ = std::make_unique<Lane>(std::move(segment), clusters_.index, std::move(config));
   lane_->set_watch([this] {
     if (failed_) throw Error(*verdict_);
@@ -161,8 +161,8 @@ void Group::open_lane(const Deadline& d) {
   local_ = std::make_unique<Local>(*lane_);
   hierarchy_ = std::make_unique<Hierarchy>(*local_, clusters_, config_.settings.chunk_bytes);
   if (config_.settings.pipeline_k > 0) {
-    const auto make = [this](size_t bytes, size_t head, int n) {
-      return shared_segment("channels/" + std::to_string(n), bytes, head, lane_->deadline());
+    const auto make = [this](size_t bytes, size_t first, int n) {
+      return shared_segment("channels/" + std::to_string(n), bytes, first, lane_->deadline());
     };
     pipeline_ = std::make_unique<Pipeline>(*lane_, clusters_, config_.settings, make);
   }

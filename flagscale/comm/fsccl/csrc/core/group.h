@@ -107,7 +107,7 @@ class Group {
   void open_lane(const Deadline& d);  // map the cluster's segment
   std::vector<std::string> collect(const std::vector<std::string>& keys,
                                    const std::vector<int>& from, const Deadline& d);
-  Segment shared_segment(const std::string& what, size_t bytes, size_t head, const Deadline& d);
+  Segment shared_segment(const std::string& what, size_t bytes, size_t first, const Deadline& d);
   void check_rank(int rank, const char* what) const;
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }

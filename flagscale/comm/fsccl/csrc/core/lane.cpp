@@ -54,6 +54,10 @@ size_t Lane::segment_bytes(int ranks, size_t slot_bytes) {
   return head_bytes(ranks) + static_cast<size_t>(ranks) * slots_bytes(slot_bytes);
 }
 
+size_t Lane::first_bytes(int ranks, size_t slot_bytes) {
+  return head_bytes(ranks) + slots_bytes(slot_bytes);
+}
+
 size_t Lane::slots_bytes(size_t slot_bytes) {
   return Segment::whole_pages(2 * (kCardBytes + slot_bytes));
 }

@@ -58,7 +58,8 @@ struct LaneConfig {
 class Lane {
  public:
   static size_t segment_bytes(int ranks, size_t slot_bytes);
-  static size_t head_bytes(int ranks);  // of these what must be reserved before ranks join
+  // Of these what the maker reserves, who is the first rank: what all write to, and its own slots.
+  static size_t first_bytes(int ranks, size_t slot_bytes);
   // A slot size that keeps small groups fast and large hosts within a few tens of MiB.
   static size_t default_slot_bytes(int ranks);
 
@@ -103,6 +104,7 @@ class Lane {
   struct Header;
   struct Line;
 
+  static size_t head_bytes(int ranks);
   static size_t slots_bytes(size_t slot_bytes);  // both slots of a rank
   void reserve_slots();
 

@@ -32,7 +32,7 @@ struct flock rank_byte(int rank) {
 
 }  // namespace
 
-Segment Segment::create(size_t bytes, size_t head, const std::string& directory) {
+Segment Segment::create(size_t bytes, size_t first, const std::string& directory) {
   const std::string where = name_of_place(directory);
   const int fd = directory.empty()
                      ? memfd_create("fsccl", MFD_CLOEXEC)
@@ -45,7 +45,7 @@ Segment Segment::create(size_t bytes, size_t head, const std::string& directory)
     fail_reserving(bytes, where);
   }
   Segment made(fd, bytes, where);
-  made.reserve(0, head);
+  made.reserve(0, first);
   return made;
 }
 

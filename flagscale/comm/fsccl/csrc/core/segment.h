@@ -21,9 +21,9 @@ namespace fsccl {
 
 class Segment {
  public:
-  // Makes the file, `directory` empty for memfd, and reserves its first `head` bytes. Throws
-  // Error(kSystem).
-  static Segment create(size_t bytes, size_t head, const std::string& directory);
+  // Makes the file, `directory` empty for memfd, and reserves its `first` bytes: before
+  // others are told of it, so that they need not learn of a failure here. Throws Error(kSystem).
+  static Segment create(size_t bytes, size_t first, const std::string& directory);
   // Maps what another process (or this one) made there and described by address().
   static Segment open(const std::string& address, size_t bytes, const std::string& directory);
   static size_t whole_pages(size_t bytes);

@@ -1,0 +1,120 @@
+// Buffers beyond 4 GiB in little memory: two ranks as threads, whose buffers show the same pages
+// over and over, but for the last ones, which lie about 4 GiB and are their own. The pages repeat
+// with a period that does not divide 4 GiB, so that a number cut to 32 bits meets other bytes.
+// Usage: large_test <clusters: 2 or 1,1> <pipeline_k>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <sstream>
+#include <thread>
+
+#include "board.h"
+
+namespace {
+
+using namespace fsccl;
+
+constexpr size_t kMiB = size_t{1} << 20;
+constexpr size_t kPeriod = 67 * kMiB + 12288;
+constexpr size_t kOwn = 4096 * kMiB - 8 * kMiB;  // where the pages that are their own begin
+constexpr size_t kSize = 4096 * kMiB + 24 * kMiB + 3;
+
+[[noreturn]] void give_up(const char* what, int rank, size_t at) {
+  std::fprintf(stderr, "%s: rank %d, byte %zu\n", what, rank, at);
+  std::_Exit(1);
+}
+
+class Wide {
+ public:
+  Wide() {
+    const int fd = memfd_create("large", MFD_CLOEXEC);
+    void* all = mmap(nullptr, kSize, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (fd < 0 || all == MAP_FAILED || ftruncate(fd, kPeriod) != 0) give_up("no memory", -1, 0);
+    data_ = static_cast<uint8_t*>(all);
+    for (size_t at = 0; at < kOwn; at += kPeriod) {
+      const size_t n = std::min(kPeriod, kOwn - at);
+      if (mmap(data_ + at, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) ==
+          MAP_FAILED) {
+        give_up("cannot map", -1, at);
+      }
+    }
+    close(fd);
+  }
+  Wide(const Wide&) = delete;
+  Wide& operator=(const Wide&) = delete;
+  ~Wide() { munmap(data_, kSize); }
+
+  uint8_t* data() { return data_; }
+  void fill(unsigned factor) {
+    each([factor](uint8_t& byte, size_t i) { byte = value(i, factor); });
+  }
+  void expect(const char* what, int rank, unsigned factor) {
+    each([=](uint8_t& byte, size_t i) {
+      if (byte != value(i, factor)) give_up(what, rank, i);
+    });
+  }
+
+ private:
+  static uint8_t value(size_t i, unsigned factor) {
+    return static_cast<uint8_t>(((i >> 12) * 7 + i) * factor);
+  }
+  template <class F>
+  void each(F f) {
+    for (size_t i = 0; i < kPeriod; ++i) f(data_[i], i);
+    for (size_t i = kOwn; i < kSize; ++i) f(data_[i], i);
+  }
+
+  uint8_t* data_;
+};
+
+void run_rank(Board& board, int rank, const Settings& settings) {
+  const Deadline d = Deadline::after(Deadline::Ms(600000));
+  GroupConfig config;
+  config.rank = rank;
+  config.size = 2;
+  config.settings = settings;
+  Group group(std::make_unique<BoardRendezvous>(board), config);
+  Wide in, out;
+  in.fill(static_cast<unsigned>(rank) * 4 + 1);
+  group.all_reduce(in.data(), out.data(), kSize, {DType::kU8, RedOp::kSum, 1, 2}, d);
+  out.expect("all_reduce", rank, 6);
+  Wide& buffer = rank == 1 ? in : out;
+  group.broadcast(Pieces(buffer.data(), kSize), 1, d);
+  buffer.expect("broadcast", rank, 5);
+  if (rank == 0) in.fill(3);
+  const Pieces memory(rank == 0 ? in.data() : out.data(), kSize);
+  const RequestPtr message = rank == 0 ? group.send(1, 7, memory, d) : group.recv(0, 7, memory, d);
+  group.wait(OpCode::kRecv, message, d);
+  if (rank == 1) out.expect("recv", rank, 3);
+  group.shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  Settings settings;
+  std::stringstream in(argv[1]);
+  for (std::string one; std::getline(in, one, ',');) settings.clusters.push_back(std::stoi(one));
+  settings.pipeline_k = std::atoi(argv[2]);
+  settings.tcp.interface = "lo";
+  Board board;
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 2; ++r) {
+    ranks.emplace_back([&, r] {
+      try {
+        run_rank(board, r, settings);
+      } catch (const std::exception& e) {
+        std::fprintf(stderr, "rank %d: %s\n", r, e.what());
+        std::_Exit(1);
+      }
+    });
+  }
+  for (auto& t : ranks) t.join();
+  std::puts("ok");
+  return 0;
+}

@@ -1,0 +1,154 @@
+// A thread of a CUDA block, played by a thread of the operating system or by a fiber: the same
+// kernels, with flags and packets as atomics of the orders the GPU's instructions have, and all
+// else as plain memory, so that ThreadSanitizer sees what the protocol does not order.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "../../../../flagscale/comm/fsccl/csrc/nvlink/kernels.h"
+
+namespace fsccl {
+namespace nvlink {
+
+// Called between any two accesses; `spins` when nothing can be done but to wait.
+struct Scheduler {
+  virtual ~Scheduler() = default;
+  virtual void point(bool spins) = 0;
+};
+
+class Barrier {
+ public:
+  explicit Barrier(u32 size) : size_(size) {}
+  void wait(Scheduler& scheduler) {
+    const u32 turn = turn_.load(std::memory_order_acquire);
+    if (came_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      came_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_release);
+      return;
+    }
+    while (turn_.load(std::memory_order_acquire) == turn) scheduler.point(true);
+  }
+
+ private:
+  const u32 size_;
+  std::atomic<u32> came_{0}, turn_{0};
+};
+
+class HostBlock {
+ public:
+  static constexpr u32 kWarp = 1;
+  struct Place {
+    u32 thread, threads, channel, channels;
+  };
+
+  HostBlock(Place place, Barrier* barrier, Scheduler* scheduler)
+      : place_(place), barrier_(barrier), scheduler_(scheduler) {}
+
+  u32 thread() const { return place_.thread; }
+  u32 threads() const { return place_.threads; }
+  u32 channel() const { return place_.channel; }
+  u32 channels() const { return place_.channels; }
+  void sync() { barrier_->wait(*scheduler_); }
+  void fence() {  // what ThreadSanitizer understands
+    static std::atomic<u32> word{0};
+    word.fetch_add(1, std::memory_order_seq_cst);
+  }
+  void pause() { scheduler_->point(true); }
+
+  template <class W>
+  W load(const char* from) const {
+    aligned(from, sizeof(W));
+    scheduler_->point(false);
+    W value;
+    memcpy(&value, from, sizeof value);
+    return value;
+  }
+  template <class W>
+  void store(char* to, const W& value) {
+    aligned(to, sizeof(W));
+    scheduler_->point(false);
+    memcpy(to, &value, sizeof value);
+  }
+
+  void post(u32* flag, u32 step) {
+    scheduler_->point(false);
+    atomic(flag)->store(step, std::memory_order_release);
+  }
+  u32 seen(const u32* flag) {
+    scheduler_->point(false);
+    return atomic(flag)->load(std::memory_order_acquire) + eager;
+  }
+  void send(Packet* to, u64 low, u64 high) {
+    aligned(to, sizeof *to);
+    scheduler_->point(false);
+    atomic(&to->low)->store(low, std::memory_order_relaxed);
+    scheduler_->point(false);
+    atomic(&to->high)->store(high, std::memory_order_relaxed);
+  }
+  void receive(const Packet* from, u64* low, u64* high) {
+    aligned(from, sizeof *from);
+    scheduler_->point(false);
+    *high = atomic(&from->high)->load(std::memory_order_relaxed);
+    scheduler_->point(false);
+    *low = atomic(&from->low)->load(std::memory_order_relaxed);
+  }
+  u32 peek(const u32* word) { return atomic(word)->load(std::memory_order_relaxed); }
+  void poke(u32* word, u32 value) { atomic(word)->store(value, std::memory_order_relaxed); }
+  u64 nanoseconds() {
+    return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count());
+  }
+
+  // Breaks the protocol on purpose: flags are taken for so many steps later than they are.
+  static inline u32 eager = 0;
+
+ private:
+  template <class T>
+  static std::atomic<T>* atomic(T* word) {
+    static_assert(sizeof(std::atomic<T>) == sizeof(T));
+    return reinterpret_cast<std::atomic<T>*>(word);
+  }
+  template <class T>
+  static const std::atomic<T>* atomic(const T* word) {
+    return reinterpret_cast<const std::atomic<T>*>(word);
+  }
+  // A GPU faults on an access that is not aligned to its size.
+  static void aligned(const void* at, size_t width) {
+    if (reinterpret_cast<uintptr_t>(at) % width == 0) return;
+    fprintf(stderr, "misaligned access of %zu bytes\n", width);
+    abort();
+  }
+
+  Place place_;
+  Barrier* barrier_;
+  Scheduler* scheduler_;
+};
+
+using Kernel = void (*)(HostBlock&, const Args&);
+
+inline const std::map<std::string, Kernel>& kernels() {
+#define MOVER(name) {#name, name<HostBlock>},
+#define REDUCER(name, suffix, E) {#name "_" #suffix, name<E, HostBlock>},
+  static const std::map<std::string, Kernel> all = {
+      FSCCL_MOVERS(MOVER)
+      FSCCL_REDUCERS(REDUCER, u8, Plain<u8>)
+      FSCCL_REDUCERS(REDUCER, i16, Plain<short>)
+      FSCCL_REDUCERS(REDUCER, i64, Plain<long long>)
+      FSCCL_REDUCERS(REDUCER, f16, Float16)
+      FSCCL_REDUCERS(REDUCER, bf16, BFloat16)
+      FSCCL_REDUCERS(REDUCER, f32, Plain<float>)
+      FSCCL_REDUCERS(REDUCER, f64, Plain<double>)};
+#undef MOVER
+#undef REDUCER
+  return all;
+}
+
+}  // namespace nvlink
+}  // namespace fsccl

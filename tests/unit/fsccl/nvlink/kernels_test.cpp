@@ -1,0 +1,476 @@
+// The kernels against the core's reductions: random operations one after the other, over a world
+// and its subgroups, in place and misaligned, without anything between them that would make ranks
+// wait for each other.
+//
+//   kernels_test <threads|processes|fibers|absent> <ranks> <operations> <seed> [steps too eager]
+//
+// threads, processes: a rank is a pool of threads in this or in a process of its own.
+// fibers: one thread; which fiber makes the next access is drawn by chance, and for long stretches
+// one rank is held back while the others run as far ahead as they can.
+// absent: the last rank never comes, and the others' time is limited.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../../../../flagscale/comm/fsccl/csrc/core/reduce.h"
+#include "../../../../flagscale/comm/fsccl/csrc/nvlink/plan.h"
+#include "host_block.h"
+
+using namespace fsccl;
+using namespace fsccl::nvlink;
+
+namespace {
+
+constexpr u32 kPool = 4;          // threads of a rank
+constexpr u32 kSlotBytes = 1024;  // small, so that messages take many rounds
+constexpr size_t kBufferBytes = 64 << 10;
+constexpr size_t kGuard = 64;
+
+struct Subgroup {
+  std::vector<int> members;
+  int index_of(int rank) const {
+    for (size_t i = 0; i < members.size(); ++i) {
+      if (members[i] == rank) return static_cast<int>(i);
+    }
+    return -1;
+  }
+};
+
+struct Operation {
+  Collective collective;
+  Algorithm algorithm;
+  Reduction reduction;
+  Plan plan;
+  size_t group, count;  // elements as Args.bytes counts them
+  size_t shift_in, shift_out;
+  int root;
+  bool in_place;
+  unsigned seed;
+  size_t bytes() const { return count * reduction.width(); }
+};
+
+struct World {
+  int ranks;
+  std::vector<Subgroup> groups;
+  std::vector<Operation> operations;
+  char* memory;  // shared by all ranks
+  u32* host;     // stop and late
+  int absent = -1;
+  char* arena(size_t group, int rank) const {
+    return memory + (group * ranks + rank) * arena_bytes(kSlotBytes);
+  }
+  char* buffer(int rank, int which) const {
+    char* const all = memory + groups.size() * ranks * arena_bytes(kSlotBytes);
+    return all + (rank * 2 + which) * kBufferBytes;
+  }
+};
+
+size_t inputs_of(Collective c, size_t n) {
+  return c == Collective::kReduceScatter || c == Collective::kAllToAll ? n : 1;
+}
+size_t outputs_of(Collective c, size_t n) {
+  return c == Collective::kAllGather || c == Collective::kAllToAll ? n : 1;
+}
+
+// ---------------------------------------------------------------- drawing operations
+
+using Random = std::mt19937;
+
+template <class T>
+const T& one_of(Random& random, const std::vector<T>& list) {
+  return list[random() % list.size()];
+}
+
+bool draw(Random& random, const World& world, Operation* op) {
+  const std::vector<size_t> counts = {1, 2, 3, 5, 8, 16, 17, 31, 64, 100, 257, 511, 1000, 1900};
+  const std::vector<DType> types = {DType::kU8,   DType::kI16, DType::kI64, DType::kF16,
+                                    DType::kBF16, DType::kF32, DType::kF64};
+  op->group = random() % world.groups.size();
+  op->collective = static_cast<Collective>(random() % kCollectives);
+  op->algorithm = static_cast<Algorithm>(1 + random() % 4);
+  op->reduction.dtype = one_of(random, types);
+  op->reduction.op = static_cast<RedOp>(random() % 9);
+  op->reduction.factor = 3;
+  const size_t n = world.groups[op->group].members.size();
+  op->reduction.divisor = static_cast<int>(n);
+  op->count = one_of(random, counts);
+  const size_t width = op->reduction.width();
+  if (op->collective != Collective::kAllReduce) {
+    op->count = std::min(op->count, (kBufferBytes - 4 * kGuard) / width / n);
+  }
+  const bool direct = op->algorithm == Algorithm::kDirect;
+  op->shift_in = direct ? 0 : random() % 3 * width;
+  op->shift_out = direct ? 0 : random() % 3 * width;
+  if (direct && outputs_of(op->collective, n) * inputs_of(op->collective, n) > 1) {
+    op->count = op->count / 16 * 16 + 16;  // parts begin at multiples of 16 bytes
+    op->count = std::min(op->count, size_t{1008});
+  }
+  op->root = static_cast<int>(random() % n);
+  op->in_place = random() % 2 == 0 ||
+                 (direct && op->collective == Collective::kAllReduce) ||
+                 op->collective == Collective::kBroadcast;
+  if (op->collective == Collective::kAllToAll) op->in_place = false;
+  op->seed = random();
+  const auto threads = static_cast<u32>(1 + random() % kPool);
+  const auto blocks = static_cast<u32>(1 + random() % (kPool / threads));
+  const Shape shape{op->algorithm, blocks, threads};
+  op->plan = plan(op->collective, shape, op->reduction.dtype, op->bytes(), static_cast<int>(n), 1);
+  return reduces(op->reduction) && !op->plan.kernel.empty();
+}
+
+World make_world(int ranks, size_t operations, unsigned seed) {
+  World world{ranks, {}, {}, nullptr, nullptr};
+  Subgroup all, even, last;
+  for (int r = 0; r < ranks; ++r) all.members.push_back(r);
+  for (int r = 0; r < ranks; r += 2) even.members.push_back(r);
+  for (int r = ranks - 1; r >= 0 && r >= ranks - 2; --r) last.members.push_back(r);
+  world.groups = {all};
+  if (ranks > 2) world.groups.insert(world.groups.end(), {even, last});
+  Random random(seed);
+  while (world.operations.size() < operations) {
+    Operation op{};
+    if (draw(random, world, &op)) world.operations.push_back(op);
+  }
+  const size_t bytes = world.groups.size() * ranks * arena_bytes(kSlotBytes) +
+                       ranks * 2 * kBufferBytes + 4096;
+  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) abort();
+  world.memory = static_cast<char*>(at);
+  world.host = reinterpret_cast<u32*>(world.memory + bytes - 4096);
+  // Begin near where counters wrap.
+  for (size_t g = 0; g < world.groups.size(); ++g) {
+    for (int r = 0; r < ranks; ++r) {
+      auto* const counters = reinterpret_cast<Counters*>(world.arena(g, r));
+      auto* const flags = reinterpret_cast<u32*>(world.arena(g, r) + kFlags);
+      for (u32 c = 0; c < kChannels; ++c) {
+        counters[c].epoch = 0xFFFFFFF0u;
+        counters[c].step = 0xFFFFFFF0u;
+        for (int p = 0; p < kMaxRanks; ++p) flags[c * 32 + p] = 0xFFFFFFF0u;
+      }
+    }
+  }
+  return world;
+}
+
+// ---------------------------------------------------------------- data and its check
+
+// Small numbers, exact in every type, with a few that round.
+void fill(const Operation& op, int rank, size_t count, char* out) {
+  Random random(op.seed * 31 + static_cast<unsigned>(rank));
+  const size_t width = op.reduction.width();
+  for (size_t i = 0; i < count; ++i) {
+    const float value = static_cast<float>(static_cast<int>(random() % 13) - 6) +
+                        (random() % 4 == 0 ? 0.37f : 0.0f);
+    switch (op.reduction.dtype) {
+      case DType::kF16: {
+        const uint16_t h = float_to_f16(value);
+        memcpy(out + i * width, &h, width);
+        break;
+      }
+      case DType::kBF16: {
+        const uint16_t h = float_to_bf16(value);
+        memcpy(out + i * width, &h, width);
+        break;
+      }
+      case DType::kF32:
+        memcpy(out + i * width, &value, width);
+        break;
+      case DType::kF64: {
+        const double d = value;
+        memcpy(out + i * width, &d, width);
+        break;
+      }
+      default: {
+        const auto integer = static_cast<int64_t>(value * 3);
+        memcpy(out + i * width, &integer, width);
+      }
+    }
+  }
+}
+
+std::vector<char> input_of(const Operation& op, int rank, size_t n) {
+  std::vector<char> out(inputs_of(op.collective, n) * op.bytes());
+  fill(op, rank, inputs_of(op.collective, n) * op.count, out.data());
+  return out;
+}
+
+std::vector<char> expected(const Operation& op, int rank, size_t n) {
+  const size_t part = op.bytes();
+  std::vector<std::vector<char>> inputs;
+  for (size_t p = 0; p < n; ++p) inputs.push_back(input_of(op, static_cast<int>(p), n));
+  std::vector<char> out(outputs_of(op.collective, n) * part);
+  const bool scattered = inputs_of(op.collective, n) > 1;
+  const size_t mine = scattered ? static_cast<size_t>(rank) * part : 0;
+  if (op.collective == Collective::kAllReduce || op.collective == Collective::kReduceScatter) {
+    std::vector<const void*> sources;
+    for (const auto& in : inputs) sources.push_back(in.data() + mine);
+    reduce(op.reduction, out.data(), sources.data(), static_cast<int>(n), op.count);
+  } else if (op.collective == Collective::kBroadcast) {
+    out = inputs[static_cast<size_t>(op.root)];
+  } else {
+    for (size_t p = 0; p < n; ++p) memcpy(out.data() + p * part, inputs[p].data() + mine, part);
+  }
+  return out;
+}
+
+// ---------------------------------------------------------------- a rank
+
+struct Rank {
+  Rank(const World& w, int r) : world(w), rank(r), whole(kPool) {
+    for (u32 c = 0; c < kPool; ++c) {
+      for (u32 t = 0; t <= kPool; ++t) blocks.push_back(std::make_unique<Barrier>(t));
+    }
+  }
+
+  // What thread `me` of the pool does.
+  void run(u32 me, Scheduler& scheduler) {
+    for (const Operation& op : world.operations) {
+      const int index = world.groups[op.group].index_of(rank);
+      if (index < 0 || rank == world.absent) continue;
+      if (me == 0) prepare(op, index);
+      whole.wait(scheduler);  // the kernel's beginning on its stream
+      const Args mine = args;
+      if (me < op.plan.blocks * op.plan.threads) {
+        const u32 channel = me / op.plan.threads;
+        HostBlock b({me % op.plan.threads, op.plan.threads, channel, op.plan.blocks},
+                    blocks[channel * (kPool + 1) + op.plan.threads].get(), &scheduler);
+        kernels().at(op.plan.kernel)(b, mine);
+      }
+      whole.wait(scheduler);  // and its end
+      if (me == 0 && world.absent < 0 && !check(op, index)) failed = true;
+      whole.wait(scheduler);
+      if (failed) return;
+    }
+  }
+
+  void prepare(const Operation& op, int index) {
+    const auto& members = world.groups[op.group].members;
+    const size_t n = members.size(), part = op.bytes();
+    const auto input = input_of(op, index, n);
+    char* const out = world.buffer(rank, 1) + kGuard + op.shift_out;
+    memset(world.buffer(rank, 1), 0x5A, kBufferBytes);
+    char* in = world.buffer(rank, 0) + kGuard + op.shift_in;
+    if (op.in_place) {
+      in = out + (op.collective == Collective::kAllGather ? index * part : 0);
+    }
+    memcpy(in, input.data(), input.size());
+    const bool slice = op.in_place && op.collective == Collective::kReduceScatter;
+    char* const to = slice ? out + index * part : out;
+    args = arguments(op.collective, in, to, part, index, static_cast<int>(n), op.root);
+    args.slot_bytes = kSlotBytes;
+    args.math = math_of(op.reduction);
+    args.factor = op.reduction.factor;
+    args.timeout_ns = world.absent < 0 ? 0 : 20000000;
+    args.stop = world.host;
+    args.late = world.host + 1;
+    const bool reads = op.collective == Collective::kReduceScatter && !op.in_place;
+    for (size_t p = 0; p < n; ++p) {
+      args.arena[p] = world.arena(op.group, members[p]);
+      args.peer[p] = world.buffer(members[p], reads ? 0 : 1) + kGuard;
+    }
+  }
+
+  bool check(const Operation& op, int index) {
+    const size_t n = world.groups[op.group].members.size();
+    const auto want = expected(op, index, n);
+    if (memcmp(args.out, want.data(), want.size()) != 0) return report(op, index, "wrong result");
+    const char* const begin = world.buffer(rank, 1);
+    const char* const end = begin + kBufferBytes;
+    const bool larger = op.in_place && op.collective == Collective::kReduceScatter;
+    for (const char* at = begin; at < begin + kGuard + op.shift_out; ++at) {
+      if (*at != 0x5A) return report(op, index, "wrote before the output");
+    }
+    for (const char* at = args.out + want.size(); !larger && at < end; ++at) {
+      if (*at != 0x5A) return report(op, index, "wrote behind the output");
+    }
+    return true;
+  }
+
+  bool report(const Operation& op, int index, const char* what) {
+    fprintf(stderr, "%s: %s %s, %s of %zu %s, group %zu rank %d, %u blocks of %u\n", what,
+            name_of(op.collective), op.plan.kernel.c_str(), name_of(op.reduction.op), op.count,
+            name_of(op.reduction.dtype), op.group, index, op.plan.blocks, op.plan.threads);
+    return false;
+  }
+
+  const World& world;
+  const int rank;
+  Barrier whole;
+  std::vector<std::unique_ptr<Barrier>> blocks;
+  Args args{};
+  std::atomic<bool> failed{false};
+};
+
+// ---------------------------------------------------------------- who runs when
+
+struct Threads : Scheduler {
+  explicit Threads(unsigned seed) : random(seed) {}
+  void point(bool spins) override {
+    if (spins || random() % 64 == 0) sched_yield();
+  }
+  std::minstd_rand random;
+};
+
+bool run_threads(const World& world, const std::vector<int>& ranks, unsigned seed) {
+  std::vector<std::unique_ptr<Rank>> all;
+  std::vector<std::thread> threads;
+  for (const int r : ranks) all.push_back(std::make_unique<Rank>(world, r));
+  for (auto& rank : all) {
+    for (u32 me = 0; me < kPool; ++me) {
+      threads.emplace_back([&rank, me, seed] {
+        Threads scheduler(seed * 97 + static_cast<unsigned>(rank->rank) * kPool + me + 1);
+        rank->run(me, scheduler);
+        // Nobody may wait for a rank that has found an error.
+        if (rank->failed) _exit(1);
+      });
+    }
+  }
+  for (auto& t : threads) t.join();
+  return true;
+}
+
+bool run_processes(const World& world, unsigned seed) {
+  std::vector<pid_t> children;
+  for (int r = 0; r < world.ranks; ++r) {
+    const pid_t pid = fork();
+    if (pid == 0) _exit(run_threads(world, {r}, seed) ? 0 : 1);
+    children.push_back(pid);
+  }
+  bool good = true;
+  for (size_t left = children.size(); left > 0; --left) {
+    int status = 0;
+    wait(&status);
+    if (status == 0) continue;
+    good = false;
+    reinterpret_cast<std::atomic<u32>*>(world.host)->store(1);  // the others stop waiting
+  }
+  return good;
+}
+
+// Everyone ends, and someone says who did not come.
+bool run_absent(World& world, unsigned seed) {
+  world.absent = world.ranks - 1;
+  world.groups.resize(1);
+  std::vector<int> present;
+  for (int r = 0; r < world.absent; ++r) present.push_back(r);
+  std::vector<Operation> all;
+  for (const Operation& op : world.operations) {
+    if (op.group == 0) all.push_back(op);
+  }
+  world.operations = all;
+  run_threads(world, present, seed);
+  return world.host[0] == 1 && world.host[1] == static_cast<u32>(world.absent) + 1;
+}
+
+class Fibers : public Scheduler {
+ public:
+  Fibers(const World& world, unsigned seed) : random_(seed), ranks_(world.ranks) {
+    for (int r = 0; r < world.ranks; ++r) all_.push_back(std::make_unique<Rank>(world, r));
+    for (auto& rank : all_) {
+      for (u32 me = 0; me < kPool; ++me) {
+        fibers_.push_back(std::make_unique<Fiber>());
+        Fiber& f = *fibers_.back();
+        f.rank = rank->rank;
+        f.body = [this, &rank, me] { rank->run(me, *this); };
+        f.stack.resize(256 << 10);
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.data();
+        f.context.uc_stack.ss_size = f.stack.size();
+        f.context.uc_link = &main_;
+        makecontext(&f.context, reinterpret_cast<void (*)()>(&Fibers::enter), 0);
+      }
+    }
+  }
+
+  bool run() {
+    current_ = this;
+    constexpr u64 kMost = 2000000000;  // turns without an end are a deadlock
+    for (u64 turn = 0; turn < kMost; ++turn) {
+      if (turn % 4096 == 0) held_ = random_() % (ranks_ + 1);
+      std::vector<Fiber*>& ready = candidates();
+      if (ready.empty()) return true;
+      fiber_ = ready[random_() % ready.size()];
+      swapcontext(&main_, &fiber_->context);
+      for (auto& rank : all_) {
+        if (rank->failed) return false;
+      }
+    }
+    fprintf(stderr, "nothing moves\n");
+    return false;
+  }
+
+  void point(bool spins) override {
+    if (spins || random_() % 8 == 0) swapcontext(&fiber_->context, &main_);
+  }
+
+ private:
+  struct Fiber {
+    int rank;
+    bool over = false;
+    std::function<void()> body;
+    std::vector<char> stack;
+    ucontext_t context;
+  };
+
+  static void enter() {
+    Fiber* const self = current_->fiber_;
+    self->body();
+    self->over = true;
+  }
+
+  // All but those of the rank that is held back, unless chance gives it a turn.
+  std::vector<Fiber*>& candidates() {
+    ready_.clear();
+    const bool mercy = random_() % 256 == 0;
+    for (auto& f : fibers_) {
+      if (!f->over && (mercy || f->rank != static_cast<int>(held_))) ready_.push_back(f.get());
+    }
+    if (ready_.empty()) {
+      for (auto& f : fibers_) {
+        if (!f->over) ready_.push_back(f.get());
+      }
+    }
+    return ready_;
+  }
+
+  static inline Fibers* current_ = nullptr;
+  Random random_;
+  const int ranks_;
+  u64 held_ = 0;
+  std::vector<std::unique_ptr<Rank>> all_;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<Fiber*> ready_;
+  Fiber* fiber_ = nullptr;
+  ucontext_t main_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 5) return 2;
+  const std::string mode = argv[1];
+  const auto seed = static_cast<unsigned>(atoi(argv[4]));
+  World world = make_world(atoi(argv[2]), static_cast<size_t>(atoi(argv[3])), seed);
+  if (argc > 5) HostBlock::eager = static_cast<u32>(atoi(argv[5]));
+  bool good = false;
+  if (mode == "fibers") {
+    good = Fibers(world, seed).run();
+  } else if (mode == "processes") {
+    good = run_processes(world, seed);
+  } else if (mode == "absent") {
+    good = run_absent(world, seed);
+  } else {
+    std::vector<int> ranks;
+    for (int r = 0; r < world.ranks; ++r) ranks.push_back(r);
+    good = run_threads(world, ranks, seed);
+  }
+  if (good) puts("ok");
+  return good ? 0 : 1;
+}
