@@ -81,6 +81,7 @@ class Agent:
         self._reached = self._met = False
         self._beat_at = 0.0
         self._summary: dict[str, Any] = {}
+        self._script = 0
 
     def run(self) -> int:
         """Start the command, stay until the job is over, leave nothing behind; the exit code."""
@@ -88,8 +89,8 @@ class Agent:
         wakeup = self._signals.listen()
         self._selector.register(wakeup, selectors.EVENT_READ)
         become_subreaper()
-        script = os.getppid()
-        die_with(script, signal.SIGTERM)()
+        self._script = os.getppid()
+        die_with(self._script, signal.SIGTERM)()
         self._announce()
         started, kills_before = time.time(), out_of_memory_kills()
         fault = self._open()
@@ -194,9 +195,18 @@ class Agent:
         for number in self._signals.take():
             if self.member.signal is None:
                 self._signalled_at = now
-                self.member.stop(number)
+                self.member.stop(number, cause=self._lost_script())
             elif now - self._signalled_at > IMPATIENCE_SECONDS:
                 self.member.attempt.kill()
+
+    def _lost_script(self) -> Failure | None:
+        """What the job fails by if nobody asked for its end: the script waits for this process, so
+        it cannot have ended by itself."""
+        if os.getppid() == self._script:
+            return None
+        reason = "lost its script, which was killed; what it ran was ended too"
+        options = self._options
+        return Failure(options.view.name, None, None, reason, "", options.policy.output)
 
     def _hear(self, now: float) -> None:
         """Take what has come over the network."""
@@ -296,7 +306,7 @@ class Agent:
     def _record(self, code: int, started: float, kills: int | None) -> int:
         """Write down how it ended. Peers are not there any more, so nothing can change it."""
         member = self.member
-        failure = member.failure
+        failure = member.cause or member.failure
         if self._coordinator is not None and member.signal is None:
             failure = self._coordinator.failure
         swept = member.attempt.swept
@@ -305,7 +315,7 @@ class Agent:
             {
                 "code": code,
                 "phase": "job",
-                "signal": member.signal,
+                "signal": member.signal if member.cause is None else None,
                 "started": round(started, 3),
                 "ended": round(time.time(), 3),
                 "out_of_memory_kills": kills,

@@ -92,6 +92,7 @@ class Coordinator:
         self.orders = Orders()
         self.notices: list[Notice] = []
         self.failure: Failure | None = None
+        self._cause: dict[str, Any] | None = None
         self.restarts: list[dict[str, Any]] = []
         self._reports: list[Report] = []
         self._began = now
@@ -123,7 +124,8 @@ class Coordinator:
             host.offset = offset if host.offset is None else min(host.offset, offset)
         kind = message.get("kind")
         if kind == "stopping":
-            self._stop(_whole(message.get("signal"), 15))
+            cause = Failure.from_record(message.get("failure"))
+            self._stop(_whole(message.get("signal"), 15), cause)
         if message.get("attempt") != self.attempt:
             if kind == "hello":
                 self._catch_up(number)
@@ -172,7 +174,7 @@ class Coordinator:
     def _catch_up(self, number: int) -> None:
         """Tell a host that was away what it has missed."""
         if self.phase is Phase.STOPPING:
-            self.orders.add("stop", number, signal=15)
+            self.orders.add("stop", number, signal=15, failure=self._cause)
         elif self.phase is Phase.ENDING and not self.hosts[number].over:
             self.orders.add("end", number, attempt=self.attempt, failure=self._record())
         elif self.phase is Phase.RUNNING and self.attempt:
@@ -285,18 +287,23 @@ class Coordinator:
             self.phase = Phase.ENDING
             self.orders.add("end", attempt=self.attempt, failure=self._record())
 
-    def _stop(self, number: int) -> None:
-        """A host was told to stop: the whole job stops, and is not started again."""
+    def _stop(self, number: int, cause: Failure | None) -> None:
+        """A host was told to stop: the whole job stops, and is not started again. ``cause``: what
+        failed there, where nobody asked for the stop."""
         if self.phase in (Phase.STOPPING, Phase.OVER):
             return
         self.phase = Phase.STOPPING
-        self.orders.add("stop", signal=number)
+        if cause is not None:
+            self.failure = cause
+            self._cause = cause.to_record()
+        self.orders.add("stop", signal=number, failure=self._cause)
 
     def _conclude(self, now: float) -> None:
         """Every host has ended this attempt, or is lost."""
         failed = any(host.lost or host.ended for host in self.hosts)
         if self.phase is Phase.STOPPING:
-            self._finish(None)
+            failed_by = Notice("failed", self.attempt, self.failure)
+            self._finish(failed_by if self._cause is not None else None)
         elif not failed and not self._reports:
             self._finish(Notice("finished", self.attempt))
         elif self._may_restart():

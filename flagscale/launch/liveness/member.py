@@ -37,6 +37,8 @@ class Member:
         self.attempt = Attempt(run_id, grace)
         self.signal: int | None = None
         """What the job was stopped by, if it was."""
+        self.cause: Failure | None = None
+        """Why it was stopped, where nobody had asked for that."""
         self.failure: Failure | None = None
         """The job's first failure, as far as this host has been told."""
         self.finished = False
@@ -117,7 +119,7 @@ class Member:
     def hello(self) -> Message:
         """Everything that the coordinator has to know of a host that it doesn't know."""
         if self.signal is not None:
-            self._say("stopping", signal=self.signal)
+            self._say_stopping()
         return self._message("hello", **self._position())
 
     def beat(self) -> Message:
@@ -189,7 +191,8 @@ class Member:
         """Follow an order of the coordinator."""
         kind = order.get("kind")
         if kind == "stop":
-            self.stop(int(order.get("signal") or 15), tell=False)
+            cause = Failure.from_record(order.get("failure"))
+            self.stop(int(order.get("signal") or 15), tell=False, cause=cause)
         elif kind == "finish":
             self.failure = Failure.from_record(order.get("failure")) or self.failure
             self.finished = True
@@ -207,13 +210,18 @@ class Member:
             self._called_at = now
             self._call = StackCall(self.host, self._watch, self.attempt.ranks())
 
-    def stop(self, number: int, *, tell: bool = True) -> None:
-        """End the job in order, with the whole grace period, and start it no more."""
+    def stop(self, number: int, *, tell: bool = True, cause: Failure | None = None) -> None:
+        """End the job in order, with the whole grace period, and start it no more. ``cause``: what
+        failed, where that is why."""
         if self.signal is None:
-            self.signal = number
+            self.signal, self.cause = number, cause
             self.attempt.end(failed=False)
             if tell:
-                self._say("stopping", signal=number)
+                self._say_stopping()
+
+    def _say_stopping(self) -> None:
+        cause = self.cause.to_record() if self.cause is not None else None
+        self._say("stopping", signal=self.signal, failure=cause)
 
     def lose(self, failure: Failure) -> None:
         """The coordinator, or the way to it, is gone: end everything here."""
@@ -232,6 +240,8 @@ class Member:
     def code(self) -> int:
         """The exit code of this host: the job's own, 128+n where it was stopped."""
         code = self.attempt.code or 0
+        if self.cause is not None:
+            return code or 1
         if self.signal is not None:
             return 128 + self.signal if code else 0
         if self.attempt.ending and code:

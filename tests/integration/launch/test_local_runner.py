@@ -273,7 +273,11 @@ def test_the_script_is_killed(bench: Bench) -> None:
     assert processes.send(script, signal.SIGKILL)
     bench.runner.wait(state)
     until(lambda: not state.alive())
-    assert bench.exit_record()["signal"] == signal.SIGTERM
+    assert bench.exit_record()["signal"] is None
+    seen = bench.runner.query(bench.runner_state())
+    assert seen.phase is Phase.FAILED
+    assert seen.failure is not None
+    assert "lost its script, which was killed" in seen.failure.reason
 
 
 def test_script_and_agent_are_killed_at_once(bench: Bench) -> None:

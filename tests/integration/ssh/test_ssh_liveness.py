@@ -91,6 +91,20 @@ def test_a_killed_agent(lab: SshLab, victim: str) -> None:
     assert "SIGKILL" in failure["reason"] or "no word from its agent" in failure["reason"]
 
 
+@pytest.mark.parametrize("victim", ["h00", "h01"])
+def test_a_killed_script(lab: SshLab, victim: str) -> None:
+    """Its agent ends the job in order, everywhere, and nobody takes that for a stop by the user."""
+    start(lab, runner={"max_restarts": 3})
+    os.kill(process(lab, lab.bed[victim], f"host_{victim[-1]}_{victim}_run.sh"), signal.SIGKILL)
+    clean(lab)
+    for host in lab.bed.names:
+        assert ended(lab, host)["failure"]["host"] == victim
+    seen = lab.query()
+    assert (seen["state"], seen["attempt"]) == ("failed", 1)
+    assert (seen["failure"]["host"], seen["failure"]["rank"]) == (victim, None)
+    assert "lost its script, which was killed" in seen["failure"]["reason"]
+
+
 def test_a_killed_rank_is_named_with_host_log_and_signal(lab: SshLab) -> None:
     start(lab, light=False)
     os.kill(process(lab, lab.bed["h01"], "program.py"), signal.SIGKILL)

@@ -274,6 +274,19 @@ def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     assert job.kinds() == ["end", "finish"]
 
 
+def test_a_stop_that_nobody_asked_for_is_a_failure_and_final() -> None:
+    job = Job(max_restarts=5)
+    job.run(5)
+    cause = Failure("h1", None, None, "lost its script", "", Path("/o"))
+    job.say(1, "stopping", signal=15, failure=cause.to_record())
+    for host in (0, 1):
+        job.end(host, 143)
+    job.run(5)
+    assert (job.kinds(), job.told) == (["stop", "finish"], ["failed"])
+    assert job.first == ("h1", None)
+    assert [order["failure"]["reason"] for _, order in job.orders] == ["lost its script"] * 2
+
+
 def test_the_rest_is_left_alone() -> None:
     job = Job(on_failure="leave")
     job.run(5)
