@@ -13,7 +13,7 @@
 #include <map>
 #include <string>
 
-#include "../../../../flagscale/comm/fsccl/csrc/nvlink/kernels.h"
+#include "nvlink/kernels.h"
 
 namespace fsccl {
 namespace nvlink {
@@ -36,6 +36,7 @@ class Barrier {
     }
     while (turn_.load(std::memory_order_acquire) == turn) scheduler.point(true);
   }
+  std::atomic<bool> said{false};  // any thread gave up waiting: nothing is right after that
 
  private:
   const u32 size_;
@@ -57,6 +58,11 @@ class HostBlock {
   u32 channel() const { return place_.channel; }
   u32 channels() const { return place_.channels; }
   void sync() { barrier_->wait(*scheduler_); }
+  bool any(bool mine) {
+    if (mine) barrier_->said.store(true, std::memory_order_relaxed);
+    sync();
+    return barrier_->said.load(std::memory_order_relaxed);
+  }
   void fence() {  // what ThreadSanitizer understands
     static std::atomic<u32> word{0};
     word.fetch_add(1, std::memory_order_seq_cst);

@@ -19,8 +19,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../../../flagscale/comm/fsccl/csrc/core/reduce.h"
-#include "../../../../flagscale/comm/fsccl/csrc/nvlink/plan.h"
+#include "core/reduce.h"
+#include "nvlink/plan.h"
 #include "host_block.h"
 
 using namespace fsccl;

@@ -1,0 +1,166 @@
+// Reading and writing memory, sharing work among the threads of a block, and waiting.
+//
+// `B` is the block (block_cuda.h; on a CPU the tests' own). It has the places thread(), threads(),
+// channel(), channels(), kWarp; sync(), and any(), which tells what any thread said; plain load<W>()
+// and store<W>() of 1 to 16 bytes; release and acquire of flags, post() and seen(); send() and
+// receive() of packets; words of host memory, peek() and poke(); fence(), pause(), nanoseconds().
+#pragma once
+
+#include "element.h"
+
+namespace fsccl {
+namespace nvlink {
+
+FSCCL_FN constexpr u64 ceil_to(u64 n, u64 unit) { return (n + unit - 1) / unit * unit; }
+FSCCL_FN constexpr u64 least(u64 a, u64 b) { return a < b ? a : b; }
+// What of [lo, lo + size) lies below `end`.
+FSCCL_FN constexpr u64 clip(u64 lo, u64 size, u64 end) {
+  return lo >= end ? 0 : least(size, end - lo);
+}
+
+template <class W, class Raw, class B>
+FSCCL_FN Raw load_pieces(B& b, const char* from) {
+  constexpr int kCount = sizeof(Raw) / sizeof(W);
+  W piece[kCount];
+  FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
+    piece[i] = b.template load<W>(from + i * sizeof(W));
+  }
+  Raw raw;
+  __builtin_memcpy(&raw, piece, sizeof raw);
+  return raw;
+}
+
+template <class W, class Raw, class B>
+FSCCL_FN void store_pieces(B& b, char* to, const Raw& raw) {
+  constexpr int kCount = sizeof(Raw) / sizeof(W);
+  W piece[kCount];
+  __builtin_memcpy(piece, &raw, sizeof raw);
+  FSCCL_UNROLL for (int i = 0; i < kCount; ++i) b.store(to + i * sizeof(W), piece[i]);
+}
+
+// Misaligned memory and the end of a buffer: rare, so the code is not repeated at every call.
+template <class Raw, class B>
+FSCCL_SLOW Raw load_slowly(B b, const char* from, u32 bytes, u32 width) {
+  if (bytes >= sizeof(Raw)) {
+    if (width >= 4) return load_pieces<u32, Raw>(b, from);
+    if (width == 2) return load_pieces<u16, Raw>(b, from);
+    return load_pieces<u8, Raw>(b, from);
+  }
+  u8 piece[sizeof(Raw)];
+  FSCCL_UNROLL for (u32 i = 0; i < sizeof(Raw); ++i) {
+    piece[i] = i < bytes ? b.template load<u8>(from + i) : u8{0};
+  }
+  Raw raw;
+  __builtin_memcpy(&raw, piece, sizeof raw);
+  return raw;
+}
+
+template <class Raw, class B>
+FSCCL_SLOW void store_slowly(B b, char* to, u32 bytes, u32 width, Raw raw) {
+  if (bytes >= sizeof(Raw)) {
+    if (width >= 4) return store_pieces<u32>(b, to, raw);
+    if (width == 2) return store_pieces<u16>(b, to, raw);
+    return store_pieces<u8>(b, to, raw);
+  }
+  u8 piece[sizeof(Raw)];
+  __builtin_memcpy(piece, &raw, sizeof raw);
+  FSCCL_UNROLL for (u32 i = 0; i < sizeof(Raw); ++i) {
+    if (i < bytes) b.store(to + i, piece[i]);
+  }
+}
+
+// A Raw (Vec or u64) of which `bytes` exist (zeros for the rest), by accesses of `width` at most.
+template <class Raw, class B>
+FSCCL_FN Raw load(B& b, const char* from, u64 bytes, u32 width) {
+  if (bytes >= sizeof(Raw) && width >= sizeof(Raw)) return b.template load<Raw>(from);
+  return load_slowly<Raw>(b, from, static_cast<u32>(least(bytes, sizeof(Raw))), width);
+}
+
+template <class Raw, class B>
+FSCCL_FN void store(B& b, char* to, u64 bytes, u32 width, const Raw& raw) {
+  if (bytes >= sizeof(Raw) && width >= sizeof(Raw)) return b.store(to, raw);
+  store_slowly(b, to, static_cast<u32>(least(bytes, sizeof(Raw))), width, raw);
+}
+
+// Every stride-th vector from the first-th on.
+template <class B>
+FSCCL_FN void move(B& b, char* to, u32 to_width, const char* from, u32 from_width, u64 bytes,
+                   u64 first, u64 stride) {
+  constexpr int kAtOnce = 4;  // loads in flight before the first store
+  constexpr u64 kVec = sizeof(Vec);
+  u64 v = first;
+  if (to_width == kVec && from_width == kVec) {
+    const u64 whole = bytes / kVec;
+    for (; v + (kAtOnce - 1) * stride < whole; v += kAtOnce * stride) {
+      Vec held[kAtOnce];
+      FSCCL_UNROLL for (int i = 0; i < kAtOnce; ++i) {
+        held[i] = b.template load<Vec>(from + (v + i * stride) * kVec);
+      }
+      FSCCL_UNROLL for (int i = 0; i < kAtOnce; ++i) b.store(to + (v + i * stride) * kVec, held[i]);
+    }
+  }
+  for (; v * kVec < bytes; v += stride) {
+    const u64 left = bytes - v * kVec;
+    store(b, to + v * kVec, left, to_width, load<Vec>(b, from + v * kVec, left, from_width));
+  }
+}
+
+// Gives each of `parts` to some warps: f(part, first, stride), the place of this thread in it.
+// Several parts are worked at once, so that traffic goes to all peers at once.
+template <class B, class F>
+FSCCL_FN void share_out(B& b, u32 parts, F f) {
+  constexpr u32 kWarp = B::kWarp;
+  const u32 warps = b.threads() / kWarp, warp = b.thread() / kWarp, lane = b.thread() % kWarp;
+  if (warps > parts) {
+    const u32 part = warp % parts, team = (warps - part + parts - 1) / parts;
+    f(part, warp / parts * kWarp + lane, team * kWarp);
+  } else {
+    for (u32 part = warp; part < parts; part += warps) f(part, lane, kWarp);
+  }
+}
+
+// Waiting for peers, though not for ever: the host can end it, and so can the time limit, which
+// then ends it for everything that runs on this rank and is to follow.
+template <class B>
+class Patience {
+ public:
+  FSCCL_FN bool lost() const { return lost_; }
+
+  // Until missing() has no bit left; each stands for a rank that is waited for. Once given up
+  // nothing is waited for any more: the results are worth nothing, and the host says so.
+  template <class F>
+  FSCCL_FN void wait(B& b, const Args& a, F missing) {
+    u64 began = 0;
+    for (u32 turn = 1;; ++turn) {
+      const u32 who = missing();
+      if (who == 0 || lost_) return;
+      b.pause();
+      if (turn % kTurns == 0) lost_ = over(b, a, who, &began);
+    }
+  }
+
+ private:
+  static constexpr u32 kTurns = 1024;  // a look at host memory takes longer than one at a flag
+
+  FSCCL_FN static bool over(B& b, const Args& a, u32 who, u64* began) {
+    if (b.peek(a.stop) != 0) return true;
+    const u64 now = b.nanoseconds();
+    if (*began == 0) *began = now;
+    if (a.timeout_ns == 0 || now - *began < a.timeout_ns) return false;
+    u32 rank = 0;
+    while ((who >> rank & 1) == 0) ++rank;
+    b.poke(a.late, rank + 1);
+    b.poke(a.stop, 1);
+    return true;
+  }
+
+  bool lost_ = false;
+};
+
+template <class B>
+FSCCL_FN Counters* counters(B& b, const Args& a) {
+  return reinterpret_cast<Counters*>(a.arena[a.rank]) + b.channel();
+}
+
+}  // namespace nvlink
+}  // namespace fsccl

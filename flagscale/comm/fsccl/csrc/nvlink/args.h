@@ -1,0 +1,88 @@
+// What a kernel is told, and how the memory that ranks share is laid out.
+//
+// This header and the ones it serves (element.h, flagged.h, staged.h, direct.h) are compiled three
+// times: by nvcc or NVRTC, which has no standard headers, for a GPU, and by a C++ compiler for the
+// tests, where a thread of the operating system plays a thread of a block.
+#pragma once
+
+#if defined(__CUDACC__)
+#define FSCCL_FN __device__ __forceinline__
+#define FSCCL_SLOW __device__ __noinline__
+#define FSCCL_UNROLL _Pragma("unroll")
+#else
+#include <cstddef>
+#define FSCCL_FN inline
+#define FSCCL_SLOW inline
+#define FSCCL_UNROLL
+#endif
+
+namespace fsccl {
+namespace nvlink {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int kMaxRanks = 8;
+constexpr u32 kChannels = 32;  // the blocks of the largest grid
+constexpr u32 kMaxThreads = 512;
+constexpr u32 kDepth = 4;      // slots of a channel, see staged.h
+
+// In the order of RedOp of the core.
+enum class Math : u32 { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor, kPremulSum };
+
+// A block of a grid is a channel: it works with the blocks of the same number of its peers and with
+// no other block. Each channel counts what it has done, in device memory, so that a captured graph
+// can be replayed, and every rank's count is the same. Counts only grow (and wrap); nothing is ever
+// reset, so there is no moment at which a reset could race.
+struct Counters {
+  u32 step;   // of staged.h and direct.h
+  u32 epoch;  // of flagged.h
+  u32 unused[30];
+};
+
+// Eight bytes of data, each half with the epoch beside it. An aligned access of 8 bytes is seen
+// whole or not at all, so whoever reads the epoch has the half that belongs to it.
+struct alignas(16) Packet {
+  u64 low, high;  // the epoch in the upper 32 bits
+};
+
+// A group's part of a rank's heap:
+//   Counters[kChannels]              the rank's own
+//   u32 flags[kChannels][32]         one 128-byte line a channel: what step each peer has posted
+//   Packet boxes[kChannels][2][..]   a channel's packets for odd and even epochs
+//   slots[kChannels][kDepth][..]     a channel's staging
+constexpr u64 kLine = 128;
+constexpr u64 kFlags = kChannels * sizeof(Counters);
+constexpr u64 kBoxes = kFlags + kChannels * kLine;
+constexpr u64 kBoxBytes = 64 << 10;  // all sources of one parity of one channel
+constexpr u64 kSlots = kBoxes + kChannels * 2 * kBoxBytes;
+
+FSCCL_FN constexpr u64 arena_bytes(u64 slot_bytes) { return kSlots + kChannels * kDepth * slot_bytes; }
+
+// Packets that one source may send to one channel in one operation.
+FSCCL_FN constexpr u32 box_packets(u32 ranks) { return kBoxBytes / sizeof(Packet) / ranks; }
+
+struct Args {
+  char* arena[kMaxRanks];  // of every rank, own included
+  char* peer[kMaxRanks];   // direct.h: the registered buffer of every rank
+  const char* in;
+  char* out;
+  u64 bytes;       // all_reduce and broadcast: of the whole, else of one rank's part
+  u64 stride_in;   // from what goes to one rank to what goes to the next; 0: all get the same
+  u64 stride_out;  // from what comes from one rank to what comes from the next
+  u64 timeout_ns;  // 0: wait for ever
+  u32* stop;       // in host memory; not zero ends all waiting
+  u32* late;       // in host memory; 1 + the rank that did not come in time
+  double factor;   // PREMUL_SUM
+  Math math;
+  int rank, ranks;
+  int root;        // of a broadcast, else -1
+  u32 slot_bytes;
+  u32 width_in;    // bytes of the widest access that every address in `in` allows: 1 to 16
+  u32 width_out;
+};
+
+}  // namespace nvlink
+}  // namespace fsccl

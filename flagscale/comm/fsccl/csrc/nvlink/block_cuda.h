@@ -1,0 +1,70 @@
+// A block of CUDA threads, see access.h. Needs no header of CUDA's, so that NVRTC can compile it.
+#pragma once
+
+#include "access.h"
+
+namespace fsccl {
+namespace nvlink {
+
+class CudaBlock {
+ public:
+  static constexpr u32 kWarp = 32;
+
+  FSCCL_FN u32 thread() const { return threadIdx.x; }
+  FSCCL_FN u32 threads() const { return blockDim.x; }
+  FSCCL_FN u32 channel() const { return blockIdx.x; }
+  FSCCL_FN u32 channels() const { return gridDim.x; }
+  FSCCL_FN void sync() { __syncthreads(); }
+  FSCCL_FN bool any(bool mine) { return __syncthreads_or(mine); }
+  FSCCL_FN void fence() { __threadfence_system(); }
+  FSCCL_FN void pause() {}
+
+  template <class W>
+  FSCCL_FN W load(const char* from) const {
+    return *reinterpret_cast<const W*>(from);
+  }
+  template <class W>
+  FSCCL_FN void store(char* to, const W& value) {
+    *reinterpret_cast<W*>(to) = value;
+  }
+
+  // Release and acquire at system scope. What other threads of the block wrote before a barrier
+  // of the block is released too, and what one thread acquired all have after the next barrier.
+  FSCCL_FN void post(u32* flag, u32 step) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(step) : "memory");
+  }
+  FSCCL_FN u32 seen(const u32* flag) {
+    u32 step;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(step) : "l"(flag) : "memory");
+    return step;
+  }
+
+  // One instruction; each of the two words is single-copy atomic, the pair need not be.
+  FSCCL_FN void send(Packet* to, u64 low, u64 high) {
+    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(low), "l"(high)
+                 : "memory");
+  }
+  FSCCL_FN void receive(const Packet* from, u64* low, u64* high) {
+    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+                 : "=l"(*low), "=l"(*high)
+                 : "l"(from)
+                 : "memory");
+  }
+
+  FSCCL_FN u32 peek(const u32* word) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+  }
+  FSCCL_FN void poke(u32* word, u32 value) {
+    asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+  }
+  FSCCL_FN u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+  }
+};
+
+}  // namespace nvlink
+}  // namespace fsccl

@@ -1,0 +1,94 @@
+// Registered buffers, which every rank has mapped: data goes from and to them without staging.
+//
+// Two steps of a channel (staged.h): after the first all peers' kernels have begun, so what ran
+// before them on their streams is over and their buffers may be read and written; after the second
+// all that peers read and wrote is done, and the stream may go on. A peer's channel touches only
+// the part of a buffer that belongs to the channel of the same number. All addresses are multiples
+// of 16.
+#pragma once
+
+#include "staged.h"
+
+namespace fsccl {
+namespace nvlink {
+
+// This thread's vectors of `bytes`: f(offset, bytes left).
+template <class B, class F>
+FSCCL_FN void each_vector(B& b, u64 bytes, F f) {
+  const u64 stride = static_cast<u64>(b.channels()) * b.threads() * kVecBytes;
+  for (u64 at = (b.channel() * b.threads() + b.thread()) * kVecBytes; at < bytes; at += stride) {
+    f(at, bytes - at);
+  }
+}
+
+// Sums what lies at `at` of every rank's registered buffer.
+template <class E, class B>
+FSCCL_FN Vec sum_peers(B& b, const Args& a, u64 at, u64 left) {
+  Vec held[kMaxRanks];
+  FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+    if (p < a.ranks) held[p] = load<Vec>(b, a.peer[p] + at, left, kVecBytes);
+  }
+  Sum<E, Vec> sum;
+  FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+    if (p < a.ranks) sum.add(a, p == 0, held[p]);
+  }
+  return sum.finish(a);
+}
+
+template <class B, class F>
+FSCCL_FN void between_steps(B& b, const Args& a, F f) {
+  Steps<B> steps(b, a);
+  steps.post(0);
+  // Peers that did not come may be using their buffers for something else.
+  if (steps.await(0)) f();
+  steps.post(1);
+  steps.await(1);
+  steps.finish(2);
+}
+
+// In place: peer[] is what is summed and where the sum goes.
+template <class E, class B>
+FSCCL_FN void all_reduce_direct(B& b, const Args& a) {
+  between_steps(b, a, [&] {
+    const u64 vecs = (a.bytes + kVecBytes - 1) / kVecBytes, n = static_cast<u64>(a.ranks);
+    const u64 rank = static_cast<u64>(a.rank);
+    const u64 lo = vecs * rank / n * kVecBytes;
+    const u64 hi = least(vecs * (rank + 1) / n * kVecBytes, a.bytes);
+    each_vector(b, hi - lo, [&](u64 at, u64 left) {
+      const Vec sum = sum_peers<E>(b, a, lo + at, left);
+      for (int k = 0; k < a.ranks; ++k) {
+        store(b, a.peer[(a.rank + k) % a.ranks] + lo + at, left, kVecBytes, sum);
+      }
+    });
+  });
+}
+
+// peer[] is the input.
+template <class E, class B>
+FSCCL_FN void reduce_scatter_direct(B& b, const Args& a) {
+  between_steps(b, a, [&] {
+    each_vector(b, a.bytes, [&](u64 at, u64 left) {
+      const Vec sum = sum_peers<E>(b, a, a.rank * a.stride_in + at, left);
+      store(b, a.out + at, left, a.width_out, sum);
+    });
+  });
+}
+
+// all_gather (stride_in 0) and all_to_all; peer[] is the output.
+template <class B>
+FSCCL_FN void copy_direct(B& b, const Args& a) {
+  between_steps(b, a, [&] {
+    const u32 ranks = static_cast<u32>(a.ranks);
+    const u64 piece = ceil_to((a.bytes + b.channels() - 1) / b.channels(), kVecBytes);
+    const u64 lo = b.channel() * piece, size = clip(lo, piece, a.bytes);
+    share_out(b, ranks, [&](u32 k, u64 first, u64 stride) {
+      const int p = static_cast<int>((a.rank + k) % ranks);
+      const char* const from = a.in + p * a.stride_in + lo;
+      char* const to = a.peer[p] + a.rank * a.stride_out + lo;
+      if (to != from) move(b, to, kVecBytes, from, a.width_in, size, first, stride);
+    });
+  });
+}
+
+}  // namespace nvlink
+}  // namespace fsccl

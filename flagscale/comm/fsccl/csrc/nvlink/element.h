@@ -1,0 +1,176 @@
+// Elements in registers: sixteen or eight bytes of them, summed in the order of ranks.
+//
+// 16-bit floats are summed in float and rounded once; integers wrap; a NaN wins MIN and MAX: the
+// same rules as in core/reduce.cpp, against which the tests compare bit by bit. The kernels are
+// compiled without contraction of a*b+c, which could differ between two of them.
+#pragma once
+
+#include "args.h"
+#if !defined(__CUDACC__)
+#include "../core/half.h"
+#endif
+
+namespace fsccl {
+namespace nvlink {
+
+template <class T>
+struct Plain {
+  using Stored = T;
+  using Sum = T;
+  static FSCCL_FN Sum load(Stored v) { return v; }
+  static FSCCL_FN Stored store(Sum v) { return v; }
+};
+
+struct Float16 {
+  using Stored = u16;
+  using Sum = float;
+  static FSCCL_FN Sum load(Stored v) {
+#if defined(__CUDACC__)
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+    return f;
+#else
+    return f16_to_float(v);
+#endif
+  }
+  static FSCCL_FN Stored store(Sum v) {
+#if defined(__CUDACC__)
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+#else
+    return float_to_f16(v);
+#endif
+  }
+};
+
+struct BFloat16 {
+  using Stored = u16;
+  using Sum = float;
+  static FSCCL_FN Sum load(Stored v) {
+    const u32 bits = static_cast<u32>(v) << 16;
+    float f;
+    __builtin_memcpy(&f, &bits, 4);
+    return f;
+  }
+  static FSCCL_FN Stored store(Sum v) {
+#if defined(__CUDACC__)
+    u16 h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+#else
+    return float_to_bf16(v);
+#endif
+  }
+};
+
+// Which of an integer's and a float's operations a type has.
+template <class T>
+struct Traits {
+  using Wrap = T;
+  using Wide = T;
+  static constexpr bool kInteger = false;
+};
+#define FSCCL_INTEGER(T, W, D)             \
+  template <>                              \
+  struct Traits<T> {                       \
+    using Wrap = W; /* does not overflow */ \
+    using Wide = D; /* holds a divisor */  \
+    static constexpr bool kInteger = true; \
+  };
+FSCCL_INTEGER(u8, u32, long long)
+FSCCL_INTEGER(signed char, u32, long long)
+FSCCL_INTEGER(u16, u32, long long)
+FSCCL_INTEGER(short, u32, long long)
+FSCCL_INTEGER(u32, u32, long long)
+FSCCL_INTEGER(int, u32, long long)
+FSCCL_INTEGER(u64, u64, u64)
+FSCCL_INTEGER(long long, u64, long long)
+#undef FSCCL_INTEGER
+
+template <class T>
+FSCCL_FN T combine(T a, T b, Math math) {
+  using W = typename Traits<T>::Wrap;
+  switch (math) {
+    case Math::kProduct:
+      return static_cast<T>(static_cast<W>(a) * static_cast<W>(b));
+    case Math::kMin:
+      return (b < a || b != b) ? b : a;
+    case Math::kMax:
+      return (a < b || b != b) ? b : a;
+    default:
+      break;
+  }
+  if constexpr (Traits<T>::kInteger) {
+    switch (math) {
+      case Math::kBand:
+        return static_cast<T>(a & b);
+      case Math::kBor:
+        return static_cast<T>(a | b);
+      case Math::kBxor:
+        return static_cast<T>(a ^ b);
+      default:
+        break;
+    }
+  }
+  return static_cast<T>(static_cast<W>(a) + static_cast<W>(b));
+}
+
+template <class T>
+FSCCL_FN T divide(T a, int divisor) {
+  using D = typename Traits<T>::Wide;
+  return static_cast<T>(static_cast<D>(a) / static_cast<D>(divisor));
+}
+
+struct alignas(16) Vec {
+  u32 word[4];
+};
+
+// Word by word: choosing between the addresses of two vectors would put both into local memory.
+FSCCL_FN Vec pick(bool first, const Vec& x, const Vec& y) {
+  Vec out;
+  FSCCL_UNROLL for (int i = 0; i < 4; ++i) out.word[i] = first ? x.word[i] : y.word[i];
+  return out;
+}
+
+// The running sum of one Raw (Vec or u64) of elements E. `Args` says how.
+template <class E, class Raw>
+class Sum {
+ public:
+  FSCCL_FN void add(const Args& a, bool first, const Raw& raw) {
+    typename E::Stored next[kCount];
+    __builtin_memcpy(next, &raw, sizeof raw);
+    // Decided for all elements at once, and the usual case by itself: its loop is a plain one.
+    if (a.math == Math::kSum || a.math == Math::kAvg) {
+      FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
+        const S x = E::load(next[i]);
+        sum_[i] = first ? x : combine<S>(sum_[i], x, Math::kSum);
+      }
+      return;
+    }
+    const bool scale = a.math == Math::kPremulSum;
+    FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
+      S x = E::load(next[i]);
+      if (scale) x = combine<S>(x, static_cast<S>(a.factor), Math::kProduct);
+      sum_[i] = first ? x : combine<S>(sum_[i], x, a.math);
+    }
+  }
+
+  FSCCL_FN Raw finish(const Args& a) const {
+    typename E::Stored last[kCount];
+    FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
+      last[i] = E::store(a.math == Math::kAvg ? divide<S>(sum_[i], a.ranks) : sum_[i]);
+    }
+    Raw raw;
+    __builtin_memcpy(&raw, last, sizeof raw);
+    return raw;
+  }
+
+ private:
+  using S = typename E::Sum;
+  static constexpr int kCount = sizeof(Raw) / sizeof(typename E::Stored);
+  S sum_[kCount] = {};
+};
+
+}  // namespace nvlink
+}  // namespace fsccl

@@ -1,0 +1,256 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <sstream>
+
+namespace fsccl {
+namespace nvlink {
+namespace {
+
+constexpr const char* kCollectiveNames[] = {"all_reduce", "reduce_scatter", "all_gather",
+                                            "all_to_all", "broadcast"};
+constexpr const char* kAlgorithmNames[] = {"other", "flagged", "two_shot", "staged", "direct"};
+constexpr u64 kPerBlock = 16 << 10;  // bytes that make another staged block worth its flags
+
+template <class T, size_t N>
+bool find_name(const char* const (&names)[N], const std::string& name, T* out) {
+  for (size_t i = 0; i < N; ++i) {
+    if (name == names[i]) {
+      *out = static_cast<T>(i);
+      return true;
+    }
+  }
+  return false;
+}
+
+u64 ceil_div_u64(u64 a, u64 b) { return (a + b - 1) / b; }
+
+const char* suffix(DType t) {
+  switch (t) {
+    case DType::kU8:
+    case DType::kBool:
+      return "u8";
+    case DType::kI8:
+      return "i8";
+    case DType::kU16:
+      return "u16";
+    case DType::kI16:
+      return "i16";
+    case DType::kU32:
+      return "u32";
+    case DType::kI32:
+      return "i32";
+    case DType::kU64:
+      return "u64";
+    case DType::kI64:
+      return "i64";
+    case DType::kF16:
+      return "f16";
+    case DType::kBF16:
+      return "bf16";
+    case DType::kF32:
+      return "f32";
+    case DType::kF64:
+      return "f64";
+    case DType::kOpaque:
+      break;
+  }
+  return "";
+}
+
+bool is_reduction(Collective c) {
+  return c == Collective::kAllReduce || c == Collective::kReduceScatter;
+}
+
+std::string kernel_of(Collective c, Algorithm a, DType t) {
+  const std::string of = std::string("_") + suffix(t);
+  const bool all = c == Collective::kAllReduce;
+  switch (a) {
+    case Algorithm::kFlagged:
+      // Packets between every pair of ranks are what keeps the boxes safe; a broadcast has none.
+      if (c == Collective::kBroadcast) return "";
+      return is_reduction(c) ? "reduce_flagged" + of : "copy_flagged";
+    case Algorithm::kTwoShot:
+      return all ? "all_reduce_flagged" + of : "";
+    case Algorithm::kStaged:
+      if (!is_reduction(c)) return "copy_staged";
+      return (all ? "all_reduce_staged" : "reduce_scatter_staged") + of;
+    case Algorithm::kDirect:
+      if (c == Collective::kBroadcast) return "";
+      if (!is_reduction(c)) return "copy_direct";
+      return (all ? "all_reduce_direct" : "reduce_scatter_direct") + of;
+    case Algorithm::kOther:
+      break;
+  }
+  return "";
+}
+
+// A channel takes part only if it has a packet for every pair of ranks, see flagged.h.
+Plan flagged(std::string kernel, const Shape& shape, u64 bytes, int ranks, bool two_shot,
+             u64 warp) {
+  const u64 packets = ceil_div_u64(bytes, sizeof(u64)), n = static_cast<u64>(ranks);
+  const u64 least = two_shot ? packets / n : packets;
+  const u64 most = two_shot ? ceil_div_u64(packets, n) : packets;
+  const u64 room = box_packets(static_cast<u32>(ranks)) / (two_shot ? 2 : 1);
+  u64 threads = shape.threads > 0 ? shape.threads : kMaxThreads;
+  threads = std::min({threads, room / warp * warp, ceil_div_u64(most, warp) * warp});
+  u64 blocks = shape.blocks > 0 ? shape.blocks : kChannels;
+  if (least == 0) return {};
+  blocks = std::min({blocks, u64{kChannels}, ceil_div_u64(least, threads)});
+  if (ceil_div_u64(most, blocks * threads) * threads > room) return {};
+  return {std::move(kernel), static_cast<u32>(blocks), static_cast<u32>(threads)};
+}
+
+}  // namespace
+
+const char* name_of(Collective c) { return kCollectiveNames[static_cast<int>(c)]; }
+const char* name_of(Algorithm a) { return kAlgorithmNames[static_cast<int>(a)]; }
+
+Table Table::parse(const std::string& text) {
+  Table table;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.empty()) continue;
+    std::istringstream words(line);
+    std::string collective, memory, algorithm;
+    Row row{};
+    Collective c{};
+    words >> collective >> memory >> row.most >> algorithm >> row.shape.blocks >>
+        row.shape.threads;
+    const bool registered = memory == "registered";
+    const bool sound = !words.fail() && find_name(kCollectiveNames, collective, &c) &&
+                       find_name(kAlgorithmNames, algorithm, &row.shape.algorithm) &&
+                       (registered || memory == "ordinary") && row.shape.blocks <= kChannels &&
+                       row.shape.threads <= kMaxThreads && row.shape.threads % 32 == 0 &&
+                       (registered || row.shape.algorithm != Algorithm::kDirect);
+    if (!sound) {
+      fail_usage("a table of NVLink kernels: expected '<collective> <ordinary|registered> <most "
+                 "bytes> <algorithm> <blocks, at most 32> <threads, a multiple of 32>', found '" +
+                 line + "'");
+    }
+    auto& rows = table.rows(c, registered);
+    if (!rows.empty() && rows.back().most >= row.most) {
+      fail_usage("a table of NVLink kernels: sizes must ascend, found '" + line + "'");
+    }
+    rows.push_back(row);
+  }
+  return table;
+}
+
+// From a prototype on eight H200, and what follows from the bytes that cross on fewer.
+Table Table::guess(int ranks) {
+  const std::string few = ranks <= 2 ? "524288" : "131072";
+  return parse(
+      "all_reduce ordinary " + few + " flagged 0 0\n" +
+      (ranks > 2 ? "all_reduce ordinary 524288 two_shot 0 0\n" : "") +
+      "all_reduce ordinary 33554432 staged 0 0\n"
+      "all_reduce ordinary 33554433 other 0 0\n"
+      "all_reduce registered " + few + " flagged 0 0\n"
+      "all_reduce registered 33554432 direct 0 0\n"
+      "all_reduce registered 33554433 other 0 0\n"
+      "reduce_scatter ordinary 524288 flagged 0 0\n"
+      "reduce_scatter ordinary 33554432 staged 0 0\n"
+      "reduce_scatter ordinary 33554433 other 0 0\n"
+      "all_gather ordinary 524288 flagged 0 0\n"
+      "all_gather ordinary 33554432 staged 0 0\n"
+      "all_gather ordinary 33554433 other 0 0\n"
+      "all_to_all ordinary 524288 flagged 0 0\n"
+      "all_to_all ordinary 33554432 staged 0 0\n"
+      "all_to_all ordinary 33554433 other 0 0\n"
+      "broadcast ordinary 1048576 staged 0 0\n"
+      "broadcast ordinary 1048577 other 0 0\n");
+}
+
+Shape Table::find(Collective c, bool registered, u64 bytes) const {
+  const auto& rows = rows_[static_cast<size_t>(c) * 2 + (registered ? 1 : 0)];
+  if (rows.empty()) return registered ? find(c, false, bytes) : Shape{};
+  for (const Row& row : rows) {
+    if (bytes <= row.most) return row.shape;
+  }
+  return rows.back().shape;
+}
+
+std::string Table::text() const {
+  std::ostringstream out;
+  for (size_t i = 0; i < kCollectives * 2; ++i) {
+    for (const Row& row : rows_[i]) {
+      out << kCollectiveNames[i / 2] << (i % 2 == 0 ? " ordinary " : " registered ") << row.most
+          << ' ' << name_of(row.shape.algorithm) << ' ' << row.shape.blocks << ' '
+          << row.shape.threads << '\n';
+    }
+  }
+  return out.str();
+}
+
+Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u32 warp) {
+  std::string kernel = kernel_of(c, shape.algorithm, dtype);
+  if (kernel.empty()) return {};
+  const bool two_shot = shape.algorithm == Algorithm::kTwoShot;
+  if (shape.algorithm == Algorithm::kFlagged || two_shot) {
+    return flagged(std::move(kernel), shape, bytes, ranks, two_shot, warp);
+  }
+  const bool whole = c == Collective::kAllReduce || c == Collective::kBroadcast;
+  const u64 total = whole ? bytes : bytes * static_cast<u64>(ranks);
+  const u64 useful = std::max<u64>(1, ceil_div_u64(total, kPerBlock));
+  const u64 blocks = shape.blocks > 0 ? shape.blocks : std::min<u64>(kChannels, useful);
+  return {std::move(kernel), static_cast<u32>(blocks),
+          shape.threads > 0 ? shape.threads : kMaxThreads};
+}
+
+Args arguments(Collective c, const void* in, void* out, u64 bytes, int rank, int ranks, int root) {
+  Args a{};
+  a.in = static_cast<const char*>(in);
+  a.out = static_cast<char*>(out);
+  a.bytes = bytes;
+  a.rank = rank;
+  a.ranks = ranks;
+  a.root = c == Collective::kBroadcast ? root : -1;
+  if (c == Collective::kReduceScatter || c == Collective::kAllToAll) a.stride_in = bytes;
+  if (c == Collective::kAllGather || c == Collective::kAllToAll) a.stride_out = bytes;
+  a.width_in = common_width({reinterpret_cast<uintptr_t>(in), a.stride_in});
+  a.width_out = common_width({reinterpret_cast<uintptr_t>(out), a.stride_out});
+  return a;
+}
+
+bool reduces(const Reduction& r) {
+  const bool bits = r.op == RedOp::kBand || r.op == RedOp::kBor || r.op == RedOp::kBxor;
+  switch (r.dtype) {
+    case DType::kOpaque:
+      return false;
+    case DType::kBool:
+      return r.op != RedOp::kAvg && r.op != RedOp::kPremulSum;
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF32:
+    case DType::kF64:
+      return !bits;
+    default:
+      return true;
+  }
+}
+
+Math math_of(const Reduction& r) {
+  static_assert(static_cast<int>(RedOp::kPremulSum) == static_cast<int>(Math::kPremulSum) &&
+                    static_cast<int>(RedOp::kMin) == static_cast<int>(Math::kMin),
+                "the kernels know reductions by their numbers");
+  if (r.dtype != DType::kBool) return static_cast<Math>(r.op);
+  switch (r.op) {
+    case RedOp::kProduct:
+    case RedOp::kMin:
+    case RedOp::kBand:
+      return Math::kBand;
+    case RedOp::kBxor:
+      return Math::kBxor;
+    default:
+      return Math::kBor;
+  }
+}
+
+u32 common_width(std::initializer_list<u64> addresses) {
+  u64 all = 16;
+  for (const u64 a : addresses) all |= a;
+  return static_cast<u32>(all & (~all + 1));
+}
+
+}  // namespace nvlink
+}  // namespace fsccl

@@ -1,0 +1,226 @@
+// Larger messages: chunks are written into slots of the peers' memory, and a flag tells that they
+// are there. Everything that crosses is a write, which waits for nothing; all reading is local.
+//
+// A channel counts steps. In step s a rank writes to slot s % kDepth of its peers (each source has a
+// place of its own in it), posts s to all, awaits the posts of s from all, and reads its own slot.
+// Two rules, kept by every algorithm here and from one operation to the next, make this safe:
+//   (1) slot s is written only after the posts of step s - 2 of all peers were awaited;
+//   (2) slot s is read after the posts of s were awaited, and before the reader posts step s + 2.
+// Whoever writes slot s + kDepth = s + 4, which is the same memory, has awaited step s + 2 of every
+// peer, and that peer had read slot s before it posted it. So there is one post a step and no
+// credit to return; the writes of step s overlap the flags of step s - 1. How a slot is laid out
+// may differ from step to step.
+#pragma once
+
+#include "access.h"
+
+namespace fsccl {
+namespace nvlink {
+
+// The steps of this channel, numbered from 0 within the operation.
+template <class B>
+class Steps {
+ public:
+  FSCCL_FN Steps(B& b, const Args& a)
+      : b_(b),
+        a_(a),
+        base_(b.template load<u32>(reinterpret_cast<const char*>(&counters(b, a)->step)) + 1) {}
+
+  // Tells all peers that what all threads wrote so far is there.
+  FSCCL_FN void post(u32 step) {
+    b_.sync();
+    for (u32 p = b_.thread(); p < static_cast<u32>(a_.ranks); p += b_.threads()) {
+      if (static_cast<int>(p) != a_.rank) b_.post(flags(a_.arena[p]) + a_.rank, base_ + step);
+    }
+  }
+
+  // False if waiting was given up.
+  FSCCL_FN bool await(u32 step) {
+    const u32* const mine = flags(a_.arena[a_.rank]);
+    for (u32 p = b_.thread(); p < static_cast<u32>(a_.ranks); p += b_.threads()) {
+      if (static_cast<int>(p) == a_.rank) continue;
+      patience_.wait(b_, a_, [&] {
+        const bool there = static_cast<int>(b_.seen(mine + p) - (base_ + step)) >= 0;
+        return there ? 0 : 1u << p;
+      });
+    }
+    return !b_.any(patience_.lost());
+  }
+
+  FSCCL_FN char* slot(int owner, u32 step) const {
+    const u64 index = b_.channel() * kDepth + (base_ + step) % kDepth;
+    return a_.arena[owner] + kSlots + index * a_.slot_bytes;
+  }
+
+  // `count` steps were posted and awaited.
+  FSCCL_FN void finish(u32 count) {
+    b_.sync();
+    if (b_.thread() == 0) {
+      b_.store(reinterpret_cast<char*>(&counters(b_, a_)->step), base_ + count - 1);
+    }
+  }
+
+ private:
+  FSCCL_FN u32* flags(char* arena) const {
+    return reinterpret_cast<u32*>(arena + kFlags + b_.channel() * kLine);
+  }
+
+  B& b_;
+  const Args& a_;
+  const u32 base_;
+  Patience<B> patience_;
+};
+
+// Cuts `bytes` among channels and rounds into equal pieces of at most `most` bytes: as few rounds
+// as that allows, then pieces as small as so many rounds allow.
+struct Rounds {
+  u32 count;
+  u64 piece;
+  FSCCL_FN Rounds(u64 bytes, u64 most, u64 channels, u64 grain) {
+    most = most / grain * grain;
+    const u64 rounds = (bytes + most * channels - 1) / (most * channels);
+    count = rounds > 0 ? static_cast<u32>(rounds) : 1;
+    piece = ceil_to((bytes + count * channels - 1) / (count * channels), grain);
+  }
+};
+
+constexpr u32 kVecBytes = sizeof(Vec);
+
+// The sum of `bytes` from `own` and from each peer's place in a slot; f(vector, bytes left, sum).
+template <class E, class B, class F>
+FSCCL_FN void sum_slot(B& b, const Args& a, const char* own, const char* slot, u64 place, u64 bytes,
+                       F f) {
+  for (u64 at = b.thread() * kVecBytes; at < bytes; at += b.threads() * kVecBytes) {
+    Vec held[kMaxRanks];
+    const Vec mine = load<Vec>(b, own + at, bytes - at, a.width_in);
+    FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+      if (p < a.ranks && p != a.rank) held[p] = b.template load<Vec>(slot + p * place + at);
+    }
+    Sum<E, Vec> sum;
+    FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+      if (p < a.ranks) sum.add(a, p == 0, pick(p == a.rank, mine, held[p]));
+    }
+    f(at, bytes - at, sum.finish(a));
+  }
+}
+
+// all_gather (stride_in 0), all_to_all, and broadcast: only the root sends.
+template <class B>
+FSCCL_FN void copy_staged(B& b, const Args& a) {
+  Steps<B> steps(b, a);
+  const Rounds rounds(a.bytes, a.slot_bytes / static_cast<u32>(a.ranks), b.channels(), kVecBytes);
+  const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
+  const u32 ranks = static_cast<u32>(a.ranks);
+  const auto sends = [&](int rank) { return a.root < 0 || a.root == rank; };
+  const auto push = [&](u32 e) {
+    const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
+    share_out(b, ranks, [&](u32 k, u64 first, u64 stride) {
+      const int p = static_cast<int>((a.rank + k) % ranks);
+      const char* const from = a.in + p * a.stride_in + lo;
+      if (p != a.rank) {
+        move(b, steps.slot(p, e) + a.rank * rounds.piece, kVecBytes, from, a.width_in, size, first,
+             stride);
+      } else if (from != a.out + p * a.stride_out + lo) {
+        move(b, a.out + p * a.stride_out + lo, a.width_out, from, a.width_in, size, first, stride);
+      }
+    });
+  };
+  const auto pull = [&](u32 e) {
+    const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
+    share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+      const int p = static_cast<int>((a.rank + 1 + k) % ranks);
+      if (!sends(p)) return;
+      move(b, a.out + p * a.stride_out + lo, a.width_out,
+           steps.slot(a.rank, e) + p * rounds.piece, kVecBytes, size, first, stride);
+    });
+  };
+  for (u32 e = 0; e <= rounds.count; ++e) {
+    if (e < rounds.count) {
+      if (sends(a.rank)) push(e);
+      steps.post(e);
+    }
+    if (e > 0) {
+      steps.await(e - 1);
+      pull(e - 1);
+    }
+  }
+  steps.finish(rounds.count);
+}
+
+template <class E, class B>
+FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
+  Steps<B> steps(b, a);
+  const u32 ranks = static_cast<u32>(a.ranks);
+  const Rounds rounds(a.bytes, a.slot_bytes / ranks, b.channels(), kVecBytes);
+  const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
+  const auto push = [&](u32 e) {
+    const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
+    share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+      const int p = static_cast<int>((a.rank + 1 + k) % ranks);
+      move(b, steps.slot(p, e) + a.rank * rounds.piece, kVecBytes, a.in + p * a.stride_in + lo,
+           a.width_in, size, first, stride);
+    });
+  };
+  for (u32 e = 0; e <= rounds.count; ++e) {
+    if (e < rounds.count) {
+      push(e);
+      steps.post(e);
+    }
+    if (e > 0) {
+      steps.await(e - 1);
+      const u64 lo = begin(e - 1), size = clip(lo, rounds.piece, a.bytes);
+      sum_slot<E>(b, a, a.in + a.rank * a.stride_in + lo, steps.slot(a.rank, e - 1), rounds.piece,
+                  size, [&](u64 at, u64 left, const Vec& sum) {
+                    store(b, a.out + lo + at, left, a.width_out, sum);
+                  });
+    }
+  }
+  steps.finish(rounds.count);
+}
+
+// A piece of the message has a share for every rank to sum. Step e carries the inputs of piece e,
+// in the first half of the slots, and the results of piece e - 1, in the second.
+template <class E, class B>
+FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
+  Steps<B> steps(b, a);
+  const u32 ranks = static_cast<u32>(a.ranks);
+  const u64 half = a.slot_bytes / 2;
+  const Rounds rounds(a.bytes, half, b.channels(), ranks * kVecBytes);
+  const u64 share = rounds.piece / ranks;
+  const auto begin = [&](u32 e, int p) {
+    return (e * b.channels() + b.channel()) * rounds.piece + static_cast<u64>(p) * share;
+  };
+  const auto peer = [&](u32 k) { return static_cast<int>((a.rank + 1 + k) % ranks); };
+  for (u32 e = 0; e <= rounds.count + 1; ++e) {
+    if (e < rounds.count) {
+      share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+        const u64 lo = begin(e, peer(k));
+        move(b, steps.slot(peer(k), e) + a.rank * share, kVecBytes, a.in + lo, a.width_in,
+             clip(lo, share, a.bytes), first, stride);
+      });
+    }
+    if (e > 0) steps.await(e - 1);
+    if (e > 0 && e <= rounds.count) {
+      const u64 lo = begin(e - 1, a.rank);
+      sum_slot<E>(b, a, a.in + lo, steps.slot(a.rank, e - 1), share, clip(lo, share, a.bytes),
+                  [&](u64 at, u64 left, const Vec& sum) {
+                    for (u32 k = 0; k + 1 < ranks; ++k) {
+                      b.store(steps.slot(peer(k), e) + half + a.rank * share + at, sum);
+                    }
+                    store(b, a.out + lo + at, left, a.width_out, sum);
+                  });
+    }
+    if (e <= rounds.count) steps.post(e);
+    if (e > 1) {
+      share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+        const u64 lo = begin(e - 2, peer(k));
+        move(b, a.out + lo, a.width_out, steps.slot(a.rank, e - 1) + half + peer(k) * share,
+             kVecBytes, clip(lo, share, a.bytes), first, stride);
+      });
+    }
+  }
+  steps.finish(rounds.count + 1);
+}
+
+}  // namespace nvlink
+}  // namespace fsccl

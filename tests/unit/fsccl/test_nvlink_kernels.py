@@ -1,0 +1,93 @@
+"""The NVLink kernels on a CPU: the same source, ranks as threads, processes or fibers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "nvlink"
+CSRC = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc"
+SANITIZERS = {
+    "none": ("-O1",),
+    "threads": ("-O1", "-fsanitize=thread"),
+    # Unoptimised: checking for undefined behaviour makes the optimiser very slow.
+    "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+}
+NVLINK = CSRC / "nvlink"
+SOURCES = (NVLINK / "plan.cpp", CSRC / "core" / "reduce.cpp", CSRC / "core" / "types.cpp")
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+]
+
+
+def build(name: str, source: str = "kernels_test.cpp") -> Path:
+    """Compiles a test, unless it is there for the very same sources."""
+    flags = SANITIZERS[name]
+    digest = hashlib.sha256(" ".join(flags).encode())
+    headers = [*NVLINK.glob("*.h"), *(CSRC / "core").glob("*.h")]
+    for path in sorted([*HERE.iterdir(), *headers, *SOURCES]):
+        digest.update(path.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagscale" / "tests"
+    stem = Path(source).stem
+    program = cache / f"nvlink-{stem}-{name}-{digest.hexdigest()[:16]}"
+    if not program.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        for old in cache.glob(f"nvlink-{stem}-{name}-*"):
+            old.unlink()
+        part = program.with_name(f"{program.name}.{os.getpid()}")
+        command = ["g++", "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", *flags]
+        files = [str(HERE / source), *map(str, SOURCES)]
+        subprocess.run(
+            [*command, f"-I{CSRC}", *files, "-o", str(part), "-pthread"], check=True, timeout=240
+        )
+        part.rename(program)
+    return program
+
+
+def run(program: Path, *words: object) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [str(program), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
+    )
+    return done.returncode, done.stdout, done.stderr[-6000:]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_interleaving_loses_data(ranks: int, seed: int) -> None:
+    """Accesses interleaved by chance, with ranks held back while others run ahead."""
+    assert run(build("none"), "fibers", ranks, 400, seed) == (0, "ok\n", "")
+
+
+@pytest.mark.parametrize("sanitizer", ["threads", "memory"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_as_threads(sanitizer: str, ranks: int) -> None:
+    assert run(build(sanitizer), "threads", ranks, 250, 3) == (0, "ok\n", "")
+
+
+def test_ranks_as_processes() -> None:
+    assert run(build("memory"), "processes", 3, 150, 4) == (0, "ok\n", "")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_broken_protocol_is_noticed(steps: int) -> None:
+    """Ranks that believe in flags before they are set: what the test above must be able to see."""
+    code, out, err = run(build("none"), "fibers", 3, 300, 1, steps)
+    assert (code, out) == (1, "")
+    assert "wrong result" in err
+
+
+def test_waiting_for_an_absent_rank_ends() -> None:
+    """Ranks go on without each other then, so their accesses race: not under ThreadSanitizer."""
+    assert run(build("memory"), "absent", 3, 20, 5) == (0, "ok\n", "")
