@@ -217,12 +217,12 @@ class Dialer(Closing):
             _prefer(transport, known_kinds(keys))
             try:
                 transport.start_client(timeout=limit)
+                if not transport.initial_kex_done:  # the time is over: paramiko returns in silence
+                    raise faults.handshake_failed(target, None, limit, limit)
+                offered = transport.get_remote_server_key()
             except (paramiko.SSHException, EOFError, OSError) as error:
                 elapsed = time.monotonic() - start
                 raise faults.handshake_failed(target, error, elapsed, limit) from error
-            if not transport.initial_kex_done:  # the time is over: paramiko returns in silence
-                raise faults.handshake_failed(target, None, limit, limit)
-            offered = transport.get_remote_server_key()
             kind, blob = offered.get_name(), offered.asbytes()
             verdict, line = judge([*_revoked(target, kind, blob), *keys], kind, blob)
             if verdict is Verdict.UNKNOWN and target.remember_new_keys and line is None:

@@ -103,6 +103,12 @@ class LoginError(HostError):
     summary = "login refused"
 
 
+class LoginBrokenError(HostError):
+    """The connection ended while we logged in, and not because of our keys as far as we know."""
+
+    summary = "connection closed during the login"
+
+
 class ConnectionLostError(HostError):
     """The connection broke while it was in use."""
 

@@ -92,7 +92,9 @@ def handshake_failed(
             f"what listens on {target.route} is not an SSH server: {text}",
             hint="check the port",
         )
-    if isinstance(error, (EOFError, OSError)) or "banner" in text or "Negotiation failed" in text:
+    # The last one is what paramiko says of a connection that ended right after the key exchange.
+    ended = ("banner", "Negotiation failed", "No existing session")
+    if isinstance(error, (EOFError, OSError)) or any(words in text for words in ended):
         return dropped(target)
     return HandshakeError(target.name, f"{target.route}: {text or type(error).__name__}")
 

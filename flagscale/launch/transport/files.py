@@ -113,7 +113,7 @@ class RemoteFiles(Closing):
                 self._sftp.chmod(part, mode)
                 self._sftp.posix_rename(part, path)
         except RemoteFileError:
-            with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            with contextlib.suppress(OSError, EOFError, paramiko.SSHException, paramiko.SFTPError):
                 self._sftp.remove(part)
             raise
 
@@ -121,7 +121,7 @@ class RemoteFiles(Closing):
     def _doing(self, what: str, path: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, EOFError, paramiko.SSHException) as error:
+        except (OSError, EOFError, paramiko.SSHException, paramiko.SFTPError) as error:
             raise self._translate(what, path, error) from error
 
     def _translate(self, what: str, path: str, error: Exception) -> HostError:

@@ -17,8 +17,16 @@ import paramiko
 from paramiko.agent import AgentKey, AgentSSH
 from paramiko.message import Message
 
-from flagscale.launch.transport.errors import GreetingTimeoutError, HostError, LoginError
+from flagscale.launch.transport.errors import (
+    GreetingTimeoutError,
+    HostError,
+    LoginBrokenError,
+    LoginError,
+)
 from flagscale.launch.transport.target import SshTarget
+
+# paramiko's words for an end of the connection; any other refusal is the host's.
+_HUNG_UP = "transport shut down or saw EOF"
 
 
 class Agent(AgentSSH):
@@ -85,8 +93,8 @@ class Identities:
     def log_in(self, transport: paramiko.Transport, target: SshTarget) -> None:
         """Authenticate as ``target.user`` with the first key the host accepts.
 
-        Raises :class:`LoginError` that lists what was tried, and :class:`GreetingTimeoutError`
-        where the host stops answering.
+        Raises :class:`LoginError` that lists what was tried, :class:`GreetingTimeoutError` where
+        the host stops answering, and :class:`LoginBrokenError` where it hangs up.
         """
         usable, unusable = self.candidates(target)
         tried: list[str] = []
@@ -101,9 +109,13 @@ class Identities:
                         target.name, f"{target.route} stopped answering during the login"
                     ) from error
                 tried.append(identity.label)
-                if not transport.is_active():
-                    break  # too many attempts: the host hung up
-                continue
+                if _HUNG_UP not in str(error):
+                    continue
+                if len(tried) == 1:
+                    raise _broken(target, identity) from error
+                break  # too many attempts
+            except (paramiko.SSHException, EOFError, OSError) as error:
+                raise _broken(target, identity) from error
             if more:
                 raise _other_methods(target, more)
             self._opened_last = identity.blob
@@ -186,6 +198,15 @@ def _other_methods(target: SshTarget, methods: list[str]) -> LoginError:
         target.name,
         f"{target.route} wants {' or '.join(methods)} from user {target.user}; "
         "only keys work without someone at the keyboard",
+    )
+
+
+def _broken(target: SshTarget, offered: Identity) -> LoginBrokenError:
+    return LoginBrokenError(
+        target.name,
+        f"{target.route} closed the connection during the login, when it was offered the key "
+        f"{offered.label}: its sshd was killed, or the machine or network went away",
+        hint="if it happens again, see sshd's log there; MaxAuthTries may be too small",
     )
 
 

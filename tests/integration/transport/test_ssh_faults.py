@@ -223,3 +223,21 @@ def test_a_transfer_over_a_cut_link_ends(bed: Bed, config: SshConfig) -> None:
         assert not connection.alive
         with pytest.raises(e.HostError):
             connection.run(["true"])
+
+
+@pytest.mark.bed(hosts=1)
+def test_a_connection_that_breaks_during_the_login(bed: Bed, config: SshConfig) -> None:
+    """Whichever way the client learns of it: it is said, and nothing but that."""
+    command = bed[0].path("/run/end-the-session")
+    command.write_text("#!/bin/sh\nkill -KILL $PPID\n")
+    command.chmod(0o755)
+    bed[0].restart_sshd(
+        AuthorizedKeysCommand="/run/end-the-session",
+        AuthorizedKeysCommandUser="root",
+        AuthorizedKeysFile="none",
+    )
+    outcomes = fan_out([config.target("h00")] * 8, lambda c: c.run(["true"]), options=IMPATIENT)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, e.HostError), outcome.error
+        assert outcome.error.exit_code == 3
+        assert "closed the connection during the login" in str(outcome.error)

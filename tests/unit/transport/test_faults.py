@@ -66,6 +66,12 @@ def test_a_connection_that_did_not_open(error: OSError, kind: type[Exception], w
         (EOFError(), 0.1, errors.ConnectionDroppedError, "closed the connection"),
         (ConnectionResetError(), 0.1, errors.ConnectionDroppedError, "closed the connection"),
         (
+            SSHException("No existing session"),
+            0.1,
+            errors.ConnectionDroppedError,
+            "closed the connection",
+        ),
+        (
             SSHException('Indecipherable protocol version "HTTP/1.1"'),
             0.1,
             errors.HandshakeError,
