@@ -10,6 +10,7 @@ commands
   list [--json]   every backend a YAML can name, and what is missing for it on this machine
   bench ...       measure collectives; flagscale comm bench --help
   groups ...      measure the creation of process groups; flagscale comm groups --help
+  pipeline ...    measure fsccl's pipelined schedules; flagscale comm pipeline --help
 """
 
 
@@ -25,7 +26,7 @@ def main_comm(words: Sequence[str]) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("list", "bench", "groups"))
+    parser.add_argument("command", choices=("list", "bench", "groups", "pipeline"))
     if not words:
         parser.print_help()
         return 2
@@ -39,6 +40,10 @@ def main_comm(words: Sequence[str]) -> int:
         from flagscale.bench.groups.launch import main as main_groups
 
         return main_groups(rest, prog="flagscale comm groups")
+    if command == "pipeline":
+        from flagscale.bench.pipeline.launch import main as main_pipeline
+
+        return main_pipeline(rest, prog="flagscale comm pipeline")
     options = argparse.ArgumentParser(prog="flagscale comm list")
     options.add_argument("--json", action="store_true", help="for programs")
     from flagscale.comm.listing import show

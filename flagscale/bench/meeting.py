@@ -6,6 +6,7 @@ import os
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from flagscale.errors import ConfigError, UnreachableError
 
 _POLL_SECONDS = 0.02
 _KEY = "flagscale_bench"
+_LEFT = "left"
 
 
 def meet(world: World, *, address: str | None, port: int | None, seconds: float) -> Store:
@@ -106,3 +108,16 @@ def leave(world: World) -> None:
     """Remove what the meeting left on disk. Call on rank 0 once all ranks have met."""
     if world.rank == 0 and world.meeting:
         _meeting_file(world).unlink(missing_ok=True)
+
+
+def part(store: Store, world: World, seconds: float) -> None:
+    """Leave a store that all ranks of ``world`` have met at; rank 0, whose store it is, goes last,
+    or after ``seconds``."""
+    if world.rank:
+        # It may be gone before its answer has come: that it heard this rank is all that counts.
+        with suppress(dist.DistError, RuntimeError):
+            store.add(_LEFT, 1)
+        return
+    deadline = time.monotonic() + seconds
+    while store.add(_LEFT, 0) < world.size - 1 and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

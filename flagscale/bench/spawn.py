@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from flagscale.bench.world import MEETING_VARIABLE, STARTER_VARIABLE
 
@@ -20,6 +21,7 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 4.0
 """For the others, once a rank has failed, to find out why and to keep what they have."""
 _KILL_SECONDS = 3.0
+_LAUNCHER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ def spawn(
 ) -> int:
     """Run ``command`` as ``count`` ranks and wait; the exit code of the whole.
 
-    Output is this process's own, or ``rank_<n>.log`` of ``log_dir``. A signal that would end
-    this process ends the ranks. With ``share`` they are a host's ranks of a larger world, and end
-    as well when nobody reads this process's output any more: the connection that brought it has
-    gone.
+    Output is this process's own, or ``rank_<n>.log`` of ``log_dir``, of which rank 0's is shown as
+    well. A signal that would end this process ends the ranks. With ``share`` they are a host's
+    ranks of a larger world, and end as well when nobody reads this process's output any more: the
+    connection that brought it has gone.
     """
     first = 0 if share is None else share.first
     with tempfile.TemporaryDirectory(prefix="flagscale-bench-") as directory, ExitStack() as stack:
@@ -52,14 +54,65 @@ def spawn(
             for local in range(count):
                 output = None
                 if log_dir is not None:
-                    output = stack.enter_context((log_dir / f"rank_{first + local}.log").open("wb"))
+                    output = stack.enter_context(log_path(log_dir, first + local).open("wb"))
                 environment = _environment(local, count, Path(directory), share)
                 ranks.append(
                     subprocess.Popen(command, env=environment, stdout=output, stderr=output)
                 )
-            return _wait(ranks, first, tied=share is not None)
+            shown = log_path(log_dir, 0) if log_dir is not None and first == 0 else None
+            with _Follower(shown) as follower:
+                return _wait(ranks, first, follower, tied=share is not None)
         finally:
             _end(ranks)
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return directory / f"rank_{rank}.log"
+
+
+class _Follower:
+    """Copies what a growing file gets to standard output."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("rb")
+
+    def __enter__(self) -> _Follower:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self.copy()
+            self._file.close()
+
+    def copy(self) -> None:
+        """Copy what is new."""
+        if self._file is not None and (new := self._file.read()):
+            sys.stdout.buffer.write(new)
+            sys.stdout.flush()
+
+
+def call(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a launcher with this process's output; it is ended when this process is interrupted.
+    Its exit code."""
+    sys.stdout.flush()
+    process = subprocess.Popen(words, env=dict(environment), stdin=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            # It hands this on to what it has started.
+            process.terminate()
+            try:
+                process.wait(timeout=_LAUNCHER_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 @contextmanager
@@ -76,6 +129,22 @@ def interruptible() -> Iterator[None]:
 def python_path() -> str:
     """PYTHONPATH for a process that shall import what this one can."""
     return os.pathsep.join(path for path in sys.path if path)
+
+
+# What steers a backend is meant for the ranks; anything else of this machine's stays here.
+_HANDED_ON = ("NCCL_", "GLOO_", "FSCCL_", "FLAGCX_", "UCC_", "UCX_", "TORCH_", "OMP_", "MKL_")
+
+
+def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ranks on other hosts get of this process's."""
+    chosen = {k: v for k, v in environment.items() if k.startswith(_HANDED_ON)}
+    return {**chosen, "PYTHONPATH": python_path()}
+
+
+def show_log(directory: Path | None) -> None:
+    """Print what rank 0 has written, where a launcher puts all output into files."""
+    if directory is not None and log_path(directory, 0).is_file():
+        print(log_path(directory, 0).read_text(encoding="utf-8", errors="replace"), end="")
 
 
 class _Ended(KeyboardInterrupt):
@@ -109,11 +178,14 @@ def _environment(local: int, count: int, directory: Path, share: Share | None) -
     }
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], first: int, *, tied: bool) -> int:
+def _wait(
+    ranks: Sequence[subprocess.Popen[bytes]], first: int, follower: _Follower, *, tied: bool
+) -> int:
     deadline: float | None = None
     told: set[int] = set()
     while True:
         codes = [process.poll() for process in ranks]
+        follower.copy()
         for rank, code in enumerate(codes, start=first):
             # After the first failure the rest end because of it, some by our own hand.
             if code is not None and code < 0 and not told:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -186,6 +186,7 @@ def _data(parser: Parser) -> None:
     )
     add("--seed", type=int, help="of random data (the time; it is printed)")
     add("--dump-dir", type=Path, default=Path("bench-failures"), help="for data of a failed check")
+    add("--dump-shown", type=Path, help=argparse.SUPPRESS)
     add("--unique-buff", action="store_true", help="buffers of its own for every iteration")
     add("--shared-output-buff", action="store_true", help="with --unique-buff: one output")
     add(
@@ -199,14 +200,20 @@ def _data(parser: Parser) -> None:
 
 
 def _place(parser: Parser) -> None:
+    add = add_place(parser)
+    add("-T", "--timeout", type=float, default=300, metavar="S", help="stuck after so long (300)")
+    add("--vcpu-pin-mode", action="store_true", help="keep each rank on one CPU")
+
+
+def add_place(parser: Parser) -> Callable[..., object]:
+    """The flags that say which ranks run where, for every command that has ranks; what adds more
+    of them."""
     add = parser.add_argument_group("where").add_argument
     add(*("-r", "--nworkers", "-np", "--nproc"), type=int, metavar="N", help="number of ranks")
     add("-N", "--nnodes", type=int, default=1, metavar="N", help="number of hosts (1)")
     add("--backend", default="auto", metavar="NAME", help="as distributed_backend in a YAML (auto)")
     comm.add_flag(add)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
-    add("-T", "--timeout", type=float, default=300, metavar="S", help="stuck after so long (300)")
-    add("--vcpu-pin-mode", action="store_true", help="keep each rank on one CPU")
     add("-s", "--hosts", nargs="+", default=[], metavar="HOST", help="start there")
     add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
     add("--starter", choices=("ssh", "mpirun"), default="ssh", help="what reaches --hosts (ssh)")
@@ -219,6 +226,7 @@ def _place(parser: Parser) -> None:
     add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs of a host (what it has)")
     add("--slurm-setup-script", type=Path, metavar="FILE", help="run on each host before")
     add("--slurm-wait", type=float, default=600, metavar="S", help="longest wait in queue (600)")
+    return add
 
 
 def _groups(parser: Parser) -> None:

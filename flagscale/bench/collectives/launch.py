@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -12,16 +13,17 @@ from pathlib import Path
 from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.command import build_parser
 from flagscale.bench.collectives.settings import from_options, parse_spec
-from flagscale.bench.collectives.slurm import run_in_slurm
 from flagscale.bench.collectives.spec import BenchSpec, Placement
-from flagscale.bench.collectives.starters import starter_argv, without, without_starting
+from flagscale.bench.collectives.starters import without
+from flagscale.bench.files import UnreadableFileError
 from flagscale.bench.options import FLAG
 from flagscale.bench.spawn import spawn
+from flagscale.bench.starting import is_elsewhere, start_elsewhere
 from flagscale.bench.world import World, detect
 from flagscale.errors import ConfigError
 from flagscale.launch.door import guard
 
-PROGRAM = ("-m", "flagscale.bench.collectives")
+MODULE = "flagscale.bench.collectives"
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "bench.py") -> int:
@@ -39,28 +41,33 @@ def _main(words: list[str], prog: str) -> int:
         return 2
     world = detect(os.environ)
     try:
-        specs = read_specs(words, prog)
+        specs = read_specs(words, prog, keeps=world is None or world.rank == 0)
         if world is not None:
             _check_world(specs, world)
-    except ConfigError:
-        # Each rank finds the same mistake; one message is enough.
-        if world is not None and world.rank != 0:
-            return ConfigError.exit_code
-        raise
+    except ConfigError as error:
+        if world is None or world.rank == 0:
+            raise
+        # Each rank finds the same mistake and one message is enough, but for what one host lacks.
+        if isinstance(error, UnreadableFileError) and world.local_rank == 0:
+            print(f"error: rank {world.rank} on {socket.gethostname()}: {error}", file=sys.stderr)
+        return ConfigError.exit_code
     if world is None:
         return _start(specs, words)
     return _as_rank(specs, world)
 
 
-def read_specs(words: Sequence[str], prog: str = "bench.py") -> list[BenchSpec]:
-    """One specification, or one a line of ``--batch``; the place is the first's for all.
+def read_specs(
+    words: Sequence[str], prog: str = "bench.py", *, keeps: bool = True
+) -> list[BenchSpec]:
+    """One specification, or one a line of ``--batch``; all of them for the same ranks. ``keeps``:
+    this process is the one that writes files and compares with them, so they are looked at.
 
     Raises:
         ConfigError: a line is wrong; the message names it.
     """
     options = build_parser(prog).parse(words)
     if options.batch is None:
-        return [from_options(options, words)]
+        return [from_options(options, words, keeps=keeps)]
     if options.operation:
         raise ConfigError(f"--batch: the operation {options.operation!r} belongs into the file")
     specs: list[BenchSpec] = []
@@ -70,9 +77,11 @@ def read_specs(words: Sequence[str], prog: str = "bench.py") -> list[BenchSpec]:
         if not own:
             continue
         try:
-            spec = parse_spec([*shared, *own], prog=prog)
+            spec = parse_spec([*shared, *own], prog=prog, keeps=keeps)
         except ConfigError as error:
-            raise ConfigError(f"--batch {options.batch}:{number}: {error.message}") from error
+            raise type(error)(
+                f"--batch {options.batch}:{number}: {error.message}", hint=error.hint
+            ) from error
         _require_same_ranks(spec, specs, f"--batch {options.batch}:{number}")
         specs.append(spec)
     if not specs:
@@ -108,7 +117,8 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--batch {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UnreadableFileError(f"--batch {path}: {reason}") from error
 
 
 def _check_world(specs: Sequence[BenchSpec], world: World) -> None:
@@ -131,25 +141,16 @@ def _start(specs: Sequence[BenchSpec], words: Sequence[str]) -> int:
         raise ConfigError(
             "the number of ranks is missing: -r 2, or start this under torchrun, mpirun or srun"
         )
-    if place.slurm:
-        program = [sys.executable, *PROGRAM, *without_starting(words)]
-        return run_in_slurm(place, program, os.environ, note=specs[0].output.header)
-    if place.hosts and place.starter == "ssh":
-        # What opens connections is no business of the ranks, which load this module too.
-        from flagscale.bench.collectives.over_ssh import run_over_ssh
-
-        return run_over_ssh(place, PROGRAM, without_starting(words), os.environ)
-    if place.hosts:
-        command, environment = starter_argv(place, words, os.environ)
-        sys.stdout.flush()
-        os.execvpe(command[0], command, {**os.environ, **environment})
+    if is_elsewhere(place):
+        header = specs[0].output.header
+        return start_elsewhere(place, MODULE, words, header=header, dumps=True)
     if place.nodes > 1:
         raise ConfigError(
             f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
         )
     for spec in specs:
         _check_world([spec], World("local", 0, place.workers, 0, place.workers))
-    command = [sys.executable, *PROGRAM, *words]
+    command = [sys.executable, "-m", MODULE, *words]
     return spawn(command, place.workers, log_dir=place.log_dir)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from flagscale.bench.collectives.carried import Carried
 from flagscale.bench.collectives.spec import Placement
 from flagscale.bench.host import Order, Prepared
-from flagscale.bench.spawn import Share, interruptible, python_path
+from flagscale.bench.spawn import Share, handed_on, interruptible, python_path
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
 from flagscale.launch.remote.hosts import describe, require_all
 from flagscale.launch.transport import (
@@ -36,8 +36,7 @@ from flagscale.launch.transport.files import RemoteFiles
 _GRACE_SECONDS = 12.0
 _PREPARE_SECONDS = 60.0
 _LARGEST_CODE = 4
-# What steers a backend is meant for the ranks; anything else of this machine's stays here.
-_HANDED_ON = ("NCCL_", "GLOO_", "FSCCL_", "FLAGCX_", "UCC_", "UCX_", "TORCH_", "OMP_", "MKL_")
+_LOGS = "logs"
 
 
 @dataclass(frozen=True)
@@ -56,19 +55,21 @@ def run_over_ssh(
     words: Sequence[str],
     environment: Mapping[str, str],
     *,
+    dumps: bool = False,
     options: DialOptions | None = None,
 ) -> int:
     """Run ``program``, what follows the interpreter, with ``words`` as the ranks of ``place``.
 
-    Files that ``words`` name are copied to the hosts and back. The exit code is rank 0's host's
-    own, or that of the first other host that failed.
+    Files that ``words`` name are copied to the hosts and back; ``dumps``: with a directory of what
+    a failed check leaves. The exit code is rank 0's host's own, or that of the first other host
+    that failed.
 
     Raises:
         UnreachableError: a host cannot be reached, or was lost in the middle.
         ConfigError: a host has no flagscale at this machine's path.
     """
     sites = _sites(place)
-    carried = Carried.of(words)
+    carried = Carried.of(words, dumps=dumps)
     with interruptible(), Fleet([site.target for site in sites], options=options) as fleet:
         prepared = _prepare(fleet, sites, carried)
         address = place.address or place.hosts[0].addr or place.hosts[0].name
@@ -80,13 +81,14 @@ def run_over_ssh(
                 command=(*program, *carried.words(scratch)),
                 count=site.count,
                 share=Share(site.first, place.workers or 1, address, port),
-                environment=_handed_on(environment),
+                environment=handed_on(environment),
                 directory=str(Path.cwd()),
                 scratch=scratch,
-                log_dir=None if place.log_dir is None else str(place.log_dir.absolute()),
+                log_dir=None if place.log_dir is None else f"{scratch}/{_LOGS}",
             )
 
-        return _Run(fleet, sites, carried).run([order(site) for site in sites])
+        run = _Run(fleet, sites, carried, place.log_dir)
+        return run.run([order(site) for site in sites])
 
 
 def _sites(place: Placement) -> list[_Site]:
@@ -97,11 +99,6 @@ def _sites(place: Placement) -> list[_Site]:
         sites.append(_Site(number, target, first, share))
         first += share
     return sites
-
-
-def _handed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    chosen = {k: v for k, v in environment.items() if k.startswith(_HANDED_ON)}
-    return {**chosen, "PYTHONPATH": python_path()}
 
 
 def _command(*words: str) -> list[str]:
@@ -125,7 +122,9 @@ def _prepare(fleet: Fleet, sites: Sequence[_Site], carried: Carried) -> list[Pre
         with RemoteFiles(connection) as files:
             for local, name in carried.read:
                 files.put(local, f"{prepared.scratch}/{name}")
-            for _, name in carried.written:
+            for name, text in carried.texts(prepared.scratch):
+                files.write(f"{prepared.scratch}/{name}", text.encode())
+            for _, name in (*carried.written, *carried.directories):
                 files.make_directories(f"{prepared.scratch}/{name}".rpartition("/")[0])
         return prepared
 
@@ -135,11 +134,20 @@ def _prepare(fleet: Fleet, sites: Sequence[_Site], carried: Carried) -> list[Pre
     return [outcome.get() for outcome in outcomes]
 
 
+def _get_all(files: RemoteFiles, directory: str, local: Path) -> None:
+    """Every file of a directory, which has no other in it."""
+    for name in files.names(directory):
+        files.get(f"{directory}/{name}", local / name)
+
+
 class _Run:
     """All hosts at work, until the last has ended or the first has failed."""
 
-    def __init__(self, fleet: Fleet, sites: Sequence[_Site], carried: Carried) -> None:
+    def __init__(
+        self, fleet: Fleet, sites: Sequence[_Site], carried: Carried, logs: Path | None
+    ) -> None:
         self._fleet, self._sites, self._carried = fleet, sites, carried
+        self._logs = logs
         self._numbers = {site.target: site.number for site in sites}
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
@@ -185,12 +193,17 @@ class _Run:
         return hand_on
 
     def _fetch(self, connection: Connection, order: Order) -> None:
-        """Bring what rank 0 wrote, complete or not, and leave nothing behind."""
-        if order.share.first == 0:
-            with RemoteFiles(connection) as files:
-                for local, name in self._carried.written:
-                    if files.size(f"{order.scratch}/{name}") is not None:
-                        files.get(f"{order.scratch}/{name}", local)
+        """Bring what rank 0 wrote, complete or not, and what every host has of logs and of failed
+        checks; leave nothing behind."""
+        with RemoteFiles(connection) as files:
+            for local, name in self._carried.written if order.share.first == 0 else ():
+                if files.size(f"{order.scratch}/{name}") is not None:
+                    files.get(f"{order.scratch}/{name}", local)
+            for local, name in self._carried.directories:
+                for case in files.names(f"{order.scratch}/{name}"):
+                    _get_all(files, f"{order.scratch}/{name}/{case}", local / case)
+            if self._logs is not None:
+                _get_all(files, f"{order.scratch}/{_LOGS}", self._logs)
         with suppress(HostError):
             connection.run(_command("clean", order.scratch), timeout=_PREPARE_SECONDS)
 

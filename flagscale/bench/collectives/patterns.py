@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flagscale.bench.files import UnreadableFileError
 from flagscale.errors import ConfigError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -31,7 +32,7 @@ def read_json(path: Path, flag: str, key: str) -> Any:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{flag}: {path}: {reason}") from error
+        raise UnreadableFileError(f"{flag}: {path}: {reason}") from error
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:

@@ -48,6 +48,7 @@ def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
     facts = _exchange(store, own, world, placement.timeout)
     meeting.leave(world)
     if code := _refused(facts, world):
+        meeting.part(store, world, placement.timeout)
         return code
     if error is not None:
         raise error

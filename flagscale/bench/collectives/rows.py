@@ -96,7 +96,7 @@ def _correctness(
     if wrong:
         first = next(c.first for report in members for c in report.checks if c.wrong)
         ranks = sum(any(c.wrong for c in report.checks) for report in members)
-        where = f"data in {spec.check.dump}"
+        where = f"data in {spec.check.dump_shown}"
         return wrong, f"Check failed on {ranks} of {len(members)} ranks: {first} - {where}"
     for team in {report.team for report in members}:
         prints = {

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flagscale.bench import options as comm
 from flagscale.bench.collectives import patterns, sizes
@@ -36,21 +36,31 @@ _AVERAGES: dict[str, Literal["rank0", "mean", "min", "max"]] = {
     "2": "min",
     "3": "max",
 }
+_KEEPS_NOTHING: dict[str, Any] = {
+    **{"report_to_json_file": None, "plot": [], "report": None, "imports": [], "baseline": None}
+}
 _DEFAULT_SIZE = 32 * 2**20
 _PLOT_SUFFIXES = (".svg", ".png")
 
 
-def parse_spec(arguments: Sequence[str], *, prog: str = "bench.py") -> BenchSpec:
+def parse_spec(
+    arguments: Sequence[str], *, prog: str = "bench.py", keeps: bool = True
+) -> BenchSpec:
     """The run that a command line describes.
 
     Raises:
         ConfigError: a flag or value is wrong; a file it names cannot be read or used.
     """
-    return from_options(build_parser(prog).parse(arguments), arguments)
+    return from_options(build_parser(prog).parse(arguments), arguments, keeps=keeps)
 
 
-def from_options(options: argparse.Namespace, arguments: Sequence[str] = ()) -> BenchSpec:
-    """The run that parsed flags describe; see :func:`parse_spec`."""
+def from_options(
+    options: argparse.Namespace, arguments: Sequence[str] = (), *, keeps: bool = True
+) -> BenchSpec:
+    """The run that parsed flags describe; see :func:`parse_spec`. Unless it ``keeps`` results, a
+    rank other than the first, its host need not have the files for and of them."""
+    if not keeps:
+        options = argparse.Namespace(**{**vars(options), **_KEEPS_NOTHING})
     operations = _operations(options.operation)
     check, notes, comparison = _check(options), _notes(options), _comparison(options)
     judged = comm.judge(comparison.backends or (options.backend,), options.comm)
@@ -198,7 +208,8 @@ def _check(options: argparse.Namespace) -> Check:
     seed = int(time.time()) if options.seed is None else options.seed
     if not 0 <= seed < 2**62:
         raise ConfigError(f"--seed {seed}; expected 0 to 2**62 - 1")
-    return Check(mode=mode, seed=seed, dump=options.dump_dir.absolute())
+    dump = options.dump_dir.absolute()
+    return Check(mode=mode, seed=seed, dump=dump, dump_shown=options.dump_shown or dump)
 
 
 def _groups(options: argparse.Namespace) -> Groups:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from flagscale.bench.collectives.spec import Placement
-from flagscale.bench.spawn import interruptible, python_path
+from flagscale.bench.spawn import call, interruptible, python_path, show_log
 from flagscale.errors import ConfigError, JobError, UnreachableError
 
 _PROGRAMS = ("srun", "salloc", "squeue", "scancel")
 _ANSWER_SECONDS = 30.0
-_KILL_SECONDS = 10.0
 # Ranks end within moments of each other; one that is still there after this hangs.
 _LAST_RANK_SECONDS = 30
 _LARGEST_CODE = 4
@@ -46,11 +44,15 @@ def run_in_slurm(
     setup = _setup_text(place)
     environment = {**environment, "PYTHONPATH": python_path()}
     with interruptible(), _job(place, environment) as job:
-        if setup is not None and _call(setup_argv(place, job, setup), environment):
+        if setup is not None and call(setup_argv(place, job, setup), environment):
             raise JobError(f"--slurm-setup-script {place.slurm_setup} failed; nothing was measured")
         if note:
             print(f"# Slurm job {job}", flush=True)
-        return _own_code(_call(srun_argv(place, job, program), environment))
+        if place.log_dir is not None:
+            place.log_dir.mkdir(parents=True, exist_ok=True)
+        code = call(srun_argv(place, job, program), environment)
+        show_log(place.log_dir)
+        return _own_code(code)
 
 
 def srun_argv(place: Placement, job: str, program: Sequence[str]) -> list[str]:
@@ -62,7 +64,7 @@ def srun_argv(place: Placement, job: str, program: Sequence[str]) -> list[str]:
     command = ["srun", f"--jobid={job}", "--overlap", *_shape(place)]
     command += ["--kill-on-bad-exit=0", f"--wait={_LAST_RANK_SECONDS}"]
     if place.log_dir is not None:
-        command.append(f"--output={place.log_dir / 'rank_%t.log'}")
+        command.append(f"--output={place.log_dir.absolute() / 'rank_%t.log'}")
     return [*command, *program]
 
 
@@ -157,23 +159,6 @@ def _ask(
         )
     except subprocess.TimeoutExpired as error:
         raise UnreachableError(f"{words[0]} does not answer within {seconds:g} s") from error
-
-
-def _call(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command with this process's output; end it when this process is interrupted."""
-    sys.stdout.flush()
-    process = subprocess.Popen(words, env=dict(environment), stdin=subprocess.DEVNULL)
-    try:
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            # srun hands this on to its tasks.
-            process.terminate()
-            try:
-                process.wait(timeout=_KILL_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def _own_code(code: int) -> int:

@@ -59,6 +59,8 @@ class Check:
     seed: int = 0
     dump: Path = Path("bench-failures")
     """Input, output and golden tensors of a failure go into a directory in here."""
+    dump_shown: Path = Path("bench-failures")
+    """Where they are in the end: files of other hosts are brought back."""
 
 
 @dataclass(frozen=True)

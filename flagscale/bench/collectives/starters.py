@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from flagscale.bench.collectives.spec import Placement
-from flagscale.bench.spawn import python_path
-from flagscale.errors import UnreachableError
+from flagscale.bench.spawn import call, handed_on, interruptible, show_log
+from flagscale.errors import ConfigError, UnreachableError
+from flagscale.launch.planning.hosts import Host
 
-_PROGRAM = ("-m", "flagscale.bench.collectives")
 # With a value, or none: what says where to start must not start again over there.
 _STARTING = {
     "-s": "many",
@@ -29,25 +29,68 @@ _STARTING = {
     "--slurm-vcpus-per-node": "one",
 }
 _PORT = 29_511
+_LARGEST_CODE = 4
+_NOT_STARTED = 255
+"""What mpirun and ssh return when a host cannot be reached."""
+_SSH_ARGUMENTS = ("OMPI_MCA_plm_rsh_args", "PRTE_MCA_plm_ssh_args", "HYDRA_LAUNCHER_EXTRA_ARGS")
+"""Where OpenMPI 4, OpenMPI 5 and MPICH read what they shall give ssh."""
+
+
+def run_by_mpirun(place: Placement, program: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run ``program``, what follows the interpreter, as the ranks of ``place``; the exit code.
+
+    Raises:
+        UnreachableError: mpirun is not installed, or could not start the ranks.
+        ConfigError: a hostfile says more of a host than mpirun can be told.
+    """
+    command, added = starter_argv(place, program, environment)
+    if place.log_dir is not None:
+        place.log_dir.mkdir(parents=True, exist_ok=True)
+    with interruptible():
+        code = call(command, {**environment, **added})
+    if "-outfile-pattern" in command:
+        show_log(place.log_dir)
+    if code == _NOT_STARTED:
+        raise UnreachableError("--starter mpirun: it could not start the ranks; see above")
+    return code if 0 <= code <= _LARGEST_CODE else 1
 
 
 def starter_argv(
-    place: Placement, words: Sequence[str], environment: Mapping[str, str]
+    place: Placement, program: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that starts the ranks on the hosts of ``place``, and what it adds to the
-    environment.
+    """The command that starts ``program``, what follows the interpreter, as the ranks on the hosts
+    of ``place``, and what it adds to the environment.
 
     Raises:
         UnreachableError: mpirun is not installed.
+        ConfigError: a hostfile says more of a host than mpirun can be told.
     """
-    program = [sys.executable, *_PROGRAM, *without_starting(words)]
-    port = str(place.port or _PORT)
-    meeting = {"MASTER_ADDR": place.address or place.hosts[0].name, "MASTER_PORT": port}
-    meeting["PYTHONPATH"] = python_path()
     mpirun = shutil.which("mpirun", path=environment.get("PATH"))
     if mpirun is None:
-        raise UnreachableError("--hosts: mpirun is not installed here", hint="OpenMPI or MPICH")
-    return mpirun_argv(place, program, open_mpi=_is_open_mpi(mpirun), names=tuple(meeting)), meeting
+        raise UnreachableError(
+            "--starter mpirun: mpirun is not installed here", hint="OpenMPI or MPICH"
+        )
+    _require_plain(place.hosts)
+    first = place.hosts[0]
+    added = handed_on(environment)
+    added["MASTER_ADDR"] = place.address or first.addr or first.name
+    added["MASTER_PORT"] = str(place.port or _PORT)
+    names = tuple(added)
+    if place.ssh_config is not None:
+        for variable in _SSH_ARGUMENTS:
+            added.setdefault(variable, f"-F {place.ssh_config.absolute()}")
+    line = [sys.executable, *program]
+    return mpirun_argv(place, line, open_mpi=_is_open_mpi(mpirun), names=names), added
+
+
+def _require_plain(hosts: Sequence[Host]) -> None:
+    for host in hosts:
+        given = [name for name in ("user", "port", "proxy") if getattr(host, name) is not None]
+        if given:
+            raise ConfigError(
+                f"--starter mpirun: it cannot be told the {' and '.join(given)} of {host.name}",
+                hint="say so in an SSH configuration (--ssh-config), or leave the start to ssh",
+            )
 
 
 def without_starting(words: Sequence[str]) -> list[str]:
@@ -82,14 +125,16 @@ def mpirun_argv(
     command = ["mpirun", "-np", str(ranks)]
     if open_mpi:
         command += ["--host", hosts, *(word for name in names for word in ("-x", name))]
-        command += ["--output-filename", str(place.log_dir)] if place.log_dir else []
+        command += ["--output-filename", str(place.log_dir.absolute())] if place.log_dir else []
     else:
         command += ["-hosts", hosts, "-genvlist", ",".join(names)]
         if place.log_dir:
-            command += ["-outfile-pattern", str(place.log_dir / "rank_%r.log")]
+            command += ["-outfile-pattern", str(place.log_dir.absolute() / "rank_%r.log")]
     return [*command, *program]
 
 
 def _is_open_mpi(mpirun: str) -> bool:
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in said.stdout + said.stderr
+    """Else it is MPICH's or one made of that, whose flags are others."""
+    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    said = (done.stdout + done.stderr).lower()
+    return any(name in said for name in ("open mpi", "openrte", "prte"))

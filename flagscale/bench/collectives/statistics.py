@@ -129,6 +129,8 @@ def median_ratio(above: Sequence[float], below: Sequence[float], *, seed: int = 
     """
     draw = random.Random(seed)
     pairs = list(zip(above, below, strict=True))
+    if len(pairs) < 2:
+        return Ratio(above[0] / below[0], 0.0, math.inf)
     found = sorted(
         statistics.median(a for a, _ in some) / statistics.median(b for _, b in some)
         for some in (draw.choices(pairs, k=len(pairs)) for _ in range(_RESAMPLES))

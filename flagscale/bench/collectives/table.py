@@ -68,6 +68,7 @@ class NccomTable(Table):
 
     def __init__(self, spec: BenchSpec, types: Sequence[str], *, backends: int = 1) -> None:
         self._unit = spec.output.unit
+        self._several = backends > 1
         self._columns = _columns(spec, types, backends)
 
     def head(self) -> list[str]:
@@ -78,11 +79,17 @@ class NccomTable(Table):
 
     def _line(self, row: Row) -> str:
         if row.failure is not None:
-            return f"{str(row.size).rjust(self._columns[0].width)}{_GAP}{row.failure}"
+            whose = f"{row.backend}: " if self._several else ""
+            return f"{str(row.size).rjust(self._columns[0].width)}{_GAP}{whose}{row.failure}"
         return _GAP.join(c.text(row).rjust(c.width) for c in self._columns)
 
     def foot(self, rows: Sequence[Row]) -> list[str]:
-        lines = [f"Avg bus bandwidth:\t{average(rows, self._unit):.4f}{self._unit}/s"]
+        lines = []
+        # Of several backends together it would be the bandwidth of none.
+        for name in dict.fromkeys(row.backend for row in rows if self._several) or ("",):
+            own = [row for row in rows if name in ("", row.backend)]
+            whose = f" {name}" if name else ""
+            lines.append(f"Avg bus bandwidth{whose}:\t{average(own, self._unit):.4f}{self._unit}/s")
         failed = sum(not row.ok for row in rows)
         return [*lines, f"{failed} errors found - test failed"] if failed else lines
 

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.world import World
 from flagscale.comm.base import CommBackend
+from flagscale.comm.options import OptionValues
 
 Arm = Literal["bound", "cold", "warm", "split"]
 _TIMEOUT = timedelta(minutes=10)
@@ -74,19 +75,21 @@ def measure(
     store: Store,
     device: BenchDevice,
     backend: CommBackend,
+    options: OptionValues,
 ) -> Sample:
     """Measure one arm in this fresh process; every rank of ``world`` calls it."""
     before = _used(device)
     _meet(store, world, "start")
     begin = time.perf_counter()
     with backend.creating():
-        _create_world(arm, world, store, device, backend)
+        given = backend.init_options(device.torch_device, options).get("pg_options")
+        _create_world(arm, world, store, device, backend, given)
         created_world = time.perf_counter() - begin
         if arm == "warm":
             _all_reduce(None, device)
         _meet(store, world, "create")
         begin = time.perf_counter()
-        handles = [_create(arm, ranks, device, backend) for ranks in groups]
+        handles = [_create(arm, ranks, device, backend, given) for ranks in groups]
     device.synchronize()
     create = time.perf_counter() - begin
     mine = [h for h, ranks in zip(handles, groups, strict=True) if world.rank in ranks]
@@ -109,7 +112,12 @@ def measure(
 
 
 def _create_world(
-    arm: Arm, world: World, store: Store, device: BenchDevice, backend: CommBackend
+    arm: Arm,
+    world: World,
+    store: Store,
+    device: BenchDevice,
+    backend: CommBackend,
+    options: Any,
 ) -> None:
     bound: dict[str, Any] = {"device_id": device.torch_device} if needs_device(arm) else {}
     dist.init_process_group(
@@ -118,17 +126,21 @@ def _create_world(
         rank=world.rank,
         world_size=world.size,
         timeout=_TIMEOUT,
+        pg_options=options,
         **bound,
     )
 
 
 def _create(
-    arm: Arm, ranks: list[int], device: BenchDevice, backend: CommBackend
+    arm: Arm, ranks: list[int], device: BenchDevice, backend: CommBackend, options: Any
 ) -> dist.ProcessGroup | None:
     if arm == "split":
-        return dist.split_group(None, [ranks], timeout=_TIMEOUT)
+        return dist.split_group(None, [ranks], timeout=_TIMEOUT, pg_options=options)
     handle: dist.ProcessGroup | None = dist.new_group(
-        ranks, timeout=_TIMEOUT, backend=backend.torch_backend(device.kind)
+        ranks,
+        timeout=_TIMEOUT,
+        backend=backend.torch_backend(device.kind),
+        pg_options=options,
     )
     return handle
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from flagscale.bench import meeting
 from flagscale.bench.collectives import devices
+from flagscale.bench.collectives.facts import folded
 from flagscale.bench.groups.arms import Arm, Sample, measure, members_of
 from flagscale.bench.spawn import spawn
 from flagscale.bench.world import MEETING_VARIABLE, World
@@ -29,8 +30,6 @@ from flagscale.errors import JobError
 
 if TYPE_CHECKING:
     from flagscale.bench.groups.launch import Plan
-
-_SECONDS = 600.0
 
 
 def device_kind(wanted: str) -> DeviceType:
@@ -42,17 +41,21 @@ def device_kind(wanted: str) -> DeviceType:
 
 def run_rank(arm: str, count: int, plan: Plan, world: World, result: Path) -> int:
     """One measurement, as one of its ranks; rank 0 writes ``result``."""
-    store = meeting.meet(world, address=None, port=None, seconds=_SECONDS)
-    device = devices.choose(plan.device, world.local_rank)
-    backend = registry.usable(plan.backend, device.kind)
+    store = meeting.meet(world, address=None, port=None, seconds=plan.place.timeout)
+    device = devices.choose(plan.place.device, world.local_rank)
+    name = plan.place.backend
+    values = registry.options_of(name, plan.comm)
+    backend = registry.usable(name, device.kind)
+    backend.export(values)
     # All but one, as in a sub-group of a node; two ranks at least have something to say.
     members = plan.members or max(min(2, world.size), world.size - 1)
     groups = members_of(count, members, world.size)
-    sample = measure(cast(Arm, arm), groups, world, store, device, backend)
+    sample = measure(cast(Arm, arm), groups, world, store, device, backend, values)
     if world.rank == 0:
         result.write_text(json.dumps(asdict(sample)))
     dist.destroy_process_group()
     meeting.leave(world)
+    meeting.part(store, world, plan.place.timeout)
     return 0
 
 
@@ -63,11 +66,23 @@ class Starter:
     def __init__(self, plan: Plan, size: int, world: World | None) -> None:
         self._plan, self._size, self._world = plan, size, world
         self._number = 0
-        self._store = (
-            None
-            if world is None
-            else meeting.meet(world, address=None, port=None, seconds=_SECONDS)
-        )
+        place = plan.place
+        self._store: Store | None = None
+        if world is not None:
+            self._store = meeting.meet(
+                world, address=place.address, port=place.port, seconds=place.timeout
+            )
+
+    def hosts(self) -> str:
+        """Which ranks are on which host."""
+        if self._world is None or self._store is None:
+            return f"{socket.gethostname()} [{folded(range(self._size))}]"
+        self._store.set(f"host/{self._world.rank}", socket.gethostname())
+        ranks: dict[str, list[int]] = {}
+        for rank in range(self._size):
+            host = self._store.get(f"host/{rank}").decode()
+            ranks.setdefault(host, []).append(rank)
+        return ", ".join(f"{host} [{folded(some)}]" for host, some in ranks.items())
 
     def run(self, arms: Sequence[str]) -> dict[tuple[Arm, int], list[Sample]]:
         """All measurements, the arms by turns. Under a launcher every rank gets them."""
@@ -78,14 +93,18 @@ class Starter:
             turns = list(results)
             for arm, count in turns if repeat % 2 == 0 else reversed(turns):
                 results[arm, count].append(self._once(arm, count))
+        if self._world is not None and self._store is not None:
+            meeting.part(self._store, self._world, self._plan.place.timeout)
         return results
 
     def _once(self, arm: Arm, count: int) -> Sample:
         with tempfile.TemporaryDirectory(prefix="flagscale-groups-") as directory:
             result = Path(directory) / "result.json"
             plan = self._plan
-            command = [sys.executable, "-m", "flagscale.bench.groups", "--backend", plan.backend]
-            command += ["--device", plan.device, "--measure", arm, str(count)]
+            place = plan.place
+            command = [sys.executable, "-m", "flagscale.bench.groups", "--backend", place.backend]
+            command += ["--device", place.device, "--measure", arm, str(count)]
+            command += ["--comm", *plan.comm] if plan.comm else []
             command += ["--members", str(plan.members)] if plan.members is not None else []
             command += ["--result", str(result)]
             if self._world is None or self._store is None:
@@ -103,7 +122,8 @@ class Starter:
         if world.rank == 0:
             with socket.socket() as probe:
                 probe.bind(("", 0))
-                store.set(key, f"{socket.gethostname()} {probe.getsockname()[1]}")
+                known = self._plan.place.address or world.address or socket.gethostname()
+                store.set(key, f"{known} {probe.getsockname()[1]}")
         host, port = store.get(key).decode().split()
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "PMI"))},
@@ -124,7 +144,7 @@ class Starter:
             key = f"sample/{self._number}"
             if text is not None:
                 self._store.set(key, text)
-            self._store.wait([key], timedelta(seconds=_SECONDS))
+            self._store.wait([key], timedelta(seconds=self._plan.place.timeout))
             text = self._store.get(key).decode()
         if text is None:
             raise JobError("rank 0 left no result")

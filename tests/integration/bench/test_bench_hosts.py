@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -51,15 +52,22 @@ def test_a_hostfile_with_unequal_hosts_and_files_that_travel(
     hosts, groups = tmp_path / "hostfile", tmp_path / "groups $HOME 'é.json"
     hosts.write_text("h00 slots=2\nh01 slots=1  # the small one\n")
     groups.write_text('{"replica_groups": [[0, 2]]}')
-    line = f"{_SHORT} --hosts-file {hosts} --json=out.json"
-    words = [*line.split(), "--custom-replica-group", groups]
-    done = bench(*words, environment=bed.environment(), cwd=tmp_path)
+    own = f"--custom-replica-group {shlex.quote(str(groups))}"
+    lines = f"{_SHORT} {own} --json=out.json\n\nbarrier -n 2 --json second/out.json # equal name\n"
+    (tmp_path / "second").mkdir()
+    (tmp_path / "batch.txt").write_text(lines)
+    line = f"--batch batch.txt --hosts-file {hosts} --mpi-log-dir logs"
+    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
     assert done.code == 0, done.err
     assert "3 ranks on 2 hosts: h00 [0-1] 2 x " in done.out
     assert "; h01 [2] 1 x " in done.out
     assert "started by SSH" in done.out
     rows = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [(row["ranks"], row["wrong"]) for row in rows] == [(2, 0)]
+    rows = json.loads((tmp_path / "second" / "out.json").read_text())["results"]
+    assert [(row["operation"], row["ranks"]) for row in rows] == [("barrier", 3)]
+    logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert logs == ["rank_0.log", "rank_1.log", "rank_2.log"]
     assert [_files(host) for host in bed.hosts] == [[], []]
     assert _ranks(bed) == []
 

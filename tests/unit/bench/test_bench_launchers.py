@@ -10,6 +10,7 @@ import pytest
 from flagscale.bench.collectives import slurm, starters
 from flagscale.bench.collectives.carried import Carried
 from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.files import UnreadableFileError
 from flagscale.bench.host import Order
 from flagscale.bench.spawn import Share
 from flagscale.bench.world import World, detect, first_host
@@ -221,11 +222,42 @@ def test_files_of_a_line_are_carried() -> None:
     line = ["allr", "--json=/r/a b.json", "-J", "x.json", "--import", "old.txt", "-n", "5"]
     carried = Carried.of([*line, "--plot"])
     assert carried.words("/tmp/d") == (
-        *("allr", "--json", "/tmp/d/0/a b.json", "-J", "/tmp/d/1/x.json"),
-        *("--import", "/tmp/d/2/old.txt", "-n", "5", "--plot"),
+        *("allr", "--json", "/tmp/d/1/a b.json", "-J", "/tmp/d/2/x.json"),
+        *("--import", "/tmp/d/3/old.txt", "-n", "5", "--plot"),
     )
-    assert carried.read == ((Path("old.txt").absolute(), "2/old.txt"),)
-    assert [name for _, name in carried.written] == ["0/a b.json", "1/x.json"]
+    assert carried.read == [(Path("old.txt").absolute(), "3/old.txt")]
+    assert [name for _, name in carried.written] == ["1/a b.json", "2/x.json"]
+    assert carried.directories == []
+
+
+def test_files_of_a_batchs_lines_are_carried_too(tmp_path: Path) -> None:
+    batch = tmp_path / "b.txt"
+    batch.write_text("allr -J 'my $HOME.json' # said\n\npermute --dump-dir bad --seed=3\n")
+    carried = Carried.of(["--batch", str(batch), "-r", "2"], dumps=True)
+    shown = str(Path("bench-failures").absolute())
+    assert carried.words("/d") == (
+        *("--batch", "/d/1/b.txt", "-r", "2"),
+        *("--dump-dir", "/d/4/bench-failures", "--dump-shown", shown),
+    )
+    ((name, text),) = carried.texts("/d")
+    own = Path("bad").absolute()
+    assert name == "1/b.txt"
+    assert text.splitlines() == [
+        "allr -J '/d/2/my $HOME.json'",
+        "",
+        f"permute --dump-dir /d/3/bad --dump-shown {own} --seed=3",
+    ]
+    assert carried.directories == [(own, "3/bad"), (Path(shown), "4/bench-failures")]
+
+
+def test_a_file_that_one_host_lacks_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableFileError):
+        parse_spec(["permute", "--custom-src-target-pairs", str(tmp_path / "x.json")])
+    line = ["allr", "--baseline", "/no.json", "--json", "/no/x", "--import", "/no.txt"]
+    with pytest.raises(ConfigError):
+        parse_spec(line)
+    # Ranks that keep nothing need not have the files.
+    assert parse_spec(line, keeps=False).output.json is None
 
 
 def test_ranks_over_ssh_know_where_rank_0_is() -> None:

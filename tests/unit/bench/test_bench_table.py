@@ -260,3 +260,16 @@ def test_paired_ratio_is_students_interval() -> None:
     # By hand: logs 0, .1823, -.2231, .0953; mean .01362; s .1741; t(3) 3.182.
     assert noisy.low == pytest.approx(math.exp(0.01362 - 3.182 * 0.17414 / 2), rel=1e-3)
     assert statistics.paired_ratio([1], [1]).high == math.inf
+
+
+def test_a_comparison_keeps_its_backends_apart() -> None:
+    spec = parse_spec(["allr", "-d", "fp32", "-b", "1K", "-e", "1K", "--compare", "gloo,fsccl"])
+    shown = table(spec, ["fp32"], parts=False, backends=2)
+    good = _row("all_reduce", 2, 1024, "fp32", 1.024)
+    bad = replace(good, backend="fsccl", failure="Failure on rank 1: lost")
+    assert shown.lines([bad])[0].endswith("    fsccl: Failure on rank 1: lost")
+    assert shown.foot([good, bad, replace(good, backend="fsccl", time=0.512)]) == [
+        "Avg bus bandwidth gloo:\t1.0000GB/s",
+        "Avg bus bandwidth fsccl:\t2.0000GB/s",
+        "1 errors found - test failed",
+    ]

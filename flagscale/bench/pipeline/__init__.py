@@ -1,0 +1,1 @@
+"""fsccl's pipelined schedules, measured over their parameters."""

@@ -1,0 +1,173 @@
+"""The command that measures fsccl's pipelined schedules over k and nelem_per_send."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from flagscale.bench.collectives.command import Parser
+from flagscale.bench.collectives.datatypes import data_type
+from flagscale.bench.collectives.sizes import format_size, parse_size
+from flagscale.bench.pipeline.plan import (
+    DEFAULTS,
+    MOST_CHUNKS,
+    MOST_ELEMENTS,
+    TITLES,
+    UNITS,
+    Plan,
+    Schedule,
+)
+from flagscale.bench.spawn import spawn
+from flagscale.bench.world import detect
+from flagscale.errors import ConfigError
+from flagscale.launch.door import guard
+
+_DESCRIPTION = """\
+Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. A block a rank is cut in k
+chunks; chunk c travels around ring c, from rank to rank, in sends of nelem_per_send elements.
+
+examples
+  pipeline.py -r 4                             the three operations with their usual parameters
+  pipeline.py -r 8 --sizes 1G --bw-unit GiB    the table in which such schedules are published
+  pipeline.py -r 4 --ops all_reduce -k 0,1,2,4 --nelem-per-send 8192,32768,131072
+                                               every combination; k=0: fsccl's own choice
+  FSCCL_CLUSTERS=2,2 pipeline.py -r 4          between clusters, by messages
+  torchrun --nproc-per-node 8 pipeline.py      ranks from a launcher
+  pipeline.py -r 4 --sizes 1M,16M,64M --json result.json --plot result.svg
+
+size is the whole buffer; times are of each iteration's slowest rank; algbw is size over time, of
+the average and of the best iteration. scratch_size is what a rank's sends need, in bytes. Every
+check compares the whole result with what it must be.
+exit codes: 0 ok, 1 a result is wrong or the run failed, 2 usage, 3 ranks did not meet
+"""
+_ONE_SHOT = 32768
+"""fsccl's default for FSCCL_ONE_SHOT_BYTES."""
+T = TypeVar("T")
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "pipeline.py") -> int:
+    """Run the command; the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return guard(lambda: _main(words, prog))
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(
+        prog=prog,
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-r", "--nworkers", "-np", type=int, metavar="N", help="number of ranks")
+    add("--ops", default=",".join(TITLES), metavar="LIST", help="operations, with commas (all)")
+    add("-k", metavar="LIST", help="chunks, with commas (4; reduce_scatter: 8)")
+    add(
+        "--nelem-per-send",
+        "--nelem",
+        metavar="LIST",
+        help="elements of a send, with commas (262144; all_reduce: 32768)",
+    )
+    add("--sizes", default="64M", metavar="LIST", help="of the whole buffer, with commas (64M)")
+    add("-d", "--datatype", default="fp32", metavar="TYPE", help="of the elements (fp32)")
+    add("--check-iters", type=int, default=10, metavar="N", help="with their result checked (10)")
+    add(
+        "-w", "--warmup-iters", type=int, default=10, metavar="N", help="before the clock runs (10)"
+    )
+    add("-n", "--iters", type=int, default=50, metavar="N", help="measured (50)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--bw-unit", choices=tuple(UNITS), default="GB", help="1e9 or 2^30 bytes (GB)")
+    add("--json", "--report-to-json-file", type=Path, metavar="FILE", help="keep the result")
+    add("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
+    return parser
+
+
+def _main(words: list[str], prog: str) -> int:
+    options = _parser(prog).parse(words)
+    plan = _plan(options)
+    if options.plot is not None and options.plot.suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"--plot {options.plot}; expected a file .svg or .png")
+    world = detect(os.environ)
+    if world is None:
+        if options.nworkers is None:
+            raise ConfigError(
+                "the number of ranks is missing: -r 8, or start this under a launcher"
+            )
+        if options.nworkers < 2:
+            raise ConfigError(f"-r {options.nworkers}; expected at least 2")
+        return spawn([sys.executable, "-m", "flagscale.bench.pipeline", *words], options.nworkers)
+    if options.nworkers not in (None, world.size):
+        raise ConfigError(f"-r asks for {options.nworkers} ranks; there are {world.size}")
+    from flagscale.bench.pipeline.rank import run_rank
+
+    return run_rank(plan, world, options.json, options.plot)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    counts = (options.check_iters, options.warmup_iters)
+    if min(counts) < 0 or options.iters < 1:
+        raise ConfigError(
+            "--check-iters and --warmup-iters need numbers of at least 0, --iters of at least 1"
+        )
+    operations = _list("--ops", options.ops, _operation)
+    ks = options.k and _list("-k", options.k, _number("-k", 0, MOST_CHUNKS))
+    nelems = options.nelem_per_send and _list(
+        "--nelem-per-send",
+        options.nelem_per_send,
+        _number("--nelem-per-send", 1, MOST_ELEMENTS),
+    )
+    schedules = [
+        Schedule(op, k, nelem)
+        for op in operations
+        for k in ks or DEFAULTS[op][:1]
+        for nelem in (nelems or DEFAULTS[op][1:])[: None if k else 1]  # which k=0 does not have
+    ]
+    sizes = _list("--sizes", options.sizes, parse_size)
+    limit = _number("FSCCL_ONE_SHOT_BYTES", 0, 1 << 30)(
+        os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
+    )
+    if min(sizes) <= limit and any(schedule.k for schedule in schedules):
+        raise ConfigError(
+            f"--sizes {format_size(min(sizes))}: buffers up to {format_size(limit)} go in one step "
+            "and not by a pipeline",
+            hint="FSCCL_ONE_SHOT_BYTES=0 in the environment sends all sizes through it",
+        )
+    return Plan(
+        schedules=tuple(schedules),
+        sizes=sizes,
+        type=data_type(options.datatype),
+        check_iters=options.check_iters,
+        warmup_iters=options.warmup_iters,
+        iters=options.iters,
+        device=options.device,
+        unit=options.bw_unit,
+    )
+
+
+def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ConfigError(f"{flag} {text!r}; expected values with commas between them")
+    return tuple(dict.fromkeys(read(word) for word in words))
+
+
+def _operation(word: str) -> str:
+    if word in TITLES:
+        return word
+    near = difflib.get_close_matches(word, TITLES, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{meant}")
+
+
+def _number(flag: str, least: int, most: int) -> Callable[[str], int]:
+    def read(word: str) -> int:
+        if word.isdecimal() and least <= int(word) <= most:
+            return int(word)
+        raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
+
+    return read

@@ -1,0 +1,78 @@
+"""The benchmark and the creation of groups on two hosts, started by a real mpirun over SSH."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bed.lab import Bed
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOLS = ROOT / "tools" / "comm"
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+_SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
+
+
+def _environment(bed: Bed, directory: Path, name: str) -> dict[str, str]:
+    """In which ``mpirun`` is the one called ``name``, where several are installed."""
+    program = shutil.which(name)
+    if program is None:
+        pytest.skip(f"{name} is not installed")
+    (directory / "bin").mkdir()
+    wrapper = directory / "bin" / "mpirun"
+    wrapper.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    wrapper.chmod(0o755)
+    return bed.environment(
+        PATH=f"{directory / 'bin'}:{os.environ['PATH']}",
+        OMP_NUM_THREADS="1",
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        # The hosts do not know this machine by its name.
+        HYDRA_IFACE="br0",
+    )
+
+
+def _run(environment: dict[str, str], directory: Path, *words: str | Path) -> str:
+    done = subprocess.run(
+        [str(word) for word in words],
+        env=environment,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"), [("mpirun.openmpi", "OpenMPI"), ("mpirun.mpich", "MPICH")]
+)
+def test_mpirun_reaches_two_hosts(bed: Bed, tmp_path: Path, name: str, launcher: str) -> None:
+    environment = _environment(bed, tmp_path, name)
+    start = ["--starter", "mpirun", "--ssh-config", bed.ssh_config, "--hosts", "h00", "h01"]
+    line = [*_SHORT.split(), "-r", "2", *start, "--json", "out.json", "--mpi-log-dir", "logs"]
+    out = _run(environment, tmp_path, sys.executable, TOOLS / "bench.py", *line)
+    assert "2 ranks on 2 hosts: h00 [0] 1 x " in out
+    assert f"started by {launcher}" in out
+    assert json.loads((tmp_path / "out.json").read_text())["results"][0]["wrong"] == 0
+    logs = [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
+    assert any("algbw(GB/s)" in path.read_text() for path in logs)
+
+
+def test_the_guides_line_for_hosts_of_mpich(bed: Bed, tmp_path: Path) -> None:
+    """The ranks find each other through mpirun alone."""
+    environment = _environment(bed, tmp_path, "mpirun.mpich")
+    environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = f"-F {bed.ssh_config}"
+    mpirun = ["mpirun", "-np", "2", "-hosts", "h00:1,h01:1", sys.executable, TOOLS / "groups.py"]
+    out = _run(environment, tmp_path, *mpirun, "--groups", "2", "--repeats", "1", "--arms", "warm")
+    assert "# h00 [0], h01 [1]; started by MPICH" in out
+    assert "  warm       2     1  " in out
