@@ -53,7 +53,7 @@ def check(experiment: Experiment, options: Options) -> int:
     else is wrong."""
     from flagscale.launch.preflight.local import exit_code
 
-    with prepared(experiment, checking=True) as ready:
+    with prepared(experiment, checking=True, fresh=True) as ready:
         checks = ready.checks
     if options.json:
         print(json.dumps([vars(one) for one in checks], indent=2, ensure_ascii=False))
@@ -72,13 +72,10 @@ def run(experiment: Experiment, options: Options) -> int:
     from flagscale.launch.preflight.local import require, warnings
 
     foreground = experiment.runner.foreground or options.action == "test"
-    texts = {
-        "config_text": _config_text(experiment),
-        "overrides_text": _overrides_text(experiment),
-    }
+    texts = (_config_text(experiment), _overrides_text(experiment))
     # The one thing that is no mistake in the configuration, so it has a message of its own.
     _refuse_if_alive(experiment)
-    with prepared(experiment, checking=experiment.runner.preflight, **texts) as ready:
+    with prepared(experiment, checking=experiment.runner.preflight, texts=texts) as ready:
         require(ready.checks)
         ready.copy_code()
         for text in (*ready.plan.notes, *warnings(ready.checks)):

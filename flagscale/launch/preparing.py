@@ -65,24 +65,30 @@ def unasked_plan(experiment: Experiment) -> LaunchPlan:
 
 @contextmanager
 def prepared(
-    experiment: Experiment, *, checking: bool, config_text: str = "", overrides_text: str = ""
+    experiment: Experiment,
+    *,
+    checking: bool,
+    fresh: bool = False,
+    texts: tuple[str, str] = ("", ""),
 ) -> Iterator[Prepared]:
     """What a run needs, for as long as the block lasts; then connections are closed.
 
-    ``checking``: with a preflight. Raises :class:`ConfigError` for what cannot work and
+    ``checking``: with a preflight, for which nothing that hosts have kept of an earlier one is
+    believed where it is to be ``fresh``. ``texts``: the configuration and the overrides, to be
+    kept beside the scripts. Raises :class:`ConfigError` for what cannot work and
     :class:`UnreachableError` for hosts that don't answer, unless a check is to show them.
     """
     hosts = hosts_of(experiment)
     if is_local_only(hosts):
-        yield _prepare_local(experiment, hosts, checking, (config_text, overrides_text))
+        yield _prepare_local(experiment, hosts, checking, texts)
         return
     from flagscale.launch.preflight.survey import connect, plan_of, survey, sync
     from flagscale.launch.runners.ssh import SshRunner
 
     with connect(experiment, hosts) as connections:
-        found = survey(experiment, hosts, connections, thorough=checking)
+        found = survey(experiment, hosts, connections, thorough=checking, fresh=fresh)
         made = _checked(experiment, plan_of(experiment, found, new_run_id()))
-        runner = SshRunner(config_text, overrides_text, connections)
+        runner = SshRunner(*texts, connections)
         ready = Prepared(made, runner, copy_code=lambda: sync(experiment, found, connections))
         from flagscale.launch.preflight.hosts import check_hosts, require_reachable
 

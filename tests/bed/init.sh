@@ -59,6 +59,9 @@ mkdir /run/sshd
 # Outside the bed's directory, which only root can enter: sshd reads it as the user who logs in.
 cp "$BED_TOP/identity.pub" /run/authorized_keys
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+# What root keeps of a host in its home is that host's own.
+mkdir -p /root/.cache/flagscale/hosts
+mount -t tmpfs -o mode=700 tmpfs /root/.cache/flagscale/hosts
 hostname "$BED_NAME"
 
 # Files every host has of its own, whoever owns the root below them.

@@ -15,10 +15,17 @@ from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.launch.planning.folding import fold
 from flagscale.launch.planning.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
 from flagscale.launch.preflight import backend
-from flagscale.launch.preflight.local import REACHABLE, Check, check_devices, check_space
+from flagscale.launch.preflight.local import (
+    REACHABLE,
+    Check,
+    check_devices,
+    check_space,
+    port_origin,
+)
 from flagscale.launch.preflight.survey import Survey, syncs
-from flagscale.launch.remote.facts import Facts, packages_of
+from flagscale.launch.remote.facts import NOT_WRITABLE, Facts, packages_of
 from flagscale.launch.remote.hosts import describe
+from flagscale.launch.remote.world import World
 
 _SKEW_FAILS = 30.0
 _SKEW_WARNS = 2.0
@@ -34,7 +41,10 @@ def check_hosts(experiment: Experiment, plan: LaunchPlan, found: Survey) -> list
         lambda host, facts: _paths(facts),
         lambda host, facts: check_devices(experiment, facts.gpus or 0, host.nproc),
         lambda host, facts: backend.judge(
-            experiment, found.hosts[host.rank], facts.python.get("backend"), facts.gpus or 0
+            experiment,
+            found.hosts[host.rank],
+            facts.python.backend if facts.python else None,
+            facts.gpus or 0,
         ),
         lambda host, facts: _interface(plan, host, facts),
         lambda host, facts: _disk(plan, facts),
@@ -49,8 +59,7 @@ def check_hosts(experiment: Experiment, plan: LaunchPlan, found: Survey) -> list
         ]
         checks += _folded(rows)
     if 0 in found.facts:
-        port = Check("master port", True, f"{plan.master_port}, free", hosts=plan.hosts[0].name)
-        checks.append(port)
+        checks += _ports(experiment, plan)
     return checks
 
 
@@ -98,26 +107,23 @@ def _usual(found: Survey) -> dict[str, str]:
     return usual
 
 
-def _version(python: Mapping[str, object], name: str) -> str:
-    if name == "version":
-        return str(python.get("version", ""))
-    packages = python.get("packages")
-    return str(packages.get(name, "none")) if isinstance(packages, Mapping) else "none"
+def _version(python: World, name: str) -> str:
+    return python.version if name == "version" else python.packages.get(name, "none")
 
 
 def _python(facts: Facts, usual: Mapping[str, str]) -> Check:
     hint = "set experiment.runner.python (or conda), or device_type_specific.<type>.python"
-    if facts.python_error:
-        return Check("python", False, facts.python_error, hint)
-    version = _version(facts.python, "version")
-    found = f"{version}, {facts.python.get('executable')}"
+    if facts.python is None:
+        return Check("python", False, facts.python_error or "its Python did not answer", hint)
+    version = facts.python.version
+    found = f"{version}, {facts.python.executable}"
     if version.rpartition(".")[0] != usual["version"].rpartition(".")[0]:
         return Check("python", False, f"{found}; the other hosts have {usual['version']}", hint)
     return Check("python", True, found, warning=version != usual["version"])
 
 
 def _packages(found: Survey, facts: Facts, usual: Mapping[str, str]) -> Check:
-    if not facts.python:
+    if facts.python is None:
         return Check("packages", False, "its Python did not answer")
     names = packages_of(list(found.facts.values()))
     own = {name: _version(facts.python, name) for name in names}
@@ -133,22 +139,22 @@ def _packages(found: Survey, facts: Facts, usual: Mapping[str, str]) -> Check:
 
 
 def _code(experiment: Experiment, found: Survey, facts: Facts) -> Check:
-    if not facts.python:
+    if facts.python is None:
         return Check("code", False, "its Python did not answer")
+    same = facts.python.code == found.code
     if syncs(experiment):
-        same = facts.python.get("code") == found.code
         return Check("code", True, "the same as here" if same else "copied when the run starts")
     hint = "install it there, or let `experiment.runner.sync: code` copy it"
-    if not facts.python.get("project"):
+    if not facts.project:
         return Check("code", False, "there is no flagscale where it should be", hint)
-    if found.code and facts.python.get("code") != found.code:
+    if found.code and not same:
         what = f"flagscale or {BACKEND_DIRECTORY} is not what it is here"
         return Check("code", False, what, hint)
     return Check("code", True, "the same as here" if found.code else "shared")
 
 
 def _paths(facts: Facts) -> Check:
-    missing = [str(path) for path in facts.python.get("missing", ())]
+    missing = facts.missing
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
         return Check("files", False, f"not there: {shown}", "copy them, or name others")
@@ -171,14 +177,18 @@ def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts) -> Check:
 
 
 def _disk(plan: LaunchPlan, facts: Facts) -> Check:
-    disk = facts.python.get("disk")
-    if not isinstance(disk, Mapping):
-        return Check("exp_dir", False, "its Python did not answer")
-    if not disk["is_directory"]:
-        return Check("exp_dir", False, f"{disk['existing']} is not a directory")
-    if not disk["writable"]:
-        return Check("exp_dir", False, f"{disk['existing']} is not writable")
-    return _rounded(check_space(plan.exp_dir, int(disk["free"])), plan.exp_dir)
+    place = facts.place
+    if place is None:
+        return Check("exp_dir", False, f"{plan.exp_dir}: it did not say what is there")
+    if place.unfit == NOT_WRITABLE:
+        found = f"{place.existing} is {place.unfit} for user {place.user}"
+        hint = "set experiment.exp_dir, give the user the directory, or the hostfile another user="
+        return Check("exp_dir", False, found, hint)
+    if place.unfit:
+        return Check("exp_dir", False, f"{place.existing} is {place.unfit}")
+    if place.free is None:
+        return Check("exp_dir", True, f"{plan.exp_dir}: free space unknown", warning=True)
+    return _rounded(check_space(plan.exp_dir, place.free), plan.exp_dir)
 
 
 def _rounded(check: Check, exp_dir: Path) -> Check:
@@ -202,3 +212,16 @@ def _earlier_run(facts: Facts) -> Check:
         hint = "stop it with action=stop, or give this one another experiment.exp_dir"
         return Check("earlier run", False, f"{facts.alive} is alive there", hint)
     return Check("earlier run", True, "none alive")
+
+
+def _ports(experiment: Experiment, plan: LaunchPlan) -> Iterator[Check]:
+    """The ports of the master's host, which its answer has found free, and why it is these."""
+    runner, host = experiment.runner, plan.hosts[0].name
+    origin = port_origin(runner)
+    yield Check("master port", True, f"{plan.master_port}, free, {origin}", hosts=host)
+    if plan.liveness_port is None:
+        return
+    origin = "beside the master port"
+    if runner.liveness_port:
+        origin = "as experiment.runner.liveness_port says"
+    yield Check("liveness port", True, f"{plan.liveness_port}, free, {origin}", hosts=host)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.load import missing_paths
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import (
     ConfigError,
     FlagscaleError,
@@ -158,13 +158,22 @@ def check_devices(experiment: Experiment, gpus: int, ranks: int) -> Check:
 
 
 def _port(experiment: Experiment, plan: LaunchPlan) -> Check:
+    free = Check("master port", True, f"{plan.master_port}, free, {port_origin(experiment.runner)}")
     if wanted_port(experiment.runner) is None:
-        return Check("master port", True, f"{plan.master_port}, free")
+        return free
     try:
         ports.require_free(plan.master_port)
     except FlagscaleError as error:
         return Check("master port", False, _message(error), error.hint or "")
-    return Check("master port", True, f"{plan.master_port}, free")
+    return free
+
+
+def port_origin(runner: Runner) -> str:
+    """Where the port of the ranks comes from."""
+    if wanted_port(runner) is None:
+        return "picked there"
+    key = "master_port" if runner.master_port else "rdzv_endpoint"
+    return f"as experiment.runner.{key} says"
 
 
 def _message(error: FlagscaleError) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.flatten import leaves
@@ -16,10 +15,11 @@ from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.machines import remote_machines
 from flagscale.launch.planning.per_host import Settings, rebased, settings
 from flagscale.launch.planning.plan import LaunchPlan, SshPlace, master_address, plan, wanted_port
+from flagscale.launch.planning.supervision import liveness_port
 from flagscale.launch.preflight import backend
 from flagscale.launch.remote import facts as asking
 from flagscale.launch.remote import probe
-from flagscale.launch.remote.facts import Facts, Question
+from flagscale.launch.remote.facts import Facts, Need, Question
 from flagscale.launch.remote.hosts import Hosts, require_all
 from flagscale.launch.transport import Connection
 
@@ -49,14 +49,20 @@ def connect(experiment: Experiment, hosts: Sequence[Host]) -> Hosts:
 
 
 def survey(
-    experiment: Experiment, hosts: Sequence[Host], connections: Hosts, *, thorough: bool
+    experiment: Experiment,
+    hosts: Sequence[Host],
+    connections: Hosts,
+    *,
+    thorough: bool,
+    fresh: bool = False,
 ) -> Survey:
-    """Ask every host, its Python too, for a preflight. Otherwise only the master host is asked,
-    for a port: the scripts of hosts that nobody asked look for themselves."""
+    """Ask every host for a preflight, and its Python too: ``fresh``, or only if something has
+    changed since it answered last. Otherwise only the master host is asked, for a port: the
+    scripts of hosts that nobody asked look for themselves."""
     made = Survey(tuple(hosts))
     if thorough and compares_code(experiment):
         made.code = probe.digest_of(probe.manifest(str(PROJECT)))
-    questions = _questions(experiment, hosts, thorough)
+    questions = list(_questions(experiment, hosts, thorough, fresh))
 
     def ask(rank: int, connection: Connection) -> Facts:
         return asking.ask(connection, questions[rank])
@@ -79,7 +85,9 @@ def sync(experiment: Experiment, found: Survey, connections: Hosts) -> int:
         return 0
     files = probe.manifest(str(PROJECT))
     digest = probe.digest_of(files)
-    behind = [rank for rank, f in found.facts.items() if f.python.get("code") != digest]
+    behind = [
+        rank for rank, f in found.facts.items() if f.python is None or f.python.code != digest
+    ]
 
     def copy(rank: int, connection: Connection) -> int:
         own = settings(experiment, found.hosts[rank])
@@ -109,45 +117,47 @@ def compares_code(experiment: Experiment) -> bool:
     return experiment.runner.no_shared_fs or bool(own)
 
 
-def _questions(experiment: Experiment, hosts: Sequence[Host], thorough: bool) -> list[Question]:
+def _questions(
+    experiment: Experiment, hosts: Sequence[Host], thorough: bool, fresh: bool
+) -> Iterator[Question]:
     runner = experiment.runner
     layout = Layout(experiment.exp_dir, runner.log_dir)
-    questions = []
+    # Alone, a host needs neither an interface nor a port for agents.
+    alone = len(hosts) == 1
+    wanted = wanted_port(runner)
+    agents_port = liveness_port(runner, wanted) if wanted else runner.liveness_port
     for rank, host in enumerate(hosts):
         own = settings(experiment, host)
-        questions.append(
-            Question(
-                # Alone, a host needs no interface.
-                master=master_address(runner, hosts) if len(hosts) > 1 else "",
-                log_root=str(layout.log_dir or layout.logs / "details"),
-                python=_python(own),
-                setup=own.setup,
-                port=(wanted_port(runner) or 0) if rank == 0 else None,
-                beside=runner.liveness_port if len(hosts) > 1 else None,
-                wish=_wish(experiment, host, own) if thorough else None,
-            )
+        yield Question(
+            master="" if alone else master_address(runner, hosts),
+            log_root=str(layout.log_dir or layout.logs / "details"),
+            python=_python(own),
+            setup=own.setup,
+            port=(wanted or 0) if rank == 0 else None,
+            agents_port=agents_port if rank == 0 and not alone else None,
+            need=_need(experiment, host, own, fresh) if thorough else None,
         )
-    return questions
 
 
 def _python(own: Settings) -> str:
     return own.python or ("python" if own.conda else sys.executable)
 
 
-def _wish(experiment: Experiment, host: Host, own: Settings) -> dict[str, Any]:
+def _need(experiment: Experiment, host: Host, own: Settings, fresh: bool) -> Need:
     project = own.build_dir or PROJECT
     reads = [] if experiment.task.foreign else list(leaves(own.sections))
     needed = [path for _, name, value in reads for path in paths.needed(name, value)]
     program = experiment.task.entrypoint
     if not (syncs(experiment) and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
         needed.append(str(rebased(program, project)))
-    return {
-        "project": str(project),
-        "exp_dir": str(experiment.exp_dir),
-        "paths": needed,
-        "code": compares_code(experiment),
-        "backend": backend.question(experiment, host, own),
-    }
+    return Need(
+        project=str(project),
+        exp_dir=str(experiment.exp_dir),
+        paths=needed,
+        compared=compares_code(experiment),
+        backend=backend.question(experiment, host, own),
+        fresh=fresh,
+    )
 
 
 def plan_of(experiment: Experiment, found: Survey, run_id: str) -> LaunchPlan:
@@ -155,13 +165,8 @@ def plan_of(experiment: Experiment, found: Survey, run_id: str) -> LaunchPlan:
     taken on the master host."""
     master = found.facts.get(0)
     port = master.port if master is not None else None
-    if master is not None and port is None:
-        text = f"port {master.busy_port} of {found.names[0]} is in use"
-        text += f" by {master.port_holder}" if master.port_holder else ""
-        raise ConfigError(
-            Problem("experiment.runner.master_port", text),
-            hint="choose another one, or leave the key out to get a free port",
-        )
+    if master is not None and (port is None or master.busy_port is not None):
+        raise _port_in_use(experiment, master, found.names[0])
     machines = remote_machines(experiment, found.hosts, found.facts)
     return plan(
         experiment,
@@ -171,3 +176,18 @@ def plan_of(experiment: Experiment, found: Survey, run_id: str) -> LaunchPlan:
         master_port=port or wanted_port(experiment.runner) or 0,
         over_ssh=True,
     )
+
+
+def _port_in_use(experiment: Experiment, master: Facts, name: str) -> ConfigError:
+    runner = experiment.runner
+    text = (
+        f"port {master.busy_port} of {name} is in use by {master.port_holder or 'another process'}"
+    )
+    key, what = "master_port", "choose another one"
+    if master.busy_port != wanted_port(runner):
+        key = "liveness_port"
+        if runner.liveness_port is None:
+            text += "; agents meet there, beside experiment.runner.master_port"
+            what = f"set {key}, or choose another master_port"
+    problem = Problem(f"experiment.runner.{key}", text)
+    return ConfigError(problem, hint=f"{what}, or leave both keys out to get free ports")

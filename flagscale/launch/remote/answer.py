@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from flagscale.launch.transport import Connection, HostError
 
 #: The last thing that every program says: what lacks it was cut off on its way.
-END = "\nsay end yes\n"
+END = "\nsay end yes\ntell\n"
 
-#: The bash function that the programs answer with.
-SAY = r"""say() { printf '%s=%s\0' "$1" "$2"; }
+#: The bash functions that the programs answer with: everything is said in one piece, since sshd
+#: and paramiko work for every piece.
+SAY = r"""answers=()
+say() { answers+=("$1=$2"); }
+tell() { printf '%s\0' "${answers[@]}"; }
 """
 _FILE = "file"
 

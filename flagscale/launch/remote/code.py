@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from flagscale.errors import FlagscaleError
 from flagscale.launch.remote.answer import END, SAY, ask
-from flagscale.launch.remote.facts import python_function
+from flagscale.launch.remote.world import python_function
 from flagscale.launch.transport import Connection
 from flagscale.launch.transport.files import RemoteFiles
 

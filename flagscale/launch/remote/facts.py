@@ -1,27 +1,27 @@
 """What a host is like: cores, devices, the interface to the master, its clock, old runs.
 
 Asked of every host before a run is planned, so it is bash without a process more than needed.
-Where a preflight is wanted, the host's Python runs :mod:`.probe` in the same command.
+Where a preflight is wanted, the same program looks at where the run will write and what it needs,
+and tells what the host's Python is like, see :mod:`.world`.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flagscale.launch.remote import probe
+from flagscale.launch.remote import probe, world
 from flagscale.launch.remote.answer import END, SAY, Answer
 from flagscale.launch.remote.answer import ask as ask_host
+from flagscale.launch.remote.world import World
 from flagscale.launch.transport import Connection
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _SECONDS = 60.0
-_PROBE = Path(probe.__file__)
+NOT_WRITABLE = "not writable"
 
 _BODY = r"""
 say clock "$EPOCHREALTIME"
@@ -48,22 +48,44 @@ address=
 if [[ $master == *:* || $master =~ ^[0-9.]+$ ]]; then
     address=$master
 elif [[ -n $master ]]; then
-    read -r address _ < <(getent ahosts "$master")
+    # What stands in the table of hosts is found without a process.
+    while read -r first names; do
+        names=${names%%#*}
+        [[ " ${names//$'\t'/ } " == *" $master "* && $first != \#* ]] && address=$first && break
+    done </etc/hosts
+    [[ -n $address ]] || read -r address _ < <(getent ahosts "$master")
 fi
 # A host often resolves its own name to a loopback address.
 if [[ $address == 127.* || $address == ::1 ]]; then
     read -r _ _ address _ <<<"${SSH_CONNECTION:-}"
 fi
 interface=
-if [[ -n $address ]] && command -v ip >/dev/null; then
+# The kernel's table of routes, of IPv4: the longest prefix, and of those the smallest metric.
+route_to() { # $1: address; sets `interface`, to nothing where there is no route
+    local name to flags metric mask bytes target best=-1 cheapest=0
+    IFS=. read -ra bytes <<<"$1"
+    # Byte by byte the other way round, as the kernel prints them.
+    target=$((bytes[3] << 24 | bytes[2] << 16 | bytes[1] << 8 | bytes[0]))
+    while read -r name to _ flags _ _ metric mask _; do
+        # Up, and no refusal.
+        [[ $mask == [0-9A-F]* ]] && ((0x$flags & 1 && ! (0x$flags & 0x200))) || continue
+        ((0x$to == (target & 0x$mask))) || continue
+        mask=$((0x${mask:6:2}${mask:4:2}${mask:2:2}${mask:0:2}))
+        ((mask > best || (mask == best && metric < cheapest))) || continue
+        best=$mask cheapest=$metric interface=$name
+    done </proc/net/route
+}
+[[ $address =~ ^[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+$ && -r /proc/net/route ]] && route_to "$address"
+if [[ -n $interface || -z $address ]]; then
+    :
+elif command -v ip >/dev/null; then
     route=$(ip -o route get "$address" 2>/dev/null)
     [[ $route =~ \ dev\ ([^ ]+) ]] && interface=${BASH_REMATCH[1]}
     if [[ $interface == lo ]]; then
         read -r _ interface _ < <(ip -o addr show to "$address" 2>/dev/null)
     fi
-elif [[ -n $address ]]; then
+else
     interface=$(python_program interface "$address")
-    interface=${interface//\"/}
 fi
 say address "$address"
 say interface "${interface%%@*}"
@@ -84,25 +106,24 @@ if [[ $port == any ]]; then
     for _ in {1..100}; do
         candidate=$((20000 + (RANDOM * 32768 + RANDOM) % (low - 20000)))
         # The agents meet at the port beside it, unless the user says where.
-        listening "$candidate" || listening $((candidate + 1)) && continue
+        ((candidate != agents_port)) && ! listening "$candidate" || continue
+        [[ -n $agents_port ]] || ! listening $((candidate + 1)) || continue
         say port "$candidate"
         break
     done
-elif [[ -n $port ]]; then
-    for wanted in "$port" "${beside:-$((port + 1))}"; do
-        listening "$wanted" && busy=$wanted && break
-    done
-    if [[ -n ${busy:-} ]]; then
-        holder=
-        command -v ss >/dev/null && holder=$(ss -Hltnp "sport = :$busy" 2>/dev/null)
-        [[ $holder =~ \"([^\"]+)\",pid=([0-9]+) ]] &&
-            holder="process ${BASH_REMATCH[2]} (${BASH_REMATCH[1]})"
-        say busy_port "$busy"
-        say port_holder "${holder:-another process}"
-    else
-        say port "$port"
-    fi
+elif [[ -n $port ]] && ! listening "$port"; then
+    say port "$port"
 fi
+for wanted in "$port" "$agents_port"; do
+    [[ $wanted == [0-9]* ]] && listening "$wanted" || continue
+    holder=
+    command -v ss >/dev/null && holder=$(ss -Hltnp "sport = :$wanted" 2>/dev/null)
+    [[ $holder =~ \"([^\"]+)\",pid=([0-9]+) ]] &&
+        holder="process ${BASH_REMATCH[2]} (${BASH_REMATCH[1]})"
+    say busy_port "$wanted"
+    say port_holder "${holder:-another process}"
+    break
+done
 
 # Processes of runs of this very directory carry where they report to.
 for file in $(grep -lzsF -e "$mark" /proc/[0-9]*/environ); do
@@ -111,31 +132,73 @@ for file in $(grep -lzsF -e "$mark" /proc/[0-9]*/environ); do
     done <"$file" 2>/dev/null
 done
 
-if [[ -n $wish ]]; then
-    if [[ -n $setup ]] && ! reason=$( (eval "$setup") 2>&1 >/dev/null); then
-        say python_error "${reason:-its environment cannot be activated}"
-    elif world=$(python_program look "$wish" 2>&1); then
-        say python "$world"
-    else
-        say python_error "${world##*$'\n'}"
-    fi
+if [[ -n ${thorough-} ]]; then
+    [[ -e $project/flagscale/launch/agent.py ]] && say project yes
+    absent=()
+    for number in "${!needed[@]}"; do
+        [[ -e ${needed[number]} ]] || absent+=("$number")
+    done
+    say absent "${absent[*]}"
+    # Where this run will write: the nearest directories that exist already.
+    for directory in "$exp_dir" "$log_root"; do
+        while [[ ! -e $directory && ! -L $directory && $directory == /?* ]]; do
+            directory=${directory%/*}
+        done
+        directory=${directory:-/}
+        reason=
+        [[ -w $directory && -x $directory ]] || reason=$not_writable
+        [[ -d $directory ]] || reason='not a directory'
+        say existing "$directory"
+        say unfit "$reason"
+        [[ -z $reason ]] || break
+    done
+    say user "${USER:-${LOGNAME:-$EUID}}"
+    read -r blocks size < <(stat -f -c '%a %S' -- "$directory" 2>/dev/null) &&
+        say free "$((blocks * size))"
+    look_at_python
 fi
 """
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a preflight asks beyond that: the directories of this project and of the experiment
+    there, ``paths`` that must exist, whether code is ``compared``, what its Python is asked about
+    the communication ``backend``, and whether that Python is asked although nothing ``fresh``
+    happened to it."""
+
+    project: str
+    exp_dir: str
+    paths: Sequence[str] = ()
+    compared: bool = False
+    backend: Mapping[str, Any] | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
 class Question:
-    """What is asked of one host. ``port``: None for no port, 0 for any free one. ``beside``: the
-    port of the agents, where it isn't the next one. ``wish``: what
-    its Python is asked for, nothing without a preflight."""
+    """What is asked of one host. ``port``: None for no port, 0 for any free one. ``agents_port``:
+    the port at which agents meet, where it is to be free as well; None for one beside ``port``
+    where that is any, and for none where it is not."""
 
     master: str
     log_root: str
     python: str
     setup: str = ""
     port: int | None = None
-    beside: int | None = None
-    wish: dict[str, Any] | None = None
+    agents_port: int | None = None
+    need: Need | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run will write on a host: ``existing`` is there already, ``unfit`` says why ``user``
+    can't write there. ``free``: bytes, where the host can tell."""
+
+    existing: str
+    unfit: str = ""
+    user: str = ""
+    free: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,55 +216,64 @@ class Facts:
     port_holder: str = ""
     alive: str = ""
     """The id of a run of this directory that is alive there."""
-    python: dict[str, Any] = field(default_factory=dict)
+    python: World | None = None
     python_error: str = ""
     address: str = ""
+    project: bool = False
+    """Whether this project is where it should be."""
+    missing: tuple[str, ...] = ()
+    """The needed paths that do not exist."""
+    place: Place | None = None
 
 
 def ask(connection: Connection, question: Question) -> Facts:
     """Ask one host."""
     before = time.time()
     answer = ask_host(connection, text(question), _SECONDS)
-    return read(answer, before, time.time())
+    found = read(answer, question, before, time.time())
+    if question.need is not None and answer.get("kept") and found.python is None:
+        # What was kept there is spoilt in a way that only shows here.
+        return ask(connection, replace(question, need=replace(question.need, fresh=True)))
+    return found
 
 
 def text(question: Question) -> str:
     """The program for one host."""
-    port = {None: "", 0: "any"}.get(question.port, str(question.port))
     given = {
         "master": question.master,
-        "port": port,
-        "beside": str(question.beside or ""),
+        "port": {None: "", 0: "any"}.get(question.port, str(question.port)),
+        "agents_port": str(question.agents_port or ""),
+        "log_root": question.log_root,
         "mark": f"{STATUS_DIR_VARIABLE}={question.log_root}/",
         "id_variable": RUN_ID_VARIABLE,
         "setup": question.setup,
         "python": question.python,
-        "wish": json.dumps(question.wish) if question.wish is not None else "",
+        "not_writable": NOT_WRITABLE,
     }
+    need, more = question.need, list[str]()
+    if need is not None:
+        given |= {"thorough": "yes", "project": need.project, "exp_dir": need.exp_dir}
+        more += (
+            f"needed=({' '.join(map(shlex.quote, need.paths))})",
+            *world.program(
+                need.project,
+                question.python,
+                question.setup,
+                compared=need.compared,
+                fresh=need.fresh,
+                backend=need.backend,
+            ),
+        )
     lines = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
-    return "\n".join([SAY, *lines, python_function(), _BODY, END])
+    return "\n".join([SAY, *lines, *more, world.python_function(), _BODY, END])
 
 
-def python_function() -> str:
-    """``python_program``: the probe, run by ``$python`` after ``$setup``. A program on stdin
-    imports from the working directory first: none of the user's modules lies in the root."""
-    source = _PROBE.read_text(encoding="utf-8")
-    return (
-        "python_program() {\n"
-        '    (eval "$setup"; cd /; exec "$python" - "$@") <<\'END_OF_PROBE\'\n'
-        f"{source}END_OF_PROBE\n}}"
-    )
-
-
-def read(answer: Answer, before: float, after: float) -> Facts:
+def read(answer: Answer, question: Question, before: float, after: float) -> Facts:
     """The facts in an answer to a question that was asked between these two moments."""
     clock = answer.get("clock").replace(",", ".")
     theirs = float(clock) if clock else before
     skew = theirs - before if theirs < before else max(0.0, theirs - after)
-    try:
-        python = json.loads(answer.get("python") or "{}")
-    except ValueError:
-        python = {}
+    paths = question.need.paths if question.need else ()
     return Facts(
         cpus=answer.number("cpus") or None,
         gpus=answer.number("gpus"),
@@ -212,13 +284,23 @@ def read(answer: Answer, before: float, after: float) -> Facts:
         busy_port=answer.number("busy_port"),
         port_holder=answer.get("port_holder"),
         alive=answer.get("alive"),
-        python=python if isinstance(python, dict) else {},
+        python=world.read(answer.get("python")),
         python_error=answer.get("python_error"),
         address=answer.get("address"),
+        project=answer.get("project") == "yes",
+        missing=tuple(paths[int(number)] for number in answer.get("absent").split()),
+        place=_place(answer),
     )
+
+
+def _place(answer: Answer) -> Place | None:
+    if not answer.get("existing"):
+        return None
+    unfit, user = answer.get("unfit"), answer.get("user")
+    return Place(answer.get("existing"), unfit, user, answer.number("free"))
 
 
 def packages_of(facts: Sequence[Facts]) -> list[str]:
     """The packages that any of the hosts has, in the order of :data:`.probe.PACKAGES`."""
-    there = {name for one in facts for name in one.python.get("packages", {})}
+    there = {name for one in facts if one.python for name in one.python.packages}
     return [name for name in probe.PACKAGES if name in there]

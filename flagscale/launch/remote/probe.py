@@ -1,16 +1,18 @@
-"""Looks at a host's Python world: versions, code, space, paths. Standard library alone.
+"""Looks at a host's Python world: versions of packages, code, communication backend. Standard
+library alone.
 
 Travels to the host as text and runs there with the host's own Python, whatever its version, so
 it imports nothing of this project and stays with what Python 3.7 understands. The launcher
-imports it too: both sides must take the same digest of the same code.
+imports it too: both sides must take the same digest of the same code. Run without ``site``, which
+takes longer than all the rest. What it answers is kept in a file, see :mod:`.world`.
 """
 
 # Every host pays for what is imported here, and pathlib is not needed.
-# ruff: noqa: PTH110, PTH112, PTH113, PTH118, PTH120, PTH122, PTH123, PTH208
+# ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH112, PTH113, PTH116, PTH118, PTH120
+# ruff: noqa: PTH122, PTH123, PTH208
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -34,22 +36,79 @@ CODE_ENDINGS = (".py", ".json", ".yaml", ".cpp", ".cu", ".h", ".so")
 _NOT_CODE = ("__pycache__", ".git")
 
 
-def packages() -> dict[str, str]:
-    """The versions of the packages that matter, from the names of their metadata directories:
-    importing them would take seconds."""
-    found: dict[str, str] = {}
-    for directory in sys.path:
-        try:
-            names = os.listdir(directory or ".")
-        except OSError:
-            continue
-        for name in names:
-            stem, ending = os.path.splitext(name)
-            package, _, version = stem.partition("-")
-            package = package.lower().replace(".", "_")
-            if ending in (".dist-info", ".egg-info") and package in PACKAGES:
-                found.setdefault(package, version.split("-py")[0])
-    return found
+class World:
+    """What there is to tell, and what it was made from: ``made`` has a mark for each path that
+    was there, the empty text for one that was not."""
+
+    def __init__(self) -> None:
+        self.packages: dict[str, str] = {}
+        self.made: dict[str, str] = {}
+
+    def uses(self, path: str) -> bool:
+        """Note that the answer depends on ``path``, before it is looked at; whether it is there."""
+        path = os.path.abspath(path)
+        if path not in self.made:
+            try:
+                self.made[path] = mark(os.stat(path))
+            except OSError:
+                self.made[path] = ""
+        return bool(self.made[path])
+
+    def search(self, directories: list[str]) -> None:
+        """Take in the versions of the packages that matter, from the names of their metadata
+        directories: importing them would take seconds."""
+        for directory in directories:
+            if not directory or not self.uses(directory) or not os.path.isdir(directory):
+                continue
+            for name in os.listdir(directory):
+                stem, ending = os.path.splitext(name)
+                package, _, version = stem.partition("-")
+                package = package.lower().replace(".", "_")
+                if ending in (".dist-info", ".egg-info") and package in PACKAGES:
+                    self.packages.setdefault(package, version.split("-py")[0])
+
+
+def mark(status: os.stat_result) -> str:
+    """What `stat -c %u,%a,%d:%i:%s:%.9Y:%.9Z` prints."""
+    place = f"{status.st_dev}:{status.st_ino}:{status.st_size}"
+    for time in (status.st_mtime_ns, status.st_ctime_ns):
+        place += f":{time // 10**9}.{time % 10**9:09d}"
+    return f"{status.st_uid},{status.st_mode & 0o7777:o},{place}"
+
+
+def own_directories(world: World) -> list[str]:
+    """Where this Python finds packages, as ``site`` would have it, without running what ``.pth``
+    files say."""
+    import site
+
+    home = os.path.dirname(os.path.abspath(sys.executable))
+    prefixes, user = list(site.PREFIXES), True
+    for directory in (home, os.path.dirname(home)):
+        config = os.path.join(directory, "pyvenv.cfg")
+        if world.uses(config):
+            with open(config, encoding="utf-8", errors="replace") as file:
+                words = [line.lower().split() for line in file]
+            user = ["include-system-site-packages", "=", "true"] in words
+            prefixes = [os.path.dirname(home), *(prefixes if user else [])]
+            break
+    found = site.getsitepackages(prefixes)
+    if user and site.check_enableusersite():
+        found.insert(0, site.getusersitepackages())
+    for prefix in prefixes:
+        world.uses(os.path.join(prefix, "conda-meta", "history"))
+    return [*sys.path, *found, *(more for one in found for more in _added(world, one))]
+
+
+def _added(world: World, directory: str) -> list[str]:
+    """The directories that ``.pth`` files add."""
+    found = []
+    for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
+        path = os.path.join(directory, name)
+        if name.endswith(".pth") and world.uses(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                lines = [line.strip() for line in file]
+            found += [os.path.join(directory, line) for line in lines if line[:7] != "import "]
+    return [path for path in found if os.path.isdir(path) and path != directory]
 
 
 def manifest(project: str) -> dict[str, str]:
@@ -77,19 +136,6 @@ def digest_of(files: dict[str, str]) -> str:
     return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest() if files else ""
 
 
-def disk(path: str) -> dict[str, Any]:
-    """The file system that ``path`` is on or would be made on."""
-    while not os.path.lexists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    facts = os.statvfs(path)
-    return {
-        "existing": path,
-        "is_directory": os.path.isdir(path),
-        "writable": os.access(path, os.W_OK | os.X_OK),
-        "free": facts.f_bavail * facts.f_frsize,
-    }
-
-
 def interface_to(address: str) -> str:
     """The interface whose address this host would use to reach ``address``; "" if none."""
     import fcntl
@@ -113,26 +159,77 @@ def interface_to(address: str) -> str:
     return ""
 
 
-def look(wish: dict[str, Any]) -> dict[str, Any]:
-    """Everything that ``wish`` asks for."""
-    project, exp_dir = str(wish["project"]), str(wish["exp_dir"])
-    answer: dict[str, Any] = {
-        "version": "{}.{}.{}".format(*sys.version_info[:3]),
-        "executable": sys.executable,
-        "packages": packages(),
-        "disk": disk(exp_dir),
-        "project": os.path.isfile(os.path.join(project, "flagscale", "launch", "agent.py")),
-        "missing": [path for path in wish["paths"] if not os.path.exists(path)],
-    }
-    if wish.get("code"):
-        answer["code"] = digest_of(manifest(project))
-    if wish.get("backend") and answer["project"]:
-        answer["backend"] = backend(wish["backend"], [sys.executable])
-    return answer
+def look(project: str, compared: str, asked: str, python: str, kept: str, key: str) -> list[str]:
+    """The lines that tell everything, kept in the file ``kept`` under ``key``, too. ``compared``:
+    whether code is; ``asked``: the question about the communication backend, as JSON; empty for
+    none. ``python`` is what this Python was called by."""
+    world = World()
+    for path in (_program(python), sys.executable):
+        world.uses(path)
+    world.search(own_directories(world))
+    if "torch" not in world.packages:
+        # Something finds it that is no directory here, or it is not there.
+        import site
+
+        site.main()
+        world.search(sys.path)
+    version = ".".join(map(str, sys.version_info[:3]))
+    lines = [_told("version", version), _told("executable", sys.executable)]
+    lines += [_told("package " + name, world.packages[name]) for name in sorted(world.packages)]
+    if compared:
+        lines.append(_told("code", digest_of(manifest(project))))
+    if kept:
+        keep(kept, [key, *_made(world), *lines, "end"])
+    if asked and os.path.isfile(os.path.join(project, "flagscale", "launch", "agent.py")):
+        import json
+
+        lines.append(_told("backend", json.dumps(backend(json.loads(asked), [sys.executable]))))
+    return lines
+
+
+def _told(name: str, value: str) -> str:
+    value = value.replace("%", "%25").replace("\n", "%0A")
+    return f"= {name} {value}"
+
+
+def _program(name: str) -> str:
+    """The file that a shell means by ``name``."""
+    if "/" in name:
+        return name
+    places = [os.path.join(place, name) for place in os.environ.get("PATH", "").split(os.pathsep)]
+    return next((place for place in places if os.access(place, os.X_OK)), name)
+
+
+def _made(world: World) -> list[str]:
+    there = sorted(world.made.items())
+    return [f"made {m} {path}" if m else f"gone {path}" for path, m in there]
+
+
+def keep(path: str, lines: list[str]) -> None:
+    """Write a file that only this user can read, whole or not at all. That it can't be written is
+    no reason to fail: the next one asks again."""
+    directory = os.path.dirname(path)
+    part = f"{path}.{os.getpid()}"
+    if any("\n" in line for line in lines):
+        return
+    try:
+        os.makedirs(directory, 0o700, exist_ok=True)
+        status = os.lstat(directory)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            return
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(os.fsencode("".join(line + "\n" for line in lines)))
+            os.replace(part, path)
+        except OSError:
+            os.unlink(part)
+    except OSError:
+        pass
 
 
 def backend(wish: dict[str, Any], python: list[str]) -> dict[str, Any]:
     """Whether ``python``, in the environment of the ranks, can use the communication backend."""
+    import json
     import subprocess
 
     own = wish["environment"]
@@ -158,15 +255,17 @@ def backend(wish: dict[str, Any], python: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what the first argument says and print JSON."""
-    verb, argument = sys.argv[1:3]
+    """Do what the first argument says and print the answer."""
+    verb, words = sys.argv[1], sys.argv[2:]
     if verb == "look":
-        answer: Any = look(json.loads(argument))
+        answer = "\n".join(look(*words))
     elif verb == "manifest":
-        answer = manifest(argument)
+        import json
+
+        answer = json.dumps(manifest(*words))
     else:
-        answer = interface_to(argument)
-    print(json.dumps(answer))
+        answer = interface_to(*words)
+    sys.stdout.buffer.write(os.fsencode(answer + "\n"))
 
 
 if __name__ == "__main__":

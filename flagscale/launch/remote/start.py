@@ -57,6 +57,7 @@ ticks_of "$pid"
 say pid "$pid"
 say start_ticks "$ticks"
 say boot_id "$boot"
+tell
 """
 
 

@@ -23,7 +23,7 @@ _MARGIN_SECONDS = 20
 
 _BODY = r"""
 read -r boot </proc/sys/kernel/random/boot_id
-if [[ -n $wanted_boot && $boot != "$wanted_boot" ]]; then say end yes; exit 0; fi
+if [[ -n $wanted_boot && $boot != "$wanted_boot" ]]; then say end yes; tell; exit 0; fi
 
 # What was found, and when each of it was started: that tells a process from a later one of its pid.
 found=()
@@ -61,7 +61,10 @@ send() { # $1: signal, $2: pid; it gets it at once after the look whether it sti
     lives "$2" && kill "-$1" "$2" 2>/dev/null
 }
 exec {never}<> <(:)
-pause() { read -rt 0.05 -u "$never"; } # without a process of its own
+naps=0
+pause() { # without a process of its own, and at first only for a moment
+    read -rt "0.0$((naps < 5 ? ++naps : 5))" -u "$never"
+}
 # Those that were found are watched without a process of its own; when they are gone, whatever
 # they have started in the meantime is looked for.
 gone_within() { # $1: seconds, $2: what is done to the members found
@@ -112,7 +115,7 @@ if ((said)); then
         send TERM "$agent" && gone_within $((grace + agent_seconds)) nothing
     fi
     gone_within "$grace" terminate || gone_within "$kill_seconds" slay
-    rm -f -- "$pid_file"
+    [[ ! -e $pid_file ]] || rm -f -- "$pid_file"
 fi
 say found "$said"
 say terminated "${!terminated[*]}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from flagscale.launch.planning.plan import LaunchPlan, Machine
 from flagscale.launch.planning.script import render
 from flagscale.launch.remote import answer, code, facts, look, probe, start, stop
 from flagscale.launch.remote.answer import Answer, Piece, parse
-from flagscale.launch.remote.facts import Question
+from flagscale.launch.remote.facts import Need, Question
 from flagscale.launch.remote.look import Wish
 from flagscale.launch.state import RunState, state_of
 
@@ -43,7 +45,8 @@ def state(make_plan: MakePlan) -> RunState:
 def programs(make_plan: MakePlan, state: RunState) -> dict[str, str]:
     plan = make_plan(hosts=TWO, exp_dir=Path(f"/data/{HOSTILE}"))
     host = plan.hosts[1]
-    question = Question(HOSTILE, HOSTILE, HOSTILE, HOSTILE, port=0, wish={"a": HOSTILE})
+    need = Need(HOSTILE, HOSTILE, [HOSTILE], compared=True, backend={"a": HOSTILE})
+    question = Question(HOSTILE, HOSTILE, HOSTILE, HOSTILE, port=0, need=need)
     everything = Wish(fetch=True, output=True, count=True, last_line=True)
     return {
         "facts": facts.text(question),
@@ -89,17 +92,34 @@ def test_an_unasked_host_looks_for_itself(make_plan: MakePlan, tmp_path: Path) -
     assert found["NCCL_NVLS_ENABLE"] == "1" or "TORCHDYNAMO_DISABLE" in found
 
 
+def ask(question: Question, home: Path, **variables: str) -> Answer:
+    """What this machine answers, with a home directory of its own."""
+    done = subprocess.run(
+        ["bash", "-c", facts.text(question)],
+        env={**os.environ, "HOME": str(home), **variables},
+        capture_output=True,
+        check=True,
+    )
+    return parse(done.stdout)
+
+
 def test_facts_of_this_machine(tmp_path: Path) -> None:
-    wish = {"project": str(tmp_path), "exp_dir": str(tmp_path / "a/b"), "paths": ["/no such"]}
-    question = Question("127.0.0.1", str(tmp_path), sys.executable, port=0, wish=wish)
-    done = subprocess.run(["bash", "-c", facts.text(question)], capture_output=True, check=True)
-    found = facts.read(parse(done.stdout), 0.0, 4e9)
+    need = Need(str(tmp_path), str(tmp_path / "a/b"), ["/", "/no such"], fresh=True)
+    question = Question("127.0.0.1", str(tmp_path), sys.executable, port=0, need=need)
+    found = facts.read(ask(question, tmp_path), question, 0.0, 4e9)
     assert found.cpus == len(os.sched_getaffinity(0))
     assert found.gpus is not None
     assert found.port is not None
-    assert found.python["missing"] == ["/no such"]
-    assert found.python["disk"]["existing"] == str(tmp_path)
-    assert not found.python["project"]
+    assert found.missing == ("/no such",)
+    assert found.place is not None
+    assert found.place.existing == str(tmp_path)
+    assert found.place.unfit == ""
+    assert (found.place.free or 0) > 0
+    assert not found.project
+    assert found.python is not None
+    assert found.python.executable == sys.executable
+    assert found.python.version == platform.python_version()
+    assert found.python.packages["torch"] == metadata.version("torch")
     assert found.python_error == ""
     assert found.alive == ""
 
@@ -109,18 +129,20 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     [("105.0", 0.0), ("99.0", -1.0), ("112.5", 2.5), ("112,5", 2.5), ("", 0.0)],
 )
 def test_skew_is_what_the_way_does_not_explain(clock: str, expected: float) -> None:
-    assert facts.read(Answer({"clock": clock}), 100.0, 110.0).skew == expected
+    question = Question("", "/", "python")
+    assert facts.read(Answer({"clock": clock}), question, 100.0, 110.0).skew == expected
 
 
 def test_a_broken_python_is_told(tmp_path: Path) -> None:
-    wish = {"project": "/", "exp_dir": "/", "paths": []}
     for python, setup, words in (
         ("/no/python", "", "No such file"),
         ("python3", "echo broken >&2; exit 3", "broken"),
+        ("python3", "false", "cannot be activated"),
     ):
-        question = Question("", str(tmp_path), python, setup=setup, wish=wish)
-        done = subprocess.run(["bash", "-c", facts.text(question)], capture_output=True, check=True)
-        assert words in facts.read(parse(done.stdout), 0, 0).python_error
+        question = Question("", str(tmp_path), python, setup=setup, need=Need("/", "/"))
+        found = facts.read(ask(question, tmp_path), question, 0, 0)
+        assert words in found.python_error
+        assert found.python is None
 
 
 KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(lambda name: name != "file")

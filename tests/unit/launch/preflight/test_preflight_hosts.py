@@ -14,20 +14,25 @@ from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.local import Check, exit_code, require
-from flagscale.launch.preflight.survey import Survey
-from flagscale.launch.remote.facts import Facts
+from flagscale.launch.preflight.survey import Survey, plan_of
+from flagscale.launch.remote.facts import NOT_WRITABLE, Facts, Place
+from flagscale.launch.remote.world import World
 from flagscale.launch.transport.errors import ChangedHostKeyError, NoRouteError
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
-PYTHON: dict[str, Any] = {
-    "version": "3.11.7",
-    "executable": "/opt/python",
-    "packages": {"torch": "2.13.0", "numpy": "2.0"},
-    "disk": {"existing": "/data", "is_directory": True, "writable": True, "free": 1 << 40},
-    "project": True,
-    "missing": [],
-}
-FACTS = Facts(cpus=8, gpus=0, interface="eth0", boot_id="b", skew=0.0, port=29500, python=PYTHON)
+PYTHON = World("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
+PLACE = Place("/data", user="trainer", free=1 << 40)
+FACTS = Facts(
+    cpus=8,
+    gpus=0,
+    interface="eth0",
+    boot_id="b",
+    skew=0.0,
+    port=29500,
+    python=PYTHON,
+    project=True,
+    place=PLACE,
+)
 
 
 @pytest.fixture
@@ -46,7 +51,11 @@ def checks(
 
 
 def python(**changes: Any) -> Facts:
-    return replace(FACTS, python={**PYTHON, **changes})
+    return replace(FACTS, python=replace(PYTHON, **changes))
+
+
+def place(**changes: Any) -> Facts:
+    return replace(FACTS, place=replace(PLACE, **changes))
 
 
 def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
@@ -72,16 +81,20 @@ def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
             python(version="3.10.1"), "python", "the other hosts have 3.11.7", id="python"
         ),
         pytest.param(
-            replace(FACTS, python={}, python_error="No such file"), "python", "No such", id="none"
+            replace(FACTS, python=None, python_error="No such file"), "python", "No such", id="none"
         ),
-        pytest.param(python(project=False), "code", "no flagscale", id="no-code"),
-        pytest.param(python(missing=["/d/x.bin"]), "files", "/d/x.bin", id="no-data"),
+        pytest.param(replace(FACTS, project=False), "code", "no flagscale", id="no-code"),
+        pytest.param(replace(FACTS, missing=("/d/x.bin",)), "files", "/d/x.bin", id="no-data"),
         pytest.param(replace(FACTS, interface=None), "interface", "means nothing", id="interface"),
+        pytest.param(place(free=1000), "exp_dir", "0 MiB free", id="disk"),
         pytest.param(
-            python(disk={**PYTHON["disk"], "free": 1000}), "exp_dir", "0 MiB free", id="disk"
+            place(unfit=NOT_WRITABLE),
+            "exp_dir",
+            "/data is not writable for user trainer",
+            id="rights",
         ),
         pytest.param(
-            python(disk={**PYTHON["disk"], "writable": False}), "exp_dir", "writable", id="rights"
+            place(unfit="not a directory"), "exp_dir", "/data is not a directory", id="file"
         ),
         pytest.param(replace(FACTS, skew=-90.0), "clock", "90 s behind ours", id="clock"),
         pytest.param(replace(FACTS, alive="2025-x"), "earlier run", "2025-x is alive", id="alive"),
@@ -119,3 +132,64 @@ def test_unreachable_hosts_come_first_and_decide(checks: Callable[..., list[Chec
     with pytest.raises(UnreachableError, match=r"n\[05-06\]") as raised:
         require(found)
     assert "ssh-keygen -R n10" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("runner", "shown"),
+    [
+        pytest.param(
+            {}, ["29500, free, picked there", "29501, free, beside the master port"], id="picked"
+        ),
+        pytest.param(
+            {"master_port": 29500, "liveness_port": 7000},
+            [
+                "29500, free, as experiment.runner.master_port says",
+                "7000, free, as experiment.runner.liveness_port says",
+            ],
+            id="given",
+        ),
+        pytest.param(
+            {"rdzv_endpoint": "n01:29500"},
+            [
+                "29500, free, as experiment.runner.rdzv_endpoint says",
+                "29501, free, beside the master port",
+            ],
+            id="endpoint",
+        ),
+    ],
+)
+def test_both_ports_are_told_with_where_they_come_from(
+    make_plan: Callable[..., LaunchPlan],
+    make_experiment: Callable[..., Experiment],
+    runner: dict[str, Any],
+    shown: list[str],
+) -> None:
+    given = Runner(nproc_per_node=1, **runner)
+    found = Survey(HOSTS, {0: FACTS})
+    checks = check_hosts(make_experiment(runner=given), make_plan(hosts=HOSTS, runner=given), found)
+    rows = [check for check in checks if check.name in ("master port", "liveness port")]
+    assert [check.found for check in rows] == shown
+    assert {check.hosts for check in rows} == {"n01"}
+
+
+@pytest.mark.parametrize(
+    ("runner", "busy", "key", "advice"),
+    [
+        ({"master_port": 29500}, 29500, "master_port", "choose another one"),
+        ({"master_port": 29500}, 29501, "liveness_port", "beside experiment.runner.master_port"),
+        ({"liveness_port": 7000}, 7000, "liveness_port", "choose another one"),
+    ],
+    ids=["ranks", "beside", "agents"],
+)
+def test_a_taken_port_is_told_by_the_key_that_it_comes_from(
+    make_experiment: Callable[..., Experiment],
+    runner: dict[str, Any],
+    busy: int,
+    key: str,
+    advice: str,
+) -> None:
+    facts = replace(FACTS, port=None, busy_port=busy, port_holder="process 7 (nc)")
+    found = Survey(HOSTS, dict.fromkeys(range(len(HOSTS)), facts))
+    with pytest.raises(ConfigError, match=advice) as raised:
+        plan_of(make_experiment(runner=Runner(nproc_per_node=1, **runner)), found, "r")
+    assert f"runner.{key}: port {busy} of n01 is in use by process 7 (nc)" in str(raised.value)
