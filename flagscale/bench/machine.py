@@ -22,13 +22,21 @@ def facts(*packages: str) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *_relative(sys.argv)]),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_before": round(os.getloadavg()[0], 2),
-        "system": f"{platform.system()} {platform.release()}",
+        **hardware(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages or PACKAGES},
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory, what else the machine does, system."""
+    return {
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        # On a busy machine a time says little.
+        "load_before": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
     }
 
 
@@ -39,13 +47,15 @@ def _relative(words: list[str]) -> list[str]:
     return [str(shown), *words[1:]]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the maker calls the processor."""
+    other = platform.processor() or platform.machine()
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return platform.processor()
+        return other
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return names[0] if names else other
 
 
 def _version(package: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from flagscale.bench.machine import processor
 from flagscale.errors import ConfigError
 
 NOMINAL_BUS_GB = {
@@ -42,7 +43,7 @@ class BenchDevice:
     @property
     def name(self) -> str:
         """What the maker calls it."""
-        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else _cpu_name()
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else processor()
 
     @property
     def nominal_gb(self) -> float | None:
@@ -61,17 +62,6 @@ class BenchDevice:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
         return graph.replay
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return "CPU"
 
 
 def choose(wanted: str, local_rank: int) -> BenchDevice:

@@ -17,8 +17,10 @@ from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.patterns import Groups
 from flagscale.bench.collectives.records import allowed_environment
 from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.machine import hardware
 from flagscale.bench.options import shown as shown_options
 from flagscale.bench.world import World
+from flagscale.comm import registry
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ def header(
     size = "1e9" if spec.output.unit == "GB" else "2**30"
     clock = "time to issue" if spec.cpu_time else "wall clock / iterations"
     loop = spec.iterations
-    # A comparison may name one backend twice.
+    known = _backend_versions(backends)
     measured = [
-        f"{backend} ({shown_options(values)})" if (values := spec.options_of(name)) else backend
+        " ".join(filter(None, (backend, known.get(backend), _options(spec, name))))
         for name, backend in zip(spec.backends, backends, strict=True)
     ]
     lines = [
@@ -114,6 +116,17 @@ def header(
         shown = " ".join(f"[{folded(group)}]" for group in groups[:8])
         lines.append(f"{len(groups)} groups at once: {shown}{' ...' if len(groups) > 8 else ''}")
     return lines
+
+
+def _options(spec: BenchSpec, name: str) -> str:
+    values = spec.options_of(name)
+    return f"({shown_options(values)})" if values else ""
+
+
+def _backend_versions(backends: Sequence[str]) -> dict[str, str]:
+    """Of those that have one of their own."""
+    found = {name: registry.backend(name).version() for name in backends}
+    return {name: version for name, version in found.items() if version}
 
 
 def rank_lines(facts: Sequence[Facts]) -> list[str]:
@@ -142,11 +155,8 @@ def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> d
         },
         "environment": {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": versions(),
-            "platform": platform.platform(),
-            "cores": len(os.sched_getaffinity(0)),
-            # What else the machine does, ours apart: on a busy one a time says little.
-            "load_before": round(os.getloadavg()[0], 2),
+            "versions": {**versions(), **_backend_versions(backends)},
+            **hardware(),
             "topology": topology(facts),
             "devices": sorted({f.device for f in facts}),
             "variables": allowed_environment(os.environ),
