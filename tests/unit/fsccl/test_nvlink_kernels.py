@@ -1,4 +1,4 @@
-"""The NVLink kernels on a CPU: the same source, ranks as threads, processes or fibers."""
+"""The NVLink engine on a CPU: the same kernels, ranks as threads, processes or fibers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ SANITIZERS = {
     "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 NVLINK = CSRC / "nvlink"
-SOURCES = (NVLINK / "plan.cpp", CSRC / "core" / "reduce.cpp", CSRC / "core" / "types.cpp")
+SOURCES = (
+    NVLINK / "plan.cpp",
+    NVLINK / "engine.cpp",
+    CSRC / "core" / "reduce.cpp",
+    CSRC / "core" / "types.cpp",
+)
 
 pytestmark = [
     pytest.mark.integration,
@@ -91,3 +96,10 @@ def test_a_broken_protocol_is_noticed(steps: int) -> None:
 def test_waiting_for_an_absent_rank_ends() -> None:
     """Ranks go on without each other then, so their accesses race: not under ThreadSanitizer."""
     assert run(build("memory"), "absent", 3, 20, 5) == (0, "ok\n", "")
+
+
+@pytest.mark.parametrize("sanitizer", ["threads", "memory"])
+def test_engine(sanitizer: str) -> None:
+    """Groups, tables, registered memory, streams and faults, over a device that is a CPU."""
+    done = run(build(sanitizer, "engine_test.cpp"))
+    assert done == (0, "ok\n", "")

@@ -139,22 +139,12 @@ class HostBlock {
 
 using Kernel = void (*)(HostBlock&, const Args&);
 
-inline const std::map<std::string, Kernel>& kernels() {
-#define MOVER(name) {#name, name<HostBlock>},
-#define REDUCER(name, suffix, E) {#name "_" #suffix, name<E, HostBlock>},
-  static const std::map<std::string, Kernel> all = {
-      FSCCL_MOVERS(MOVER)
-      FSCCL_REDUCERS(REDUCER, u8, Plain<u8>)
-      FSCCL_REDUCERS(REDUCER, i16, Plain<short>)
-      FSCCL_REDUCERS(REDUCER, i64, Plain<long long>)
-      FSCCL_REDUCERS(REDUCER, f16, Float16)
-      FSCCL_REDUCERS(REDUCER, bf16, BFloat16)
-      FSCCL_REDUCERS(REDUCER, f32, Plain<float>)
-      FSCCL_REDUCERS(REDUCER, f64, Plain<double>)};
-#undef MOVER
-#undef REDUCER
-  return all;
-}
+// Entries of a table of kernels by name.
+using Kernels = std::map<std::string, Kernel>;
+#define FSCCL_HOST_MOVER(name) {#name, name<HostBlock>},
+#define FSCCL_HOST_REDUCER(name, suffix, E) {#name "_" #suffix, name<E, HostBlock>},
+#define FSCCL_HOST_MOVERS FSCCL_MOVERS(FSCCL_HOST_MOVER)
+#define FSCCL_HOST_REDUCERS(suffix, E) FSCCL_REDUCERS(FSCCL_HOST_REDUCER, suffix, E)
 
 }  // namespace nvlink
 }  // namespace fsccl

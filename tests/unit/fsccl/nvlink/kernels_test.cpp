@@ -28,6 +28,19 @@ using namespace fsccl::nvlink;
 
 namespace {
 
+// An element of every size and kind.
+// clang-format off
+const Kernels kKernels = {
+    FSCCL_HOST_MOVERS
+    FSCCL_HOST_REDUCERS(u8, Plain<u8>)
+    FSCCL_HOST_REDUCERS(i16, Plain<short>)
+    FSCCL_HOST_REDUCERS(i64, Plain<long long>)
+    FSCCL_HOST_REDUCERS(f16, Float16)
+    FSCCL_HOST_REDUCERS(bf16, BFloat16)
+    FSCCL_HOST_REDUCERS(f32, Plain<float>)
+    FSCCL_HOST_REDUCERS(f64, Plain<double>)};
+// clang-format on
+
 constexpr u32 kPool = 4;          // threads of a rank
 constexpr u32 kSlotBytes = 1024;  // small, so that messages take many rounds
 constexpr size_t kBufferBytes = 64 << 10;
@@ -241,7 +254,7 @@ struct Rank {
         const u32 channel = me / op.plan.threads;
         HostBlock b({me % op.plan.threads, op.plan.threads, channel, op.plan.blocks},
                     blocks[channel * (kPool + 1) + op.plan.threads].get(), &scheduler);
-        kernels().at(op.plan.kernel)(b, mine);
+        kKernels.at(op.plan.kernel)(b, mine);
       }
       whole.wait(scheduler);  // and its end
       if (me == 0 && world.absent < 0 && !check(op, index)) failed = true;

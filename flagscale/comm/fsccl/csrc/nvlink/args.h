@@ -59,7 +59,9 @@ constexpr u64 kBoxes = kFlags + kChannels * kLine;
 constexpr u64 kBoxBytes = 64 << 10;  // all sources of one parity of one channel
 constexpr u64 kSlots = kBoxes + kChannels * 2 * kBoxBytes;
 
-FSCCL_FN constexpr u64 arena_bytes(u64 slot_bytes) { return kSlots + kChannels * kDepth * slot_bytes; }
+FSCCL_FN constexpr u64 arena_bytes(u64 slot_bytes) {
+  return kSlots + kChannels * kDepth * slot_bytes;
+}
 
 // Packets that one source may send to one channel in one operation.
 FSCCL_FN constexpr u32 box_packets(u32 ranks) { return kBoxBytes / sizeof(Packet) / ranks; }

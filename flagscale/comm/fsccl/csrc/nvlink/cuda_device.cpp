@@ -1,0 +1,192 @@
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <random>
+
+#include "../core/types.h"
+#include "cuda_driver.h"
+#include "device.h"
+
+namespace fsccl {
+namespace nvlink {
+namespace {
+
+[[noreturn]] void fail(const std::string& what) {
+  throw Error(Fault::kSystem, -1, "NVLink engine: " + what);
+}
+
+const cuda::Driver& driver() {
+  static const cuda::Driver loaded = [] {
+    cuda::Driver d;
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    if (library == nullptr) fail("CUDA's driver, libcuda.so.1, cannot be loaded");
+#define FSCCL_FIND(member, symbol, parameters)                                \
+  d.member = reinterpret_cast<decltype(d.member)>(dlsym(library, symbol));    \
+  if (d.member == nullptr) fail("CUDA's driver is too old: it has no " symbol);
+    FSCCL_CUDA_FUNCTIONS(FSCCL_FIND)
+#undef FSCCL_FIND
+    return d;
+  }();
+  return loaded;
+}
+
+void check(cuda::Result result, const char* what) {
+  if (result == cuda::kSuccess) return;
+  const char* text = nullptr;
+  driver().error_string(result, &text);
+  fail(std::string(what) + ": " + (text != nullptr ? text : "unknown error") + " (" +
+       std::to_string(result) + ")");
+}
+
+// One handle may be opened only once in a process, and ranks may be threads of one process.
+struct Shared {
+  u64 process;  // by chance: process numbers repeat in other containers
+  u64 base;
+  cuda::IpcHandle handle;
+};
+
+u64 this_process() {
+  static const u64 number = (u64{std::random_device{}()} << 32) ^ std::random_device{}() ^
+                            static_cast<u64>(getpid());
+  return number;
+}
+
+cuda::DevicePointer pointer(const char* at) { return reinterpret_cast<cuda::DevicePointer>(at); }
+
+class CudaDevice : public Device {
+ public:
+  CudaDevice(int number, const std::string& cubin) {
+    check(driver().init(0), "starting CUDA's driver");
+    int device = 0;
+    check(driver().device_get(&device, number), "finding the device");
+    check(driver().device_uuid(&uuid_, device), "asking for the device's identity");
+    check(driver().context_retain(&context_, device), "the device's context");
+    const Current here(context_);
+    check(driver().stream_create(&stream_, cuda::kStreamNonBlocking), "making a stream");
+    check(driver().event_create(&event_, cuda::kEventDisableTiming), "making an event");
+    check(driver().module_load(&module_, cubin.data()), "loading the kernels");
+  }
+
+  std::string identity() override { return std::string(uuid_.bytes, sizeof uuid_.bytes); }
+
+  char* allocate(u64 bytes) override {
+    const Current here(context_);
+    cuda::DevicePointer at = 0;
+    check(driver().memory_allocate(&at, bytes), "allocating memory");
+    auto* const memory = reinterpret_cast<char*>(at);
+    clear(memory, bytes, nullptr);
+    return memory;
+  }
+
+  void clear(char* at, u64 bytes, const Stream* after) override {
+    const Current here(context_);
+    if (after != nullptr) order(*after, stream_);
+    check(driver().memory_set(pointer(at), 0, bytes, stream_), "clearing memory");
+    check(driver().stream_synchronize(stream_), "clearing memory");
+  }
+
+  std::string share(const char* at, u64* offset) override {
+    const Current here(context_);
+    Shared shared{};
+    cuda::DevicePointer base = 0;
+    size_t size = 0;
+    check(driver().memory_range(&base, &size, pointer(at)), "looking up memory");
+    check(driver().ipc_get(&shared.handle, base),
+          "sharing memory with other processes (memory of an expandable segment cannot be)");
+    shared.process = this_process();
+    shared.base = base;
+    *offset = pointer(at) - base;
+    return std::string(reinterpret_cast<const char*>(&shared), sizeof shared);
+  }
+
+  char* open(const std::string& text) override {
+    Shared shared;
+    if (text.size() != sizeof shared) fail("memory that another version shares");
+    memcpy(&shared, text.data(), sizeof shared);
+    if (shared.process == this_process()) return reinterpret_cast<char*>(shared.base);
+    static std::mutex mutex;
+    static auto* const opened = new std::map<std::pair<void*, std::string>, char*>;
+    std::lock_guard<std::mutex> hold(mutex);
+    char*& at = (*opened)[{context_, text}];
+    if (at == nullptr) {
+      const Current here(context_);
+      cuda::DevicePointer mapped = 0;
+      check(driver().ipc_open(&mapped, shared.handle, cuda::kIpcLazyPeerAccess),
+            "mapping a peer's memory");
+      at = reinterpret_cast<char*>(mapped);
+    }
+    return at;
+  }
+
+  u32* host_words(u32 count) override {
+    const Current here(context_);
+    void* at = nullptr;
+    check(driver().host_allocate(&at, count * sizeof(u32), cuda::kHostPortableMapped),
+          "allocating host memory");
+    memset(at, 0, count * sizeof(u32));
+    return static_cast<u32*>(at);
+  }
+
+  // Loads the code now: at the first launch it could wait for kernels that wait for peers.
+  Function function(const std::string& name) override {
+    const Current here(context_);
+    void* found = nullptr;
+    if (driver().module_function(&found, module_, ("fsccl_" + name).c_str()) != cuda::kSuccess) {
+      return nullptr;
+    }
+    check(driver().function_load(found), "loading a kernel");
+    return found;
+  }
+
+  void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream) override {
+    const Current here(context_);
+    void* parameters[] = {const_cast<Args*>(&args)};
+    check(driver().launch(f, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, nullptr),
+          "launching a kernel");
+  }
+
+  // Nothing can be ordered across the edge of a graph's capture; a program that captures must have
+  // waited for what came before, as with any other library.
+  void order(Stream earlier, Stream later) override {
+    const Current here(context_);
+    int before = cuda::kCaptureNone, after = cuda::kCaptureNone;
+    if (driver().stream_capturing(earlier, &before) != cuda::kSuccess) return;
+    if (driver().stream_capturing(later, &after) != cuda::kSuccess || before != after) return;
+    std::lock_guard<std::mutex> hold(ordering_);
+    check(driver().event_record(event_, earlier), "recording an event");
+    check(driver().stream_wait(later, event_, 0), "waiting for an event");
+  }
+
+ private:
+  // A thread that has made no call of CUDA's runtime yet has no context.
+  class Current {
+   public:
+    explicit Current(void* wanted) : wanted_(wanted) {
+      check(driver().context_current(&before_), "asking for the context");
+      if (before_ != wanted_) check(driver().context_set(wanted_), "setting the context");
+    }
+    ~Current() {
+      if (before_ != wanted_) driver().context_set(before_);
+    }
+
+   private:
+    void* const wanted_;
+    void* before_ = nullptr;
+  };
+
+  std::mutex ordering_;
+  cuda::Uuid uuid_{};
+  void *context_ = nullptr, *stream_ = nullptr, *event_ = nullptr, *module_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> cuda_device(int number, const std::string& cubin) {
+  return std::make_unique<CudaDevice>(number, cubin);
+}
+
+}  // namespace nvlink
+}  // namespace fsccl

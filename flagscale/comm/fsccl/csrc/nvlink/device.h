@@ -1,0 +1,44 @@
+// What the engine needs of a GPU: CudaDevice is one, and the tests have one that is a CPU.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "args.h"
+
+namespace fsccl {
+namespace nvlink {
+
+using Function = void*;
+using Stream = void*;
+
+// Everything throws Error(kSystem). Any thread may call.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // Ranks with the same text in different processes share one GPU.
+  virtual std::string identity() = 0;
+  // Memory of the device, zeroed, that processes can share; it lives as long as the process.
+  virtual char* allocate(u64 bytes) = 0;
+  // Returns when it is zero; begins after what was put on the stream `after`, if given.
+  virtual void clear(char* at, u64 bytes, const Stream* after) = 0;
+  // A name of the allocation around `at` for other processes of this host, and where `at` is in it.
+  virtual std::string share(const char* at, u64* offset) = 0;
+  virtual char* open(const std::string& shared) = 0;
+  // Words of host memory, zeroed, that kernels can read and write under the same address.
+  virtual u32* host_words(u32 count) = 0;
+
+  // Null when there is none of this name.
+  virtual Function function(const std::string& name) = 0;
+  virtual void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream) = 0;
+  // What is put on `later` from now on runs after what was put on `earlier`.
+  virtual void order(Stream earlier, Stream later) = 0;
+};
+
+// The device with this number, `cubin` its kernels. CUDA's driver is found when this is called;
+// nothing here is linked against it.
+std::unique_ptr<Device> cuda_device(int number, const std::string& cubin);
+
+}  // namespace nvlink
+}  // namespace fsccl

@@ -1,0 +1,331 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+
+namespace fsccl {
+namespace nvlink {
+namespace {
+
+constexpr char kVersion[] = "fsccl-nvlink-1";
+
+[[noreturn]] void fail(Fault fault, int rank, const std::string& what) {
+  throw Error(fault, rank, "NVLink engine: " + what);
+}
+
+// Strings one after the other, each behind its length.
+std::string pack(const std::vector<std::string>& parts) {
+  std::string out;
+  for (const std::string& part : parts) {
+    const auto size = static_cast<u32>(part.size());
+    out.append(reinterpret_cast<const char*>(&size), sizeof size).append(part);
+  }
+  return out;
+}
+
+std::vector<std::string> unpack(const std::string& text, size_t count, int rank) {
+  std::vector<std::string> out;
+  size_t at = 0;
+  while (at + sizeof(u32) <= text.size()) {
+    u32 size = 0;
+    memcpy(&size, text.data() + at, sizeof size);
+    at += sizeof size;
+    if (size > text.size() - at) break;
+    out.push_back(text.substr(at, size));
+    at += size;
+  }
+  if (at != text.size() || out.size() != count) {
+    fail(Fault::kMismatch, rank, "rank " + std::to_string(rank) + " runs another version");
+  }
+  return out;
+}
+
+// Memory can be shared within one boot of one host only.
+std::string host() {
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  return boot;
+}
+
+u64 number(const std::string& text, int rank) {
+  try {
+    return std::stoull(text);
+  } catch (const std::exception&) {
+    fail(Fault::kMismatch, rank, "rank " + std::to_string(rank) + " runs another version");
+  }
+}
+
+struct Card {
+  std::string version, host, device, slot_bytes, table, shared;
+  u64 offset;
+
+  static constexpr size_t kParts = 7;
+  std::string text() const {
+    return pack({version, host, device, slot_bytes, table, shared, std::to_string(offset)});
+  }
+  static Card parse(const std::string& text, int rank) {
+    const auto p = unpack(text, kParts, rank);
+    return {p[0], p[1], p[2], p[3], p[4], p[5], number(p[6], rank)};
+  }
+};
+
+struct Installed {
+  std::mutex mutex;
+  std::map<int, std::unique_ptr<Engine>> all;
+};
+
+// Never destroyed: kernels may still run when the process ends.
+Installed& installed_engines() {
+  static auto* const it = new Installed;
+  return *it;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- Engine
+
+Engine::Engine(std::unique_ptr<Device> device, Options options)
+    : device_(std::move(device)), options_(std::move(options)) {
+  if (options_.slot_bytes < 1024 || options_.slot_bytes % 256 != 0) {
+    fail(Fault::kUsage, -1, "a slot has a multiple of 256 bytes and at least 1024, found " +
+                                std::to_string(options_.slot_bytes));
+  }
+}
+
+Engine* Engine::installed(int device) {
+  std::lock_guard<std::mutex> hold(installed_engines().mutex);
+  const auto found = installed_engines().all.find(device);
+  return found != installed_engines().all.end() ? found->second.get() : nullptr;
+}
+
+void Engine::install(int device, std::unique_ptr<Engine> engine) {
+  std::lock_guard<std::mutex> hold(installed_engines().mutex);
+  installed_engines().all.emplace(device, std::move(engine));  // the first one stays
+}
+
+char* Engine::take_arena() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  const u64 each = arena_bytes(options_.slot_bytes);
+  if (free_.empty()) {
+    char* const more = device_->allocate(each * options_.arenas_at_once);
+    for (u32 i = options_.arenas_at_once; i-- > 0;) {
+      free_.push_back({more + i * each, false, nullptr});
+    }
+  }
+  const Arena arena = free_.back();
+  free_.pop_back();
+  if (arena.used) device_->clear(arena.at, each, &arena.last);
+  return arena.at;
+}
+
+void Engine::give_arena(const Arena& arena) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  free_.push_back(arena);
+}
+
+u32* Engine::take_words() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  if (words_left_ == 0) {
+    words_ = device_->host_words(kWordsAtOnce);
+    words_left_ = kWordsAtOnce;
+  }
+  u32* const taken = words_;
+  words_ += kWordsOfGroup;
+  words_left_ -= kWordsOfGroup;
+  return taken;
+}
+
+Function Engine::function(const std::string& name) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  auto& found = functions_[name];
+  if (found == nullptr) found = device_->function(name);
+  if (found == nullptr) fail(Fault::kSystem, -1, "there is no kernel " + name);
+  return found;
+}
+
+// ---------------------------------------------------------------- Communicator
+
+Communicator::Communicator(Engine& engine, int rank, int size, u64 timeout_ns)
+    : engine_(engine),
+      rank_(rank),
+      size_(size),
+      arena_(size >= 2 && size <= kMaxRanks ? engine.take_arena() : nullptr),
+      words_(engine.take_words()) {
+  if (arena_ == nullptr) {
+    fail(Fault::kUsage, -1, "groups have 2 to 8 ranks, found " + std::to_string(size));
+  }
+  template_.timeout_ns = timeout_ns;
+  template_.stop = words_;
+  template_.late = words_ + 1;
+  template_.slot_bytes = static_cast<u32>(engine.options_.slot_bytes);
+}
+
+// All that peers send to an arena is awaited by the kernels that run here, so that it can be used
+// again when these have ended; not if the group failed, as a peer may still be writing then.
+Communicator::~Communicator() {
+  if (!failure()) engine_.give_arena({arena_, ran_, last_stream_});
+}
+
+std::string Communicator::card() const {
+  Card card;
+  card.version = kVersion;
+  card.host = host();
+  card.device = engine_.device_->identity();
+  card.slot_bytes = std::to_string(engine_.options_.slot_bytes);
+  card.table = engine_.options_.table ? engine_.options_.table->text() : "";
+  card.shared = engine_.device_->share(arena_, &card.offset);
+  return card.text();
+}
+
+void Communicator::connect(const std::vector<std::string>& cards) {
+  if (cards.size() != static_cast<size_t>(size_)) {
+    fail(Fault::kUsage, -1, "connect() takes the cards of all ranks");
+  }
+  std::vector<Card> all;
+  for (int p = 0; p < size_; ++p) all.push_back(Card::parse(cards[static_cast<size_t>(p)], p));
+  const Card& mine = all[static_cast<size_t>(rank_)];
+  for (int p = 0; p < size_; ++p) {
+    const Card& card = all[static_cast<size_t>(p)];
+    const std::string who = "rank " + std::to_string(p);
+    if (card.version != mine.version) fail(Fault::kMismatch, p, who + " runs another version");
+    if (card.host != mine.host) fail(Fault::kMismatch, p, who + " is on another host");
+    if (card.slot_bytes != mine.slot_bytes) {
+      fail(Fault::kMismatch, p, who + " has slots of " + card.slot_bytes + " bytes, this rank of " +
+                                    mine.slot_bytes);
+    }
+    template_.arena[p] = p == rank_ ? arena_ : engine_.device_->open(card.shared) + card.offset;
+  }
+  table_ = all[0].table.empty() ? Table::guess(size_) : Table::parse(all[0].table);
+  connected_ = true;
+}
+
+std::string Communicator::memory_card(const void* at, u64 bytes) const {
+  if (reinterpret_cast<uintptr_t>(at) % sizeof(u64[2]) != 0) {
+    fail(Fault::kUsage, -1, "registered memory begins at a multiple of 16 bytes");
+  }
+  u64 offset = 0;
+  const std::string shared = engine_.device_->share(static_cast<const char*>(at), &offset);
+  return pack({shared, std::to_string(offset), std::to_string(bytes)});
+}
+
+void Communicator::connect_memory(const void* at, u64 bytes,
+                                  const std::vector<std::string>& cards) {
+  if (cards.size() != static_cast<size_t>(size_)) {
+    fail(Fault::kUsage, -1, "connect_memory() takes the cards of all ranks");
+  }
+  Registered memory{static_cast<const char*>(at), bytes, {}};
+  for (int p = 0; p < size_; ++p) {
+    const auto parts = unpack(cards[static_cast<size_t>(p)], 3, p);
+    if (number(parts[2], p) != bytes) {
+      fail(Fault::kMismatch, p, "rank " + std::to_string(p) + " registers " + parts[2] +
+                                    " bytes, this rank " + std::to_string(bytes));
+    }
+    memory.peer[p] = p == rank_ ? const_cast<char*>(memory.begin)
+                                : engine_.device_->open(parts[0]) + number(parts[1], p);
+  }
+  std::lock_guard<std::mutex> hold(mutex_);
+  memory_.push_back(memory);
+}
+
+// The registered memory that peers would read or write for this call.
+const Communicator::Registered* Communicator::registered(const Call& call) const {
+  if (memory_.empty()) return nullptr;
+  const bool sums = call.collective == Collective::kAllReduce;
+  const bool reads = sums || call.collective == Collective::kReduceScatter;
+  if (call.collective == Collective::kBroadcast || (sums && call.in != call.out)) return nullptr;
+  const auto* const at = static_cast<const char*>(reads ? call.in : call.out);
+  const u64 bytes = sums ? call.bytes : call.bytes * static_cast<u64>(size_);
+  if (reinterpret_cast<uintptr_t>(at) % 16 != 0 || (!sums && call.bytes % 16 != 0)) return nullptr;
+  for (const Registered& m : memory_) {
+    if (at >= m.begin && at + bytes <= m.begin + m.bytes) return &m;
+  }
+  return nullptr;
+}
+
+const Communicator::Launch& Communicator::prepare(const Call& call, bool registered,
+                                                  const Shape* forced) {
+  const u64 key = (call.bytes << 10) | (static_cast<u64>(call.reduction.dtype) << 4) |
+                  (static_cast<u64>(call.collective) << 1) | (registered ? 1 : 0);
+  if (forced == nullptr) {
+    const auto found = launches_.find(key);
+    if (found != launches_.end()) return found->second;
+  }
+  const bool whole = call.collective == Collective::kAllReduce ||
+                     call.collective == Collective::kBroadcast;
+  const u64 total = whole ? call.bytes : call.bytes * static_cast<u64>(size_);
+  const auto make = [&](const Shape& shape) {
+    Launch made;
+    made.direct = shape.algorithm == Algorithm::kDirect;
+    if (made.direct && !registered) return made;
+    const Plan p = plan(call.collective, shape, call.reduction.dtype, call.bytes, size_);
+    if (p.kernel.empty()) return made;
+    made.function = engine_.function(p.kernel);
+    made.blocks = p.blocks;
+    made.threads = p.threads;
+    return made;
+  };
+  if (forced != nullptr) return forced_ = make(*forced);
+  const Shape shape = table_.find(call.collective, registered, total);
+  Launch made = make(shape);
+  // A table may ask for more than boxes hold, for another number of ranks than it was measured with.
+  if (made.function == nullptr && shape.algorithm != Algorithm::kOther) {
+    made = make({Algorithm::kStaged, 0, 0});
+  }
+  constexpr size_t kMost = 4096;  // of a program whose sizes never repeat
+  if (launches_.size() >= kMost) launches_.clear();
+  return launches_[key] = made;
+}
+
+bool Communicator::run(const Call& call, const Shape* forced) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  if (!connected_) fail(Fault::kUsage, -1, "run() before connect()");
+  if (const auto why = failure()) throw *why;
+  const bool sums = call.collective == Collective::kAllReduce ||
+                    call.collective == Collective::kReduceScatter;
+  if (sums && !reduces(call.reduction)) return false;
+  if (call.bytes == 0) return true;
+  const Registered* const memory = registered(call);
+  const Launch& launch = prepare(call, memory != nullptr, forced);
+  if (launch.function == nullptr) return false;
+
+  Args args = arguments(call.collective, call.in, call.out, call.bytes, rank_, size_, call.root);
+  memcpy(args.arena, template_.arena, sizeof args.arena);
+  args.timeout_ns = template_.timeout_ns;
+  args.stop = template_.stop;
+  args.late = template_.late;
+  args.slot_bytes = template_.slot_bytes;
+  args.math = math_of(call.reduction);
+  args.factor = call.reduction.factor;
+  if (launch.direct) {
+    const bool reads = sums;
+    const u64 offset = static_cast<u64>(
+        static_cast<const char*>(reads ? call.in : call.out) - memory->begin);
+    for (int p = 0; p < size_; ++p) args.peer[p] = memory->peer[p] + offset;
+  }
+  if (ran_ && call.stream != last_stream_) engine_.device_->order(last_stream_, call.stream);
+  engine_.device_->launch(launch.function, launch.blocks, launch.threads, args, call.stream);
+  last_stream_ = call.stream;
+  ran_ = true;
+  return true;
+}
+
+std::optional<Error> Communicator::failure() const {
+  const auto word = [&](int i) {
+    return reinterpret_cast<const std::atomic<u32>*>(words_ + i)->load(std::memory_order_relaxed);
+  };
+  if (aborted_) return Error(Fault::kAborted, -1, "NVLink engine: the group was aborted");
+  if (word(0) == 0) return std::nullopt;
+  const int rank = static_cast<int>(word(1)) - 1;
+  return Error(Fault::kTimeout, rank,
+               "NVLink engine: rank " + std::to_string(rank) + " of the group did not come within " +
+                   std::to_string(template_.timeout_ns / 1000000) + " ms");
+}
+
+void Communicator::abort() {
+  aborted_ = true;
+  reinterpret_cast<std::atomic<u32>*>(words_)->store(1, std::memory_order_relaxed);
+}
+
+}  // namespace nvlink
+}  // namespace fsccl

@@ -1,0 +1,143 @@
+// Collectives of GPUs that reach each other's memory: what csrc/torch calls.
+//
+// One Engine serves all groups of a process and device. It has a heap that peers map once; a new
+// group takes an arena of it (args.h) and exchanges one card with its peers, so that making a group
+// allocates nothing and costs one look at the store. Nothing here talks to peers: the caller
+// carries the cards.
+//
+//   Communicator c(engine, rank, size, timeout);
+//   c.connect(cards of all ranks, in order);   // everyone's c.card()
+//   if (!c.run(call)) ...                      // not worth it at this size: use another library
+//
+// run() is made of launching one kernel: nothing is allocated, no event is recorded unless the
+// stream is another one than last time, and it may be captured into a graph.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "device.h"
+#include "plan.h"
+
+namespace fsccl {
+namespace nvlink {
+
+// What every rank of a call agrees on, and its own memory. A part is what goes to or comes from one
+// rank; all_reduce and broadcast have one part. `in` may be where its result goes in `out`.
+struct Call {
+  Collective collective = Collective::kAllReduce;
+  const void* in = nullptr;
+  void* out = nullptr;
+  u64 bytes = 0;        // of a part
+  Reduction reduction;  // of all_reduce and reduce_scatter
+  int root = 0;         // of broadcast
+  Stream stream = nullptr;
+};
+
+class Engine {
+ public:
+  struct Options {
+    u64 slot_bytes = 64 << 10;     // of a channel; a group has 32 channels of 4 slots
+    u32 arenas_at_once = 8;        // by so many the heap grows
+    std::optional<Table> table;    // rank 0's decides; none: first guesses
+  };
+  Engine(std::unique_ptr<Device> device, Options options);
+
+  // The engine of a device of this process, if one was installed. Safe to call by any thread.
+  static Engine* installed(int device);
+  static void install(int device, std::unique_ptr<Engine> engine);
+
+ private:
+  friend class Communicator;
+  static constexpr u32 kWordsAtOnce = 1024;
+  static constexpr u32 kWordsOfGroup = 32;  // a line of the cache each
+
+  struct Arena {
+    char* at;
+    bool used;
+    Stream last;  // on which its last group ran, if it was used
+  };
+
+  char* take_arena();
+  void give_arena(const Arena& arena);
+  u32* take_words();
+  Function function(const std::string& name);
+
+  const std::unique_ptr<Device> device_;
+  const Options options_;
+  std::mutex mutex_;
+  std::vector<Arena> free_;
+  u32 *words_ = nullptr, words_left_ = 0;
+  std::unordered_map<std::string, Function> functions_;
+};
+
+// One rank's part of a group. Calls are made by one thread at a time, in the same order on all
+// ranks. All errors are of class Error.
+class Communicator {
+ public:
+  // `timeout_ns`: how long a kernel waits for a peer; 0: for ever.
+  Communicator(Engine& engine, int rank, int size, u64 timeout_ns);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  std::string card() const;
+  // Maps the peers' arenas. Throws if they cannot be reached or disagree; ranks may differ in that,
+  // so the caller lets them agree on whether all have connected before anyone calls run().
+  void connect(const std::vector<std::string>& cards);
+
+  // Registers memory, which is then read and written by peers directly: connect again, with the
+  // cards of memory. All ranks register in the same order, and later call with memory at the same
+  // offset in it. It must stay allocated as long as the communicator, and begin at a multiple of 16.
+  std::string memory_card(const void* at, u64 bytes) const;
+  void connect_memory(const void* at, u64 bytes, const std::vector<std::string>& cards);
+
+  // Puts the operation on the stream, or says that another library should do it: all ranks get the
+  // same answer. `forced` overrules the table; then false means that the shape cannot do it.
+  bool run(const Call& call, const Shape* forced = nullptr);
+
+  // Why nothing can be run any more: a rank did not come in time, or abort(). What kernels have
+  // written since is worth nothing.
+  std::optional<Error> failure() const;
+  // Ends all waiting, now and later. Any thread may call.
+  void abort();
+  void set_timeout(u64 timeout_ns) { template_.timeout_ns = timeout_ns; }
+
+ private:
+  struct Launch {
+    Function function = nullptr;
+    u32 blocks = 0, threads = 0;
+    bool direct = false;
+  };
+  struct Registered {
+    const char* begin;
+    u64 bytes;
+    char* peer[kMaxRanks];
+  };
+
+  const Launch& prepare(const Call& call, bool registered, const Shape* forced);
+  const Registered* registered(const Call& call) const;
+
+  Engine& engine_;
+  const int rank_, size_;
+  char* const arena_;
+  u32* const words_;  // Args.stop, Args.late
+  std::atomic<bool> aborted_{false};
+  Args template_{};
+  Table table_;
+  std::mutex mutex_;
+  bool connected_ = false, ran_ = false;
+  Stream last_stream_ = nullptr;
+  std::unordered_map<u64, Launch> launches_;
+  Launch forced_;
+  std::vector<Registered> memory_;
+};
+
+}  // namespace nvlink
+}  // namespace fsccl

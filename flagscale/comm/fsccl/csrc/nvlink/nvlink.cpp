@@ -1,0 +1,4 @@
+// The host's side of the engine as one translation unit.
+#include "cuda_device.cpp"
+#include "engine.cpp"
+#include "plan.cpp"

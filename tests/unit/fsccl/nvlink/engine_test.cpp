@@ -1,0 +1,343 @@
+// The engine over a device that is a CPU: ranks as threads, each with an engine of its own over
+// memory that all share; a launch runs its blocks one after the other, each as one thread.
+#include <condition_variable>
+#include <cstdio>
+#include <functional>
+#include <set>
+#include <thread>
+
+#include "nvlink/engine.h"
+#include "host_block.h"
+
+using namespace fsccl;
+using namespace fsccl::nvlink;
+
+namespace {
+
+const Kernels kKernels = {FSCCL_HOST_MOVERS FSCCL_HOST_REDUCERS(f32, Plain<float>)};
+
+std::atomic<int> failures{0};
+
+void expect(bool holds, const char* what, int line) {
+  if (holds) return;
+  fprintf(stderr, "line %d: expected %s\n", line, what);
+  ++failures;
+}
+#define EXPECT(condition) expect(condition, #condition, __LINE__)
+
+template <class F>
+std::string error_of(F f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "";
+}
+
+struct Yielding : Scheduler {
+  void point(bool spins) override {
+    if (spins) sched_yield();
+  }
+};
+
+// What a device did, for tests to look at.
+struct Log {
+  std::vector<std::string> kernels;
+  int allocations = 0, clears = 0, orders = 0;
+};
+
+class HostDevice : public Device {
+ public:
+  explicit HostDevice(Log* log) : log_(log) {}
+  ~HostDevice() override {
+    for (void* at : all_) free(at);
+  }
+  std::string identity() override { return "cpu"; }
+  char* allocate(u64 bytes) override {
+    ++log_->allocations;
+    all_.push_back(calloc(1, bytes + 256));
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(all_.back()) + 255) / 256 * 256);
+  }
+  void clear(char* at, u64 bytes, const Stream*) override {
+    ++log_->clears;
+    memset(at, 0, bytes);
+  }
+  std::string share(const char* at, u64* offset) override {
+    *offset = 64;
+    return std::to_string(reinterpret_cast<uintptr_t>(at) - 64);
+  }
+  char* open(const std::string& shared) override {
+    return reinterpret_cast<char*>(std::stoull(shared));
+  }
+  u32* host_words(u32 count) override {
+    all_.push_back(calloc(count, sizeof(u32)));
+    return static_cast<u32*>(all_.back());
+  }
+  Function function(const std::string& name) override {
+    const auto found = kKernels.find(name);
+    if (found == kKernels.end()) return nullptr;
+    return const_cast<void*>(static_cast<const void*>(&*found));
+  }
+  void launch(Function f, u32 blocks, u32, const Args& args, Stream) override {
+    const auto& kernel = *static_cast<const std::pair<const std::string, Kernel>*>(f);
+    log_->kernels.push_back(kernel.first);
+    for (u32 c = 0; c < blocks; ++c) {
+      Barrier alone(1);
+      Yielding scheduler;
+      HostBlock block({0, 1, c, blocks}, &alone, &scheduler);
+      kernel.second(block, args);
+    }
+  }
+  void order(Stream, Stream) override { ++log_->orders; }
+
+ private:
+  Log* const log_;
+  std::vector<void*> all_;
+};
+
+// Where ranks exchange their cards: everyone gives one and gets all.
+class Meeting {
+ public:
+  explicit Meeting(int ranks) : cards_(static_cast<size_t>(ranks)) {}
+  std::vector<std::string> exchange(int rank, const std::string& card) {
+    std::unique_lock<std::mutex> hold(mutex_);
+    const int turn = turn_;
+    cards_[static_cast<size_t>(rank)] = card;
+    if (++came_ == static_cast<int>(cards_.size())) {
+      out_ = cards_;
+      came_ = 0;
+      ++turn_;
+      changed_.notify_all();
+    }
+    changed_.wait(hold, [&] { return turn_ != turn; });
+    return out_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::string> cards_, out_;
+  int came_ = 0, turn_ = 0;
+};
+
+void each_rank(int ranks, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int r = 0; r < ranks; ++r) threads.emplace_back(body, r);
+  for (auto& t : threads) t.join();
+}
+
+std::unique_ptr<Communicator> join(Engine& engine, Meeting& meeting, int rank, int ranks,
+                                   u64 timeout_ns = 0) {
+  auto out = std::make_unique<Communicator>(engine, rank, ranks, timeout_ns);
+  out->connect(meeting.exchange(rank, out->card()));
+  return out;
+}
+
+Engine::Options small() {
+  Engine::Options options;
+  options.slot_bytes = 4096;
+  return options;
+}
+
+constexpr float kBase = 100;
+
+// Sums of rank + i over all ranks, in place.
+bool all_reduce(Communicator& c, int rank, int ranks, std::vector<float>& memory, size_t count,
+                Stream stream = nullptr) {
+  for (size_t i = 0; i < count; ++i) memory[i] = kBase * static_cast<float>(rank) + (i % 7);
+  Call call;
+  call.in = call.out = memory.data();
+  call.bytes = count * sizeof(float);
+  call.stream = stream;
+  if (!c.run(call)) return false;
+  const float ids = kBase * static_cast<float>(ranks * (ranks - 1) / 2);
+  for (size_t i = 0; i < count; ++i) {
+    if (memory[i] != ids + static_cast<float>(ranks) * (i % 7)) return false;
+  }
+  return true;
+}
+
+void sizes_take_the_algorithms_of_the_table() {
+  constexpr int kRanks = 3;
+  Meeting meeting(kRanks);
+  std::vector<Log> logs(kRanks);
+  each_rank(kRanks, [&](int rank) {
+    Engine::Options options = small();
+    options.table = Table::parse(rank > 0 ? "all_reduce ordinary 1 other 0 0\n"
+                                          : "all_reduce ordinary 4096 flagged 0 0\n"
+                                            "all_reduce ordinary 65536 two_shot 0 0\n"
+                                            "all_reduce ordinary 200000 staged 2 64\n"
+                                            "all_reduce ordinary 200001 other 0 0\n");
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
+    const auto c = join(engine, meeting, rank, kRanks);
+    std::vector<float> memory(1 << 16);
+    EXPECT(all_reduce(*c, rank, kRanks, memory, 3));
+    EXPECT(all_reduce(*c, rank, kRanks, memory, 16000));
+    EXPECT(all_reduce(*c, rank, kRanks, memory, 50000));
+    EXPECT(all_reduce(*c, rank, kRanks, memory, 1));
+    Call large;
+    large.in = large.out = memory.data();
+    large.bytes = 200004;
+    EXPECT(!c->run(large));
+    large.reduction = {DType::kF32, RedOp::kBand, 1, 1};
+    large.bytes = 8;
+    EXPECT(!c->run(large));
+    const Shape wide{Algorithm::kStaged, 0, 0};
+    large.reduction.op = RedOp::kMax;
+    large.bytes = 200004;
+    EXPECT(c->run(large, &wide));
+    meeting.exchange(rank, "");
+  });
+  const std::vector<std::string> expected = {"reduce_flagged_f32", "all_reduce_flagged_f32",
+                                             "all_reduce_staged_f32", "reduce_flagged_f32",
+                                             "all_reduce_staged_f32"};
+  for (const Log& log : logs) EXPECT(log.kernels == expected);
+}
+
+void many_groups_share_the_heap() {
+  constexpr int kRanks = 4, kGroups = 33;
+  Meeting meeting(kRanks);
+  std::vector<Log> logs(kRanks);
+  each_rank(kRanks, [&](int rank) {
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
+    std::vector<std::unique_ptr<Communicator>> groups;
+    std::vector<float> memory(20000);
+    for (int g = 0; g < kGroups; ++g) {
+      groups.push_back(join(engine, meeting, rank, kRanks));
+      EXPECT(all_reduce(*groups.back(), rank, kRanks, memory, 1 + g));
+    }
+    EXPECT(logs[rank].allocations == 5);
+    // Interleaved, small and staged.
+    for (int turn = 0; turn < 40; ++turn) {
+      const int g = turn * 7 % kGroups;
+      EXPECT(all_reduce(*groups[g], rank, kRanks, memory, turn % 3 == 0 ? 20000 : 100));
+    }
+    // What is left behind in an arena does not disturb its next group.
+    groups.clear();
+    EXPECT(logs[rank].clears == 0);
+    for (int g = 0; g < kGroups; ++g) {
+      groups.push_back(join(engine, meeting, rank, kRanks));
+      EXPECT(all_reduce(*groups.back(), rank, kRanks, memory, g % 2 == 0 ? 20000 : 9));
+    }
+    EXPECT(logs[rank].allocations == 5);
+    EXPECT(logs[rank].clears > 0);
+    meeting.exchange(rank, "");
+  });
+}
+
+void registered_memory_is_used_directly() {
+  constexpr int kRanks = 4;
+  Meeting meeting(kRanks);
+  std::vector<Log> logs(kRanks);
+  std::vector<std::vector<Vec>> memory(kRanks, std::vector<Vec>(4096));
+  each_rank(kRanks, [&](int rank) {
+    Engine::Options options = small();
+    options.table = Table::parse("all_gather ordinary 1 staged 1 32\n"
+                                 "all_gather registered 1 direct 2 32\n");
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
+    const auto c = join(engine, meeting, rank, kRanks);
+    auto* const at = reinterpret_cast<char*>(memory[rank].data());
+    c->connect_memory(at, 65536, meeting.exchange(rank, c->memory_card(at, 65536)));
+    std::vector<u32> own(1000, static_cast<u32>(rank + 1));
+    Call call;
+    call.collective = Collective::kAllGather;
+    call.in = own.data();
+    call.bytes = 4000;
+    call.out = at + 160;
+    EXPECT(c->run(call));
+    for (u32 i = 0; i < 4000; ++i) {
+      u32 value = 0;
+      memcpy(&value, at + 160 + i * 4, 4);
+      EXPECT(value == i / 1000 + 1);
+    }
+    call.bytes = 3996;  // parts would begin at odd places
+    EXPECT(c->run(call));
+    call.bytes = 4000;
+    call.out = at + 65536 - 8000;  // goes beyond
+    std::vector<char> elsewhere(16000);
+    call.out = elsewhere.data();
+    EXPECT(c->run(call));
+    EXPECT(c->memory_card(at, 16) != "");
+    EXPECT(error_of([&] { c->memory_card(at + 8, 16); }).find("multiple of 16") !=
+           std::string::npos);
+    meeting.exchange(rank, "");
+  });
+  for (const Log& log : logs) {
+    EXPECT((log.kernels ==
+            std::vector<std::string>{"copy_direct", "copy_staged", "copy_staged"}));
+  }
+}
+
+void another_stream_is_ordered_after_the_last() {
+  Meeting meeting(2);
+  std::vector<Log> logs(2);
+  each_rank(2, [&](int rank) {
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
+    const auto c = join(engine, meeting, rank, 2);
+    std::vector<float> memory(8);
+    int first = 0, second = 0;
+    for (int* stream : {&first, &first, &second, &second, &first}) {
+      EXPECT(all_reduce(*c, rank, 2, memory, 8, stream));
+    }
+    EXPECT(logs[rank].orders == 2);
+    meeting.exchange(rank, "");
+  });
+}
+
+void ranks_that_differ_refuse_each_other() {
+  Meeting meeting(2);
+  std::vector<Log> logs(2);
+  each_rank(2, [&](int rank) {
+    Engine::Options options = small();
+    if (rank == 1) options.slot_bytes = 8192;
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
+    Communicator c(engine, rank, 2, 0);
+    const auto cards = meeting.exchange(rank, c.card());
+    EXPECT(error_of([&] { c.connect(cards); }).find("slots of") != std::string::npos);
+    EXPECT(error_of([&] { c.connect({cards[0], "x"}); }).find("rank 1 runs another version") !=
+           std::string::npos);
+    EXPECT(error_of([&] { c.run({}); }).find("before connect") != std::string::npos);
+    meeting.exchange(rank, "");
+  });
+  EXPECT(error_of([] { Table::parse("all_reduce ordinary 1 direct 0 0\n"); })
+             .find("found 'all_reduce ordinary 1 direct 0 0'") != std::string::npos);
+  EXPECT(error_of([] { Table::parse("all_reduce ordinary 9 staged 0 0\nall_reduce ordinary 9 "
+                                    "staged 0 0\n"); })
+             .find("ascend") != std::string::npos);
+  EXPECT(Table::parse(Table::guess(8).text()).text() == Table::guess(8).text());
+}
+
+void who_does_not_come_is_named() {
+  Meeting meeting(3);
+  std::vector<Log> logs(3);
+  each_rank(3, [&](int rank) {
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
+    const auto c = join(engine, meeting, rank, 3, 50'000'000);
+    std::vector<float> memory(8);
+    EXPECT(!c->failure());
+    if (rank != 1) {
+      all_reduce(*c, rank, 3, memory, 8);
+      EXPECT(c->failure() && c->failure()->rank == 1 && c->failure()->fault == Fault::kTimeout);
+      EXPECT(error_of([&] { c->run({}); }).find("rank 1 of the group did not come") !=
+             std::string::npos);
+    } else {
+      c->abort();
+      EXPECT(c->failure() && c->failure()->fault == Fault::kAborted);
+    }
+    meeting.exchange(rank, "");
+  });
+}
+
+}  // namespace
+
+int main() {
+  sizes_take_the_algorithms_of_the_table();
+  many_groups_share_the_heap();
+  registered_memory_is_used_directly();
+  another_stream_is_ordered_after_the_last();
+  ranks_that_differ_refuse_each_other();
+  who_does_not_come_is_named();
+  if (failures == 0) puts("ok");
+  return failures == 0 ? 0 : 1;
+}
