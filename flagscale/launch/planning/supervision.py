@@ -11,14 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flagscale.config.schema import Notify, Runner
-from flagscale.launch.liveness import secret
-from flagscale.launch.notify import COMMAND_VARIABLE, WEBHOOK_VARIABLE
+from flagscale.launch.liveness import secret, variables
 from flagscale.launch.planning.environment import EnvValue
 
 if TYPE_CHECKING:
     from flagscale.launch.planning.plan import HostPlan, LaunchPlan
 
-AGENT_SECRETS = (secret.VARIABLE, WEBHOOK_VARIABLE)
+AGENT_SECRETS = (secret.VARIABLE, variables.WEBHOOK)
 """Variables that the script passes to the agent and to nobody else."""
 _LAST_PORT = 65535
 _NOTIFYING_HOSTS = 2
@@ -82,6 +81,6 @@ def _values(
 def _notify_values(notify: Notify) -> Iterator[EnvValue]:
     origin = "runner.notify"
     if notify.command:
-        yield EnvValue(COMMAND_VARIABLE, notify.command, origin)
+        yield EnvValue(variables.COMMAND, notify.command, origin)
     if notify.webhook:
-        yield EnvValue(WEBHOOK_VARIABLE, notify.webhook, origin, secret=True)
+        yield EnvValue(variables.WEBHOOK, notify.webhook, origin, secret=True)

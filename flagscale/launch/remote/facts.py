@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flagscale.launch.remote import probe, world
-from flagscale.launch.remote.answer import END, SAY, Answer
+from flagscale.launch.remote.answer import CARRYING, END, SAY, Answer
 from flagscale.launch.remote.answer import ask as ask_host
 from flagscale.launch.remote.world import World
 from flagscale.launch.transport import Connection
@@ -126,10 +126,11 @@ for wanted in "$port" "$agents_port"; do
 done
 
 # Processes of runs of this very directory carry where they report to.
-for file in $(grep -lzsF -e "$mark" /proc/[0-9]*/environ); do
+carrying "$mark"
+for pid in "${pids[@]}"; do
     while IFS= read -r -d '' entry; do
         [[ $entry == "$id_variable"=* ]] && say alive "${entry#*=}"
-    done <"$file" 2>/dev/null
+    done <"/proc/$pid/environ" 2>/dev/null
 done
 
 if [[ -n ${thorough-} ]]; then
@@ -265,7 +266,7 @@ def text(question: Question) -> str:
             ),
         )
     lines = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
-    return "\n".join([SAY, *lines, *more, world.python_function(), _BODY, END])
+    return "\n".join([SAY, CARRYING, *lines, *more, world.python_function(), _BODY, END])
 
 
 def read(answer: Answer, question: Question, before: float, after: float) -> Facts:

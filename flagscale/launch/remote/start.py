@@ -42,7 +42,8 @@ for directory in "${script%/*}" "${output%/*}"; do
     [[ -d $directory ]] || mkdir -p -- "$directory" || fail "cannot make $directory"
 done
 if [[ -n $old_output && -e $output ]]; then
-    mkdir -p -- "${old_output%/*}" && mv -- "$output" "$old_output" || fail "cannot keep $output"
+    [[ -d ${old_output%/*} ]] || mkdir -p -- "${old_output%/*}"
+    mv -- "$output" "$old_output" || fail "cannot keep $output"
 fi
 for ((i = 0; i < ${#paths[@]}; i++)); do
     printf '%s' "${texts[i]}" >"${paths[i]}" || fail "cannot write ${paths[i]}"

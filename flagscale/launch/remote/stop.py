@@ -1,7 +1,7 @@
 """Ending a run on a host: exactly the processes that carry its id.
 
 TERM to the agent, which ends the job in order; then, or where there is no agent, to every process
-of the run, a grace period, KILL. Bash and grep alone: it must work where the environment of the
+of the run, a grace period, KILL. Bash alone: it must work where the environment of the
 job is broken.
 """
 
@@ -11,7 +11,7 @@ import shlex
 
 from flagscale.launch.layout import AGENT_FILE
 from flagscale.launch.processes import Swept
-from flagscale.launch.remote.answer import END, SAY, ask
+from flagscale.launch.remote.answer import CARRYING, END, SAY, ask
 from flagscale.launch.state import HostState, RunState
 from flagscale.launch.transport import Connection
 from flagscale.status import RUN_ID_VARIABLE
@@ -44,10 +44,9 @@ carries() { # $1: pid; whether it is of this run
 } 2>/dev/null
 members() {
     found=()
-    local file pid
-    for file in $(grep -lzsFx -e "$entry" /proc/[0-9]*/environ); do
-        pid=${file#/proc/}
-        pid=${pid%/environ}
+    local pid pids
+    carrying "$entry"
+    for pid in "${pids[@]}"; do
         # Asked again now that it is known when the process was started.
         look_at "$pid"
         [[ -n $ticks ]] && carries "$pid" && found+=("$pid") && started[$pid]=$ticks
@@ -152,4 +151,4 @@ def text(state: RunState, host: HostState) -> str:
         "kill_seconds": str(_KILL_SECONDS),
     }
     lines = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
-    return "\n".join([SAY, *lines, _BODY, END])
+    return "\n".join([SAY, CARRYING, *lines, _BODY, END])
