@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flagscale.comm.fsccl import native
 from flagscale.comm.fsccl.build import load_extension
 
 NAME = "fsccl"
@@ -27,10 +28,15 @@ def _create(options: Any, backend_options: Any) -> Any:
 
     Args:
         options: torch's ``DistributedBackendOptions``: store, rank, size, timeout, name.
-        backend_options: what the user gave as ``pg_options``; ours or None.
+        backend_options: what the user gave as ``pg_options``; ours, those of NCCL for the
+            clusters of CUDA ranks, or None.
     """
     extension = load_extension()
-    if backend_options is not None and not isinstance(backend_options, extension.Options):
+    own = native.of_this_rank()
+    for_library = native.has_options(own, backend_options)
+    if not (
+        backend_options is None or for_library or isinstance(backend_options, extension.Options)
+    ):
         raise TypeError(
             f"pg_options for fsccl must be {extension.Options.__qualname__} or None, "
             f"found {type(backend_options).__name__}"
@@ -43,7 +49,9 @@ def _create(options: Any, backend_options: Any) -> Any:
         timeout=options.timeout,
         name=options.group_id,
         global_ranks=list(options.global_ranks_in_group),
-        options=backend_options,
+        options=None if for_library else backend_options,
+        native=own.told(),
+        make_native=native.maker(own, extension, options, backend_options if for_library else None),
     )
 
 

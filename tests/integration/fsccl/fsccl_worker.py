@@ -11,10 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fsccl_cases
 import fsccl_checks
+import fsccl_device_cases
 import fsccl_torch_cases
 import torch
 
-CASES = vars(fsccl_torch_cases) | vars(fsccl_checks) | vars(fsccl_cases)
+CASES = vars(fsccl_torch_cases) | vars(fsccl_device_cases) | vars(fsccl_checks) | vars(fsccl_cases)
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::chrono::milliseconds kLastOperations(5000);
 
-GroupConfig group_config(int rank, int size, const TorchBackend::Options& options) {
+GroupConfig group_config(int rank, int size, const TorchBackend::Options& options,
+                         const Native& native) {
   GroupConfig config;
   config.rank = rank;
   config.size = size;
@@ -27,6 +28,7 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
     config.settings.pipeline_nelem = static_cast<size_t>(*options.pipeline_nelem);
   }
   config.settings.check_pipeline();
+  config.native = native;
   return config;
 }
 
@@ -59,16 +61,26 @@ Living& living() {
 void TorchBackend::shutdown_all() {
   if (living().process != getpid()) return;  // a forked child has none of the threads
   WithoutGil released;
-  std::lock_guard<std::mutex> hold(living().mutex);
-  for (TorchBackend* one : living().all) one->shutdown();
+  std::unique_lock<std::mutex> hold(living().mutex);
+  const std::vector<TorchBackend*> all(living().all.begin(), living().all.end());
+  for (TorchBackend* one : all) {
+    // One may hold another, of its native cluster, and end it.
+    if (living().all.count(one) == 0) continue;
+    hold.unlock();
+    one->shutdown();
+    hold.lock();
+  }
 }
 
 TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                           c10::intrusive_ptr<Options> options)
-    : Backend(rank, size), options_(std::move(options)), executor_(std::make_unique<Executor>()) {
+                           c10::intrusive_ptr<Options> options, Home home)
+    : Backend(rank, size),
+      options_(std::move(options)),
+      home_(std::move(home)),
+      executor_(std::make_unique<Executor>()) {
   try {
     group_ = std::make_shared<Group>(std::make_unique<StoreRendezvous>(std::move(store)),
-                                     group_config(rank, size, *options_));
+                                     group_config(rank, size, *options_, home_.native));
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }
@@ -90,6 +102,9 @@ void TorchBackend::startCoalescing() { coalescing_ = true; }
 
 TorchBackend::WorkPtr TorchBackend::endCoalescing() {
   coalescing_ = false;
+  if (const NativePtr native = std::move(coalescing_native_)) {
+    if (WorkPtr work = native->endCoalescing()) collected_.push_back(std::move(work));
+  }
   auto all = std::move(collected_);
   collected_.clear();
   return c10::make_intrusive<ManyWork>(std::move(all));
@@ -105,24 +120,30 @@ c10d::ErrorType TorchBackend::getError() {
 }
 
 void TorchBackend::eagerConnectSingleDevice(at::Device) {
-  run({c10d::OpType::BARRIER, "fsccl:connect", false, options_->timeout}, {},
-      [](Group& g, const Deadline& d) { g.barrier(d); })
+  run_on_host({c10d::OpType::BARRIER, "fsccl:connect", false, options_->timeout}, {},
+              [](Group& g, const Deadline& d) { g.barrier(d); })
       ->wait(kNoTimeout);
 }
 
-void TorchBackend::abort() { group_->abort("the program aborted the group"); }
+void TorchBackend::abort() {
+  group_->abort("the program aborted the group");
+  abort_devices();
+}
 
 // What is queued may still finish; what then still waits for others is given up.
 void TorchBackend::shutdown() {
   WithoutGil released;
   if (executor_ && !executor_->drain(kLastOperations)) {
     group_->abort("the program ended with operations under way");
+    abort_devices();
   }
   executor_.reset();
+  stop_devices();
   group_->shutdown();
 }
 
-TorchBackend::WorkPtr TorchBackend::run(const Call& call, Tensors outputs, Body body) {
+TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors outputs,
+                                                std::function<void(Group&, const Deadline&)> body) {
   auto work = c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, ++sequence_,
                                                   std::move(outputs));
   const auto deadline_in = limit(call.timeout);
@@ -149,8 +170,9 @@ TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title
                                             int peer, int tag) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "fsccl: ", title, " takes one tensor, got ",
                     tensors.size());
+  if (auto work = message_inside(type, tensors, peer, tag)) return *work;
   const bool sends = type == c10d::OpType::SEND;
-  Flat flat(tensors[0], sends ? Flat::kRead : Flat::kWrite, title);
+  Flat flat(tensors[0], sends ? Flat::kRead : Flat::kWrite, Site{title, at::kCPU});
   const auto core_tag = static_cast<uint64_t>(static_cast<uint32_t>(tag));
   const Deadline deadline = Deadline::after(options_->timeout);
   RequestPtr request;

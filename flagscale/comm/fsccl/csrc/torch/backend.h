@@ -3,6 +3,13 @@
 // Collectives run one after the other on an executor; a synchronous one runs on its caller's
 // thread where it can. Messages go straight to the group's messenger. Between startCoalescing and
 // endCoalescing all works are collected and returned as one.
+//
+// Who does an operation is the same for all ranks of a group, as it follows from what they told
+// each other of themselves (devices.cpp):
+//   - every rank on its CPU: the core group;
+//   - every rank on a device: the core group for tensors of the host; for those of the device the
+//     native library where it joins all ranks, else an engine (csrc/device);
+//   - ranks of both kinds: the engine for all tensors, which are moved to the rank's device first.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -10,11 +17,14 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "../core/executor.h"
+#include "../device/engine.h"
+#include "../device/watch.h"
 #include "work.h"
 
 namespace fsccl {
@@ -34,8 +44,15 @@ class TorchBackend : public c10d::Backend {
     std::optional<int64_t> pipeline_nelem;
   };
 
+  // What moves this rank's tensors among its like, and who makes that library's backend for one of
+  // the group's native clusters.
+  struct Home {
+    Native native;
+    Engine::MakeNative make_native;
+  };
+
   TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-               c10::intrusive_ptr<Options> options);
+               c10::intrusive_ptr<Options> options, Home home);
   ~TorchBackend() override;
 
   const std::string getBackendName() const override { return "fsccl"; }
@@ -82,8 +99,13 @@ class TorchBackend : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
+  // How a tensor's collectives are done: "core", "engine" or the native library's name. Waits until
+  // all ranks are known.
+  std::string path_of(const at::Tensor& t);
+
  private:
-  using Body = std::function<void(Group&, const Deadline&)>;
+  using NativePtr = c10::intrusive_ptr<c10d::Backend>;
+  enum class Kinds { kHosts, kDevices, kBoth };
   struct Call {
     c10d::OpType type;
     const char* title;  // for the profiler
@@ -91,17 +113,48 @@ class TorchBackend : public c10d::Backend {
     Ms timeout;
   };
 
-  WorkPtr run(const Call& call, Tensors outputs, Body body);
+  // Where a tensor's operation is done. Refuses tensors that nothing here moves.
+  Site site_of(const at::Tensor& t, const char* op);
+  // `body` takes a Group or an Engine.
+  template <class F>
+  WorkPtr run(const Call& call, const Site& at, Tensors outputs, F body);
+  WorkPtr run_on_host(const Call& call, Tensors outputs,
+                      std::function<void(Group&, const Deadline&)> body);
+  WorkPtr run_on_device(const Call& call, const Site& at, Tensors outputs,
+                        std::function<void(Engine&, const Deadline&)> body);
+  // What the native library does when it joins all ranks; nothing otherwise.
+  template <class F>
+  std::optional<WorkPtr> by_native(const at::Tensor& t, F&& call);
+  template <class F>
+  WorkPtr call_native(const NativePtr& native, F&& call);
   WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
+  std::optional<WorkPtr> message_inside(c10d::OpType type, Tensors& tensors, int peer, int tag);
   WorkPtr collect(WorkPtr work);
   Ms limit(Ms asked) const { return asked == c10d::kUnsetTimeout ? options_->timeout : asked; }
 
+  void check_alive() const;
+  Kinds kinds();
+  NativePtr whole_native(const at::Tensor& t);
+  Engine* host_engine(const Deadline& d);
+  Engine& engine(const Deadline& d);
+  void wait_for_device();
+  void abort_devices();
+  void stop_devices();
+
   c10::intrusive_ptr<Options> options_;
+  Home home_;
   std::shared_ptr<Group> group_;
   std::unique_ptr<Executor> executor_;
   uint64_t sequence_ = 0;
   bool coalescing_ = false;
   std::vector<WorkPtr> collected_;
+  NativePtr coalescing_native_;  // which has been told so too
+
+  std::mutex device_mutex_;  // guards the making of what follows, and the engine's use by devices
+  std::optional<Kinds> kinds_;
+  std::optional<NativePtr> whole_;  // null: the native library joins only some
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Watch> watch_;  // of a device's operations
 };
 
 }  // namespace fsccl

@@ -12,10 +12,13 @@
 
 namespace fsccl {
 
-inline void require_cpu(const at::Tensor& t, const char* op) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      t.device().is_cpu(), "fsccl: ", op, " got a tensor on ", t.device(),
-      ", but this build moves CPU tensors only; initialise with backend 'cpu:fsccl,cuda:nccl'");
+// Where an operation is done: on the host, or on a device. Tensors that lie elsewhere are moved.
+struct Site {
+  const char* op;  // for messages
+  at::Device device;
+};
+
+inline void require_dense(const at::Tensor& t, const char* op) {
   TORCH_CHECK_TYPE(!t.is_sparse() && t.layout() == at::kStrided, "fsccl: ", op,
                    " needs dense tensors, got ", t.layout());
 }
@@ -109,17 +112,22 @@ inline size_t elements_of(const at::Tensor& t, const Reduction& r) {
   return t.nbytes() / r.width();
 }
 
-// A tensor as one run of memory in its logical order, whatever its strides. `settle` writes back.
+// A tensor as one run of memory at the site of an operation, in its logical order, whatever its
+// strides. `settle` writes back.
 class Flat {
  public:
   enum Use { kRead, kWrite, kReadWrite };
 
-  Flat(const at::Tensor& t, Use use, const char* op) : user_(t), use_(use) {
-    require_cpu(t, op);
-    if (t.is_contiguous() && !t.is_conj() && !t.is_neg()) {
+  Flat(const at::Tensor& t, Use use, const Site& at) : user_(t), use_(use) {
+    require_dense(t, at.op);
+    const bool here = t.device() == at.device;
+    if (here && t.is_contiguous() && !t.is_conj() && !t.is_neg()) {
       flat_ = t;
-    } else if (use == kWrite) {
-      flat_ = at::empty(t.sizes(), t.options());
+    } else if (use == kWrite || !here) {
+      // Pinned where a device copies from or to it.
+      flat_ = at::empty(t.sizes(), t.options().device(at.device).pinned_memory(at.device.is_cpu() &&
+                                                                               !t.is_cpu()));
+      if (use != kWrite) flat_.copy_(t.detach());
     } else {
       flat_ = t.resolve_conj().resolve_neg().clone(at::MemoryFormat::Contiguous);
     }
@@ -134,9 +142,9 @@ class Flat {
   Use use_;
 };
 
-inline std::vector<Flat> flats(const std::vector<at::Tensor>& list, Flat::Use use, const char* op) {
+inline std::vector<Flat> flats(const std::vector<at::Tensor>& list, Flat::Use use, const Site& at) {
   std::vector<Flat> out;
-  for (const at::Tensor& t : list) out.emplace_back(t, use, op);
+  for (const at::Tensor& t : list) out.emplace_back(t, use, at);
   return out;
 }
 

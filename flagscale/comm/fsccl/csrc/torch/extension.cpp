@@ -1,5 +1,18 @@
 // The one translation unit of the torch side: torch's headers take most of the time of compiling
-// it, so they are read once.
+// it, so they are read once. Names in anonymous namespaces are therefore unique over all files.
+#include "../device/board.cpp"
+#include "../device/combine.cpp"
+#include "../device/courier.cpp"
+#include "../device/dense.cpp"
+#include "../device/driver.cpp"
+#include "../device/engine.cpp"
+#include "../device/mates.cpp"
+#include "../device/pairs.cpp"
+#include "../device/pipe.cpp"
+#include "../device/stream_tracks.cpp"
+#include "../device/tracks.cpp"
+#include "../device/watch.cpp"
 #include "backend.cpp"
+#include "devices.cpp"
 #include "module.cpp"
 #include "operations.cpp"

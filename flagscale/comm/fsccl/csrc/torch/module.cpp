@@ -1,5 +1,7 @@
 // The Python module.
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -32,19 +34,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<TorchBackend, c10d::Backend, c10::intrusive_ptr<TorchBackend>>(m, "Backend")
       .def(py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
-                       std::vector<uint64_t> global_ranks, const Options* given) {
+                       std::vector<uint64_t> global_ranks, const Options* given,
+                       const std::vector<std::string>& native,
+                       fsccl::Engine::MakeNative make_native) {
+             TORCH_CHECK_VALUE(native.size() == 4, "native: device, vendor, library, reach");
+             TorchBackend::Home home{{native[0], native[1], native[2], native[3]},
+                                     std::move(make_native)};
              auto options = given != nullptr ? c10::make_intrusive<Options>(*given)
                                              : c10::make_intrusive<Options>();
              options->timeout = timeout;
              options->group_name = name;
              options->global_ranks_in_group = std::move(global_ranks);
              return c10::make_intrusive<TorchBackend>(std::move(store), rank, size,
-                                                      std::move(options));
+                                                      std::move(options), std::move(home));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           py::arg("global_ranks"), py::arg("options") = nullptr,
+           py::arg("global_ranks"), py::arg("options"), py::arg("native"), py::arg("make_native"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
+      .def("path_of", &TorchBackend::path_of, py::arg("tensor"),
+           py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout",
            [](TorchBackend& b, std::chrono::milliseconds timeout) { b.setTimeout(timeout); });
 }

@@ -1,5 +1,6 @@
 // torch's collectives in the core's words.
 #include "backend.h"
+#include "devices.h"
 
 namespace fsccl {
 namespace {
@@ -42,6 +43,11 @@ std::vector<Pieces> equal_parts(const at::Tensor& t, int parts) {
 
 size_t width_of(const Flat& f) { return static_cast<size_t>(f.get().element_size()); }
 
+// Whose device is that of the operation; undefined where there is none.
+at::Tensor first_of(const std::vector<at::Tensor>& list) {
+  return list.empty() ? at::Tensor() : list[0];
+}
+
 void settle(const std::vector<Flat>& list) {
   for (const Flat& f : list) f.settle();
 }
@@ -51,9 +57,11 @@ void settle(const std::vector<Flat>& list) {
 TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
   const at::Tensor& t = only(tensors, "broadcast");
   const auto root = static_cast<int>(o.rootRank);
-  const Flat flat(t, Flat::kReadWrite, "broadcast");
-  return run({OpType::BROADCAST, "fsccl:broadcast", o.asyncOp, o.timeout}, tensors,
-             [flat, root](Group& g, const Deadline& d) {
+  if (auto w = by_native(t, [&](c10d::Backend& b) { return b.broadcast(tensors, o); })) return *w;
+  const Site site = site_of(t, "broadcast");
+  const Flat flat(t, Flat::kReadWrite, site);
+  return run({OpType::BROADCAST, "fsccl:broadcast", o.asyncOp, o.timeout}, site, tensors,
+             [flat, root](auto& g, const Deadline& d) {
                g.broadcast(pieces_of(flat.get()), root, d);
                flat.settle();
              });
@@ -61,10 +69,12 @@ TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::Broa
 
 TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
   const at::Tensor& t = only(tensors, "all_reduce");
-  const Flat flat(t, Flat::kReadWrite, "all_reduce");
+  if (auto w = by_native(t, [&](c10d::Backend& b) { return b.allreduce(tensors, o); })) return *w;
+  const Site site = site_of(t, "all_reduce");
+  const Flat flat(t, Flat::kReadWrite, site);
   const Reduction r = reduction_of(t, o.reduceOp, size_);
-  return run({OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout}, tensors,
-             [flat, r](Group& g, const Deadline& d) {
+  return run({OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout}, site, tensors,
+             [flat, r](auto& g, const Deadline& d) {
                void* data = flat.get().data_ptr();
                g.all_reduce(data, data, elements_of(flat.get(), r), r, d);
                flat.settle();
@@ -73,11 +83,17 @@ TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::Allr
 
 TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
                                                         const c10d::AllreduceCoalescedOptions& o) {
-  const auto list = flats(tensors, Flat::kReadWrite, "allreduce_coalesced");
+  const at::Tensor first = first_of(tensors);
+  if (auto w =
+          by_native(first, [&](c10d::Backend& b) { return b.allreduce_coalesced(tensors, o); })) {
+    return *w;
+  }
+  const Site site = site_of(first, "allreduce_coalesced");
+  const auto list = flats(tensors, Flat::kReadWrite, site);
   std::vector<Reduction> how;
   for (const at::Tensor& t : tensors) how.push_back(reduction_of(t, o.reduceOp, size_));
   return run({OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout},
-             tensors, [list, how](Group& g, const Deadline& d) {
+             site, tensors, [list, how](auto& g, const Deadline& d) {
                for (size_t i = 0; i < list.size(); ++i) {
                  void* data = list[i].get().data_ptr();
                  g.all_reduce(data, data, elements_of(list[i].get(), how[i]), how[i], d);
@@ -89,10 +105,12 @@ TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
 TorchBackend::WorkPtr TorchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
   const at::Tensor& t = only(tensors, "reduce");
   const auto root = static_cast<int>(o.rootRank);
-  const Flat flat(t, Flat::kReadWrite, "reduce");
+  if (auto w = by_native(t, [&](c10d::Backend& b) { return b.reduce(tensors, o); })) return *w;
+  const Site site = site_of(t, "reduce");
+  const Flat flat(t, Flat::kReadWrite, site);
   const Reduction r = reduction_of(t, o.reduceOp, size_);
-  return run({OpType::REDUCE, "fsccl:reduce", o.asyncOp, o.timeout}, tensors,
-             [flat, r, root](Group& g, const Deadline& d) {
+  return run({OpType::REDUCE, "fsccl:reduce", o.asyncOp, o.timeout}, site, tensors,
+             [flat, r, root](auto& g, const Deadline& d) {
                void* data = flat.get().data_ptr();
                g.reduce(data, data, elements_of(flat.get(), r), r, root, d);
                flat.settle();
@@ -108,10 +126,12 @@ TorchBackend::WorkPtr TorchBackend::allgather(TensorLists& out, Tensors& in,
   TORCH_CHECK_VALUE(results[static_cast<size_t>(rank_)].numel() == own.numel(),
                     "fsccl: all_gather: this rank's place has ",
                     results[static_cast<size_t>(rank_)].numel(), " elements for ", own.numel());
-  const Flat from(own, Flat::kRead, "all_gather");
-  const auto to = flats(results, Flat::kWrite, "all_gather");
-  return run({OpType::ALLGATHER, "fsccl:all_gather", o.asyncOp, o.timeout}, results,
-             [from, to](Group& g, const Deadline& d) {
+  if (auto w = by_native(own, [&](c10d::Backend& b) { return b.allgather(out, in, o); })) return *w;
+  const Site site = site_of(own, "all_gather");
+  const Flat from(own, Flat::kRead, site);
+  const auto to = flats(results, Flat::kWrite, site);
+  return run({OpType::ALLGATHER, "fsccl:all_gather", o.asyncOp, o.timeout}, site, results,
+             [from, to](auto& g, const Deadline& d) {
                g.all_gather(pieces_of(from.get()), pieces_of(to), d, width_of(from));
                settle(to);
              });
@@ -129,10 +149,18 @@ TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
                     " outputs for ", in.size(), " inputs");
   for (size_t i = 0; i < out.size(); ++i)
     expect_times(out[i], in[i], size_, "all_gather_into_tensor");
-  const auto from = flats(in, Flat::kRead, "all_gather_into_tensor");
-  const auto to = flats(out, Flat::kWrite, "all_gather_into_tensor");
-  return run({OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout}, out,
-             [from, to, n = size_](Group& g, const Deadline& d) {
+  const at::Tensor first = first_of(in);
+  if (auto w = by_native(first, [&](c10d::Backend& b) {
+        return in.size() == 1 ? b._allgather_base(out[0], in[0], o)
+                              : b.allgather_into_tensor_coalesced(out, in, o);
+      })) {
+    return *w;
+  }
+  const Site site = site_of(first, "all_gather_into_tensor");
+  const auto from = flats(in, Flat::kRead, site);
+  const auto to = flats(out, Flat::kWrite, site);
+  return run({OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout}, site, out,
+             [from, to, n = size_](auto& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
                  g.all_gather(pieces_of(from[i].get()), equal_parts(to[i].get(), n), d,
                               width_of(from[i]));
@@ -145,19 +173,25 @@ TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
 TorchBackend::WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensors& in,
                                                         const c10d::AllgatherOptions& o) {
   expect_ranks(out.size(), size_, "all_gather_coalesced");
-  const auto from = flats(in, Flat::kRead, "all_gather_coalesced");
+  const at::Tensor first = first_of(in);
+  if (auto w =
+          by_native(first, [&](c10d::Backend& b) { return b.allgather_coalesced(out, in, o); })) {
+    return *w;
+  }
+  const Site site = site_of(first, "all_gather_coalesced");
+  const auto from = flats(in, Flat::kRead, site);
   std::vector<std::vector<Flat>> to(in.size());
   Tensors all;
   for (const Tensors& of_rank : out) {
     TORCH_CHECK_VALUE(of_rank.size() == in.size(), "fsccl: all_gather_coalesced: lists of ",
                       of_rank.size(), " and of ", in.size(), " tensors");
     for (size_t i = 0; i < in.size(); ++i) {
-      to[i].emplace_back(of_rank[i], Flat::kWrite, "all_gather_coalesced");
+      to[i].emplace_back(of_rank[i], Flat::kWrite, site);
       all.push_back(of_rank[i]);
     }
   }
-  return run({OpType::ALLGATHER_COALESCED, "fsccl:all_gather_coalesced", o.asyncOp, o.timeout}, all,
-             [from, to](Group& g, const Deadline& d) {
+  return run({OpType::ALLGATHER_COALESCED, "fsccl:all_gather_coalesced", o.asyncOp, o.timeout},
+             site, all, [from, to](auto& g, const Deadline& d) {
                for (size_t i = 0; i < from.size(); ++i) {
                  g.all_gather(pieces_of(from[i].get()), pieces_of(to[i]), d, width_of(from[i]));
                  settle(to[i]);
@@ -175,10 +209,12 @@ TorchBackend::WorkPtr TorchBackend::gather(TensorLists& out, Tensors& in,
     expect_ranks(results.size(), size_, "gather");
     expect_type(results, own, "gather");
   }
-  const Flat from(own, Flat::kRead, "gather");
-  const auto to = flats(results, Flat::kWrite, "gather");
-  return run({OpType::GATHER, "fsccl:gather", o.asyncOp, o.timeout}, results,
-             [from, to, root](Group& g, const Deadline& d) {
+  if (auto w = by_native(own, [&](c10d::Backend& b) { return b.gather(out, in, o); })) return *w;
+  const Site site = site_of(own, "gather");
+  const Flat from(own, Flat::kRead, site);
+  const auto to = flats(results, Flat::kWrite, site);
+  return run({OpType::GATHER, "fsccl:gather", o.asyncOp, o.timeout}, site, results,
+             [from, to, root](auto& g, const Deadline& d) {
                g.gather(pieces_of(from.get()), pieces_of(to), root, d);
                settle(to);
              });
@@ -194,10 +230,12 @@ TorchBackend::WorkPtr TorchBackend::scatter(Tensors& out, TensorLists& in,
     expect_ranks(parts.size(), size_, "scatter");
     expect_type(parts, own, "scatter");
   }
-  const auto from = flats(parts, Flat::kRead, "scatter");
-  const Flat to(own, Flat::kWrite, "scatter");
-  return run({OpType::SCATTER, "fsccl:scatter", o.asyncOp, o.timeout}, out,
-             [from, to, root](Group& g, const Deadline& d) {
+  if (auto w = by_native(own, [&](c10d::Backend& b) { return b.scatter(out, in, o); })) return *w;
+  const Site site = site_of(own, "scatter");
+  const auto from = flats(parts, Flat::kRead, site);
+  const Flat to(own, Flat::kWrite, site);
+  return run({OpType::SCATTER, "fsccl:scatter", o.asyncOp, o.timeout}, site, out,
+             [from, to, root](auto& g, const Deadline& d) {
                g.scatter(pieces_of(from), pieces_of(to.get()), root, d);
                to.settle();
              });
@@ -212,11 +250,15 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter(Tensors& out, TensorLists& in
   TORCH_CHECK_VALUE(parts[static_cast<size_t>(rank_)].numel() == own.numel(),
                     "fsccl: reduce_scatter: the output has ", own.numel(), " elements for ",
                     parts[static_cast<size_t>(rank_)].numel());
-  const auto from = flats(parts, Flat::kRead, "reduce_scatter");
-  const Flat to(own, Flat::kWrite, "reduce_scatter");
+  if (auto w = by_native(own, [&](c10d::Backend& b) { return b.reduce_scatter(out, in, o); })) {
+    return *w;
+  }
+  const Site site = site_of(own, "reduce_scatter");
+  const auto from = flats(parts, Flat::kRead, site);
+  const Flat to(own, Flat::kWrite, site);
   const Reduction r = reduction_of(own, o.reduceOp, size_);
-  return run({OpType::REDUCE_SCATTER, "fsccl:reduce_scatter", o.asyncOp, o.timeout}, out,
-             [from, to, r](Group& g, const Deadline& d) {
+  return run({OpType::REDUCE_SCATTER, "fsccl:reduce_scatter", o.asyncOp, o.timeout}, site, out,
+             [from, to, r](auto& g, const Deadline& d) {
                g.reduce_scatter(pieces_of(from), pieces_of(to.get()), r, d);
                to.settle();
              });
@@ -237,10 +279,18 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
     expect_times(in[i], out[i], size_, "reduce_scatter_tensor");
     how.push_back(reduction_of(out[i], o.reduceOp, size_));
   }
-  const auto from = flats(in, Flat::kRead, "reduce_scatter_tensor");
-  const auto to = flats(out, Flat::kWrite, "reduce_scatter_tensor");
+  const at::Tensor first = first_of(in);
+  if (auto w = by_native(first, [&](c10d::Backend& b) {
+        return in.size() == 1 ? b._reduce_scatter_base(out[0], in[0], o)
+                              : b.reduce_scatter_tensor_coalesced(out, in, o);
+      })) {
+    return *w;
+  }
+  const Site site = site_of(first, "reduce_scatter_tensor");
+  const auto from = flats(in, Flat::kRead, site);
+  const auto to = flats(out, Flat::kWrite, site);
   return run({OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout},
-             out, [from, to, how, n = size_](Group& g, const Deadline& d) {
+             site, out, [from, to, how, n = size_](auto& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
                  g.reduce_scatter(equal_parts(from[i].get(), n), pieces_of(to[i].get()), how[i], d);
                }
@@ -253,11 +303,16 @@ TorchBackend::WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& i
                                                   std::vector<int64_t>& in_rows,
                                                   const c10d::AllToAllOptions& o) {
   expect_type({out}, in, "all_to_all_single");
-  const Flat from(in, Flat::kRead, "all_to_all_single"), to(out, Flat::kWrite, "all_to_all_single");
+  if (auto w = by_native(
+          in, [&](c10d::Backend& b) { return b.alltoall_base(out, in, out_rows, in_rows, o); })) {
+    return *w;
+  }
+  const Site site = site_of(in, "all_to_all_single");
+  const Flat from(in, Flat::kRead, site), to(out, Flat::kWrite, site);
   const auto send = split_rows(from.get(), in_rows, size_, "all_to_all_single");
   const auto recv = split_rows(to.get(), out_rows, size_, "all_to_all_single");
-  return run({OpType::ALLTOALL_BASE, "fsccl:all_to_all", o.asyncOp, o.timeout}, {out},
-             [from, to, send, recv](Group& g, const Deadline& d) {
+  return run({OpType::ALLTOALL_BASE, "fsccl:all_to_all", o.asyncOp, o.timeout}, site, {out},
+             [from, to, send, recv](auto& g, const Deadline& d) {
                g.all_to_all(send, recv, d);
                to.settle();
              });
@@ -267,24 +322,31 @@ TorchBackend::WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in,
                                              const c10d::AllToAllOptions& o) {
   expect_ranks(out.size(), size_, "all_to_all");
   expect_ranks(in.size(), size_, "all_to_all");
-  const auto from = flats(in, Flat::kRead, "all_to_all");
-  const auto to = flats(out, Flat::kWrite, "all_to_all");
-  return run({OpType::ALLTOALL, "fsccl:all_to_all", o.asyncOp, o.timeout}, out,
-             [from, to](Group& g, const Deadline& d) {
+  if (auto w = by_native(in[0], [&](c10d::Backend& b) { return b.alltoall(out, in, o); })) {
+    return *w;
+  }
+  const Site site = site_of(in[0], "all_to_all");
+  const auto from = flats(in, Flat::kRead, site);
+  const auto to = flats(out, Flat::kWrite, site);
+  return run({OpType::ALLTOALL, "fsccl:all_to_all", o.asyncOp, o.timeout}, site, out,
+             [from, to](auto& g, const Deadline& d) {
                g.all_to_all(pieces_of(from), pieces_of(to), d);
                settle(to);
              });
 }
 
+// Of the ranks' hosts. What their devices were told to do before is over then, as with NCCL.
 TorchBackend::WorkPtr TorchBackend::barrier(const c10d::BarrierOptions& o) {
-  return run({OpType::BARRIER, "fsccl:barrier", o.asyncOp, o.timeout}, {},
-             [](Group& g, const Deadline& d) { g.barrier(d); });
+  wait_for_device();
+  return run_on_host({OpType::BARRIER, "fsccl:barrier", o.asyncOp, o.timeout}, {},
+                     [](Group& g, const Deadline& d) { g.barrier(d); });
 }
 
 // Ranks that are late cost no more time than one: `wait_all_ranks` makes no difference.
 void TorchBackend::monitoredBarrier(const c10d::BarrierOptions& o, bool /*wait_all_ranks*/) {
-  run({OpType::BARRIER, "fsccl:monitored_barrier", false, o.timeout}, {},
-      [](Group& g, const Deadline& d) { g.monitored_barrier(d); })
+  wait_for_device();
+  run_on_host({OpType::BARRIER, "fsccl:monitored_barrier", false, o.timeout}, {},
+              [](Group& g, const Deadline& d) { g.monitored_barrier(d); })
       ->wait(kNoTimeout);
 }
 

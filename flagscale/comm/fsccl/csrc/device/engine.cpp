@@ -1,0 +1,284 @@
+// How an engine comes together, fails and ends. Its operations are in dense.cpp and pairs.cpp.
+#include "engine.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <sstream>
+#include <thread>
+
+namespace fsccl {
+namespace {
+
+constexpr std::chrono::seconds kGoodbye(5);
+
+void read_bytes(const char* name, size_t least, size_t most, size_t* out) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return;
+  char* end = nullptr;
+  const unsigned long long value = std::strtoull(text, &end, 10);
+  if (*end != '\0' || *text == '-' || value < least || value > most) {
+    fail_usage(std::string(name) + "=" + text + ": expected a number of bytes, " +
+               std::to_string(least) + " to " + std::to_string(most));
+  }
+  *out = static_cast<size_t>(value);
+}
+
+template <class Condition>
+bool wait_until(Condition&& met, std::chrono::milliseconds limit) {
+  const Deadline d = Deadline::after(limit);
+  while (!met()) {
+    if (d.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+}  // namespace
+
+EngineConfig EngineConfig::from_environment() {
+  EngineConfig c;
+  read_bytes("FSCCL_PIPE_BYTES", 4096, size_t{1} << 30, &c.slot_bytes);
+  read_bytes("FSCCL_TINY_BYTES", 0, size_t{1} << 20, &c.tiny_bytes);
+  c.slot_bytes = c.slot_bytes / 4096 * 4096;
+  return c;
+}
+
+std::string EngineConfig::text() const {
+  std::ostringstream out;
+  out << "FSCCL_PIPE_BYTES=" << slot_bytes << " FSCCL_TINY_BYTES=" << tiny_bytes;
+  return out.str();
+}
+
+Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const MakeNative& native,
+               const Deadline& d)
+    : group_(std::move(group)), rank_(group_->rank()), deadline_(d) {
+  who_ = group_->everyone(d);
+  config_ = EngineConfig::from_environment();
+  agree(config_, d);
+  clusters_ =
+      form_native_clusters(rank_, who_, group_->config().global_ranks, group_->config().settings);
+  tracks_ = tracks([this](int peer) { look_for(peer); });
+  arena_ = std::make_unique<Arena>(tracks_->device());
+  open_board(d);
+  courier_ = std::make_unique<Courier>(*group_, [this](const Error& e) {
+    std::lock_guard<std::mutex> hold(trouble_mutex_);
+    if (!trouble_) trouble_ = std::make_unique<Error>(e);
+  });
+  const int size = static_cast<int>(clusters_.own().size());
+  std::string who = who_[static_cast<size_t>(rank_)].native.library + " in the cluster of rank";
+  for (int i = 0; i < size; ++i) {
+    const int r = rank_of(clusters_.mine, static_cast<size_t>(i));
+    who += (i == 0 ? "s " : ", ") +
+           std::to_string(group_->config().global_ranks[static_cast<size_t>(r)]);
+  }
+  mates_ = std::make_unique<Mates>(
+      size > 1 ? native(clusters_.mine, clusters_.index, clusters_.own()) : nullptr, size,
+      clusters_.index, who,
+      [this](bool begins) { board_->note(begins ? Board::kInNative : Board::kNobody); });
+}
+
+Engine::~Engine() { shutdown(); }
+
+// Steps are cut alike everywhere only where slots are.
+void Engine::agree(const EngineConfig& config, const Deadline& d) {
+  group_->tell("engine/" + std::to_string(rank_), config.text());
+  for (int r = 0; r < group_->size(); ++r) {
+    const std::string theirs = group_->learn("engine/" + std::to_string(r), r, d);
+    if (theirs == config.text()) continue;
+    throw Error(Fault::kMismatch, r,
+                group_->name(r) + " runs with " + theirs + ", this rank with " + config.text() +
+                    ": set the same values everywhere");
+  }
+}
+
+bool Engine::near(int rank) const {
+  return rank == rank_ ||
+         (group_->config().settings.shared_memory &&
+          who_[static_cast<size_t>(rank)].domain == who_[static_cast<size_t>(rank_)].domain);
+}
+
+void Engine::open_board(const Deadline& d) {
+  std::vector<int> members;
+  std::vector<std::string> names;
+  for (int r = 0; r < group_->size(); ++r) {
+    if (near(r)) members.push_back(r);
+    names.push_back(group_->name(r));
+  }
+  const int leader = members[0];
+  const size_t area = (config_.tiny_bytes + kCacheLine) * members.size();
+  const size_t bytes = Board::segment_bytes(static_cast<int>(members.size()), area);
+  const std::string key = "board/" + std::to_string(leader);
+  const std::string& directory = group_->config().settings.shm_directory;
+  Segment segment = leader == rank_
+                        ? Segment::create(bytes, bytes, directory)
+                        : Segment::open(group_->learn(key, leader, d), bytes, directory);
+  if (leader == rank_ && members.size() > 1) group_->tell(key, segment.address());
+  board_ = std::make_unique<Board>(std::move(segment), rank_, std::move(members), clusters_.ranks,
+                                   std::move(names), area);
+  board_memory_ = tracks_->adopt(board_->memory(), board_->bytes());
+}
+
+Pipe& Engine::to(int peer) {
+  const auto found = out_.find(peer);
+  if (found != out_.end()) return found->second;
+  const size_t bytes = Ring::bytes(config_.slot_bytes);
+  Segment segment = Segment::create(bytes, bytes, group_->config().settings.shm_directory);
+  if (near(peer)) {
+    group_->tell("pipe/" + std::to_string(rank_) + "/" + std::to_string(peer), segment.address());
+  }
+  auto ring = std::make_shared<Ring>(std::move(segment), config_.slot_bytes, *tracks_);
+  Pipe pipe(peer, group_->name(peer), std::move(ring), near(peer) ? nullptr : courier_.get());
+  return out_.emplace(peer, std::move(pipe)).first->second;
+}
+
+Pipe& Engine::from(int peer) {
+  const auto found = in_.find(peer);
+  if (found != in_.end()) return found->second;
+  const size_t bytes = Ring::bytes(config_.slot_bytes);
+  const std::string& directory = group_->config().settings.shm_directory;
+  const auto open = [&] {
+    const std::string key = "pipe/" + std::to_string(peer) + "/" + std::to_string(rank_);
+    return Segment::open(group_->learn(key, peer, deadline_), bytes, directory);
+  };
+  Segment segment = near(peer) ? open() : Segment::create(bytes, bytes, directory);
+  auto ring = std::make_shared<Ring>(std::move(segment), config_.slot_bytes, *tracks_);
+  ring->opened().store(1, std::memory_order_release);
+  Pipe pipe(peer, group_->name(peer), std::move(ring), near(peer) ? nullptr : courier_.get());
+  return in_.emplace(peer, std::move(pipe)).first->second;
+}
+
+void Engine::look() const {
+  board_->look();
+  group_->check();
+  std::lock_guard<std::mutex> hold(trouble_mutex_);
+  if (trouble_) throw Error(*trouble_);
+}
+
+// Ranks that wait for one of another host, of whose neighbours they cannot see, give that host's
+// ranks time to tell who is at fault: as the core does.
+void Engine::look_for(int peer) {
+  board_->note(peer < 0 ? Board::kNobody : peer);
+  if (peer < 0) return;
+  look();
+  if (!deadline_.passed()) return;
+  const int at = board_->culprit(peer);
+  const auto margin = std::min(Deadline::Ms(500), deadline_.limit() / 5);
+  if (!board_->has(at) && !deadline_.earlier(-margin).passed()) return;
+  throw Error(Fault::kTimeout, at, group_->name(at) + " did not come within " + deadline_.text());
+}
+
+// A native library does not say whose fault it is that it failed; the ranks of this host often do.
+Error Engine::explain(const Error& e) {
+  if (e.fault != Fault::kSystem || e.rank >= 0) return e;
+  const std::string by_library = std::string(" (") + e.what() + ")";
+  std::unique_ptr<Error> told;
+  const auto someone_tells = [&] {
+    try {
+      look();
+    } catch (const Error& found) {
+      told = std::make_unique<Error>(found.fault, found.rank, found.what() + by_library);
+    }
+    return told != nullptr;
+  };
+  if (wait_until(someone_tells, std::chrono::milliseconds(500))) return *told;
+  const int at = board_->culprit(rank_);
+  if (at == rank_ || !deadline_.passed()) return e;
+  return Error(Fault::kTimeout, at,
+               group_->name(at) + " did not come within " + deadline_.text() + by_library);
+}
+
+void Engine::fail(const char* what, uint64_t sequence, const Error& why) {
+  const Error reason = explain(why);
+  board_->abort(reason.rank, reason.what());
+  mates_->abort();
+  group_->fail(what, sequence, reason);
+}
+
+// A rank that goes leaves nothing that others have yet to open, or to be sent.
+void Engine::shutdown() {
+  if (left_) return;
+  left_ = true;
+  const auto fine = [this] {
+    try {
+      board_->look();
+      return !group_->failure();
+    } catch (const Error&) {
+      return false;
+    }
+  };
+  if (fine()) {
+    courier_->flush(kGoodbye);
+    const auto opened = [this, &fine] {
+      for (const auto& [peer, pipe] : out_) {
+        if (pipe.shared() && pipe.ring().opened().load(std::memory_order_acquire) == 0) {
+          return !fine();
+        }
+      }
+      return board_->complete() || !fine();
+    };
+    wait_until(opened, kGoodbye);
+  }
+  courier_.reset();
+  board_->leave();
+  mates_->shutdown();
+}
+
+void Engine::log(const OpCard& card, const char* algorithm) const {
+  if (!group_->config().settings.debug) return;
+  std::fprintf(stderr, "[fsccl] rank %d group '%s' %s: %s, %s by native library (%s here)\n",
+               group_->config().global_ranks[static_cast<size_t>(rank_)],
+               group_->config().name.c_str(), card.text().c_str(), algorithm,
+               clusters_.text().c_str(), who_[static_cast<size_t>(rank_)].native.library.c_str());
+}
+
+bool Engine::tiny(size_t bytes) const {
+  return bytes <= config_.tiny_bytes &&
+         board_->members().size() == static_cast<size_t>(group_->size());
+}
+
+int Engine::cluster_of(int rank) const {
+  for (int c = 0; c < clusters_.count(); ++c) {
+    const auto& members = clusters_.ranks[static_cast<size_t>(c)];
+    if (std::find(members.begin(), members.end(), rank) != members.end()) return c;
+  }
+  return -1;
+}
+
+size_t Engine::smallest_cluster() const {
+  size_t least = clusters_.own().size();
+  for (const auto& c : clusters_.ranks) least = std::min(least, c.size());
+  return least;
+}
+
+// Eight steps keep all tracks busy; a step below 256 KiB is mostly latency.
+size_t Engine::chunk_of(size_t count, size_t width, size_t parts) const {
+  if (!bridged()) return count;
+  constexpr size_t kSteps = 8, kLeast = 256 << 10;
+  const size_t most = config_.slot_bytes / width;
+  const size_t wanted = std::max(ceil_div(count, kSteps * parts), kLeast / width);
+  return std::min(wanted, most) * parts;
+}
+
+at::Tensor Engine::memory(const void* data, size_t count, at::ScalarType type) const {
+  const auto options = at::TensorOptions(type).device(tracks_->device());
+  if (count == 0) return at::empty({0}, options);
+  return at::for_blob(const_cast<void*>(data), {static_cast<int64_t>(count)})
+      .options(options)
+      .target_device(tracks_->device())
+      .make_tensor();
+}
+
+Engine::Tensors Engine::memories(const std::vector<Pieces>& list, at::ScalarType type) const {
+  const size_t width = at::elementSize(type);
+  Tensors out;
+  for (const Pieces& p : list) {
+    const void* data = p.bytes() > 0 ? p.list()[0].data : nullptr;
+    out.push_back(memory(data, p.bytes() / width, type));
+  }
+  return out;
+}
+
+}  // namespace fsccl

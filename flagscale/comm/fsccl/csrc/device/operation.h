@@ -1,0 +1,75 @@
+// What the engine's operations share. Included by dense.cpp and pairs.cpp alone.
+#pragma once
+
+#include <array>
+
+#include "combine.h"
+#include "engine.h"
+
+namespace fsccl {
+
+// A chunk under way. Its memory is used again kLag + 1 chunks later: what is enqueued for that
+// chunk waits for the marks of this one.
+struct Engine::Stage {
+  at::Tensor work, shard, shard_memory, sum;
+  Tensors shards, shard_memories, received;  // by cluster
+  Mark native;                               // what this chunk needs of kNative is there
+  Mark out;                                  // what leaves of this chunk has left
+};
+
+template <class F>
+void Engine::operation(OpCard card, const Deadline& d, F&& body) {
+  card.sequence = ++sequence_;
+  deadline_ = d;
+  const at::NoGradGuard no_grad;
+  const OnTrack native(*tracks_, Track::kNative);
+  try {
+    if (left_) throw Error(Fault::kAborted, rank_, "the group has been shut down");
+    look();
+    board_->begin(card);
+    arena_->reset();
+    body(card);
+  } catch (const Error& e) {
+    if (e.fault == Fault::kUsage) throw;
+    fail(name_of(card.op), card.sequence, e);
+  }
+}
+
+template <class Begin, class End>
+void Engine::pipeline(size_t chunks, Begin&& begin, End&& end) {
+  std::array<Stage, kLag + 1> stages;
+  tracks_->fork();
+  for (size_t k = 0; k < chunks + kLag; ++k) {
+    if (k < chunks) begin(stages[k % stages.size()], k);
+    if (k >= kLag && k - kLag < chunks) end(stages[(k - kLag) % stages.size()], k - kLag);
+  }
+  tracks_->join();
+}
+
+// The i-th of `parts` equal parts of [0, n), of which the last may be short or empty.
+inline Interval part_of(size_t n, size_t parts, size_t i) {
+  const size_t each = ceil_div(n, parts);
+  return {std::min(i * each, n), std::min((i + 1) * each, n)};
+}
+
+inline at::Tensor slice(const at::Tensor& t, size_t lo, size_t n) {
+  return t.narrow(0, static_cast<int64_t>(lo), static_cast<int64_t>(n));
+}
+
+inline at::Tensor bytes_of(const at::Tensor& t) { return t.view(at::kByte); }
+
+// How much of a window lies inside a part.
+inline size_t inside(const at::Tensor& part, size_t lo, size_t window) {
+  const auto n = static_cast<size_t>(part.numel());
+  return n > lo ? std::min(n - lo, window) : 0;
+}
+
+// The first `n` elements of memory that is made when it is first asked for.
+inline at::Tensor fit(Arena& arena, at::Tensor& memory, size_t n, at::ScalarType type) {
+  if (!memory.defined() || static_cast<size_t>(memory.numel()) < n) {
+    memory = arena.take(static_cast<int64_t>(n), type);
+  }
+  return slice(memory, 0, n);
+}
+
+}  // namespace fsccl

@@ -1,0 +1,54 @@
+#include "stream_tracks.h"
+
+namespace fsccl {
+namespace {
+
+// torch 2.11 may lack it, and what lacks it must still compile for the CPU.
+template <class Guard>
+auto native_handle(const Guard& guard, const c10::Stream& s, int)
+    -> decltype(guard.getStreamNativeHandle(s)) {
+  return guard.getStreamNativeHandle(s);
+}
+template <class Guard>
+void* native_handle(const Guard&, const c10::Stream&, long) {
+  throw Error(Fault::kSystem, -1, "this torch does not tell a stream's handle; a newer one does");
+}
+
+}  // namespace
+
+StreamTracks::StreamTracks(at::Device device)
+    : device_(device), guard_(device.type()), driver_(Driver::get()) {
+  for (int t = 0; t < 3; ++t) {
+    streams_.push_back(guard_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true));
+  }
+}
+
+void* StreamTracks::handle(Track t) const { return native_handle(guard_, *stream(t), 0); }
+
+Mark StreamTracks::mark_of(const c10::Stream& stream) const {
+  auto event = std::make_shared<c10::Event>(device_.type());
+  event->record(stream);
+  return event;
+}
+
+bool StreamTracks::is_capturing(const c10::Stream& stream) const {
+  return driver_.is_capturing(native_handle(guard_, stream, 0));
+}
+
+void StreamTracks::signal(Track t, Word& word, uint32_t value) {
+  driver_.write_word(handle(t), driver_.device_address(&word), value);
+}
+
+void StreamTracks::await(Track t, Word& word, uint32_t value, int peer) {
+  driver_.wait_word(handle(t), driver_.device_address(&word), value);
+  awaited_.push_back({&word, value, peer});
+}
+
+std::shared_ptr<void> StreamTracks::adopt(std::byte* memory, size_t bytes) {
+  driver_.add_host(memory, bytes);
+  return std::shared_ptr<void>(memory, [](void* at) { Driver::get().remove_host(at); });
+}
+
+std::vector<Awaited> StreamTracks::take_awaited() { return std::exchange(awaited_, {}); }
+
+}  // namespace fsccl

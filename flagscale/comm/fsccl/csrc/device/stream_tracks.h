@@ -1,0 +1,53 @@
+// Tracks on a device with streams: every step is enqueued, by torch's device-generic interface and
+// a few calls of the CUDA driver.
+//
+// Not verified on hardware yet: see docs/fsccl.md.
+#pragma once
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <vector>
+
+#include "driver.h"
+#include "tracks.h"
+
+namespace fsccl {
+
+// A word that a stream has been told to wait for.
+struct Awaited {
+  Word* word;
+  uint32_t value;
+  int peer;
+};
+
+class StreamTracks : public Tracks {
+ public:
+  explicit StreamTracks(at::Device device);
+
+  at::Device device() const override { return device_; }
+  std::optional<c10::Stream> stream(Track t) const override {
+    return streams_[static_cast<size_t>(t)];
+  }
+  Mark mark(Track t) override { return mark_of(*stream(t)); }
+  void wait(Track t, const Mark& mark) override { mark->block(*stream(t)); }
+  void signal(Track t, Word& word, uint32_t value) override;
+  void await(Track t, Word& word, uint32_t value, int peer) override;
+  std::shared_ptr<void> adopt(std::byte* memory, size_t bytes) override;
+
+  // What streams have been told to await since the last call.
+  std::vector<Awaited> take_awaited();
+  c10::Stream current() const { return guard_.getStream(device_); }
+  Mark mark_of(const c10::Stream& stream) const;
+  bool is_capturing(const c10::Stream& stream) const;
+
+ private:
+  void* handle(Track t) const;
+
+  at::Device device_;
+  c10::impl::VirtualGuardImpl guard_;
+  const Driver& driver_;
+  std::vector<c10::Stream> streams_;
+  std::vector<Awaited> awaited_;
+};
+
+}  // namespace fsccl

@@ -1,0 +1,65 @@
+// A collective that a device has been told to do.
+//
+// wait() makes the caller's current stream wait, never the caller. Until the device is done, or
+// until wait(), tensors are kept, so that their memory is not used for anything else meanwhile.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <vector>
+
+#include "../device/watch.h"
+
+namespace fsccl {
+
+class DeviceWork : public c10d::Work {
+ public:
+  // `stream`: where the operation ends.
+  DeviceWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
+             std::vector<at::Tensor> outputs, std::shared_ptr<Pending> pending, c10::Stream stream)
+      : Work(rank, type, title, outputs),
+        outputs_(std::move(outputs)),
+        pending_(std::move(pending)),
+        device_(stream.device()),
+        sequence_(sequence),
+        future_(c10::make_intrusive<c10::ivalue::Future>(
+            c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_})) {
+    // A future of a device is complete at once: who uses its value has his stream wait.
+    const c10::StreamGuard on(stream);
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+
+  bool isCompleted() override { return pending_->over || pending_->end->query(); }
+  bool isSuccess() const override { return !exception() && pending_->end->query(); }
+  std::exception_ptr exception() const override {
+    return pending_->over ? pending_->error : nullptr;
+  }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  void synchronize() override {
+    if (auto error = exception()) std::rethrow_exception(error);
+    pending_->end->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    if (recordFunctionEndCallback_) {
+      recordFunctionEndCallback_();
+      recordFunctionEndCallback_ = nullptr;
+    }
+  }
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    return true;
+  }
+
+ private:
+  std::vector<at::Tensor> outputs_;
+  std::shared_ptr<Pending> pending_;
+  c10::Device device_;
+  uint64_t sequence_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace fsccl

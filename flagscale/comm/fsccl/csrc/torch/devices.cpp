@@ -1,0 +1,197 @@
+// Which of core, engine and native library does an operation; the operations of devices.
+#include "devices.h"
+
+#include "device_work.h"
+
+namespace fsccl {
+namespace {
+
+bool on_host(const Native& n) { return n.device == "cpu"; }
+
+// Moved by the core itself, without an engine.
+bool plain(const Native& n) { return on_host(n) && n.library == "own"; }
+
+// Does all of c10d: it can be handed whole operations when it joins all ranks.
+bool complete(const Native& n) { return n.library.rfind("nccl", 0) == 0 || n.library == "fsccl"; }
+
+}  // namespace
+
+TorchBackend::Kinds TorchBackend::kinds() {
+  std::lock_guard<std::mutex> hold(device_mutex_);
+  if (kinds_) return *kinds_;
+  bool hosts = true, devices = true;
+  try {
+    for (const Identity& who : group_->everyone(Deadline::after(options_->timeout))) {
+      hosts = hosts && plain(who.native);
+      devices = devices && !on_host(who.native);
+    }
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+  kinds_ = hosts ? Kinds::kHosts : devices ? Kinds::kDevices : Kinds::kBoth;
+  return *kinds_;
+}
+
+Site TorchBackend::site_of(const at::Tensor& t, const char* op) {
+  if (!t.defined()) return {op, at::kCPU};
+  const bool device_rank = !on_host(home_.native);
+  if (t.is_cpu()) {
+    if (!device_rank || kinds() != Kinds::kBoth) return {op, at::kCPU};
+    return {op, c10::impl::VirtualGuardImpl(c10::Device(home_.native.device).type()).getDevice()};
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      device_rank && t.device().type() == c10::Device(home_.native.device).type(), "fsccl: ", op,
+      " got a tensor on ", t.device(), ", and this rank moves tensors of ", home_.native.device,
+      " only; FSCCL_CUDA=1 lets it move those of CUDA (not verified on hardware yet), and the "
+      "backend 'cpu:fsccl,cuda:nccl' moves them with NCCL");
+  return {op, t.device()};
+}
+
+TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
+  if (!t.defined() || !complete(home_.native)) return nullptr;
+  if (t.is_cpu() != on_host(home_.native)) return nullptr;
+  if (kinds() == Kinds::kHosts) return nullptr;
+  std::lock_guard<std::mutex> hold(device_mutex_);
+  if (!whole_) {
+    try {
+      const Deadline d = Deadline::after(options_->timeout);
+      const GroupConfig& config = group_->config();
+      const Clusters clusters =
+          form_native_clusters(rank_, group_->everyone(d), config.global_ranks, config.settings);
+      check_alive();
+      whole_ = clusters.count() == 1 ? home_.make_native(0, rank_, clusters.own()) : nullptr;
+    } catch (const Error& e) {
+      std::rethrow_exception(torch_error(e));
+    }
+    if (*whole_ && group_->config().settings.debug) {
+      std::fprintf(stderr, "[fsccl] rank %d group '%s': %s joins all ranks and does all\n",
+                   group_->config().global_ranks[static_cast<size_t>(rank_)],
+                   group_->config().name.c_str(), home_.native.library.c_str());
+    }
+  }
+  return *whole_;
+}
+
+std::string TorchBackend::path_of(const at::Tensor& t) {
+  if (whole_native(t)) return home_.native.library;
+  const bool device = !site_of(t, "path_of").device.is_cpu();
+  return device || kinds() == Kinds::kBoth ? "engine" : "core";
+}
+
+void TorchBackend::check_alive() const {
+  if (!home_.make_native) throw Error(Fault::kAborted, rank_, "the group has been shut down");
+}
+
+// For a rank on its host; one on a device has moved its tensors there.
+Engine* TorchBackend::host_engine(const Deadline& d) {
+  if (!on_host(home_.native) || kinds() != Kinds::kBoth) return nullptr;
+  std::lock_guard<std::mutex> hold(device_mutex_);
+  return &engine(d);
+}
+
+Engine& TorchBackend::engine(const Deadline& d) {
+  if (engine_) return *engine_;
+  check_alive();
+  const bool host = on_host(home_.native);
+  const auto make_tracks = [&](std::function<void(int)> look) -> std::unique_ptr<Tracks> {
+    if (!host) {
+      const c10::DeviceType type = c10::Device(home_.native.device).type();
+      return std::make_unique<StreamTracks>(c10::impl::VirtualGuardImpl(type).getDevice());
+    }
+    return std::make_unique<HostTracks>(SpinPolicy::for_ranks(size_), std::move(look));
+  };
+  engine_ = std::make_unique<Engine>(group_, make_tracks, home_.make_native, d);
+  if (!host) watch_ = std::make_unique<Watch>(*engine_);
+  return *engine_;
+}
+
+// Enqueues the operation on the engine's streams, between the caller's work so far and, unless it
+// is asynchronous, all that the caller does later.
+TorchBackend::WorkPtr TorchBackend::run_on_device(
+    const Call& call, const Site& site, Tensors outputs,
+    std::function<void(Engine&, const Deadline&)> body) {
+  const Deadline d = Deadline::after(limit(call.timeout));
+  TORCH_CHECK_VALUE(!coalescing_native_, "fsccl: ", site.op,
+                    " between clusters cannot be coalesced with messages inside one");
+  kinds();
+  std::lock_guard<std::mutex> hold(device_mutex_);
+  try {
+    Engine& engine = this->engine(d);
+    auto& tracks = static_cast<StreamTracks&>(engine.tracks());
+    TORCH_CHECK_VALUE(site.device == tracks.device(), "fsccl: ", site.op, " got a tensor on ",
+                      site.device, ", but this group works on ", tracks.device());
+    const c10::Stream user = tracks.current();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !tracks.is_capturing(user), "fsccl: ", site.op,
+        " between clusters cannot be captured in a CUDA graph: what other clusters send is not "
+        "part of the graph; groups of one cluster can be captured");
+    tracks.wait(Track::kNative, tracks.mark_of(user));
+    const OnTrack native(tracks, Track::kNative);
+    body(engine, d);
+    auto pending = std::make_shared<Pending>(call.title, ++sequence_, tracks.mark(Track::kNative),
+                                             d, tracks.take_awaited());
+    // The operation's tensors live in its body, those of the caller as well as copies of them.
+    pending->keep = std::make_shared<decltype(body)>(std::move(body));
+    if (!call.async && !coalescing_) pending->end->block(user);
+    watch_->add(pending);
+    return collect(c10::make_intrusive<DeviceWork>(rank_, call.type, call.title, sequence_,
+                                                   std::move(outputs), std::move(pending),
+                                                   *tracks.stream(Track::kNative)));
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
+
+// Messages of a device's tensors inside a cluster are the native library's. All others go through
+// host memory.
+std::optional<TorchBackend::WorkPtr> TorchBackend::message_inside(c10d::OpType type,
+                                                                  Tensors& tensors, int peer,
+                                                                  int tag) {
+  const at::Tensor& t = tensors[0];
+  const auto call = [&](int to) {
+    return [&, to](c10d::Backend& b) {
+      if (type == c10d::OpType::RECVANYSOURCE) return b.recvAnysource(tensors, tag);
+      return type == c10d::OpType::SEND ? b.send(tensors, to, tag) : b.recv(tensors, to, tag);
+    };
+  };
+  if (auto work = by_native(t, call(peer))) return work;
+  if (site_of(t, "send or recv").device.is_cpu() || t.is_cpu()) return std::nullopt;
+  kinds();
+  std::lock_guard<std::mutex> hold(device_mutex_);
+  try {
+    Engine& engine = this->engine(Deadline::after(options_->timeout));
+    const auto& mates = engine.clusters().own();
+    const bool from_anyone = type == c10d::OpType::RECVANYSOURCE;
+    TORCH_CHECK_NOT_IMPLEMENTED(!from_anyone || mates.size() == 1,
+                                "fsccl: receiving from any source into a tensor on ", t.device(),
+                                ": ", home_.native.library, " does not offer that");
+    const auto mate = std::find(mates.begin(), mates.end(), peer);
+    if (from_anyone || mate == mates.end()) return std::nullopt;
+    return call_native(engine.native(), call(static_cast<int>(mate - mates.begin())));
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
+
+void TorchBackend::wait_for_device() {
+  if (on_host(home_.native)) return;
+  const c10::impl::VirtualGuardImpl guard(c10::Device(home_.native.device).type());
+  guard.synchronizeStream(guard.getStream(guard.getDevice()));
+}
+
+void TorchBackend::abort_devices() {
+  // Not under the mutex: an operation that waits for ever may hold it.
+  if (engine_) engine_->abort();
+  if (whole_ && *whole_) (*whole_)->abort();
+}
+
+void TorchBackend::stop_devices() {
+  if (watch_ && !group_->failure()) watch_->drain(std::chrono::seconds(5));
+  watch_.reset();
+  engine_.reset();
+  if (whole_ && *whole_) (*whole_)->shutdown();
+  whole_.reset();
+  home_.make_native = nullptr;  // Python's: it must not outlive the interpreter
+}
+
+}  // namespace fsccl

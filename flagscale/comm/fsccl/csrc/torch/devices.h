@@ -1,0 +1,39 @@
+// How the backend does operations on devices: templates of operations.cpp.
+#pragma once
+
+#include "backend.h"
+
+namespace fsccl {
+
+template <class F>
+TorchBackend::WorkPtr TorchBackend::run(const Call& call, const Site& site, Tensors outputs,
+                                        F body) {
+  if (!site.device.is_cpu()) return run_on_device(call, site, std::move(outputs), std::move(body));
+  return run_on_host(call, std::move(outputs), [this, body](Group& group, const Deadline& d) {
+    if (Engine* engine = host_engine(d)) {
+      body(*engine, d);
+    } else {
+      body(group, d);
+    }
+  });
+}
+
+// The library is told of coalescing by the first of its calls: the others are not its own.
+template <class F>
+TorchBackend::WorkPtr TorchBackend::call_native(const NativePtr& native, F&& call) {
+  if (!coalescing_) return call(*native);
+  if (!coalescing_native_) {
+    native->startCoalescing();
+    coalescing_native_ = native;
+  }
+  return call(*native);
+}
+
+template <class F>
+std::optional<TorchBackend::WorkPtr> TorchBackend::by_native(const at::Tensor& t, F&& call) {
+  const NativePtr native = whole_native(t);
+  if (!native) return std::nullopt;
+  return call_native(native, std::forward<F>(call));
+}
+
+}  // namespace fsccl

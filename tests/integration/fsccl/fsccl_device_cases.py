@@ -1,0 +1,95 @@
+"""What ranks do in tests of clusters by native library."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def paths() -> str:
+    """How CPU tensors move in the default group: core, engine, or a native library's name."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    path: str = backend.path_of(torch.ones(1))  # type: ignore[attr-defined]
+    return path
+
+
+def nan_wins(count: int) -> None:
+    """A NaN of any rank is in every rank's MIN and MAX, by whichever algorithm."""
+    for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        for source in range(dist.get_world_size()):
+            x = torch.full((count,), float(dist.get_rank()))
+            if dist.get_rank() == source:
+                x[count // 2] = float("nan")
+            dist.all_reduce(x, op=op)
+            assert x.isnan().nonzero().flatten().tolist() == [count // 2]
+
+
+def rounding_is_alike(count: int) -> None:
+    """Values that every order of summation rounds otherwise: all ranks get the same bits."""
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            x = torch.randn(count, generator=generator).to(kind)
+            dist.all_reduce(x, op=op)
+            mine = x.view(torch.uint8)
+            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, mine)
+            assert all(torch.equal(mine, other) for other in everyone), (kind, op)
+
+
+def unsigned(count: int) -> None:
+    """Types that torch hardly computes with."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    for kind in (torch.uint16, torch.uint32, torch.uint64):
+        top = (1 << (8 * kind.itemsize)) - 1  # the sign bit of the signed type is set
+        for op, given, wanted in (
+            (dist.ReduceOp.SUM, me + 1, n * (n + 1) // 2),
+            (dist.ReduceOp.BXOR, 1 << me, (1 << n) - 1),
+            (dist.ReduceOp.MAX, top if me == 0 else 1, top),
+            (dist.ReduceOp.MIN, top if me == 0 else 1, 1),
+            (dist.ReduceOp.AVG, top // n, top // n),
+        ):
+            if kind == torch.uint64 and op in (
+                dist.ReduceOp.MAX,
+                dist.ReduceOp.MIN,
+                dist.ReduceOp.AVG,
+            ):
+                continue  # refused, see the errors of usage
+            x = torch.full((count,), given, dtype=kind)
+            dist.all_reduce(x, op=op)
+            assert x.tolist() == [wanted] * count, (kind, op)
+
+
+def many_in_flight(count: int) -> None:
+    """Asynchronous operations of all kinds at once, waited for in the opposite order."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    sums = [torch.full((count + i,), float(me + i)) for i in range(4)]
+    gathered = torch.empty(n * count)
+    works = [dist.all_reduce(x, async_op=True) for x in sums]
+    works.append(
+        dist.all_gather_single(gathered, torch.full((count,), float(me)), async_op=True)
+    )
+    futures = [w.get_future() for w in works]
+    for w in reversed(works):
+        w.wait()
+    for i, x in enumerate(sums):
+        assert (x == sum(r + i for r in range(n))).all()
+    assert (gathered.view(n, -1) == torch.arange(n).unsqueeze(1)).all()
+    for f in futures:
+        f.wait()
+
+
+def refusals() -> list[str]:
+    """What wrong calls say; the group goes on afterwards."""
+    out = []
+    for call in (
+        lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint64), op=dist.ReduceOp.MAX),
+        lambda: dist.all_reduce(torch.ones(3, device="meta")),
+    ):
+        try:
+            call()
+            out.append("no error")
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            out.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    return out
