@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from bed.host import Host, HostProcess
 from bed.lab import Bed
-from launch_lab import PROJECT, light_torchrun
+from launch_lab import PROJECT, light_torchrun, until
 
 from flagscale.launch.layout import Layout
 from flagscale.launch.state import RunState, load_state
@@ -159,3 +159,26 @@ def ssh_lab(bed: Bed, root: Path, **options: Any) -> Iterator[SshLab]:
         yield lab
     finally:
         lab.clear()
+
+
+def bystanders(bed: Bed) -> dict[str, list[int]]:
+    """Start processes of other people that look like ours on every host, a torchrun and another
+    run's rank; their pids by host, as :func:`sleepers` finds them as long as nobody ends them."""
+    other = "FLAGSCALE_RUN_ID=20200101-000000-abcdef exec -a train_gpt.py sleep 1001"
+    for host in bed.hosts:
+        for command in ("exec -a torchrun sleep 1000", other):
+            subprocess.Popen(
+                ["nsenter", "-t", str(host.pid), "-a", "--", "bash", "-c", command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+    until(lambda: all(len(pids) == 2 for pids in sleepers(bed).values()))
+    return sleepers(bed)
+
+
+def sleepers(bed: Bed) -> dict[str, list[int]]:
+    """The bystanders that live, by host."""
+    mine = (("1000",), ("1001",))
+    return {h.name: [p.pid for p in h.processes() if p.argv[1:] in mine] for h in bed.hosts}

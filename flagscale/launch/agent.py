@@ -34,11 +34,13 @@ from flagscale.launch.liveness.attempt import Stage
 from flagscale.launch.liveness.coordinator import Coordinator, Notice, Phase
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.kernel import become_subreaper, die_with, out_of_memory_kills
+from flagscale.launch.liveness.leftovers import sweep_after_agent
 from flagscale.launch.liveness.member import Member
 from flagscale.launch.liveness.network import Client, Server
 from flagscale.launch.liveness.options import Options, parse
 from flagscale.launch.liveness.protocol import Message
 from flagscale.launch.liveness.signals import Signals
+from flagscale.launch.liveness.telling import keep, say
 from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
@@ -91,12 +93,24 @@ class Agent:
         become_subreaper()
         self._script = os.getppid()
         die_with(self._script, signal.SIGTERM)()
-        self._announce()
         started, kills_before = time.time(), out_of_memory_kills()
-        fault = self._open()
+        fault = self._announce() or self._open()
         if fault is not None:
-            print(f"flagscale: {fault}", file=sys.stderr)
+            say(fault)
             return self._record(1, started, None)
+        try:
+            self._watch(wakeup)
+        except BaseException:
+            # Whatever it is: nothing that nobody watches may live on.
+            self.member.attempt.kill()
+            raise
+        kills_after = out_of_memory_kills()
+        kills = None
+        if kills_before is not None and kills_after is not None:
+            kills = kills_after - kills_before
+        return self._record(self.member.code(), started, kills)
+
+    def _watch(self, wakeup: socket.socket) -> None:
         if self._coordinator is not None:
             # Before any rank can report a failure, so that people learn whether it is final.
             self._write_summary(self._coordinator)
@@ -104,14 +118,17 @@ class Agent:
         while not self.member.over:
             self._turn(wakeup)
         self._farewell(wakeup)
-        kills_after = out_of_memory_kills()
-        kills = None
-        if kills_before is not None and kills_after is not None:
-            kills = kills_after - kills_before
-        return self._record(self.member.code(), started, kills)
 
-    def _announce(self) -> None:
-        """Say in the run's directory who watches, and forget an earlier start of this script."""
+    def _announce(self) -> str | None:
+        """Say in the run's directory who watches, and forget an earlier start of this script; what
+        went wrong."""
+        try:
+            self._write_identity()
+        except OSError as error:
+            return f"cannot write {error.filename}: {error.strerror}"
+        return None
+
+    def _write_identity(self) -> None:
         run_dir = self._options.view.run_dir
         files.make_private_directory(run_dir / status_directory(0))
         for name in (EXIT_FILE, LIVENESS_FILE):
@@ -136,10 +153,7 @@ class Agent:
         options = self._options
         if self._alone or options.coordinator is None or self._key is None:
             if options.coordinator is not None:
-                print(
-                    "flagscale: no secret of this run: this host's job is watched by itself",
-                    file=sys.stderr,
-                )
+                say("no secret of this run: this host's job is watched by itself")
             return None
         if options.host:
             self._client = Client(self._key, options.coordinator, self._selector)
@@ -223,7 +237,8 @@ class Agent:
             self._heard, self._reached = now, True
             self.member.obey(message, now)
         if self._client.fresh:
-            self._client.fresh = False
+            # Who has proven to be host 0 has to answer from now on, even if it never said a word.
+            self._client.fresh, self._heard, self._reached = False, now, True
             self._client.send(self.member.hello())
         self._look_at_link(now)
 
@@ -242,7 +257,7 @@ class Agent:
         else:
             reason = f"was not reached within {limit:g} s of the start"
         failure = Failure(self._options.master_name, None, None, reason, "", policy.output)
-        print(f"flagscale: {failure.headline()}; the job of this host ends", file=sys.stderr)
+        say(f"{failure.headline()}; the job of this host ends")
         self.member.lose(failure)
         if self._options.host == 1:
             # Host 0, which tells people otherwise, is the one that cannot.
@@ -275,7 +290,7 @@ class Agent:
                 self._server.send(host, order)
         notices, coordinator.notices = coordinator.notices, []
         for notice in notices:
-            _say(notice)
+            _report(notice)
             self._notifier.tell(notice)
         self._write_summary(coordinator)
 
@@ -284,7 +299,7 @@ class Agent:
         summary = coordinator.summary()
         if summary != self._summary:
             self._summary = summary
-            files.write_json(self._options.view.run_dir / LIVENESS_FILE, summary)
+            keep(self._options.view.run_dir / LIVENESS_FILE, summary)
 
     def _farewell(self, wakeup: socket.socket) -> None:
         """Let the others hear the end of it, and notifications end."""
@@ -310,8 +325,9 @@ class Agent:
         if self._coordinator is not None and member.signal is None:
             failure = self._coordinator.failure
         swept = member.attempt.swept
-        files.write_json(
-            self._options.view.run_dir / EXIT_FILE,
+        run_dir = self._options.view.run_dir
+        keep(
+            run_dir / EXIT_FILE,
             {
                 "code": code,
                 "phase": "job",
@@ -324,34 +340,17 @@ class Agent:
                 "attempt": member.attempt_number + 1,
                 "failure": failure.to_record() if failure is not None and code else None,
             },
+            instead_of=run_dir / AGENT_FILE,
         )
         return code
 
 
-def _say(notice: Notice) -> None:
+def _report(notice: Notice) -> None:
     """A line in the host's output for what people may be told of."""
     if notice.event in ("stalled", "restarted", "failed") and notice.failure is not None:
         what = {"restarted": "the job starts again after", "failed": "first failure:"}
         said = what.get(notice.event, "")
-        print(f"flagscale: {said} {notice.failure.headline()}".replace("  ", " "), file=sys.stderr)
-
-
-def sweep_run(run_id: str, grace: float, spared: Sequence[int]) -> processes.Swept:
-    """End the run's processes but the spared ones, reaping those that are our children."""
-    # The kernel reaps orphans from now on, so that they don't stay as zombies.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    return processes.sweep(run_id, grace, exclude=spared)
-
-
-def sweep_after_agent(run_id: str, run_dir: Path, grace: float) -> int:
-    """End what a killed agent left behind and record the end that it could not record."""
-    spared = [os.getpid(), *processes.ancestors(os.getpid())]
-    swept = sweep_run(run_id, grace, spared)
-    if not (run_dir / EXIT_FILE).exists():
-        record = {"code": 137, "phase": "agent", "signal": None, "ended": round(time.time(), 3)}
-        record["swept"] = [*swept.terminated, *swept.killed]
-        files.write_json(run_dir / EXIT_FILE, record)
-    return 0
+        say(f"{said} {notice.failure.headline()}".lstrip())
 
 
 def already_alive(run_id: str, run_dir: Path) -> int | None:
@@ -372,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return sweep_after_agent(run_id, run_dir, options.grace)
     other = already_alive(run_id, run_dir)
     if other is not None:
-        print(f"flagscale: run {run_id} is alive already (agent {other})", file=sys.stderr)
+        say(f"run {run_id} is alive already (agent {other})")
         return 1
     wanted = options.coordinator is not None
     return Agent(options, run_id, secret.take(run_dir) if wanted else None).run()

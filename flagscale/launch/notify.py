@@ -25,6 +25,7 @@ from typing import Any
 
 from flagscale.launch.liveness.coordinator import Notice
 from flagscale.launch.liveness.kernel import die_with
+from flagscale.launch.liveness.telling import say
 from flagscale.status import RUN_ID_VARIABLE
 
 COMMAND_VARIABLE = "FLAGSCALE_NOTIFY_COMMAND"
@@ -84,7 +85,7 @@ class Notifier:
                 preexec_fn=die_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509 - one thread
             )
         except OSError as error:
-            print(f"flagscale: cannot notify: {error.strerror}", file=sys.stderr)
+            say(f"cannot notify: {error.strerror}")
             return
         if process.stdin is not None:
             # Less than a pipe holds, so that this does not wait.
@@ -125,7 +126,7 @@ def main() -> int:
     if command:
         faults.append(_call(command, data))
     for fault in filter(None, faults):
-        print(f"flagscale: a notification failed: {fault}", file=sys.stderr)
+        say(f"a notification failed: {fault}")
     return 1 if any(faults) else 0
 
 

@@ -231,7 +231,7 @@ def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | No
     if ended is not None:
         if ended.signal is not None and ended.phase == "job":
             return Phase.STOPPED
-        if ended.code and state.stop_requested is not None:
+        if ended.code and state.stop_requested is not None and not ended.failed:
             return Phase.STOPPED
         return Phase.FAILED if ended.code else Phase.COMPLETED
     if seen is not None and seen.trouble:

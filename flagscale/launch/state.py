@@ -58,6 +58,7 @@ class HostState:
             signal=record.get("signal"),
             ended=float(record["ended"]),
             out_of_memory_kills=record.get("out_of_memory_kills"),
+            failed=record.get("failure") is not None,
         )
 
     def agent(self) -> Process | None:
@@ -79,6 +80,8 @@ class Exit:
     signal: int | None
     ended: float
     out_of_memory_kills: int | None = None
+    failed: bool = False
+    """Whether the agents named a first failure, so that a stop that came later found it so."""
 
 
 @dataclass(frozen=True)

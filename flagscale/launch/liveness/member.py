@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from flagscale.launch.liveness.attempt import Attempt, Stage
 from flagscale.launch.liveness.diagnosis import End, Failure, Report, Weight, host_report
 from flagscale.launch.liveness.kernel import out_of_memory_kills
 from flagscale.launch.liveness.protocol import Message
+from flagscale.launch.liveness.telling import say
 from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
@@ -66,7 +66,6 @@ class Member:
         self.attempt_number = number
         self.attempt = Attempt(self._run_id, self._grace)
         directory = self.host.run_dir / status_directory(number)
-        files.make_private_directory(directory)
         self._watch = RankWatch(directory)
         self._kills_before = out_of_memory_kills()
         self._output_start = _size(self.host.output)
@@ -78,9 +77,10 @@ class Member:
             ATTEMPT_VARIABLE: str(number),
         }
         try:
+            files.make_private_directory(directory)
             self.attempt.start(self._command, environment)
         except OSError as error:
-            print(f"flagscale: cannot start {self._command[0]}: {error.strerror}", file=sys.stderr)
+            say(f"cannot start {self._command[0]}: {error.strerror}")
             self.attempt.code, self.attempt.stage = 127, Stage.OVER
             self.attempt.ended_at = time.time()
 
@@ -199,7 +199,7 @@ class Member:
             self._end_failed()
         elif kind == "start" and order.get("attempt") == self.attempt_number + 1:
             if self.attempt.stage is Stage.OVER and self.signal is None:
-                print(f"flagscale: attempt {self.attempt_number + 2} starts", file=sys.stderr)
+                say(f"attempt {self.attempt_number + 2} starts")
                 self.begin(self.attempt_number + 1)
         elif order.get("attempt") != self.attempt_number:
             return

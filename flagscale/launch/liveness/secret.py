@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from flagscale.launch.files import make_private_directory, write_atomic
@@ -35,6 +36,8 @@ def take(run_dir: Path) -> bytes | None:
         except (OSError, ValueError):
             return None
     elif not path.exists():
-        make_private_directory(run_dir)
-        write_atomic(path, given + "\n")
+        # It is here for now; what a full disk costs is another start by hand.
+        with suppress(OSError):
+            make_private_directory(run_dir)
+            write_atomic(path, given + "\n")
     return given.encode() if len(given) >= _LEAST_CHARACTERS else None

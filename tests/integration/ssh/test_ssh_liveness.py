@@ -12,7 +12,7 @@ import pytest
 from bed.host import Host
 from launch_lab import until
 from liveness_lab import TOY, free_port
-from ssh_lab import PROJECT, SshLab
+from ssh_lab import PROJECT, SshLab, bystanders, sleepers
 
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 
@@ -22,8 +22,10 @@ pytestmark = pytest.mark.integration
 ENOUGH_SECONDS = 30.0
 
 
-def start(lab: SshLab, *, light: bool = True, runner: Any = None, **environment: str) -> None:
-    """Start the toy, whose ranks keep in step over the network."""
+def start(
+    lab: SshLab, *, light: bool = True, runner: Any = None, **environment: str
+) -> dict[str, list[int]]:
+    """Start the toy, whose ranks keep in step over the network, beside bystanders."""
     given = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
     lab.configure(
         f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY}",
@@ -31,8 +33,10 @@ def start(lab: SshLab, *, light: bool = True, runner: Any = None, **environment:
         runner={"lost_host_timeout": 3, **(runner or {})},
         envs={**given, **environment},
     )
+    others = bystanders(lab.bed)
     done = lab.do("run")
     assert done.returncode == 0, done.stderr
+    return others
 
 
 def process(lab: SshLab, host: Host, word: str) -> int:
@@ -51,20 +55,29 @@ def ended(lab: SshLab, host: str) -> dict[str, Any]:
     )
 
 
-def clean(lab: SshLab) -> None:
+def clean(lab: SshLab, others: dict[str, list[int]]) -> None:
+    """Wait until nothing of the run is left on any host, and see that nobody else was touched."""
     until(lambda: not lab.orphans(), ENOUGH_SECONDS)
+    assert sleepers(lab.bed) == others
 
 
 def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
-    start(lab)
+    with lab.bed.ssh_config.open("a") as config:
+        config.write("  ConnectTimeout 3\n")
+    others = start(lab)
     lab.bed["h01"].link("down")
-    clean(lab)
+    clean(lab, others)
+    stopped = lab.do("stop")
+    assert stopped.returncode == 3
+    assert "may still live on 1 host(s) that cannot be reached" in stopped.stderr
+    assert "h01" in stopped.stderr
     lost = [ended(lab, host)["failure"] for host in ("h00", "h01")]
     assert [failure["host"] for failure in lost] == ["h01", "h00"]
     assert all("no word from its agent for 3 s" in failure["reason"] for failure in lost)
     lab.bed["h01"].link("up")
     seen = lab.query()
     assert (seen["state"], seen["failure"]["host"]) == ("failed", "h01")
+    assert lab.do("stop").returncode == 0
 
 
 def test_a_link_that_comes_back_in_time_is_forgiven(lab: SshLab) -> None:
@@ -83,9 +96,9 @@ def test_a_link_that_comes_back_in_time_is_forgiven(lab: SshLab) -> None:
 
 @pytest.mark.parametrize("victim", ["h00", "h01"])
 def test_a_killed_agent(lab: SshLab, victim: str) -> None:
-    start(lab)
+    others = start(lab)
     os.kill(process(lab, lab.bed[victim], "flagscale.launch.agent"), signal.SIGKILL)
-    clean(lab)
+    clean(lab, others)
     failure = lab.query()["failure"]
     assert (failure["host"], failure["rank"]) == (victim, None)
     assert "SIGKILL" in failure["reason"] or "no word from its agent" in failure["reason"]
@@ -94,9 +107,9 @@ def test_a_killed_agent(lab: SshLab, victim: str) -> None:
 @pytest.mark.parametrize("victim", ["h00", "h01"])
 def test_a_killed_script(lab: SshLab, victim: str) -> None:
     """Its agent ends the job in order, everywhere, and nobody takes that for a stop by the user."""
-    start(lab, runner={"max_restarts": 3})
+    others = start(lab, runner={"max_restarts": 3})
     os.kill(process(lab, lab.bed[victim], f"host_{victim[-1]}_{victim}_run.sh"), signal.SIGKILL)
-    clean(lab)
+    clean(lab, others)
     for host in lab.bed.names:
         assert ended(lab, host)["failure"]["host"] == victim
     seen = lab.query()
@@ -106,9 +119,9 @@ def test_a_killed_script(lab: SshLab, victim: str) -> None:
 
 
 def test_a_killed_rank_is_named_with_host_log_and_signal(lab: SshLab) -> None:
-    start(lab, light=False)
+    others = start(lab, light=False)
     os.kill(process(lab, lab.bed["h01"], "program.py"), signal.SIGKILL)
-    clean(lab)
+    clean(lab, others)
     seen = lab.query()
     failure = seen["failure"]
     assert (failure["host"], failure["rank"], failure["exit_code"]) == ("h01", 1, -9)
@@ -118,11 +131,11 @@ def test_a_killed_rank_is_named_with_host_log_and_signal(lab: SshLab) -> None:
 
 @pytest.mark.parametrize("victim", ["h00", "h01"])
 def test_everything_on_one_host_is_killed(lab: SshLab, victim: str) -> None:
-    start(lab)
+    others = start(lab)
     for left in lab.members(lab.bed[victim]):
         with suppress(ProcessLookupError):  # what its parent's end has ended already
             os.kill(left.pid, signal.SIGKILL)
-    clean(lab)
+    clean(lab, others)
     other = "h01" if victim == "h00" else "h00"
     failure = ended(lab, other)["failure"]
     assert (failure["host"], failure["rank"]) == (victim, None)
@@ -130,17 +143,17 @@ def test_everything_on_one_host_is_killed(lab: SshLab, victim: str) -> None:
 
 
 def test_a_stopped_rank_is_a_stall(lab: SshLab) -> None:
-    start(lab, runner={"hang_detection_timeout": 3})
+    others = start(lab, runner={"hang_detection_timeout": 3})
     os.kill(process(lab, lab.bed["h01"], "program.py"), signal.SIGSTOP)
-    clean(lab)
+    clean(lab, others)
     failure = lab.query()["failure"]
     assert (failure["host"], failure["rank"]) == ("h01", 1)
     assert "SIGSTOP" in failure["reason"]
 
 
 def test_the_job_starts_again_everywhere(lab: SshLab) -> None:
-    start(lab, runner={"max_restarts": 2}, TOY_1_0="raise", TOY_STEPS="40")
-    clean(lab)
+    others = start(lab, runner={"max_restarts": 2}, TOY_1_0="raise", TOY_STEPS="40")
+    clean(lab, others)
     seen = lab.query()
     assert (seen["state"], seen["attempt"], seen["attempts"]) == ("completed", 2, 3)
     assert "attempt 2 of 3" in lab.do("query").stdout

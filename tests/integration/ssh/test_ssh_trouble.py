@@ -2,53 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from bed.host import Host
 from launch_lab import until
-from ssh_lab import SshLab
+from ssh_lab import STEADY, SshLab, bystanders, sleepers
+
+from flagscale.launch.failures import job_record
 
 pytestmark = pytest.mark.integration
 
 
-def bystanders(host: Host) -> list[int]:
-    """Processes of other people that look like ours: a torchrun, and another run's rank."""
-    sleeper = "exec -a torchrun sleep 1000"
-    other = "FLAGSCALE_RUN_ID=20200101-000000-abcdef exec -a train_gpt.py sleep 1001"
-    for command in (sleeper, other):
-        subprocess.Popen(
-            ["nsenter", "-t", str(host.pid), "-a", "--", "bash", "-c", command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return until(lambda: len(found := _sleepers(host)) == 2 and found)
+BAD = {
+    "unplugged": ("no route", "no answer"),
+    "filtered": ("no answer from filtered within 3 s", "unplugged,filtered: no answer"),
+    "closed": ("nothing listens on closed port 22",),
+    "unknown": ("ssh-keyscan -t ed25519 unknown",),
+    "changed": ("the host key of changed has changed",),
+}
 
 
-def _sleepers(host: Host) -> list[int]:
-    return [p.pid for p in host.processes() if p.argv[1:] in (("1000",), ("1001",))]
-
-
-def test_an_unreachable_host_is_named_and_nothing_starts(lab: SshLab) -> None:
+@pytest.mark.bed(hosts=["fine", *BAD])
+def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(lab: SshLab) -> None:
     lab.configure()
-    lab.bed["h01"].link("down")
+    known = lab.bed.known_hosts.read_text().splitlines()
+    lab.bed.known_hosts.write_text(
+        "".join(f"{line}\n" for line in known if not line.startswith("unknown,"))
+    )
+    lab.bed["unplugged"].link("down")
+    lab.bed["filtered"].drop()
+    lab.bed["closed"].stop_sshd()
+    lab.bed["changed"].change_host_key()
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
-    done = lab.do("run")
-    assert done.returncode == 3
-    assert "h01" in done.stderr
-    assert "no route" in done.stderr or "answer" in done.stderr
-    assert "h00" not in done.stderr
-    assert not lab.bed["h00"].find("program.py")
+    for words in ((), ("experiment.runner.preflight=false", "experiment.runner.master_port=23456")):
+        done = lab.do("run", *words)
+        assert done.returncode == 3
+        for name, said in BAD.items():
+            assert any(text in done.stderr for text in said), (name, done.stderr)
+        assert "fine:" not in done.stderr
+        assert all(not host.find("program.py") for host in lab.bed.hosts)
 
 
 def test_a_changed_host_key_in_the_middle_of_a_run(lab: SshLab) -> None:
     lab.configure(runner={"on_failure": "leave"})
-    others = {host.name: bystanders(host) for host in lab.bed.hosts}
+    others = bystanders(lab.bed)
     assert lab.do("run").returncode == 0
     known = lab.bed.known_hosts.read_text()
     lab.bed["h01"].change_host_key()
@@ -67,7 +69,7 @@ def test_a_changed_host_key_in_the_middle_of_a_run(lab: SshLab) -> None:
     lab.bed.known_hosts.write_text("\n".join([*trusted, f"h01,10.77.0.2 {public}"]) + "\n")
     assert lab.do("stop").returncode == 0
     assert lab.orphans() == {}
-    assert {host.name: _sleepers(host) for host in lab.bed.hosts} == others
+    assert sleepers(lab.bed) == others
 
 
 def test_a_dead_sshd_hides_a_run_and_does_not_end_it(lab: SshLab) -> None:
@@ -92,6 +94,49 @@ def test_a_wrong_clock_is_refused(lab: SshLab) -> None:
     assert done.returncode == 2
     assert "clock (h01): 3600 s ahead of ours" in done.stderr
     assert not lab.bed["h00"].find("program.py")
+
+
+def test_a_wrong_clock_does_not_confuse_the_order_of_failures(lab: SshLab) -> None:
+    program = "import os, time\ntime.sleep(2 * (os.environ['RANK'] == '0'))\nraise SystemExit(7)\n"
+    lab.configure(program, runner={"preflight": False, "on_failure": "leave"})
+    lab.bed["h01"].skew_clock(3600)
+    assert lab.do("test").returncode == 7
+    seen = lab.query()
+    assert (seen["state"], seen["failure"]["host"]) == ("failed", "h01")
+    assert lab.orphans() == {}
+
+
+def test_a_host_that_loses_power(lab: SshLab) -> None:
+    lab.configure(runner={"lost_host_timeout": 3})
+    with lab.bed.ssh_config.open("a") as config:
+        config.write("  ConnectTimeout 3\n")
+    assert lab.do("run").returncode == 0
+    lab.bed["h01"].cut_power()
+    until(lambda: not lab.members(lab.bed["h00"]), 30)
+    shown = lab.do("query", "json=true")
+    assert shown.returncode == 3
+    seen = json.loads(shown.stdout)
+    assert [row["state"] for row in seen["hosts"]] == ["failed", "unreachable"]
+    assert seen["failure"]["host"] == "h01"
+    assert "no word from its agent for 3 s" in seen["failure"]["reason"]
+    stopped = lab.do("stop")
+    assert stopped.returncode == 3
+    assert "may still live on 1 host(s) that cannot be reached" in stopped.stderr
+
+
+def test_a_link_that_is_cut_while_the_launcher_waits(lab: SshLab) -> None:
+    waiting = 'status.write("joined", backend="none")'
+    lab.configure(STEADY.replace(waiting, "time.sleep(600)"), runner={"lost_host_timeout": 3})
+    with lab.bed.ssh_config.open("a") as config:
+        config.write("  ConnectTimeout 3\n")
+    launcher = lab.start("run")
+    until(lambda: lab.exp_dir.joinpath("logs", "state.json").exists(), 60)
+    until(lambda: job_record(lab.state().hosts).get("hosts", {}).get("1") == "starting", 60)
+    lab.bed["h01"].link("down")
+    said = launcher.communicate(timeout=100)[0]
+    assert launcher.returncode == 1
+    assert "failed: h01: was lost: no word from its agent for 3 s" in said
+    until(lambda: not lab.orphans(), 30)
 
 
 def test_a_taken_port_is_named_with_its_holder(lab: SshLab) -> None:
@@ -127,6 +172,29 @@ def test_a_full_disk(lab: SshLab) -> None:
     assert "h01: the script could not be started" in unchecked.stderr
     assert "No space left on device" in unchecked.stderr
     assert lab.orphans() == {}
+
+
+@pytest.mark.bed(hosts=2, root="private", shared=[])
+def test_disks_that_fill_up_in_the_middle_of_a_run(lab: SshLab) -> None:
+    """Who watches the job needs no disk for that, and finds room to tell how it ended."""
+    lab.configure(runner={"no_shared_fs": True})
+    lab.install()
+    for host in lab.bed.hosts:
+        host.small_disk(lab.exp_dir, 80)
+    assert lab.do("run").returncode == 0
+    for host in lab.bed.hosts:
+        host.fill_disk(lab.exp_dir)
+    assert lab.query()["state"] == "running"
+    rank = max(p.pid for p in lab.members(lab.bed["h01"]) if "program.py" in str(p.argv))
+    os.kill(rank, signal.SIGKILL)
+    until(lambda: not lab.orphans())
+    seen = lab.query()
+    assert (seen["state"], seen["failure"]["host"]) == ("failed", "h01")
+    assert {row["host"]: row["state"] for row in seen["hosts"]} == {
+        "h00": "failed",
+        "h01": "failed",
+    }
+    assert lab.do("stop").returncode == 0
 
 
 @pytest.mark.bed(hosts=1, root="private", shared=[])
