@@ -19,6 +19,8 @@ class Fsccl(CommBackend):
         "FSCCL_DEBUG": "INFO: say which algorithm each operation took",
         "FSCCL_CLUSTERS": "sizes of clusters, split by hand, such as 4,4",
         "FSCCL_SOCKET_IFNAME": "the network interface between hosts",
+        "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
+        "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",
     }
 
     def unavailable(self, device: DeviceType) -> str | None:

@@ -105,6 +105,7 @@ def run_rank(plan: Plan, world: World, keep: Path | None, plot: Path | None) -> 
             world_size=world.size,
             timeout=timedelta(seconds=_SECONDS),
         )
+    dist.barrier()
     meeting.leave(world)
     about = facts("flagscale", "torch") if keep is not None and world.rank == 0 else {}
     rows = [row for s in plan.schedules for row in _measure_all(s, plan, device, world)]

@@ -30,7 +30,7 @@ def test_the_table_is_the_published_one() -> None:
         "k=4, nelem_per_send=262144, scratch_size=8388608, dtype=fp32",
         "check_iters=10, warmup_iters=10, iters=50",
         "",
-        "             size(B)        avg_time(us)        min_time(us)   avg_algbw(GiB/s)"
+        "             size(B)        avg_time(us)        min_time(us)    avg_algbw(GiB/s)"
         "    max_algbw(GiB/s)",
         "          1073741824             4376.92             3999.74              228.47"
         "              250.02",
