@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ def make_private_directory(path: Path) -> None:
         directory.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
 
 
-def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
-    """Replace a file's content in one step, so that no reader ever sees half of it."""
+def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bool = True) -> None:
+    """Replace a file's content in one step, so that no reader ever sees half of it. ``durable``:
+    not even after a loss of power; that costs a write to the disk."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:50]}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(file.fileno(), mode)
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         Path(temporary).replace(path)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
@@ -41,8 +44,38 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
         raise
 
 
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    write_atomic(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
+    write_atomic(path, json_text(record), durable=durable)
+
+
+def json_text(record: Mapping[str, Any]) -> str:
+    """An object as JSON, a line for each of its keys and, of its lists, for each item. Short lines
+    read well enough, and :mod:`json` is ten times as fast as where it indents everything."""
+    lines = []
+    for key, value in record.items():
+        text = _json(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(_json, value)) + "\n ]"
+        lines.append(f" {_json(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n" if lines else "{}\n"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings and sequences as what JSON knows; paths as text."""
+    kind = type(value)
+    if kind is str or value is None or kind is int:
+        return value
+    if is_dataclass(value):
+        return {name: plain(inner) for name, inner in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -26,10 +26,9 @@ from typing import Any
 from flagscale.launch.liveness.coordinator import Notice
 from flagscale.launch.liveness.kernel import die_with
 from flagscale.launch.liveness.telling import say
+from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
 from flagscale.status import RUN_ID_VARIABLE
 
-COMMAND_VARIABLE = "FLAGSCALE_NOTIFY_COMMAND"
-WEBHOOK_VARIABLE = "FLAGSCALE_NOTIFY_WEBHOOK"
 TIMEOUT_SECONDS = 10.0
 _MARGIN_SECONDS = 2.0
 
@@ -60,11 +59,11 @@ class Notifier:
 
     def __init__(self, wanted: Collection[str], run: str, name: str, attempts: int) -> None:
         command, webhook = (
-            os.environ.pop(COMMAND_VARIABLE, ""),
-            os.environ.pop(WEBHOOK_VARIABLE, ""),
+            os.environ.pop(COMMAND, ""),
+            os.environ.pop(WEBHOOK, ""),
         )
         self._wanted = wanted if command or webhook else ()
-        self._secrets = {COMMAND_VARIABLE: command, WEBHOOK_VARIABLE: webhook}
+        self._secrets = {COMMAND: command, WEBHOOK: webhook}
         self._about = {"run": run, "name": name}
         self._attempts = attempts
         self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
@@ -118,8 +117,8 @@ def _fitting(record: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Send what stdin holds to where the environment says."""
     data = sys.stdin.buffer.read()
-    command = os.environ.pop(COMMAND_VARIABLE, "")
-    webhook = os.environ.pop(WEBHOOK_VARIABLE, "")
+    command = os.environ.pop(COMMAND, "")
+    webhook = os.environ.pop(WEBHOOK, "")
     faults = []
     if webhook:
         faults.append(_post(webhook, data))

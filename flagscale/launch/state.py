@@ -6,13 +6,13 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flagscale.errors import RunStateError
 from flagscale.launch import processes
-from flagscale.launch.files import make_private_directory, read_json, write_json
+from flagscale.launch.files import make_private_directory, plain, read_json, write_json
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, Layout
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan, SshPlace
 from flagscale.launch.processes import Process
@@ -107,14 +107,7 @@ class RunState:
         return any(host.ssh is not None for host in self.hosts)
 
     def save(self, path: Path) -> None:
-        record: dict[str, Any] = asdict(self)
-        record["exp_dir"] = str(self.exp_dir)
-        record["ssh_config"] = str(self.ssh_config) if self.ssh_config else None
-        record["hosts"] = [
-            {key: str(value) if isinstance(value, Path) else value for key, value in host.items()}
-            for host in record["hosts"]
-        ]
-        write_json(path, record)
+        write_json(path, plain(self))
 
     def alive(self) -> list[Process]:
         """Every living process of the run on this machine."""

@@ -8,7 +8,7 @@ depends on the machine (interpreter, devices, cores, inherited variables) comes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from flagscale.config.arguments.flatten import flatten, leaves
 from flagscale.config.schema import Experiment, Runner
 from flagscale.config.secrets import is_secret_name
 from flagscale.errors import ConfigError, Problem
+from flagscale.launch.files import plain
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launch.planning import devices
 from flagscale.launch.planning.environment import EnvValue, build_environment
@@ -120,19 +121,11 @@ class LaunchPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data, without the values of secrets."""
-        record = _plain(asdict(self))
-        record["world_size"] = self.world_size
-        for host, host_record in zip(self.hosts, record["hosts"], strict=True):
-            host_record["environment"] = [value.to_json() for value in host.environment]
-        return dict(record)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
+        record = {**vars(self), "hosts": [], "world_size": self.world_size}
+        for host in self.hosts:
+            environment = [value.to_json() for value in host.environment]
+            record["hosts"].append({**vars(host), "environment": environment})
+        return dict(plain(record))
 
 
 def plan(

@@ -89,6 +89,6 @@ def keep_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
     layout = plan.layout
     for directory in (layout.scripts, layout.logs / "pids"):
         make_private_directory(directory)
-    write_json(layout.plan, plan.to_json())
-    write_atomic(layout.config, config_text)
-    write_atomic(layout.overrides, overrides_text)
+    write_json(layout.plan, plan.to_json(), durable=False)
+    write_atomic(layout.config, config_text, durable=False)
+    write_atomic(layout.overrides, overrides_text, durable=False)

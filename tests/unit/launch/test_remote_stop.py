@@ -107,7 +107,7 @@ def test_a_pid_that_belongs_to_another_process_by_now_is_spared(
         f"started[{pid}]={ticks - 1}; send KILL {pid} || say early spared\n"
         f"started[{pid}]={ticks}; send KILL {pid} && say exact sent\n"
     )
-    answer = run(functions + tries)
+    answer = run(functions + tries + "tell\n")
     assert (answer.get("early"), answer.get("exact")) == ("spared", "sent")
     assert stranger.wait() == -9
 

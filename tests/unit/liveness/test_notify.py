@@ -16,7 +16,8 @@ import pytest
 
 from flagscale.launch.liveness.coordinator import Notice
 from flagscale.launch.liveness.diagnosis import Failure
-from flagscale.launch.notify import COMMAND_VARIABLE, WEBHOOK_VARIABLE, payload
+from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
+from flagscale.launch.notify import payload
 
 FAILURE = Failure("h1", 3, -9, "ended with signal 9", "trace", Path("/x/stderr.log"))
 
@@ -72,7 +73,7 @@ def test_what_is_told() -> None:
 def test_a_command_and_a_webhook(chat: str, tmp_path: Path) -> None:
     place = tmp_path / "a 'b' $c"
     done = send(
-        **{COMMAND_VARIABLE: 'cat > "$PLACE"', WEBHOOK_VARIABLE: f"{chat}/200/t0ken"},
+        **{COMMAND: 'cat > "$PLACE"', WEBHOOK: f"{chat}/200/t0ken"},
         PLACE=str(place),
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -95,7 +96,7 @@ def test_a_command_and_a_webhook(chat: str, tmp_path: Path) -> None:
 def test_a_webhook_that_fails_is_a_line_without_its_address(
     chat: str, address: str, said: str
 ) -> None:
-    done = send(**{WEBHOOK_VARIABLE: chat + address if address.startswith("/") else address})
+    done = send(**{WEBHOOK: chat + address if address.startswith("/") else address})
     assert done.returncode == 1
     assert said in done.stderr
     assert "t0ken" not in done.stderr
@@ -103,7 +104,7 @@ def test_a_webhook_that_fails_is_a_line_without_its_address(
 
 
 def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    done = send(**{COMMAND_VARIABLE: f"sleep 600 & echo $! > {tmp_path}/pid; exit 3"})
+    done = send(**{COMMAND: f"sleep 600 & echo $! > {tmp_path}/pid; exit 3"})
     assert "exit code 3" in done.stderr
     pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
