@@ -70,11 +70,15 @@ def load_extension() -> ModuleType:
     return _import(library)
 
 
-def _library() -> Path:
+def builds_directory() -> Path:
+    """Where builds are kept; it need not exist."""
     root = os.environ.get("FSCCL_BUILD_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    base = Path(root) if root else Path(cache) / "flagscale" / "fsccl"
-    return base.absolute() / _key() / f"{_MODULE}.so"
+    return (Path(root) if root else Path(cache) / "flagscale" / "fsccl").absolute()
+
+
+def _library() -> Path:
+    return builds_directory() / _key() / f"{_MODULE}.so"
 
 
 def _compiler() -> str:
@@ -82,8 +86,10 @@ def _compiler() -> str:
 
 
 def _sources() -> list[Path]:
-    """The two translation units: what needs torch's headers, and the core."""
-    return [_SOURCES / "torch" / "extension.cpp", _SOURCES / "core" / "core.cpp"]
+    """The translation units: what needs torch's headers, the core, and the NVLink engine's host
+    side, which needs no CUDA."""
+    parts = ("torch/extension.cpp", "core/core.cpp", "nvlink/nvlink.cpp")
+    return [_SOURCES / part for part in parts]
 
 
 @functools.cache

@@ -164,7 +164,7 @@ void sizes_take_the_algorithms_of_the_table() {
   std::vector<Log> logs(kRanks);
   each_rank(kRanks, [&](int rank) {
     Engine::Options options = small();
-    options.table = Table::parse(rank > 0 ? "all_reduce ordinary 1 other 0 0\n"
+    options.tables[kRanks] = Table::parse(rank > 0 ? "all_reduce ordinary 1 other 0 0\n"
                                           : "all_reduce ordinary 4096 flagged 0 0\n"
                                             "all_reduce ordinary 65536 two_shot 0 0\n"
                                             "all_reduce ordinary 200000 staged 2 64\n"
@@ -233,7 +233,7 @@ void registered_memory_is_used_directly() {
   std::vector<std::vector<Vec>> memory(kRanks, std::vector<Vec>(4096));
   each_rank(kRanks, [&](int rank) {
     Engine::Options options = small();
-    options.table = Table::parse("all_gather ordinary 1 staged 1 32\n"
+    options.tables[kRanks] = Table::parse("all_gather ordinary 1 staged 1 32\n"
                                  "all_gather registered 1 direct 2 32\n");
     Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
     const auto c = join(engine, meeting, rank, kRanks);

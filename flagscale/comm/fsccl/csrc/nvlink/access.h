@@ -26,7 +26,7 @@ FSCCL_FN Raw load_pieces(B& b, const char* from) {
     piece[i] = b.template load<W>(from + i * sizeof(W));
   }
   Raw raw;
-  __builtin_memcpy(&raw, piece, sizeof raw);
+  memcpy(&raw, piece, sizeof raw);
   return raw;
 }
 
@@ -34,7 +34,7 @@ template <class W, class Raw, class B>
 FSCCL_FN void store_pieces(B& b, char* to, const Raw& raw) {
   constexpr int kCount = sizeof(Raw) / sizeof(W);
   W piece[kCount];
-  __builtin_memcpy(piece, &raw, sizeof raw);
+  memcpy(piece, &raw, sizeof raw);
   FSCCL_UNROLL for (int i = 0; i < kCount; ++i) b.store(to + i * sizeof(W), piece[i]);
 }
 
@@ -51,7 +51,7 @@ FSCCL_SLOW Raw load_slowly(B b, const char* from, u32 bytes, u32 width) {
     piece[i] = i < bytes ? b.template load<u8>(from + i) : u8{0};
   }
   Raw raw;
-  __builtin_memcpy(&raw, piece, sizeof raw);
+  memcpy(&raw, piece, sizeof raw);
   return raw;
 }
 
@@ -63,7 +63,7 @@ FSCCL_SLOW void store_slowly(B b, char* to, u32 bytes, u32 width, Raw raw) {
     return store_pieces<u8>(b, to, raw);
   }
   u8 piece[sizeof(Raw)];
-  __builtin_memcpy(piece, &raw, sizeof raw);
+  memcpy(piece, &raw, sizeof raw);
   FSCCL_UNROLL for (u32 i = 0; i < sizeof(Raw); ++i) {
     if (i < bytes) b.store(to + i, piece[i]);
   }

@@ -10,7 +10,7 @@
 #define FSCCL_SLOW __device__ __noinline__
 #define FSCCL_UNROLL _Pragma("unroll")
 #else
-#include <cstddef>
+#include <cstring>
 #define FSCCL_FN inline
 #define FSCCL_SLOW inline
 #define FSCCL_UNROLL

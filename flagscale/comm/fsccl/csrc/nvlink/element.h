@@ -50,7 +50,7 @@ struct BFloat16 {
   static FSCCL_FN Sum load(Stored v) {
     const u32 bits = static_cast<u32>(v) << 16;
     float f;
-    __builtin_memcpy(&f, &bits, 4);
+    memcpy(&f, &bits, 4);
     return f;
   }
   static FSCCL_FN Stored store(Sum v) {
@@ -139,7 +139,7 @@ class Sum {
  public:
   FSCCL_FN void add(const Args& a, bool first, const Raw& raw) {
     typename E::Stored next[kCount];
-    __builtin_memcpy(next, &raw, sizeof raw);
+    memcpy(next, &raw, sizeof raw);
     // Decided for all elements at once, and the usual case by itself: its loop is a plain one.
     if (a.math == Math::kSum || a.math == Math::kAvg) {
       FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
@@ -162,7 +162,7 @@ class Sum {
       last[i] = E::store(a.math == Math::kAvg ? divide<S>(sum_[i], a.ranks) : sum_[i]);
     }
     Raw raw;
-    __builtin_memcpy(&raw, last, sizeof raw);
+    memcpy(&raw, last, sizeof raw);
     return raw;
   }
 

@@ -173,7 +173,8 @@ std::string Communicator::card() const {
   card.host = host();
   card.device = engine_.device_->identity();
   card.slot_bytes = std::to_string(engine_.options_.slot_bytes);
-  card.table = engine_.options_.table ? engine_.options_.table->text() : "";
+  const auto table = engine_.options_.tables.find(size_);
+  if (table != engine_.options_.tables.end()) card.table = table->second.text();
   card.shared = engine_.device_->share(arena_, &card.offset);
   return card.text();
 }

@@ -45,7 +45,7 @@ class Engine {
   struct Options {
     u64 slot_bytes = 64 << 10;     // of a channel; a group has 32 channels of 4 slots
     u32 arenas_at_once = 8;        // by so many the heap grows
-    std::optional<Table> table;    // rank 0's decides; none: first guesses
+    std::map<int, Table> tables;   // by ranks of a group; rank 0's decides; none: first guesses
   };
   Engine(std::unique_ptr<Device> device, Options options);
 

@@ -2,3 +2,4 @@
 #include "cuda_device.cpp"
 #include "engine.cpp"
 #include "plan.cpp"
+#include "python.cpp"

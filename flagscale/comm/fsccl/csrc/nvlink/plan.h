@@ -19,7 +19,7 @@ enum class Algorithm : uint8_t {
   kStaged,   // staged.h
   kDirect,   // direct.h, of registered buffers
 };
-constexpr int kCollectives = 5;
+constexpr int kCollectives = 5, kAlgorithms = 5;
 
 const char* name_of(Collective c);
 const char* name_of(Algorithm a);

@@ -10,9 +10,14 @@
 namespace py = pybind11;
 using fsccl::TorchBackend;
 
+namespace fsccl::nvlink {
+void bind(py::module_& parent);
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch.distributed");  // has the base classes
   m.def("shutdown_all", &TorchBackend::shutdown_all);
+  fsccl::nvlink::bind(m);
   m.attr("protocol_version") = fsccl::kProtocolVersion;
 
   using Options = TorchBackend::Options;

@@ -1,0 +1,143 @@
+"""Compiles the kernels of the NVLink engine for one kind of GPU, once for each state of the sources.
+
+NVRTC, which comes with torch's CUDA wheels, is enough; ``nvcc`` is used where it is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from flagscale.comm.fsccl.build import BuildError, builds_directory
+
+_SOURCES = Path(__file__).parent / "csrc" / "nvlink"
+_KERNELS = _SOURCES / "kernels.cu"
+# a*b+c rounded once could differ between two algorithms that must agree bit by bit.
+_FLAGS = ("--std=c++17", "--fmad=false")
+_LOCK_SECONDS = 900.0
+_COMPILE_SECONDS = 600.0
+_LOG_CHARACTERS = 4000
+
+
+def kernels(capability: tuple[int, int]) -> bytes:
+    """The machine code (a cubin) for a compute capability such as ``(9, 0)``.
+
+    Raises:
+        BuildError: neither NVRTC nor nvcc is there, or the compilation failed.
+    """
+    path = builds_directory() / f"nvlink-{_key()}-sm{capability[0]}{capability[1]}.cubin"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
+        if not path.exists():
+            code = _compile(f"sm_{capability[0]}{capability[1]}", path)
+            # Whole or not at all: whoever finds the file may load it.
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(code)
+            part.rename(path)
+    return path.read_bytes()
+
+
+def _key() -> str:
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for path in sorted([_KERNELS, *_SOURCES.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(architecture: str, path: Path) -> bytes:
+    if nvrtc := _find_nvrtc():
+        return _with_nvrtc(nvrtc, architecture)
+    if nvcc := _find_nvcc():
+        return _with_nvcc(nvcc, architecture, path)
+    raise BuildError(
+        "the NVLink engine compiles its kernels on first use, and there is neither NVRTC nor nvcc",
+        hint="torch's CUDA wheels bring NVRTC; CUDA_HOME names a toolkit; FSCCL_NVLINK=0 does "
+        "without the engine",
+    )
+
+
+def _find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
+
+
+def _nvrtc_candidates() -> Iterator[str]:
+    for major in (13, 12):
+        yield f"libnvrtc.so.{major}"
+    for entry in [*sys.path, os.environ.get("CUDA_HOME") or "/usr/local/cuda"]:
+        for pattern in ("nvidia/*/lib/libnvrtc.so.??", "lib64/libnvrtc.so.??"):
+            yield from (str(found) for found in Path(entry).glob(pattern))
+
+
+def _find_nvrtc() -> ctypes.CDLL | None:
+    for name in _nvrtc_candidates():
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def _with_nvrtc(nvrtc: ctypes.CDLL, architecture: str) -> bytes:
+    program = ctypes.c_void_p()
+    source = _KERNELS.read_bytes()
+    words = (f"--gpu-architecture={architecture}", f"--include-path={_SOURCES}", *_FLAGS)
+    options = [word.encode() for word in words]
+    _check(
+        nvrtc,
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source, _KERNELS.name.encode(), 0, None, None
+        ),
+    )
+    try:
+        array = (ctypes.c_char_p * len(options))(*options)
+        if nvrtc.nvrtcCompileProgram(program, len(options), array) != 0:
+            log = _read(nvrtc, program, "ProgramLog").decode(errors="replace").strip("\0")
+            raise BuildError(
+                f"NVRTC cannot compile the NVLink kernels for {architecture}:\n"
+                f"{log[:_LOG_CHARACTERS]}"
+            )
+        return _read(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
+    return buffer.raw
+
+
+def _check(nvrtc: ctypes.CDLL, result: int) -> None:
+    if result == 0:
+        return
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+    text = nvrtc.nvrtcGetErrorString(result).decode()
+    raise BuildError(f"NVRTC failed while it compiled the NVLink kernels: {text}")
+
+
+def _with_nvcc(nvcc: str, architecture: str, path: Path) -> bytes:
+    out = path.with_suffix(f".{os.getpid()}.nvcc")
+    command = [nvcc, "-cubin", f"-arch={architecture}", *_FLAGS, str(_KERNELS), "-o", str(out)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
+        )
+        if done.returncode != 0:
+            raise BuildError(
+                f"{nvcc} cannot compile the NVLink kernels for {architecture}:\n"
+                f"{done.stderr[:_LOG_CHARACTERS]}"
+            )
+        return out.read_bytes()
+    finally:
+        out.unlink(missing_ok=True)

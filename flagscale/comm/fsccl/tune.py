@@ -1,0 +1,129 @@
+"""Which NVLink algorithm is fastest at which size: choosing from measurements, and keeping it.
+
+A table has rows ``<collective> <ordinary|registered> <most bytes> <algorithm> <blocks> <threads>``
+(csrc/nvlink/plan.h). It is kept by the name of the GPU and the number of ranks, as JSON in
+``$XDG_CONFIG_HOME/flagscale`` or where ``FSCCL_TUNE_FILE`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagscale.errors import ConfigError
+
+VARIABLE = "FSCCL_TUNE_FILE"
+_VERSION = 1
+_OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One shape's time at one size, in microseconds; algorithm ``other`` is the other library."""
+
+    collective: str
+    memory: str  # ordinary, registered
+    size: int  # bytes, as benchmarks count them: the whole message
+    algorithm: str
+    blocks: int
+    threads: int
+    microseconds: float
+
+    @property
+    def shape(self) -> tuple[str, int, int]:
+        return self.algorithm, self.blocks, self.threads
+
+
+def choose(timings: Iterable[Timing]) -> str:
+    """The table of the fastest: a row for each run of sizes with one winner.
+
+    A size between two measured ones takes the winner of the larger. Above the largest measured size
+    its winner stays.
+    """
+    by_case: dict[tuple[str, str], dict[int, list[Timing]]] = {}
+    for timing in timings:
+        sizes = by_case.setdefault((timing.collective, timing.memory), {})
+        sizes.setdefault(timing.size, []).append(timing)
+    lines = []
+    for (collective, memory), sizes in by_case.items():
+        winners = [
+            (size, min(of_size, key=lambda t: t.microseconds).shape)
+            for size, of_size in sorted(sizes.items())
+        ]
+        for i, (size, shape) in enumerate(winners):
+            if i + 1 < len(winners) and winners[i + 1][1] == shape:
+                continue
+            algorithm, blocks, threads = shape
+            if algorithm == _OTHER:
+                blocks = threads = 0
+            lines.append(f"{collective} {memory} {size} {algorithm} {blocks} {threads}")
+    return "\n".join(lines) + "\n"
+
+
+def table_file(device: str) -> Path:
+    """Where the tables of this kind of GPU are kept."""
+    if given := os.environ.get(VARIABLE):
+        return Path(given)
+    config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
+    return Path(config) / "flagscale" / f"fsccl-{name}.json"
+
+
+def stored_tables(device: str) -> dict[int, str]:
+    """Tables by the number of ranks; empty if none was measured.
+
+    Raises:
+        ConfigError: the file is not one that :func:`store` wrote, or is for another kind of GPU.
+    """
+    path = table_file(device)
+    try:
+        content: Any = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}", hint=_HINT) from error
+    return _tables(content, path, device)
+
+
+_HINT = "flagscale comm tune writes it anew"
+
+
+def _tables(content: Any, path: Path, device: str) -> dict[int, str]:
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        raise ConfigError(f"{path}: expected a table of version {_VERSION}", hint=_HINT)
+    if content.get("device") != device:
+        raise ConfigError(
+            f"{path}: measured on {content.get('device')!r}, this is {device!r}", hint=_HINT
+        )
+    tables = content.get("tables")
+    if not isinstance(tables, dict) or not all(
+        str(ranks).isdigit() and isinstance(rows, list) and all(isinstance(r, str) for r in rows)
+        for ranks, rows in tables.items()
+    ):
+        raise ConfigError(f"{path}: expected 'tables', lists of rows by ranks", hint=_HINT)
+    return {int(ranks): "\n".join(rows) + "\n" for ranks, rows in tables.items()}
+
+
+def store(device: str, ranks: int, table: str, measured: Mapping[str, str]) -> Path:
+    """Keep a table beside those of other numbers of ranks; ``measured`` tells when and with what."""
+    path = table_file(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tables: dict[str, Sequence[str]] = {
+        str(n): text.splitlines() for n, text in stored_tables(device).items()
+    }
+    tables[str(ranks)] = table.splitlines()
+    content = {
+        "version": _VERSION,
+        "device": device,
+        "measured": dict(measured),
+        "tables": dict(sorted(tables.items(), key=lambda item: int(item[0]))),
+    }
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(content, indent=2) + "\n")
+    part.rename(path)
+    return path
