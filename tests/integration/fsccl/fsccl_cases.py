@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsccl_checks import all_gather_whole, reduce_scatter_whole
 
 import flagscale.comm.fsccl
 
@@ -160,7 +161,7 @@ def coalesced() -> None:
     outs = [torch.empty(n * k) for k in (3, 500)]
     with dist._coalescing_manager(device=torch.device("cpu")):
         for out in outs:
-            dist.all_gather_single(out, torch.full((out.numel() // n,), float(me)))
+            all_gather_whole(out, torch.full((out.numel() // n,), float(me)))
     for out in outs:
         assert (out.view(n, -1)[:, 0] == torch.arange(n)).all()
 
@@ -183,8 +184,8 @@ def usage_errors() -> list[str]:
         lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND),
         lambda: dist.all_reduce(torch.ones(3).to_sparse()),
         lambda: dist.all_to_all_single(torch.ones(n + 1), torch.ones(n + 1)),
-        lambda: dist.all_gather_single(torch.ones(n), torch.ones(2)),
-        lambda: dist.reduce_scatter_single(torch.ones(2), torch.ones(2 * n, dtype=torch.float64)),
+        lambda: all_gather_whole(torch.ones(n), torch.ones(2)),
+        lambda: reduce_scatter_whole(torch.ones(2), torch.ones(2 * n, dtype=torch.float64)),
     ]
     for call_wrongly in wrong:
         try:

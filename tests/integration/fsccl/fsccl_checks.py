@@ -21,6 +21,10 @@ REDUCTIONS = {
 }
 FACTOR = 0.5  # of PREMUL_SUM
 
+# torch 2.13 has new names for them, and warns of the old ones.
+all_gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_whole = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def inputs(dtype: torch.dtype, count: int, seed: int) -> list[Tensor]:
     """What every rank holds: small whole numbers and halves, from which few types lose anything."""
@@ -134,7 +138,7 @@ def reduce_scatter(case: Case) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
     given = inputs(case.kind, case.count * n, case.seed)
     out = torch.empty(case.count, dtype=case.kind)
-    dist.reduce_scatter_single(out, given[me], op=reduction(case.red))
+    reduce_scatter_whole(out, given[me], op=reduction(case.red))
     wanted = reference(case.red, given)
     expect(out, wanted[me * case.count : (me + 1) * case.count], case.what)
     # Lists may hold tensors of different sizes.
@@ -150,7 +154,7 @@ def all_gather(case: Case) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
     given = inputs(case.kind, case.count, case.seed)
     out = torch.empty(n * case.count, dtype=case.kind)
-    dist.all_gather_single(out, on_stride(given[me], case.strided))
+    all_gather_whole(out, on_stride(given[me], case.strided))
     expect(out, torch.cat(given), case.what)
     sizes = [case.count + p for p in range(n)]
     ragged = [inputs(case.kind, s, case.seed + 1)[p] for p, s in enumerate(sizes)]
