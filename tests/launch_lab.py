@@ -24,19 +24,27 @@ from flagscale.launch.state import RunState, load_state
 PROJECT = Path(__file__).resolve().parents[1]
 
 
-# What torchrun does for a rank, without torch: 64 of the real one take a minute to import.
+# What torchrun does for a rank, without torch: 64 of the real one take a minute to import. Output
+# goes to the rank's files, or with --tee to where everything goes.
 LIGHT_TORCHRUN = """\
 import os, signal, subprocess, sys
+from pathlib import Path
 options, rest = {}, sys.argv[1:]
 while rest and rest[0].startswith("--"):
     options[rest[0][2:]] = rest[1]
     rest = rest[2:]
 count, node = int(options["nproc_per_node"]), int(options["node_rank"])
+logs = Path(options["log_dir"], f"{options['rdzv_id']}_{os.getpid()}", "attempt_0")
 ranks = []
 for local in range(count):
     rank = {"RANK": str(node * count + local), "LOCAL_RANK": str(local)}
     world = {"WORLD_SIZE": str(count * int(options["nnodes"]))}
-    ranks.append(subprocess.Popen([sys.executable, *rest], env={**os.environ, **rank, **world}))
+    streams = {}
+    if "tee" not in options:
+        (logs / str(local)).mkdir(parents=True)
+        streams = {s: (logs / str(local) / f"{s}.log").open("wb") for s in ("stdout", "stderr")}
+    environment = {**os.environ, **rank, **world}
+    ranks.append(subprocess.Popen([sys.executable, *rest], env=environment, **streams))
 signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
 sys.exit(max(rank.wait() for rank in ranks))
 """
@@ -52,7 +60,7 @@ def light_torchrun(root: Path) -> Path:
     return package.parents[1]
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What the condition returns once it is true."""
     deadline = time.monotonic() + seconds
     while True:
@@ -148,7 +156,7 @@ class Lab:
     def members(self) -> list[Process]:
         return processes.members(self.state().run_id)
 
-    def gone(self, seconds: float = 20.0) -> None:
+    def gone(self, seconds: float = 60.0) -> None:
         """Wait until no process of the run is left."""
         until(lambda: not self.members(), seconds)
 

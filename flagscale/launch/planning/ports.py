@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from pathlib import Path
 
 from flagscale.errors import ConfigError, Problem
 
+_FIRST_PORT = 20_000
+_TRIES = 100
+_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
 
 def free_port() -> int:
-    """A port that is free now, chosen by the kernel at launch time. The rendezvous binds it a
-    second later with SO_REUSEADDR; the kernel doesn't hand it out again soon."""
+    """A port that is free now and likely to be so when the ranks meet there, seconds later: below
+    those that the kernel gives to connections, where that leaves any."""
+    try:
+        low = int(_CONNECTIONS.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        low = 0
+    below = range(_FIRST_PORT, low)
+    for port in random.sample(below, min(_TRIES, len(below))):
+        if is_free(port):
+            return port
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

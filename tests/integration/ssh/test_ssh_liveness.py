@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from bed.host import Host
 from launch_lab import until
-from liveness_lab import TOY, free_port
+from liveness_lab import TOY
 from ssh_lab import PROJECT, SshLab, bystanders, sleepers
 
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
+from flagscale.launch.planning.ports import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -81,14 +82,14 @@ def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
 
 
 def test_a_link_that_comes_back_in_time_is_forgiven(lab: SshLab) -> None:
-    start(lab, runner={"lost_host_timeout": 20})
+    start(lab, runner={"lost_host_timeout": 15})
     host = lab.bed["h01"]
     port = json.loads(lab.state().hosts[0].script.parent.joinpath("plan.json").read_text())
     host.drop(f"tcp sport {port['liveness_port']}")
     summary = lab.state().hosts[0].run_dir / LIVENESS_FILE
-    # The file is written once there is something to tell.
+    # Longer than from one heartbeat to the next. The file is written once there is news.
     with pytest.raises(pytest.fail.Exception):
-        until(lambda: summary.exists() and "lost" in summary.read_text(), 6)
+        until(lambda: summary.exists() and "lost" in summary.read_text(), 4)
     host.heal()
     assert lab.query()["state"] == "running"
     assert lab.do("stop").returncode == 0

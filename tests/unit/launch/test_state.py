@@ -91,6 +91,8 @@ def test_files_are_private_and_whole(tmp_path: Path) -> None:
 def test_ports() -> None:
     port = ports.free_port()
     assert ports.is_free(port)
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert port < low
     with socket.create_server(("127.0.0.1", port)):
         assert not ports.is_free(port)
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
