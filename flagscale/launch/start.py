@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 from flagscale.errors import JobError
 from flagscale.launch import processes
 from flagscale.launch.failures import Failure, first_failure, job_record, last_lines
+from flagscale.launch.files import read_json
+from flagscale.launch.layout import Layout
 from flagscale.launch.planning.folding import fold
 from flagscale.launch.runners.base import Runner
 from flagscale.launch.snapshot import EventReader
@@ -178,7 +180,8 @@ class _Start:
         raise JobError(
             f"run {self._state.run_id}: not every rank joined within {self._timeout:g} s{missing}. "
             f"The run was stopped\n  log: {self._state.hosts[0].output}",
-            hint="raise experiment.runner.start_timeout if the start just takes longer",
+            hint="raise experiment.runner.start_timeout if the start just takes longer"
+            + _meeting_points(self._state),
         )
 
     # -- failures -----------------------------------------------------------------------------
@@ -213,6 +216,9 @@ class _Start:
         if failure is None and self._reader.ranks("failed"):
             return "a rank reported a failure, but the job goes on"
         if failure is None:
+            ends = [ended for host in state.hosts if (ended := host.exit()) is not None]
+            if ends and not any(ended.code for ended in ends):
+                return "the job has ended well on some hosts already and is ending on the others"
             _half_ended(state, runner)
         which = f" in attempt {self._restarts + 1}" if self._restarts else ""
         raise JobError(f"run {state.run_id} failed{which}: {failure.describe()}", exit_code=1)
@@ -220,6 +226,18 @@ class _Start:
 
 def _say(text: str) -> None:
     print(f"flagscale: {text}", file=sys.stderr, flush=True)
+
+
+def _meeting_points(state: RunState) -> str:
+    """What several hosts need of their network, which no look at one of them tells."""
+    plan = read_json(Layout(state.exp_dir).plan) or {}
+    if len(state.hosts) == 1 or "master_port" not in plan:
+        return ""
+    return (
+        f"; every host has to reach {plan['master_addr']} at ports {plan['master_port']} "
+        f"(runner.master_port) and {plan['liveness_port']} (runner.liveness_port), which a "
+        "firewall may drop"
+    )
 
 
 def _half_ended(state: RunState, runner: Runner) -> NoReturn:
