@@ -13,6 +13,8 @@ from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.golden import Golden, Verdict, digest
 from flagscale.bench.collectives.spec import BenchSpec, Case
 
+_SHOWN = 4
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -53,6 +55,26 @@ def check(case: Case, prepared: Prepared, device: BenchDevice, spec: BenchSpec) 
         fingerprint=b"".join(prints),
         part=bad[0] if bad else -1,
     )
+
+
+def sample(case: Case, prepared: Prepared, device: BenchDevice, spec: BenchSpec) -> str:
+    """The first values of this rank's first buffers before and after an operation on known data;
+    every rank calls this."""
+    if not prepared.bodies:
+        return "in no group"
+    body = prepared.bodies[0]
+    for part, golden in zip(body.parts, _goldens(case, prepared, spec, body.parts), strict=True):
+        golden.fill(part)
+    part = body.parts[0]
+    before = _first(part.input)
+    body.step()
+    device.synchronize()
+    return f"{before} -> {_first(part.output)}"
+
+
+def _first(values: torch.Tensor) -> str:
+    shown = ", ".join(f"{value:.5g}" for value in values[:_SHOWN].tolist())
+    return f"[{shown}{', ...' if values.numel() > _SHOWN else ''}]"
 
 
 def clear(prepared: Prepared) -> None:

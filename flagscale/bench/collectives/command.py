@@ -130,7 +130,8 @@ def build_parser(prog: str = "bench.py") -> Parser:
 
 
 def _benchmark(parser: Parser) -> None:
-    add = parser.add_argument_group("what is measured").add_argument
+    group = parser.add_argument_group("what is measured")
+    add = group.add_argument
     add("-b", "--minbytes", default="32M", metavar="SIZE", help="the first size (32M)")
     add("-e", "--maxbytes", metavar="SIZE", help="the last size (that of -b, at least 32M)")
     add("-i", "--stepbytes", metavar="SIZE", help="from size to size: add this (a tenth)")
@@ -138,7 +139,7 @@ def _benchmark(parser: Parser) -> None:
     add("-d", "--datatype", default="uint8", metavar="TYPE", help="element types (uint8), or all")
     add("-o", "--redop", default="sum", metavar="OP", help="sum, prod, min, max, avg, or all (sum)")
     add("--root", default="0", metavar="RANK", help="of rooted operations; -1: each in turn (0)")
-    place = parser.add_mutually_exclusive_group()
+    place = group.add_mutually_exclusive_group()
     place.add_argument("--in-place", action="store_true", help="one buffer for input and output")
     place.add_argument("--out-of-place", action="store_true", help="two buffers")
     place.add_argument("--both-places", action="store_true", help="one and the other")
@@ -239,14 +240,16 @@ def _groups(parser: Parser) -> None:
 def _output(parser: Parser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--format", choices=("nccom", "nccl-tests", "flagcx"), default="nccom", help="of the table")
-    add("--stats", default="avg", metavar="STAT", help="-t: avg min max p50 p99 p99/p50 ... (avg)")
+    add(
+        "-t", "--stats", default="avg", metavar="STAT", help="avg min max p50 p99 p99/p50 ... (avg)"
+    )
     add("--bw-unit", choices=("GB", "GiB"), default="GB", help="1e9 or 2**30 bytes (GB)")
     add("--show-algorithm", action="store_true", help="which the backend chose, where it tells")
     add("--show-input-output-size", action="store_true", help="bytes of a rank's buffers")
     add("--no-header", action="store_true", help="no lines about versions and devices")
     add("--non-interactive", action="store_true", help="no progress")
     add("--debug", action="store_true", help="the backend's own messages; implies the former")
-    add("-p", "--print-buffer", nargs="?", const="1", default="0", help="1: rank 0's first values")
+    add("-p", "--print-buffer", nargs="?", const="1", default="0", help="1: some of rank 0's data")
     add("-J", "--report-to-json-file", "--json", type=Path, metavar="FILE", help="keep results")
     add("--plot", type=Path, action="append", default=[], metavar="FILE", help=".svg or .png")
     add("--report", type=Path, metavar="FILE.html", help="one file with tables and curves")

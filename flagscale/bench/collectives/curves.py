@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.records import GB, GIB, Row
 from flagscale.errors import ConfigError
 
@@ -30,6 +31,8 @@ class Curve:
     label: str
     points: tuple[Point, ...]
     imported: bool = False
+    operation: str | None = None
+    """What was measured, where it is known."""
 
 
 def curves_of(rows: Iterable[Row]) -> list[Curve]:
@@ -44,11 +47,13 @@ def curves_of(rows: Iterable[Row]) -> list[Curve]:
         words += ["in place"] if row.in_place and row.operation != "all_reduce" else []
         point = Point(row.size, row.time, row.busbw)
         found.setdefault((*words, row.backend), []).append(point)
-    return [_curve(" ".join(key), points) for key, points in found.items()]
+    return [_curve(" ".join(key), points, operation=key[0]) for key, points in found.items()]
 
 
-def _curve(label: str, points: Iterable[Point], *, imported: bool = False) -> Curve:
-    return Curve(label, tuple(sorted(points, key=lambda p: p.size)), imported)
+def _curve(
+    label: str, points: Iterable[Point], *, imported: bool = False, operation: str | None = None
+) -> Curve:
+    return Curve(label, tuple(sorted(points, key=lambda p: p.size)), imported, operation)
 
 
 def read_results(path: Path) -> list[Curve]:
@@ -70,7 +75,12 @@ def read_results(path: Path) -> list[Curve]:
     else:
         named = _from_json(data, path)
     curves = [
-        _curve(f"{path.stem}{': ' if name else ''}{name}", points, imported=True)
+        _curve(
+            f"{path.stem}{': ' if name else ''}{name}",
+            points,
+            imported=True,
+            operation=first if (first := name.partition(" ")[0]) in OPERATIONS else None,
+        )
         for name, points in named.items()
         if points
     ]

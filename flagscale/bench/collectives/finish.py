@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flagscale.bench.collectives.curves import curves_of, read_results
 from flagscale.bench.collectives.plots import write_plot
-from flagscale.bench.collectives.records import Row, hold, read_baseline
+from flagscale.bench.collectives.records import Row, hold, limits_of, read_baseline
 from flagscale.bench.collectives.report import write_report
 from flagscale.bench.collectives.spec import BenchSpec
 
@@ -15,29 +16,33 @@ EXIT_FAILED = 1
 EXIT_WORSE = 4
 
 
-def finish(spec: BenchSpec, rows: Sequence[Row], header: Sequence[str]) -> int:
+def finish(
+    spec: BenchSpec, rows: Sequence[Row], header: Sequence[str], about: Mapping[str, Any]
+) -> int:
     """Write what was asked for and judge the run: 0, 1 (a row failed) or 4 (worse than before).
 
     Raises:
         ConfigError: an imported file or the baseline cannot be read.
         OSError: a file cannot be written.
     """
-    _draw(spec, rows, header)
+    _draw(spec, rows, header, about)
     if any(not row.ok for row in rows):
         return EXIT_FAILED
     return _against_baseline(spec, rows)
 
 
-def _draw(spec: BenchSpec, rows: Sequence[Row], header: Sequence[str]) -> None:
+def _draw(
+    spec: BenchSpec, rows: Sequence[Row], header: Sequence[str], about: Mapping[str, Any]
+) -> None:
     output = spec.output
     if not output.plots and output.report is None:
         return
     imported = [curve for path in output.imports for curve in read_results(path)]
     curves = [*curves_of(rows), *imported]
     for path in output.plots:
-        write_plot(path, curves)
+        write_plot(path, curves, limits_of(rows))
     if output.report is not None:
-        write_report(output.report, rows, curves, header)
+        write_report(output.report, rows, curves, header, about)
 
 
 def _against_baseline(spec: BenchSpec, rows: Sequence[Row]) -> int:

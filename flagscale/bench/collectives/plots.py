@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,21 @@ from flagscale.bench.collectives.sizes import format_size
 from flagscale.errors import ConfigError
 
 
-def write_plot(path: Path, curves: Sequence[Curve]) -> None:
+def write_plot(
+    path: Path, curves: Sequence[Curve], limits: Mapping[str, float] | None = None
+) -> None:
     """Write both diagrams beside each other into ``path``, an ``.svg`` or a ``.png``.
 
     Raises:
         ConfigError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    path.write_bytes(draw(curves, path.suffix.lower().lstrip(".")))
+    path.write_bytes(draw(curves, path.suffix.lower().lstrip("."), limits))
 
 
-def draw(curves: Sequence[Curve], kind: str) -> bytes:
-    """The two diagrams as an ``svg`` or ``png`` image.
+def draw(curves: Sequence[Curve], kind: str, limits: Mapping[str, float] | None = None) -> bytes:
+    """The two diagrams as an ``svg`` or ``png`` image. ``limits`` of the bus bandwidth, in 1e9
+    bytes a second, are lines across by their names.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -35,6 +38,8 @@ def draw(curves: Sequence[Curve], kind: str) -> bytes:
         style = {"linestyle": "--" if curve.imported else "-", "marker": ".", "label": curve.label}
         latency.plot(sizes, [point.time for point in curve.points], **style)
         bandwidth.plot(sizes, [point.busbw for point in curve.points], **style)
+    for style, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False):
+        bandwidth.axhline(value, color="gray", linestyle=style, label=f"{name}, {value:.4g} GB/s")
     _axes(latency, "time", "microseconds", curves)
     _axes(bandwidth, "bus bandwidth", "1e9 bytes a second", curves)
     latency.set_yscale("log")

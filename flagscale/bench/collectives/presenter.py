@@ -61,6 +61,9 @@ class Presenter(Listener):
         if self._spec.output.header:
             self._print([f"# note: {text}"])
 
+    def sample(self, text: str) -> None:
+        self._print([f"# {text}"])
+
     def series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
         op = cases[0].operation
         spec = self._spec

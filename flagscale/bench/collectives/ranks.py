@@ -179,6 +179,7 @@ def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts]) -> int:
         session.run(spec, Listener())
         # Launchers report a rank whose code differs as a failure of their own.
         return _from_first(0)
+    spec = replace(spec, notes=(*spec.notes, *_without_meaning(spec, session.device.kind)))
     samples = spec.iterations.measured * (spec.iterations.replays or 1)
     if text := warning(spec.output.statistics, samples):
         spec = replace(spec, notes=(*spec.notes, text))
@@ -186,9 +187,23 @@ def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts]) -> int:
     lines = header(spec, world, facts, names, groups)
     if spec.output.format == "nccl-tests":
         lines += rank_lines(facts)
-    with Presenter(spec, lines, about(spec, facts, names)) as presenter:
+    known = about(spec, facts, names)
+    with Presenter(spec, lines, known) as presenter:
         session.run(spec, presenter)
-    return _from_first(finish(spec, presenter.all_rows, lines))
+    return _from_first(finish(spec, presenter.all_rows, lines, known))
+
+
+def _without_meaning(spec: BenchSpec, kind: DeviceType) -> list[str]:
+    """What was asked for and changes nothing on this kind of device."""
+    if kind == "cuda":
+        return []
+    asked = {
+        "-R": (spec.buffers.registered > 0, "host memory is not registered"),
+        "--timing events": (spec.timing == "events", "there are none on a CPU"),
+        "-z": (spec.blocking, "every operation is awaited on a CPU"),
+        "-C": (spec.cpu_time, "an operation ends when it has been issued on a CPU"),
+    }
+    return [f"{flag}: {reason}" for flag, (given, reason) in asked.items() if given]
 
 
 def _from_first(own: int) -> int:

@@ -73,6 +73,16 @@ class Row:
         return self.failure is None and not self.wrong
 
 
+def limits_of(rows: Sequence[Row]) -> dict[str, float]:
+    """The limits of the bus bandwidth that shares of ``rows`` are of, in 1e9 bytes a second."""
+    found = {}
+    for name, share in (("peak", "peak_share"), ("probe", "probe_share")):
+        known = [row.busbw / part for row in rows if (part := getattr(row, share))]
+        if known:
+            found[name] = known[0]
+    return found
+
+
 def to_json(row: Row) -> dict[str, Any]:
     """A row with nccom-test's keys first and ours after them."""
     data: dict[str, Any] = {

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from flagscale.bench.collectives.curves import Curve
 from flagscale.bench.collectives.plots import draw
-from flagscale.bench.collectives.records import Row
+from flagscale.bench.collectives.records import Row, limits_of
 from flagscale.bench.collectives.sizes import format_size
 
 _STYLE = """\
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem; padding: 0 1rem }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0 }
-th, td { padding: .15rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
-.bad { color: #b00020; text-align: left }
-pre { background: #f5f5f5; padding: .8rem; overflow-x: auto }
+th, td { padding: .15rem .8rem; text-align: right; border-bottom: 1px solid #ddd;
+  white-space: nowrap }
+.bad { color: #b00020; text-align: left; white-space: normal }
+pre { background: #f5f5f5; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
+.wide { overflow-x: auto }
 svg { max-width: 100%; height: auto }"""
 
 
 def write_report(
-    path: Path, rows: Sequence[Row], curves: Sequence[Curve], header: Sequence[str]
+    path: Path,
+    rows: Sequence[Row],
+    curves: Sequence[Curve],
+    header: Sequence[str],
+    about: Mapping[str, Any],
 ) -> None:
     """Write the report.
 
@@ -30,46 +39,104 @@ def write_report(
         ConfigError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    path.write_text(render(rows, curves, header), encoding="utf-8")
+    path.write_text(render(rows, curves, header, about), encoding="utf-8")
 
 
-def render(rows: Sequence[Row], curves: Sequence[Curve], header: Sequence[str]) -> str:
-    """The whole page. Every text from outside is escaped."""
-    image = draw(curves, "svg").decode()
-    # An SVG within HTML has neither an XML declaration nor a document type.
-    image = image[re.search(r"<svg\b", image).start() :]  # type: ignore[union-attr]
+def render(
+    rows: Sequence[Row], curves: Sequence[Curve], header: Sequence[str], about: Mapping[str, Any]
+) -> str:
+    """The whole page: for each operation its diagrams, with the imported curves that may be of it,
+    and its table. ``about`` is what a JSON file says beside its results. Every text from outside
+    is escaped."""
     names = list(dict.fromkeys(row.operation for row in rows))
     title = f"Collectives: {', '.join(names)}"
+    command = shlex.join(["bench.py", *about.get("config", {}).get("command", ())])
+    date = str(about.get("environment", {}).get("date", ""))
+    top = "\n".join(filter(None, [f"$ {command}", date, *header]))
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        f"<pre>{escape(chr(10).join(header))}</pre>",
-        image,
+        f"<pre>{escape(top)}</pre>",
     ]
     for name in names:
-        parts += [f"<h2>{escape(name)}</h2>", _table([r for r in rows if r.operation == name])]
+        own = [row for row in rows if row.operation == name]
+        drawn = [curve for curve in curves if curve.operation in (name, None)]
+        parts.append(f"<h2>{escape(name)}</h2>")
+        # What moves nothing, or failed throughout, has no curves.
+        if any(curve.operation == name and curve.points for curve in drawn) and own[0].size:
+            parts.append(_image(drawn, limits_of(own)))
+        parts.append(_table(own))
+    details = escape(json.dumps(about, indent=1))
+    parts.append(f"<details><summary>how it was measured</summary><pre>{details}</pre></details>")
     return "\n".join([*parts, "</body></html>", ""])
 
 
+def _image(curves: Sequence[Curve], limits: Mapping[str, float]) -> str:
+    image = draw(curves, "svg", limits).decode()
+    # An SVG within HTML has neither an XML declaration nor a document type.
+    start = re.search(r"<svg\b", image)
+    return image if start is None else image[start.start() :]
+
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def _columns(rows: Sequence[Row]) -> list[Column]:
+    """Those that say something of any of ``rows``."""
+    columns: list[Column] = [
+        ("size", lambda row: format_size(row.size)),
+        ("bytes", lambda row: str(row.size)),
+        ("type", lambda row: row.type),
+        ("redop", lambda row: row.reduction),
+        ("place", lambda row: "in" if row.in_place else "out"),
+        ("backend", lambda row: row.backend),
+        ("time (us)", lambda row: f"{row.time:.2f}"),
+    ]
+    for name in dict.fromkeys(name for row in rows for name in row.statistics):
+        columns.append((name, _statistic(name)))
+    columns += [
+        ("algbw (GB/s)", lambda row: f"{row.algbw:.2f}"),
+        ("busbw (GB/s)", lambda row: f"{row.busbw:.2f}"),
+    ]
+    further: list[tuple[bool, Column]] = [
+        (any(row.peak_share for row in rows), ("of peak", lambda row: _share(row.peak_share))),
+        (any(row.probe_share for row in rows), ("of probe", lambda row: _share(row.probe_share))),
+        (any(row.ratio for row in rows), ("time ratio (95 %)", _ratio)),
+        (any(row.algorithm != "n/a" for row in rows), ("algorithm", lambda row: row.algorithm)),
+        (
+            any(row.wrong is not None for row in rows),
+            ("wrong", lambda row: "-" if row.wrong is None else str(row.wrong)),
+        ),
+    ]
+    return columns + [column for wanted, column in further if wanted]
+
+
+def _statistic(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row.statistics[name]:.2f}" if name in row.statistics else "-"
+
+
+_BEFORE_TIME = 6
+"""Columns that a row has which was not measured."""
+
+
 def _table(rows: Sequence[Row]) -> str:
-    statistics = list(dict.fromkeys(name for row in rows for name in row.statistics))
-    headings = ["size", "bytes", "type", "redop", "place", "backend", "time (us)", *statistics]
-    headings += ["algbw (GB/s)", "busbw (GB/s)", "ratio (95 %)", "wrong"]
-    lines = ["<table>", _cells("th", headings)]
+    columns = _columns(rows)
+    lines = ['<div class="wide"><table>', _cells("th", [heading for heading, _ in columns])]
     for row in rows:
-        cells = [format_size(row.size), str(row.size), row.type, row.reduction]
-        cells += ["in" if row.in_place else "out", row.backend]
-        if row.failure is not None:
-            text = f'<td class="bad" colspan="{len(headings) - len(cells)}">{escape(row.failure)}'
-            lines.append(_cells("td", cells).replace("</tr>", f"{text}</td></tr>"))
+        if row.failure is None:
+            lines.append(_cells("td", [text(row) for _, text in columns]))
             continue
-        cells += [f"{row.time:.2f}", *(f"{row.statistics[name]:.2f}" for name in statistics)]
-        cells += [f"{row.algbw:.2f}", f"{row.busbw:.2f}", _ratio(row)]
-        cells += ["-" if row.wrong is None else str(row.wrong)]
-        lines.append(_cells("td", cells))
-    return "\n".join([*lines, "</table>"])
+        cells = _cells("td", [text(row) for _, text in columns[:_BEFORE_TIME]])
+        rest = len(columns) - _BEFORE_TIME
+        failure = f'<td class="bad" colspan="{rest}">{escape(row.failure)}</td></tr>'
+        lines.append(cells.removesuffix("</tr>") + failure)
+    return "\n".join([*lines, "</table></div>"])
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _ratio(row: Row) -> str:

@@ -45,6 +45,9 @@ class Listener:
     def note(self, text: str) -> None:
         """Something the reader should know."""
 
+    def sample(self, text: str) -> None:
+        """Some of rank 0's data, which was asked for."""
+
 
 @dataclass
 class Session:
@@ -71,6 +74,8 @@ class Session:
         for note in dict.fromkeys(said):
             listener.note(note)
         limits = self._limits(spec)
+        if text := _limits_in_words(limits, spec):
+            listener.note(text)
         for _ in range(spec.iterations.cycles):
             for series in _series(cases):
                 self._series(series, teams, spec, limits, listener)
@@ -145,25 +150,37 @@ class Session:
             self.device.synchronize()
 
         if failure := self._attempt(ready_all):
-            return [replace(blank, backend=team.backend, failure=failure) for team in teams]
+            return self._failed(failure, blank, teams, ready)
         first: list[checks.Checked] = []
+        samples: list[str] = []
 
         def first_run() -> None:
             for prepared in ready:
+                if spec.output.print_buffers and case.operation.name != "barrier":
+                    said = checks.sample(case, prepared, self.device, spec)
+                    samples.append(f"{prepared.team.backend}, rank {self.world.rank}: {said}")
                 first.append(checks.check(case, prepared, self.device, spec))
                 for step in prepared.steps(min(1, len(prepared.bodies))):
                     step()
             self.device.synchronize()
 
         if failure := self._attempt(first_run):
-            return [replace(blank, backend=team.backend, failure=failure) for team in teams]
-        if spec.output.print_buffers:
-            listener.note(f"rank {self.world.rank}, {blank.size} B: {_values(ready[0])}")
+            return self._failed(failure, blank, teams, ready)
+        for text in samples:
+            listener.sample(f"{blank.size} B, {text}")
         reports = self._timed(case, blank, ready, first, spec)
         rows = self._judge(blank, reports, ready, case, spec)
         for prepared in ready:
             release(prepared, self.device)
         return rows
+
+    def _failed(
+        self, failure: str, blank: Row, teams: Sequence[Team], ready: Sequence[Prepared]
+    ) -> list[Row]:
+        """The rows of a size that could not be measured."""
+        for prepared in ready:
+            release(prepared, self.device)
+        return [replace(blank, backend=team.backend, failure=failure) for team in teams]
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Do ``work`` on every rank; what went wrong on the first rank where it did."""
@@ -308,9 +325,12 @@ def _first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:200]
 
 
-def _values(prepared: Prepared) -> str:
-    """The first values of a rank's buffers, after the first operation."""
-    if not prepared.bodies:
-        return "in no group"
-    part = prepared.distinct[0]
-    return f"input {part.input[:4].tolist()}, output {part.output[:4].tolist()}"
+def _limits_in_words(limits: tuple[float | None, float | None], spec: BenchSpec) -> str:
+    """What the columns peak(%) and probe(%) are shares of."""
+    nominal, measured = limits
+    words = []
+    if nominal is not None and (spec.comparison.peak is not None or spec.comparison.probe):
+        words.append(f"peak {nominal:g} GB/s, the nominal limit")
+    if measured is not None:
+        words.append(f"probe {measured:.2f} GB/s, plain copies to the neighbour")
+    return "; ".join(words)

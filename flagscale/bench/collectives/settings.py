@@ -127,6 +127,8 @@ def _roots(text: str) -> tuple[int, ...]:
 
 def _sizes(options: argparse.Namespace, operations: Sequence[Operation]) -> tuple[int, ...]:
     minimum = sizes.parse_size(options.minbytes)
+    if minimum < 1 and any(op.name != "barrier" for op in operations):
+        raise ConfigError("-b/--minbytes 0: nothing would be moved; expected at least 1")
     if options.maxbytes is None:
         maximum = max(minimum, _DEFAULT_SIZE)
         # A start alone, above or below the default end, is meant as a start.

@@ -156,7 +156,8 @@ class Case:
 
     @property
     def label(self) -> str:
-        words = [self.operation.name, self.type.name]
+        words = [self.operation.name]
+        words += [self.type.name] if self.operation.name != "barrier" else []
         words += [self.reduction] if self.operation.reduces else []
         words += [f"root {self.root}"] if self.operation.rooted else []
         words += ["in place"] if self.in_place and self.operation.out_of_place else []

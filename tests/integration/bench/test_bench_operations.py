@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,8 @@ def test_the_table_shows_algorithm_buffers_and_cycles(three: tuple[Path, Any]) -
     assert "time to issue, most of ranks" in last
     assert last.count("algorithm") == 2
     assert last.count("  n/a\n") == 2
-    assert "# note: rank 0, 8 B: input [" in last
+    assert re.search(r"^# 8 B, gloo, rank 0: \[-?\d.*\] -> \[-?\d", last, re.MULTILINE)
+    assert "# note: -z: every operation is awaited on a CPU" in last
 
 
 def test_groups_run_at_once(four: tuple[Path, Any]) -> None:

@@ -98,9 +98,12 @@ def test_comparison_files_baseline(bench: Any, tmp_path: Path) -> None:
     assert "time ratio" in done.out
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert "all_reduce fp32 gloo" in (tmp_path / "c.svg").read_text()
+    assert "# note: peak 100 GB/s, the nominal limit; probe " in done.out
     page = (tmp_path / "r.html").read_text()
     assert "other &lt;&amp;&gt; tool: FlagCX" in page
-    assert "<svg" in page
+    assert page.count("<svg") == 1
+    assert "<h2>all_reduce</h2>" in page
+    assert "&quot;variables&quot;" in page
     assert "src=" not in page
     assert 'href="http' not in page
 

@@ -81,6 +81,7 @@ def test_flags_reach_the_specification() -> None:
         ("allr -W 2", "needs -I"),
         ("allr -b 12Q", "'12Q' is not a size"),
         ("allr -b 2 -e 1", "is above"),
+        ("allr -b 0 -e 8 -i 4", "nothing would be moved"),
         ("allr -b 1 -e 9 -i 1 -f 2", "exclude each other"),
         ("allr -b 1 -e 9 -f 1", "never reach the end"),
         ("allr -b 1 -e 9 -f nan", "not finite"),

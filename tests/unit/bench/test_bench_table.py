@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from dataclasses import replace
 
 import pytest
 
 from flagscale.bench.collectives import statistics
+from flagscale.bench.collectives.curves import Curve, Point, curves_of
 from flagscale.bench.collectives.datatypes import data_type
 from flagscale.bench.collectives.operations import operation
 from flagscale.bench.collectives.records import Row
+from flagscale.bench.collectives.report import render
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.table import NcclTable, table
 
@@ -273,3 +276,33 @@ def test_a_comparison_keeps_its_backends_apart() -> None:
         "Avg bus bandwidth fsccl:\t2.0000GB/s",
         "1 errors found - test failed",
     ]
+
+
+def _report(rows: list[Row], curves: list[Curve]) -> str:
+    about = {"config": {"command": ["allr", "-J", "a <b>.json"]}, "environment": {"date": "2026"}}
+    return render(rows, curves, ["head <i>"], about)
+
+
+def test_a_report_has_a_section_an_operation() -> None:
+    rows = [_row("all_reduce", 2, size, "fp32", 2.0, peak_share=0.5) for size in (1024, 4096)] + [
+        _row("all_gather", 2, 1024, "fp32", 2.0),
+        _row("barrier", 2, 0, "uint8", 3.0),
+    ]
+    imported = Curve("other", (Point(1024, 1.0, 1.0),), imported=True)
+    page = _report(rows, [*curves_of(rows), imported])
+    assert re.findall(r"<h2>(.*?)</h2>", page) == ["all_reduce", "all_gather", "barrier"]
+    # A barrier moves nothing that could be drawn.
+    assert page.count("<svg") == 2
+    first = page[page.index("<h2>all_reduce") : page.index("<h2>all_gather")]
+    assert "all_reduce fp32 gloo" in first
+    assert "all_gather fp32 gloo" not in first
+    assert page.count(">other<") == 2
+    assert "<th>of peak</th>" in first
+    assert page.count("<th>of peak</th>") == 1
+    assert "$ bench.py allr -J &#x27;a &lt;b&gt;.json&#x27;" in page
+
+
+def test_a_failed_size_takes_its_row_of_the_report() -> None:
+    good = _row("all_reduce", 2, 1024, "fp32", 2.0, wrong=0)
+    page = _report([good, replace(good, size=4096, failure="Check <failed>")], curves_of([good]))
+    assert 'td class="bad" colspan="4">Check &lt;failed&gt;</td></tr>' in page
