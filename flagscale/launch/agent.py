@@ -31,7 +31,7 @@ from flagscale.launch import files, processes
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
 from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.attempt import Stage
-from flagscale.launch.liveness.coordinator import Coordinator, Notice, Phase
+from flagscale.launch.liveness.coordinator import Coordinator, Notice, Phase, unreached
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.kernel import become_subreaper, die_with, out_of_memory_kills
 from flagscale.launch.liveness.leftovers import sweep_after_agent
@@ -69,10 +69,11 @@ class Agent:
         self.member = Member(
             0 if alone else options.host, options.view, run_id, options.grace, options.command
         )
+        self._port = options.coordinator[1] if options.coordinator and not alone else None
         self._coordinator: Coordinator | None = None
         if alone or options.host == 0:
             names = [options.view.name] if alone else options.hosts
-            self._coordinator = Coordinator(options.policy, names, now)
+            self._coordinator = Coordinator(options.policy, names, now, self._port)
         self._server: Server | None = None
         self._client: Client | None = None
         self._alone = alone
@@ -255,7 +256,7 @@ class Agent:
         if expected:
             reason = f"was lost: no word from its agent for {limit:g} s"
         else:
-            reason = f"was not reached within {limit:g} s of the start"
+            reason = f"was not reached within {limit:g} s of the start{unreached(self._port)}"
         failure = Failure(self._options.master_name, None, None, reason, "", policy.output)
         say(f"{failure.headline()}; the job of this host ends")
         self.member.lose(failure)

@@ -81,11 +81,24 @@ class Orders:
         return taken
 
 
-class Coordinator:
-    """The state of a job. ``verdict`` is set when it is over."""
+def unreached(port: int | None) -> str:
+    """Why agents may not have met: nobody can look at a firewall between them."""
+    if port is None:
+        return ""
+    return (
+        f" at port {port} of the first host (experiment.runner.liveness_port): an agent did not "
+        "start, or a firewall drops the port"
+    )
 
-    def __init__(self, policy: Policy, names: Sequence[str], now: float) -> None:
+
+class Coordinator:
+    """The state of a job. ``verdict`` is set when it is over. ``port`` is where hosts report."""
+
+    def __init__(
+        self, policy: Policy, names: Sequence[str], now: float, port: int | None = None
+    ) -> None:
         self.policy = policy
+        self._port = port
         self.hosts = [Host(name) for name in names]
         self.phase = Phase.RUNNING
         self.attempt = 0
@@ -229,7 +242,8 @@ class Coordinator:
     def _look_for_absent(self, host: Host, now: float) -> None:
         start, silence = self.policy.start_timeout, self.policy.lost_host_timeout
         if now - self._began > start:
-            self._lose(host, f"did not report within {start:g} s of the start", now)
+            reason = f"did not report within {start:g} s of the start{unreached(self._port)}"
+            self._lose(host, reason, now)
         elif self._expected is not None and now - self._expected > silence:
             reason = f"was lost: no word from its agent for {silence:g} s"
             self._lose(host, reason, self._expected)

@@ -1,0 +1,56 @@
+"""The two ports at which hosts meet: taken, or behind a firewall."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from launch_lab import until
+from ssh_lab import SshLab
+
+pytestmark = pytest.mark.integration
+
+WAITING = "import time\ntime.sleep(600)\n"
+REPORTING = """\
+import sys, time
+sys.path.insert(0, {project!r})
+from flagscale.status import StatusWriter
+StatusWriter.from_environment(0).write("started", rank=0)
+time.sleep(600)
+"""
+
+
+def test_a_taken_port_of_the_agents_is_told_by_its_key(lab: SshLab) -> None:
+    lab.configure(runner={"liveness_port": 23457})
+    host = lab.bed["h00"]
+    program = "import socket, time; s = socket.create_server(('', 23457)); time.sleep(1000)"
+    listener = subprocess.Popen(
+        ["nsenter", "-t", str(host.pid), "-a", "--", "python3", "-c", program]
+    )
+    try:
+        until(lambda: "23457" in host.run(["ss", "-ltn"]).stdout)
+        done = lab.do("run")
+        assert done.returncode == 2
+        assert "runner.liveness_port: port 23457 of h00 is in use by process" in done.stderr
+    finally:
+        listener.kill()
+        listener.wait()
+
+
+def test_a_port_behind_a_firewall_is_told_when_a_host_does_not_join(lab: SshLab) -> None:
+    lab.configure(WAITING, runner={"liveness_port": 23457, "start_timeout": 4})
+    lab.bed["h00"].drop("tcp dport 23457")
+    lab.do("run")
+    record = until(lambda: (r := lab.query())["state"] == "failed" and r, 60)
+    assert "port 23457 of the first host (experiment.runner.liveness_port)" in str(record)
+    until(lambda: not lab.orphans())
+
+
+def test_ranks_that_never_join_are_told_with_both_ports(lab: SshLab) -> None:
+    ports = {"master_port": 23450, "liveness_port": 23457}
+    lab.configure(REPORTING, runner={**ports, "start_timeout": 6})
+    done = lab.do("run")
+    assert done.returncode == 1
+    assert "not every rank joined within 6 s" in done.stderr
+    assert "h00 at ports 23450 (runner.master_port) and 23457 (runner.liveness_port)" in done.stderr
+    assert lab.orphans() == {}
