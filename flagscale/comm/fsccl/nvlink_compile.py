@@ -1,4 +1,4 @@
-"""Compiles the kernels of the NVLink engine for one kind of GPU, once for each state of the sources.
+"""Compiles the kernels of the NVLink engine for a kind of GPU, once for each state of the sources.
 
 NVRTC, which comes with torch's CUDA wheels, is enough; ``nvcc`` is used where it is missing.
 """

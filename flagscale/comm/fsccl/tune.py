@@ -110,7 +110,7 @@ def _tables(content: Any, path: Path, device: str) -> dict[int, str]:
 
 
 def store(device: str, ranks: int, table: str, measured: Mapping[str, str]) -> Path:
-    """Keep a table beside those of other numbers of ranks; ``measured`` tells when and with what."""
+    """Keep a table beside those of other numbers of ranks; ``measured``: when and with what."""
     path = table_file(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     tables: dict[str, Sequence[str]] = {

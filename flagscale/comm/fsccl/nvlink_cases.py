@@ -1,0 +1,245 @@
+"""Checks of the NVLink engine on GPUs, bit by bit against sums in the order of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from flagscale.comm.fsccl.nvlink import Shape
+from flagscale.comm.fsccl.nvlink_world import Group, World, graph_of
+
+_GUARD = 64  # elements around a result that must stay as they were
+_POISON = 77
+
+_ALGORITHMS = {
+    "all_reduce": ("flagged", "two_shot", "staged"),
+    "reduce_scatter": ("flagged", "staged"),
+    "all_gather": ("flagged", "staged"),
+    "all_to_all": ("flagged", "staged"),
+    "broadcast": ("staged",),
+}
+_REDUCING = ("all_reduce", "reduce_scatter")
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_COUNTS = (1, 3, 8, 129, 4096, 5001, 65536, 300007)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation; ``count`` elements a part, beginning ``shift`` elements into an allocation."""
+
+    collective: str
+    algorithm: str
+    dtype: torch.dtype
+    op: str
+    count: int
+    shift: int
+    in_place: bool
+    seed: int
+
+    def inputs(self, size: int) -> int:
+        return size if self.collective in ("reduce_scatter", "all_to_all") else 1
+
+    def outputs(self, size: int) -> int:
+        return size if self.collective in ("all_gather", "all_to_all") else 1
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Every collective and algorithm with every type, then every reduction."""
+    draw = random.Random(7)
+
+    def seed() -> int:
+        return draw.getrandbits(30)
+
+    counts = _COUNTS[::3] if quick else _COUNTS
+    for collective, algorithms in _ALGORITHMS.items():
+        for algorithm, dtype, count in itertools.product(algorithms, _DTYPES, counts):
+            shift = draw.choice((0, 0, 1, 2))
+            in_place = collective == "broadcast" or (
+                collective == "all_reduce" and draw.random() < 0.5
+            )
+            yield Case(collective, algorithm, dtype, "sum", count, shift, in_place, seed())
+    for collective, op in itertools.product(_REDUCING, ("avg", "min", "max", "product")):
+        for algorithm, dtype in itertools.product(_ALGORITHMS[collective], _FLOATS):
+            yield Case(collective, algorithm, dtype, op, 5001, 1, False, seed())
+
+
+def values(case: Case, rank: int, elements: int, device: torch.device) -> torch.Tensor:
+    """A rank's input: small numbers, with fractions that round."""
+    generator = torch.Generator(device).manual_seed(case.seed * 64 + rank)
+    whole = torch.randint(-6, 7, (elements,), generator=generator, device=device)
+    if case.dtype not in _FLOATS:
+        return (whole.abs() if case.dtype == torch.uint8 else whole).to(case.dtype)
+    return (whole * 0.37 + 0.011 * rank).to(case.dtype)
+
+
+def reduced(case: Case, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The sum as the kernels define it: in the order of ranks, 16-bit floats in float32."""
+    wide = torch.float32 if case.dtype in (torch.float16, torch.bfloat16) else case.dtype
+    total = inputs[0].to(wide)
+    for one in inputs[1:]:
+        other = one.to(wide)
+        if case.op in ("sum", "avg"):
+            total = total + other
+        elif case.op == "product":
+            total = total * other
+        else:
+            total = torch.minimum(total, other) if case.op == "min" else torch.maximum(total, other)
+    if case.op == "avg":
+        # By a tensor: torch multiplies by the reciprocal of a number.
+        total = total / torch.full_like(total, len(inputs))
+    return total.to(case.dtype)
+
+
+def expected(case: Case, index: int, size: int, device: torch.device, root: int) -> torch.Tensor:
+    """What the rank with this index in the group must get."""
+    parts = case.inputs(size)
+    inputs = [values(case, p, parts * case.count, device) for p in range(size)]
+    if case.collective == "broadcast":
+        return inputs[root]
+    if parts > 1:
+        inputs = [one.view(size, case.count)[index] for one in inputs]
+    return reduced(case, inputs) if case.collective in _REDUCING else torch.cat(inputs)
+
+
+class Prepared:
+    """The memory of a case for the ranks played here."""
+
+    def __init__(self, case: Case, group: Group) -> None:
+        self.case, self.group = case, group
+        self.root = case.seed % group.size
+        self.whole: dict[int, torch.Tensor] = {}
+        self.out: dict[int, torch.Tensor] = {}
+        self.given: dict[int, torch.Tensor] = {}
+        device, size = group.world.device, group.size
+        for rank in group.members:
+            elements = case.outputs(size) * case.count
+            whole = torch.full(
+                (elements + case.shift + 2 * _GUARD,), _POISON, dtype=case.dtype, device=device
+            )
+            self.whole[rank] = whole
+            self.out[rank] = whole[_GUARD + case.shift :][:elements]
+            room = torch.empty(
+                case.inputs(size) * case.count + case.shift, dtype=case.dtype, device=device
+            )
+            self.given[rank] = self.out[rank] if case.in_place else room[case.shift :]
+        self.fill()
+
+    def fill(self) -> None:
+        for rank, given in self.given.items():
+            index = self.group.ranks.index(rank)
+            given.copy_(values(self.case, index, given.numel(), self.group.world.device))
+        self.group.world.synchronize()
+
+    def run(self) -> bool:
+        return self.group.run(
+            self.case.collective,
+            self.given,
+            self.out,
+            op=self.case.op,
+            root=self.root,
+            shape=Shape(self.case.algorithm),
+        )
+
+    def wrong(self) -> list[str]:
+        found = []
+        for rank, out in self.out.items():
+            index, device = self.group.ranks.index(rank), self.group.world.device
+            want = expected(self.case, index, self.group.size, device, self.root)
+            differ = int((out.view(torch.uint8) != want.view(torch.uint8)).sum())
+            if differ:
+                found.append(f"rank {rank}: {differ} bytes differ: {self.case}")
+            guard = self.whole[rank].clone()
+            guard[_GUARD + self.case.shift :][: out.numel()] = _POISON
+            if not bool((guard == _POISON).all()):
+                found.append(f"rank {rank}: wrote beyond the result: {self.case}")
+        return found
+
+
+def check_operations(world: World, group: Group, quick: bool) -> tuple[int, list[str]]:
+    """Each case by itself; how many ran, and what was wrong."""
+    ran, wrong = 0, []
+    for case in cases(quick):
+        prepared = Prepared(case, group)
+        if prepared.run():
+            ran += 1
+            world.synchronize()
+            wrong += prepared.wrong() + group.failures()
+        if wrong:
+            break
+    return ran, wrong
+
+
+def check_groups(world: World, groups: list[Group], turns: int) -> tuple[int, list[str]]:
+    """Operations of several groups one after the other, with nothing between them that waits."""
+    draw = random.Random(11)
+    everything = [case for case in cases(quick=False) if case.count <= 65536]
+    prepared = []
+    for _ in range(turns):
+        group, case = draw.choice(groups), draw.choice(everything)
+        prepared.append(Prepared(case, group))
+    ran = [one.run() for one in prepared]
+    world.synchronize()
+    wrong = [text for one, did in zip(prepared, ran, strict=True) if did for text in one.wrong()]
+    return sum(ran), wrong
+
+
+def check_graph(world: World, group: Group, replays: int) -> tuple[int, list[str]]:
+    """A graph of several operations, replayed with other inputs each time."""
+    draw = random.Random(13)
+    chosen = [c for c in cases(quick=False) if not c.in_place and c.count <= 65536]
+    prepared = [Prepared(case, group) for case in draw.sample(chosen, 12)]
+    prepared = [one for one in prepared if one.run()]
+
+    def body() -> None:
+        for one in prepared:
+            one.run()
+
+    graph = graph_of(world, body)
+    wrong: list[str] = []
+    for turn in range(replays):
+        for one in prepared:
+            one.case = replace(one.case, seed=one.case.seed + 1)
+            one.fill()
+        graph.replay()
+        if turn % 3 == 2:
+            graph.replay()  # and again at once
+        world.synchronize()
+        wrong += [text for one in prepared for text in one.wrong()] + group.failures()
+        if wrong:
+            break
+    return replays * len(prepared), wrong
+
+
+def check_absent(world: World) -> list[str]:
+    """A rank that does not come: the others' kernels end, and say who it was."""
+    group = Group(world, range(world.size), timeout=2.0)
+    absent = world.size - 1
+    memory = {r: torch.ones(1024, device=world.device) for r in group.members}
+    for rank, member in group.members.items():
+        if rank != absent:
+            with world.on(rank):
+                member.run("all_reduce", memory[rank], memory[rank], shape=Shape("staged"))
+    began = time.monotonic()
+    world.synchronize()
+    wrong = [] if time.monotonic() - began < 20 else ["an absent rank was waited for too long"]
+    for rank, member in group.members.items():
+        why = member.failure()
+        if rank != absent and (why is None or f"rank {absent} of" not in why):
+            wrong.append(f"rank {rank}: expected a failure that names rank {absent}, found {why!r}")
+    world.gather(dict.fromkeys(world.local, b""))  # nobody goes on before all have seen it
+    return wrong
