@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import gc
 import os
 import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,8 +78,15 @@ def limit_file_size(bytes_: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if bytes_ < 0 else bytes_, hard))
 
 
-def shared_files() -> list[str]:
-    return sorted(p for p in os.listdir("/dev/shm") if "fsccl" in p)  # noqa: PTH208
+def segments() -> tuple[int, list[str]]:
+    """How many maps and descriptors of segments this process holds; what lies in /dev/shm."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:fsccl")
+    descriptors = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the directory itself
+            descriptors += "memfd:fsccl" in str(link.readlink())
+    return maps + descriptors, sorted(p.name for p in Path("/dev/shm").glob("*fsccl*"))
 
 
 def asynchronous() -> None:

@@ -6,17 +6,20 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsccl_ranks import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-TIMEOUT = 2.0  # seconds, of operations
-SLACK = 8.0  # for a busy machine; a hang is far longer
+TIMEOUT = 2.5  # seconds, of operations
+SLACK = 25.0  # for a busy machine; less than other timeouts here, and a hang is far longer
 PIPELINE = {"FSCCL_PIPELINE_K": "3", "FSCCL_PIPELINE_NELEM": "4096"}
 
 
@@ -51,12 +54,10 @@ def test_a_killed_rank_is_named(pool: Any, clusters: str, op: str) -> None:
     for i in range(3):
         pool[i].ask("call", op=op, repeat=3)
     time.sleep(0.1)
-    started = time.monotonic()
     pool.kill(3)
     for i, error in survivors_say(pool, [0, 1, 2], SLACK).items():
         assert "rank 3" in error, f"rank {i}: {error}"
         assert "ended" in error, f"rank {i}: {error}"
-    assert time.monotonic() - started < SLACK
     pool.leave([0, 1, 2])
 
 
@@ -70,7 +71,7 @@ def test_a_stopped_rank_is_named(pool: Any, clusters: str) -> None:
             pool[i].ask("call", op="all_reduce")
         for i, error in survivors_say(pool, [0, 1, 2], TIMEOUT + SLACK).items():
             assert "rank 3" in error, f"rank {i}: {error}"
-            assert "did not come within 2 s" in error, f"rank {i}: {error}"
+            assert "did not come within 2.5 s" in error, f"rank {i}: {error}"
     finally:
         os.kill(pool[3].pid, signal.SIGCONT)
     pool.leave(range(4))
@@ -106,7 +107,7 @@ def test_a_rank_stopped_in_the_middle_is_named(
     try:
         for i, error in survivors_say(pool, [0, 1, 3], TIMEOUT + SLACK).items():
             assert "rank 2" in error, f"rank {i}: {error}"
-            assert "did not come within 2 s" in error, f"rank {i}: {error}"
+            assert "did not come within 2.5 s" in error, f"rank {i}: {error}"
     finally:
         os.kill(pool[2].pid, signal.SIGCONT)
     assert "rank 2" in survivors_say(pool, [2], SLACK)[2]
@@ -164,12 +165,10 @@ def test_an_error_stays(pool: Any) -> None:
     pool[0].ask("call", op="barrier")
     first = survivors_say(pool, [0], SLACK)[0]
     assert "rank 1" in first
-    started = time.monotonic()
-    pool[0].ask("call", op="all_reduce")
-    assert "rank 1" in survivors_say(pool, [0], SLACK)[0]
-    pool[1].ask("call", op="all_reduce")
-    assert "rank 1" in survivors_say(pool, [1], SLACK)[1]
-    assert time.monotonic() - started < 1
+    for i in range(2):  # which both of them could do now
+        pool[i].ask("call", op="all_reduce")
+    for error in survivors_say(pool, [0, 1], SLACK).values():
+        assert re.search("rank 1 .*did not come within 1 s", error), error
     pool.leave([0, 1])
 
 
@@ -209,13 +208,61 @@ def test_a_limit_on_file_sizes_is_an_error(pool: Any) -> None:
     pool.leave([0, 1])
 
 
-def test_nothing_is_left_in_shared_memory(pool: Any) -> None:
-    pool.join(3)
+@pytest.mark.parametrize("variables", [{}, PIPELINE], ids=["lane", "channels"])
+def test_no_segment_is_left(pool: Any, variables: dict[str, str]) -> None:
+    """Neither a name, nor memory that a survivor goes on holding after it has left."""
+    pool.join(3, **variables)
     pool.call(range(3), "call", op="all_reduce")
-    assert pool.call([0], "shared_files") == [[]]
-    for i in range(3):
-        pool.kill(i)
-    assert pool.call([0], "shared_files") == [[]]
+    assert all(held > 0 for held, _ in pool.call(range(3), "segments"))
+    for i in range(2):
+        pool[i].ask("call", op="all_reduce")
+    pool.kill(2)
+    survivors_say(pool, [0, 1], SLACK)
+    pool.leave([0, 1])
+    assert pool.call([0, 1], "segments") == [[0, []], [0, []]]
+
+
+FOR_EVER_ALONE = """
+import sys, torch, torch.distributed as dist, flagscale.comm.fsccl
+rank, port, clusters = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = dist.PrefixStore("alone" + clusters, dist.TCPStore("127.0.0.1", port, is_master=False))
+dist.init_process_group("fsccl", store=store, rank=rank, world_size=3)
+dist.barrier()
+print("ready", flush=True)
+work = dist.all_reduce(torch.ones(9), async_op=True)
+while rank < 2:
+    dist.all_reduce(torch.ones(100_000))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("clusters", ["3", "2,1"])
+def test_programs_end_when_one_of_them_is_killed(pool: Any, clusters: str) -> None:
+    """With threads that wait, works that nobody waited for, and nobody who catches an error."""
+    environment = {**os.environ, "FSCCL_CLUSTERS": clusters, "FSCCL_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        programs = []
+        for rank in range(3):
+            words = [sys.executable, "-c", FOR_EVER_ALONE, str(rank), str(pool.port), clusters]
+            program = subprocess.Popen(
+                words,
+                env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(program)
+            stack.callback(program.kill)
+            programs.append(program)
+        for program in programs:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+        programs[2].kill()
+        for program in programs[:2]:
+            _, said = program.communicate(timeout=60)
+            assert program.returncode == 1, said
+            assert re.search("rank 2 .*ended", said), said
 
 
 def test_ranks_with_different_settings_are_refused(pool: Any) -> None:

@@ -84,7 +84,7 @@ def test_pipelined_schedules(program: Path, shape: str, k: int, nelem: int) -> N
 
 
 def test_small_parts() -> None:
-    parts = ("types.cpp", "reduce.cpp", "schedule.cpp")
+    parts = ("types.cpp", "reduce.cpp", "schedule.cpp", "segment.cpp")
     program = build("memory", HERE / "parts_test.cpp", parts)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,5 +1,6 @@
 // The core's small parts: conversions over all their values, cuts, pieces, reductions.
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <cmath>
 #include <cstdio>
@@ -11,6 +12,7 @@
 #include "pieces.h"
 #include "reduce.h"
 #include "schedule.h"
+#include "segment.h"
 #include "settings.h"
 
 using namespace fsccl;
@@ -119,6 +121,24 @@ void large_pieces() {
   });
   EXPECT(seen == 5 * gib + 999);
   munmap(at, room);
+}
+
+// Pages come when they are reserved, and no others: what places them.
+void segments() {
+  const size_t page = Segment::whole_pages(1), bytes = 64 * page;
+  Segment made = Segment::create(bytes, 3 * page, "");
+  Segment seen = Segment::open(made.address(), bytes, "");
+  const auto reserved = [&] {
+    struct stat s{};
+    EXPECT(stat(made.address().c_str(), &s) == 0 && static_cast<size_t>(s.st_size) == bytes);
+    return static_cast<size_t>(s.st_blocks) * 512 / page;
+  };
+  EXPECT(reserved() == 3);
+  seen.reserve(10 * page, 15 * page);
+  made.reserve(12 * page, 16 * page);
+  EXPECT(reserved() == 9);
+  std::memset(seen.data() + 10 * page, 7, 6 * page);
+  EXPECT(reserved() == 9 && made.data()[16 * page - 1] == std::byte{7});
 }
 
 void reductions() {
@@ -243,6 +263,7 @@ int main() {
   cuts();
   pieces();
   large_pieces();
+  segments();
   reductions();
   return 0;
 }

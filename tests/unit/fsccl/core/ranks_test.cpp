@@ -185,21 +185,31 @@ class RankTest {
   int round_ = 0, root_ = 0;
 };
 
-// One rank gives up; whoever waits, in whichever cluster, learns why, and so does who comes later.
+// One rank gives up in the middle of operations; whoever waits, in whichever cluster, learns why,
+// and so does who comes later.
 void give_up(Group& group) {
+  std::thread other;
   if (group.rank() == 0) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    group.abort("rank 0 gives up");
+    other = std::thread([&group] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      group.abort("rank 0 gives up");
+    });
   }
-  for (int again = 0; again < 2; ++again) {
+  std::vector<int32_t> v(50000);
+  const Reduction sum{DType::kI32, RedOp::kSum, 1, group.size()};
+  for (int failures = 0; failures < 2;) {
+    const Deadline d = Deadline::after(Deadline::Ms(30000));
     try {
-      group.barrier(Deadline::after(Deadline::Ms(30000)));
+      if (failures == 0) group.all_reduce(v.data(), v.data(), v.size(), sum, d);
+      if (failures == 1) group.barrier(d);
     } catch (const Error& e) {
+      ++failures;
       if (std::string(e.what()).find("rank 0 gives up") != std::string::npos) continue;
       std::fprintf(stderr, "rank %d: %s\n", group.rank(), e.what());
+      std::_Exit(1);
     }
-    std::_Exit(1);
   }
+  if (other.joinable()) other.join();
 }
 
 void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned seed, int rounds) {

@@ -6,19 +6,16 @@
 
 namespace fsccl {
 
-size_t Channels::head_bytes() const {
-  const auto n = static_cast<size_t>(lane_.size());
-  return Segment::whole_pages(n * (sizeof(Line) + rings_ * sizeof(Way)));
-}
-
 size_t Channels::slots_of(int lane_rank) const {
-  const size_t each = Segment::whole_pages(rings_ * kDepth * slot_bytes_);
-  return head_bytes() + static_cast<size_t>(lane_rank) * each;
+  return head_bytes_ + static_cast<size_t>(lane_rank) * each_;
 }
 
 void Channels::prepare(size_t send) {
   if (send <= slot_bytes_) return;
+  const auto n = static_cast<size_t>(lane_.size());
   slot_bytes_ = ceil_div(send, kCacheLine) * kCacheLine;
+  each_ = Segment::whole_pages(rings_ * kDepth * slot_bytes_);
+  head_bytes_ = Segment::whole_pages(n * (sizeof(Line) + rings_ * sizeof(Way)));
   const size_t bytes = slots_of(lane_.size());
   segments_.push_back(make_(bytes, slots_of(1), static_cast<int>(segments_.size())));
   segments_.back().reserve(slots_of(lane_.rank()), slots_of(lane_.rank() + 1));

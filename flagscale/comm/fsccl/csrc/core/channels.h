@@ -63,7 +63,6 @@ class Channels {
   Line& own() const { return line(lane_.rank()); }
   Way& way(int lane_rank, size_t c) const;
   std::byte* slot(int lane_rank, size_t c, uint32_t number) const;
-  size_t head_bytes() const;
   size_t slots_of(int lane_rank) const;  // where they begin
   static void ring(Line& whose);
   void look_around(const std::vector<int>& waits_for, uint32_t seen) const;
@@ -72,7 +71,7 @@ class Channels {
   Lane& lane_;
   size_t rings_;
   MakeSegment make_;
-  size_t slot_bytes_ = 0;
+  size_t head_bytes_ = 0, each_ = 0, slot_bytes_ = 0;  // lines and ways; a rank's slots; one slot
   // Outgrown ones stay: a message that ends late may still ring a bell in them.
   std::vector<Segment> segments_;
 };

@@ -24,6 +24,10 @@ OpCard card_of(OpCode op, size_t bytes, const Reduction& r, int root = -1) {
   return c;
 }
 
+// By how much ranks that wait for a lane mate, or for another's report, give up before the others:
+// time for the words of who knows the rank at fault to reach those who do not.
+Deadline::Ms earlier_by(const Deadline& d) { return std::min(Deadline::Ms(1000), d.limit() / 5); }
+
 size_t total_of(const std::vector<Pieces>& list) {
   size_t n = 0;
   for (const Pieces& p : list) n += p.bytes();
@@ -74,7 +78,7 @@ void Group::collective(OpCard card, const Deadline& d, F&& body) {
     if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
     if (failed_) throw Error(*verdict_);
     open_lane(d);
-    const auto margin = std::min(Deadline::Ms(500), d.limit() / 5);
+    const auto margin = earlier_by(d);
     lane_->begin(card, hierarchical() ? d.earlier(margin) : d, d);
     body(card);
   } catch (const Error& e) {
@@ -238,7 +242,7 @@ void Group::monitored_barrier(const Deadline& d) {
     meet(d);
     if (config_.rank == 0) {
       // Those that wait for rank 0's word must hear its verdict before they blame it.
-      return hear_all(tag, d.earlier(std::min(Deadline::Ms(500), d.limit() / 5)));
+      return hear_all(tag, d.earlier(earlier_by(d)));
     }
     messenger_->send(0, tag, Pieces());
     messenger_->wait(messenger_->recv(0, tag, Pieces()), d, nullptr);

@@ -71,6 +71,8 @@ size_t Lane::default_slot_bytes(int ranks) {
 
 Lane::Lane(Segment segment, int rank, LaneConfig config)
     : segment_(std::move(segment)), rank_(rank), config_(std::move(config)) {
+  each_ = slots_bytes(capacity());
+  slots_ = segment_.data() + head_bytes(size());
   segment_.lock_rank(rank_);
   reserve_slots();
   Line& mine = line(rank_);
@@ -81,10 +83,9 @@ Lane::Lane(Segment segment, int rank, LaneConfig config)
 
 // Each rank its own, so that their pages lie in the memory nearest to the rank that fills them.
 void Lane::reserve_slots() {
-  const size_t each = slots_bytes(capacity()), first = head_bytes(size());
-  const auto me = static_cast<size_t>(rank_);
+  const size_t first = head_bytes(size()) + static_cast<size_t>(rank_) * each_;
   try {
-    segment_.reserve(first + me * each, first + (me + 1) * each);
+    segment_.reserve(first, first + each_);
   } catch (const Error& e) {
     abort(member(rank_), name(member(rank_)) + ": " + e.what());
     throw;
@@ -99,8 +100,7 @@ Lane::Line& Lane::line(int lane_rank) const {
 }
 
 std::byte* Lane::slot(int lane_rank, uint32_t step) const {
-  const size_t rank_slots = static_cast<size_t>(lane_rank) * slots_bytes(capacity());
-  return segment_.data() + head_bytes(size()) + rank_slots + (step & 1) * (kCardBytes + capacity());
+  return slots_ + static_cast<size_t>(lane_rank) * each_ + (step & 1) * (kCardBytes + capacity());
 }
 
 void Lane::begin(const OpCard& card, const Deadline& deadline, const Deadline& patience) {

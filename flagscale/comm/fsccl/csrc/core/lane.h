@@ -122,6 +122,8 @@ class Lane {
   Segment segment_;
   int rank_;
   LaneConfig config_;
+  std::byte* slots_ = nullptr;  // of the first rank
+  size_t each_ = 0;             // bytes of a rank's slots
   uint32_t step_ = 0;
   OpCard card_;
   Deadline deadline_ = Deadline::after(Deadline::Ms(0)), patience_ = deadline_;
