@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from flagscale.comm.base import missing_torch
+from flagscale.errors import ConfigError
+
 _EPILOG = """\
 commands
   list [--json]   every backend a YAML can name, and what is missing for it on this machine
   bench ...       measure collectives; flagscale comm bench --help
   groups ...      measure the creation of process groups; flagscale comm groups --help
+  tune ...        measure fsccl's NVLink kernels and keep the table; flagscale comm tune --help
   pipeline ...    measure fsccl's pipelined schedules; flagscale comm pipeline --help
 """
 
@@ -26,7 +30,7 @@ def main_comm(words: Sequence[str]) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("list", "bench", "groups", "pipeline"))
+    parser.add_argument("command", choices=("list", "bench", "groups", "pipeline", "tune"))
     if not words:
         parser.print_help()
         return 2
@@ -44,6 +48,12 @@ def main_comm(words: Sequence[str]) -> int:
         from flagscale.bench.pipeline.launch import main as main_pipeline
 
         return main_pipeline(rest, prog="flagscale comm pipeline")
+    if command == "tune":
+        if missing := missing_torch():
+            raise ConfigError(f"flagscale comm tune measures GPUs: {missing}")
+        from flagscale.comm.fsccl.nvlink_check import main as main_tune
+
+        return main_tune(["--store", "--quick", *rest], prog="flagscale comm tune")
     options = argparse.ArgumentParser(prog="flagscale comm list")
     options.add_argument("--json", action="store_true", help="for programs")
     from flagscale.comm.listing import show

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from flagscale.comm.fsccl.nvlink_world import Group, World, graph_of
 
 _GUARD = 64  # elements around a result that must stay as they were
 _POISON = 77
+_POOL_BYTES = 64 << 20
 
 _ALGORITHMS = {
     "all_reduce": ("flagged", "two_shot", "staged"),
@@ -116,10 +117,28 @@ def expected(case: Case, index: int, size: int, device: torch.device, root: int)
     return reduced(case, inputs) if case.collective in _REDUCING else torch.cat(inputs)
 
 
-class Prepared:
-    """The memory of a case for the ranks played here."""
+def registered_cases() -> Iterator[Case]:
+    """In registered memory: parts begin at multiples of 16 bytes."""
+    collectives = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+    for i, (collective, dtype, count) in enumerate(
+        itertools.product(collectives, (torch.float32, torch.bfloat16), (16, 4096, 300032))
+    ):
+        in_place = collective == "all_reduce"
+        yield Case(collective, "direct", dtype, "sum", count, 0, in_place, 1000 + i)
 
-    def __init__(self, case: Case, group: Group) -> None:
+
+class Prepared:
+    """The memory of a case for the ranks played here.
+
+    Args:
+        case: what is to be run.
+        group: by whom.
+        pools: bytes by rank to take the memory from, 64 MiB each; None allocates.
+    """
+
+    def __init__(
+        self, case: Case, group: Group, pools: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         self.case, self.group = case, group
         self.root = case.seed % group.size
         self.whole: dict[int, torch.Tensor] = {}
@@ -128,14 +147,16 @@ class Prepared:
         device, size = group.world.device, group.size
         for rank in group.members:
             elements = case.outputs(size) * case.count
-            whole = torch.full(
-                (elements + case.shift + 2 * _GUARD,), _POISON, dtype=case.dtype, device=device
-            )
-            self.whole[rank] = whole
+            inputs = case.inputs(size) * case.count + case.shift
+            beyond = elements + case.shift + 2 * _GUARD
+            if pools is None:
+                whole = torch.empty(beyond, dtype=case.dtype, device=device)
+                room = torch.empty(inputs, dtype=case.dtype, device=device)
+            else:
+                first, second = pools[rank].view(case.dtype).chunk(2)
+                whole, room = first[:beyond], second[:inputs]
+            self.whole[rank] = whole.fill_(_POISON)
             self.out[rank] = whole[_GUARD + case.shift :][:elements]
-            room = torch.empty(
-                case.inputs(size) * case.count + case.shift, dtype=case.dtype, device=device
-            )
             self.given[rank] = self.out[rank] if case.in_place else room[case.shift :]
         self.fill()
 
@@ -181,6 +202,22 @@ def check_operations(world: World, group: Group, quick: bool) -> tuple[int, list
             wrong += prepared.wrong() + group.failures()
         if wrong:
             break
+    return ran, wrong
+
+
+def check_registered(world: World, group: Group) -> tuple[int, list[str]]:
+    """Each registered case, with all memory of all ranks registered."""
+    pools = {
+        rank: torch.empty(_POOL_BYTES, dtype=torch.uint8, device=world.device)
+        for rank in group.members
+    }
+    group.register(pools)
+    ran, wrong = 0, []
+    for case in registered_cases():
+        prepared = Prepared(case, group, pools)
+        ran += prepared.run()
+        world.synchronize()
+        wrong += prepared.wrong() + group.failures()
     return ran, wrong
 
 

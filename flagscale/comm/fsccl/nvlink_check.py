@@ -65,6 +65,7 @@ def _check(world: World, plan: Plan) -> dict[str, Any]:
     turns, replays = (40, 5) if plan.quick else (150, 20)
     steps: dict[str, Callable[[], tuple[int, list[str]]]] = {
         "operations": lambda: checks.check_operations(world, everyone, plan.quick),
+        "registered": lambda: checks.check_registered(world, groups[1]),
         "groups": lambda: checks.check_groups(world, groups, turns),
         "graph": lambda: checks.check_graph(world, everyone, replays),
         "absent": lambda: (1, checks.check_absent(world)),

@@ -1,0 +1,52 @@
+"""The NVLink engine on real GPUs: what ``nvlink_check`` proves, as tests.
+
+Run on a machine with GPUs: ``pytest -m gpu tests/gpu/test_nvlink_engine.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flagscale.comm.fsccl import nvlink_check  # noqa: E402
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device"),
+]
+
+
+def run(path: Path, *words: str) -> dict[str, object]:
+    code = nvlink_check.main([*words, "--json", str(path)])
+    report: dict[str, object] = json.loads(path.read_text())
+    assert code == 0, report
+    return report
+
+
+def test_four_ranks_on_one_gpu(tmp_path: Path) -> None:
+    report = run(tmp_path / "report.json", "--one-gpu", "4")
+    assert report["checks"]["right"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_rank_a_gpu(tmp_path: Path, ranks: int) -> None:
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+    report = run(tmp_path / "report.json", "--ranks", str(ranks), "--no-measure")
+    assert report["checks"]["right"]  # type: ignore[index]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_measuring_yields_a_table_and_small_groups(tmp_path: Path) -> None:
+    report = run(tmp_path / "report.json", "--ranks", "2", "--no-check", "--largest", "1")
+    assert "all_reduce ordinary" in str(report["table"])
+    groups = report["groups"]
+    assert isinstance(groups, dict)
+    assert groups["MiB a GPU"] <= 512
