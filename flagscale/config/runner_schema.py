@@ -247,7 +247,8 @@ class Runner:
         default=True,
         metadata=doc(
             "Whether a run first looks at every host for what would make it fail, as "
-            "`action=check` does."
+            "`action=check` does. The Python of a host over SSH is not asked again as long as "
+            "nothing there has changed; `action=check` asks it in any case."
         ),
     )
     per_node_task: bool = field(

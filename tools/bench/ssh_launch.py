@@ -298,6 +298,7 @@ def main() -> int:
         for kind, row in table[hosts].items():
             numbers = " ".join(f"{value:8.2f}" for value in row.values())
             print(f"{hosts:5}  {kind:14} {numbers}", flush=True)
+    print(markdown(table))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         record = report(about, table, options.rounds)
@@ -307,6 +308,16 @@ def main() -> int:
     for text in failed:
         print(f"on {most} hosts {text}", file=sys.stderr)
     return 4 if failed else 0
+
+
+def markdown(table: dict[int, dict[str, dict[str, float]]]) -> str:
+    """The documentation's table: seconds of ``bare``, and the others as multiples of it."""
+    kinds = [kind for kind in table[max(table)] if kind != "bare"]
+    lines = [f"| Hosts | bare | {' | '.join(kinds)} |", "|---" * (len(kinds) + 2) + "|"]
+    for hosts, row in table.items():
+        ratios = " | ".join(f"{row[kind]['ratio_to_bare']:.2f}" for kind in kinds)
+        lines.append(f"| {hosts} | {row['bare']['median_s']:.2f} s | {ratios} |")
+    return "\n".join(lines)
 
 
 def failures(row: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
