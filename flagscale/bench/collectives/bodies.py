@@ -154,7 +154,9 @@ def assemble(parts: tuple[Part, ...], device: BenchDevice, team: Team, name: str
                 work.wait()
 
         return Body(parts, single)
-    if device.is_cuda and name in ("all_reduce", "all_gather", "reduce_scatter"):
+    # gloo moves GPU memory, too, and has no such launch.
+    grouping = device.is_cuda and team.group._get_backend(device.torch_device).supports_coalescing
+    if grouping and name in ("all_reduce", "all_gather", "reduce_scatter"):
 
         def grouped() -> None:
             # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.

@@ -43,7 +43,7 @@ def prepare(
     """Allocate all buffers of a size.
 
     Raises:
-        RuntimeError: there is not enough memory.
+        RuntimeError: there is not enough memory, or the backend cannot register it.
     """
     if not team.member:
         return Prepared(team, ())
@@ -68,6 +68,8 @@ def _pool(team: Team, device: BenchDevice, registered: int) -> Iterator[Any]:
         yield None
         return
     backend: Any = team.group._get_backend(device.torch_device)
+    if not hasattr(backend, "register_mem_pool"):
+        raise RuntimeError(f"{team.backend} registers no memory: measure it without -R")
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         yield pool

@@ -38,8 +38,8 @@ def draw(curves: Sequence[Curve], kind: str, limits: Mapping[str, float] | None 
         style = {"linestyle": "--" if curve.imported else "-", "marker": ".", "label": curve.label}
         latency.plot(sizes, [point.time for point in curve.points], **style)
         bandwidth.plot(sizes, [point.busbw for point in curve.points], **style)
-    for style, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False):
-        bandwidth.axhline(value, color="gray", linestyle=style, label=f"{name}, {value:.4g} GB/s")
+    for line, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False):
+        bandwidth.axhline(value, color="gray", linestyle=line, label=f"{name}, {value:.4g} GB/s")
     _axes(latency, "time", "microseconds", curves)
     _axes(bandwidth, "bus bandwidth", "1e9 bytes a second", curves)
     latency.set_yscale("log")

@@ -47,3 +47,14 @@ def test_under_torchrun() -> None:
     out = _run(*launcher, *place, PROGRAM, "--simple", "--without-split", "--device", "cpu")
     assert out.count("# 2 ranks, backend gloo") == 1
     assert out.count("  cold       1     1  ") == 1
+
+
+def test_both_sides_of_the_agreement_run_on_a_cpu(tmp_path: Path) -> None:
+    result = tmp_path / "agreement.json"
+    line = "-r 2 --device cpu --operations allr,allg,bcast -b 1K -e 1K -n 2 -w 1 --rounds 2"
+    # How long either takes here decides nothing.
+    out = _run(PROGRAM.with_name("agreement.py"), *line.split(), "--limit", "1e9", "--json", result)
+    found = json.loads(result.read_text())
+    assert [row["operation"] for row in found["rows"]] == ["all_reduce", "all_gather", "broadcast"]
+    assert all(row["definition"] == pytest.approx(1) for row in found["rows"])
+    assert found["text"] in out

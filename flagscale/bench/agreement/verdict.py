@@ -1,0 +1,72 @@
+"""What two series of times come to: a row of the table, and whether they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from flagscale.bench.collectives.statistics import Ratio
+
+Verdict = Literal["agrees", "differs", "unsure"]
+_EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One operation and size: medians of times in microseconds, bandwidths in 1e9 bytes a
+    second, and the ratio of our time to the bare one's."""
+
+    operation: str
+    size: int
+    ours: float
+    bare: float
+    our_busbw: float
+    bare_busbw: float
+    ratio: Ratio
+
+    @property
+    def definition(self) -> float:
+        """Our bus bandwidth over the one that nccl-tests would make of our time; 1 if both mean
+        the same by it."""
+        return (self.our_busbw * self.ours) / (self.bare_busbw * self.bare)
+
+    def verdict(self, limit: float) -> Verdict:
+        """Whether both are the same within ``limit``, a share. Beyond it, ``differs`` where the
+        whole interval is, else the measurement cannot tell."""
+        if abs(self.definition - 1) > _EXACT:
+            return "differs"
+        low, high = 1 - limit, 1 + limit
+        if low <= self.ratio.value <= high:
+            return "agrees"
+        return "differs" if self.ratio.low > high or self.ratio.high < low else "unsure"
+
+    def to_json(self, limit: float) -> dict[str, Any]:
+        return {**asdict(self), "definition": self.definition, "verdict": self.verdict(limit)}
+
+
+def table(pairs: Sequence[Pair], limit: float) -> list[str]:
+    """A line a pair under a heading."""
+    heading = f"{'operation':>14}  {'size(B)':>12}  {'ours(us)':>10}  {'bare(us)':>10}"
+    heading += f"  {'our busbw':>10}  {'its busbw':>10}  {'time':>7}  {'95% interval':>16}  verdict"
+    lines = [heading]
+    for pair in pairs:
+        ratio = pair.ratio
+        cells = f"{pair.operation:>14}  {pair.size:>12}  {pair.ours:>10.2f}  {pair.bare:>10.2f}"
+        cells += f"  {pair.our_busbw:>10.2f}  {pair.bare_busbw:>10.2f}  {ratio.value - 1:>+7.1%}"
+        interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
+        lines.append(f"{cells}  {interval:>16}  {pair.verdict(limit)}")
+    return lines
+
+
+def conclusion(pairs: Sequence[Pair], limit: float) -> tuple[str, bool]:
+    """The verdict on the whole in words, and whether nothing differs."""
+    found = [pair.verdict(limit) for pair in pairs]
+    worst = max(pairs, key=lambda pair: abs(pair.ratio.value - 1))
+    text = f"{found.count('agrees')} of {len(found)} agree within {limit:.1%}"
+    for kind in ("differs", "unsure"):
+        if found.count(kind):
+            text += f", {found.count(kind)} {kind}"
+    far = f"{worst.operation} of {worst.size} B"
+    text += f"; the furthest is {far}, {worst.ratio.value - 1:+.1%} in time"
+    return text, "differs" not in found

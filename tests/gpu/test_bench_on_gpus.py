@@ -1,0 +1,172 @@
+"""The benchmark on CUDA: every operation checked, graphs, events, registered memory, options that
+reach NCCL, its figures beside those of a bare loop. As many ranks as there are GPUs, up to 8.
+
+    pytest -m gpu tests/gpu/test_bench_on_gpus.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools" / "comm"
+RANKS = min(torch.cuda.device_count(), 8)
+several = pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
+
+
+def run(directory: Path, tool: str, *words: str, **environment: str) -> Any:
+    """Run a tool on all GPUs; its output."""
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / tool), "-r", str(RANKS), *words],
+        cwd=directory,
+        env={**os.environ, "NCCL_NVLS_ENABLE": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done
+
+
+def bench(directory: Path, line: str, **environment: str) -> list[dict[str, Any]]:
+    """The rows of a checked run, all of them right."""
+    run(directory, "bench.py", *line.split(), "-c", "--json", "out.json", **environment)
+    rows: list[dict[str, Any]] = json.loads((directory / "out.json").read_text())["results"]
+    for row in rows:
+        assert row["failure"] is None, row
+        assert row["wrong"] in (0, None), row
+        assert row["time:avg(us)"] > 0, row
+    return rows
+
+
+def test_every_operation_is_right_for_every_type(tmp_path: Path) -> None:
+    rows = bench(tmp_path, "all -d all -b 64K -e 64K -n 3 -w 1 --both-places")
+    assert {row["backend"] for row in rows} == {"nccl"}
+    assert {"all_reduce", "all_to_all_v", "permute", "gather"} <= {r["operation"] for r in rows}
+
+
+def test_every_reduction_and_root(tmp_path: Path) -> None:
+    line = "allr,redsct,red,bcast -d fp32,bf16,int32 -o all --root -1 -b 4K -e 4K -n 2 -w 1"
+    assert len(bench(tmp_path, line)) > 20
+
+
+@pytest.mark.parametrize(
+    ("line", "samples"),
+    [
+        ("-I 6 -W 2 -n 4", 6),
+        ("-I 6 -n 4 -m 3", 6),
+        ("--timing events -n 12", 12),
+        ("--timing events -I 5 -n 4 --unique-buff", 5),
+        ("-z 1 -n 7", 7),
+        ("-C 1 -n 7", 7),
+    ],
+    ids=["graph", "aggregated", "events", "events-graph-unique", "blocking", "issue"],
+)
+def test_ways_to_time(tmp_path: Path, line: str, samples: int) -> None:
+    operations = "allr,allg,redsct,alltoall -d bf16 -b 64K -e 1M -f 16 -w 2 --stats avg,min,p50,max"
+    for row in bench(tmp_path, f"{operations} {line}"):
+        assert row["samples"] == samples
+        statistics = [row[f"time:{name}(us)"] for name in ("min", "p50", "max")]
+        assert statistics == sorted(statistics)
+        assert statistics[0] > 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("-R 1", "-R 2", "-R 2 -I 4 -n 4"),
+        *("--unique-buff", "--unique-buff --shared-output-buff"),
+        *("--coalesced-cc-size-ratio [1,2,1]", "--coalesced-cc-size-ratio [1,3] -I 3 -n 4"),
+    ],
+)
+def test_ways_to_hold_the_data(tmp_path: Path, line: str) -> None:
+    bench(tmp_path, f"allr,allg,redsct -d bf16 -b 256K -e 4M -f 16 -n 5 -w 1 {line}")
+
+
+def test_options_reach_nccl(tmp_path: Path) -> None:
+    line = "allr -b 1M -e 1M -n 2 -w 1 --debug --comm max_ctas=4 is_high_priority_stream=true"
+    done = run(tmp_path, "bench.py", *line.split())
+    assert "(max_ctas=4, is_high_priority_stream=True)" in done.stdout
+    assert "NCCL_MAX_CTAS set by environment to 4" in done.stdout + done.stderr
+    program = """
+import torch, torch.distributed as dist
+from flagscale.bench.collectives.devices import choose
+from flagscale.bench.collectives.teams import form
+from flagscale.comm import registry
+device = choose("cuda", 0)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+values = registry.options_of("nccl", ["max_ctas=4", "is_high_priority_stream=true"])
+team = form(registry.backend("nccl"), ((0,),), 0, device, 60, values)
+options = team.group._get_backend(device.torch_device).options
+assert options.config.max_ctas == 4, options.config.max_ctas
+assert options.is_high_priority_stream
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+
+
+@several
+def test_gloo_moves_gpu_memory_but_for_messages(tmp_path: Path) -> None:
+    rows = bench(tmp_path, "all --backend gloo -d fp32 -b 64K -e 64K -n 2 -w 1")
+    found = {row["operation"] for row in rows}
+    assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"} <= found
+    assert not found & {"sendrecv", "permute"}
+
+
+@several
+def test_the_limit_is_measured(tmp_path: Path) -> None:
+    (row,) = bench(tmp_path, "allr -d bf16 -b 256M -e 256M -n 5 -w 2 --probe")
+    assert row["probe_share"] > 0
+
+
+@several
+def test_groups_in_every_arm(tmp_path: Path) -> None:
+    run(tmp_path, "groups.py", "--groups", "1,3", "--repeats", "2", "--json", "groups.json")
+    rows = json.loads((tmp_path / "groups.json").read_text())["results"]
+    assert {row["arm"] for row in rows} == {"bound", "cold", "warm", "split"}
+    for row in rows:
+        assert all(sample["memory"] > 0 for sample in row["samples"])
+        if row["arm"] == "split":
+            assert all(sample["splits"] >= row["groups"] for sample in row["samples"])
+
+
+@several
+def test_figures_are_defined_as_nccl_tests_defines_them(tmp_path: Path) -> None:
+    # Whether times agree is what the tool is run for by hand, on a quiet machine.
+    line = "-b 64K -e 4M -f 64 -n 5 -w 2 -I 4 --rounds 3 --limit 1e9 --json agreement.json"
+    run(tmp_path, "agreement.py", *line.split())
+    found = json.loads((tmp_path / "agreement.json").read_text())
+    assert found["library"].startswith("NCCL ")
+    assert len(found["rows"]) == 9 * 2
+    assert all(row["definition"] == pytest.approx(1) for row in found["rows"])
+
+
+def test_the_examples_assertions_hold() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "examples/comm/torch_api.py", "--distributed-backend", "nccl"],
+        cwd=ROOT,
+        env={**os.environ, "NCCL_NVLS_ENABLE": "0", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.count("ok: ") == 13
