@@ -207,6 +207,7 @@ class _Start:
         """The run ended, or a rank failed for good, before all were as far as is waited for."""
         state, runner = self._state, self._runner
         everywhere = processes.wait_until(lambda: runner.ended(state), _FAILURE_SECONDS)
+        runner.bring_output(state)
         failure = first_failure(state, self._reader.refresh())
         if failure is None and everywhere:
             code = runner.wait(state)

@@ -172,12 +172,14 @@ class TableEntry:
 @dataclass(frozen=True)
 class End:
     """How torchrun ended: its code, and when; ``out_of_memory_kills`` as the kernel counted them,
-    ``killed`` are the processes that the agent itself killed."""
+    ``killed`` are the processes that the agent itself killed, ``late`` the ranks that said that
+    they failed when the job was being ended already."""
 
     code: int
     time: float
     out_of_memory_kills: int | None = None
     killed: Collection[int] = ()
+    late: Collection[int] = ()
 
 
 def parse_table(output: str, killed: Collection[int] = ()) -> list[TableEntry]:
@@ -220,6 +222,7 @@ def host_report(
     table: list[TableEntry] = []
     if end is not None:
         table = parse_table(read_tail(host.output, start=output_start), end.killed)
+        table = [entry for entry in table if entry.rank not in end.late]
     rank = choose_rank(table, failed)
     if rank is not None:
         entry = next((entry for entry in table if entry.rank == rank), None)

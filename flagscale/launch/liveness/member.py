@@ -171,19 +171,25 @@ class Member:
             return None
         kills, before = out_of_memory_kills(), self._kills_before
         counted = kills - before if kills is not None and before is not None else None
-        end = End(attempt.code, attempt.ended_at, counted, attempt.killed)
-        events = self._watch.events
-        if attempt.ending:
-            limit = self._ended_by_order
-            kept = {
-                rank: [e for e in rows if e.event != "failed" or e.time <= limit]
-                for rank, rows in events.items()
-            }
-            events = {rank: rows for rank, rows in kept.items() if rows}
+        late = self._failed_late()
+        events = {
+            rank: [row for row in rows if row.event != "failed" or rank not in late]
+            for rank, rows in self._watch.events.items()
+        }
+        end = End(attempt.code, attempt.ended_at, counted, attempt.killed, late)
         report = host_report(self.host, events, end, output_start=self._output_start)
         if report is not None and attempt.ending and report.weight >= Weight.UNNAMED:
             return None
         return _short(report)
+
+    def _failed_late(self) -> set[int]:
+        """The ranks that failed once this host had been told to end its part: they lost a peer."""
+        if not self.attempt.ending:
+            return set()
+        # Events tell their time in milliseconds.
+        limit = self._ended_by_order + 0.001
+        rows = ((rank, row) for rank, rows in self._watch.events.items() for row in rows)
+        return {rank for rank, row in rows if row.event == "failed" and row.time > limit}
 
     # -- what it is told --------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from flagscale.launch.failures import (
     parse_table,
 )
 from flagscale.launch.layout import EXIT_FILE
+from flagscale.launch.liveness.diagnosis import End, Weight, host_report
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import Event
 
@@ -63,6 +64,25 @@ def test_table_of_torchrun() -> None:
     assert (first.rank, first.code) == (1, 3)
     assert (second.rank, second.code) == (0, -15)
     assert second.time - first.time == 7
+
+
+@pytest.mark.parametrize(
+    ("late", "rank", "weight"),
+    [
+        pytest.param(set(), 1, Weight.FAILED, id="a-cause"),
+        pytest.param({1}, 0, Weight.CONSEQUENCE, id="after-the-order-to-end"),
+        pytest.param({0, 1}, None, Weight.UNNAMED, id="all-after-it"),
+    ],
+)
+def test_a_rank_that_failed_late_is_no_cause(
+    state: RunState, late: set[int], rank: int | None, weight: Weight
+) -> None:
+    """torchrun's table tells no more of it than of a rank that ended first."""
+    host = state.hosts[0]
+    host.output.write_text(TABLE, encoding="utf-8")
+    report = host_report(host, {}, End(1, 200.0, late=late))
+    assert report is not None
+    assert (report.failure.rank, report.weight) == (rank, weight)
 
 
 @pytest.mark.parametrize("text", ["", "Failures:\n", "\nFailures:\nnothing\n"])

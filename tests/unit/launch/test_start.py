@@ -25,6 +25,7 @@ class Watched(LocalRunner):
     """A runner that knows how runs end by their files alone."""
 
     stopped = False
+    brings = ""
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
         ended = [host.exit() is not None for host in state.hosts]
@@ -32,6 +33,10 @@ class Watched(LocalRunner):
 
     def query(self, state: RunState, *, with_lines: bool = False) -> snapshot.Snapshot:
         return snapshot.take(state)
+
+    def bring_output(self, state: RunState) -> None:
+        state.hosts[0].output.parent.mkdir(parents=True, exist_ok=True)
+        state.hosts[0].output.write_text(self.brings, encoding="utf-8")
 
     def stop(self, state: RunState) -> Any:
         self.stopped = True
@@ -65,6 +70,14 @@ def test_the_rest_of_a_job_is_stopped_where_nobody_knows_why_one_host_ended(
     with pytest.raises(JobError, match=r"the script ended on h\[0-1\] before every"):
         start.wait_until_started(state, runner, 60)
     assert runner.stopped
+
+
+def test_what_hosts_have_printed_is_brought_before_it_is_quoted(state: RunState) -> None:
+    runner = Watched()
+    runner.brings = "/opt/no such/python: No such file or directory\n"
+    end(state, 1, 143, signal=15)
+    with pytest.raises(JobError, match="/opt/no such/python: No such file"):
+        start.wait_until_started(state, runner, 60)
 
 
 def test_a_host_that_failed_is_named(state: RunState) -> None:
