@@ -169,7 +169,10 @@ def take(
     failure = first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
     ends = [ended.ended for ended in exits.values() if ended is not None]
     since = _since(state, phase, max(joined, default=None), max(ends, default=None))
-    codes = [ended.code for ended in exits.values() if ended is not None]
+    first = failure.host if failure is not None else None
+    # The host that failed first knows the job's code; others may have been told to end.
+    hosts = sorted(state.hosts, key=lambda host: host.name != first)
+    codes = [ended.code for host in hosts if (ended := exits[host.rank]) is not None]
     job = job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,

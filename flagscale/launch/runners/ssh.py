@@ -15,6 +15,7 @@ from pathlib import Path
 
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.launch import logs, snapshot
+from flagscale.launch.failures import first_failure
 from flagscale.launch.files import make_private_directory, read_json, write_atomic
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.planning.plan import LaunchPlan, SshPlace
@@ -172,20 +173,29 @@ class SshRunner:
 
     def _gone(self, state: RunState, rank: int) -> bool:
         look = self._looks.get(rank)
-        if state.hosts[rank].exit() is not None:
-            return True
-        return look is not None and not look.alive and not look.trouble
+        if look is None or look.alive == "script":
+            # The job may have ended, but not yet what follows it.
+            return False
+        left = bool(look.alive or look.trouble)
+        return not left or state.hosts[rank].exit() is not None
 
     def rank_count(self, state: RunState) -> int:
         self._look(state, Wish(fetch=not state.shared_fs, count=True))
         return sum(look.ranks or 0 for look in self._looks.values())
 
     def wait(self, state: RunState) -> int:
-        """The job's exit code: of the host that was the first to end with one that isn't 0."""
+        """The job's exit code: of the host that failed first, else of the first that ended with
+        one that isn't 0. The others were told to end, and may have done so sooner."""
         while not self.ended(state):
             time.sleep(_PAUSE_SECONDS)
-        ends = [(end.ended, end.code) for host in state.hosts if (end := host.exit()) is not None]
-        failed = next((code for _, code in sorted(ends) if code), 0)
+        failure = first_failure(state, {})
+        first = failure.host if failure is not None else None
+        ends = [
+            (host.name != first, end.ended, end.code)
+            for host in state.hosts
+            if (end := host.exit()) is not None
+        ]
+        failed = next((code for *_, code in sorted(ends) if code), 0)
         return failed if failed or len(ends) == len(state.hosts) else 1
 
     def _refresh(self, state: RunState) -> None:

@@ -94,9 +94,12 @@ def test_following_a_run_in_a_terminal(lab: SshLab) -> None:
 
 
 def test_following_without_a_terminal_ends_with_the_run(lab: SshLab) -> None:
-    lab.configure("import sys; sys.exit(7)\n")
+    cmds = {"after_stop": "sleep 1.5; echo after it all"}
+    lab.configure("import sys; sys.exit(7)\n", cmds=cmds)
     done = lab.do("test")
     assert done.returncode == 7
+    for name in lab.bed.names:
+        assert f"{name}: after it all" in done.stdout
     assert "first failure: h0" in done.stderr
     assert "exit code 7" in done.stderr
     followed = lab.do("query", "follow=true")
