@@ -38,9 +38,11 @@ def test_a_taken_port_of_the_agents_is_told_by_its_key(lab: SshLab) -> None:
 
 
 def test_a_port_behind_a_firewall_is_told_when_a_host_does_not_join(lab: SshLab) -> None:
-    lab.configure(WAITING, runner={"liveness_port": 23457, "start_timeout": 4})
+    # The launcher does not wait: its own time would be over at the same moment.
+    waits = {"liveness_port": 23457, "start_timeout": 4, "wait_for": "none"}
+    lab.configure(WAITING, runner=waits)
     lab.bed["h00"].drop("tcp dport 23457")
-    lab.do("run")
+    assert lab.do("run").returncode == 0
     record = until(lambda: (r := lab.query())["state"] == "failed" and r, 60)
     assert "port 23457 of the first host (experiment.runner.liveness_port)" in str(record)
     until(lambda: not lab.orphans())
