@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launch_bench import Bench
 from launch_lab import Lab
+
+from flagscale.launch import processes
 
 
 @pytest.fixture
@@ -24,3 +28,11 @@ def spaced_lab(tmp_path: Path) -> Iterator[Lab]:
     made = Lab(root, root / "exp dir")
     yield made
     made.clear()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    for planned in made.plans:
+        processes.sweep(planned.run_id, 0, exclude=[os.getpid()])

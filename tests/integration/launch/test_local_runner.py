@@ -1,5 +1,4 @@
-"""Scripts, agent and runner on this machine. The program stands where torchrun would: what is
-tested here does not depend on torchrun, and starts in a fraction of its time."""
+"""Scripts, agent and runner on this machine. The program stands where torchrun would."""
 
 from __future__ import annotations
 
@@ -9,101 +8,26 @@ import signal
 import stat
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
+from launch_bench import SLEEP, Bench
 from launch_lab import until
 
-from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
+from flagscale.config.schema import Commands, Environments, Runner, Train
 from flagscale.errors import RunStateError
 from flagscale.launch import processes
-from flagscale.launch.planning.hosts import Host
-from flagscale.launch.planning.plan import LaunchPlan, Machine, plan
 from flagscale.launch.runners.base import Stopped
 from flagscale.launch.runners.local import LocalRunner
 from flagscale.launch.snapshot import Phase
-from flagscale.launch.state import RunState, load_state, new_run_id
+from flagscale.launch.state import load_state
 
 pytestmark = pytest.mark.integration
 
-PROJECT = Path(__file__).resolve().parents[3]
 HOSTILE = "a 'b' \"c\" $HOME `id` $(id) \\ , ; & | > * ? ~ # ü 🦙 -- \t end\nline 2\n"
 HOSTILE_NAME = "a 'b' \"c\" $HOME `id` ü\n,;&"
 
 
-class Bench:
-    """Makes plans whose torchrun is the bare interpreter, and clears up after them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.runner = LocalRunner("config: 1\n", "[]\n")
-        self.plans: list[LaunchPlan] = []
-
-    def plan(self, program: str, **changes: Any) -> LaunchPlan:
-        entrypoint = self.root / "program.py"
-        entrypoint.write_text(textwrap.dedent(program), encoding="utf-8")
-        given: dict[str, Any] = {
-            "name": "bench",
-            "exp_dir": self.root / "exp",
-            "task": Task(entrypoint=entrypoint, foreign=True),
-            "runner": Runner(stop_grace=1.0),
-            "envs": Environments(),
-            "cmds": Commands(),
-            "train": Train(),
-            "config_file": self.root / "x.yaml",
-        }
-        experiment = Experiment(**{**given, **changes})
-        machine = Machine(sys.executable, PROJECT, self.root, 2, 0)
-        made = plan(experiment, [Host("localhost")], machine, run_id=new_run_id(), master_port=1)
-        host = replace(made.hosts[0], torchrun=(sys.executable, "-u"))
-        self.plans.append(replace(made, hosts=(host,)))
-        return self.plans[-1]
-
-    def run(self, program: str, **changes: Any) -> int:
-        """Run a program to its end; the script's code."""
-        return self.runner.wait(self.runner.submit(self.plan(program, **changes)))
-
-    def start(self, program: str, ready: str = "ready", **changes: Any) -> RunState:
-        """Start a program and wait for it to print ``ready``."""
-        state = self.runner.submit(self.plan(program, **changes))
-        until(lambda: ready in self.output)
-        return state
-
-    def runner_state(self) -> RunState:
-        """The state as it is on disk."""
-        state = load_state(self.plans[-1].layout.state)
-        assert state is not None
-        return state
-
-    @property
-    def output(self) -> str:
-        return self.plans[-1].hosts[0].output.read_text(encoding="utf-8")
-
-    def exit_record(self) -> dict[str, Any]:
-        path = self.plans[-1].hosts[0].run_dir / "exit.json"
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-
-    def agent(self, state: RunState) -> processes.Process:
-        return until(state.hosts[0].agent)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    for planned in made.plans:
-        processes.sweep(planned.run_id, 0, exclude=[os.getpid()])
-
-
-SLEEP = """
-    import time
-    print("ready", flush=True)
-    time.sleep(600)
-"""
 STUBBORN = """
     import signal, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -337,93 +261,6 @@ def test_each_run_has_an_output_of_its_own(bench: Bench) -> None:
     bench.run("print('second')")
     assert "first" not in bench.output
     assert "first" in (first.hosts[0].run_dir / "output").read_text(encoding="utf-8")
-
-
-def test_the_script_runs_by_hand_again(bench: Bench) -> None:
-    assert bench.run("raise SystemExit(6)") == 6
-    script = bench.plans[-1].hosts[0].script
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 6
-    assert str(bench.plans[-1].hosts[0].run_dir) in done.stdout
-    assert bench.exit_record()["code"] == 6
-
-
-def files_below(directory: Path) -> dict[Path, tuple[int, bytes]]:
-    """Every file, with when it was written and what it holds."""
-    found = (path for path in directory.rglob("*") if path.is_file())
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
-
-
-BESIDE = Commands('touch "$MARKS/before"; echo ready; sleep "$BEFORE"', 'touch "$MARKS/after"')
-
-
-@pytest.mark.parametrize(
-    ("before", "lives"),
-    [pytest.param("0", "agent", id="the-job"), pytest.param("600", "script", id="before_start")],
-)
-def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
-    bench: Bench, before: str, lives: str
-) -> None:
-    marks = bench.root / "marks"
-    marks.mkdir()
-    envs = Environments({"BEFORE": before, "MARKS": str(marks)})
-    state = bench.start(SLEEP, envs=envs, cmds=BESIDE)
-    agent = bench.agent(state) if lives == "agent" else None
-    if agent is not None:
-        until(lambda: bench.output.count("ready") == 2)
-    (marks / "before").unlink()
-    written = files_below(bench.root)
-    script = str(state.hosts[0].script)
-    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    pid = agent.pid if agent is not None else state.hosts[0].pid
-    assert f"is alive already ({lives} {pid}); nothing was changed" in done.stderr
-    assert files_below(bench.root) == written
-    assert state.is_alive()
-    bench.runner.stop(state)
-    assert state.alive() == []
-    # It was the first start's own end that ran after_stop; from now on the script starts again.
-    assert (marks / "after").exists()
-    again = subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True)
-    assert again.stdout is not None
-    until(lambda: "ready" in again.stdout.readline())
-    processes.sweep(state.run_id, 10)
-    again.communicate(timeout=30)
-
-
-def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
-    planned = bench.plan(SLEEP)
-    LocalRunner()._write(planned)
-    command = ["bash", str(planned.hosts[0].script)]
-    scripts = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for _ in range(8)
-    ]
-    until(lambda: sum(script.poll() is not None for script in scripts) == 7)
-    for script in scripts:
-        if script.poll() is None:
-            assert script.pid == int(planned.hosts[0].pid_file.read_text())
-            script.terminate()
-        script.communicate(timeout=30)
-    assert sorted(script.returncode for script in scripts) == [1] * 7 + [143]
-    assert processes.members(planned.run_id) == []
-
-
-def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
-    planned = bench.plan(SLEEP)
-    LocalRunner()._write(planned)
-    script = subprocess.Popen(
-        ["bash", str(planned.hosts[0].script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert script.stdout is not None
-    until(lambda: "ready" in script.stdout.readline())
-    os.killpg(script.pid, signal.SIGINT)  # what a terminal does
-    assert script.wait(20) == 130
-    assert processes.members(planned.run_id) == []
 
 
 def test_a_command_that_cannot_be_started(bench: Bench) -> None:
