@@ -36,7 +36,10 @@ class Fsccl(CommBackend):
     def creating(self) -> Iterator[None]:
         # Importing it is what makes torch know the name.
         import flagscale.comm.fsccl  # noqa: F401
+        from flagscale.comm.fsccl.build import load_extension
 
+        # Compiled now where it must be, and not while the ranks wait for each other.
+        load_extension()
         yield
 
     def version(self) -> str | None:

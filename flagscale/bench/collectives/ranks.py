@@ -30,8 +30,10 @@ from flagscale.bench.collectives.statistics import warning
 from flagscale.bench.collectives.watch import Beat, Watch
 from flagscale.bench.world import World
 from flagscale.comm import registry
-from flagscale.comm.base import DeviceType
+from flagscale.comm.base import CommBackend, DeviceType
 from flagscale.errors import ConfigError, FlagscaleError, JobError
+
+_START_SECONDS = 300.0
 
 
 def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
@@ -41,11 +43,11 @@ def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
         FlagscaleError: on the rank that has the word; others end silently with its exit code.
     """
     placement = specs[0].placement
-    store = meeting.meet(
-        world, address=placement.address, port=placement.port, seconds=placement.timeout
-    )
+    # Loading torch, and compiling a backend on its first use, may take longer than an iteration.
+    patience = placement.timeout + _START_SECONDS
+    store = meeting.meet(world, address=placement.address, port=placement.port, seconds=patience)
     own, error = _prepare(specs, world)
-    facts = _exchange(store, own, world, placement.timeout)
+    facts = _exchange(store, own, world, patience)
     meeting.leave(world)
     if code := _refused(facts, world):
         meeting.part(store, world, placement.timeout)
@@ -100,7 +102,9 @@ def _prepare(specs: Sequence[BenchSpec], world: World) -> tuple[Facts, Flagscale
         device = devices.choose(placement.device, world.local_rank)
         for spec in specs:
             for name in spec.backends:
-                registry.usable(name, device.kind).export(spec.options_of(name))
+                found = registry.usable(name, device.kind)
+                found.export(spec.options_of(name))
+                _load(found)
             _possible(spec, device.kind)
         if placement.pin:
             devices.pin(world.local_rank)
@@ -109,6 +113,19 @@ def _prepare(specs: Sequence[BenchSpec], world: World) -> tuple[Facts, Flagscale
         return Facts(
             world.rank, os.uname().nodename, os.getpid(), "", "", str(error), error.exit_code
         ), error
+
+
+def _load(backend: CommBackend) -> None:
+    """Import what the backend needs, compiled first if need be, before anybody is waited for.
+
+    Raises:
+        FlagscaleError: it does not load.
+    """
+    try:
+        with backend.creating():
+            pass
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(f"{backend.name} cannot be loaded: {error}") from error
 
 
 def _possible(spec: BenchSpec, kind: DeviceType) -> BenchSpec:

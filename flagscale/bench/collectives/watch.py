@@ -61,8 +61,8 @@ def explain(beats: dict[int, Beat | None], now: float) -> str:
     lines = [f"rank {rank} was never heard" for rank in absent]
     for beat in silent:
         lines.append(
-            f"{beat} has been silent for {now - beat.time:.0f} s: dead or stopped in {beat.where}, "
-            f"iteration {beat.steps}"
+            f"{beat} has been silent for {now - beat.time:.0f} s: dead or stopped, last heard in "
+            f"{beat.where}, iteration {beat.steps}"
         )
     if not lines and heard:
         least, most = min(b.progress for b in heard), max(b.progress for b in heard)

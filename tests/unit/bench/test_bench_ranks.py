@@ -1,0 +1,60 @@
+"""What a rank makes of its backend before it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from flagscale.bench.collectives import ranks
+from flagscale.bench.collectives.settings import parse_spec
+from flagscale.comm import registry
+from flagscale.comm.registry import Gloo
+from flagscale.errors import ConfigError
+
+pytestmark = pytest.mark.torch
+
+
+class _Broken(Gloo):
+    name = "broken"
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        raise ImportError("libbroken.so.1: cannot open shared object file")
+        yield
+
+
+class _WithGpu(Gloo):
+    """gloo where there is a GPU."""
+
+    def unavailable(self, device: registry.DeviceType) -> str | None:
+        return None
+
+
+def test_a_plug_in_that_does_not_load_is_a_message() -> None:
+    with pytest.raises(ConfigError, match="broken cannot be loaded: libbroken"):
+        ranks._load(_Broken())
+
+
+def test_operations_that_a_backend_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._OWN, "gloo", _WithGpu())
+    spec = parse_spec(["allr,sendrecv,permute", "--backend", "gloo"])
+    assert ranks._possible(spec, "cpu") == spec
+    kept = ranks._possible(spec, "cuda")
+    assert [op.name for op in kept.operations] == ["all_reduce"]
+    assert kept.notes == (
+        "sendrecv: left out, gloo cannot do it on cuda",
+        "permute: left out, gloo cannot do it on cuda",
+    )
+    with pytest.raises(ConfigError, match="it cannot do permute on GPU memory"):
+        ranks._possible(parse_spec(["permute", "--backend", "gloo"]), "cuda")
+
+
+def test_flags_without_meaning_on_a_cpu_are_told() -> None:
+    spec = parse_spec(["allr", "--sb2sb", "--timing", "events", "-z", "1", "-C"])
+    assert [note.partition(":")[0] for note in ranks._without_meaning(spec, "cpu")] == [
+        *("-R", "--timing events", "-z", "-C")
+    ]
+    assert ranks._without_meaning(spec, "cuda") == []
+    assert ranks._without_meaning(parse_spec(["allr"]), "cpu") == []
