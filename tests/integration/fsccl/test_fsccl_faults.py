@@ -61,7 +61,7 @@ def test_a_killed_rank_is_named(pool: Any, clusters: str, op: str) -> None:
     pool.leave([0, 1, 2])
 
 
-@pytest.mark.parametrize("clusters", ["4", "2,2", "1,3"])
+@pytest.mark.parametrize("clusters", ["4", "2,2"])
 def test_a_stopped_rank_is_named(pool: Any, clusters: str) -> None:
     pool.join(4, timeout=TIMEOUT, FSCCL_CLUSTERS=clusters)
     pool.call(range(4), "call", op="all_reduce")
@@ -77,7 +77,7 @@ def test_a_stopped_rank_is_named(pool: Any, clusters: str) -> None:
     pool.leave(range(4))
 
 
-MIDDLES = [("2,2", {}), ("1,1,2", {}), ("4", PIPELINE), ("2,2", PIPELINE)]
+MIDDLES = [("2,2", {}), ("1,1,2", {}), ("4", PIPELINE), ("1,3", PIPELINE)]
 FOR_EVER = 1_000_000  # operations: whatever the machine is doing, the fault comes in their middle
 
 
@@ -95,7 +95,7 @@ def test_a_rank_killed_in_the_middle_of_large_messages(
     pool.leave([0, 1, 2])
 
 
-@pytest.mark.parametrize(("clusters", "variables"), MIDDLES, ids=str)
+@pytest.mark.parametrize(("clusters", "variables"), MIDDLES[1::2], ids=str)
 def test_a_rank_stopped_in_the_middle_is_named(
     pool: Any, clusters: str, variables: dict[str, str]
 ) -> None:
@@ -224,8 +224,8 @@ def test_no_segment_is_left(pool: Any, variables: dict[str, str]) -> None:
 
 FOR_EVER_ALONE = """
 import sys, torch, torch.distributed as dist, flagscale.comm.fsccl
-rank, port, clusters = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = dist.PrefixStore("alone" + clusters, dist.TCPStore("127.0.0.1", port, is_master=False))
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.PrefixStore("alone", dist.TCPStore("127.0.0.1", port, is_master=False))
 dist.init_process_group("fsccl", store=store, rank=rank, world_size=3)
 dist.barrier()
 print("ready", flush=True)
@@ -236,14 +236,13 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("clusters", ["3", "2,1"])
-def test_programs_end_when_one_of_them_is_killed(pool: Any, clusters: str) -> None:
+def test_programs_end_when_one_of_them_is_killed(pool: Any) -> None:
     """With threads that wait, works that nobody waited for, and nobody who catches an error."""
-    environment = {**os.environ, "FSCCL_CLUSTERS": clusters, "FSCCL_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "FSCCL_CLUSTERS": "2,1", "FSCCL_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:
         programs = []
         for rank in range(3):
-            words = [sys.executable, "-c", FOR_EVER_ALONE, str(rank), str(pool.port), clusters]
+            words = [sys.executable, "-c", FOR_EVER_ALONE, str(rank), str(pool.port)]
             program = subprocess.Popen(
                 words,
                 env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

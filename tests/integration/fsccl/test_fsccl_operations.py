@@ -71,6 +71,14 @@ def test_every_type_and_reduction(job: Any) -> None:
     pool.call(ranks, "check_many", cases=cases)
 
 
+def test_stages_of_reductions(job: Any) -> None:
+    """Sizes that go through all stages over clusters, by what must be done in one of them only."""
+    pool, ranks = job
+    kinds = [("bfloat16", "avg"), ("int32", "avg"), ("float32", "premul"), ("float16", "max")]
+    cases = [case("all_reduce", dtype, 200_003, red) for dtype, red in kinds]
+    pool.call(ranks, "check_many", cases=cases)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_every_size(job: Any, op: str) -> None:
     """From nothing to several megabytes."""

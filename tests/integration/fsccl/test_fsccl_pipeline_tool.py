@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,9 @@ TOOL = ROOT / "tools" / "comm" / "pipeline.py"
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 
-def run(
-    *words: str | Path, launcher: Sequence[str] = (), **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, *launcher, str(TOOL), *map(str, words)],
+        [sys.executable, str(TOOL), *map(str, words)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
@@ -55,20 +52,6 @@ def test_every_combination_is_checked_measured_and_kept(built: None, tmp_path: P
     assert {r["size"] for r in rows} == {102396, 204792}  # whole elements for three ranks
     assert all(0 < r["min_us"] <= r["avg_us"] and r["busbw"] > 0 for r in rows)
     assert "all_gather k=2 nelem=5000" in plot.read_text()
-
-
-def test_between_clusters_under_a_launcher(built: None) -> None:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    done = run(
-        *("--ops", "all_reduce", "-k", "2", "-d", "bf16", "--sizes", "64K"),
-        *("-n", "1", "-w", "0", "--check-iters", "2"),
-        launcher=[*launcher, *place],
-        FSCCL_CLUSTERS="1,1",
-        FSCCL_DEBUG="INFO",
-    )
-    assert done.stdout.count("# Allreduce #") == 1
-    assert "pipelined, k=2, 32768 elements a send, 1+1 ranks" in done.stderr
 
 
 CHECKS = """

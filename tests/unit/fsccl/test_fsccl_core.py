@@ -20,13 +20,7 @@ BUILDS = {
 }
 SHAPES = ["1", "4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
 # Clusters, k, nelem: sends that divide a chunk and that do not, rings of every stride.
-PIPELINES = [
-    ("4", 1, 300),
-    ("5", 6, 1000),
-    ("3,2", 4, 777),
-    ("1,2,2", 2, 4096),
-    ("1,1,1,1", 3, 900),
-]
+PIPELINES = [("5", 6, 1000), ("3,2", 4, 777), ("1,1,1,1", 3, 900)]
 
 pytestmark = [
     pytest.mark.integration,

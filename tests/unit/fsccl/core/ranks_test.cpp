@@ -220,7 +220,7 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
   Group group(std::make_unique<BoardRendezvous>(board), config);
   RankTest test(group, n);
   std::mt19937 random(seed);  // the same on all ranks
-  const std::vector<size_t> fixed = {0, 1, 7, 1025, 40001};
+  const std::vector<size_t> fixed = {0, 1, 7, 1025, 70001};
   {
     Executor executor;
     for (int k = 0; k < rounds; ++k) {

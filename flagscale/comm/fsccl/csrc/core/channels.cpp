@@ -90,9 +90,14 @@ void Channels::rest(const std::vector<int>& waits_for, uint32_t seen) {
   }
   mine.seen.store(seen, std::memory_order_release);
   mine.asleep.store(1, std::memory_order_seq_cst);
+  awaited_.store(culprit(waits_for), std::memory_order_release);
   if (bell() == seen) futex_wait(mine.bell, seen, lane_.nap());
   mine.asleep.store(0, std::memory_order_seq_cst);
-  if (bell() == seen) look_around(waits_for, seen);
+  if (bell() == seen) {
+    look_around(waits_for, seen);
+  } else {
+    awaited_.store(-1, std::memory_order_release);
+  }
 }
 
 void Channels::look_around(const std::vector<int>& waits_for, uint32_t seen) const {

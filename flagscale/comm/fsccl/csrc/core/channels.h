@@ -47,6 +47,8 @@ class Channels {
   // Sleeps, not much longer than until the doorbell shows another count than `seen`. waits_for[c]
   // is the group rank that ring c waits for, or -1. Throws as the lane's waits do.
   void rest(const std::vector<int>& waits_for, uint32_t seen);
+  // As Lane::awaited(), of rests.
+  int awaited() const { return awaited_.load(std::memory_order_acquire); }
 
  private:
   struct alignas(2 * kCacheLine) Line {
@@ -72,6 +74,7 @@ class Channels {
   size_t rings_;
   MakeSegment make_;
   size_t head_bytes_ = 0, each_ = 0, slot_bytes_ = 0;  // lines and ways; a rank's slots; one slot
+  std::atomic<int> awaited_{-1};
   // Outgrown ones stay: a message that ends late may still ring a bell in them.
   std::vector<Segment> segments_;
 };

@@ -24,8 +24,8 @@ OpCard card_of(OpCode op, size_t bytes, const Reduction& r, int root = -1) {
   return c;
 }
 
-// By how much ranks that wait for a lane mate, or for another's report, give up before the others:
-// time for the words of who knows the rank at fault to reach those who do not.
+// By how much waits between clusters end before their time, so that who is at fault can be found
+// out and told to all.
 Deadline::Ms earlier_by(const Deadline& d) { return std::min(Deadline::Ms(1000), d.limit() / 5); }
 
 size_t total_of(const std::vector<Pieces>& list) {
@@ -70,7 +70,6 @@ void Group::log(const OpCard& card, const char* algorithm) const {
                card.text().c_str(), algorithm, clusters_.text().c_str());
 }
 
-// Between clusters, ranks that wait for a lane mate give up a little earlier: see Lane::begin.
 template <class F>
 void Group::collective(OpCard card, const Deadline& d, F&& body) {
   card.sequence = ++sequence_;
@@ -78,8 +77,8 @@ void Group::collective(OpCard card, const Deadline& d, F&& body) {
     if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
     if (failed_) throw Error(*verdict_);
     open_lane(d);
-    const auto margin = earlier_by(d);
-    lane_->begin(card, hierarchical() ? d.earlier(margin) : d, d);
+    patience_ = d;
+    lane_->begin(card, hierarchical() ? d.earlier(earlier_by(d)) : d);
     body(card);
   } catch (const Error& e) {
     if (e.fault == Fault::kUsage) throw;
@@ -99,8 +98,9 @@ bool Group::pipelined(const OpCard& card) const {
   return true;
 }
 
-Exchange Group::exchange(const Deadline& d) {
-  return Exchange(*messenger_, *lane_, sequence_, d, [this] { lane_->throw_if_aborted(); });
+Exchange Group::exchange() {
+  return Exchange(*messenger_, *lane_, sequence_, lane_->deadline(),
+                  [this] { lane_->throw_if_aborted(); });
 }
 
 void Group::all_reduce(const void* in, void* out, size_t count, const Reduction& r,
@@ -109,14 +109,17 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
   const size_t bytes = count * r.width();
   if (bytes == 0) return;
   collective(card_of(OpCode::kAllReduce, bytes, r), d, [&](const OpCard& card) {
-    Exchange x = exchange(d);
-    if (pipelined(card)) return pipeline_->all_reduce(x, in, out, count, r);
+    if (pipelined(card)) {
+      Exchange x = exchange();
+      return pipeline_->all_reduce(x, in, out, count, r);
+    }
     if (!hierarchical()) {
       const bool small = bytes <= config_.settings.one_shot_bytes;
       log(card, small ? "one-shot in shared memory" : "two-shot in shared memory");
       if (small) return local_->all_reduce_one_shot(in, out, count, r);
       return local_->all_reduce_two_shot(in, out, count, r);
     }
+    Exchange x = exchange();
     if (clusters_.count() == 2 || bytes <= kManyClustersBytes) {
       log(card, "reduce-scatter inside, exchange, all-gather inside, pipelined");
       return hierarchy_->all_reduce(x, in, out, count, r, -1);
@@ -134,7 +137,7 @@ void Group::reduce(const void* in, void* out, size_t count, const Reduction& r, 
   collective(card_of(OpCode::kReduce, count * r.width(), r, root), d, [&](const OpCard& card) {
     if (hierarchical()) {
       log(card, "reduce-scatter inside, sent to the root's cluster");
-      Exchange x = exchange(d);
+      Exchange x = exchange();
       return hierarchy_->all_reduce(x, in, out, count, r, root);
     }
     log(card, "two-shot in shared memory");
@@ -148,10 +151,13 @@ void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, con
   const size_t bytes = total_of(in);
   if (bytes == 0) return;
   collective(card_of(OpCode::kReduceScatter, bytes, r), d, [&](const OpCard& card) {
-    Exchange x = exchange(d);
-    if (pipelined(card)) return pipeline_->reduce_scatter(x, in, out, r);
+    if (pipelined(card)) {
+      Exchange x = exchange();
+      return pipeline_->reduce_scatter(x, in, out, r);
+    }
     if (hierarchical()) {
       log(card, "reduce-scatter inside, exchange");
+      Exchange x = exchange();
       return hierarchy_->reduce_scatter(x, in, out, r);
     }
     log(card, "direct in shared memory");
@@ -165,10 +171,13 @@ void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const D
   if (bytes == 0) return;
   collective(card_of(OpCode::kAllGather, bytes), d, [&](const OpCard& card) {
     copy(in, out[static_cast<size_t>(config_.rank)]);
-    Exchange x = exchange(d);
-    if (pipelined(card)) return pipeline_->all_gather(x, out, width);
+    if (pipelined(card)) {
+      Exchange x = exchange();
+      return pipeline_->all_gather(x, out, width);
+    }
     if (hierarchical()) {
       log(card, "exchange, all-gather inside");
+      Exchange x = exchange();
       return hierarchy_->all_gather(x, out);
     }
     log(card, "direct in shared memory");
@@ -182,7 +191,7 @@ void Group::broadcast(const Pieces& buffer, int root, const Deadline& d) {
   collective(card_of(OpCode::kBroadcast, buffer.bytes(), root), d, [&](const OpCard& card) {
     if (hierarchical()) {
       log(card, "broadcast inside, exchange, all-gather inside");
-      Exchange x = exchange(d);
+      Exchange x = exchange();
       return hierarchy_->broadcast(x, buffer, root);
     }
     log(card, "direct in shared memory");
@@ -216,7 +225,7 @@ void Group::exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
   collective(what, d, [&](const OpCard& card) {
     if (hierarchical()) {
       log(card, "shared memory inside, messages between clusters");
-      Exchange x = exchange(d);
+      Exchange x = exchange();
       return hierarchy_->all_to_all(x, send, recv, card.op == OpCode::kAllToAll);
     }
     log(card, "direct in shared memory");
@@ -228,7 +237,7 @@ void Group::barrier(const Deadline& d) {
   collective(card_of(OpCode::kBarrier, 0), d, [&](const OpCard& card) {
     log(card, hierarchical() ? "shared memory and first ranks" : "shared memory");
     if (!hierarchical()) return local_->barrier();
-    Exchange x = exchange(d);
+    Exchange x = exchange();
     hierarchy_->barrier(x);
   });
 }

@@ -51,7 +51,7 @@ class Exchange {
     for (const RequestPtr& r : *batch) {
       if (!r->finished()) {
         lane_.note_wait(r->peer);
-        messenger_.wait(r, deadline_, watch_);
+        wait_for(r);
         lane_.note_wait(-1);
       } else {
         messenger_.wait(r, deadline_, watch_);  // throws what went wrong
@@ -61,6 +61,15 @@ class Exchange {
   }
 
  private:
+  // Who is late may only wait for another.
+  void wait_for(const RequestPtr& request) {
+    try {
+      messenger_.wait(request, deadline_, watch_);
+    } catch (const Error& e) {
+      if (e.fault != Fault::kTimeout) throw;
+      lane_.give_up(e.rank);
+    }
+  }
   // Sequence numbers stay far below.
   uint64_t tag_of(size_t stream) const { return tag_ | (uint64_t{stream} + 1) << 48; }
 

@@ -103,6 +103,7 @@ void Group::meet(const Deadline& d) {
     m.addresses.push_back(near ? w.unix_address : w.tcp_address);
   }
   messenger_ = std::make_unique<Messenger>(std::move(m), std::move(listeners_));
+  messenger_->on_ask([this] { return awaited(); });
   messenger_->on_abort([this](const Error& why) {
     {
       const std::lock_guard<std::mutex> hold_verdict(verdict_mutex_);
@@ -112,6 +113,12 @@ void Group::meet(const Deadline& d) {
     if (open_) lane_->abort(why.rank, why.what());
   });
   met_.store(true, std::memory_order_release);
+}
+
+int Group::awaited() const {
+  if (!open_.load(std::memory_order_acquire)) return -1;
+  const int by_pipeline = pipeline_ ? pipeline_->awaited() : -1;
+  return by_pipeline >= 0 ? by_pipeline : lane_->awaited();
 }
 
 // The cluster's first rank makes the segment; a failure there is told to the others as it is.
@@ -157,6 +164,9 @@ void Group::open_lane(const Deadline& d) {
   lane_ = std::make_unique<Lane>(std::move(segment), clusters_.index, std::move(config));
   lane_->set_watch([this] {
     if (failed_) throw Error(*verdict_);
+  });
+  lane_->set_trace([this](int rank) {
+    return messenger_->trace(rank, patience_, [this] { lane_->throw_if_aborted(); });
   });
   local_ = std::make_unique<Local>(*lane_);
   hierarchy_ = std::make_unique<Hierarchy>(*local_, clusters_, config_.settings.chunk_bytes);

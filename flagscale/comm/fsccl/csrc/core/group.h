@@ -112,7 +112,8 @@ class Group {
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }
   bool pipelined(const OpCard& card) const;
-  Exchange exchange(const Deadline& d);
+  Exchange exchange();
+  int awaited() const;
   void hear_all(uint64_t tag, const Deadline& d);
 
   std::unique_ptr<Rendezvous> rendezvous_;
@@ -128,6 +129,9 @@ class Group {
   std::unique_ptr<Hierarchy> hierarchy_;
   std::unique_ptr<Pipeline> pipeline_;  // where the settings ask for it
   std::atomic<uint64_t> sequence_{0};   // of collectives
+  // When the collective under way must have failed. Its waits end a little earlier where the rank
+  // at fault may have to be asked for.
+  Deadline patience_ = Deadline::after(Deadline::Ms(0));
   std::mutex meeting_;
   std::atomic<bool> met_{false}, open_{false};
   mutable std::mutex verdict_mutex_;

@@ -103,11 +103,10 @@ std::byte* Lane::slot(int lane_rank, uint32_t step) const {
   return slots_ + static_cast<size_t>(lane_rank) * each_ + (step & 1) * (kCardBytes + capacity());
 }
 
-void Lane::begin(const OpCard& card, const Deadline& deadline, const Deadline& patience) {
+void Lane::begin(const OpCard& card, const Deadline& deadline) {
   throw_if_aborted();
   card_ = card;
   deadline_ = deadline;
-  patience_ = patience;
 }
 
 std::byte* Lane::fill() {
@@ -173,10 +172,7 @@ void Lane::sleep_until(int peer, uint32_t step) {
   mine.waits_for.store(kNobody, std::memory_order_release);
 }
 
-// Not past the deadline, but never so short that waiting on for `patience` would be spinning.
-std::chrono::milliseconds Lane::nap() const {
-  return std::max(std::chrono::milliseconds(10), std::min(kLaneNap, deadline_.remaining()));
-}
+std::chrono::milliseconds Lane::nap() const { return std::min(kLaneNap, deadline_.remaining()); }
 
 void Lane::look_around(int peer, uint32_t step) {
   const Word& posted = line(peer).posted;
@@ -204,7 +200,7 @@ void Lane::look_at(int peer, const std::function<bool()>& come) const {
 
 void Lane::give_up(int at_fault) const {
   if (!deadline_.passed()) return;
-  if (lane_rank_of(at_fault) < 0 && !patience_.passed()) return;
+  if (lane_rank_of(at_fault) < 0) at_fault = trace(at_fault);
   throw Error(Fault::kTimeout, at_fault,
               name(at_fault) + " did not come within " + deadline_.text());
 }
@@ -228,6 +224,16 @@ int Lane::culprit(int peer) const {
     peer = q;
   }
   return member(peer);
+}
+
+int Lane::awaited() const {
+  const Line& mine = line(rank_);
+  const int32_t next = mine.waits_for.load(std::memory_order_acquire);
+  const int mate = next == kNobody ? -1 : lane_rank_of(next);
+  if (mate < 0) return next;
+  const uint32_t step = mine.waits_step.load(std::memory_order_relaxed);
+  const bool over = reached(line(mate).posted.load(std::memory_order_acquire), step);
+  return over ? kNobody : culprit(mate);
 }
 
 void Lane::note_wait(int group_rank) {

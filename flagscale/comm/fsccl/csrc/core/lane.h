@@ -70,10 +70,7 @@ class Lane {
   int member(int lane_rank) const { return config_.members[static_cast<size_t>(lane_rank)]; }
   size_t capacity() const { return config_.slot_bytes; }
 
-  // Ranks that wait for a lane mate give up at `deadline`; those that wait, directly or through a
-  // mate, for a rank elsewhere do so at `patience`: not before the mates of the rank at fault have
-  // told its name.
-  void begin(const OpCard& card, const Deadline& deadline, const Deadline& patience);
+  void begin(const OpCard& card, const Deadline& deadline);
   const Deadline& deadline() const { return deadline_; }
   std::byte* fill();
   void post();
@@ -97,6 +94,13 @@ class Lane {
   void throw_if_aborted() const;
   // Tells the others that this rank goes in good order. Waits for nobody.
   void leave();
+  // Whom this rank waits for, or whom its mate does that it waits for, and so on; -1 when it does
+  // not wait. Any thread may call.
+  int awaited() const;
+  // How to find out the same of ranks elsewhere: `trace` gets the first of them, and gives the
+  // last.
+  void set_trace(std::function<int(int)> trace) { trace_ = std::move(trace); }
+  int trace(int group_rank) const { return trace_ ? trace_(group_rank) : group_rank; }
   // What this rank's thread waits for outside the lane: a group rank, or -1. For waits_for chains.
   void note_wait(int group_rank);
 
@@ -126,8 +130,9 @@ class Lane {
   size_t each_ = 0;             // bytes of a rank's slots
   uint32_t step_ = 0;
   OpCard card_;
-  Deadline deadline_ = Deadline::after(Deadline::Ms(0)), patience_ = deadline_;
+  Deadline deadline_ = Deadline::after(Deadline::Ms(0));
   std::function<void()> watch_;
+  std::function<int(int)> trace_;
 };
 
 }  // namespace fsccl

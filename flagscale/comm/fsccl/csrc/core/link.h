@@ -2,7 +2,7 @@
 //
 // A rank opens connections to a peer when it first has something to send to it, or waits for
 // something from it; whoever opened a connection sends messages on it, the other side only answers
-// (kClear, kAbort, kBye). A frame is a header and a body of `bytes` bytes:
+// (kClear, kAnswer, kAbort, kBye). A frame is a header and a body of `bytes` bytes:
 //
 //   kHello     first on every connection: tag = group token, message = rank, offset = index,
 //              total = protocol version
@@ -10,6 +10,8 @@
 //   kAnnounce  a message whose body follows in stripes; with kAsks in `flags` only after kClear
 //   kClear     the receiver is ready for a message that asked
 //   kStripe    bytes [offset, offset + bytes) of a message, on any connection
+//   kAsk       whom does the receiver wait for? tag = number of the question
+//   kAnswer    message = that rank, or -1
 //   kAbort     the group failed: tag = rank at fault, body = why
 //   kBye       the sender leaves in good order and had opened `offset` connections to the receiver
 #pragma once
@@ -25,7 +27,17 @@
 
 namespace fsccl {
 
-enum class FrameKind : uint32_t { kHello = 1, kMessage, kAnnounce, kClear, kStripe, kAbort, kBye };
+enum class FrameKind : uint32_t {
+  kHello = 1,
+  kMessage,
+  kAnnounce,
+  kClear,
+  kStripe,
+  kAbort,
+  kBye,
+  kAsk,
+  kAnswer,
+};
 constexpr uint32_t kAsks = 1;
 
 struct Frame {

@@ -193,6 +193,54 @@ void Messenger::finish(Peer& from, std::list<Incoming>::iterator m) {
   from.incoming.erase(m);
 }
 
+RequestPtr Messenger::ask(int rank) {
+  auto request = std::make_shared<Request>();
+  std::lock_guard<std::mutex> hold(mutex_);
+  if (failed_ || peer(rank).gone || !connect(rank)) return nullptr;
+  Frame f;
+  f.kind = FrameKind::kAsk;
+  f.tag = next_order_++;
+  asked_[f.tag] = request;
+  Link& link = *peer(rank).out[0];
+  link.queue(f);
+  push(link);
+  return request;
+}
+
+void Messenger::on_ask(Link& link, const Frame& frame) {
+  if (link.peer() < 0) return;
+  Frame f;
+  f.kind = FrameKind::kAnswer;
+  f.tag = frame.tag;
+  f.message = static_cast<uint64_t>(static_cast<int64_t>(answer_ ? answer_() : -1));
+  link.queue(f);
+  push(link);
+}
+
+void Messenger::on_answer(const Frame& frame) {
+  const auto asked = asked_.find(frame.tag);
+  if (asked == asked_.end()) return;
+  asked->second->peer = static_cast<int>(static_cast<int64_t>(frame.message));
+  asked->second->succeed();
+  asked_.erase(asked);
+}
+
+int Messenger::trace(int rank, const Deadline& deadline, const std::function<void()>& watch) {
+  const int ranks = static_cast<int>(config_.addresses.size());
+  for (int hops = 0; hops < ranks && rank != config_.rank; ++hops) {
+    const RequestPtr asked = ask(rank);
+    if (!asked) return rank;
+    while (!asked->finished() && !deadline.passed()) {
+      futex_wait(asked->state, Request::kPending, std::min(Deadline::Ms(20), deadline.remaining()));
+      watch();
+    }
+    const int next = asked->finished() ? asked->peer.load() : -1;
+    if (next < 0 || next >= ranks || next == config_.rank) return rank;
+    rank = next;
+  }
+  return rank;
+}
+
 void Messenger::lost(int rank, const Error& why) {
   Peer& p = peer(rank);
   if (!p.gone) p.gone = std::make_unique<Error>(why);

@@ -52,6 +52,12 @@ class Messenger : private LinkOwner {
   void wait(const RequestPtr& request, const Deadline& deadline,
             const std::function<void()>& watch);
 
+  // Asks a rank whom it waits for, and that one, and so on: the first of them that waits for nobody
+  // or does not answer before the deadline. Throws what `watch` throws.
+  int trace(int rank, const Deadline& deadline, const std::function<void()>& watch);
+  // How this rank answers; called by the progress thread.
+  void on_ask(std::function<int()> answer) { answer_ = std::move(answer); }
+
   // Calls `then` once the request has finished: now, or later from the progress thread.
   void notify(const RequestPtr& request, std::function<void()> then);
 
@@ -94,6 +100,9 @@ class Messenger : private LinkOwner {
   Answer on_stripe(Link& link, const Frame& frame, Pieces* into);
   void on_hello(Link& link, const Frame& frame);
   void on_clear(Link& link, const Frame& frame);
+  void on_ask(Link& link, const Frame& frame);
+  void on_answer(const Frame& frame);
+  RequestPtr ask(int rank);
   void on_announced(Link& link, const Frame& frame, Pieces* into);
   Pieces target_of(Incoming& m, Interval range);
   void received(Peer& peer, uint64_t message, uint64_t bytes);
@@ -128,6 +137,8 @@ class Messenger : private LinkOwner {
   std::list<Posted> any_;
   std::unordered_map<int, std::unique_ptr<Link>> links_;  // by descriptor
   uint64_t next_order_ = 0;
+  std::map<uint64_t, RequestPtr> asked_;  // questions under way; an answer becomes their peer
+  std::function<int()> answer_;
   std::unique_ptr<Error> failed_;
   bool stop_ = false, closed_ = false;
   std::function<void(const Error&)> aborted_;

@@ -231,6 +231,10 @@ void Messenger::on_body(Link& link, const Frame& frame) {
       return on_hello(link, frame);
     case FrameKind::kClear:
       return on_clear(link, frame);
+    case FrameKind::kAsk:
+      return on_ask(link, frame);
+    case FrameKind::kAnswer:
+      return on_answer(frame);
     case FrameKind::kMessage:
     case FrameKind::kStripe:
       if (!failed_ && link.peer() >= 0) received(peer(link.peer()), frame.message, frame.bytes);

@@ -132,7 +132,7 @@ int Pipeline::advance(Exchange& x, const Task& task, size_t c, Ring& ring) {
   call_for(x, task, c, ring);
   if (step.receives && !can_take(x, c, ring)) return ring.previous.rank;
   if (step.sends && !can_put(x, c, ring)) return ring.next.rank;
-  const Wire& wire = wires_[c];
+  Wire& wire = wires_[c];
   const std::byte* from = nullptr;
   if (step.receives) {
     from = ring.previous.here() ? channels_.to_read(c, ring.previous.lane)
@@ -140,8 +140,7 @@ int Pipeline::advance(Exchange& x, const Task& task, size_t c, Ring& ring) {
   }
   std::byte* to = nullptr;
   if (step.sends) {
-    to = ring.next.here() ? channels_.to_fill(c)
-                          : const_cast<std::byte*>(wire.out[ring.sent % kDepth].data());
+    to = ring.next.here() ? channels_.to_fill(c) : wire.out[ring.sent % kDepth].data();
   }
   const Interval piece = piece_at(task, c, step);
   if (step.reduces) {

@@ -25,6 +25,8 @@ class Pipeline {
   void reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const Pieces& out,
                       const Reduction& r);
   void all_reduce(Exchange& x, const void* in, void* out, size_t count, const Reduction& r);
+  // Whom this rank waits for; any thread may call.
+  int awaited() const { return channels_.awaited(); }
 
  private:
   static constexpr size_t kDepth = Channels::kDepth;

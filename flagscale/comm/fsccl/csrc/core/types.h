@@ -17,7 +17,7 @@
 namespace fsccl {
 
 // Ranks that speak another version refuse each other when the group connects.
-constexpr uint32_t kProtocolVersion = 2;
+constexpr uint32_t kProtocolVersion = 3;
 constexpr size_t kCacheLine = 64;
 
 enum class DType : uint8_t {
@@ -134,8 +134,7 @@ class Deadline {
     const auto left = std::chrono::duration_cast<Ms>(at_ - Clock::now());
     return left.count() > 0 ? left : Ms(0);
   }
-  // A moment earlier, see DESIGN in group.h: ranks beside the culprit must time out before those
-  // that only wait for these ranks.
+  // A moment earlier, with the same words.
   Deadline earlier(Ms by) const { return Deadline(at_ - by, limit_); }
   std::string text() const;  // "5 s", "0.25 s": the limit, for messages
 
