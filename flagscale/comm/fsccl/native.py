@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from flagscale.comm.fsccl import nvlink
 from flagscale.errors import ConfigError
 
 CUDA_SWITCH = "FSCCL_CUDA"
@@ -63,6 +64,16 @@ def of_this_rank() -> Native:
     if device == "cuda" or (device is None and switched and torch.cuda.is_available()):
         return _cuda(reach)
     return Native(library=library or "own", reach=reach)
+
+
+def prepare(native: Native) -> None:
+    """Make ready in this process what groups of this rank use. Idempotent.
+
+    Raises:
+        BuildError: the NVLink engine's kernels cannot be compiled.
+    """
+    if native.library.endswith("+nvlink"):
+        nvlink.install(torch.cuda.current_device())
 
 
 def has_options(native: Native, options: Any) -> bool:
@@ -121,7 +132,9 @@ def _cuda(reach: str) -> Native:
     from torch.cuda import nccl
 
     version = ".".join(str(number) for number in nccl.version())  # type: ignore[no-untyped-call]
-    return Native("cuda", "nvidia", f"nccl {version}", reach)
+    # Ranks with and without the engine must not take themselves for alike.
+    engine = "+nvlink" if nvlink.wanted() else ""
+    return Native("cuda", "nvidia", f"nccl {version}{engine}", reach)
 
 
 def _choice(variable: str, known: Sequence[str]) -> str | None:

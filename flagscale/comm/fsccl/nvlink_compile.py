@@ -80,10 +80,23 @@ def _nvrtc_candidates() -> Iterator[str]:
 def _find_nvrtc() -> ctypes.CDLL | None:
     for name in _nvrtc_candidates():
         try:
-            return ctypes.CDLL(name)
+            library = ctypes.CDLL(name)
         except OSError:
             continue
+        _load_builtins()
+        return library
     return None
+
+
+def _load_builtins() -> None:
+    """NVRTC opens a second library by its bare name, which the wheel's folder is not searched for;
+    one that is loaded already is found."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.name.startswith("libnvrtc.so"):
+            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
+            return
 
 
 def _with_nvrtc(nvrtc: ctypes.CDLL, architecture: str) -> bytes:

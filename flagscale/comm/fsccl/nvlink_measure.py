@@ -80,6 +80,7 @@ def _event() -> torch.cuda.Event:
 
 def in_graph(world: World, call: Callable[[], object], guess: float) -> float:
     """Microseconds a call, of the slowest rank, the median of several replays of many calls."""
+    call()  # a communicator cannot be made while a graph is captured
     calls = max(2, min(100, int(_GRAPH_MICROSECONDS / guess)))
 
     def body() -> None:

@@ -25,6 +25,7 @@
 #include "../core/executor.h"
 #include "../device/engine.h"
 #include "../device/watch.h"
+#include "nvlink_path.h"
 #include "work.h"
 
 namespace fsccl {
@@ -125,6 +126,11 @@ class TorchBackend : public c10d::Backend {
   // What the native library does when it joins all ranks; nothing otherwise.
   template <class F>
   std::optional<WorkPtr> by_native(const at::Tensor& t, F&& call);
+  // What the NVLink engine does where the native library joins all ranks and FSCCL_NVLINK=1; `op`
+  // of a reduction, else null.
+  std::optional<WorkPtr> by_nvlink(const Call& call, nvlink::Collective what, const at::Tensor& in,
+                                   const at::Tensor& out, const c10d::ReduceOp* op, int root = 0);
+  NvlinkPath* nvlink_path(const at::Tensor& t);
   template <class F>
   WorkPtr call_native(const NativePtr& native, F&& call);
   WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
@@ -153,6 +159,7 @@ class TorchBackend : public c10d::Backend {
   std::mutex device_mutex_;  // guards the making of what follows, and the engine's use by devices
   std::optional<Kinds> kinds_;
   std::optional<NativePtr> whole_;  // null: the native library joins only some
+  std::optional<std::unique_ptr<NvlinkPath>> nvlink_;  // null: some rank cannot
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Watch> watch_;  // of a device's operations
 };

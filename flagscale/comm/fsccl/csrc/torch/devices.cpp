@@ -72,6 +72,79 @@ TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
   return *whole_;
 }
 
+// The first collective that could take this way connects it: all ranks come here with it.
+NvlinkPath* TorchBackend::nvlink_path(const at::Tensor& t) {
+  constexpr size_t kCardBytes = 16 << 10;
+  if (home_.native.library.find("+nvlink") == std::string::npos) return nullptr;
+  if (size_ < 2 || size_ > nvlink::kMaxRanks || !t.is_cuda() || !whole_native(t)) return nullptr;
+  if (nvlink_) return nvlink_->get();
+  const auto exchange = [&](const std::string& own) {
+    std::string mine = own.substr(0, kCardBytes - 1);
+    const auto all = std::make_shared<std::vector<std::string>>(
+        static_cast<size_t>(size_), std::string(kCardBytes, '\0'));
+    const auto size = static_cast<uint32_t>(mine.size());
+    mine.insert(0, reinterpret_cast<const char*>(&size), sizeof size);
+    mine.resize(kCardBytes, '\0');
+    run_on_host({c10d::OpType::ALLGATHER, "fsccl:nvlink_cards", false, c10d::kUnsetTimeout}, {},
+                [mine, all](Group& g, const Deadline& d) {
+                  std::vector<Pieces> out;
+                  for (std::string& one : *all) out.emplace_back(one.data(), one.size());
+                  g.all_gather(Pieces(mine.data(), mine.size()), out, d);
+                })
+        ->wait(kNoTimeout);
+    std::vector<std::string> cards;
+    for (const std::string& one : *all) {
+      uint32_t length = 0;
+      memcpy(&length, one.data(), sizeof length);
+      cards.push_back(one.substr(sizeof length, length));
+    }
+    return cards;
+  };
+  std::string why;
+  nvlink_ = NvlinkPath::connect(t.get_device(), rank_, size_, options_->timeout, exchange, &why);
+  if (group_->config().settings.debug) {
+    std::fprintf(stderr, "[fsccl] rank %d group '%s': NVLink engine %s\n",
+                 group_->config().global_ranks[static_cast<size_t>(rank_)],
+                 group_->config().name.c_str(), why.empty() ? "connected" : why.c_str());
+  }
+  return nvlink_->get();
+}
+
+// Ranks must come to the same answer: it follows from what is the same in all of their calls.
+std::optional<TorchBackend::WorkPtr> TorchBackend::by_nvlink(
+    const Call& call, nvlink::Collective what, const at::Tensor& in, const at::Tensor& out,
+    const c10d::ReduceOp* op, int root) {
+  const auto fits = [](const at::Tensor& t) {  // NCCL refuses others
+    return t.defined() && t.is_cuda() && t.layout() == at::kStrided && t.is_contiguous();
+  };
+  if (coalescing_ || !fits(in) || !fits(out)) return std::nullopt;
+  NvlinkPath* const path = nvlink_path(out);
+  if (path == nullptr) return std::nullopt;
+  nvlink::Call made;
+  made.collective = what;
+  made.in = in.const_data_ptr();
+  made.out = out.data_ptr();
+  made.bytes = what == nvlink::Collective::kAllGather ? in.nbytes() : out.nbytes();
+  made.root = root;
+  if (what == nvlink::Collective::kAllToAll) {
+    const auto parts = static_cast<size_t>(size_);
+    if (made.bytes % parts != 0) return std::nullopt;
+    made.bytes /= parts;
+  }
+  if (op != nullptr) {
+    // A factor that is a tensor lies on the device, and 8-bit floats have no kernel here.
+    if (op->op_ == c10d::ReduceOp::PREMUL_SUM || c10::isFloat8Type(out.scalar_type())) {
+      return std::nullopt;
+    }
+    made.reduction = reduction_of(out, *op, size_);
+  }
+  try {
+    return path->run(made, call.async, rank_, call.type, call.title, ++sequence_, in, out);
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
+
 std::string TorchBackend::path_of(const at::Tensor& t) {
   if (whole_native(t)) return home_.native.library;
   const bool device = !site_of(t, "path_of").device.is_cpu();
@@ -182,6 +255,7 @@ void TorchBackend::wait_for_device() {
 void TorchBackend::abort_devices() {
   // Not under the mutex: an operation that waits for ever may hold it.
   if (engine_) engine_->abort();
+  if (nvlink_ && *nvlink_) (*nvlink_)->abort();
   if (whole_ && *whole_) (*whole_)->abort();
 }
 
@@ -189,6 +263,7 @@ void TorchBackend::stop_devices() {
   if (watch_ && !group_->failure()) watch_->drain(std::chrono::seconds(5));
   watch_.reset();
   engine_.reset();
+  nvlink_.reset();
   if (whole_ && *whole_) (*whole_)->shutdown();
   whole_.reset();
   home_.make_native = nullptr;  // Python's: it must not outlive the interpreter

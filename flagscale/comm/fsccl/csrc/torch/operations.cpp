@@ -57,6 +57,10 @@ void settle(const std::vector<Flat>& list) {
 TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
   const at::Tensor& t = only(tensors, "broadcast");
   const auto root = static_cast<int>(o.rootRank);
+  if (auto w = by_nvlink({OpType::BROADCAST, "fsccl:broadcast", o.asyncOp, o.timeout},
+                         nvlink::Collective::kBroadcast, t, t, nullptr, root)) {
+    return *w;
+  }
   if (auto w = by_native(t, [&](c10d::Backend& b) { return b.broadcast(tensors, o); })) return *w;
   const Site site = site_of(t, "broadcast");
   const Flat flat(t, Flat::kReadWrite, site);
@@ -69,6 +73,10 @@ TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::Broa
 
 TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
   const at::Tensor& t = only(tensors, "all_reduce");
+  if (auto w = by_nvlink({OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout},
+                         nvlink::Collective::kAllReduce, t, t, &o.reduceOp)) {
+    return *w;
+  }
   if (auto w = by_native(t, [&](c10d::Backend& b) { return b.allreduce(tensors, o); })) return *w;
   const Site site = site_of(t, "all_reduce");
   const Flat flat(t, Flat::kReadWrite, site);
@@ -150,6 +158,11 @@ TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
   for (size_t i = 0; i < out.size(); ++i)
     expect_times(out[i], in[i], size_, "all_gather_into_tensor");
   const at::Tensor first = first_of(in);
+  const Call call{OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout};
+  if (in.size() == 1) {
+    const auto what = nvlink::Collective::kAllGather;
+    if (auto w = by_nvlink(call, what, in[0], out[0], nullptr)) return *w;
+  }
   if (auto w = by_native(first, [&](c10d::Backend& b) {
         return in.size() == 1 ? b._allgather_base(out[0], in[0], o)
                               : b.allgather_into_tensor_coalesced(out, in, o);
@@ -159,8 +172,7 @@ TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
   const Site site = site_of(first, "all_gather_into_tensor");
   const auto from = flats(in, Flat::kRead, site);
   const auto to = flats(out, Flat::kWrite, site);
-  return run({OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout}, site, out,
-             [from, to, n = size_](auto& g, const Deadline& d) {
+  return run(call, site, out, [from, to, n = size_](auto& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
                  g.all_gather(pieces_of(from[i].get()), equal_parts(to[i].get(), n), d,
                               width_of(from[i]));
@@ -280,6 +292,11 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
     how.push_back(reduction_of(out[i], o.reduceOp, size_));
   }
   const at::Tensor first = first_of(in);
+  const Call call{OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout};
+  if (in.size() == 1) {
+    const auto what = nvlink::Collective::kReduceScatter;
+    if (auto w = by_nvlink(call, what, in[0], out[0], &o.reduceOp)) return *w;
+  }
   if (auto w = by_native(first, [&](c10d::Backend& b) {
         return in.size() == 1 ? b._reduce_scatter_base(out[0], in[0], o)
                               : b.reduce_scatter_tensor_coalesced(out, in, o);
@@ -289,8 +306,7 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
   const Site site = site_of(first, "reduce_scatter_tensor");
   const auto from = flats(in, Flat::kRead, site);
   const auto to = flats(out, Flat::kWrite, site);
-  return run({OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout},
-             site, out, [from, to, how, n = size_](auto& g, const Deadline& d) {
+  return run(call, site, out, [from, to, how, n = size_](auto& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
                  g.reduce_scatter(equal_parts(from[i].get(), n), pieces_of(to[i].get()), how[i], d);
                }
@@ -303,6 +319,11 @@ TorchBackend::WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& i
                                                   std::vector<int64_t>& in_rows,
                                                   const c10d::AllToAllOptions& o) {
   expect_type({out}, in, "all_to_all_single");
+  // Only who passes no sizes knows that all ranks have equal parts.
+  if (out_rows.empty() && in_rows.empty()) {
+    const Call call{OpType::ALLTOALL_BASE, "fsccl:all_to_all", o.asyncOp, o.timeout};
+    if (auto w = by_nvlink(call, nvlink::Collective::kAllToAll, in, out, nullptr)) return *w;
+  }
   if (auto w = by_native(
           in, [&](c10d::Backend& b) { return b.alltoall_base(out, in, out_rows, in_rows, o); })) {
     return *w;
