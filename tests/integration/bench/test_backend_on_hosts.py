@@ -1,10 +1,11 @@
-"""A backend that one host has and the other lacks, found before anything starts."""
+"""Backends on hosts: one that a host lacks, found before anything starts; the example on two."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bed.lab import Bed
@@ -21,31 +22,35 @@ class Fast(CommBackend):
 """
 
 
+def _launch(bed: Bed, directory: Path, *more: str, **environment: str) -> Any:
+    """The example of the torch API on two hosts."""
+    (directory / "hostfile").write_text("h00 slots=1\nh01 slots=1\n")
+    runner = {
+        **{"nnodes": 2, "nproc_per_node": 1, "hostfile": directory / "hostfile"},
+        "ssh_config": bed.ssh_config,
+    }
+    words = ["--config-path", "./examples/comm/conf", "--config-name", "torch_api", *more]
+    words += [f"experiment.runner.{name}={value}" for name, value in runner.items()]
+    return subprocess.run(
+        [sys.executable, "run.py", *words, f"experiment.exp_dir={directory / 'out'}"],
+        cwd=ROOT,
+        env=bed.environment(COLUMNS="300", **environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def test_the_host_without_the_backend_is_named(bed: Bed, tmp_path: Path) -> None:
     info = tmp_path / "site" / "fastlib-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastlib\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[flagscale.comm_backends]\nfast = fastlib:Fast\n")
     (info.parent / "fastlib.py").write_text(_PACKAGE)
-    (tmp_path / "hostfile").write_text("h00 slots=1\nh01 slots=1\n")
-    words = ["--config-path", "./examples/comm/conf", "--config-name", "torch_api", "action=check"]
-    words += [f"experiment.exp_dir={tmp_path / 'out'}", "experiment.runner.nnodes=2"]
-    words += [f"experiment.runner.hostfile={tmp_path / 'hostfile'}"]
-    words += [
-        "experiment.runner.nproc_per_node=1",
-        f"experiment.runner.ssh_config={bed.ssh_config}",
-    ]
-    words += ["train.system.distributed_backend=fast"]
+    words = ["action=check", "train.system.distributed_backend=fast"]
     words += [f"++experiment.envs.node_specific.h00.PYTHONPATH={info.parent}"]
-    done = subprocess.run(
-        [sys.executable, "run.py", *words],
-        cwd=ROOT,
-        env=bed.environment(PYTHONPATH=str(info.parent), COLUMNS="300"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = _launch(bed, tmp_path, *words, PYTHONPATH=str(info.parent))
     assert done.returncode == 2, done.stdout + done.stderr
     rows = {}
     for line in done.stdout.splitlines():
@@ -56,3 +61,12 @@ def test_the_host_without_the_backend_is_named(bed: Bed, tmp_path: Path) -> None
     assert rows["h01"][0] == "FAILS"
     found = "train.system.distributed_backend: 'fast' is not a known backend"
     assert found in rows["h01"][1]
+
+
+def test_the_example_asserts_every_operation_on_two_hosts(bed: Bed, tmp_path: Path) -> None:
+    option = "train.system.comm.socket_ifname=eth0"
+    words = ["action=test", "train.system.distributed_backend=gloo", option]
+    done = _launch(bed, tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok: ") == 13
+    assert "ok: permute on gloo, 2 ranks" in done.stdout

@@ -41,14 +41,6 @@ def test_arms_take_turns_in_fresh_processes(tmp_path: Path) -> None:
     assert all(row["samples"][0]["first"] > 0 for row in rows)
 
 
-def test_under_torchrun() -> None:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    out = _run(*launcher, *place, PROGRAM, "--simple", "--without-split", "--device", "cpu")
-    assert out.count("# 2 ranks, backend gloo") == 1
-    assert out.count("  cold       1     1  ") == 1
-
-
 def test_both_sides_of_the_agreement_run_on_a_cpu(tmp_path: Path) -> None:
     result = tmp_path / "agreement.json"
     line = "-r 2 --device cpu --operations allr,allg,bcast -b 1K -e 1K -n 2 -w 1 --rounds 2"
