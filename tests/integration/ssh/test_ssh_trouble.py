@@ -119,9 +119,6 @@ def test_a_host_that_loses_power(lab: SshLab) -> None:
     assert [row["state"] for row in seen["hosts"]] == ["failed", "unreachable"]
     assert seen["failure"]["host"] == "h01"
     assert "no word from its agent for 3 s" in seen["failure"]["reason"]
-    stopped = lab.do("stop")
-    assert stopped.returncode == 3
-    assert "may still live on 1 host(s) that cannot be reached" in stopped.stderr
 
 
 def test_a_link_that_is_cut_while_the_launcher_waits(lab: SshLab) -> None:
