@@ -269,7 +269,7 @@ const Communicator::Launch& Communicator::prepare(const Call& call, bool registe
   if (forced != nullptr) return forced_ = make(*forced);
   const Shape shape = table_.find(call.collective, registered, total);
   Launch made = make(shape);
-  // A table may ask for more than boxes hold, for another number of ranks than it was measured with.
+  // A table may ask for more than boxes hold.
   if (made.function == nullptr && shape.algorithm != Algorithm::kOther) {
     made = make({Algorithm::kStaged, 0, 0});
   }
@@ -319,7 +319,8 @@ std::optional<Error> Communicator::failure() const {
   if (word(0) == 0) return std::nullopt;
   const int rank = static_cast<int>(word(1)) - 1;
   return Error(Fault::kTimeout, rank,
-               "NVLink engine: rank " + std::to_string(rank) + " of the group did not come within " +
+               "NVLink engine: rank " + std::to_string(rank) +
+                   " of the group did not come within " +
                    std::to_string(template_.timeout_ns / 1000000) + " ms");
 }
 

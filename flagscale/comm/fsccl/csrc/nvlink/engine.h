@@ -93,8 +93,8 @@ class Communicator {
   void connect(const std::vector<std::string>& cards);
 
   // Registers memory, which is then read and written by peers directly: connect again, with the
-  // cards of memory. All ranks register in the same order, and later call with memory at the same
-  // offset in it. It must stay allocated as long as the communicator, and begin at a multiple of 16.
+  // cards of memory. All ranks register in one order, and later call with memory at one offset in
+  // it. It must stay allocated as long as the communicator, and begin at a multiple of 16.
   std::string memory_card(const void* at, u64 bytes) const;
   void connect_memory(const void* at, u64 bytes, const std::vector<std::string>& cards);
 

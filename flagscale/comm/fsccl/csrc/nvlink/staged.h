@@ -2,7 +2,8 @@
 // are there. Everything that crosses is a write, which waits for nothing; all reading is local.
 //
 // A channel counts steps. In step s a rank writes to slot s % kDepth of its peers (each source has
-// a place of its own in it), posts s to all, awaits the posts of s from all, and reads its own slot.
+// a place of its own in it), posts s to all, awaits the posts of s from all, and reads its own
+// slot.
 // Two rules, kept by every algorithm here and from one operation to the next, make this safe:
 //   (1) slot s is written only after the posts of step s - 2 of all peers were awaited;
 //   (2) slot s is read after the posts of s were awaited, and before the reader posts step s + 2.
