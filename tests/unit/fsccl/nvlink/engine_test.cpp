@@ -54,6 +54,8 @@ class HostDevice : public Device {
     for (void* at : all_) free(at);
   }
   std::string identity() override { return "cpu"; }
+  bool own(const std::string&) override { return !stranger; }
+  bool stranger = false;  // takes the others for processes of their own
   char* allocate(u64 bytes) override {
     ++log_->allocations;
     all_.push_back(calloc(1, bytes + 256));
@@ -308,6 +310,20 @@ void ranks_that_differ_refuse_each_other() {
   EXPECT(Table::parse(Table::guess(8).text()).text() == Table::guess(8).text());
 }
 
+void processes_do_not_share_a_gpu() {
+  Meeting meeting(2);
+  std::vector<Log> logs(2);
+  each_rank(2, [&](int rank) {
+    auto device = std::make_unique<HostDevice>(&logs[rank]);
+    device->stranger = true;
+    Engine engine(std::move(device), small());
+    Communicator c(engine, rank, 2, 0);
+    const auto cards = meeting.exchange(rank, c.card());
+    EXPECT(error_of([&] { c.connect(cards); }).find("on the same GPU") != std::string::npos);
+    meeting.exchange(rank, "");
+  });
+}
+
 void who_does_not_come_is_named() {
   Meeting meeting(3);
   std::vector<Log> logs(3);
@@ -337,6 +353,7 @@ int main() {
   registered_memory_is_used_directly();
   another_stream_is_ordered_after_the_last();
   ranks_that_differ_refuse_each_other();
+  processes_do_not_share_a_gpu();
   who_does_not_come_is_named();
   if (failures == 0) puts("ok");
   return failures == 0 ? 0 : 1;

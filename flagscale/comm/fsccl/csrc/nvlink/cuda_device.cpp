@@ -54,6 +54,13 @@ u64 this_process() {
   return number;
 }
 
+Shared parse(const std::string& text) {
+  Shared shared;
+  if (text.size() != sizeof shared) fail("memory that another version shares");
+  memcpy(&shared, text.data(), sizeof shared);
+  return shared;
+}
+
 cuda::DevicePointer pointer(const char* at) { return reinterpret_cast<cuda::DevicePointer>(at); }
 
 class CudaDevice : public Device {
@@ -102,10 +109,10 @@ class CudaDevice : public Device {
     return std::string(reinterpret_cast<const char*>(&shared), sizeof shared);
   }
 
+  bool own(const std::string& text) override { return parse(text).process == this_process(); }
+
   char* open(const std::string& text) override {
-    Shared shared;
-    if (text.size() != sizeof shared) fail("memory that another version shares");
-    memcpy(&shared, text.data(), sizeof shared);
+    const Shared shared = parse(text);
     if (shared.process == this_process()) return reinterpret_cast<char*>(shared.base);
     static std::mutex mutex;
     static auto* const opened = new std::map<std::pair<void*, std::string>, char*>;

@@ -17,7 +17,7 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Ranks with the same text in different processes share one GPU.
+  // Which GPU it is, whatever number the process knows it by.
   virtual std::string identity() = 0;
   // Memory of the device, zeroed, that processes can share; it lives as long as the process.
   virtual char* allocate(u64 bytes) = 0;
@@ -26,6 +26,8 @@ class Device {
   // A name of the allocation around `at` for other processes of this host, and where `at` is in it.
   virtual std::string share(const char* at, u64* offset) = 0;
   virtual char* open(const std::string& shared) = 0;
+  // Whether it is memory of this very process.
+  virtual bool own(const std::string& shared) = 0;
   // Words of host memory, zeroed, that kernels can read and write under the same address.
   virtual u32* host_words(u32 count) = 0;
 

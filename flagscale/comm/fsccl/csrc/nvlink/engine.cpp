@@ -195,6 +195,10 @@ void Communicator::connect(const std::vector<std::string>& cards) {
       fail(Fault::kMismatch, p, who + " has slots of " + card.slot_bytes + " bytes, this rank of " +
                                     mine.slot_bytes);
     }
+    // Kernels of two processes take turns on a GPU, and would wait for each other in vain.
+    if (p != rank_ && card.device == mine.device && !engine_.device_->own(card.shared)) {
+      fail(Fault::kMismatch, p, who + " is another process on the same GPU");
+    }
     template_.arena[p] = p == rank_ ? arena_ : engine_.device_->open(card.shared) + card.offset;
   }
   table_ = all[0].table.empty() ? Table::guess(size_) : Table::parse(all[0].table);
