@@ -122,6 +122,7 @@ int Channels::culprit(const std::vector<int>& waits_for) const {
         theirs.seen.load(std::memory_order_acquire) == theirs.bell.load(std::memory_order_acquire);
     const uint32_t next = way(peer, c).waits_for.load(std::memory_order_relaxed);
     if (!sleeps || next == 0) break;
+    if (lane_.lane_rank_of(static_cast<int>(next) - 1) < 0) break;  // as in Lane::culprit
     rank = static_cast<int>(next) - 1;
   }
   return rank;

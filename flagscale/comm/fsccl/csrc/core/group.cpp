@@ -165,9 +165,11 @@ void Group::open_lane(const Deadline& d) {
   lane_->set_watch([this] {
     if (failed_) throw Error(*verdict_);
   });
-  lane_->set_trace([this](int rank) {
-    return messenger_->trace(rank, patience_, [this] { lane_->throw_if_aborted(); });
-  });
+  if (hierarchical()) {
+    lane_->set_trace([this](int rank) {
+      return messenger_->trace(rank, patience_, [this] { lane_->throw_if_aborted(); });
+    });
+  }
   local_ = std::make_unique<Local>(*lane_);
   hierarchy_ = std::make_unique<Hierarchy>(*local_, clusters_, config_.settings.chunk_bytes);
   if (config_.settings.pipeline_k > 0) {

@@ -200,7 +200,7 @@ void Lane::look_at(int peer, const std::function<bool()>& come) const {
 
 void Lane::give_up(int at_fault) const {
   if (!deadline_.passed()) return;
-  if (lane_rank_of(at_fault) < 0) at_fault = trace(at_fault);
+  if (trace_) at_fault = trace_(at_fault);
   throw Error(Fault::kTimeout, at_fault,
               name(at_fault) + " did not come within " + deadline_.text());
 }
@@ -218,7 +218,7 @@ int Lane::culprit(int peer) const {
     const int32_t next = at.waits_for.load(std::memory_order_acquire);
     if (next == kNobody || next == member(rank_)) return member(peer);
     const int q = lane_rank_of(next);
-    if (q < 0) return next;
+    if (q < 0) return member(peer);  // which give_up() asks whether it still does
     const uint32_t step = at.waits_step.load(std::memory_order_relaxed);
     if (reached(line(q).posted.load(std::memory_order_acquire), step)) return member(peer);
     peer = q;

@@ -97,10 +97,9 @@ class Lane {
   // Whom this rank waits for, or whom its mate does that it waits for, and so on; -1 when it does
   // not wait. Any thread may call.
   int awaited() const;
-  // How to find out the same of ranks elsewhere: `trace` gets the first of them, and gives the
-  // last.
+  // How to ask ranks the same, where there are others than in the lane: `trace` gets the first of
+  // them, and gives the one that waits for nobody.
   void set_trace(std::function<int(int)> trace) { trace_ = std::move(trace); }
-  int trace(int group_rank) const { return trace_ ? trace_(group_rank) : group_rank; }
   // What this rank's thread waits for outside the lane: a group rank, or -1. For waits_for chains.
   void note_wait(int group_rank);
 
