@@ -97,7 +97,10 @@ def test_a_wrong_clock_is_refused(lab: SshLab) -> None:
 
 
 def test_a_wrong_clock_does_not_confuse_the_order_of_failures(lab: SshLab) -> None:
-    program = "import os, time\ntime.sleep(2 * (os.environ['RANK'] == '0'))\nraise SystemExit(7)\n"
+    # The library that skews the clock cannot sleep for no time: h01's rank does not sleep at all.
+    program = (
+        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(2)\nraise SystemExit(7)\n"
+    )
     lab.configure(program, runner={"preflight": False, "on_failure": "leave"})
     lab.bed["h01"].skew_clock(3600)
     assert lab.do("test").returncode == 7
