@@ -16,16 +16,17 @@ void add_vectors(const Pieces& body, size_t skip, std::vector<iovec>* out) {
   });
 }
 
-alignas(4096) std::byte trash[64 << 10];
+constexpr size_t kTrashBytes = 64 << 10;
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
 }  // namespace
 
-Pieces filler(size_t bytes) {
+Pieces Link::filler(size_t bytes) {
   Pieces out;
-  for (size_t at = 0; at < bytes; at += sizeof trash) {
-    out.add({trash, std::min(sizeof trash, bytes - at)});
+  trash_.resize(kTrashBytes);  // once: another frame may point into it
+  for (size_t at = 0; at < bytes; at += kTrashBytes) {
+    out.add({trash_.data(), std::min(kTrashBytes, bytes - at)});
   }
   return out;
 }

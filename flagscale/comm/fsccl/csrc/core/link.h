@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "futex.h"
 #include "pieces.h"
@@ -81,9 +82,6 @@ struct Request {
 };
 using RequestPtr = std::shared_ptr<Request>;
 
-// Memory for bytes that nobody reads.
-Pieces filler(size_t bytes);
-
 class Link;
 
 // What a link tells its owner; all under the owner's lock.
@@ -119,6 +117,8 @@ class Link {
   // The group failed: forgets the memory of all requests, on both ways. A frame that is half sent
   // or half received is completed with filler, so that what follows it is still understood.
   void let_go(const Error& why);
+  // Memory for bytes that nobody reads, as long as this link lives.
+  Pieces filler(size_t bytes);
 
   bool said_bye = false;          // the peer did
   bool polled = false;            // the owner's note
@@ -142,6 +142,7 @@ class Link {
   bool in_body_ = false, header_complete_ = false;
   size_t got_ = 0;
   Pieces into_;
+  std::vector<std::byte> trash_;
 };
 
 }  // namespace fsccl

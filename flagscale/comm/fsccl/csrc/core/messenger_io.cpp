@@ -203,7 +203,7 @@ LinkOwner::Answer Messenger::on_frame(Link& link, const Frame& frame, Pieces* in
   // A stranger's frame gets no memory, which ends the connection; only a hello has no body.
   if (link.peer() < 0) return Answer::kBody;
   if (failed_) {
-    *into = filler(frame.bytes);
+    *into = link.filler(frame.bytes);
     return Answer::kBody;
   }
   if (frame.kind == FrameKind::kMessage || frame.kind == FrameKind::kAnnounce) {
