@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
 from flagscale import __version__
-from flagscale.comm.base import CommBackend, DeviceType, missing_torch
+from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
 
 
 class Fsccl(CommBackend):
     name = "fsccl"
     summary = "this project's collectives: shared memory in a host, messages between clusters"
-    devices = ("cpu",)
+    devices = ("cpu", "cuda")
     how_to_get = "a C++17 compiler and ninja: it is compiled on first use (docs/fsccl.md)"
     environment: ClassVar[Mapping[str, str]] = {
         "FSCCL_DEBUG": "INFO: say which algorithm each operation took",
@@ -26,10 +27,14 @@ class Fsccl(CommBackend):
     def unavailable(self, device: DeviceType) -> str | None:
         if missing := missing_torch():
             return missing
-        if device != "cpu":
-            return "fsccl moves host memory only, and the training device is a GPU"
         from flagscale.comm.fsccl.build import unavailable
+        from flagscale.comm.fsccl.native import CUDA_OFF, CUDA_SWITCH
 
+        if device == "cuda":
+            if missing := cuda_missing():
+                return missing
+            if os.environ.get(CUDA_SWITCH) != "1":
+                return CUDA_OFF
         return unavailable()
 
     @contextmanager

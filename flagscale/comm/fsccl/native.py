@@ -93,7 +93,9 @@ def maker(native: Native, extension: Any, options: Any, library_options: Any = N
     everyone = list(options.global_ranks_in_group)
 
     def make(cluster: int, index: int, ranks: Sequence[int]) -> Any:
-        store = PrefixStore(f"native/{cluster}", options.store)
+        # A connection of its own: libraries wait in the store, and whoever waits on a connection
+        # keeps other groups of this process from it, for which other ranks may be waiting.
+        store = PrefixStore(f"native/{cluster}", options.store.clone())
         # The default group has no list: there, ranks are their own numbers.
         of_job = [everyone[r] if everyone else r for r in ranks]
         name = f"{options.group_id}/native{cluster}"

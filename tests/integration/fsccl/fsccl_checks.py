@@ -31,7 +31,9 @@ def inputs(dtype: torch.dtype, count: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     out = []
     for _ in range(dist.get_world_size()):
-        values = torch.randint(0, 7, (count,), generator=generator)
+        # The same on every device.
+        drawn = torch.randint(0, 7, (count,), generator=generator, device="cpu")
+        values = drawn.to(torch.get_default_device())
         if dtype.is_floating_point or dtype.is_complex:
             out.append(((values - 3) / 2).to(dtype))
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import fsccl_cases
 import torch
 import torch.distributed as dist
 
@@ -29,7 +32,8 @@ def rounding_is_alike(count: int) -> None:
     for kind in (torch.float32, torch.bfloat16, torch.float16):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             generator = torch.Generator().manual_seed(dist.get_rank())
-            x = torch.randn(count, generator=generator).to(kind)
+            drawn = torch.randn(count, generator=generator, device="cpu")
+            x = drawn.to(torch.get_default_device(), kind)
             dist.all_reduce(x, op=op)
             mine = x.view(torch.uint8)
             everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -54,7 +58,7 @@ def unsigned(count: int) -> None:
                 dist.ReduceOp.MIN,
                 dist.ReduceOp.AVG,
             ):
-                continue  # refused, see the errors of usage
+                continue  # refused()
             x = torch.full((count,), given, dtype=kind)
             dist.all_reduce(x, op=op)
             assert x.tolist() == [wanted] * count, (kind, op)
@@ -66,9 +70,7 @@ def many_in_flight(count: int) -> None:
     sums = [torch.full((count + i,), float(me + i)) for i in range(4)]
     gathered = torch.empty(n * count)
     works = [dist.all_reduce(x, async_op=True) for x in sums]
-    works.append(
-        dist.all_gather_single(gathered, torch.full((count,), float(me)), async_op=True)
-    )
+    works.append(dist.all_gather_single(gathered, torch.full((count,), float(me)), async_op=True))
     futures = [w.get_future() for w in works]
     for w in reversed(works):
         w.wait()
@@ -79,17 +81,48 @@ def many_in_flight(count: int) -> None:
         f.wait()
 
 
-def refusals() -> list[str]:
-    """What wrong calls say; the group goes on afterwards."""
-    out = []
-    for call in (
-        lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint64), op=dist.ReduceOp.MAX),
-        lambda: dist.all_reduce(torch.ones(3, device="meta")),
-    ):
-        try:
-            call()
-            out.append("no error")
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            out.append(f"{type(error).__name__}: {error}")
-    dist.barrier()
-    return out
+def refused() -> str:
+    """What a wrong call says; the group goes on afterwards."""
+    try:
+        dist.all_reduce(torch.ones(3, dtype=torch.uint64), op=dist.ReduceOp.MAX)
+    except ValueError as error:
+        dist.barrier()
+        return str(error)
+    return "no error"
+
+
+def abort_while_waiting_for(op: str) -> str:
+    """Another thread gives up on what nobody else calls."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    threading.Timer(0.5, backend.abort).start()
+    try:
+        fsccl_cases.call(op)
+    except RuntimeError as error:
+        return str(error)
+    return "done"
+
+
+def messages_alike(count: int) -> None:
+    """Sends and receives between all pairs, with tags; ranks may be of different kinds."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    for source in range(n):
+        for target in range(n):
+            tag = source * n + target
+            if source == target or me not in (source, target):
+                continue
+            if me == source:
+                dist.send(torch.full((count,), float(tag)), target, tag=tag)
+            else:
+                x = torch.empty(count)
+                assert dist.recv(x, source, tag=tag) == source
+                assert (x == tag).all()
+
+
+def coalesced_alike(count: int) -> None:
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensors = [torch.full((k,), float(me)) for k in (1, 100, count)]
+    with dist._coalescing_manager(device=tensors[0].device, async_ops=True) as manager:
+        for t in tensors:
+            dist.all_reduce(t)
+    manager.wait()
+    assert all((t == sum(range(n))).all() for t in tensors)

@@ -1,4 +1,5 @@
-// How an engine comes together, fails and ends. Its operations are in dense.cpp and pairs.cpp.
+// How an engine comes together, fails and ends. Its operations are in dense.cpp, spread.cpp and
+// pairs.cpp.
 #include "engine.h"
 
 #include <c10/core/DeviceGuard.h>
@@ -74,10 +75,12 @@ Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const Mak
     who += (i == 0 ? "s " : ", ") +
            std::to_string(group_->config().global_ranks[static_cast<size_t>(r)]);
   }
+  Mates::Hooks hooks;
+  hooks.note = [this](bool begins) { board_->note(begins ? Board::kInNative : Board::kNobody); };
+  if (who_[static_cast<size_t>(rank_)].native.library == "gloo") hooks.look = [this] { look(); };
   mates_ = std::make_unique<Mates>(
       size > 1 ? native(clusters_.mine, clusters_.index, clusters_.own()) : nullptr, size,
-      clusters_.index, who,
-      [this](bool begins) { board_->note(begins ? Board::kInNative : Board::kNobody); });
+      clusters_.index, who, std::move(hooks));
 }
 
 Engine::~Engine() { shutdown(); }

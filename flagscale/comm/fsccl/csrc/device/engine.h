@@ -80,6 +80,7 @@ class Engine {
   void look() const;
   // Ends what waits in the native library. Any thread.
   void abort() { mates_->abort(); }
+  bool abandoned() const { return mates_->abandoned(); }  // see Mates
   // Tells everyone on this host, ends the native library, fails the group; throws.
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
   void shutdown();

@@ -1,6 +1,9 @@
 #include "mates.h"
 
 #include <c10/util/Exception.h>
+#include <sched.h>
+
+#include <thread>
 
 #include "combine.h"
 
@@ -28,17 +31,13 @@ bool native_reduction(const Reduction& r) {
   return native_type(r.dtype) && (r.op == RedOp::kSum || r.op == RedOp::kProduct);
 }
 
-void finish(const c10::intrusive_ptr<c10d::Work>& work) {
-  if (work) work->wait();
-}
-
 }  // namespace
 
 template <class F>
 void Mates::call(const char* what, F&& f) {
-  note_(true);
+  hooks_.note(true);
   try {
-    f();
+    finish(f(/*async=*/static_cast<bool>(hooks_.look)));
   } catch (const Error&) {
     throw;
   } catch (const c10::Error& e) {
@@ -47,7 +46,30 @@ void Mates::call(const char* what, F&& f) {
   } catch (const std::exception& e) {
     throw Error(Fault::kSystem, -1, std::string(what) + " of " + who_ + ": " + e.what());
   }
-  note_(false);
+  hooks_.note(false);
+}
+
+// gloo's works throw when a wait with a limit is over, which takes long: glance in place of
+// waiting.
+void Mates::finish(const c10::intrusive_ptr<c10d::Work>& work) {
+  constexpr int kYields = 200, kGlancesALook = 500;
+  constexpr std::chrono::microseconds kGlance(200);
+  if (!work) return;
+  for (int i = 0; hooks_.look && !work->isCompleted(); ++i) {
+    if (i < kYields) {
+      sched_yield();
+      continue;
+    }
+    std::this_thread::sleep_for(kGlance);
+    if (i % kGlancesALook != 0) continue;
+    try {
+      hooks_.look();
+    } catch (const Error&) {
+      abandoned_ = !work->isCompleted();
+      throw;
+    }
+  }
+  work->wait();  // throws what went wrong
 }
 
 void Mates::reduce_scatter(const at::Tensor& in, const at::Tensor& out, const Reduction& r) {
@@ -55,12 +77,14 @@ void Mates::reduce_scatter(const at::Tensor& in, const at::Tensor& out, const Re
     out.copy_(in, true);
     return;
   }
-  if (native_reduction(r)) {
+  if (!hooks_.look && native_reduction(r)) {
     c10d::ReduceScatterOptions o;
     o.reduceOp = r.op == RedOp::kSum ? c10d::ReduceOp::SUM : c10d::ReduceOp::PRODUCT;
-    o.asyncOp = false;
     at::Tensor from = in, to = out;
-    return call("reduce_scatter", [&] { finish(native_->_reduce_scatter_base(to, from, o)); });
+    return call("reduce_scatter", [&](bool async) {
+      o.asyncOp = async;
+      return native_->_reduce_scatter_base(to, from, o);
+    });
   }
   const at::Tensor rows = at::empty({size_, out.numel()}, out.options());
   const std::vector<int64_t> sizes(static_cast<size_t>(size_), static_cast<int64_t>(out.nbytes()));
@@ -74,18 +98,22 @@ void Mates::all_gather(const at::Tensor& in, const at::Tensor& out) {
     return;
   }
   c10d::AllgatherOptions o;
-  o.asyncOp = false;
   at::Tensor from = in, to = out;
-  call("all_gather", [&] { finish(native_->_allgather_base(to, from, o)); });
+  call("all_gather", [&](bool async) {
+    o.asyncOp = async;
+    return native_->_allgather_base(to, from, o);
+  });
 }
 
 void Mates::broadcast(const at::Tensor& bytes, int root) {
   if (size_ == 1) return;
   c10d::BroadcastOptions o;
   o.rootRank = root;
-  o.asyncOp = false;
   std::vector<at::Tensor> list{bytes};
-  call("broadcast", [&] { finish(native_->broadcast(list, o)); });
+  call("broadcast", [&](bool async) {
+    o.asyncOp = async;
+    return native_->broadcast(list, o);
+  });
 }
 
 void Mates::all_to_all(const at::Tensor& in, const std::vector<int64_t>& in_sizes,
@@ -95,18 +123,26 @@ void Mates::all_to_all(const at::Tensor& in, const std::vector<int64_t>& in_size
     return;
   }
   c10d::AllToAllOptions o;
-  o.asyncOp = false;
   at::Tensor from = in, to = out;
   std::vector<int64_t> sent = in_sizes, received = out_sizes;
-  call("all_to_all", [&] { finish(native_->alltoall_base(to, from, received, sent, o)); });
+  call("all_to_all", [&](bool async) {
+    o.asyncOp = async;
+    return native_->alltoall_base(to, from, received, sent, o);
+  });
 }
 
 void Mates::abort() {
   if (native_) native_->abort();
 }
 
+// A library that was given up may wait for its calls when it ends: it stays.
 void Mates::shutdown() {
-  if (native_) native_->shutdown();
+  if (abandoned_) {
+    static auto* const kept = new std::vector<Backend>;
+    kept->push_back(std::move(native_));
+  } else if (native_) {
+    native_->shutdown();
+  }
 }
 
 }  // namespace fsccl

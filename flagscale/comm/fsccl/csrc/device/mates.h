@@ -6,6 +6,11 @@
 // 16-bit integers; a NaN in MIN and MAX), it only moves, and every rank folds its part itself.
 //
 // Calls are made with the tensors' track as the current stream. With one rank they copy.
+//
+// gloo cannot be told to give up. Its calls are therefore waited for by glances, with a look at the
+// group now and then; one that is given up may still write to its tensors, so that whoever holds
+// them must keep them: see abandoned(). It only moves: a reduce_scatter of its own is done while
+// one waits for it, which has no end when a rank is gone.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -23,13 +28,18 @@ class Mates {
  public:
   using Backend = c10::intrusive_ptr<c10d::Backend>;
 
-  // `note` is told when a call of the library begins (true) and ends. `who` is for messages.
-  Mates(Backend native, int size, int index, std::string who, std::function<void(bool)> note)
+  struct Hooks {
+    std::function<void(bool)> note;  // told when a call of the library begins (true) and ends
+    std::function<void()> look;      // throws when the group has failed; empty: the library notices
+  };
+
+  // `who` is for messages.
+  Mates(Backend native, int size, int index, std::string who, Hooks hooks)
       : native_(std::move(native)),
         size_(size),
         index_(index),
         who_(std::move(who)),
-        note_(std::move(note)) {}
+        hooks_(std::move(hooks)) {}
 
   int size() const { return size_; }
   int index() const { return index_; }
@@ -46,15 +56,19 @@ class Mates {
 
   void abort();
   void shutdown();
+  // Whether a call was given up, whose tensors must stay for as long as the process lives.
+  bool abandoned() const { return abandoned_; }
 
  private:
   template <class F>
   void call(const char* what, F&& f);
+  void finish(const c10::intrusive_ptr<c10d::Work>& work);
 
   Backend native_;
   int size_, index_;
   std::string who_;
-  std::function<void(bool)> note_;
+  Hooks hooks_;
+  bool abandoned_ = false;
 };
 
 }  // namespace fsccl

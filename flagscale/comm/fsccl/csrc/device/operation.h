@@ -1,4 +1,4 @@
-// What the engine's operations share. Included by dense.cpp and pairs.cpp alone.
+// What the engine's operations share. Included by their sources alone.
 #pragma once
 
 #include <array>
@@ -71,5 +71,32 @@ inline at::Tensor fit(Arena& arena, at::Tensor& memory, size_t n, at::ScalarType
   }
   return slice(memory, 0, n);
 }
+
+// What ranks that know all sizes compare.
+inline OpCard dense_card(OpCode op, size_t bytes, const Reduction* r, int root) {
+  OpCard c;
+  c.op = op;
+  c.bytes = bytes;
+  c.root = root;
+  if (r != nullptr) {
+    c.dtype = r->dtype;
+    c.red = r->op;
+  }
+  return c;
+}
+
+inline size_t sum_of(const std::vector<Pieces>& list) {
+  size_t n = 0;
+  for (const Pieces& p : list) n += p.bytes();
+  return n;
+}
+
+inline size_t longest_part(const std::vector<Pieces>& list) {
+  size_t n = 0;
+  for (const Pieces& p : list) n = std::max(n, p.bytes());
+  return n;
+}
+
+inline size_t stride_for(size_t bytes) { return ceil_div(bytes, kCacheLine) * kCacheLine; }
 
 }  // namespace fsccl

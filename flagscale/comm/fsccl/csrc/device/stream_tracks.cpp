@@ -21,6 +21,7 @@ StreamTracks::StreamTracks(at::Device device)
   for (int t = 0; t < 3; ++t) {
     streams_.push_back(guard_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true));
   }
+  mark_of(current());  // makes the device's context this thread's, which the driver asks for
 }
 
 void* StreamTracks::handle(Track t) const { return native_handle(guard_, *stream(t), 0); }
@@ -31,21 +32,33 @@ Mark StreamTracks::mark_of(const c10::Stream& stream) const {
   return event;
 }
 
-bool StreamTracks::is_capturing(const c10::Stream& stream) const {
-  return driver_.is_capturing(native_handle(guard_, stream, 0));
+bool is_capturing(const c10::Stream& stream) {
+  const c10::impl::VirtualGuardImpl guard(stream.device_type());
+  return Driver::get().is_capturing(native_handle(guard, stream, 0));
+}
+
+uint64_t StreamTracks::address_of(const Word& word) const {
+  const auto* at = reinterpret_cast<const std::byte*>(&word);
+  for (const Adopted& a : adopted_) {
+    if (at >= a.memory && at < a.memory + a.bytes) {
+      return a.address + static_cast<uint64_t>(at - a.memory);
+    }
+  }
+  throw Error(Fault::kSystem, -1, "a word that the device does not see");
 }
 
 void StreamTracks::signal(Track t, Word& word, uint32_t value) {
-  driver_.write_word(handle(t), driver_.device_address(&word), value);
+  driver_.write_word(handle(t), address_of(word), value);
 }
 
 void StreamTracks::await(Track t, Word& word, uint32_t value, int peer) {
-  driver_.wait_word(handle(t), driver_.device_address(&word), value);
+  driver_.wait_word(handle(t), address_of(word), value);
   awaited_.push_back({&word, value, peer});
 }
 
 std::shared_ptr<void> StreamTracks::adopt(std::byte* memory, size_t bytes) {
   driver_.add_host(memory, bytes);
+  adopted_.push_back({memory, bytes, driver_.device_address(memory)});
   return std::shared_ptr<void>(memory, [](void* at) { Driver::get().remove_host(at); });
 }
 

@@ -38,16 +38,27 @@ class StreamTracks : public Tracks {
   std::vector<Awaited> take_awaited();
   c10::Stream current() const { return guard_.getStream(device_); }
   Mark mark_of(const c10::Stream& stream) const;
-  bool is_capturing(const c10::Stream& stream) const;
 
  private:
+  // Host memory that the device knows, and where it sees it.
+  struct Adopted {
+    const std::byte* memory;
+    size_t bytes;
+    uint64_t address;
+  };
+
   void* handle(Track t) const;
+  uint64_t address_of(const Word& word) const;
 
   at::Device device_;
   c10::impl::VirtualGuardImpl guard_;
   const Driver& driver_;
   std::vector<c10::Stream> streams_;
+  std::vector<Adopted> adopted_;
   std::vector<Awaited> awaited_;
 };
+
+// Whether what is done on the stream goes into a graph.
+bool is_capturing(const c10::Stream& stream);
 
 }  // namespace fsccl

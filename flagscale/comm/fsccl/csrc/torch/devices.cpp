@@ -186,18 +186,18 @@ TorchBackend::WorkPtr TorchBackend::run_on_device(
   const Deadline d = Deadline::after(limit(call.timeout));
   TORCH_CHECK_VALUE(!coalescing_native_, "fsccl: ", site.op,
                     " between clusters cannot be coalesced with messages inside one");
+  const c10::Stream user = c10::impl::VirtualGuardImpl(site.device.type()).getStream(site.device);
   kinds();
   std::lock_guard<std::mutex> hold(device_mutex_);
   try {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !is_capturing(user), "fsccl: ", site.op,
+        " between clusters cannot be captured in a CUDA graph: what other clusters send is not "
+        "part of the graph; groups of one cluster can be captured");
     Engine& engine = this->engine(d);
     auto& tracks = static_cast<StreamTracks&>(engine.tracks());
     TORCH_CHECK_VALUE(site.device == tracks.device(), "fsccl: ", site.op, " got a tensor on ",
                       site.device, ", but this group works on ", tracks.device());
-    const c10::Stream user = tracks.current();
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !tracks.is_capturing(user), "fsccl: ", site.op,
-        " between clusters cannot be captured in a CUDA graph: what other clusters send is not "
-        "part of the graph; groups of one cluster can be captured");
     tracks.wait(Track::kNative, tracks.mark_of(user));
     const OnTrack native(tracks, Track::kNative);
     body(engine, d);
@@ -260,8 +260,14 @@ void TorchBackend::abort_devices() {
 }
 
 void TorchBackend::stop_devices() {
-  if (watch_ && !group_->failure()) watch_->drain(std::chrono::seconds(5));
+  const bool device = watch_ != nullptr;
+  if (device && !group_->failure() && !watch_->drain(std::chrono::seconds(5))) {
+    group_->abort("the program ended with operations under way");
+  }
   watch_.reset();
+  if (engine_) engine_->shutdown();
+  // What a device may still copy from and to stays; the process is about to end.
+  if (device && group_->failure()) static_cast<void>(engine_.release());
   engine_.reset();
   nvlink_.reset();
   if (whole_ && *whole_) (*whole_)->shutdown();

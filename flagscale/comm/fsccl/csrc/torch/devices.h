@@ -10,10 +10,13 @@ TorchBackend::WorkPtr TorchBackend::run(const Call& call, const Site& site, Tens
                                         F body) {
   if (!site.device.is_cpu()) return run_on_device(call, site, std::move(outputs), std::move(body));
   return run_on_host(call, std::move(outputs), [this, body](Group& group, const Deadline& d) {
-    if (Engine* engine = host_engine(d)) {
+    Engine* const engine = host_engine(d);
+    if (engine == nullptr) return body(group, d);
+    try {
       body(*engine, d);
-    } else {
-      body(group, d);
+    } catch (const Error&) {
+      if (engine->abandoned()) new F(body);  // has the tensors, which are still written to
+      throw;
     }
   });
 }

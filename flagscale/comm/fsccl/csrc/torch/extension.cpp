@@ -9,6 +9,7 @@
 #include "../device/mates.cpp"
 #include "../device/pairs.cpp"
 #include "../device/pipe.cpp"
+#include "../device/spread.cpp"
 #include "../device/stream_tracks.cpp"
 #include "../device/tracks.cpp"
 #include "../device/watch.cpp"

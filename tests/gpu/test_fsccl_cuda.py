@@ -1,0 +1,230 @@
+"""fsccl on GPUs: CUDA ranks with ranks of the host in one group, clusters of GPUs, speed.
+
+Run on a machine with GPUs: ``pytest -m gpu tests/gpu/test_fsccl_cuda.py``. One GPU is enough for
+most: two ranks share it as clusters of one rank each, which need no NCCL. Tests that need more GPUs
+than there are skip themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fsccl_ranks import ROOT, Ranks  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+GPUS = torch.cuda.device_count()
+CUDA = {"FSCCL_CUDA": "1", "NCCL_NVLS_ENABLE": "0"}
+HOST = {"FSCCL_CUDA": "1", "FSCCL_DEVICE": "cpu"}
+OPS = [
+    *("all_reduce", "reduce", "reduce_scatter", "all_gather"),
+    *("broadcast", "gather", "scatter", "all_to_all"),
+]
+SMALL = {"FSCCL_PIPE_BYTES": "65536"}
+
+# A rank's kind by letter: c on a GPU, h on its host. Then FSCCL_CLUSTERS and the GPUs it takes.
+GROUPS: dict[str, tuple[str, str, int]] = {
+    "gpu+host": ("ch", "1,1", 1),
+    "gpu+gpu": ("cc", "1,1", 1),
+    "gpu+2-hosts": ("chh", "1,2", 1),
+    "host+gpu+gpu": ("hcc", "1,1,1", 1),
+    "2-gpus+host": ("cch", "2,1", 2),
+    "2+2-gpus": ("cccc", "2,2", 4),
+    "3+1-gpus": ("cccc", "3,1", 4),
+    "4+4-gpus": ("cccccccc", "4,4", 8),
+}
+
+
+class Job:
+    """A group of ranks of both kinds."""
+
+    def __init__(self, pool: Ranks, key: str, kinds: str, **variables: str) -> None:
+        self.pool, self.kinds = pool, kinds
+        self.members = range(len(kinds))
+        for i, kind in enumerate(kinds):
+            pool[i].ask(
+                "join",
+                rank=i,
+                size=len(kinds),
+                port=pool.port,
+                key=key,
+                timeout=60,
+                environment={
+                    "FSCCL_SOCKET_IFNAME": "lo",
+                    **(CUDA if kind == "c" else HOST),
+                    **variables,
+                },
+            )
+        pool.answers(self.members, 120)
+
+    def call(self, name: str, **arguments: Any) -> list[Any]:
+        """The same case on all ranks, with tensors where the rank is."""
+        self.ask(name, **arguments)
+        return self.pool.answers(self.members, 240)
+
+    def ask(self, name: str, **arguments: Any) -> None:
+        for i, kind in enumerate(self.kinds):
+            if kind == "c":
+                self.pool[i].ask("on_cuda", name=name, **arguments)
+            else:
+                self.pool[i].ask(name, **arguments)
+
+    def leave(self) -> None:
+        self.pool.leave(self.members)
+
+
+@pytest.fixture(scope="module")
+def gpu_ranks() -> Iterator[Ranks]:
+    build = "import flagscale.comm.fsccl as f; f.load_extension()"
+    subprocess.run([sys.executable, "-c", build], check=True, cwd=ROOT)
+    pool = Ranks(max(4, min(GPUS, 8)))
+    yield pool
+    pool.end()
+
+
+@pytest.fixture(scope="module", params=list(GROUPS))
+def job(request: pytest.FixtureRequest, gpu_ranks: Ranks) -> Iterator[Job]:
+    kinds, clusters, gpus = GROUPS[request.param]
+    if gpus > GPUS:
+        pytest.skip(f"needs {gpus} GPUs")
+    made = Job(gpu_ranks, request.param, kinds, FSCCL_CLUSTERS=clusters, **SMALL)
+    yield made
+    made.leave()
+
+
+def case(op: str, dtype: str, count: int, red: str = "sum", **more: Any) -> dict[str, Any]:
+    base = {"op": op, "dtype": dtype, "count": count, "red": red, "root": 1, "seed": count}
+    return {**base, "strided": False, **more}
+
+
+def cases_of_types() -> list[dict[str, Any]]:
+    arithmetic = ["sum", "avg", "min", "max", "product", "premul"]
+    combinations = [
+        *itertools.product(["float32", "float64", "bfloat16", "float16"], arithmetic),
+        *itertools.product(["uint8", "int8", "int16", "int32", "int64"], arithmetic[:5]),
+        *itertools.product(["int32", "int64", "bool"], ["band", "bor", "bxor"]),
+        *itertools.product(["complex64"], ["sum", "avg"]),
+    ]
+    return [case("all_reduce", dtype, 20_011, red) for dtype, red in combinations]
+
+
+def test_every_type_and_reduction(job: Job) -> None:
+    job.call("check_many", cases=cases_of_types())
+
+
+def test_every_operation_and_size(job: Job) -> None:
+    sizes = [0, 1, 17, 4096, 4099, 300_007]
+    cases = [case(op, "float32", n, root=n % 3) for op in OPS for n in sizes]
+    job.call("check_many", cases=cases)
+    job.call("check_many", cases=[case(op, "float32", 5003, strided=True) for op in OPS])
+
+
+@pytest.mark.parametrize("name", ["nan_wins", "rounding_is_alike", "unsigned", "many_in_flight"])
+@pytest.mark.parametrize("count", [65, 100_003], ids=["tiny", "chunks"])
+def test_bits_and_works(job: Job, name: str, count: int) -> None:
+    job.call(name, count=count)
+
+
+@pytest.mark.parametrize("name", ["coalesced_alike", "messages_alike"])
+def test_messages_and_coalescing(job: Job, name: str) -> None:
+    job.call(name, count=50_000)
+
+
+def only_gpus(job: Job) -> None:
+    if "h" in job.kinds:
+        pytest.skip("of groups of GPUs alone")
+
+
+@pytest.mark.parametrize("name", ["calls_return_early", "works_on_side_streams", "memory_is_kept"])
+def test_streams(job: Job, name: str) -> None:
+    only_gpus(job)
+    job.pool.call(job.members, name, limit=120, count=200_000)
+
+
+def test_host_tensors_of_gpu_ranks(job: Job) -> None:
+    """In a group of GPUs they move as those of host ranks do; else by way of the GPU."""
+    job.pool.call(job.members, "check_many", cases=[case(op, "float32", 3001) for op in OPS])
+
+
+def test_capturing_is_refused_with_a_reason(gpu_ranks: Ranks) -> None:
+    made = Job(gpu_ranks, "capture", "cc", FSCCL_CLUSTERS="1,1")
+    for said in gpu_ranks.call(made.members, "capture"):
+        assert "cannot be captured in a CUDA graph" in said
+    made.leave()
+
+
+@pytest.mark.parametrize("kinds", ["cc", "ch"])
+def test_a_killed_rank_is_named(gpu_ranks: Ranks, kinds: str) -> None:
+    made = Job(gpu_ranks, f"killed-{kinds}", kinds, FSCCL_CLUSTERS="1,1", **SMALL)
+    made.call("check_many", cases=[case("all_reduce", "float32", 100_003)])
+    gpu_ranks[0].ask("fails_when_a_rank_ends", count=100_003)
+    gpu_ranks.kill(1)
+    assert "rank 1" in gpu_ranks.answers([0], 120)[0]
+    gpu_ranks.leave([0])
+
+
+def test_cuda_is_off_by_default(gpu_ranks: Ranks) -> None:
+    gpu_ranks.join(1)
+    gpu_ranks[0].ask("on_cuda", name="check_many", cases=[case("all_reduce", "float32", 3)])
+    said = gpu_ranks.replies([0])[0]["error"]
+    assert "FSCCL_CUDA=1" in said
+    gpu_ranks.leave([0])
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_one_cluster_is_left_to_nccl(gpu_ranks: Ranks) -> None:
+    kinds = "c" * min(GPUS, 8)
+    made = Job(gpu_ranks, "whole", kinds)
+    for path in gpu_ranks.call(made.members, "cuda_path"):
+        assert path.startswith("nccl")
+    made.call("check_many", cases=[case(op, "float32", 4099) for op in OPS])
+    made.call("messages_alike", count=50_000)
+    gpu_ranks.call(made.members, "captured_graph_replays")
+    made.leave()
+
+
+def seconds(pool: Ranks, key: str, size: int, repeats: int, **variables: str) -> float:
+    made = Job(pool, key, "c" * 8, FSCCL_CLUSTERS="4,4", **variables)
+    times: Sequence[float] = pool.call(
+        made.members, "all_reduce_seconds", limit=240, size=size, repeats=repeats
+    )
+    made.leave()
+    return max(times)
+
+
+@pytest.mark.skipif(
+    GPUS < 8 or "H200" not in torch.cuda.get_device_name(), reason="needs 8 H200 GPUs"
+)
+@pytest.mark.parametrize(
+    ("key", "variables", "bar"),
+    [("by-memory", {}, 40e9), ("by-tcp", {"FSCCL_SHM": "0"}, 15e9)],
+    ids=["shared-memory", "tcp"],
+)
+def test_bandwidth_between_clusters(
+    gpu_ranks: Ranks, key: str, variables: dict[str, str], bar: float
+) -> None:
+    size = 1 << 30
+    busbw = 2 * 7 / 8 * size / seconds(gpu_ranks, key, size, 10, **variables)
+    print(f"busbw {busbw / 1e9:.1f} GB/s")
+    assert busbw >= bar
+
+
+@pytest.mark.skipif(
+    GPUS < 8 or "H200" not in torch.cuda.get_device_name(), reason="needs 8 H200 GPUs"
+)
+def test_latency_between_clusters(gpu_ranks: Ranks) -> None:
+    taken = seconds(gpu_ranks, "latency", 1 << 10, 200)
+    print(f"{taken * 1e6:.0f} us")
+    assert taken <= 100e-6

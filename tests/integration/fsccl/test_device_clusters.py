@@ -1,0 +1,138 @@
+"""Clusters by native library: unlike libraries in one group, works and groups, faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+TIMEOUT = 3.0  # seconds, of operations
+SLACK = 20.0  # for a busy machine; a hang is far longer
+SMALL = {"FSCCL_PIPE_BYTES": "65536", "FSCCL_TINY_BYTES": "1024"}
+GLOO = {"FSCCL_NATIVE": "gloo", **SMALL}
+
+
+def join(pool: Any, environments: Sequence[Mapping[str, str]], timeout: float = 30) -> range:
+    """A job whose ranks have environments of their own."""
+    pool.joined = getattr(pool, "joined", 0) + 1
+    for i, environment in enumerate(environments):
+        pool[i].ask(
+            "join",
+            rank=i,
+            size=len(environments),
+            port=pool.port,
+            key=f"clusters{pool.joined}",
+            timeout=timeout,
+            environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
+        )
+    members = range(len(environments))
+    pool.answers(members)
+    return members
+
+
+def say(pool: Any, members: Sequence[int], limit: float = TIMEOUT + SLACK) -> dict[int, str]:
+    replies = pool.replies(members, limit)
+    for i, reply in replies.items():
+        assert "error" in reply, f"rank {i} got {reply}"
+    return {i: reply["error"] for i, reply in replies.items()}
+
+
+UNLIKE = {
+    "libraries": [GLOO, SMALL, GLOO, SMALL, SMALL],
+    "one-of-a-kind": [SMALL, SMALL, GLOO],
+    "reach": [{**GLOO, "FSCCL_REACH": name} for name in ("a", "b", "a", "b")],
+}
+
+
+@pytest.mark.parametrize("kind", list(UNLIKE))
+def test_unlike_ranks_form_clusters_in_one_group(ranks: Any, kind: str) -> None:
+    """Ranks of a cluster need not follow each other; plain ranks take part as a cluster."""
+    members = join(ranks, UNLIKE[kind])
+    assert set(ranks.call(members, "paths")) == {"engine"}
+    base = {"red": "sum", "seed": 3, "strided": False}
+    ops = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all"]
+    cases = [
+        {**base, "op": op, "dtype": "float32", "count": count, "root": 2}
+        for op in ops
+        for count in (7, 30_011)
+    ]
+    ranks.call(members, "check_many", cases=cases)
+    ranks.call(members, "rounding_is_alike", count=20_001)
+    ranks.leave(members)
+
+
+@pytest.mark.parametrize("shape", ["2,2", "4"])
+def test_all_that_torch_does_with_groups(ranks: Any, shape: str) -> None:
+    members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": shape}] * 4)
+    for name in ("asynchronous", "subgroups", "two_groups_crossed", "coalesced", "objects"):
+        ranks.call(members, name)
+    ranks.call(members, "messages", count=20_000)
+    for name in ("messages_alike", "coalesced_alike"):
+        ranks.call(members, name, count=20_000)
+    ranks.call(members, "train_ddp", steps=2)
+    for said in ranks.call(members, "refused"):
+        assert "reduction max of uint64 is not done on devices" in said
+    ranks.leave(members)
+
+
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared-memory", "messages"])
+@pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_to_all"])
+def test_a_killed_rank_is_named(ranks: Any, op: str, shared: str) -> None:
+    members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "2,2", "FSCCL_SHM": shared}] * 4)
+    ranks.call(members, "call", op="all_reduce")
+    for i in range(3):
+        ranks[i].ask("call", op=op, repeat=1_000_000)
+    ranks.kill(3)
+    for i, error in say(ranks, [0, 1, 2], SLACK).items():
+        named = "rank 3" in error or (shared == "0" and "cluster of ranks 2, 3" in error)
+        assert named, f"rank {i}: {error}"
+    ranks.leave([0, 1, 2])
+
+
+def test_a_stopped_rank_is_named(ranks: Any) -> None:
+    members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "2,2"}] * 4, TIMEOUT)
+    ranks.call(members, "call", op="all_reduce")
+    os.kill(ranks[3].pid, signal.SIGSTOP)
+    try:
+        for i in range(3):
+            ranks[i].ask("call", op="all_reduce")
+        for i, error in say(ranks, [0, 1, 2]).items():
+            assert "rank 3" in error, f"rank {i}: {error}"
+            assert "did not come within 3 s" in error, f"rank {i}: {error}"
+    finally:
+        os.kill(ranks[3].pid, signal.SIGCONT)
+    ranks.leave(members)
+
+
+def test_different_operations_are_named(ranks: Any) -> None:
+    members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "1,1"}] * 2)
+    ranks[0].ask("call", op="all_reduce", count=1000)
+    ranks[1].ask("call", op="all_reduce", count=1001)
+    for error in say(ranks, members).values():
+        assert "all_reduce #1 of 4000 bytes of float32, sum" in error
+        assert "all_reduce #1 of 4004 bytes" in error
+    ranks.leave(members)
+
+
+def test_other_sizes_of_pipes_are_refused(ranks: Any) -> None:
+    environments = [{**GLOO, "FSCCL_PIPE_BYTES": size} for size in ("65536", "131072")]
+    members = join(ranks, environments)
+    for i in members:
+        ranks[i].ask("call", op="all_reduce")
+    for error in say(ranks, members).values():
+        assert "FSCCL_PIPE_BYTES=131072" in error
+        assert "set the same values everywhere" in error
+    ranks.leave(members)
+
+
+def test_an_aborted_group_ends_who_waits_in_the_native_library(ranks: Any) -> None:
+    members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "2,1"}] * 3)
+    ranks.call(members, "call", op="all_reduce")
+    ranks[0].ask("abort_while_waiting_for", op="all_reduce")
+    assert "the program aborted the group" in ranks.answers([0], SLACK)[0]
+    ranks.leave(members)

@@ -1,0 +1,78 @@
+"""What a rank tells the others of its native library, from the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flagscale.comm import registry  # noqa: E402
+from flagscale.comm.fsccl import native  # noqa: E402
+from flagscale.errors import ConfigError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+VARIABLES = ("FSCCL_CUDA", "FSCCL_DEVICE", "FSCCL_NATIVE", "FSCCL_REACH")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        pytest.param({}, ["cpu", "cpu", "own", ""], id="nothing"),
+        pytest.param({"FSCCL_NATIVE": "gloo"}, ["cpu", "cpu", "gloo", ""], id="gloo"),
+        pytest.param({"FSCCL_NATIVE": "own"}, ["cpu", "cpu", "own", ""], id="own"),
+        pytest.param({"FSCCL_REACH": "rack 7"}, ["cpu", "cpu", "own", "rack 7"], id="reach"),
+        pytest.param(
+            {"FSCCL_CUDA": "1", "FSCCL_DEVICE": "cpu"}, ["cpu", "cpu", "own", ""], id="by-hand"
+        ),
+    ],
+)
+def test_a_rank_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], told: list[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert native.of_this_rank().told() == told
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        pytest.param(
+            {"FSCCL_NATIVE": "goo"}, "FSCCL_NATIVE=goo: expected one of own, gloo, fsccl", id="name"
+        ),
+        pytest.param({"FSCCL_CUDA": "yes"}, "FSCCL_CUDA=yes: expected one of 0, 1", id="switch"),
+        pytest.param({"FSCCL_DEVICE": "xpu"}, "FSCCL_DEVICE=xpu: expected one of", id="device"),
+        pytest.param({"FSCCL_DEVICE": "cuda"}, "off unless FSCCL_CUDA=1", id="not-switched-on"),
+        pytest.param({"FSCCL_REACH": "a\nb"}, "printable characters", id="line-break"),
+    ],
+)
+def test_unfit_values_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        native.of_this_rank()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSCCL_CUDA", "1")
+    assert native.of_this_rank().device == "cpu"
+    monkeypatch.setenv("FSCCL_DEVICE", "cuda")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        native.of_this_rank()
+
+
+def test_the_list_of_backends_says_that_cuda_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsccl = registry.backend("fsccl")
+    assert fsccl.devices == ("cpu", "cuda")
+    assert fsccl.unavailable("cuda") is not None
+    if torch.cuda.is_available():
+        assert fsccl.unavailable("cuda") == native.CUDA_OFF
