@@ -41,5 +41,6 @@ class Policy:
         if not self.hang_timeout:
             return None
         if not busy:
-            return self.hang_timeout
+            # How far ranks are comes with the heartbeats: between two of them nobody knows.
+            return max(self.hang_timeout, 2 * self.beat_seconds)
         return max(BUSY_SECONDS, BUSY_FACTOR * self.hang_timeout)
