@@ -123,7 +123,8 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     from flagscale.train.model.initialize import global_parameters
     from flagscale.train.state import Progress
 
-    plain = not (args.num_moe_experts or args.bf16 or args.fp16) and args.untie_embeddings_and_output_weights
+    simple = not (args.num_moe_experts or args.bf16 or args.fp16)
+    plain = simple and args.untie_embeddings_and_output_weights
     if torch.distributed.get_world_size() > 1 or not plain:
         return None
     bare = state.modules()[0]
