@@ -86,11 +86,9 @@ def _reachable(found: Survey) -> Iterator[Check]:
         groups.setdefault((summary, error.hint or ""), []).append(rank)
     for (_, hint), ranks in groups.items():
         errors: Mapping[int, FlagscaleError] = {rank: found.errors[rank] for rank in ranks}
-        # Names are a column of their own.
-        text = (
-            describe(errors, found.names).splitlines()[0].removeprefix(f"{found.names[ranks[0]]}: ")
-        )
         names = fold(found.names[rank] for rank in ranks)
+        # Names are a column of their own.
+        text = describe(errors, found.names).splitlines()[0].removeprefix(f"{names}: ")
         yield Check(REACHABLE, False, text, hint, hosts=names)
     if found.facts:
         names = fold(found.names[rank] for rank in sorted(found.facts))

@@ -128,6 +128,9 @@ def test_unreachable_hosts_come_first_and_decide(checks: Callable[..., list[Chec
     found = checks({7: replace(FACTS, skew=90.0)}, errors=errors)
     rows = [(check.hosts, check.ok) for check in found if check.name == "reachable"]
     assert rows[:2] == [("n[05-06]", False), ("n10", False)]
+    # Names are a column of their own.
+    assert found[0].found == "no route to host; for example: n05: no route to 10.0.0.5"
+    assert found[1].found == "another key"
     assert exit_code(found) == 3
     with pytest.raises(UnreachableError, match=r"n\[05-06\]") as raised:
         require(found)
