@@ -83,7 +83,7 @@ def memory_is_kept(count: int) -> None:
         out = torch.empty(n * count, device=device)
         given = torch.full((count,), float(dist.get_rank() + i), device=device)
         torch.cuda._sleep(CYCLES // 100)
-        works.append(dist.all_gather_single(out, given, async_op=True))
+        works.append(fsccl_checks.all_gather_whole(out, given, async_op=True))
         del given
         torch.full((count,), -1.0, device=device)  # takes the memory if it is free
         outs.append(out)

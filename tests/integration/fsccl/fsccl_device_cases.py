@@ -7,6 +7,7 @@ import threading
 import fsccl_cases
 import torch
 import torch.distributed as dist
+from fsccl_checks import all_gather_whole
 
 
 def paths() -> str:
@@ -70,7 +71,7 @@ def many_in_flight(count: int) -> None:
     sums = [torch.full((count + i,), float(me + i)) for i in range(4)]
     gathered = torch.empty(n * count)
     works = [dist.all_reduce(x, async_op=True) for x in sums]
-    works.append(dist.all_gather_single(gathered, torch.full((count,), float(me)), async_op=True))
+    works.append(all_gather_whole(gathered, torch.full((count,), float(me)), async_op=True))
     futures = [w.get_future() for w in works]
     for w in reversed(works):
         w.wait()
