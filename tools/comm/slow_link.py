@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -167,18 +166,10 @@ def on_bed(rate: str, sizes: tuple[int, ...], rounds: int) -> list[Row]:
 
 
 def report(rows: Sequence[Row], options: argparse.Namespace) -> dict[str, Any]:
-    import torch
+    from flagscale.bench.machine import facts
 
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "tools/comm/slow_link.py", *sys.argv[1:]]),
-        "machine": f"{os.cpu_count()} cores ({platform.machine()}), which serve both hosts",
-        "load": [round(load, 1) for load in os.getloadavg()],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "kernel": platform.release(),
-        },
+        **facts("flagscale", "torch"),
         "method": f"all_reduce of float32, 2+2 ranks, token bucket of {options.rate} on both ends "
         f"of the cable; slowest rank, medians of {options.rounds} rounds; link: the same bytes by "
         "a bare TCP connection each way at once; ratios are taken round by round",
@@ -187,12 +178,16 @@ def report(rows: Sequence[Row], options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    from flagscale.comm.fsccl.measure import parse_sizes
+def _sizes(text: str) -> tuple[int, ...]:
+    from flagscale.bench.collectives.sizes import parse_size
 
+    return tuple(parse_size(word) for word in text.split(","))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/comm/slow_link.py")
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc spells it")
-    parser.add_argument("--sizes", type=parse_sizes, default="1m,4m,16m,64m")
+    parser.add_argument("--sizes", type=_sizes, default="1M,4M,16M,64M")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
