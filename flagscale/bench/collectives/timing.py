@@ -108,8 +108,8 @@ def _host_loops(
     for number in range(rounds):
         run_marked(warmup, marks)
         start()
-        # Ranks come out of their meeting apart by a millisecond where they share cores. An operation
-        # brings them closer than any meeting does, and few iterations must not carry that.
+        # Ranks come out of their meeting apart by a millisecond where they share cores. An
+        # operation brings them closer than any meeting, and few iterations must not carry that.
         run_marked(warmup[:1], marks)
         run_marked(steps, marks)
         if number < spec.iterations.replay_warmup:
