@@ -11,11 +11,15 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flagscale.bench.spawn import Share, spawn, unheard
 from flagscale.launch.door import guard
+
+# A host may hear some time after the others that the command has gone away.
+_NOTICE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,25 @@ def run(order: Order) -> int:
     os.chdir(order.directory if Path(order.directory).is_dir() else order.scratch)
     log_dir = None if order.log_dir is None else Path(order.log_dir)
     command = [sys.executable, *order.command]
-    code = spawn(command, order.count, log_dir=log_dir, share=order.share)
-    if unheard():
-        # Nobody is left to fetch the files and clean up.
-        shutil.rmtree(order.scratch, ignore_errors=True)
+    code = 1
+    try:
+        code = spawn(command, order.count, log_dir=log_dir, share=order.share)
+    finally:
+        # Also where a line of a rank could not be passed on: nobody reads any more.
+        if _abandoned(code):
+            shutil.rmtree(order.scratch, ignore_errors=True)
     return code
+
+
+def _abandoned(code: int) -> bool:
+    """Whether nobody is left to fetch the files and clean up. Ranks that failed may have done so
+    because those of another host were ended first, for a command that has just gone away."""
+    deadline = time.monotonic() + (_NOTICE_SECONDS if code else 0.0)
+    while not unheard():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def main(words: list[str]) -> int:

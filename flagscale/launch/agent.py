@@ -305,6 +305,8 @@ class Agent:
     def _farewell(self, wakeup: socket.socket) -> None:
         """Let the others hear the end of it, and notifications end."""
         deadline = time.monotonic() + FAREWELL_SECONDS
+        while self._untold() and time.monotonic() < deadline:
+            self._turn(wakeup)
         while self._server is not None and time.monotonic() < deadline:
             self._turn(wakeup)
             over = self._coordinator is None or self._coordinator.phase is Phase.OVER
@@ -318,6 +320,11 @@ class Agent:
         while self._notifier.step(time.monotonic()):
             self._wait(wakeup, TICK_SECONDS)
             self._reap()
+
+    def _untold(self) -> bool:
+        """Whether the part of this host was over before its agent met host 0's, which would wait
+        for a word of it until it takes it for lost."""
+        return self._client is not None and not self._reached and not self.member.lost
 
     def _record(self, code: int, started: float, kills: int | None) -> int:
         """Write down how it ended. Peers are not there any more, so nothing can change it."""
