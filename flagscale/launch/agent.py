@@ -51,6 +51,8 @@ TICK_SECONDS = 0.1
 IDLE_SECONDS = 0.25
 # What is left at the end for peers to hear of it.
 FAREWELL_SECONDS = 3.0
+# What a host that never met host 0 takes to tell it that it has ended.
+_MEETING_SECONDS = 6.0
 _BIND_SECONDS = 10.0
 
 
@@ -304,9 +306,10 @@ class Agent:
 
     def _farewell(self, wakeup: socket.socket) -> None:
         """Let the others hear the end of it, and notifications end."""
-        deadline = time.monotonic() + FAREWELL_SECONDS
+        deadline = time.monotonic() + _MEETING_SECONDS
         while self._untold() and time.monotonic() < deadline:
             self._turn(wakeup)
+        deadline = time.monotonic() + FAREWELL_SECONDS
         while self._server is not None and time.monotonic() < deadline:
             self._turn(wakeup)
             over = self._coordinator is None or self._coordinator.phase is Phase.OVER

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from launch_lab import until
 from liveness_lab import Stations, stations
 
 from flagscale.launch import processes
@@ -125,6 +126,20 @@ def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations) -> None:
         assert two[number].exit()["signal"] == signal.SIGTERM
         assert two[number].exit()["failure"] is None
     two.gone(1)
+
+
+def test_a_host_that_ends_before_it_met_the_first_says_so(two: Stations) -> None:
+    """It is not taken for lost, with a reason that nobody looks for."""
+    program = "print('up', flush=True); import time; time.sleep(60)"
+    two.start(command=[sys.executable, "-c", program])
+    two[0].agent.send_signal(signal.SIGSTOP)
+    until(lambda: "up" in two[1].said())
+    two[1].agent.terminate()
+    until(lambda: len(two[1].members()) == 1)
+    two[0].agent.send_signal(signal.SIGCONT)
+    two.codes()
+    for station in (two[0], two[1]):
+        assert (station.exit()["signal"], station.exit()["failure"]) == (signal.SIGTERM, None)
 
 
 def test_left_alone_after_a_failure(two: Stations) -> None:
