@@ -48,7 +48,7 @@ def attention(own: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
     value = mixed[..., each + 1, :]
     key, value = (t.repeat_interleave(each, dim=2).transpose(1, 2) for t in (key, value))
     scores = query.transpose(1, 2) @ key.transpose(2, 3) / size**0.5
-    hidden_ones = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+    hidden_ones = torch.ones(sequence, sequence, dtype=torch.bool, device=scores.device).triu(1)
     out = scores.masked_fill(hidden_ones, float("-inf")).softmax(-1) @ value
     out = out.transpose(1, 2).reshape(batch, sequence, hidden)
     return out @ own["self_attention.linear_proj.weight"].T
@@ -57,8 +57,8 @@ def attention(own: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
 def rotate(x: Tensor, base: float) -> Tensor:
     """Rotary positions on ``[batch, sequence, heads, size]``; pairs are half a head apart."""
     size = x.shape[-1]
-    frequencies = base ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(x.shape[1]), frequencies)[None, :, None, :]
+    frequencies = base ** (-torch.arange(0, size, 2, device=x.device) / size)
+    angles = torch.outer(torch.arange(x.shape[1], device=x.device), frequencies)[None, :, None, :]
     first, second = x.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
