@@ -41,7 +41,8 @@ class Rank:
         )
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ready = False
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -49,14 +50,30 @@ class Rank:
 
     def ask(self, case: str, **arguments: Any) -> None:
         if not self._ready:  # importing torch takes seconds, which the start need not wait for
-            self._answers.get(timeout=60)
+            self.answer(60)
             self._ready = True
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
         self.process.stdin.flush()
 
     def answer(self, timeout: float) -> dict[str, Any]:
-        return self._answers.get(timeout=timeout)
+        """Of the case asked for last.
+
+        Raises:
+            queue.Empty: none within ``timeout`` seconds.
+            AssertionError: the process ended without one.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            ended = self.process.poll() is not None and not self._reader.is_alive()
+            try:
+                return self._answers.get(timeout=min(0.5, max(0.0, end - time.monotonic())))
+            except queue.Empty:
+                if ended:
+                    code = self.process.returncode
+                    raise AssertionError(f"the rank ended with code {code}, unasked") from None
+                if time.monotonic() >= end:
+                    raise
 
     def end(self) -> None:
         assert self.process.stdin is not None

@@ -70,13 +70,26 @@ def _pool(team: Team, device: BenchDevice, registered: int) -> Iterator[Any]:
     backend: Any = team.group._get_backend(device.torch_device)
     if not hasattr(backend, "register_mem_pool"):
         raise RuntimeError(f"{team.backend} registers no memory: measure it without -R")
-    pool = torch.cuda.MemPool(backend.mem_allocator)
+    pool = _memory_pool(backend, registered)
     with torch.cuda.use_mem_pool(pool):
         yield pool
     if registered == 2:
         backend.register_mem_pool(pool, symm=True)
     else:
         backend.register_mem_pool(pool)
+
+
+def _memory_pool(backend: Any, registered: int) -> Any:
+    """Of memory that NCCL made itself, or of CUDA's, which it registers too, but not as windows."""
+    try:
+        return torch.cuda.MemPool(backend.mem_allocator)
+    except RuntimeError as error:
+        if registered == 2:
+            raise RuntimeError(
+                "symmetric windows need memory of NCCL's own allocator, which torch lends only "
+                f"where the GPUs support multicast and it is not switched off: use -R 1 ({error})"
+            ) from error
+        return torch.cuda.MemPool()
 
 
 def release(prepared: Prepared, device: BenchDevice) -> None:

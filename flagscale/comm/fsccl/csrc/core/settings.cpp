@@ -1,9 +1,8 @@
 #include "settings.h"
 
-#include <cerrno>
 #include <cstdlib>
-#include <sstream>
 
+#include "text.h"
 #include "types.h"
 
 namespace fsccl {
@@ -18,29 +17,21 @@ std::string variable(const char* name) {
   fail_usage(name + "=" + found + ": expected " + expected);
 }
 
-bool parse(const std::string& text, long long* out) {
-  char* end = nullptr;
-  errno = 0;
-  *out = std::strtoll(text.c_str(), &end, 10);
-  return !text.empty() && *end == '\0' && errno == 0;
-}
-
 template <class T>
-void read_number(const char* name, long long least, long long most, const char* expected, T* out) {
+void read_variable(const char* name, long long least, long long most, const char* expected, T* out) {
   const std::string text = variable(name);
   if (text.empty()) return;
   long long value = 0;
-  if (!parse(text, &value) || value < least || value > most) refuse(name, text, expected);
+  if (!read_number(text, &value) || value < least || value > most) refuse(name, text, expected);
   *out = static_cast<T>(value);
 }
 
 std::vector<int> read_clusters() {
   const std::string text = variable("FSCCL_CLUSTERS");
   std::vector<int> out;
-  std::stringstream in(text);
-  for (std::string one; std::getline(in, one, ',');) {
+  for (const std::string& one : split(text, ',')) {
     long long value = 0;
-    if (!parse(one, &value) || value < 1 || value > 1 << 20) {
+    if (!read_number(one, &value) || value < 1 || value > 1 << 20) {
       refuse("FSCCL_CLUSTERS", text, "the sizes of consecutive clusters of ranks, such as 4,4");
     }
     out.push_back(static_cast<int>(value));
@@ -54,19 +45,19 @@ Settings Settings::from_environment() {
   constexpr long long kGiB = 1LL << 30;
   Settings s;
   s.clusters = read_clusters();
-  read_number("FSCCL_SHM", 0, 1, "0 or 1", &s.shared_memory);
+  read_variable("FSCCL_SHM", 0, 1, "0 or 1", &s.shared_memory);
   s.shm_directory = variable("FSCCL_SHM_DIR");
-  read_number("FSCCL_SLOT_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.slot_bytes);
-  read_number("FSCCL_ONE_SHOT_BYTES", 0, kGiB, "a number of bytes", &s.one_shot_bytes);
-  read_number("FSCCL_CHUNK_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.chunk_bytes);
-  read_number("FSCCL_PIPELINE_K", 0, kMostChunks, "0 (off) to 64 chunks", &s.pipeline_k);
-  read_number("FSCCL_PIPELINE_NELEM", 1, kMostElements, "1 to 67108864 elements a send",
-              &s.pipeline_nelem);
+  read_variable("FSCCL_SLOT_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.slot_bytes);
+  read_variable("FSCCL_ONE_SHOT_BYTES", 0, kGiB, "a number of bytes", &s.one_shot_bytes);
+  read_variable("FSCCL_CHUNK_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.chunk_bytes);
+  read_variable("FSCCL_PIPELINE_K", 0, kMostChunks, "0 (off) to 64 chunks", &s.pipeline_k);
+  read_variable("FSCCL_PIPELINE_NELEM", 1, kMostElements, "1 to 67108864 elements a send",
+                &s.pipeline_nelem);
   s.tcp.interface = variable("FSCCL_SOCKET_IFNAME");
-  read_number("FSCCL_TCP_CONNECTIONS", 1, 64, "1 to 64", &s.tcp.connections);
-  read_number("FSCCL_TCP_BUFFER", 0, kGiB, "a number of bytes", &s.tcp.buffer_bytes);
+  read_variable("FSCCL_TCP_CONNECTIONS", 1, 64, "1 to 64", &s.tcp.connections);
+  read_variable("FSCCL_TCP_BUFFER", 0, kGiB, "a number of bytes", &s.tcp.buffer_bytes);
   long long seconds = s.tcp.user_timeout.count() / 1000;
-  read_number("FSCCL_TCP_USER_TIMEOUT", 1, 86400, "a number of seconds", &seconds);
+  read_variable("FSCCL_TCP_USER_TIMEOUT", 1, 86400, "a number of seconds", &seconds);
   s.tcp.user_timeout = std::chrono::seconds(seconds);
   const std::string debug = variable("FSCCL_DEBUG");
   if (!debug.empty() && debug != "INFO" && debug != "WARN" && debug != "0") {
@@ -87,13 +78,15 @@ void Settings::check_pipeline() const {
 }
 
 std::string Settings::shared_text() const {
-  std::ostringstream out;
-  out << "FSCCL_CLUSTERS=";
-  for (size_t i = 0; i < clusters.size(); ++i) out << (i > 0 ? "," : "") << clusters[i];
-  out << " FSCCL_SLOT_BYTES=" << slot_bytes << " FSCCL_ONE_SHOT_BYTES=" << one_shot_bytes
-      << " FSCCL_CHUNK_BYTES=" << chunk_bytes << " FSCCL_PIPELINE_K=" << pipeline_k
-      << " FSCCL_PIPELINE_NELEM=" << pipeline_nelem;
-  return out.str();
+  std::string out = "FSCCL_CLUSTERS=";
+  for (size_t i = 0; i < clusters.size(); ++i) {
+    out += (i > 0 ? "," : "") + std::to_string(clusters[i]);
+  }
+  out += " FSCCL_SLOT_BYTES=" + std::to_string(slot_bytes);
+  out += " FSCCL_ONE_SHOT_BYTES=" + std::to_string(one_shot_bytes);
+  out += " FSCCL_CHUNK_BYTES=" + std::to_string(chunk_bytes);
+  out += " FSCCL_PIPELINE_K=" + std::to_string(pipeline_k);
+  return out + " FSCCL_PIPELINE_NELEM=" + std::to_string(pipeline_nelem);
 }
 
 }  // namespace fsccl

@@ -12,9 +12,9 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
-#include <sstream>
 #include <vector>
 
+#include "text.h"
 #include "types.h"
 
 namespace fsccl {
@@ -59,8 +59,7 @@ class InterfaceFilter {
       mode_ = pattern[0];
       pattern.erase(0, 1);
     }
-    std::stringstream in(pattern);
-    for (std::string one; std::getline(in, one, ',');) names_.push_back(one);
+    names_ = split(pattern, ',');
   }
   bool takes(const std::string& name) const {
     bool hit = false;

@@ -5,23 +5,17 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <numeric>
-#include <sstream>
 
+#include "text.h"
 #include "types.h"
 
 namespace fsccl {
 namespace {
 
-std::string boot_id() {
-  std::ifstream in("/proc/sys/kernel/random/boot_id");
-  std::string line;
-  std::getline(in, line);
-  return line;
-}
+constexpr size_t kIdentityLines = 13;
 
 std::string namespace_id(const char* kind) {
   struct stat s{};
@@ -60,7 +54,7 @@ uint64_t random_number() {
 Identity Identity::of_this_process(const Settings& settings) {
   Identity me;
   me.version = kProtocolVersion;
-  me.domain = boot_id() + "/" + namespace_id("pid") + "/" + namespace_id("net") + "/" +
+  me.domain = first_line(kBootId) + "/" + namespace_id("pid") + "/" + namespace_id("net") + "/" +
               std::to_string(geteuid());
   me.host = host_name();
   me.pid = static_cast<int>(getpid());
@@ -71,45 +65,33 @@ Identity Identity::of_this_process(const Settings& settings) {
 }
 
 std::string Identity::encode() const {
-  std::ostringstream out;
-  out << version << '\n'
-      << domain << '\n'
-      << host << '\n'
-      << pid << '\n'
-      << process << '\n'
-      << token << '\n'
-      << unix_address << '\n'
-      << tcp_address << '\n'
-      << settings << '\n'
-      << native.device << '\n'
-      << native.vendor << '\n'
-      << native.library << '\n'
-      << native.reach << '\n';
-  return out.str();
+  std::string out;
+  for (const std::string& line :
+       {std::to_string(version), domain, host, std::to_string(pid), std::to_string(process),
+        std::to_string(token), unix_address, tcp_address, settings, native.device, native.vendor,
+        native.library, native.reach}) {
+    out += line + '\n';
+  }
+  return out;
 }
 
 Identity Identity::decode(const std::string& text) {
   Identity i;
-  std::istringstream in(text);
-  std::string pid, process, token, version;
-  std::getline(in, version);
-  i.version = static_cast<uint32_t>(std::strtoul(version.c_str(), nullptr, 10));
+  const std::vector<std::string> lines = split(text, '\n');
+  if (lines.empty() || !read_number(lines[0], &i.version)) i.version = 0;
   if (i.version != kProtocolVersion) return i;  // the rest may look different there
-  std::getline(in, i.domain);
-  std::getline(in, i.host);
-  std::getline(in, pid);
-  std::getline(in, process);
-  std::getline(in, token);
-  std::getline(in, i.unix_address);
-  std::getline(in, i.tcp_address);
-  std::getline(in, i.settings);
-  std::getline(in, i.native.device);
-  std::getline(in, i.native.vendor);
-  std::getline(in, i.native.library);
-  std::getline(in, i.native.reach);
-  i.pid = std::atoi(pid.c_str());
-  i.process = std::strtoull(process.c_str(), nullptr, 10);
-  i.token = std::strtoull(token.c_str(), nullptr, 10);
+  const bool sound = lines.size() == kIdentityLines && read_number(lines[3], &i.pid) &&
+                     read_number(lines[4], &i.process) && read_number(lines[5], &i.token);
+  if (!sound) throw Error(Fault::kMismatch, -1, "a rank introduces itself in unknown words");
+  i.domain = lines[1];
+  i.host = lines[2];
+  i.unix_address = lines[6];
+  i.tcp_address = lines[7];
+  i.settings = lines[8];
+  i.native.device = lines[9];
+  i.native.vendor = lines[10];
+  i.native.library = lines[11];
+  i.native.reach = lines[12];
   return i;
 }
 

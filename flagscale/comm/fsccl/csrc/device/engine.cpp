@@ -7,8 +7,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <sstream>
 #include <thread>
+
+#include "../core/text.h"
 
 namespace fsccl {
 namespace {
@@ -18,13 +19,12 @@ constexpr std::chrono::seconds kGoodbye(5);
 void read_bytes(const char* name, size_t least, size_t most, size_t* out) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return;
-  char* end = nullptr;
-  const unsigned long long value = std::strtoull(text, &end, 10);
-  if (*end != '\0' || *text == '-' || value < least || value > most) {
+  size_t value = 0;
+  if (!read_number(std::string(text), &value) || value < least || value > most) {
     fail_usage(std::string(name) + "=" + text + ": expected a number of bytes, " +
                std::to_string(least) + " to " + std::to_string(most));
   }
-  *out = static_cast<size_t>(value);
+  *out = value;
 }
 
 template <class Condition>
@@ -48,9 +48,8 @@ EngineConfig EngineConfig::from_environment() {
 }
 
 std::string EngineConfig::text() const {
-  std::ostringstream out;
-  out << "FSCCL_PIPE_BYTES=" << slot_bytes << " FSCCL_TINY_BYTES=" << tiny_bytes;
-  return out.str();
+  return "FSCCL_PIPE_BYTES=" + std::to_string(slot_bytes) +
+         " FSCCL_TINY_BYTES=" + std::to_string(tiny_bytes);
 }
 
 Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const MakeNative& native,

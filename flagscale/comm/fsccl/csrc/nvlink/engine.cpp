@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
+
+#include "../core/text.h"
 
 namespace fsccl {
 namespace nvlink {
@@ -42,18 +43,12 @@ std::vector<std::string> unpack(const std::string& text, size_t count, int rank)
 }
 
 // Memory can be shared within one boot of one host only.
-std::string host() {
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  return boot;
-}
+std::string host() { return first_line(kBootId); }
 
 u64 number(const std::string& text, int rank) {
-  try {
-    return std::stoull(text);
-  } catch (const std::exception&) {
-    fail(Fault::kMismatch, rank, "rank " + std::to_string(rank) + " runs another version");
-  }
+  u64 value = 0;
+  if (read_number(text, &value)) return value;
+  fail(Fault::kMismatch, rank, "rank " + std::to_string(rank) + " runs another version");
 }
 
 struct Card {

@@ -1,7 +1,8 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <sstream>
+
+#include "../core/text.h"
 
 namespace fsccl {
 namespace nvlink {
@@ -108,19 +109,17 @@ const char* name_of(Algorithm a) { return kAlgorithmNames[static_cast<int>(a)]; 
 
 Table Table::parse(const std::string& text) {
   Table table;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
+  for (const std::string& line : split(text, '\n')) {
     if (line.empty()) continue;
-    std::istringstream words(line);
-    std::string collective, memory, algorithm;
+    const std::vector<std::string> words = split(line, ' ');
     Row row{};
     Collective c{};
-    words >> collective >> memory >> row.most >> algorithm >> row.shape.blocks >>
-        row.shape.threads;
-    const bool registered = memory == "registered";
-    const bool sound = !words.fail() && find_name(kCollectiveNames, collective, &c) &&
-                       find_name(kAlgorithmNames, algorithm, &row.shape.algorithm) &&
-                       (registered || memory == "ordinary") && row.shape.blocks <= kChannels &&
+    const bool registered = words.size() > 1 && words[1] == "registered";
+    const bool sound = words.size() == 6 && find_name(kCollectiveNames, words[0], &c) &&
+                       (registered || words[1] == "ordinary") && read_number(words[2], &row.most) &&
+                       find_name(kAlgorithmNames, words[3], &row.shape.algorithm) &&
+                       read_number(words[4], &row.shape.blocks) && row.shape.blocks <= kChannels &&
+                       read_number(words[5], &row.shape.threads) &&
                        row.shape.threads <= kMaxThreads && row.shape.threads % 32 == 0 &&
                        (registered || row.shape.algorithm != Algorithm::kDirect);
     if (!sound) {
@@ -171,15 +170,16 @@ Shape Table::find(Collective c, bool registered, u64 bytes) const {
 }
 
 std::string Table::text() const {
-  std::ostringstream out;
+  std::string out;
   for (size_t i = 0; i < kCollectives * 2; ++i) {
     for (const Row& row : rows_[i]) {
-      out << kCollectiveNames[i / 2] << (i % 2 == 0 ? " ordinary " : " registered ") << row.most
-          << ' ' << name_of(row.shape.algorithm) << ' ' << row.shape.blocks << ' '
-          << row.shape.threads << '\n';
+      out += kCollectiveNames[i / 2];
+      out += i % 2 == 0 ? " ordinary " : " registered ";
+      out += std::to_string(row.most) + ' ' + name_of(row.shape.algorithm) + ' ' +
+             std::to_string(row.shape.blocks) + ' ' + std::to_string(row.shape.threads) + '\n';
     }
   }
-  return out.str();
+  return out;
 }
 
 Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u32 warp) {

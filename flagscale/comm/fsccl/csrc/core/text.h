@@ -1,0 +1,47 @@
+// Reading text without the standard library's streams: a process that loads torch may hold parts of
+// two C++ runtimes, and streams, whose locale facets belong to one of them, then read nothing.
+#pragma once
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <string>
+#include <vector>
+
+namespace fsccl {
+
+// The parts between separators; what ends with one has no empty part behind it.
+inline std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> out;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find(separator, at), text.size());
+    out.push_back(text.substr(at, end - at));
+    at = end + 1;
+  }
+  return out;
+}
+
+// Whether the whole of it is a decimal number that `out` can hold.
+template <class T>
+bool read_number(const std::string& text, T* out) {
+  const char* const end = text.data() + text.size();
+  const auto read = std::from_chars(text.data(), end, *out);
+  return read.ec == std::errc() && read.ptr == end;
+}
+
+constexpr char kBootId[] = "/proc/sys/kernel/random/boot_id";
+
+// Of a small file of the kernel's, such as its boot's name; empty if it cannot be read.
+inline std::string first_line(const char* path) {
+  char text[256];
+  const int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return "";
+  const ssize_t size = read(file, text, sizeof text);
+  close(file);
+  const std::string all(text, size > 0 ? static_cast<size_t>(size) : 0);
+  return all.substr(0, all.find('\n'));
+}
+
+}  // namespace fsccl
