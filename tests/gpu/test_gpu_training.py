@@ -105,6 +105,12 @@ def test_a_layout_learns_what_one_gpu_learns(name: str, results: dict[str, Any])
         assert results[name][quantity] == expected, quantity
 
 
+def test_the_first_step_is_what_plain_torch_computes(results: dict[str, Any]) -> None:
+    loss, norm = results["fp32"]["by_hand"]
+    assert results["fp32"]["loss"][0] == pytest.approx(loss, rel=1e-4)
+    assert results["fp32"]["norm"][0] == pytest.approx(norm, rel=1e-3)
+
+
 def train(directory: Path, arguments: str, gpus: int) -> list[Event]:
     """Run the training program on ``gpus`` GPUs and return the events of rank 0."""
     status = directory / "status"

@@ -134,7 +134,11 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     }
     data: Any = build_data_iterators(args, tokenizer, Progress()).train
     batches = [next(data) for _ in range(args.num_microbatches)]
-    total = sum(loss(weights, batch["tokens"], batch["labels"], args) for batch in batches)
+    device = next(iter(weights.values())).device
+    total = sum(
+        loss(weights, batch["tokens"].to(device), batch["labels"].to(device), args)
+        for batch in batches
+    )
     mean = total / len(batches)
     mean.backward()
     squares = [weight.grad.square().sum() for weight in weights.values()]

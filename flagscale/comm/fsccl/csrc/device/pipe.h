@@ -36,7 +36,8 @@ class Ring {
   Word& posted() const { return word(0); }
   Word& taken() const { return word(1); }
   Word& opened() const { return word(2); }                       // the receiver has mapped it
-  Word& size(uint32_t n) const { return word(3 + n % kSlots); }  // of a slot's message
+  // Of a slot's message, where steps are done at once; devices leave it at zero.
+  Word& size(uint32_t n) const { return word(3 + n % kSlots); }
   std::byte* slot(uint32_t n) const;
   const Segment& segment() const { return segment_; }
 
@@ -56,8 +57,8 @@ class Pipe {
   Pipe(int peer, std::string name, std::shared_ptr<Ring> ring, Courier* courier)
       : peer_(peer), name_(std::move(name)), ring_(std::move(ring)), courier_(courier) {}
 
-  // `bytes`: flat uint8 on the tracks' device, at most a slot. Where steps are done at once, a size
-  // that is not the one put throws Error(kMismatch).
+  // `bytes`: flat uint8 on the tracks' device, at most a slot. Where both ends do steps at once, a
+  // size that is not the one put throws Error(kMismatch).
   void put(Tracks& tracks, const at::Tensor& bytes);
   void take(Tracks& tracks, const at::Tensor& bytes);
 
@@ -67,6 +68,7 @@ class Pipe {
  private:
   at::Tensor slot_tensor(size_t bytes) const;
 
+  static constexpr size_t kUntold = 0;
   void check_size(size_t expected) const;
 
   int peer_;
