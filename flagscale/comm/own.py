@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale import __version__
 from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
+from flagscale.comm.options import OptionValues
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Fsccl(CommBackend):
@@ -19,6 +23,7 @@ class Fsccl(CommBackend):
     environment: ClassVar[Mapping[str, str]] = {
         "FSCCL_DEBUG": "INFO: say which algorithm each operation took",
         "FSCCL_CLUSTERS": "sizes of clusters, split by hand, such as 4,4",
+        "FSCCL_CUDA": "0: leave CUDA tensors alone, also where there is a GPU",
         "FSCCL_SOCKET_IFNAME": "the network interface between hosts",
         "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
         "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",
@@ -28,14 +33,18 @@ class Fsccl(CommBackend):
         if missing := missing_torch():
             return missing
         from flagscale.comm.fsccl.build import unavailable
-        from flagscale.comm.fsccl.native import CUDA_OFF, CUDA_SWITCH
+        from flagscale.comm.fsccl.native import why_no_cuda
 
-        if device == "cuda":
-            if missing := cuda_missing():
-                return missing
-            if os.environ.get(CUDA_SWITCH) != "1":
-                return CUDA_OFF
+        if device == "cuda" and (missing := cuda_missing() or why_no_cuda()):
+            return missing
         return unavailable()
+
+    def init_options(
+        self, device: torch.device, values: OptionValues | None = None
+    ) -> Mapping[str, Any]:
+        if device.type == "cpu":  # also on a host with GPUs: its tensors need not go there
+            os.environ.setdefault("FSCCL_DEVICE", "cpu")
+        return {}
 
     @contextmanager
     def creating(self) -> Iterator[None]:

@@ -26,8 +26,8 @@ pytestmark = [
 ]
 
 GPUS = torch.cuda.device_count()
-CUDA = {"FSCCL_CUDA": "1", "NCCL_NVLS_ENABLE": "0"}
-HOST = {"FSCCL_CUDA": "1", "FSCCL_DEVICE": "cpu"}
+CUDA = {"NCCL_NVLS_ENABLE": "0"}
+HOST = {"FSCCL_DEVICE": "cpu"}
 OPS = [
     *("all_reduce", "reduce", "reduce_scatter", "all_gather"),
     *("broadcast", "gather", "scatter", "all_to_all"),
@@ -175,11 +175,11 @@ def test_a_killed_rank_is_named(gpu_ranks: Ranks, kinds: str) -> None:
     gpu_ranks.leave([0])
 
 
-def test_cuda_is_off_by_default(gpu_ranks: Ranks) -> None:
-    gpu_ranks.join(1)
+def test_cuda_can_be_switched_off(gpu_ranks: Ranks) -> None:
+    gpu_ranks.join(1, FSCCL_CUDA="0")
     gpu_ranks[0].ask("on_cuda", name="check_many", cases=[case("all_reduce", "float32", 3)])
     said = gpu_ranks.replies([0])[0]["error"]
-    assert "FSCCL_CUDA=1" in said
+    assert "FSCCL_CUDA=0" in said
     gpu_ranks.leave([0])
 
 
@@ -191,6 +191,26 @@ def test_one_cluster_is_left_to_nccl(gpu_ranks: Ranks) -> None:
         assert path.startswith("nccl")
     made.call("check_many", cases=[case(op, "float32", 4099) for op in OPS])
     made.call("messages_alike", count=50_000)
+    gpu_ranks.call(made.members, "captured_graph_replays")
+    made.leave()
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_the_nvlink_engine_does_what_nccl_would(gpu_ranks: Ranks) -> None:
+    kinds = "c" * min(GPUS, 8)
+    made = Job(gpu_ranks, "nvlink", kinds, FSCCL_NVLINK="1")
+    for path in gpu_ranks.call(made.members, "cuda_path"):
+        assert path.endswith("+nvlink")
+    made.call("check_many", cases=cases_of_types())
+    sizes = [0, 1, 17, 4099, 300_007, 3_000_000]
+    made.call("check_many", cases=[case(op, "float32", n, root=n % 2) for op in OPS for n in sizes])
+    for count in (65, 100_003):
+        for name in ("nan_wins", "rounding_is_alike", "unsigned", "many_in_flight"):
+            made.call(name, count=count)
+    for name in ("coalesced_alike", "messages_alike"):
+        made.call(name, count=50_000)
+    for name in ("calls_return_early", "works_on_side_streams", "memory_is_kept"):
+        gpu_ranks.call(made.members, name, limit=120, count=200_000)
     gpu_ranks.call(made.members, "captured_graph_replays")
     made.leave()
 

@@ -18,9 +18,6 @@ from flagscale.comm.fsccl import nvlink
 from flagscale.errors import ConfigError
 
 CUDA_SWITCH = "FSCCL_CUDA"
-CUDA_OFF = (
-    f"moving CUDA tensors has not been verified on hardware yet and is off unless {CUDA_SWITCH}=1"
-)
 
 Make = Callable[[int, int, Sequence[int]], Any]
 """Of a cluster's number, this rank's index in it, and its group ranks: a ``c10d::Backend``."""
@@ -45,25 +42,45 @@ class Native:
 def of_this_rank() -> Native:
     """What the environment and this machine make of this rank.
 
-    Environment: ``FSCCL_CUDA=1`` lets it move CUDA tensors where there is a GPU;
-    ``FSCCL_DEVICE=cpu`` makes it a rank of the host all the same; ``FSCCL_NATIVE`` names the
-    library inside clusters of CPU ranks; ``FSCCL_REACH`` divides ranks that cannot reach each
-    other.
+    Environment: ``FSCCL_CUDA=0`` leaves CUDA tensors alone, as does ``FSCCL_DEVICE=cpu``, which
+    makes this a rank of the host also where there is a GPU; ``FSCCL_DEVICE=cuda`` insists on one;
+    ``FSCCL_NATIVE`` names the library inside clusters of CPU ranks; ``FSCCL_REACH`` divides ranks
+    that cannot reach each other.
 
     Raises:
         ConfigError: a variable has an unfit value.
     """
     device = _choice("FSCCL_DEVICE", ("cpu", "cuda"))
-    switched = _choice(CUDA_SWITCH, ("0", "1")) == "1"
-    if device == "cuda" and not switched:
-        raise ConfigError(f"FSCCL_DEVICE=cuda: {CUDA_OFF}")
     reach = os.environ.get("FSCCL_REACH", "")
     if not reach.isprintable():
         raise ConfigError(f"FSCCL_REACH={reach!r}: expected a name in printable characters")
     library = _choice("FSCCL_NATIVE", ("own", "gloo", "fsccl"))
-    if device == "cuda" or (device is None and switched and torch.cuda.is_available()):
-        return _cuda(reach)
-    return Native(library=library or "own", reach=reach)
+    missing = why_no_cuda()
+    if device == "cuda" and missing:
+        raise ConfigError(f"FSCCL_DEVICE=cuda: {missing}")
+    if device == "cpu" or missing:
+        return Native(library=library or "own", reach=reach)
+    if library:
+        raise ConfigError(
+            f"FSCCL_NATIVE={library} is for ranks on CPUs: those on GPUs use nccl",
+            hint="FSCCL_DEVICE=cpu makes this rank one on its CPU",
+        )
+    return _cuda(reach)
+
+
+def why_no_cuda() -> str | None:
+    """Why this rank moves no CUDA tensors; None when it does.
+
+    Raises:
+        ConfigError: ``FSCCL_CUDA`` is neither 0 nor 1.
+    """
+    if _choice(CUDA_SWITCH, ("0", "1")) == "0":
+        return f"{CUDA_SWITCH}=0 leaves CUDA tensors alone"
+    if torch.version.hip is not None:
+        return "fsccl knows NVIDIA's GPUs only, not those of ROCm"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device on this machine"
+    return None if dist.is_nccl_available() else "this build of torch has no nccl"
 
 
 def prepare(native: Native) -> None:
@@ -73,7 +90,7 @@ def prepare(native: Native) -> None:
         BuildError: the NVLink engine's kernels cannot be compiled.
     """
     if native.library.endswith("+nvlink"):
-        nvlink.install(torch.cuda.current_device())
+        nvlink.prepare()
 
 
 def has_options(native: Native, options: Any) -> bool:
@@ -123,14 +140,6 @@ def maker(native: Native, extension: Any, options: Any, library_options: Any = N
 
 
 def _cuda(reach: str) -> Native:
-    if torch.version.hip is not None:
-        raise ConfigError(f"{CUDA_SWITCH}=1: fsccl knows NVIDIA's GPUs only, not those of ROCm")
-    if not torch.cuda.is_available():
-        raise ConfigError("FSCCL_DEVICE=cuda: there is no CUDA device on this machine")
-    if not dist.is_nccl_available():
-        raise ConfigError(f"{CUDA_SWITCH}=1: this build of torch has no nccl")
-    if os.environ.get("FSCCL_NATIVE"):
-        raise ConfigError("FSCCL_NATIVE is for ranks on CPUs: those on GPUs use nccl")
     from torch.cuda import nccl
 
     version = ".".join(str(number) for number in nccl.version())  # type: ignore[no-untyped-call]

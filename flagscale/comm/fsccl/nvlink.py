@@ -50,6 +50,17 @@ def wanted() -> bool:
     return value == "1"
 
 
+def prepare() -> None:
+    """Have the engine installed for the GPU of a group's first tensor, which is known only then.
+    Its kernels are compiled now, and not while others wait for this rank. Idempotent.
+
+    Raises:
+        BuildError: the kernels cannot be compiled.
+    """
+    kernels(torch.cuda.get_device_capability())
+    load_extension().nvlink.on_demand(install)
+
+
 def install(device: int) -> None:
     """Compile the kernels for this GPU and install its engine in this process. Idempotent.
 

@@ -86,10 +86,22 @@ def _check(world: World, plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _measure(world: World, plan: Plan) -> dict[str, Any]:
+def _measure(world: World, plan: Plan, report: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Times beside NCCL, into ``report``; kept after each step, for they take minutes."""
     sizes = [size for size in SIZES if size <= plan.largest]
     measurement = Measurement(world, plan.largest)
     timings: list[Timing] = []
+    report.update(timings=[], one_by_one=[])
+    groups = report["groups"] = making_groups(world, _GROUPS)
+    _say(world, f"{_GROUPS} groups: {groups['seconds']:.3f} s, {groups['MiB a GPU']:.0f} MiB a GPU")
+    for collective in MEASURED:
+        for size in _EAGER_SIZES:
+            ours_us, nccl_us = measurement.one_by_one(collective, size)
+            report["one_by_one"].append(
+                {"collective": collective, "size": size, "ours": ours_us, "nccl": nccl_us}
+            )
+            _say(world, f"{collective:<15}{size:>11}{nccl_us:>10.1f}{ours_us:>10.1f}  no graph")
+    keep()
     _say(world, f"{'':<15}{'bytes':>11}{'NCCL us':>10}{'ours us':>10}{'ratio':>7}  shape")
     for collective in MEASURED:
         for size in sizes:
@@ -104,22 +116,9 @@ def _measure(world: World, plan: Plan) -> dict[str, Any]:
                         f"{ours.microseconds:>10.1f}"
                         f"{other.microseconds / ours.microseconds:>7.2f}  {shape}",
                     )
-    one_by_one = []
-    for collective in MEASURED:
-        for size in _EAGER_SIZES:
-            ours_us, nccl_us = measurement.one_by_one(collective, size)
-            one_by_one.append(
-                {"collective": collective, "size": size, "ours": ours_us, "nccl": nccl_us}
-            )
-            _say(world, f"{collective:<15}{size:>11}{nccl_us:>10.1f}{ours_us:>10.1f}  no graph")
-    groups = making_groups(world, _GROUPS)
-    _say(world, f"{_GROUPS} groups: {groups['seconds']:.3f} s, {groups['MiB a GPU']:.0f} MiB a GPU")
-    return {
-        "timings": [asdict(t) for t in timings],
-        "one_by_one": one_by_one,
-        "groups": groups,
-        "table": choose(timings),
-    }
+        report["timings"] = [asdict(t) for t in timings]
+        keep()
+    report["table"] = choose(timings)
 
 
 def _versions(world: World) -> dict[str, str]:
@@ -149,18 +148,22 @@ def _process(index: int, plan: Plan) -> None:
     report: dict[str, Any] = {"gpu": name, "ranks": plan.ranks, "one_gpu": plan.one_gpu}
     report.update(_versions(world))
     _say(world, f"{plan.ranks} ranks, {name}, torch {torch.__version__}")
+
+    def keep() -> None:
+        if plan.json and 0 in world.local:
+            plan.json.write_text(json.dumps(report, indent=1) + "\n")
+
     right = True
     if plan.check:
         report["checks"] = _check(world, plan)
         right = report["checks"]["right"]
+        keep()
     if right and plan.measure and not plan.one_gpu:
-        report.update(_measure(world, plan))
-    if 0 in world.local:
-        if plan.json:
-            plan.json.write_text(json.dumps(report, indent=1) + "\n")
-        if right and plan.store and "table" in report:
-            kept = store(name, plan.ranks, report["table"], _versions(world))
-            print(f"kept the table in {kept}", flush=True)
+        _measure(world, plan, report, keep)
+        keep()
+    if right and plan.store and "table" in report and 0 in world.local:
+        kept = store(name, plan.ranks, report["table"], _versions(world))
+        print(f"kept the table in {kept}", flush=True)
     if not plan.one_gpu:
         dist.destroy_process_group()
     if not right:

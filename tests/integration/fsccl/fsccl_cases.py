@@ -186,6 +186,17 @@ def objects() -> None:
     assert one == ["from 0"]
 
 
+def algorithms() -> list[str]:
+    """What the backend says it took, for a small and a large operation of each kind."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    said = [backend.last_algorithm()]  # type: ignore[attr-defined]
+    for count in (16, 1 << 20):
+        dist.all_reduce(torch.ones(count))
+        said.append(backend.last_algorithm())  # type: ignore[attr-defined]
+    dist.barrier()
+    return [*said, backend.last_algorithm()]  # type: ignore[attr-defined]
+
+
 def usage_errors() -> list[str]:
     """What a wrong call says; the group goes on afterwards."""
     n = dist.get_world_size()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -28,7 +30,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param({"FSCCL_NATIVE": "own"}, ["cpu", "cpu", "own", ""], id="own"),
         pytest.param({"FSCCL_REACH": "rack 7"}, ["cpu", "cpu", "own", "rack 7"], id="reach"),
         pytest.param(
-            {"FSCCL_CUDA": "1", "FSCCL_DEVICE": "cpu"}, ["cpu", "cpu", "own", ""], id="by-hand"
+            {"FSCCL_DEVICE": "cpu"}, ["cpu", "cpu", "own", ""], id="by-hand"
         ),
     ],
 )
@@ -48,7 +50,11 @@ def test_a_rank_of_the_host(
         ),
         pytest.param({"FSCCL_CUDA": "yes"}, "FSCCL_CUDA=yes: expected one of 0, 1", id="switch"),
         pytest.param({"FSCCL_DEVICE": "xpu"}, "FSCCL_DEVICE=xpu: expected one of", id="device"),
-        pytest.param({"FSCCL_DEVICE": "cuda"}, "off unless FSCCL_CUDA=1", id="not-switched-on"),
+        pytest.param(
+            {"FSCCL_DEVICE": "cuda", "FSCCL_CUDA": "0"},
+            "FSCCL_DEVICE=cuda: FSCCL_CUDA=0 leaves CUDA tensors alone",
+            id="contradiction",
+        ),
         pytest.param({"FSCCL_REACH": "a\nb"}, "printable characters", id="line-break"),
     ],
 )
@@ -63,16 +69,27 @@ def test_unfit_values_are_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSCCL_CUDA", "1")
     assert native.of_this_rank().device == "cpu"
     monkeypatch.setenv("FSCCL_DEVICE", "cuda")
     with pytest.raises(ConfigError, match="no CUDA device"):
         native.of_this_rank()
 
 
-def test_the_list_of_backends_says_that_cuda_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_backends_says_why_cuda_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     fsccl = registry.backend("fsccl")
     assert fsccl.devices == ("cpu", "cuda")
-    assert fsccl.unavailable("cuda") is not None
+    monkeypatch.setenv("FSCCL_CUDA", "0")
+    said = fsccl.unavailable("cuda")
+    assert said is not None
     if torch.cuda.is_available():
-        assert fsccl.unavailable("cuda") == native.CUDA_OFF
+        assert "FSCCL_CUDA=0" in said
+
+
+def test_a_rank_that_trains_on_its_cpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSCCL_DEVICE", "")  # restored at the end
+    monkeypatch.delenv("FSCCL_DEVICE")
+    registry.backend("fsccl").init_options(torch.device("cpu"))
+    assert os.environ["FSCCL_DEVICE"] == "cpu"
+    monkeypatch.setenv("FSCCL_DEVICE", "cuda")
+    registry.backend("fsccl").init_options(torch.device("cpu"))
+    assert os.environ["FSCCL_DEVICE"] == "cuda"

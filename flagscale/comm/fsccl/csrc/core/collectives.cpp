@@ -63,7 +63,8 @@ Pieces join_all(const std::vector<Pieces>& list) {
 
 }  // namespace
 
-void Group::log(const OpCard& card, const char* algorithm) const {
+void Group::chose(const OpCard& card, const char* algorithm) {
+  took(algorithm);
   if (!config_.settings.debug) return;
   std::fprintf(stderr, "[fsccl] rank %d group '%s' %s: %s, %s\n",
                config_.global_ranks[static_cast<size_t>(config_.rank)], config_.name.c_str(),
@@ -86,15 +87,11 @@ void Group::collective(OpCard card, const Deadline& d, F&& body) {
   }
 }
 
-bool Group::pipelined(const OpCard& card) const {
+bool Group::pipelined(const OpCard& card) {
   if (!pipeline_ || config_.size == 1 || card.bytes <= config_.settings.one_shot_bytes) {
     return false;
   }
-  if (config_.settings.debug) {
-    log(card, ("pipelined, k=" + std::to_string(config_.settings.pipeline_k) + ", " +
-               std::to_string(config_.settings.pipeline_nelem) + " elements a send")
-                  .c_str());
-  }
+  chose(card, pipelined_text_.c_str());
   return true;
 }
 
@@ -115,16 +112,16 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
     }
     if (!hierarchical()) {
       const bool small = bytes <= config_.settings.one_shot_bytes;
-      log(card, small ? "one-shot in shared memory" : "two-shot in shared memory");
+      chose(card, small ? "one-shot in shared memory" : "two-shot in shared memory");
       if (small) return local_->all_reduce_one_shot(in, out, count, r);
       return local_->all_reduce_two_shot(in, out, count, r);
     }
     Exchange x = exchange();
     if (clusters_.count() == 2 || bytes <= kManyClustersBytes) {
-      log(card, "reduce-scatter inside, exchange, all-gather inside, pipelined");
+      chose(card, "reduce-scatter inside, exchange, all-gather inside, pipelined");
       return hierarchy_->all_reduce(x, in, out, count, r, -1);
     }
-    log(card, "reduce-scatter inside, both between clusters, all-gather inside, pipelined");
+    chose(card, "reduce-scatter inside, both between clusters, all-gather inside, pipelined");
     hierarchy_->all_reduce_of_many(x, in, out, count, r);
   });
 }
@@ -136,11 +133,11 @@ void Group::reduce(const void* in, void* out, size_t count, const Reduction& r, 
   if (count == 0) return;
   collective(card_of(OpCode::kReduce, count * r.width(), r, root), d, [&](const OpCard& card) {
     if (hierarchical()) {
-      log(card, "reduce-scatter inside, sent to the root's cluster");
+      chose(card, "reduce-scatter inside, sent to the root's cluster");
       Exchange x = exchange();
       return hierarchy_->all_reduce(x, in, out, count, r, root);
     }
-    log(card, "two-shot in shared memory");
+    chose(card, "two-shot in shared memory");
     local_->reduce(in, out, count, r, root);
   });
 }
@@ -156,11 +153,11 @@ void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, con
       return pipeline_->reduce_scatter(x, in, out, r);
     }
     if (hierarchical()) {
-      log(card, "reduce-scatter inside, exchange");
+      chose(card, "reduce-scatter inside, exchange");
       Exchange x = exchange();
       return hierarchy_->reduce_scatter(x, in, out, r);
     }
-    log(card, "direct in shared memory");
+    chose(card, "direct in shared memory");
     local_->reduce_scatter(join_all(in), places_of(in), out, r);
   });
 }
@@ -176,11 +173,11 @@ void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const D
       return pipeline_->all_gather(x, out, width);
     }
     if (hierarchical()) {
-      log(card, "exchange, all-gather inside");
+      chose(card, "exchange, all-gather inside");
       Exchange x = exchange();
       return hierarchy_->all_gather(x, out);
     }
-    log(card, "direct in shared memory");
+    chose(card, "direct in shared memory");
     local_->all_gather(join_all(out), places_of(out));
   });
 }
@@ -190,11 +187,11 @@ void Group::broadcast(const Pieces& buffer, int root, const Deadline& d) {
   if (buffer.bytes() == 0) return;
   collective(card_of(OpCode::kBroadcast, buffer.bytes(), root), d, [&](const OpCard& card) {
     if (hierarchical()) {
-      log(card, "broadcast inside, exchange, all-gather inside");
+      chose(card, "broadcast inside, exchange, all-gather inside");
       Exchange x = exchange();
       return hierarchy_->broadcast(x, buffer, root);
     }
-    log(card, "direct in shared memory");
+    chose(card, "direct in shared memory");
     local_->broadcast(buffer, root);
   });
 }
@@ -224,18 +221,18 @@ void Group::exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
                            const std::vector<Pieces>& recv, const Deadline& d) {
   collective(what, d, [&](const OpCard& card) {
     if (hierarchical()) {
-      log(card, "shared memory inside, messages between clusters");
+      chose(card, "shared memory inside, messages between clusters");
       Exchange x = exchange();
       return hierarchy_->all_to_all(x, send, recv, card.op == OpCode::kAllToAll);
     }
-    log(card, "direct in shared memory");
+    chose(card, "direct in shared memory");
     local_->all_to_all(send, recv, local_->agree_on_sizes(send, recv));
   });
 }
 
 void Group::barrier(const Deadline& d) {
   collective(card_of(OpCode::kBarrier, 0), d, [&](const OpCard& card) {
-    log(card, hierarchical() ? "shared memory and first ranks" : "shared memory");
+    chose(card, hierarchical() ? "shared memory and first ranks" : "shared memory");
     if (!hierarchical()) return local_->barrier();
     Exchange x = exchange();
     hierarchy_->barrier(x);

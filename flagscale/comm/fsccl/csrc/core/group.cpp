@@ -176,6 +176,8 @@ void Group::open_lane(const Deadline& d) {
     const auto make = [this](size_t bytes, size_t first, int n) {
       return shared_segment("channels/" + std::to_string(n), bytes, first, lane_->deadline());
     };
+    pipelined_text_ = "pipelined, k=" + std::to_string(config_.settings.pipeline_k) + ", " +
+                      std::to_string(config_.settings.pipeline_nelem) + " elements a send";
     pipeline_ = std::make_unique<Pipeline>(*lane_, clusters_, config_.settings, make);
   }
   open_.store(true, std::memory_order_release);

@@ -82,6 +82,11 @@ class Group {
   // Leaves in good order.
   void shutdown();
   std::optional<std::string> failure() const;
+  // What the last operation took, in words; whoever does operations beside the core says it too.
+  const char* last_algorithm() const { return last_algorithm_.load(std::memory_order_relaxed); }
+  void took(const char* algorithm) {  // which must live as long as the group
+    last_algorithm_.store(algorithm, std::memory_order_relaxed);
+  }
   // "2+2 ranks"; needs a connected group.
   std::string clusters_text();
 
@@ -100,7 +105,7 @@ class Group {
   void collective(OpCard card, const Deadline& d, F&& body);
   void exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
                       const std::vector<Pieces>& recv, const Deadline& d);
-  void log(const OpCard& card, const char* algorithm) const;
+  void chose(const OpCard& card, const char* algorithm);
 
   void publish();
   void meet(const Deadline& d);       // learn who the others are
@@ -111,7 +116,7 @@ class Group {
   void check_rank(int rank, const char* what) const;
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }
-  bool pipelined(const OpCard& card) const;
+  bool pipelined(const OpCard& card);
   Exchange exchange();
   int awaited() const;
   void hear_all(uint64_t tag, const Deadline& d);
@@ -128,6 +133,8 @@ class Group {
   std::unique_ptr<Local> local_;
   std::unique_ptr<Hierarchy> hierarchy_;
   std::unique_ptr<Pipeline> pipeline_;  // where the settings ask for it
+  std::string pipelined_text_;          // and what it is called
+  std::atomic<const char*> last_algorithm_{"none yet"};
   std::atomic<uint64_t> sequence_{0};   // of collectives
   // When the collective under way must have failed. Its waits end a little earlier where the rank
   // at fault may have to be asked for.

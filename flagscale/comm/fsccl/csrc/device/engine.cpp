@@ -229,6 +229,7 @@ void Engine::shutdown() {
 }
 
 void Engine::log(const OpCard& card, const char* algorithm) const {
+  group_->took(algorithm);
   if (!group_->config().settings.debug) return;
   std::fprintf(stderr, "[fsccl] rank %d group '%s' %s: %s, %s by native library (%s here)\n",
                group_->config().global_ranks[static_cast<size_t>(rank_)],

@@ -1,7 +1,5 @@
 // Tracks on a device with streams: every step is enqueued, by torch's device-generic interface and
 // a few calls of the CUDA driver.
-//
-// Not verified on hardware yet: see docs/fsccl.md.
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -68,6 +68,7 @@ struct Card {
 struct Installed {
   std::mutex mutex;
   std::map<int, std::unique_ptr<Engine>> all;
+  std::function<void(int)> on_demand;
 };
 
 // Never destroyed: kernels may still run when the process ends.
@@ -97,6 +98,21 @@ Engine* Engine::installed(int device) {
 void Engine::install(int device, std::unique_ptr<Engine> engine) {
   std::lock_guard<std::mutex> hold(installed_engines().mutex);
   installed_engines().all.emplace(device, std::move(engine));  // the first one stays
+}
+
+Engine* Engine::of(int device) {
+  std::function<void(int)> install;
+  {
+    std::lock_guard<std::mutex> hold(installed_engines().mutex);
+    install = installed_engines().on_demand;
+  }
+  if (installed(device) == nullptr && install) install(device);
+  return installed(device);
+}
+
+void Engine::on_demand(std::function<void(int)> install) {
+  std::lock_guard<std::mutex> hold(installed_engines().mutex);
+  installed_engines().on_demand = std::move(install);
 }
 
 char* Engine::take_arena() {
@@ -256,8 +272,8 @@ const Communicator::Launch& Communicator::prepare(const Call& call, bool registe
   const u64 total = whole ? call.bytes : call.bytes * static_cast<u64>(size_);
   const auto make = [&](const Shape& shape) {
     Launch made;
-    made.direct = shape.algorithm == Algorithm::kDirect;
-    if (made.direct && !registered) return made;
+    made.algorithm = shape.algorithm;
+    if (shape.algorithm == Algorithm::kDirect && !registered) return made;
     const Plan p = plan(call.collective, shape, call.reduction.dtype, call.bytes, size_);
     if (p.kernel.empty()) return made;
     made.function = engine_.function(p.kernel);
@@ -297,7 +313,7 @@ bool Communicator::run(const Call& call, const Shape* forced) {
   args.slot_bytes = template_.slot_bytes;
   args.math = math_of(call.reduction);
   args.factor = call.reduction.factor;
-  if (launch.direct) {
+  if (launch.algorithm == Algorithm::kDirect) {
     const bool reads = sums;
     const u64 offset = static_cast<u64>(
         static_cast<const char*>(reads ? call.in : call.out) - memory->begin);
@@ -306,6 +322,7 @@ bool Communicator::run(const Call& call, const Shape* forced) {
   if (ran_ && call.stream != last_stream_) engine_.device_->order(last_stream_, call.stream);
   engine_.device_->launch(launch.function, launch.blocks, launch.threads, args, call.stream);
   last_stream_ = call.stream;
+  last_algorithm_ = launch.algorithm;
   ran_ = true;
   return true;
 }

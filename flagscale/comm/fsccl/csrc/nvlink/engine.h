@@ -14,6 +14,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -52,6 +53,10 @@ class Engine {
   // The engine of a device of this process, if one was installed. Safe to call by any thread.
   static Engine* installed(int device);
   static void install(int device, std::unique_ptr<Engine> engine);
+  // As installed(), but installs the engine first, by what on_demand() was given, and throws what
+  // that throws; null if nothing was given.
+  static Engine* of(int device);
+  static void on_demand(std::function<void(int device)> install);
 
  private:
   friend class Communicator;
@@ -101,6 +106,8 @@ class Communicator {
   // Puts the operation on the stream, or says that another library should do it: all ranks get the
   // same answer. `forced` overrules the table; then false means that the shape cannot do it.
   bool run(const Call& call, const Shape* forced = nullptr);
+  // Of the last operation that run() put on a stream.
+  Algorithm last_algorithm() const { return last_algorithm_; }
 
   // Why nothing can be run any more: a rank did not come in time, or abort(). What kernels have
   // written since is worth nothing.
@@ -113,7 +120,7 @@ class Communicator {
   struct Launch {
     Function function = nullptr;
     u32 blocks = 0, threads = 0;
-    bool direct = false;
+    Algorithm algorithm = Algorithm::kOther;
   };
   struct Registered {
     const char* begin;
@@ -133,6 +140,7 @@ class Communicator {
   Table table_;
   std::mutex mutex_;
   bool connected_ = false, ran_ = false;
+  std::atomic<Algorithm> last_algorithm_{Algorithm::kOther};
   Stream last_stream_ = nullptr;
   std::unordered_map<u64, Launch> launches_;
   Launch forced_;

@@ -1,4 +1,5 @@
 // The engine for Python: installing it, and calling it by itself to check and to measure it.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -64,6 +65,7 @@ void bind(py::module_& parent) {
         Engine::install(device, std::make_unique<Engine>(cuda_device(device, cubin), options));
       },
       py::arg("device"), py::arg("cubin"), py::arg("tables"), py::arg("slot_bytes"));
+  m.def("on_demand", &Engine::on_demand, py::arg("install"));
   m.def("installed", [](int device) { return Engine::installed(device) != nullptr; });
   m.def("check_table", [](const std::string& text) { return Table::parse(text).text(); });
   m.def("guess", [](int ranks) { return Table::guess(ranks).text(); });

@@ -103,6 +103,8 @@ class TorchBackend : public c10d::Backend {
   // How a tensor's collectives are done: "core", "engine" or the native library's name. Waits until
   // all ranks are known.
   std::string path_of(const at::Tensor& t);
+  // What the last operation took, in words.
+  std::string last_algorithm() const { return group_->last_algorithm(); }
 
  private:
   using NativePtr = c10::intrusive_ptr<c10d::Backend>;

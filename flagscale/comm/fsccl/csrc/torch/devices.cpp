@@ -42,8 +42,8 @@ Site TorchBackend::site_of(const at::Tensor& t, const char* op) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       device_rank && t.device().type() == c10::Device(home_.native.device).type(), "fsccl: ", op,
       " got a tensor on ", t.device(), ", and this rank moves tensors of ", home_.native.device,
-      " only; FSCCL_CUDA=1 lets it move those of CUDA (not verified on hardware yet), and the "
-      "backend 'cpu:fsccl,cuda:nccl' moves them with NCCL");
+      " only: FSCCL_DEVICE=cpu or FSCCL_CUDA=0 make it so, or there was no usable GPU when the "
+      "group was made");
   return {op, t.device()};
 }
 
@@ -139,7 +139,9 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::by_nvlink(
     made.reduction = reduction_of(out, *op, size_);
   }
   try {
-    return path->run(made, call.async, rank_, call.type, call.title, ++sequence_, in, out);
+    auto work = path->run(made, call.async, rank_, call.type, call.title, ++sequence_, in, out);
+    if (work) group_->took(path->last_algorithm());
+    return work;
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }

@@ -57,6 +57,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("global_ranks"), py::arg("options"), py::arg("native"), py::arg("make_native"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
+      .def("last_algorithm", &TorchBackend::last_algorithm)
       .def("path_of", &TorchBackend::path_of, py::arg("tensor"),
            py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout",

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -96,7 +97,7 @@ class NvlinkPath {
       }
     };
     attempt([&] {
-      nvlink::Engine* const engine = nvlink::Engine::installed(device);
+      nvlink::Engine* const engine = nvlink::Engine::of(device);
       if (engine == nullptr) throw Error(Fault::kSystem, rank, "no NVLink engine is installed");
       const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
       guard.getStream({c10::kCUDA, static_cast<c10::DeviceIndex>(device)}).native_handle();
@@ -137,6 +138,13 @@ class NvlinkPath {
     }
     return c10::make_intrusive<NvlinkWork>(rank, type, title, sequence,
                                            std::vector<at::Tensor>{out}, stream, group_);
+  }
+
+  const char* last_algorithm() const {
+    constexpr const char* kWords[] = {"NVLink", "NVLink, flagged", "NVLink, two-shot",
+                                      "NVLink, staged", "NVLink, direct"};
+    static_assert(std::size(kWords) == nvlink::kAlgorithms, "one for each");
+    return kWords[static_cast<size_t>(group_->last_algorithm())];
   }
 
   void abort() { group_->abort(); }
