@@ -196,6 +196,27 @@ def test_one_cluster_is_left_to_nccl(gpu_ranks: Ranks) -> None:
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_packets_in_host_memory(gpu_ranks: Ranks) -> None:
+    """Tiny operations of GPUs that are clusters of their own, by one kernel each."""
+    size = min(GPUS, 8)
+    apart = {"FSCCL_CLUSTERS": ",".join("1" * size), "FSCCL_NVLINK": "1"}
+    made = Job(gpu_ranks, "packets", "c" * size, **apart, **SMALL)
+    before, small, large, _ = made.call("algorithms")[0]
+    assert before == "none yet"
+    assert small == "packets in host memory"
+    assert "pipelined" in large
+    tiny = [{**one, "count": count} for one in cases_of_types() for count in (5, 1001)]
+    made.call("check_many", cases=tiny)
+    made.call("check_many", cases=[case(op, "float32", n) for op in OPS for n in (1, 17, 500)])
+    made.call("many_in_flight", count=65)
+    made.call("coalesced_alike", count=64)
+    gpu_ranks[0].ask("fails_when_a_rank_ends", count=100)
+    gpu_ranks.kill(size - 1)
+    assert f"rank {size - 1}" in gpu_ranks.answers([0], 120)[0]
+    gpu_ranks.leave(range(size - 1))
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 def test_the_nvlink_engine_does_what_nccl_would(gpu_ranks: Ranks) -> None:
     kinds = "c" * min(GPUS, 8)
     made = Job(gpu_ranks, "nvlink", kinds, FSCCL_NVLINK="1")
@@ -245,6 +266,6 @@ def test_bandwidth_between_clusters(
     GPUS < 8 or "H200" not in torch.cuda.get_device_name(), reason="needs 8 H200 GPUs"
 )
 def test_latency_between_clusters(gpu_ranks: Ranks) -> None:
-    taken = seconds(gpu_ranks, "latency", 1 << 10, 200)
+    taken = seconds(gpu_ranks, "latency", 1 << 10, 200, FSCCL_NVLINK="1")
     print(f"{taken * 1e6:.0f} us")
     assert taken <= 100e-6

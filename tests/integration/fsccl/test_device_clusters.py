@@ -136,3 +136,35 @@ def test_an_aborted_group_ends_who_waits_in_the_native_library(ranks: Any) -> No
     ranks[0].ask("abort_while_waiting_for", op="all_reduce")
     assert "the program aborted the group" in ranks.answers([0], SLACK)[0]
     ranks.leave(members)
+
+
+OVER = "reduce-scatter inside, exchange, all-gather inside, pipelined"
+
+
+@pytest.mark.parametrize(
+    ("environment", "small", "large"),
+    [
+        pytest.param({}, "one-shot in shared memory", "two-shot in shared memory", id="host"),
+        pytest.param({"FSCCL_CLUSTERS": "1,1"}, OVER, OVER, id="clusters"),
+        pytest.param(
+            {"FSCCL_PIPELINE_K": "2", "FSCCL_PIPELINE_NELEM": "4096"},
+            "one-shot in shared memory",
+            "pipelined, k=2, 4096 elements a send",
+            id="pipelined",
+        ),
+        pytest.param(
+            {"FSCCL_NATIVE": "gloo", "FSCCL_CLUSTERS": "1,1"},
+            "everyone's part on the board",
+            OVER,
+            id="native-libraries",
+        ),
+    ],
+)
+def test_a_group_tells_its_last_algorithm(
+    ranks: Any, environment: dict[str, str], small: str, large: str
+) -> None:
+    members = join(ranks, [environment] * 2)
+    for before, first, second, barrier in ranks.call(members, "algorithms"):
+        assert (before, first, second) == ("none yet", small, large)
+        assert "shared memory" in barrier
+    ranks.leave(members)

@@ -89,38 +89,6 @@ def test_a_program_that_forgets_to_leave_ends_cleanly() -> None:
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
-OVER = "reduce-scatter inside, exchange, all-gather inside, pipelined"
-
-
-@pytest.mark.parametrize(
-    ("environment", "small", "large"),
-    [
-        pytest.param({}, "one-shot in shared memory", "two-shot in shared memory", id="host"),
-        pytest.param({"FSCCL_CLUSTERS": "1,1"}, OVER, OVER, id="clusters"),
-        pytest.param(
-            {"FSCCL_PIPELINE_K": "2", "FSCCL_PIPELINE_NELEM": "4096"},
-            "one-shot in shared memory",
-            "pipelined, k=2, 4096 elements a send",
-            id="pipelined",
-        ),
-        pytest.param(
-            {"FSCCL_NATIVE": "gloo", "FSCCL_CLUSTERS": "1,1"},
-            "everyone's part on the board",
-            OVER,
-            id="native-libraries",
-        ),
-    ],
-)
-def test_a_group_tells_its_last_algorithm(
-    ranks: Any, environment: dict[str, str], small: str, large: str
-) -> None:
-    ranks.join(2, **environment)
-    for before, first, second, barrier in ranks.call(range(2), "algorithms"):
-        assert (before, first, second) == ("none yet", small, large)
-        assert "shared memory" in barrier
-    ranks.leave(range(2))
-
-
 def test_debug_tells_the_algorithm() -> None:
     text = "dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(100000)); dist.barrier()"
     said = script(text, FSCCL_DEBUG="INFO").stderr

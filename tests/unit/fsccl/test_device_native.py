@@ -29,9 +29,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param({"FSCCL_NATIVE": "gloo"}, ["cpu", "cpu", "gloo", ""], id="gloo"),
         pytest.param({"FSCCL_NATIVE": "own"}, ["cpu", "cpu", "own", ""], id="own"),
         pytest.param({"FSCCL_REACH": "rack 7"}, ["cpu", "cpu", "own", "rack 7"], id="reach"),
-        pytest.param(
-            {"FSCCL_DEVICE": "cpu"}, ["cpu", "cpu", "own", ""], id="by-hand"
-        ),
+        pytest.param({"FSCCL_DEVICE": "cpu"}, ["cpu", "cpu", "own", ""], id="by-hand"),
     ],
 )
 def test_a_rank_of_the_host(

@@ -345,6 +345,62 @@ void who_does_not_come_is_named() {
   });
 }
 
+// Memory that all ranks reach, where their GPUs do not reach each other.
+struct Lent {
+  static constexpr u32 kChannels = 4;
+  explicit Lent(int ranks) : memory(Communicator::lent_bytes(kChannels) * ranks / sizeof(Packet)) {
+    char* const first = reinterpret_cast<char*>(memory.data());
+    for (int r = 0; r < ranks; ++r) {
+      arenas.push_back(first + Communicator::lent_bytes(kChannels) * r);
+    }
+  }
+  std::vector<Packet> memory;
+  std::vector<char*> arenas;
+};
+
+void packets_cross_lent_memory() {
+  for (const int ranks : {2, 5, 8}) {
+    Meeting meeting(ranks);
+    Lent lent(ranks);
+    std::vector<Log> logs(ranks);
+    each_rank(ranks, [&](int rank) {
+      Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
+      {
+        Communicator c(engine, rank, 0, lent.arenas, Lent::kChannels);
+        std::vector<float> memory(1 << 16);
+        // Boxes hold 16 KiB of eight ranks, and 64 of two.
+        for (const size_t count : {1, 7, 256, 4096, 3}) {
+          EXPECT(all_reduce(c, rank, ranks, memory, count));
+        }
+        EXPECT(!all_reduce(c, rank, ranks, memory, 40000));
+        std::vector<float> parts(3 * ranks), own(3, static_cast<float>(rank));
+        Call call;
+        call.collective = Collective::kAllGather;
+        call.in = own.data();
+        call.out = parts.data();
+        call.bytes = 12;
+        EXPECT(c.run(call));
+        for (int p = 0; p < ranks; ++p) EXPECT(parts[3 * p] == static_cast<float>(p));
+        call.collective = Collective::kReduceScatter;
+        call.in = parts.data();
+        call.out = own.data();
+        EXPECT(c.run(call));
+        EXPECT(own[2] == static_cast<float>(rank * ranks));
+        call.collective = Collective::kBroadcast;
+        EXPECT(!c.run(call));
+        meeting.exchange(rank, "");
+      }
+      EXPECT(logs[rank].allocations == 0);
+    });
+    for (const Log& log : logs) {
+      EXPECT((log.kernels == std::vector<std::string>{
+                                 "reduce_flagged_f32", "reduce_flagged_f32", "reduce_flagged_f32",
+                                 "reduce_flagged_f32", "reduce_flagged_f32", "copy_flagged",
+                                 "reduce_flagged_f32"}));
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -355,6 +411,7 @@ int main() {
   ranks_that_differ_refuse_each_other();
   processes_do_not_share_a_gpu();
   who_does_not_come_is_named();
+  packets_cross_lent_memory();
   if (failures == 0) puts("ok");
   return failures == 0 ? 0 : 1;
 }

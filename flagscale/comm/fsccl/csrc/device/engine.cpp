@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <set>
 #include <thread>
 
 #include "../core/text.h"
+#include "operation.h"
 
 namespace fsccl {
 namespace {
@@ -25,6 +27,15 @@ void read_bytes(const char* name, size_t least, size_t most, size_t* out) {
                std::to_string(least) + " to " + std::to_string(most));
   }
   *out = value;
+}
+
+bool consecutive(const std::vector<at::Tensor>& list) {
+  const auto* next = static_cast<const std::byte*>(list[0].const_data_ptr());
+  for (const at::Tensor& t : list) {
+    if (t.const_data_ptr() != next) return false;
+    next += t.nbytes();
+  }
+  return true;
 }
 
 template <class Condition>
@@ -63,6 +74,7 @@ Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const Mak
   tracks_ = tracks([this](int peer) { look_for(peer); });
   arena_ = std::make_unique<Arena>(tracks_->device());
   open_board(d);
+  open_packets(d);
   courier_ = std::make_unique<Courier>(*group_, [this](const Error& e) {
     std::lock_guard<std::mutex> hold(trouble_mutex_);
     if (!trouble_) trouble_ = std::make_unique<Error>(e);
@@ -123,6 +135,62 @@ void Engine::open_board(const Deadline& d) {
   board_memory_ = tracks_->adopt(board_->memory(), board_->bytes());
 }
 
+// Every rank comes to the same answer, which follows from what all of them tell.
+void Engine::open_packets(const Deadline& d) {
+  const int size = group_->size();
+  const bool all = board_->members().size() == static_cast<size_t>(size);
+  if (!bridged() || !all || size < 2 || size > nvlink::kMaxRanks) return;
+  for (const Identity& who : who_) {
+    if (who.native.library.find("+nvlink") == std::string::npos) return;
+  }
+  const std::string key = "packets/", none = "none";
+  nvlink::Engine* engine = nullptr;
+  try {
+    engine = nvlink::Engine::of(tracks_->device().index());
+  } catch (const std::exception&) {  // the board does without
+  }
+  group_->tell(key + std::to_string(rank_), engine != nullptr ? engine->identity() : none);
+  std::set<std::string> gpus;
+  for (int p = 0; p < size; ++p) gpus.insert(group_->learn(key + std::to_string(p), p, d));
+  if (gpus.count(none) > 0 || gpus.size() != static_cast<size_t>(size)) return;
+  const std::string& directory = group_->config().settings.shm_directory;
+  const size_t bytes = Packets::bytes(size);
+  Segment segment = rank_ == 0 ? Segment::create(bytes, bytes, directory)
+                               : Segment::open(group_->learn(key, 0, d), bytes, directory);
+  if (rank_ == 0) group_->tell(key, segment.address());
+  packets_ = std::make_unique<Packets>(*engine, rank_, size, std::move(segment), *tracks_);
+}
+
+// Of equal parts. Whether they lie one after the other, as the kernels want them, is this rank's own
+// affair, so it decides nothing but whether they are copied.
+bool Engine::by_packets(nvlink::Collective what, const Tensors& in, const Tensors& out,
+                        const Reduction& r, const OpCard& card) {
+  if (!packets_ || r.op == RedOp::kPremulSum) return false;
+  const size_t part = std::min(in[0].nbytes(), out[0].nbytes());
+  for (const Tensors* list : {&in, &out}) {
+    for (const at::Tensor& t : *list) {
+      if (t.nbytes() != part) return false;
+    }
+  }
+  const bool scattered = !consecutive(out);
+  const at::Tensor from = consecutive(in) ? in[0] : at::cat(in);
+  const auto total = static_cast<int64_t>(part * out.size());
+  const at::Tensor to = scattered ? arena_->take(total, at::kByte) : out[0];
+  nvlink::Call call;
+  call.collective = what;
+  call.in = from.const_data_ptr();
+  call.out = to.data_ptr();
+  call.bytes = part;
+  call.reduction = r;
+  call.stream = tracks_->stream(Track::kNative)->native_handle();
+  if (!packets_->run(call, deadline_.limit())) return false;
+  for (size_t i = 0; scattered && i < out.size(); ++i) {
+    bytes_of(out[i]).copy_(slice(to, i * part, part));
+  }
+  log(card, "packets in host memory");
+  return true;
+}
+
 Pipe& Engine::to(int peer) {
   const auto found = out_.find(peer);
   if (found != out_.end()) return found->second;
@@ -155,6 +223,7 @@ Pipe& Engine::from(int peer) {
 void Engine::look() const {
   board_->look();
   group_->check();
+  if (packets_) packets_->check();
   std::lock_guard<std::mutex> hold(trouble_mutex_);
   if (trouble_) throw Error(*trouble_);
 }
@@ -196,6 +265,7 @@ void Engine::fail(const char* what, uint64_t sequence, const Error& why) {
   const Error reason = explain(why);
   board_->abort(reason.rank, reason.what());
   mates_->abort();
+  if (packets_) packets_->abort();
   group_->fail(what, sequence, reason);
 }
 

@@ -15,8 +15,9 @@
 // operations that round alike everywhere (combine.h), and spread from there: all ranks get the
 // same bits.
 //
-// Operations of at most kTiny bytes a rank take neither pipes nor the native library: every rank
-// writes its part on the board and reads everyone's.
+// Operations of at most tiny_bytes a rank take neither pipes nor the native library: every rank
+// writes its part on the board and reads everyone's. Where all ranks are on GPUs that have the
+// kernels, one kernel does that (packets.h).
 //
 // One thread at a time.
 #pragma once
@@ -31,6 +32,7 @@
 #include "arena.h"
 #include "board.h"
 #include "mates.h"
+#include "packets.h"
 #include "pipe.h"
 #include "tracks.h"
 
@@ -81,6 +83,7 @@ class Engine {
   // Ends what waits in the native library. Any thread.
   void abort() { mates_->abort(); }
   bool abandoned() const { return mates_->abandoned(); }  // see Mates
+  bool has_packets() const { return packets_ != nullptr; }
   // Tells everyone on this host, ends the native library, fails the group; throws.
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
   void shutdown();
@@ -98,6 +101,9 @@ class Engine {
 
   void agree(const EngineConfig& config, const Deadline& d);
   void open_board(const Deadline& d);
+  void open_packets(const Deadline& d);
+  bool by_packets(nvlink::Collective what, const Tensors& in, const Tensors& out,
+                  const Reduction& r, const OpCard& card);
   bool near(int rank) const;
   void look_for(int peer);
   Error explain(const Error& e);
@@ -148,6 +154,7 @@ class Engine {
   std::unique_ptr<Tracks> tracks_;
   std::unique_ptr<Board> board_;
   std::shared_ptr<void> board_memory_;
+  std::unique_ptr<Packets> packets_;
   std::unique_ptr<Mates> mates_;
   std::unique_ptr<Arena> arena_;
   std::map<int, Pipe> out_, in_;

@@ -37,22 +37,21 @@ bool is_capturing(const c10::Stream& stream) {
   return Driver::get().is_capturing(native_handle(guard, stream, 0));
 }
 
-uint64_t StreamTracks::address_of(const Word& word) const {
-  const auto* at = reinterpret_cast<const std::byte*>(&word);
+uint64_t StreamTracks::address_of(const std::byte* at) const {
   for (const Adopted& a : adopted_) {
     if (at >= a.memory && at < a.memory + a.bytes) {
       return a.address + static_cast<uint64_t>(at - a.memory);
     }
   }
-  throw Error(Fault::kSystem, -1, "a word that the device does not see");
+  throw Error(Fault::kSystem, -1, "host memory that the device does not see");
 }
 
 void StreamTracks::signal(Track t, Word& word, uint32_t value) {
-  driver_.write_word(handle(t), address_of(word), value);
+  driver_.write_word(handle(t), address_of(reinterpret_cast<const std::byte*>(&word)), value);
 }
 
 void StreamTracks::await(Track t, Word& word, uint32_t value, int peer) {
-  driver_.wait_word(handle(t), address_of(word), value);
+  driver_.wait_word(handle(t), address_of(reinterpret_cast<const std::byte*>(&word)), value);
   awaited_.push_back({&word, value, peer});
 }
 
@@ -60,6 +59,10 @@ std::shared_ptr<void> StreamTracks::adopt(std::byte* memory, size_t bytes) {
   driver_.add_host(memory, bytes);
   adopted_.push_back({memory, bytes, driver_.device_address(memory)});
   return std::shared_ptr<void>(memory, [](void* at) { Driver::get().remove_host(at); });
+}
+
+char* StreamTracks::seen_by_device(std::byte* at) const {
+  return reinterpret_cast<char*>(address_of(at));
 }
 
 std::vector<Awaited> StreamTracks::take_awaited() { return std::exchange(awaited_, {}); }

@@ -48,8 +48,10 @@ class Tracks {
   // What comes next on the track waits until the word, which `peer` sets, has reached `value`.
   virtual void await(Track t, Word& word, uint32_t value, int peer) = 0;
 
-  // Host memory that copies and words lie in, for as long as the handle lives.
+  // Host memory that copies and words lie in, for as long as the handle lives; and where the device
+  // sees what lies in it.
   virtual std::shared_ptr<void> adopt(std::byte* memory, size_t bytes) = 0;
+  virtual char* seen_by_device(std::byte* at) const = 0;
 
   // The other tracks begin after, and end before, what kNative does.
   void fork() {
@@ -98,6 +100,7 @@ class HostTracks : public Tracks {
   void signal(Track, Word& word, uint32_t value) override { set_word(word, value); }
   void await(Track t, Word& word, uint32_t value, int peer) override;
   std::shared_ptr<void> adopt(std::byte*, size_t) override { return nullptr; }
+  char* seen_by_device(std::byte* at) const override { return reinterpret_cast<char*>(at); }
 
  private:
   SpinPolicy spin_;

@@ -161,6 +161,7 @@ Communicator::Communicator(Engine& engine, int rank, int size, u64 timeout_ns)
     : engine_(engine),
       rank_(rank),
       size_(size),
+      lent_(false),
       arena_(size >= 2 && size <= kMaxRanks ? engine.take_arena() : nullptr),
       words_(engine.take_words()) {
   if (arena_ == nullptr) {
@@ -172,10 +173,30 @@ Communicator::Communicator(Engine& engine, int rank, int size, u64 timeout_ns)
   template_.slot_bytes = static_cast<u32>(engine.options_.slot_bytes);
 }
 
+Communicator::Communicator(Engine& engine, int rank, u64 timeout_ns,
+                           const std::vector<char*>& arenas, u32 channels)
+    : engine_(engine),
+      rank_(rank),
+      size_(static_cast<int>(arenas.size())),
+      lent_(true),
+      arena_(arenas[static_cast<size_t>(rank)]),
+      words_(engine.take_words()) {
+  template_.timeout_ns = timeout_ns;
+  template_.stop = words_;
+  template_.late = words_ + 1;
+  for (int p = 0; p < size_; ++p) template_.arena[p] = arenas[static_cast<size_t>(p)];
+  std::string rows;
+  for (const char* collective : {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}) {
+    rows += std::string(collective) + " ordinary 1 flagged " + std::to_string(channels) + " 0\n";
+  }
+  table_ = Table::parse(rows);
+  connected_ = true;
+}
+
 // All that peers send to an arena is awaited by the kernels that run here, so that it can be used
 // again when these have ended; not if the group failed, as a peer may still be writing then.
 Communicator::~Communicator() {
-  if (!failure()) engine_.give_arena({arena_, ran_, last_stream_});
+  if (!lent_ && !failure()) engine_.give_arena({arena_, ran_, last_stream_});
 }
 
 std::string Communicator::card() const {
@@ -285,7 +306,7 @@ const Communicator::Launch& Communicator::prepare(const Call& call, bool registe
   const Shape shape = table_.find(call.collective, registered, total);
   Launch made = make(shape);
   // A table may ask for more than boxes hold.
-  if (made.function == nullptr && shape.algorithm != Algorithm::kOther) {
+  if (made.function == nullptr && shape.algorithm != Algorithm::kOther && !lent_) {
     made = make({Algorithm::kStaged, 0, 0});
   }
   constexpr size_t kMost = 4096;  // of a program whose sizes never repeat

@@ -56,6 +56,8 @@ class Engine {
   // As installed(), but installs the engine first, by what on_demand() was given, and throws what
   // that throws; null if nothing was given.
   static Engine* of(int device);
+  // Which GPU it works on, whatever number the process knows it by.
+  std::string identity() { return device_->identity(); }
   static void on_demand(std::function<void(int device)> install);
 
  private:
@@ -88,6 +90,12 @@ class Communicator {
  public:
   // `timeout_ns`: how long a kernel waits for a peer; 0: for ever.
   Communicator(Engine& engine, int rank, int size, u64 timeout_ns);
+  // Of ranks whose GPUs do not reach each other: over zeroed arenas in memory that all of them
+  // reach, as this rank's GPU sees them, which must outlive this. It is connected, and has only
+  // `flagged` operations on so many channels.
+  Communicator(Engine& engine, int rank, u64 timeout_ns, const std::vector<char*>& arenas,
+               u32 channels);
+  static u64 lent_bytes(u32 channels) { return kBoxes + channels * 2 * kBoxBytes; }  // an arena
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -133,6 +141,7 @@ class Communicator {
 
   Engine& engine_;
   const int rank_, size_;
+  const bool lent_;  // the arenas are the caller's
   char* const arena_;
   u32* const words_;  // Args.stop, Args.late
   std::atomic<bool> aborted_{false};

@@ -136,15 +136,42 @@ Table Table::parse(const std::string& text) {
   return table;
 }
 
-// From a prototype on eight H200, and what follows from the bytes that cross on fewer.
 Table Table::guess(int ranks) {
-  const std::string few = ranks <= 2 ? "524288" : "131072";
+  // Measured on two H200: docs/results/fsccl-nvlink-2xh200.json. all_to_all moves half of what
+  // all_gather does, and broadcast was not measured.
+  if (ranks <= 2) {
+    return parse(
+        "all_reduce ordinary 524288 flagged 0 0\n"
+        "all_reduce ordinary 4194304 staged 0 0\n"
+        "all_reduce ordinary 4194305 other 0 0\n"
+        "all_reduce registered 524288 flagged 0 0\n"
+        "all_reduce registered 16777216 direct 0 0\n"
+        "all_reduce registered 16777217 other 0 0\n"
+        "reduce_scatter ordinary 524288 flagged 0 0\n"
+        "reduce_scatter ordinary 4194304 staged 0 0\n"
+        "reduce_scatter ordinary 4194305 other 0 0\n"
+        "reduce_scatter registered 524288 flagged 0 0\n"
+        "reduce_scatter registered 1048576 staged 0 0\n"
+        "reduce_scatter registered 16777216 direct 0 0\n"
+        "reduce_scatter registered 16777217 other 0 0\n"
+        "all_gather ordinary 524288 flagged 0 0\n"
+        "all_gather ordinary 16777216 staged 0 0\n"
+        "all_gather ordinary 16777217 other 0 0\n"
+        "all_gather registered 524288 flagged 0 0\n"
+        "all_gather registered 524289 direct 0 0\n"
+        "all_to_all ordinary 524288 flagged 0 0\n"
+        "all_to_all ordinary 16777216 staged 0 0\n"
+        "all_to_all ordinary 16777217 other 0 0\n"
+        "broadcast ordinary 1048576 staged 0 0\n"
+        "broadcast ordinary 1048577 other 0 0\n");
+  }
+  // From a prototype on eight H200.
   return parse(
-      "all_reduce ordinary " + few + " flagged 0 0\n" +
-      (ranks > 2 ? "all_reduce ordinary 524288 two_shot 0 0\n" : "") +
+      "all_reduce ordinary 131072 flagged 0 0\n"
+      "all_reduce ordinary 524288 two_shot 0 0\n"
       "all_reduce ordinary 33554432 staged 0 0\n"
       "all_reduce ordinary 33554433 other 0 0\n"
-      "all_reduce registered " + few + " flagged 0 0\n"
+      "all_reduce registered 131072 flagged 0 0\n"
       "all_reduce registered 33554432 direct 0 0\n"
       "all_reduce registered 33554433 other 0 0\n"
       "reduce_scatter ordinary 524288 flagged 0 0\n"
