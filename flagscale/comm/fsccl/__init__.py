@@ -1,8 +1,9 @@
 """fsccl: our collective library, as a backend of ``torch.distributed``.
 
-Importing this package registers the backend; nothing is compiled before the first group is made::
+Importing ``flagscale.comm`` registers the backend, as does importing this package; nothing is
+compiled before the first group is made::
 
-    import flagscale.comm.fsccl
+    import flagscale.comm
     torch.distributed.init_process_group("fsccl")
 
 docs/fsccl.md tells how it works and which ``FSCCL_*`` environment variables steer it.

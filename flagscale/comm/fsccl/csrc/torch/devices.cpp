@@ -140,7 +140,16 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::by_nvlink(
   }
   try {
     auto work = path->run(made, call.async, rank_, call.type, call.title, ++sequence_, in, out);
-    if (work) group_->took(path->last_algorithm());
+    if (work) {
+      group_->took(path->last_algorithm());
+      if (group_->config().settings.debug) {
+        std::fprintf(stderr, "[fsccl] rank %d group '%s' %s #%llu of %zu bytes: %s\n",
+                     group_->config().global_ranks[static_cast<size_t>(rank_)],
+                     group_->config().name.c_str(), call.title,
+                     static_cast<unsigned long long>(sequence_), out.nbytes(),
+                     path->last_algorithm());
+      }
+    }
     return work;
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));

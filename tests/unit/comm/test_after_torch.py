@@ -1,0 +1,74 @@
+"""``import flagscale.comm`` makes fsccl known to torch, and does not import it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FIRST = "import flagscale.comm\nimport torch.distributed as dist\n"
+SECOND = "import torch.distributed as dist\nimport flagscale.comm\n"
+ASKED = (
+    "from flagscale.comm.base import missing_torch\n"
+    "assert missing_torch() is None\n"
+    "import torch.distributed as dist\n"
+)
+KNOWN = "assert dist.is_backend_available('fsccl'), dist.Backend.backend_list\n"
+UNCHANGED = (
+    "import importlib.machinery, sys, torch\n"
+    "assert type(torch.__spec__.loader) is importlib.machinery.SourceFileLoader\n"
+    "assert torch.__loader__ is torch.__spec__.loader\n"
+    "assert not any('after_torch' in type(f).__module__ for f in sys.meta_path)\n"
+)
+
+
+def python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_is_not_imported() -> None:
+    assert python("import flagscale.comm, sys; print('torch' in sys.modules)") == "False\n"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("order", [FIRST, SECOND, ASKED], ids=["first", "second", "asked"])
+def test_fsccl_is_known_in_either_order(order: str) -> None:
+    pytest.importorskip("torch")
+    python(order + KNOWN + UNCHANGED)
+
+
+def test_without_torch_nothing_happens() -> None:
+    program = (
+        "import sys, importlib.util\n"
+        "sys.modules['torch'] = None\n"  # as Python has it: not to be imported
+        "import flagscale.comm\n"
+        "del sys.modules['torch']\n"
+        "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+        "assert importlib.util.find_spec('torch') is None\n"
+    )
+    python(program)
+
+
+def test_a_torch_that_cannot_be_imported_says_so_itself(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import flagscale.comm\n"
+        "try:\n"
+        "    import torch\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    assert python(program) == "libcudart.so is missing\n"
