@@ -195,6 +195,29 @@ def test_one_cluster_is_left_to_nccl(gpu_ranks: Ranks) -> None:
     made.leave()
 
 
+LAYOUTS = {"nccl": ("c" * min(GPUS, 8), {}), "engine": ("cc", {"FSCCL_CLUSTERS": "1,1"})}
+
+
+@pytest.fixture(params=list(LAYOUTS))
+def layout(request: pytest.FixtureRequest, gpu_ranks: Ranks) -> Iterator[Job]:
+    kinds, variables = LAYOUTS[request.param]
+    if len(kinds) < 2:
+        pytest.skip("needs 2 GPUs")
+    made = Job(gpu_ranks, request.node.name, kinds, **variables)
+    yield made
+    made.leave()
+
+
+@pytest.mark.parametrize("name", ["train_ddp", "train_fsdp"])
+def test_training(layout: Job, name: str) -> None:
+    layout.call(name, steps=3)
+
+
+@pytest.mark.parametrize("name", ["functional", "subgroups", "objects"])
+def test_what_builds_on_collectives(layout: Job, name: str) -> None:
+    layout.call(name)
+
+
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 def test_packets_in_host_memory(gpu_ranks: Ranks) -> None:
     """Tiny operations of GPUs that are clusters of their own, by one kernel each."""

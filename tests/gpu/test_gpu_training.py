@@ -151,3 +151,17 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     assert losses[1]
     for step, loss in losses[1].items():
         assert loss == pytest.approx(losses[0][step], abs=1e-3)
+
+
+def test_fsccl_learns_what_nccl_learns(tmp_path: Path) -> None:
+    gpus = min(torch.cuda.device_count(), 8)
+    layout = f"--bf16 --log-interval 1 {OVERLAP if gpus > 1 else ''}"
+    losses = {}
+    for backend in ("nccl", "fsccl"):
+        directory = tmp_path / backend
+        directory.mkdir()
+        events = train(directory, f"{layout} --distributed-backend {backend}", gpus)
+        assert next(e for e in events if e.event == "joined").get("backend") == backend
+        losses[backend] = [e.get("loss") for e in events if e.event == "progress"]
+    assert len(losses["nccl"]) == 20
+    assert losses["fsccl"] == pytest.approx(losses["nccl"], rel=1e-2)

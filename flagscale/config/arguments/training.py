@@ -25,7 +25,8 @@ class Runtime:
     )
     distributed_backend: str = arg(
         "auto",
-        "Backend of the process groups: nccl, gloo, or auto (nccl on CUDA, otherwise gloo)",
+        "Backend of the process groups: nccl, gloo, fsccl, a plug-in or a map such as "
+        "cpu:gloo,cuda:nccl (`flagscale comm list`); auto: nccl on CUDA, otherwise gloo",
     )
     comm: tuple[str, ...] | None = arg(
         None,

@@ -17,7 +17,9 @@ def small_model() -> torch.nn.Module:
 
 
 def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    drawn = torch.randn(8, 16, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def train_alone(steps: int) -> list[Tensor]:
@@ -49,7 +51,7 @@ def train_fsdp(steps: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     model = small_model()
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
@@ -68,7 +70,7 @@ def dtensors() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(64.0).reshape(8, 8)
     x = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     assert torch.equal(x.full_tensor(), whole)
