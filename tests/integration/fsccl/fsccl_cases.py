@@ -8,6 +8,7 @@ import gc
 import os
 import resource
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,21 @@ def algorithms() -> list[str]:
         said.append(backend.last_algorithm())  # type: ignore[attr-defined]
     dist.barrier()
     return [*said, backend.last_algorithm()]  # type: ignore[attr-defined]
+
+
+def registering() -> list[str]:
+    """What a group of CPUs says to memory of GPUs."""
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    assert backend.mem_allocator is None
+    pool = types.SimpleNamespace(snapshot=lambda: [{"address": 4096, "total_size": 64}])
+    said = []
+    for symmetric in (False, True):
+        try:
+            backend.register_mem_pool(pool, symm=symmetric)
+        except NotImplementedError as error:
+            said.append(str(error))
+    dist.barrier()
+    return said
 
 
 def usage_errors() -> list[str]:

@@ -58,6 +58,12 @@ def test_splitting_is_refused(four: Any) -> None:
         assert "its backend does not support splitting" in said
 
 
+def test_memory_is_registered_for_gpus_alone(four: Any) -> None:
+    for scattered, symmetric in four("registering"):
+        assert "with symm=True you say that all have allocated alike" in scattered
+        assert "FSCCL_NVLINK=1" in symmetric
+
+
 def test_wrong_calls_say_what_is_wrong(four: Any) -> None:
     for said in four("usage_errors"):
         band, sparse, odd, sizes, types = said

@@ -265,6 +265,12 @@ void Communicator::connect_memory(const void* at, u64 bytes,
   memory_.push_back(memory);
 }
 
+void Communicator::forget_memory(const void* at) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  const auto same = [at](const Registered& m) { return m.begin == at; };
+  memory_.erase(std::remove_if(memory_.begin(), memory_.end(), same), memory_.end());
+}
+
 // The registered memory that peers would read or write for this call.
 const Communicator::Registered* Communicator::registered(const Call& call) const {
   if (memory_.empty()) return nullptr;

@@ -110,6 +110,8 @@ class Communicator {
   // it. It must stay allocated as long as the communicator, and begin at a multiple of 16.
   std::string memory_card(const void* at, u64 bytes) const;
   void connect_memory(const void* at, u64 bytes, const std::vector<std::string>& cards);
+  // Before it is freed, or used otherwise on any rank.
+  void forget_memory(const void* at);
 
   // Puts the operation on the stream, or says that another library should do it: all ranks get the
   // same answer. `forced` overrules the table; then false means that the shape cannot do it.

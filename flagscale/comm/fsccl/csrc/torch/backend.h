@@ -103,6 +103,10 @@ class TorchBackend : public c10d::Backend {
   // How a tensor's collectives are done: "core", "engine" or the native library's name. Waits until
   // all ranks are known.
   std::string path_of(const at::Tensor& t);
+  // Lets peers read and write this memory directly (nvlink/engine.h). All ranks call it, with
+  // memory that they have allocated alike, and later with tensors at the same places in it.
+  void register_memory(const NvlinkPath::Memory& pieces);
+  void deregister_memory(const NvlinkPath::Memory& pieces);
   // What the last operation took, in words.
   std::string last_algorithm() const { return group_->last_algorithm(); }
 
@@ -133,6 +137,8 @@ class TorchBackend : public c10d::Backend {
   std::optional<WorkPtr> by_nvlink(const Call& call, nvlink::Collective what, const at::Tensor& in,
                                    const at::Tensor& out, const c10d::ReduceOp* op, int root = 0);
   NvlinkPath* nvlink_path(const at::Tensor& t);
+  NvlinkPath& path_of_registered(const char* what);
+  std::vector<std::string> exchange_words(const std::string& own);
   template <class F>
   WorkPtr call_native(const NativePtr& native, F&& call);
   WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);

@@ -72,34 +72,60 @@ TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
   return *whole_;
 }
 
+// Everyone's words, by the core.
+std::vector<std::string> TorchBackend::exchange_words(const std::string& own) {
+  constexpr size_t kMost = 32 << 10;
+  std::string mine = own.substr(0, kMost - sizeof(uint32_t));
+  const auto all = std::make_shared<std::vector<std::string>>(static_cast<size_t>(size_),
+                                                              std::string(kMost, '\0'));
+  const auto size = static_cast<uint32_t>(mine.size());
+  mine.insert(0, reinterpret_cast<const char*>(&size), sizeof size);
+  mine.resize(kMost, '\0');
+  run_on_host({c10d::OpType::ALLGATHER, "fsccl:words", false, c10d::kUnsetTimeout}, {},
+              [mine, all](Group& g, const Deadline& d) {
+                std::vector<Pieces> out;
+                for (std::string& one : *all) out.emplace_back(one.data(), one.size());
+                g.all_gather(Pieces(mine.data(), mine.size()), out, d);
+              })
+      ->wait(kNoTimeout);
+  std::vector<std::string> words;
+  for (const std::string& one : *all) {
+    uint32_t length = 0;
+    memcpy(&length, one.data(), sizeof length);
+    words.push_back(one.substr(sizeof length, length));
+  }
+  return words;
+}
+
+NvlinkPath& TorchBackend::path_of_registered(const char* what) {
+  const bool device = !on_host(home_.native);
+  const at::Tensor here = device ? at::empty({1}, at::TensorOptions(at::kCUDA)) : at::Tensor();
+  NvlinkPath* const path = device ? nvlink_path(here) : nullptr;
+  TORCH_CHECK_NOT_IMPLEMENTED(path != nullptr, "fsccl: ", what, ": memory is registered with the ",
+                              "NVLink engine, which this group has not: FSCCL_NVLINK=1, and GPUs of "
+                              "one host that reach each other, make it so");
+  return *path;
+}
+
+void TorchBackend::register_memory(const NvlinkPath::Memory& pieces) {
+  NvlinkPath& path = path_of_registered("register_mem_pool");
+  try {
+    path.add_memory(pieces, [this](const std::string& own) { return exchange_words(own); });
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
+
+void TorchBackend::deregister_memory(const NvlinkPath::Memory& pieces) {
+  path_of_registered("deregister_mem_pool").forget_memory(pieces);
+}
+
 // The first collective that could take this way connects it: all ranks come here with it.
 NvlinkPath* TorchBackend::nvlink_path(const at::Tensor& t) {
-  constexpr size_t kCardBytes = 16 << 10;
   if (home_.native.library.find("+nvlink") == std::string::npos) return nullptr;
   if (size_ < 2 || size_ > nvlink::kMaxRanks || !t.is_cuda() || !whole_native(t)) return nullptr;
   if (nvlink_) return nvlink_->get();
-  const auto exchange = [&](const std::string& own) {
-    std::string mine = own.substr(0, kCardBytes - 1);
-    const auto all = std::make_shared<std::vector<std::string>>(
-        static_cast<size_t>(size_), std::string(kCardBytes, '\0'));
-    const auto size = static_cast<uint32_t>(mine.size());
-    mine.insert(0, reinterpret_cast<const char*>(&size), sizeof size);
-    mine.resize(kCardBytes, '\0');
-    run_on_host({c10d::OpType::ALLGATHER, "fsccl:nvlink_cards", false, c10d::kUnsetTimeout}, {},
-                [mine, all](Group& g, const Deadline& d) {
-                  std::vector<Pieces> out;
-                  for (std::string& one : *all) out.emplace_back(one.data(), one.size());
-                  g.all_gather(Pieces(mine.data(), mine.size()), out, d);
-                })
-        ->wait(kNoTimeout);
-    std::vector<std::string> cards;
-    for (const std::string& one : *all) {
-      uint32_t length = 0;
-      memcpy(&length, one.data(), sizeof length);
-      cards.push_back(one.substr(sizeof length, length));
-    }
-    return cards;
-  };
+  const auto exchange = [this](const std::string& own) { return exchange_words(own); };
   std::string why;
   nvlink_ = NvlinkPath::connect(t.get_device(), rank_, size_, options_->timeout, exchange, &why);
   if (group_->config().settings.debug) {

@@ -14,6 +14,20 @@ namespace fsccl::nvlink {
 void bind(py::module_& parent);
 }
 
+namespace {
+
+// What a torch.cuda.MemPool holds.
+fsccl::NvlinkPath::Memory segments_of(const py::object& pool) {
+  fsccl::NvlinkPath::Memory out;
+  for (const py::handle& segment : pool.attr("snapshot")()) {
+    out.emplace_back(reinterpret_cast<const void*>(segment["address"].cast<uintptr_t>()),
+                     segment["total_size"].cast<size_t>());
+  }
+  return out;
+}
+
+}  // namespace
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch.distributed");  // has the base classes
   m.def("shutdown_all", &TorchBackend::shutdown_all);
@@ -58,6 +72,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
       .def("last_algorithm", &TorchBackend::last_algorithm)
+      .def("register_mem_pool",
+           [](TorchBackend& b, const py::object& pool, bool symm) {
+             TORCH_CHECK_NOT_IMPLEMENTED(
+                 symm, "fsccl: register_mem_pool: ranks reach registered memory where it lies on "
+                       "this rank; with symm=True you say that all have allocated alike");
+             const auto memory = segments_of(pool);
+             const py::gil_scoped_release released;
+             b.register_memory(memory);
+           },
+           py::arg("pool"), py::arg("symm") = false)
+      .def("deregister_mem_pool",
+           [](TorchBackend& b, const py::object& pool) {
+             const auto memory = segments_of(pool);
+             const py::gil_scoped_release released;
+             b.deregister_memory(memory);
+           },
+           py::arg("pool"))
+      // Of ordinary memory: pass it to torch.cuda.MemPool.
+      .def_property_readonly("mem_allocator", [](TorchBackend&) { return py::none(); })
       .def("path_of", &TorchBackend::path_of, py::arg("tensor"),
            py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout",
