@@ -8,20 +8,15 @@
 // fibers: one thread; which fiber makes the next access is drawn by chance, and for long stretches
 // one rank is held back while the others run as far ahead as they can.
 // absent: the last rank never comes, and the others' time is limited.
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
 
 #include <functional>
 #include <memory>
-#include <random>
 #include <thread>
-#include <vector>
 
-#include "core/reduce.h"
-#include "nvlink/plan.h"
-#include "host_block.h"
+#include "random_operations.h"
 
 using namespace fsccl;
 using namespace fsccl::nvlink;
@@ -40,198 +35,6 @@ const Kernels kKernels = {
     FSCCL_HOST_REDUCERS(f32, Plain<float>)
     FSCCL_HOST_REDUCERS(f64, Plain<double>)};
 // clang-format on
-
-constexpr u32 kPool = 4;          // threads of a rank
-constexpr u32 kSlotBytes = 1024;  // small, so that messages take many rounds
-constexpr size_t kBufferBytes = 64 << 10;
-constexpr size_t kGuard = 64;
-
-struct Subgroup {
-  std::vector<int> members;
-  int index_of(int rank) const {
-    for (size_t i = 0; i < members.size(); ++i) {
-      if (members[i] == rank) return static_cast<int>(i);
-    }
-    return -1;
-  }
-};
-
-struct Operation {
-  Collective collective;
-  Algorithm algorithm;
-  Reduction reduction;
-  Plan plan;
-  size_t group, count;  // elements as Args.bytes counts them
-  size_t shift_in, shift_out;
-  int root;
-  bool in_place;
-  unsigned seed;
-  size_t bytes() const { return count * reduction.width(); }
-};
-
-struct World {
-  int ranks;
-  std::vector<Subgroup> groups;
-  std::vector<Operation> operations;
-  char* memory;  // shared by all ranks
-  u32* host;     // stop and late
-  int absent = -1;
-  char* arena(size_t group, int rank) const {
-    return memory + (group * ranks + rank) * arena_bytes(kSlotBytes);
-  }
-  char* buffer(int rank, int which) const {
-    char* const all = memory + groups.size() * ranks * arena_bytes(kSlotBytes);
-    return all + (rank * 2 + which) * kBufferBytes;
-  }
-};
-
-size_t inputs_of(Collective c, size_t n) {
-  return c == Collective::kReduceScatter || c == Collective::kAllToAll ? n : 1;
-}
-size_t outputs_of(Collective c, size_t n) {
-  return c == Collective::kAllGather || c == Collective::kAllToAll ? n : 1;
-}
-
-// ---------------------------------------------------------------- drawing operations
-
-using Random = std::mt19937;
-
-template <class T>
-const T& one_of(Random& random, const std::vector<T>& list) {
-  return list[random() % list.size()];
-}
-
-bool draw(Random& random, const World& world, Operation* op) {
-  const std::vector<size_t> counts = {1, 2, 3, 5, 8, 16, 17, 31, 64, 100, 257, 511, 1000, 1900};
-  const std::vector<DType> types = {DType::kU8,   DType::kI16, DType::kI64, DType::kF16,
-                                    DType::kBF16, DType::kF32, DType::kF64};
-  op->group = random() % world.groups.size();
-  op->collective = static_cast<Collective>(random() % kCollectives);
-  op->algorithm = static_cast<Algorithm>(1 + random() % 4);
-  op->reduction.dtype = one_of(random, types);
-  op->reduction.op = static_cast<RedOp>(random() % 9);
-  op->reduction.factor = 3;
-  const size_t n = world.groups[op->group].members.size();
-  op->reduction.divisor = static_cast<int>(n);
-  op->count = one_of(random, counts);
-  const size_t width = op->reduction.width();
-  if (op->collective != Collective::kAllReduce) {
-    op->count = std::min(op->count, (kBufferBytes - 4 * kGuard) / width / n);
-  }
-  const bool direct = op->algorithm == Algorithm::kDirect;
-  op->shift_in = direct ? 0 : random() % 3 * width;
-  op->shift_out = direct ? 0 : random() % 3 * width;
-  if (direct && outputs_of(op->collective, n) * inputs_of(op->collective, n) > 1) {
-    op->count = op->count / 16 * 16 + 16;  // parts begin at multiples of 16 bytes
-    op->count = std::min(op->count, size_t{1008});
-  }
-  op->root = static_cast<int>(random() % n);
-  op->in_place = random() % 2 == 0 ||
-                 (direct && op->collective == Collective::kAllReduce) ||
-                 op->collective == Collective::kBroadcast;
-  if (op->collective == Collective::kAllToAll) op->in_place = false;
-  op->seed = random();
-  const auto threads = static_cast<u32>(1 + random() % kPool);
-  const auto blocks = static_cast<u32>(1 + random() % (kPool / threads));
-  const Shape shape{op->algorithm, blocks, threads};
-  op->plan = plan(op->collective, shape, op->reduction.dtype, op->bytes(), static_cast<int>(n), 1);
-  return reduces(op->reduction) && !op->plan.kernel.empty();
-}
-
-World make_world(int ranks, size_t operations, unsigned seed) {
-  World world{ranks, {}, {}, nullptr, nullptr};
-  Subgroup all, even, last;
-  for (int r = 0; r < ranks; ++r) all.members.push_back(r);
-  for (int r = 0; r < ranks; r += 2) even.members.push_back(r);
-  for (int r = ranks - 1; r >= 0 && r >= ranks - 2; --r) last.members.push_back(r);
-  world.groups = {all};
-  if (ranks > 2) world.groups.insert(world.groups.end(), {even, last});
-  Random random(seed);
-  while (world.operations.size() < operations) {
-    Operation op{};
-    if (draw(random, world, &op)) world.operations.push_back(op);
-  }
-  const size_t bytes = world.groups.size() * ranks * arena_bytes(kSlotBytes) +
-                       ranks * 2 * kBufferBytes + 4096;
-  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) abort();
-  world.memory = static_cast<char*>(at);
-  world.host = reinterpret_cast<u32*>(world.memory + bytes - 4096);
-  // Begin near where counters wrap.
-  for (size_t g = 0; g < world.groups.size(); ++g) {
-    for (int r = 0; r < ranks; ++r) {
-      auto* const counters = reinterpret_cast<Counters*>(world.arena(g, r));
-      auto* const flags = reinterpret_cast<u32*>(world.arena(g, r) + kFlags);
-      for (u32 c = 0; c < kChannels; ++c) {
-        counters[c].epoch = 0xFFFFFFF0u;
-        counters[c].step = 0xFFFFFFF0u;
-        for (int p = 0; p < kMaxRanks; ++p) flags[c * 32 + p] = 0xFFFFFFF0u;
-      }
-    }
-  }
-  return world;
-}
-
-// ---------------------------------------------------------------- data and its check
-
-// Small numbers, exact in every type, with a few that round.
-void fill(const Operation& op, int rank, size_t count, char* out) {
-  Random random(op.seed * 31 + static_cast<unsigned>(rank));
-  const size_t width = op.reduction.width();
-  for (size_t i = 0; i < count; ++i) {
-    const float value = static_cast<float>(static_cast<int>(random() % 13) - 6) +
-                        (random() % 4 == 0 ? 0.37f : 0.0f);
-    switch (op.reduction.dtype) {
-      case DType::kF16: {
-        const uint16_t h = float_to_f16(value);
-        memcpy(out + i * width, &h, width);
-        break;
-      }
-      case DType::kBF16: {
-        const uint16_t h = float_to_bf16(value);
-        memcpy(out + i * width, &h, width);
-        break;
-      }
-      case DType::kF32:
-        memcpy(out + i * width, &value, width);
-        break;
-      case DType::kF64: {
-        const double d = value;
-        memcpy(out + i * width, &d, width);
-        break;
-      }
-      default: {
-        const auto integer = static_cast<int64_t>(value * 3);
-        memcpy(out + i * width, &integer, width);
-      }
-    }
-  }
-}
-
-std::vector<char> input_of(const Operation& op, int rank, size_t n) {
-  std::vector<char> out(inputs_of(op.collective, n) * op.bytes());
-  fill(op, rank, inputs_of(op.collective, n) * op.count, out.data());
-  return out;
-}
-
-std::vector<char> expected(const Operation& op, int rank, size_t n) {
-  const size_t part = op.bytes();
-  std::vector<std::vector<char>> inputs;
-  for (size_t p = 0; p < n; ++p) inputs.push_back(input_of(op, static_cast<int>(p), n));
-  std::vector<char> out(outputs_of(op.collective, n) * part);
-  const bool scattered = inputs_of(op.collective, n) > 1;
-  const size_t mine = scattered ? static_cast<size_t>(rank) * part : 0;
-  if (op.collective == Collective::kAllReduce || op.collective == Collective::kReduceScatter) {
-    std::vector<const void*> sources;
-    for (const auto& in : inputs) sources.push_back(in.data() + mine);
-    reduce(op.reduction, out.data(), sources.data(), static_cast<int>(n), op.count);
-  } else if (op.collective == Collective::kBroadcast) {
-    out = inputs[static_cast<size_t>(op.root)];
-  } else {
-    for (size_t p = 0; p < n; ++p) memcpy(out.data() + p * part, inputs[p].data() + mine, part);
-  }
-  return out;
-}
 
 // ---------------------------------------------------------------- a rank
 
