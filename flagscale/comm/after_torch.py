@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -68,4 +69,7 @@ class _Loader(Loader):
         self._real.exec_module(module)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-            self._finder.action()
+            try:
+                self._finder.action()
+            except Exception as error:  # noqa: BLE001 - torch itself is fine, and stays
+                warnings.warn(f"after importing torch: {error}", RuntimeWarning, stacklevel=2)

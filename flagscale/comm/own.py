@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flagscale import __version__
 from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
 from flagscale.comm.options import OptionValues
+from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +36,13 @@ class Fsccl(CommBackend):
         from flagscale.comm.fsccl.build import unavailable
         from flagscale.comm.fsccl.native import why_no_cuda
 
-        if device == "cuda" and (missing := cuda_missing() or why_no_cuda()):
-            return missing
+        if device == "cuda":
+            try:
+                missing = cuda_missing() or why_no_cuda()
+            except ConfigError as error:
+                missing = str(error)
+            if missing:
+                return missing
         return unavailable()
 
     def init_options(

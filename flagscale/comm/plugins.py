@@ -16,7 +16,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale.comm.base import (
     OPERATIONS,
@@ -28,6 +28,9 @@ from flagscale.comm.base import (
 )
 from flagscale.comm.options import Option, OptionValues
 from flagscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 ENTRY_POINTS = "flagscale.comm_backends"
 
@@ -185,6 +188,18 @@ class DeviceMap(CommBackend):
         for adapter in map(self._known, self._parts.values()):
             if adapter is not None:
                 adapter.export(values)
+
+    def init_options(
+        self, device: torch.device, values: OptionValues | None = None
+    ) -> Mapping[str, Any]:
+        import torch
+
+        # Who moves host memory alone is told so; arguments of one part cannot reach it.
+        part = self._parts.get("cpu", "")
+        adapter = self._known(part)
+        if adapter is not None and (device.type == "cpu" or self._parts.get("cuda") != part):
+            adapter.init_options(torch.device("cpu"), values)
+        return {}
 
     @contextmanager
     def creating(self) -> Iterator[None]:

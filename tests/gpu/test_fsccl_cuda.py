@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 GPUS = torch.cuda.device_count()
-CUDA = {"NCCL_NVLS_ENABLE": "0"}
+CUDA = {"FSCCL_DEVICE": "cuda", "NCCL_NVLS_ENABLE": "0"}
 HOST = {"FSCCL_DEVICE": "cpu"}
 OPS = [
     *("all_reduce", "reduce", "reduce_scatter", "all_gather"),
@@ -50,7 +50,9 @@ GROUPS: dict[str, tuple[str, str, int]] = {
 class Job:
     """A group of ranks of both kinds."""
 
-    def __init__(self, pool: Ranks, key: str, kinds: str, **variables: str) -> None:
+    def __init__(
+        self, pool: Ranks, key: str, kinds: str, *, timeout: int = 60, **variables: str
+    ) -> None:
         self.pool, self.kinds = pool, kinds
         self.members = range(len(kinds))
         for i, kind in enumerate(kinds):
@@ -60,7 +62,7 @@ class Job:
                 size=len(kinds),
                 port=pool.port,
                 key=key,
-                timeout=60,
+                timeout=timeout,
                 environment={
                     "FSCCL_SOCKET_IFNAME": "lo",
                     **(CUDA if kind == "c" else HOST),
@@ -176,11 +178,29 @@ def test_a_killed_rank_is_named(gpu_ranks: Ranks, kinds: str) -> None:
 
 
 def test_cuda_can_be_switched_off(gpu_ranks: Ranks) -> None:
-    gpu_ranks.join(1, FSCCL_CUDA="0")
+    gpu_ranks.join(1, FSCCL_DEVICE="", FSCCL_CUDA="0")
     gpu_ranks[0].ask("on_cuda", name="check_many", cases=[case("all_reduce", "float32", 3)])
     said = gpu_ranks.replies([0])[0]["error"]
     assert "FSCCL_CUDA=0" in said
     gpu_ranks.leave([0])
+
+
+def test_a_gpu_is_taken_by_default(gpu_ranks: Ranks) -> None:
+    gpu_ranks.join(1, FSCCL_DEVICE="")
+    gpu_ranks[0].ask("on_cuda", name="check_many", cases=[case("all_reduce", "float32", 3)])
+    gpu_ranks.answers([0], 60)
+    gpu_ranks.leave([0])
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_a_rank_that_is_late_is_named(gpu_ranks: Ranks) -> None:
+    """By the kernel that waited for it, and before the group does anything else."""
+    made = Job(gpu_ranks, "late", "cc", FSCCL_CLUSTERS="1,1", FSCCL_NVLINK="1", timeout=4)
+    made.call("check_many", cases=[case("all_reduce", "float32", 5)])
+    gpu_ranks[0].ask("fails_when_a_rank_ends", count=5)
+    assert "rank 1" in gpu_ranks.answers([0], 60)[0]
+    assert gpu_ranks.call([0], "says_that_it_failed")[0]
+    gpu_ranks.leave(made.members)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")

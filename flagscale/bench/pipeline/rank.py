@@ -97,7 +97,9 @@ def run_rank(plan: Plan, world: World, keep: Path | None, plot: Path | None) -> 
     """Measure as one of the ranks; rank 0 prints and keeps the result. The exit code."""
     store = meeting.meet(world, address=None, port=None, seconds=_SECONDS)
     device = choose(plan.device, world.local_rank)
-    with registry.usable("fsccl", device.kind).creating():
+    backend = registry.usable("fsccl", device.kind)
+    backend.init_options(device.torch_device)
+    with backend.creating():
         dist.init_process_group(
             "fsccl",
             store=store,

@@ -55,11 +55,13 @@ def of_this_rank() -> Native:
     if not reach.isprintable():
         raise ConfigError(f"FSCCL_REACH={reach!r}: expected a name in printable characters")
     library = _choice("FSCCL_NATIVE", ("own", "gloo", "fsccl"))
-    missing = why_no_cuda()
-    if device == "cuda" and missing:
-        raise ConfigError(f"FSCCL_DEVICE=cuda: {missing}")
-    if device == "cpu" or missing:
-        return Native(library=library or "own", reach=reach)
+    host = Native(library=library or "own", reach=reach)
+    if device == "cpu":  # nor is the driver asked
+        return host
+    if missing := why_no_cuda():
+        if device == "cuda":
+            raise ConfigError(f"FSCCL_DEVICE=cuda: {missing}")
+        return host
     if library:
         raise ConfigError(
             f"FSCCL_NATIVE={library} is for ranks on CPUs: those on GPUs use nccl",

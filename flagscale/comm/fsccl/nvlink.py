@@ -52,13 +52,22 @@ def wanted() -> bool:
 
 def prepare() -> None:
     """Have the engine installed for the GPU of a group's first tensor, which is known only then.
-    Its kernels are compiled now, and not while others wait for this rank. Idempotent.
+    What can be wrong shows now, and its kernels are compiled now, and not while others wait for
+    this rank. Idempotent.
 
     Raises:
+        ConfigError: a variable has an unfit value, or the stored tables are not fit.
         BuildError: the kernels cannot be compiled.
     """
+    engine = load_extension().nvlink
+    _slot_bytes()
+    for ranks, table in stored_tables(torch.cuda.get_device_name()).items():
+        try:
+            engine.check_table(table)
+        except ValueError as error:
+            raise ConfigError(f"the stored table for {ranks} ranks: {error}") from error
     kernels(torch.cuda.get_device_capability())
-    load_extension().nvlink.on_demand(install)
+    engine.on_demand(install)
 
 
 def install(device: int) -> None:
@@ -78,8 +87,10 @@ def install(device: int) -> None:
 
 def _slot_bytes() -> int:
     text = os.environ.get(SLOT_VARIABLE, "") or "0"
-    if not text.isdigit():
-        raise ConfigError(f"{SLOT_VARIABLE}={text}: expected a number of bytes")
+    if not text.isdigit() or int(text) % 256 != 0 or 0 < int(text) < 1024:
+        raise ConfigError(
+            f"{SLOT_VARIABLE}={text}: expected a multiple of 256 bytes, at least 1024"
+        )
     return int(text)
 
 

@@ -33,7 +33,8 @@ def join(
     """Make this process a rank. The test keeps the store; with ``host``, rank 0 there does."""
     for name in [n for n in os.environ if n.startswith("FSCCL_") and n != "FSCCL_BUILD_DIR"]:
         del os.environ[name]
-    os.environ.update(environment)
+    # Of the host, also on a machine with GPUs, unless the test says otherwise.
+    os.environ.update({"FSCCL_DEVICE": "cpu", **environment})
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0  # the same names on ranks of different age
@@ -202,7 +203,8 @@ def registering() -> list[str]:
     """What a group of CPUs says to memory of GPUs."""
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     assert backend.mem_allocator is None
-    pool = types.SimpleNamespace(snapshot=lambda: [{"address": 4096, "total_size": 64}])
+    segment = {"address": 4096, "total_size": 64, "blocks": [{"size": 64}]}
+    pool = types.SimpleNamespace(id=(0, 1), snapshot=lambda: [segment])
     said = []
     for symmetric in (False, True):
         try:

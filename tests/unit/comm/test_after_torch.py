@@ -61,6 +61,22 @@ def test_without_torch_nothing_happens() -> None:
     python(program)
 
 
+@pytest.mark.torch
+def test_torch_survives_what_fails_after_it() -> None:
+    pytest.importorskip("torch")
+    program = (
+        "import warnings\n"
+        "from flagscale.comm import after_torch\n"
+        "after_torch.call(lambda: 1 / 0)\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import torch\n"
+        "assert [str(w.message) for w in said if 'after importing' in str(w.message)]\n"
+        "assert torch.ones(1).sum() == 1\n"
+    )
+    python(program)
+
+
 def test_a_torch_that_cannot_be_imported_says_so_itself(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
     program = (

@@ -20,6 +20,7 @@ VARIABLES = ("FSCCL_CUDA", "FSCCL_DEVICE", "FSCCL_NATIVE", "FSCCL_REACH")
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,6 @@ def test_unfit_values_are_refused(
         native.of_this_rank()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.of_this_rank().device == "cpu"
     monkeypatch.setenv("FSCCL_DEVICE", "cuda")
@@ -73,21 +73,50 @@ def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         native.of_this_rank()
 
 
-def test_the_list_of_backends_says_why_cuda_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("0", "FSCCL_CUDA=0 leaves CUDA tensors alone"), ("x", "FSCCL_CUDA=x: expected one of 0, 1")],
+)
+def test_the_list_of_backends_says_why_cuda_is_off(
+    monkeypatch: pytest.MonkeyPatch, value: str, said: str
+) -> None:
     fsccl = registry.backend("fsccl")
     assert fsccl.devices == ("cpu", "cuda")
-    monkeypatch.setenv("FSCCL_CUDA", "0")
-    said = fsccl.unavailable("cuda")
-    assert said is not None
-    if torch.cuda.is_available():
-        assert "FSCCL_CUDA=0" in said
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("FSCCL_CUDA", value)
+    assert said in str(fsccl.unavailable("cuda"))
 
 
-def test_a_rank_that_trains_on_its_cpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_makes_a_rank_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+    monkeypatch.delenv("FSCCL_NVLINK", raising=False)
+    assert native.of_this_rank().told() == ["cuda", "nvidia", "nccl 2.28.9", ""]
+    monkeypatch.setenv("FSCCL_NATIVE", "gloo")
+    with pytest.raises(ConfigError, match="FSCCL_NATIVE=gloo is for ranks on CPUs"):
+        native.of_this_rank()
+    monkeypatch.setenv("FSCCL_DEVICE", "cpu")
+    assert native.of_this_rank().library == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "told"),
+    [
+        ("fsccl", "cpu", "cpu"),
+        ("fsccl", "cuda", None),
+        ("cpu:fsccl,cuda:nccl", "cuda", "cpu"),
+        ("cpu:fsccl,cuda:fsccl", "cuda", None),
+        ("cpu:fsccl,cuda:fsccl", "cpu", "cpu"),
+    ],
+)
+def test_a_rank_of_host_memory_alone_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str, told: str | None
+) -> None:
     monkeypatch.setenv("FSCCL_DEVICE", "")  # restored at the end
     monkeypatch.delenv("FSCCL_DEVICE")
-    registry.backend("fsccl").init_options(torch.device("cpu"))
-    assert os.environ["FSCCL_DEVICE"] == "cpu"
+    registry.backend(name).init_options(torch.device(device))
+    assert os.environ.get("FSCCL_DEVICE") == told
     monkeypatch.setenv("FSCCL_DEVICE", "cuda")
     registry.backend("fsccl").init_options(torch.device("cpu"))
     assert os.environ["FSCCL_DEVICE"] == "cuda"

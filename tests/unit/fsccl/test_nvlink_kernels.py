@@ -19,6 +19,7 @@ SANITIZERS = {
     "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 NVLINK = CSRC / "nvlink"
+REGISTRATION = CSRC / "torch" / "registration.h"
 SOURCES = (
     NVLINK / "plan.cpp",
     NVLINK / "engine.cpp",
@@ -36,7 +37,7 @@ def build(name: str, source: str = "kernels_test.cpp") -> Path:
     """Compiles a test, unless it is there for the very same sources."""
     flags = SANITIZERS[name]
     digest = hashlib.sha256(" ".join(flags).encode())
-    headers = [*NVLINK.glob("*.h"), *(CSRC / "core").glob("*.h")]
+    headers = [*NVLINK.glob("*.h"), *(CSRC / "core").glob("*.h"), REGISTRATION]
     for path in sorted([*HERE.iterdir(), *headers, *SOURCES]):
         digest.update(path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagscale" / "tests"
@@ -99,7 +100,8 @@ def test_waiting_for_an_absent_rank_ends() -> None:
 
 
 @pytest.mark.parametrize("sanitizer", ["threads", "memory"])
-def test_engine(sanitizer: str) -> None:
+@pytest.mark.parametrize("source", ["engine_test.cpp", "registration_test.cpp"])
+def test_engine(source: str, sanitizer: str) -> None:
     """Groups, tables, registered memory, streams and faults, over a device that is a CPU."""
-    done = run(build(sanitizer, "engine_test.cpp"))
+    done = run(build(sanitizer, source))
     assert done == (0, "ok\n", "")

@@ -1,133 +1,11 @@
 // The engine over a device that is a CPU: ranks as threads, each with an engine of its own over
-// memory that all share; a launch runs its blocks one after the other, each as one thread.
-#include <condition_variable>
-#include <cstdio>
-#include <functional>
-#include <set>
-#include <thread>
-
-#include "nvlink/engine.h"
-#include "host_block.h"
+// memory that all share.
+#include "host_device.h"
 
 using namespace fsccl;
 using namespace fsccl::nvlink;
 
 namespace {
-
-const Kernels kKernels = {FSCCL_HOST_MOVERS FSCCL_HOST_REDUCERS(f32, Plain<float>)};
-
-std::atomic<int> failures{0};
-
-void expect(bool holds, const char* what, int line) {
-  if (holds) return;
-  fprintf(stderr, "line %d: expected %s\n", line, what);
-  ++failures;
-}
-#define EXPECT(condition) expect(condition, #condition, __LINE__)
-
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "";
-}
-
-struct Yielding : Scheduler {
-  void point(bool spins) override {
-    if (spins) sched_yield();
-  }
-};
-
-// What a device did, for tests to look at.
-struct Log {
-  std::vector<std::string> kernels;
-  int allocations = 0, clears = 0, orders = 0;
-};
-
-class HostDevice : public Device {
- public:
-  explicit HostDevice(Log* log) : log_(log) {}
-  ~HostDevice() override {
-    for (void* at : all_) free(at);
-  }
-  std::string identity() override { return "cpu"; }
-  bool own(const std::string&) override { return !stranger; }
-  bool stranger = false;  // takes the others for processes of their own
-  char* allocate(u64 bytes) override {
-    ++log_->allocations;
-    all_.push_back(calloc(1, bytes + 256));
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(all_.back()) + 255) / 256 * 256);
-  }
-  void clear(char* at, u64 bytes, const Stream*) override {
-    ++log_->clears;
-    memset(at, 0, bytes);
-  }
-  std::string share(const char* at, u64* offset) override {
-    *offset = 64;
-    return std::to_string(reinterpret_cast<uintptr_t>(at) - 64);
-  }
-  char* open(const std::string& shared) override {
-    return reinterpret_cast<char*>(std::stoull(shared));
-  }
-  u32* host_words(u32 count) override {
-    all_.push_back(calloc(count, sizeof(u32)));
-    return static_cast<u32*>(all_.back());
-  }
-  Function function(const std::string& name) override {
-    const auto found = kKernels.find(name);
-    if (found == kKernels.end()) return nullptr;
-    return const_cast<void*>(static_cast<const void*>(&*found));
-  }
-  void launch(Function f, u32 blocks, u32, const Args& args, Stream) override {
-    const auto& kernel = *static_cast<const std::pair<const std::string, Kernel>*>(f);
-    log_->kernels.push_back(kernel.first);
-    for (u32 c = 0; c < blocks; ++c) {
-      Barrier alone(1);
-      Yielding scheduler;
-      HostBlock block({0, 1, c, blocks}, &alone, &scheduler);
-      kernel.second(block, args);
-    }
-  }
-  void order(Stream, Stream) override { ++log_->orders; }
-
- private:
-  Log* const log_;
-  std::vector<void*> all_;
-};
-
-// Where ranks exchange their cards: everyone gives one and gets all.
-class Meeting {
- public:
-  explicit Meeting(int ranks) : cards_(static_cast<size_t>(ranks)) {}
-  std::vector<std::string> exchange(int rank, const std::string& card) {
-    std::unique_lock<std::mutex> hold(mutex_);
-    const int turn = turn_;
-    cards_[static_cast<size_t>(rank)] = card;
-    if (++came_ == static_cast<int>(cards_.size())) {
-      out_ = cards_;
-      came_ = 0;
-      ++turn_;
-      changed_.notify_all();
-    }
-    changed_.wait(hold, [&] { return turn_ != turn; });
-    return out_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::string> cards_, out_;
-  int came_ = 0, turn_ = 0;
-};
-
-void each_rank(int ranks, const std::function<void(int)>& body) {
-  std::vector<std::thread> threads;
-  for (int r = 0; r < ranks; ++r) threads.emplace_back(body, r);
-  for (auto& t : threads) t.join();
-}
 
 std::unique_ptr<Communicator> join(Engine& engine, Meeting& meeting, int rank, int ranks,
                                    u64 timeout_ns = 0) {
@@ -260,6 +138,12 @@ void registered_memory_is_used_directly() {
     std::vector<char> elsewhere(16000);
     call.out = elsewhere.data();
     EXPECT(c->run(call));
+    call.out = at + 160;
+    c->forget_memory(at + 16);
+    EXPECT(logs[rank].closes == 0);
+    c->forget_memory(at);
+    EXPECT(logs[rank].closes == kRanks - 1);
+    EXPECT(c->run(call));
     EXPECT(c->memory_card(at, 16) != "");
     EXPECT(error_of([&] { c->memory_card(at + 8, 16); }).find("multiple of 16") !=
            std::string::npos);
@@ -267,7 +151,7 @@ void registered_memory_is_used_directly() {
   });
   for (const Log& log : logs) {
     EXPECT((log.kernels ==
-            std::vector<std::string>{"copy_direct", "copy_staged", "copy_staged"}));
+            std::vector<std::string>{"copy_direct", "copy_staged", "copy_staged", "copy_staged"}));
   }
 }
 

@@ -23,11 +23,12 @@ inline std::vector<std::string> split(const std::string& text, char separator) {
   return out;
 }
 
-// Whether the whole of it is a decimal number that `out` can hold.
+// Whether it is a decimal number that `out` can hold, blanks before it aside.
 template <class T>
 bool read_number(const std::string& text, T* out) {
   const char* const end = text.data() + text.size();
-  const auto read = std::from_chars(text.data(), end, *out);
+  const auto read = std::from_chars(text.data() + std::min(text.find_first_not_of(' '), text.size()),
+                                    end, *out);
   return read.ec == std::errc() && read.ptr == end;
 }
 

@@ -147,7 +147,11 @@ void Engine::open_packets(const Deadline& d) {
   nvlink::Engine* engine = nullptr;
   try {
     engine = nvlink::Engine::of(tracks_->device().index());
-  } catch (const std::exception&) {  // the board does without
+  } catch (const std::exception& e) {  // the board does without
+    if (group_->config().settings.debug) {
+      std::fprintf(stderr, "[fsccl] group '%s': no packets in host memory: %s\n",
+                   group_->config().name.c_str(), e.what());
+    }
   }
   group_->tell(key + std::to_string(rank_), engine != nullptr ? engine->identity() : none);
   std::set<std::string> gpus;
@@ -223,7 +227,7 @@ Pipe& Engine::from(int peer) {
 void Engine::look() const {
   board_->look();
   group_->check();
-  if (packets_) packets_->check();
+  check_packets();
   std::lock_guard<std::mutex> hold(trouble_mutex_);
   if (trouble_) throw Error(*trouble_);
 }
@@ -261,11 +265,15 @@ Error Engine::explain(const Error& e) {
                group_->name(at) + " did not come within " + deadline_.text() + by_library);
 }
 
+void Engine::abort() {
+  mates_->abort();
+  if (packets_) packets_->abort();
+}
+
 void Engine::fail(const char* what, uint64_t sequence, const Error& why) {
   const Error reason = explain(why);
   board_->abort(reason.rank, reason.what());
-  mates_->abort();
-  if (packets_) packets_->abort();
+  abort();
   group_->fail(what, sequence, reason);
 }
 

@@ -16,8 +16,8 @@
 // same bits.
 //
 // Operations of at most tiny_bytes a rank take neither pipes nor the native library: every rank
-// writes its part on the board and reads everyone's. Where all ranks are on GPUs that have the
-// kernels, one kernel does that (packets.h).
+// writes its part on the board and reads everyone's. Where up to eight ranks are on GPUs that have
+// the kernels, one kernel does that (packets.h) for equal parts, of what they have kernels for.
 //
 // One thread at a time.
 #pragma once
@@ -80,10 +80,14 @@ class Engine {
 
   // Throws if a rank of this host has ended, or somebody failed. Any thread.
   void look() const;
-  // Ends what waits in the native library. Any thread.
-  void abort() { mates_->abort(); }
+  // Ends what waits in the native library or in a kernel of packets. Any thread.
+  void abort();
   bool abandoned() const { return mates_->abandoned(); }  // see Mates
   bool has_packets() const { return packets_ != nullptr; }
+  // Throws what a kernel of packets has found out. Any thread.
+  void check_packets() const {
+    if (packets_) packets_->check();
+  }
   // Tells everyone on this host, ends the native library, fails the group; throws.
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
   void shutdown();

@@ -44,7 +44,6 @@ void Watch::run() {
   Driver::get().allow_while_capturing();
   std::unique_lock<std::mutex> hold(mutex_);
   for (int sweeps = 0; !stop_; ++sweeps) {
-    sweep();
     if (pending_.empty()) {
       changed_.notify_all();
       changed_.wait(hold, [this] { return stop_ || !pending_.empty(); });
@@ -52,11 +51,14 @@ void Watch::run() {
       continue;
     }
     try {
+      sweep();
+      if (pending_.empty()) continue;
       if (sweeps % kSweepsALook == kSweepsALook - 1) engine_.look();
       const Pending& first = *pending_.front();
       // A kernel that waits tells by itself whom for, when its own time is over.
       const bool tells = first.awaited.empty() && engine_.has_packets();
-      if (first.deadline.earlier(-(tells ? kVerdict : kVerdict * 0)).passed()) {
+      const auto grace = tells ? kVerdict : std::chrono::milliseconds(0);
+      if (first.deadline.earlier(-grace).passed()) {
         int peer = -1;
         for (const Awaited& a : first.awaited) {
           if (peer < 0 && !reached(*a.word, a.value)) peer = a.peer;
@@ -71,9 +73,10 @@ void Watch::run() {
   }
 }
 
-// Operations end in order.
+// Operations end in order. One whose kernel gave up waiting ends too: throws why.
 void Watch::sweep() {
   while (!pending_.empty() && pending_.front()->end->query()) {
+    engine_.check_packets();
     pending_.front()->keep.reset();
     pending_.front()->over = true;
     pending_.pop_front();

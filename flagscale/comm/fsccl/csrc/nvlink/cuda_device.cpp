@@ -114,18 +114,28 @@ class CudaDevice : public Device {
   char* open(const std::string& text) override {
     const Shared shared = parse(text);
     if (shared.process == this_process()) return reinterpret_cast<char*>(shared.base);
-    static std::mutex mutex;
-    static auto* const opened = new std::map<std::pair<void*, std::string>, char*>;
-    std::lock_guard<std::mutex> hold(mutex);
-    char*& at = (*opened)[{context_, text}];
-    if (at == nullptr) {
+    std::lock_guard<std::mutex> hold(opened_mutex());
+    Opened& it = opened()[{context_, text}];
+    if (it.at == nullptr) {
       const Current here(context_);
       cuda::DevicePointer mapped = 0;
       check(driver().ipc_open(&mapped, shared.handle, cuda::kIpcLazyPeerAccess),
             "mapping a peer's memory");
-      at = reinterpret_cast<char*>(mapped);
+      it.at = reinterpret_cast<char*>(mapped);
     }
-    return at;
+    ++it.users;
+    return it.at;
+  }
+
+  void close(const std::string& text) override {
+    if (own(text)) return;
+    std::lock_guard<std::mutex> hold(opened_mutex());
+    const auto found = opened().find({context_, text});
+    if (found == opened().end() || --found->second.users > 0) return;
+    const Current here(context_);
+    const cuda::DevicePointer mapped = pointer(found->second.at);
+    opened().erase(found);
+    check(driver().ipc_close(mapped), "giving back a peer's memory");
   }
 
   u32* host_words(u32 count) override {
@@ -183,6 +193,20 @@ class CudaDevice : public Device {
     void* const wanted_;
     void* before_ = nullptr;
   };
+
+  // Of all devices of the process. Never destroyed: kernels may still run when it ends.
+  struct Opened {
+    char* at = nullptr;
+    int users = 0;
+  };
+  static std::map<std::pair<void*, std::string>, Opened>& opened() {
+    static auto* const it = new std::map<std::pair<void*, std::string>, Opened>;
+    return *it;
+  }
+  static std::mutex& opened_mutex() {
+    static auto* const it = new std::mutex;
+    return *it;
+  }
 
   std::mutex ordering_;
   cuda::Uuid uuid_{};

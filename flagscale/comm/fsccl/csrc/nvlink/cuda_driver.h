@@ -38,6 +38,7 @@ constexpr int kCaptureNone = 0;
   X(host_allocate, "cuMemHostAlloc", (void**, size_t, unsigned))                                   \
   X(ipc_get, "cuIpcGetMemHandle", (IpcHandle*, DevicePointer))                                     \
   X(ipc_open, "cuIpcOpenMemHandle_v2", (DevicePointer*, IpcHandle, unsigned))                      \
+  X(ipc_close, "cuIpcCloseMemHandle", (DevicePointer))                                             \
   X(module_load, "cuModuleLoadData", (void**, const void*))                                        \
   X(module_function, "cuModuleGetFunction", (void**, void*, const char*))                          \
   X(function_load, "cuFuncLoad", (void*))                                                          \

@@ -26,6 +26,8 @@ class Device {
   // A name of the allocation around `at` for other processes of this host, and where `at` is in it.
   virtual std::string share(const char* at, u64* offset) = 0;
   virtual char* open(const std::string& shared) = 0;
+  // As often as it was opened; it ends with the last, and only then may its owner free it.
+  virtual void close(const std::string& shared) = 0;
   // Whether it is memory of this very process.
   virtual bool own(const std::string& shared) = 0;
   // Words of host memory, zeroed, that kernels can read and write under the same address.

@@ -68,7 +68,7 @@ struct Card {
 struct Installed {
   std::mutex mutex;
   std::map<int, std::unique_ptr<Engine>> all;
-  std::function<void(int)> on_demand;
+  std::shared_ptr<const std::function<void(int)>> on_demand;
 };
 
 // Never destroyed: kernels may still run when the process ends.
@@ -100,19 +100,23 @@ void Engine::install(int device, std::unique_ptr<Engine> engine) {
   installed_engines().all.emplace(device, std::move(engine));  // the first one stays
 }
 
+// The function may be Python's: it is copied, called and destroyed without the mutex, for whoever
+// holds the interpreter's lock may be waiting for that.
 Engine* Engine::of(int device) {
-  std::function<void(int)> install;
+  if (Engine* const there = installed(device)) return there;
+  std::shared_ptr<const std::function<void(int)>> install;
   {
     std::lock_guard<std::mutex> hold(installed_engines().mutex);
     install = installed_engines().on_demand;
   }
-  if (installed(device) == nullptr && install) install(device);
+  if (install) (*install)(device);
   return installed(device);
 }
 
 void Engine::on_demand(std::function<void(int)> install) {
+  auto fresh = std::make_shared<const std::function<void(int)>>(std::move(install));
   std::lock_guard<std::mutex> hold(installed_engines().mutex);
-  installed_engines().on_demand = std::move(install);
+  installed_engines().on_demand.swap(fresh);
 }
 
 char* Engine::take_arena() {
@@ -251,15 +255,20 @@ void Communicator::connect_memory(const void* at, u64 bytes,
   if (cards.size() != static_cast<size_t>(size_)) {
     fail(Fault::kUsage, -1, "connect_memory() takes the cards of all ranks");
   }
-  Registered memory{static_cast<const char*>(at), bytes, {}};
+  Registered memory{static_cast<const char*>(at), bytes, {}, {}};
   for (int p = 0; p < size_; ++p) {
     const auto parts = unpack(cards[static_cast<size_t>(p)], 3, p);
     if (number(parts[2], p) != bytes) {
       fail(Fault::kMismatch, p, "rank " + std::to_string(p) + " registers " + parts[2] +
                                     " bytes, this rank " + std::to_string(bytes));
     }
-    memory.peer[p] = p == rank_ ? const_cast<char*>(memory.begin)
-                                : engine_.device_->open(parts[0]) + number(parts[1], p);
+    if (p == rank_) {
+      memory.peer[p] = const_cast<char*>(memory.begin);
+      continue;
+    }
+    const u64 offset = number(parts[1], p);
+    memory.peer[p] = engine_.device_->open(parts[0]) + offset;
+    memory.opened.push_back(parts[0]);
   }
   std::lock_guard<std::mutex> hold(mutex_);
   memory_.push_back(memory);
@@ -267,8 +276,14 @@ void Communicator::connect_memory(const void* at, u64 bytes,
 
 void Communicator::forget_memory(const void* at) {
   std::lock_guard<std::mutex> hold(mutex_);
-  const auto same = [at](const Registered& m) { return m.begin == at; };
-  memory_.erase(std::remove_if(memory_.begin(), memory_.end(), same), memory_.end());
+  for (auto m = memory_.begin(); m != memory_.end();) {
+    if (m->begin != at) {
+      ++m;
+      continue;
+    }
+    for (const std::string& shared : m->opened) engine_.device_->close(shared);
+    m = memory_.erase(m);
+  }
 }
 
 // The registered memory that peers would read or write for this call.

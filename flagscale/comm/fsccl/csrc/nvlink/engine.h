@@ -107,10 +107,10 @@ class Communicator {
 
   // Registers memory, which is then read and written by peers directly: connect again, with the
   // cards of memory. All ranks register in one order, and later call with memory at one offset in
-  // it. It must stay allocated as long as the communicator, and begin at a multiple of 16.
+  // it. It must stay allocated until every rank has forgotten it, and begin at a multiple of 16.
   std::string memory_card(const void* at, u64 bytes) const;
   void connect_memory(const void* at, u64 bytes, const std::vector<std::string>& cards);
-  // Before it is freed, or used otherwise on any rank.
+  // Once what was put on streams with it is over.
   void forget_memory(const void* at);
 
   // Puts the operation on the stream, or says that another library should do it: all ranks get the
@@ -136,6 +136,7 @@ class Communicator {
     const char* begin;
     u64 bytes;
     char* peer[kMaxRanks];
+    std::vector<std::string> opened;  // as peers share it
   };
 
   const Launch& prepare(const Call& call, bool registered, const Shape* forced);

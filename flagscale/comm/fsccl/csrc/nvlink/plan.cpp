@@ -111,7 +111,8 @@ Table Table::parse(const std::string& text) {
   Table table;
   for (const std::string& line : split(text, '\n')) {
     if (line.empty()) continue;
-    const std::vector<std::string> words = split(line, ' ');
+    std::vector<std::string> words = split(line, ' ');
+    words.erase(std::remove(words.begin(), words.end(), ""), words.end());
     Row row{};
     Collective c{};
     const bool registered = words.size() > 1 && words[1] == "registered";
@@ -137,8 +138,8 @@ Table Table::parse(const std::string& text) {
 }
 
 Table Table::guess(int ranks) {
-  // Measured on two H200: docs/results/fsccl-nvlink-2xh200.json. all_to_all moves half of what
-  // all_gather does, and broadcast was not measured.
+  // Measured on two H200: docs/results/fsccl-nvlink-2xh200.json. all_to_all, which crosses as
+  // all_gather does, and broadcast were not measured.
   if (ranks <= 2) {
     return parse(
         "all_reduce ordinary 524288 flagged 0 0\n"

@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -105,8 +106,9 @@ class TorchBackend : public c10d::Backend {
   std::string path_of(const at::Tensor& t);
   // Lets peers read and write this memory directly (nvlink/engine.h). All ranks call it, with
   // memory that they have allocated alike, and later with tensors at the same places in it.
-  void register_memory(const NvlinkPath::Memory& pieces);
-  void deregister_memory(const NvlinkPath::Memory& pieces);
+  void register_memory(const std::string& name, Regions regions);
+  // Before it is freed.
+  void deregister_memory(const std::string& name);
   // What the last operation took, in words.
   std::string last_algorithm() const { return group_->last_algorithm(); }
 
@@ -168,6 +170,7 @@ class TorchBackend : public c10d::Backend {
   std::optional<Kinds> kinds_;
   std::optional<NativePtr> whole_;  // null: the native library joins only some
   std::optional<std::unique_ptr<NvlinkPath>> nvlink_;  // null: some rank cannot
+  std::map<std::string, Regions> registered_;  // by pool
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Watch> watch_;  // of a device's operations
 };

@@ -74,8 +74,8 @@ TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
 
 // Everyone's words, by the core.
 std::vector<std::string> TorchBackend::exchange_words(const std::string& own) {
-  constexpr size_t kMost = 32 << 10;
-  std::string mine = own.substr(0, kMost - sizeof(uint32_t));
+  constexpr size_t kMost = Registration::kMostWords + sizeof(uint32_t);
+  std::string mine = own.substr(0, Registration::kMostWords);
   const auto all = std::make_shared<std::vector<std::string>>(static_cast<size_t>(size_),
                                                               std::string(kMost, '\0'));
   const auto size = static_cast<uint32_t>(mine.size());
@@ -107,17 +107,29 @@ NvlinkPath& TorchBackend::path_of_registered(const char* what) {
   return *path;
 }
 
-void TorchBackend::register_memory(const NvlinkPath::Memory& pieces) {
+void TorchBackend::register_memory(const std::string& name, Regions regions) {
   NvlinkPath& path = path_of_registered("register_mem_pool");
+  TORCH_CHECK_VALUE(registered_.count(name) == 0, "fsccl: this pool is registered already");
   try {
-    path.add_memory(pieces, [this](const std::string& own) { return exchange_words(own); });
+    path.registration([this](const std::string& own) { return exchange_words(own); }).add(regions);
+    registered_[name] = std::move(regions);
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }
 }
 
-void TorchBackend::deregister_memory(const NvlinkPath::Memory& pieces) {
-  path_of_registered("deregister_mem_pool").forget_memory(pieces);
+void TorchBackend::deregister_memory(const std::string& name) {
+  NvlinkPath& path = path_of_registered("deregister_mem_pool");
+  const auto found = registered_.find(name);
+  TORCH_CHECK_VALUE(found != registered_.end(), "fsccl: this pool is not registered");
+  try {
+    wait_for_device();
+    path.registration([this](const std::string& own) { return exchange_words(own); })
+        .forget(found->second);
+    registered_.erase(found);
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
 }
 
 // The first collective that could take this way connects it: all ranks come here with it.
@@ -284,7 +296,8 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::message_inside(c10d::OpType t
 }
 
 void TorchBackend::wait_for_device() {
-  if (on_host(home_.native)) return;
+  // A program that has given this group no tensor of a device may not even have a context there.
+  if (on_host(home_.native) || !(engine_ || (whole_ && *whole_))) return;
   const c10::impl::VirtualGuardImpl guard(c10::Device(home_.native.device).type());
   guard.synchronizeStream(guard.getStream(guard.getDevice()));
 }
@@ -300,6 +313,7 @@ void TorchBackend::stop_devices() {
   const bool device = watch_ != nullptr;
   if (device && !group_->failure() && !watch_->drain(std::chrono::seconds(5))) {
     group_->abort("the program ended with operations under way");
+    abort_devices();
   }
   watch_.reset();
   if (engine_) engine_->shutdown();

@@ -16,15 +16,22 @@ void bind(py::module_& parent);
 
 namespace {
 
-// What a torch.cuda.MemPool holds.
-fsccl::NvlinkPath::Memory segments_of(const py::object& pool) {
-  fsccl::NvlinkPath::Memory out;
+// What a torch.cuda.MemPool holds: a region a segment, told apart by the sizes of its blocks.
+fsccl::Regions segments_of(const py::object& pool) {
+  fsccl::Regions out;
   for (const py::handle& segment : pool.attr("snapshot")()) {
-    out.emplace_back(reinterpret_cast<const void*>(segment["address"].cast<uintptr_t>()),
-                     segment["total_size"].cast<size_t>());
+    fsccl::Region region{"", reinterpret_cast<const void*>(segment["address"].cast<uintptr_t>()),
+                       segment["total_size"].cast<size_t>()};
+    for (const py::handle& block : segment["blocks"]) {
+      region.layout += (region.layout.empty() ? "" : "+") +
+                      std::to_string(block["size"].cast<size_t>());
+    }
+    out.push_back(std::move(region));
   }
   return out;
 }
+
+std::string name_of(const py::object& pool) { return py::str(pool.attr("id")); }
 
 }  // namespace
 
@@ -77,16 +84,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              TORCH_CHECK_NOT_IMPLEMENTED(
                  symm, "fsccl: register_mem_pool: ranks reach registered memory where it lies on "
                        "this rank; with symm=True you say that all have allocated alike");
-             const auto memory = segments_of(pool);
+             auto memory = segments_of(pool);
+             const std::string name = name_of(pool);
              const py::gil_scoped_release released;
-             b.register_memory(memory);
+             b.register_memory(name, std::move(memory));
            },
            py::arg("pool"), py::arg("symm") = false)
       .def("deregister_mem_pool",
            [](TorchBackend& b, const py::object& pool) {
-             const auto memory = segments_of(pool);
+             const std::string name = name_of(pool);
              const py::gil_scoped_release released;
-             b.deregister_memory(memory);
+             b.deregister_memory(name);
            },
            py::arg("pool"))
       // Of ordinary memory: pass it to torch.cuda.MemPool.

@@ -12,10 +12,10 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "../nvlink/engine.h"
+#include "registration.h"
 #include "work.h"
 
 namespace fsccl {
@@ -81,9 +81,7 @@ class NvlinkWork : public c10d::Work {
 
 class NvlinkPath {
  public:
-  using Memory = std::vector<std::pair<const void*, size_t>>;  // where, and how many bytes
-  // Takes this rank's words and gives those of all ranks.
-  using Exchange = std::function<std::vector<std::string>(const std::string&)>;
+  using Exchange = Registration::Exchange;
 
   // Every rank calls it. Null, on all of them, if any cannot; `why` then says why, if it knows.
   static std::unique_ptr<NvlinkPath> connect(int device, int rank, int size,
@@ -142,35 +140,8 @@ class NvlinkPath {
                                            std::vector<at::Tensor>{out}, stream, group_);
   }
 
-  // Every rank calls it with as many pieces, in one order; throws on all of them if any cannot.
-  void add_memory(const Memory& pieces, const Exchange& exchange) {
-    std::string cards, trouble;
-    try {
-      for (const auto& [at, bytes] : pieces) {
-        const std::string card = group_->memory_card(at, bytes);
-        const auto size = static_cast<uint32_t>(card.size());
-        cards.append(reinterpret_cast<const char*>(&size), sizeof size).append(card);
-      }
-    } catch (const std::exception& e) {
-      trouble = e.what();
-    }
-    for (const std::string& other : exchange(trouble)) {
-      if (!other.empty()) throw Error(Fault::kSystem, -1, other);
-    }
-    const std::vector<std::string> all = exchange(cards);
-    std::vector<size_t> read(all.size(), 0);
-    for (const auto& [at, bytes] : pieces) {
-      std::vector<std::string> of_piece;
-      for (size_t r = 0; r < all.size(); ++r) of_piece.push_back(next_card(all[r], &read[r]));
-      group_->connect_memory(at, bytes, of_piece);
-    }
-    for (size_t r = 0; r < all.size(); ++r) {
-      if (read[r] != all[r].size()) differs(static_cast<int>(r));
-    }
-  }
-
-  void forget_memory(const Memory& pieces) {
-    for (const auto& [at, bytes] : pieces) group_->forget_memory(at);
+  Registration registration(Exchange exchange) {
+    return Registration(*group_, std::move(exchange));
   }
 
   const char* last_algorithm() const {
@@ -186,20 +157,6 @@ class NvlinkPath {
   static constexpr size_t kWorthAStream = 1 << 20;
 
   NvlinkPath() = default;
-
-  [[noreturn]] static void differs(int rank) {
-    throw Error(Fault::kMismatch, rank,
-                "rank " + std::to_string(rank) + " registers other memory than this rank: all "
-                "ranks must allocate alike");
-  }
-
-  static std::string next_card(const std::string& cards, size_t* at) {
-    uint32_t size = 0;
-    if (*at + sizeof size > cards.size()) return "";
-    memcpy(&size, cards.data() + *at, sizeof size);
-    *at += sizeof size + size;
-    return cards.substr(*at - size, size);
-  }
 
   const c10::Stream& side(const c10::Stream& user) {
     if (!side_) {
