@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def draw(curves: Sequence[Curve], kind: str, limits: Mapping[str, float] | None 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    figure = _figure()
+    figure = new_figure(12, 4.5)
     latency, bandwidth = figure.subplots(1, 2)
     for curve in curves:
         sizes = [max(point.size, 1) for point in curve.points]
@@ -40,19 +40,21 @@ def draw(curves: Sequence[Curve], kind: str, limits: Mapping[str, float] | None 
         bandwidth.plot(sizes, [point.busbw for point in curve.points], **style)
     for line, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False):
         bandwidth.axhline(value, color="gray", linestyle=line, label=f"{name}, {value:.4g} GB/s")
-    _axes(latency, "time", "microseconds", curves)
-    _axes(bandwidth, "bus bandwidth", "1e9 bytes a second", curves)
+    measured = [point.size for curve in curves for point in curve.points]
+    over_sizes(latency, "time", "microseconds", measured)
+    over_sizes(bandwidth, "bus bandwidth", "1e9 bytes a second", measured)
     latency.set_yscale("log")
     if curves:
         bandwidth.legend(fontsize="small")
-    image = io.BytesIO()
-    # Without a date, so that equal results are equal files.
-    metadata = {"Date": None} if kind == "svg" else None
-    figure.savefig(image, format=kind, metadata=metadata, dpi=120)
-    return image.getvalue()
+    return image_of(figure, kind)
 
 
-def _figure() -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -63,16 +65,25 @@ def _figure() -> Any:
         ) from error
     # Text as text: an SVG that can be searched. Ids that do not change from run to run.
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "flagscale"})
-    return Figure(figsize=(12, 4.5), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def _axes(axes: Any, title: str, unit: str, curves: Sequence[Curve]) -> None:
+def image_of(figure: Any, kind: str) -> bytes:
+    """The figure as an ``svg`` or ``png`` image; equal figures are equal bytes."""
+    image = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(image, format=kind, metadata=metadata, dpi=120)
+    return image.getvalue()
+
+
+def over_sizes(axes: Any, title: str, unit: str, measured: Iterable[int]) -> None:
+    """Label axes, of which the horizontal one is the size in bytes."""
     axes.set_title(title)
     axes.set_xlabel("size")
     axes.set_ylabel(unit)
     axes.set_xscale("log", base=2)
     axes.grid(visible=True, which="major", alpha=0.3)
-    sizes = sorted({point.size for curve in curves for point in curve.points if point.size})
+    sizes = sorted({size for size in measured if size})
     shown = sizes[:: max(1, len(sizes) // 8)]
     axes.set_xticks(shown, [format_size(size) for size in shown])
     axes.minorticks_off()

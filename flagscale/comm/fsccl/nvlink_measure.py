@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -182,18 +182,3 @@ def making_groups(world: World, count: int) -> dict[str, float]:
         "seconds": world.slowest(seconds),
         "MiB a GPU": world.slowest(taken / (1 << 20)),
     }
-
-
-def best(timings: Iterable[Timing], memory: str) -> dict[tuple[str, int], tuple[Timing, Timing]]:
-    """By collective and size: the fastest shape of ours, and the other library."""
-    found: dict[tuple[str, int], tuple[Timing, Timing]] = {}
-    cases: dict[tuple[str, int], list[Timing]] = {}
-    for timing in timings:
-        if timing.memory == memory:
-            cases.setdefault((timing.collective, timing.size), []).append(timing)
-    for case, of_case in cases.items():
-        ours = [t for t in of_case if t.algorithm != "other"]
-        others = [t for t in of_case if t.algorithm == "other"]
-        if ours and others:
-            found[case] = min(ours, key=lambda t: t.microseconds), others[0]
-    return found

@@ -65,6 +65,21 @@ def choose(timings: Iterable[Timing]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def best(timings: Iterable[Timing], memory: str) -> dict[tuple[str, int], tuple[Timing, Timing]]:
+    """By collective and size: the fastest shape of ours, and the other library."""
+    found: dict[tuple[str, int], tuple[Timing, Timing]] = {}
+    cases: dict[tuple[str, int], list[Timing]] = {}
+    for timing in timings:
+        if timing.memory == memory:
+            cases.setdefault((timing.collective, timing.size), []).append(timing)
+    for case, of_case in cases.items():
+        ours = [t for t in of_case if t.algorithm != _OTHER]
+        others = [t for t in of_case if t.algorithm == _OTHER]
+        if ours and others:
+            found[case] = min(ours, key=lambda t: t.microseconds), others[0]
+    return found
+
+
 def table_file(device: str) -> Path:
     """Where the tables of this kind of GPU are kept."""
     if given := os.environ.get(VARIABLE):
