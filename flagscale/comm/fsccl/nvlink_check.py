@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from flagscale.comm.fsccl import nvlink_cases as checks
-from flagscale.comm.fsccl import nvlink_plot
 from flagscale.comm.fsccl.build import load_extension
 from flagscale.comm.fsccl.nvlink_measure import MEASURED, SIZES, Measurement, making_groups
 from flagscale.comm.fsccl.nvlink_world import Group, World
@@ -49,7 +48,6 @@ class Plan:
     port: int
     json: Path | None
     store: bool
-    plot: Path | None
 
 
 def _say(world: World, text: str) -> None:
@@ -163,8 +161,6 @@ def _process(index: int, plan: Plan) -> None:
     if right and plan.measure and not plan.one_gpu:
         _measure(world, plan, report, keep)
         keep()
-        if plan.plot and 0 in world.local:
-            nvlink_plot.write(report, plan.plot)
     if right and plan.store and "table" in report and 0 in world.local:
         kept = store(name, plan.ranks, report["table"], _versions(world))
         print(f"kept the table in {kept}", flush=True)
@@ -189,7 +185,6 @@ def _parse(argv: Sequence[str] | None, prog: str) -> Plan:
     parser.add_argument("--no-measure", action="store_true", help="only check")
     parser.add_argument("--largest", type=int, default=256, metavar="MIB", help="largest message")
     parser.add_argument("--json", type=Path, help="where to write everything that was found")
-    parser.add_argument("--plot", type=Path, help="where to draw the times, .svg or .png")
     parser.add_argument("--store", action="store_true", help="keep the table for later runs")
     given = parser.parse_args(argv)
     there = torch.cuda.device_count()
@@ -211,7 +206,6 @@ def _parse(argv: Sequence[str] | None, prog: str) -> Plan:
         port=_free_port(),
         json=given.json.absolute() if given.json else None,
         store=given.store,
-        plot=given.plot.absolute() if given.plot else None,
     )
 
 

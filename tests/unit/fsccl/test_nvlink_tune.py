@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flagscale.comm.fsccl import nvlink_plot, tune
+from flagscale.comm.fsccl import tune
 from flagscale.comm.fsccl.tune import Timing, choose, store, stored_tables, table_file
 from flagscale.errors import ConfigError
 
@@ -95,37 +93,3 @@ def test_what_was_kept_is_readable_json(config: Path) -> None:
     content = json.loads(path.read_text())
     assert content["tables"]["2"] == ["all_reduce ordinary 8 flagged 8 256"]
     assert content["measured"] == {"date": "2026-01-01"}
-
-
-def report(timings: list[Timing]) -> dict[str, Any]:
-    rows = [asdict(t) for t in timings]
-    return {"gpu": GPU, "ranks": 2, "nccl": "2.28.9", "timings": rows}
-
-
-def test_a_report_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    measured = [
-        timing(size, algorithm, us, memory)
-        for memory in ("ordinary", "registered")
-        for size in (1024, 4096)
-        for algorithm, us in (("other", 20.0), ("flagged", 4.0), ("staged", 6.0))
-    ]
-    (tmp_path / "report.json").write_text(json.dumps(report(measured)))
-    assert nvlink_plot.main([str(tmp_path / "report.json"), str(tmp_path / "a.svg")]) == 0
-    drawn = (tmp_path / "a.svg").read_text()
-    for words in ("2 ranks, NVIDIA H200, NCCL 2.28.9", "all_reduce", "registered buffers", "NCCL"):
-        assert words in drawn
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "said"),
-    [
-        pytest.param("{}", "a.svg", "nothing was measured", id="nothing"),
-        pytest.param("{", "a.svg", "report.json: cannot be read", id="no-json"),
-        pytest.param("{}", "a.pdf", "ends in .svg or .png", id="ending"),
-    ],
-)
-def test_a_report_that_cannot_be_drawn(tmp_path: Path, text: str, name: str, said: str) -> None:
-    (tmp_path / "report.json").write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        nvlink_plot.main([str(tmp_path / "report.json"), str(tmp_path / name)])

@@ -1,7 +1,4 @@
-"""What ``nvlink_check`` has measured, as a figure: times of NCCL and of the engine over the size.
-
-``python -m flagscale.comm.fsccl.nvlink_plot REPORT.json FIGURE.svg`` draws a report again.
-"""
+"""What fsccl's ``nvlink_check`` has measured, as a figure."""
 
 from __future__ import annotations
 
@@ -11,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagscale.bench.collectives.plots import image_of, new_figure, over_sizes
 from flagscale.comm.fsccl.tune import Timing, best
 from flagscale.errors import ConfigError
+from flagscale.launch.door import guard
 
+_DESCRIPTION = "Draw the times of NCCL and of fsccl's NVLink engine over the size of messages."
 _LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers", "--"))
 
 
@@ -24,8 +24,6 @@ def write(report: Mapping[str, Any], path: Path) -> None:
         ConfigError: nothing was measured, the file has another ending, or matplotlib is missing.
         OSError: the file cannot be written.
     """
-    from flagscale.bench.collectives.plots import image_of, new_figure, over_sizes
-
     kind = path.suffix.lower().lstrip(".")
     if kind not in ("svg", "png"):
         raise ConfigError(f"{path}: expected a file that ends in .svg or .png")
@@ -55,26 +53,19 @@ def _is_nccl(timing: Timing) -> bool:
     return timing.algorithm == "other" and timing.memory == "ordinary"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw a report.
-
-    Returns:
-        0.
-
-    Raises:
-        ConfigError: the report cannot be read, or see :func:`write`.
-    """
-    parser = argparse.ArgumentParser(prog="nvlink_plot", description=__doc__)
-    parser.add_argument("report", type=Path, help="what nvlink_check --json wrote")
+def main(argv: Sequence[str] | None = None, *, prog: str = "nvlink_plot.py") -> int:
+    """Draw a report; the exit code."""
+    parser = argparse.ArgumentParser(prog=prog, description=_DESCRIPTION)
+    parser.add_argument("report", type=Path, help="what nvlink_check or comm tune wrote by --json")
     parser.add_argument("figure", type=Path, help="an .svg or .png")
     given = parser.parse_args(argv)
+    return guard(lambda: _draw(given.report, given.figure))
+
+
+def _draw(report: Path, figure: Path) -> int:
     try:
-        report = json.loads(given.report.read_text())
+        content = json.loads(report.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{given.report}: cannot be read: {error}") from error
-    write(report, given.figure)
+        raise ConfigError(f"{report}: cannot be read: {error}") from error
+    write(content, figure)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
