@@ -104,7 +104,7 @@ class Member:
                 self._watch.look()
                 self._report_early()
         if self._call is not None and (
-            self._call.complete() or now - self._called_at > _STACK_SECONDS
+            self._call.complete(now) or now - self._called_at > _STACK_SECONDS
         ):
             places = [place.to_record() for place in self._call.places()]
             self._say("stacks", ranks=places)

@@ -17,6 +17,7 @@ from flagscale.status import BUSY, Event, read_events, read_place, status_files
 
 STACK_SIGNAL = signal.SIGUSR2
 """What makes the training program write its stacks to stderr."""
+_SETTLED_SECONDS = 0.5
 _MOVING = frozenset({"joined", "ready", "progress", "evaluation", "checkpoint", "finished"})
 
 
@@ -101,6 +102,8 @@ class StackCall:
         self._logs = {rank: rank_log(host, rank) for rank in self._ranks}
         self._starts = {rank: _size(log) for rank, log in self._logs.items()}
         self._asked: set[int] = set()
+        self._seen: dict[int, str] = {}
+        self._changed = 0.0  # when what they have written was last seen to change
         for rank, process in self._ranks.items():
             # To a process without a handler the signal would be the end.
             if not self._stopped[rank] and kernel.catches(process.pid, STACK_SIGNAL):
@@ -111,8 +114,18 @@ class StackCall:
         texts = {rank: self._stack(rank) for rank in self._asked}
         return {rank: text for rank, text in texts.items() if text}
 
-    def complete(self) -> bool:
-        return len(self.answers()) == len(self._asked)
+    def complete(self, now: float) -> bool:
+        """Whether all have answered, and have written no more for a moment.
+
+        A rank writes its stacks word by word, and may be held up between two of them.
+
+        Args:
+            now: of ``time.monotonic()``; to be asked again and again.
+        """
+        answers = self.answers()
+        if answers != self._seen:
+            self._seen, self._changed = answers, now
+        return len(answers) == len(self._asked) and now - self._changed >= _SETTLED_SECONDS
 
     def places(self) -> list[Place]:
         """Where every rank of the host stands."""

@@ -80,7 +80,7 @@ def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
         until(lambda: kernel.is_stopped(ranks[2].pid))
         found = {r: processes.identify(p.pid) for r, p in ranks.items()}
         call = StackCall(view, RankWatch(tmp_path), {r: p for r, p in found.items() if p})
-        until(call.complete)
+        until(lambda: call.complete(time.monotonic()))
         first, second, third = call.places()
         assert "in wait_for_it" in first.stack
         assert (first.answered, second.answered, third.answered) == (True, True, False)
@@ -90,6 +90,35 @@ def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
         for process in ranks.values():
             process.kill()
             process.wait()
+
+
+def test_a_stack_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
+    log = tmp_path / "ranks/x/attempt_0/0/stderr.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    handler = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: None); time.sleep(600)"
+    rank = subprocess.Popen([sys.executable, "-c", handler])
+    try:
+        until(lambda: kernel.catches(rank.pid, signal.SIGUSR2))
+        found = processes.identify(rank.pid)
+        assert found is not None
+        view = HostView("h", 0, 1, tmp_path, tmp_path / "out")
+        call = StackCall(view, RankWatch(tmp_path), {0: found})
+        looks = []
+        with log.open("a") as file:
+            # By turns: a part is written, and someone looks twice.
+            for number, part in enumerate(
+                ("Current thread 0x1 (", "most recent call", " first):\n")
+            ):
+                file.write(part)
+                file.flush()
+                looks += [call.complete(10.0 * number + 1), call.complete(10.0 * number + 1.2)]
+        assert looks == [False] * 6
+        assert call.complete(30.0)
+        assert call.answers() == {0: "Current thread 0x1 (most recent call first):"}
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def test_the_latest_attempt_is_found(tmp_path: Path) -> None:
