@@ -5,6 +5,7 @@ Off unless ``FSCCL_NVLINK=1``. docs/fsccl.md has its state; csrc/nvlink its prot
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,10 +51,11 @@ def wanted() -> bool:
     return value == "1"
 
 
+@functools.cache
 def prepare() -> None:
     """Have the engine installed for the GPU of a group's first tensor, which is known only then.
     What can be wrong shows now, and its kernels are compiled now, and not while others wait for
-    this rank. Idempotent.
+    this rank. Once: every group asks for it.
 
     Raises:
         ConfigError: a variable has an unfit value, or the stored tables are not fit.

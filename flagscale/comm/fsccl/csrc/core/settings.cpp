@@ -18,7 +18,8 @@ std::string variable(const char* name) {
 }
 
 template <class T>
-void read_variable(const char* name, long long least, long long most, const char* expected, T* out) {
+void read_variable(const char* name, long long least, long long most, const char* expected,
+                   T* out) {
   const std::string text = variable(name);
   if (text.empty()) return;
   long long value = 0;

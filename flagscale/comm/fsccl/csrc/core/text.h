@@ -1,6 +1,6 @@
-// Reading text without the standard library's streams: seen with torch's CUDA wheel on Ubuntu 24.04,
-// they read nothing in a process that had loaded torch, as if their locale belonged to another copy
-// of the C++ runtime.
+// Reading text without the standard library's streams: with torch's CUDA wheel on Ubuntu 24.04 they
+// were seen to read nothing in a process that had loaded torch, as if their locale belonged to
+// another copy of the C++ runtime.
 #pragma once
 
 #include <fcntl.h>
@@ -28,8 +28,8 @@ inline std::vector<std::string> split(const std::string& text, char separator) {
 template <class T>
 bool read_number(const std::string& text, T* out) {
   const char* const end = text.data() + text.size();
-  const auto read = std::from_chars(text.data() + std::min(text.find_first_not_of(' '), text.size()),
-                                    end, *out);
+  const size_t blanks = std::min(text.find_first_not_of(' '), text.size());
+  const auto read = std::from_chars(text.data() + blanks, end, *out);
   return read.ec == std::errc() && read.ptr == end;
 }
 

@@ -47,8 +47,8 @@ class Packets {
 
   std::vector<char*> arenas(int ranks, const Tracks& tracks) const {
     std::vector<char*> out;
-    for (int p = 0; p < ranks; ++p) {
-      out.push_back(tracks.seen_by_device(segment_.data() + static_cast<size_t>(p) * arena_bytes()));
+    for (size_t p = 0; p < static_cast<size_t>(ranks); ++p) {
+      out.push_back(tracks.seen_by_device(segment_.data() + p * arena_bytes()));
     }
     return out;
   }

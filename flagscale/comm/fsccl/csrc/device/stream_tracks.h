@@ -32,7 +32,6 @@ class StreamTracks : public Tracks {
   void await(Track t, Word& word, uint32_t value, int peer) override;
   std::shared_ptr<void> adopt(std::byte* memory, size_t bytes) override;
   char* seen_by_device(std::byte* at) const override;
-  void* handle(Track t) const;  // as the driver calls a stream
 
   // What streams have been told to await since the last call.
   std::vector<Awaited> take_awaited();
@@ -47,6 +46,7 @@ class StreamTracks : public Tracks {
     uint64_t address;
   };
 
+  void* handle(Track t) const;
   uint64_t address_of(const std::byte* at) const;
 
   at::Device device_;

@@ -161,33 +161,32 @@ Function Engine::function(const std::string& name) {
 
 // ---------------------------------------------------------------- Communicator
 
-Communicator::Communicator(Engine& engine, int rank, int size, u64 timeout_ns)
+char* Communicator::arena_for(Engine& engine, int size) {
+  if (size >= 2 && size <= kMaxRanks) return engine.take_arena();
+  fail(Fault::kUsage, -1, "groups have 2 to 8 ranks, found " + std::to_string(size));
+}
+
+Communicator::Communicator(Engine& engine, int rank, int size, char* arena, bool lent,
+                           u64 timeout_ns)
     : engine_(engine),
       rank_(rank),
       size_(size),
-      lent_(false),
-      arena_(size >= 2 && size <= kMaxRanks ? engine.take_arena() : nullptr),
+      lent_(lent),
+      arena_(arena),
       words_(engine.take_words()) {
-  if (arena_ == nullptr) {
-    fail(Fault::kUsage, -1, "groups have 2 to 8 ranks, found " + std::to_string(size));
-  }
   template_.timeout_ns = timeout_ns;
   template_.stop = words_;
   template_.late = words_ + 1;
   template_.slot_bytes = static_cast<u32>(engine.options_.slot_bytes);
 }
 
+Communicator::Communicator(Engine& engine, int rank, int size, u64 timeout_ns)
+    : Communicator(engine, rank, size, arena_for(engine, size), false, timeout_ns) {}
+
 Communicator::Communicator(Engine& engine, int rank, u64 timeout_ns,
                            const std::vector<char*>& arenas, u32 channels)
-    : engine_(engine),
-      rank_(rank),
-      size_(static_cast<int>(arenas.size())),
-      lent_(true),
-      arena_(arenas[static_cast<size_t>(rank)]),
-      words_(engine.take_words()) {
-  template_.timeout_ns = timeout_ns;
-  template_.stop = words_;
-  template_.late = words_ + 1;
+    : Communicator(engine, rank, static_cast<int>(arenas.size()),
+                   arenas[static_cast<size_t>(rank)], true, timeout_ns) {
   for (int p = 0; p < size_; ++p) template_.arena[p] = arenas[static_cast<size_t>(p)];
   std::string rows;
   for (const char* collective : {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}) {

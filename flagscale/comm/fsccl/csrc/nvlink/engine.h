@@ -132,6 +132,9 @@ class Communicator {
     u32 blocks = 0, threads = 0;
     Algorithm algorithm = Algorithm::kOther;
   };
+  Communicator(Engine& engine, int rank, int size, char* arena, bool lent, u64 timeout_ns);
+  static char* arena_for(Engine& engine, int size);
+
   struct Registered {
     const char* begin;
     u64 bytes;
