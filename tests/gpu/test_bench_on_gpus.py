@@ -144,7 +144,7 @@ def test_gloo_moves_gpu_memory_but_for_messages(tmp_path: Path) -> None:
 def test_fsccl_on_registered_memory(tmp_path: Path) -> None:
     line = "allr,allg,redsct --backend fsccl -d bf16 -b 256K -e 4M -f 16 -n 5 -w 1 -R 2"
     for more in ("", "-I 4 --show-algorithm"):
-        rows = bench(tmp_path, f"{line} {more}", FSCCL_NVLINK="1")
+        rows = bench(tmp_path, f"{line} {more}")
         assert len(rows) == 6
     assert "NVLink, direct" in {row["algorithm"] for row in rows}
 

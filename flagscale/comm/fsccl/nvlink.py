@@ -1,6 +1,6 @@
 """The engine for GPUs that reach each other's memory: installing it, and calling it by itself.
 
-Off unless ``FSCCL_NVLINK=1``. docs/fsccl.md has its state; csrc/nvlink its protocol.
+docs/fsccl.md tells what it does and how fast; csrc/nvlink has its protocol.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from flagscale.errors import ConfigError
 
 VARIABLE = "FSCCL_NVLINK"
 SLOT_VARIABLE = "FSCCL_NVLINK_SLOT_BYTES"
+_CAPABILITY = (8, 0)  # bfloat16 in registers
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 
 DTYPES: dict[torch.dtype, str] = {
@@ -40,15 +41,23 @@ DTYPES: dict[torch.dtype, str] = {
 
 
 def wanted() -> bool:
-    """Whether the environment asks for the engine.
+    """Whether this rank's GPU takes part: ``FSCCL_NVLINK=0`` says no, and ``1`` insists.
 
     Raises:
-        ConfigError: ``FSCCL_NVLINK`` is neither 0 nor 1.
+        ConfigError: ``FSCCL_NVLINK`` is neither, or insists on a GPU that cannot.
     """
-    value = os.environ.get(VARIABLE, "0") or "0"
-    if value not in ("0", "1"):
+    value = os.environ.get(VARIABLE) or ""
+    if value not in ("", "0", "1"):
         raise ConfigError(f"{VARIABLE}={value}: expected 0 or 1")
-    return value == "1"
+    if value == "0":
+        return False
+    capability = torch.cuda.get_device_capability()
+    if value == "1" and capability < _CAPABILITY:
+        raise ConfigError(
+            f"{VARIABLE}=1: the engine needs a GPU of compute capability "
+            f"{'.'.join(map(str, _CAPABILITY))}, this one has {'.'.join(map(str, capability))}"
+        )
+    return capability >= _CAPABILITY
 
 
 @functools.cache
@@ -82,9 +91,9 @@ def install(device: int) -> None:
     engine = load_extension().nvlink
     if engine.installed(device):
         return
-    cubin = kernels(torch.cuda.get_device_capability(device))
+    cubins = kernels(torch.cuda.get_device_capability(device))
     tables = stored_tables(torch.cuda.get_device_name(device))
-    engine.install(device, cubin, tables, _slot_bytes())
+    engine.install(device, cubins, tables, _slot_bytes())
 
 
 def _slot_bytes() -> int:

@@ -1,6 +1,7 @@
 """Compiles the kernels of the NVLink engine for a kind of GPU, once for each state of the sources.
 
-NVRTC, which comes with torch's CUDA wheels, is enough; ``nvcc`` is used where it is missing.
+They are made in parts, side by side, for together they take a compiler a minute. NVRTC, which comes
+with torch's CUDA wheels, is enough; ``nvcc`` is used where it is missing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from filelock import FileLock
@@ -22,41 +24,72 @@ _SOURCES = Path(__file__).parent / "csrc" / "nvlink"
 _KERNELS = _SOURCES / "kernels.cu"
 # a*b+c rounded once could differ between two algorithms that must agree bit by bit.
 _FLAGS = ("--std=c++17", "--fmad=false")
+# What is compiled by itself, with the element's class: a reduction is made for each element.
+UNITS = {
+    "movers": "",
+    "u8": "Plain<u8>",
+    "i8": "Plain<signed char>",
+    "u16": "Plain<u16>",
+    "i16": "Plain<short>",
+    "u32": "Plain<u32>",
+    "i32": "Plain<int>",
+    "u64": "Plain<u64>",
+    "i64": "Plain<long long>",
+    "f16": "Float16",
+    "bf16": "BFloat16",
+    "f32": "Plain<float>",
+    "f64": "Plain<double>",
+}
 _LOCK_SECONDS = 900.0
 _COMPILE_SECONDS = 600.0
 _LOG_CHARACTERS = 4000
 
 
-def kernels(capability: tuple[int, int]) -> bytes:
-    """The machine code (a cubin) for a compute capability such as ``(9, 0)``.
+def kernels(capability: tuple[int, int]) -> list[bytes]:
+    """The machine code (cubins) for a compute capability such as ``(9, 0)``.
 
     Raises:
         BuildError: neither NVRTC nor nvcc is there, or the compilation failed.
     """
-    path = builds_directory() / f"nvlink-{_key()}-sm{capability[0]}{capability[1]}.cubin"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
-        if not path.exists():
-            code = _compile(f"sm_{capability[0]}{capability[1]}", path)
-            # Whole or not at all: whoever finds the file may load it.
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_bytes(code)
-            part.rename(path)
-    return path.read_bytes()
+    directory = builds_directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    architecture = f"sm_{capability[0]}{capability[1]}"
+    stem = directory / f"nvlink-{_key()}-{architecture}"
+    paths = {unit: Path(f"{stem}-{unit}.cubin") for unit in UNITS}
+    with FileLock(f"{stem}.lock", timeout=_LOCK_SECONDS):
+        missing = [unit for unit, path in paths.items() if not path.exists()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda unit: _make(unit, architecture, paths[unit]), missing))
+    return [path.read_bytes() for path in paths.values()]
+
+
+def _make(unit: str, architecture: str, path: Path) -> None:
+    code = _compile(unit, architecture, path)
+    # Whole or not at all: whoever finds the file may load it.
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(code)
+    part.rename(path)
 
 
 def _key() -> str:
-    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    digest = hashlib.sha256(repr((_FLAGS, UNITS)).encode())
     for path in sorted([_KERNELS, *_SOURCES.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(architecture: str, path: Path) -> bytes:
+def _options(unit: str, architecture: str) -> list[str]:
+    element = UNITS[unit]
+    defined = [f"-DFSCCL_SUFFIX={unit}", f"-DFSCCL_ELEMENT={element}"] if element else []
+    return [f"-arch={architecture}", f"-I{_SOURCES}", *_FLAGS, *defined]
+
+
+def _compile(unit: str, architecture: str, path: Path) -> bytes:
+    options = _options(unit, architecture)
     if nvrtc := _find_nvrtc():
-        return _with_nvrtc(nvrtc, architecture)
+        return _with_nvrtc(nvrtc, options)
     if nvcc := _find_nvcc():
-        return _with_nvcc(nvcc, architecture, path)
+        return _with_nvcc(nvcc, options, path)
     raise BuildError(
         "the NVLink engine compiles its kernels on first use, and there is neither NVRTC nor nvcc",
         hint="torch's CUDA wheels bring NVRTC; CUDA_HOME names a toolkit; FSCCL_NVLINK=0 does "
@@ -99,11 +132,9 @@ def _load_builtins() -> None:
             return
 
 
-def _with_nvrtc(nvrtc: ctypes.CDLL, architecture: str) -> bytes:
+def _with_nvrtc(nvrtc: ctypes.CDLL, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
     source = _KERNELS.read_bytes()
-    words = (f"--gpu-architecture={architecture}", f"--include-path={_SOURCES}", *_FLAGS)
-    options = [word.encode() for word in words]
     _check(
         nvrtc,
         nvrtc.nvrtcCreateProgram(
@@ -111,11 +142,11 @@ def _with_nvrtc(nvrtc: ctypes.CDLL, architecture: str) -> bytes:
         ),
     )
     try:
-        array = (ctypes.c_char_p * len(options))(*options)
+        array = (ctypes.c_char_p * len(options))(*(word.encode() for word in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), array) != 0:
             log = _read(nvrtc, program, "ProgramLog").decode(errors="replace").strip("\0")
             raise BuildError(
-                f"NVRTC cannot compile the NVLink kernels for {architecture}:\n"
+                f"NVRTC cannot compile the NVLink kernels ({' '.join(options)}):\n"
                 f"{log[:_LOG_CHARACTERS]}"
             )
         return _read(nvrtc, program, "CUBIN")
@@ -139,18 +170,15 @@ def _check(nvrtc: ctypes.CDLL, result: int) -> None:
     raise BuildError(f"NVRTC failed while it compiled the NVLink kernels: {text}")
 
 
-def _with_nvcc(nvcc: str, architecture: str, path: Path) -> bytes:
+def _with_nvcc(nvcc: str, options: list[str], path: Path) -> bytes:
     out = path.with_suffix(f".{os.getpid()}.nvcc")
-    command = [nvcc, "-cubin", f"-arch={architecture}", *_FLAGS, str(_KERNELS), "-o", str(out)]
+    command = [nvcc, "-cubin", *options, str(_KERNELS), "-o", str(out)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
         )
         if done.returncode != 0:
-            raise BuildError(
-                f"{nvcc} cannot compile the NVLink kernels for {architecture}:\n"
-                f"{done.stderr[:_LOG_CHARACTERS]}"
-            )
+            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[:_LOG_CHARACTERS]}")
         return out.read_bytes()
     finally:
         out.unlink(missing_ok=True)

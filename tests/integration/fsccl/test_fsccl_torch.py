@@ -61,7 +61,7 @@ def test_splitting_is_refused(four: Any) -> None:
 def test_memory_is_registered_for_gpus_alone(four: Any) -> None:
     for scattered, symmetric in four("registering"):
         assert "with symm=True you say that all have allocated alike" in scattered
-        assert "FSCCL_NVLINK=1" in symmetric
+        assert "GPUs of one host with NVLink between them" in symmetric
 
 
 def test_wrong_calls_say_what_is_wrong(four: Any) -> None:

@@ -87,12 +87,41 @@ def test_the_list_of_backends_says_why_cuda_is_off(
     assert said in str(fsccl.unavailable("cuda"))
 
 
-def test_a_gpu_makes_a_rank_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
     monkeypatch.delenv("FSCCL_NVLINK", raising=False)
-    assert native.of_this_rank().told() == ["cuda", "nvidia", "nccl 2.28.9", ""]
+
+
+@pytest.mark.parametrize(
+    ("capability", "switch", "library"),
+    [
+        ((9, 0), "", "nccl 2.28.9+nvlink"),
+        ((8, 0), "1", "nccl 2.28.9+nvlink"),
+        ((9, 0), "0", "nccl 2.28.9"),
+        ((7, 5), "", "nccl 2.28.9"),
+    ],
+)
+def test_the_nvlink_engine_needs_a_gpu_that_can(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], switch: str, library: str
+) -> None:
+    with_gpu(monkeypatch, capability)
+    monkeypatch.setenv("FSCCL_NVLINK", switch)
+    assert native.of_this_rank().library == library
+
+
+def test_an_engine_that_is_insisted_on_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch, (7, 5))
+    monkeypatch.setenv("FSCCL_NVLINK", "1")
+    with pytest.raises(ConfigError, match=r"FSCCL_NVLINK=1: .* 8\.0, this one has 7\.5"):
+        native.of_this_rank()
+
+
+def test_a_gpu_makes_a_rank_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch)
+    assert native.of_this_rank().told() == ["cuda", "nvidia", "nccl 2.28.9+nvlink", ""]
     monkeypatch.setenv("FSCCL_NATIVE", "gloo")
     with pytest.raises(ConfigError, match="FSCCL_NATIVE=gloo is for ranks on CPUs"):
         native.of_this_rank()

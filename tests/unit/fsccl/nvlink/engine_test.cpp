@@ -208,6 +208,22 @@ void processes_do_not_share_a_gpu() {
   });
 }
 
+void gpus_without_nvlink_are_refused() {
+  Meeting meeting(2);
+  std::vector<Log> logs(2);
+  each_rank(2, [&](int rank) {
+    auto device = std::make_unique<HostDevice>(&logs[rank]);
+    device->apart = rank == 0;
+    Engine engine(std::move(device), small());
+    Communicator c(engine, rank, 2, 0);
+    const auto cards = meeting.exchange(rank, c.card());
+    const std::string said = error_of([&] { c.connect(cards); });
+    EXPECT((said.find("rank 1's GPU and this rank's have no NVLink") != std::string::npos) ==
+           (rank == 0));
+    meeting.exchange(rank, "");
+  });
+}
+
 void who_does_not_come_is_named() {
   Meeting meeting(3);
   std::vector<Log> logs(3);
@@ -294,6 +310,7 @@ int main() {
   another_stream_is_ordered_after_the_last();
   ranks_that_differ_refuse_each_other();
   processes_do_not_share_a_gpu();
+  gpus_without_nvlink_are_refused();
   who_does_not_come_is_named();
   packets_cross_lent_memory();
   if (failures == 0) puts("ok");

@@ -53,6 +53,8 @@ class HostDevice : public Device {
     for (void* at : all_) free(at);
   }
   std::string identity() override { return "cpu"; }
+  bool linked(const std::string&) override { return !apart; }
+  bool apart = false;  // from all others
   bool own(const std::string&) override { return !stranger; }
   bool stranger = false;  // takes the others for processes of their own
   char* allocate(u64 bytes) override {

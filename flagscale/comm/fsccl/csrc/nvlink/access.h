@@ -82,22 +82,35 @@ FSCCL_FN void store(B& b, char* to, u64 bytes, u32 width, const Raw& raw) {
   store_slowly(b, to, static_cast<u32>(least(bytes, sizeof(Raw))), width, raw);
 }
 
-// Every stride-th vector from the first-th on.
+// As store(); `whole`, a constant, tells that it is an aligned vector. Only without the slow way in it
+// can a loop keep in registers all it has loaded.
+template <class B>
+FSCCL_FN void put(B& b, bool whole, char* to, u64 bytes, u32 width, const Vec& vec) {
+  if (whole) return b.store(to, vec);
+  store(b, to, bytes, width, vec);
+}
+
+// Every stride-th vector from the first-th on; first < stride.
 template <class B>
 FSCCL_FN void move(B& b, char* to, u32 to_width, const char* from, u32 from_width, u64 bytes,
                    u64 first, u64 stride) {
-  constexpr int kAtOnce = 4;  // loads in flight before the first store
+  constexpr int kAtOnce = 8;  // loads in flight before the first store
   constexpr u64 kVec = sizeof(Vec);
   u64 v = first;
   if (to_width == kVec && from_width == kVec) {
     const u64 whole = bytes / kVec;
-    for (; v + (kAtOnce - 1) * stride < whole; v += kAtOnce * stride) {
+    for (; v < whole; v += kAtOnce * stride) {
       Vec held[kAtOnce];
       FSCCL_UNROLL for (int i = 0; i < kAtOnce; ++i) {
-        held[i] = b.template load<Vec>(from + (v + i * stride) * kVec);
+        const u64 at = v + i * stride;
+        if (at < whole) held[i] = b.template load<Vec>(from + at * kVec);
       }
-      FSCCL_UNROLL for (int i = 0; i < kAtOnce; ++i) b.store(to + (v + i * stride) * kVec, held[i]);
+      FSCCL_UNROLL for (int i = 0; i < kAtOnce; ++i) {
+        const u64 at = v + i * stride;
+        if (at < whole) b.store(to + at * kVec, held[i]);
+      }
     }
+    v = whole % stride == first ? whole : bytes;  // the rest is one thread's
   }
   for (; v * kVec < bytes; v += stride) {
     const u64 left = bytes - v * kVec;

@@ -9,11 +9,13 @@
 #define FSCCL_FN __device__ __forceinline__
 #define FSCCL_SLOW __device__ __noinline__
 #define FSCCL_UNROLL _Pragma("unroll")
+#define FSCCL_NO_UNROLL _Pragma("unroll 1")
 #else
 #include <cstring>
 #define FSCCL_FN inline
 #define FSCCL_SLOW inline
 #define FSCCL_UNROLL
+#define FSCCL_NO_UNROLL
 #endif
 
 namespace fsccl {

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <vector>
 
 #include "../core/types.h"
 #include "cuda_driver.h"
@@ -65,19 +66,40 @@ cuda::DevicePointer pointer(const char* at) { return reinterpret_cast<cuda::Devi
 
 class CudaDevice : public Device {
  public:
-  CudaDevice(int number, const std::string& cubin) {
+  CudaDevice(int number, const std::vector<std::string>& cubins) {
     check(driver().init(0), "starting CUDA's driver");
-    int device = 0;
-    check(driver().device_get(&device, number), "finding the device");
-    check(driver().device_uuid(&uuid_, device), "asking for the device's identity");
-    check(driver().context_retain(&context_, device), "the device's context");
+    check(driver().device_get(&device_, number), "finding the device");
+    check(driver().device_uuid(&uuid_, device_), "asking for the device's identity");
+    check(driver().context_retain(&context_, device_), "the device's context");
     const Current here(context_);
     check(driver().stream_create(&stream_, cuda::kStreamNonBlocking), "making a stream");
     check(driver().event_create(&event_, cuda::kEventDisableTiming), "making an event");
-    check(driver().module_load(&module_, cubin.data()), "loading the kernels");
+    for (const std::string& cubin : cubins) {
+      void* module = nullptr;
+      check(driver().module_load(&module, cubin.data()), "loading the kernels");
+      modules_.push_back(module);
+    }
   }
 
   std::string identity() override { return std::string(uuid_.bytes, sizeof uuid_.bytes); }
+
+  // Of a GPU that this process does not see (CUDA_VISIBLE_DEVICES) nothing is known: mapping its
+  // memory will tell.
+  bool linked(const std::string& identity) override {
+    int count = 0;
+    check(driver().device_count(&count), "counting devices");
+    for (int i = 0; i < count; ++i) {
+      int other = 0, atomics = 0;
+      cuda::Uuid uuid;
+      check(driver().device_get(&other, i), "finding a device");
+      check(driver().device_uuid(&uuid, other), "asking for a device's identity");
+      if (identity != std::string(uuid.bytes, sizeof uuid.bytes) || other == device_) continue;
+      check(driver().device_pair(&atomics, cuda::kPairAtomics, device_, other),
+            "asking how devices are connected");
+      return atomics != 0;
+    }
+    return true;
+  }
 
   char* allocate(u64 bytes) override {
     const Current here(context_);
@@ -150,12 +172,15 @@ class CudaDevice : public Device {
   // Loads the code now: at the first launch it could wait for kernels that wait for peers.
   Function function(const std::string& name) override {
     const Current here(context_);
-    void* found = nullptr;
-    if (driver().module_function(&found, module_, ("fsccl_" + name).c_str()) != cuda::kSuccess) {
-      return nullptr;
+    for (void* const module : modules_) {
+      void* found = nullptr;
+      if (driver().module_function(&found, module, ("fsccl_" + name).c_str()) != cuda::kSuccess) {
+        continue;
+      }
+      check(driver().function_load(found), "loading a kernel");
+      return found;
     }
-    check(driver().function_load(found), "loading a kernel");
-    return found;
+    return nullptr;
   }
 
   void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream) override {
@@ -209,14 +234,16 @@ class CudaDevice : public Device {
   }
 
   std::mutex ordering_;
+  int device_ = 0;
   cuda::Uuid uuid_{};
-  void *context_ = nullptr, *stream_ = nullptr, *event_ = nullptr, *module_ = nullptr;
+  void *context_ = nullptr, *stream_ = nullptr, *event_ = nullptr;
+  std::vector<void*> modules_;
 };
 
 }  // namespace
 
-std::unique_ptr<Device> cuda_device(int number, const std::string& cubin) {
-  return std::make_unique<CudaDevice>(number, cubin);
+std::unique_ptr<Device> cuda_device(int number, const std::vector<std::string>& cubins) {
+  return std::make_unique<CudaDevice>(number, cubins);
 }
 
 }  // namespace nvlink

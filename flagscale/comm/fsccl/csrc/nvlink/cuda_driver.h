@@ -22,6 +22,7 @@ constexpr unsigned kIpcLazyPeerAccess = 1;
 constexpr unsigned kHostPortableMapped = 1 | 2;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr int kCaptureNone = 0;
+constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: not over PCIe
 
 // X(member, symbol, parameters); all return a Result.
 #define FSCCL_CUDA_FUNCTIONS(X)                                                                    \
@@ -29,6 +30,8 @@ constexpr int kCaptureNone = 0;
   X(error_string, "cuGetErrorString", (Result, const char**))                                      \
   X(device_get, "cuDeviceGet", (int*, int))                                                        \
   X(device_uuid, "cuDeviceGetUuid_v2", (Uuid*, int))                                               \
+  X(device_count, "cuDeviceGetCount", (int*))                                                      \
+  X(device_pair, "cuDeviceGetP2PAttribute", (int*, int, int, int))                                 \
   X(context_retain, "cuDevicePrimaryCtxRetain", (void**, int))                                     \
   X(context_current, "cuCtxGetCurrent", (void**))                                                  \
   X(context_set, "cuCtxSetCurrent", (void*))                                                       \

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "args.h"
 
@@ -19,6 +20,8 @@ class Device {
 
   // Which GPU it is, whatever number the process knows it by.
   virtual std::string identity() = 0;
+  // Whether a GPU of this identity is beside it on an NVLink, as far as this process can tell.
+  virtual bool linked(const std::string& identity) = 0;
   // Memory of the device, zeroed, that processes can share; it lives as long as the process.
   virtual char* allocate(u64 bytes) = 0;
   // Returns when it is zero; begins after what was put on the stream `after`, if given.
@@ -40,9 +43,9 @@ class Device {
   virtual void order(Stream earlier, Stream later) = 0;
 };
 
-// The device with this number, `cubin` its kernels. CUDA's driver is found when this is called;
+// The device with this number, `cubins` its kernels. CUDA's driver is found when this is called;
 // nothing here is linked against it.
-std::unique_ptr<Device> cuda_device(int number, const std::string& cubin);
+std::unique_ptr<Device> cuda_device(int number, const std::vector<std::string>& cubins);
 
 }  // namespace nvlink
 }  // namespace fsccl

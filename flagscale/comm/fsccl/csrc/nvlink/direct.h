@@ -12,35 +12,22 @@
 namespace fsccl {
 namespace nvlink {
 
-// This thread's vectors of `bytes`: f(offset, bytes left).
-template <class B, class F>
-FSCCL_FN void each_vector(B& b, u64 bytes, F f) {
-  const u64 stride = static_cast<u64>(b.channels()) * b.threads() * kVecBytes;
-  for (u64 at = (b.channel() * b.threads() + b.thread()) * kVecBytes; at < bytes; at += stride) {
-    f(at, bytes - at);
-  }
-}
-
-// Sums what lies at `at` of every rank's registered buffer.
-template <class E, class B>
-FSCCL_FN Vec sum_peers(B& b, const Args& a, u64 at, u64 left) {
-  Vec held[kMaxRanks];
-  FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-    if (p < a.ranks) held[p] = load<Vec>(b, a.peer[p] + at, left, kVecBytes);
-  }
-  Sum<E, Vec> sum;
-  FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-    if (p < a.ranks) sum.add(a, p == 0, held[p]);
-  }
-  return sum.finish(a);
+// Sums `bytes` from `at` on of every rank's registered buffer, among all threads of the grid.
+template <class E, class B, class F>
+FSCCL_FN void sum_peers(B& b, const Args& a, u64 at, u64 bytes, u32 width_out, F f) {
+  const auto from = [&](int p) { return a.peer[p] + at; };
+  sum_vectors<E>(b, a, from, {kVecBytes, width_out}, b.channel() * b.threads() + b.thread(),
+                 b.channels() * b.threads(), bytes, f);
 }
 
 template <class B, class F>
 FSCCL_FN void between_steps(B& b, const Args& a, F f) {
   Steps<B> steps(b, a);
+  b.sync();
   steps.post(0);
   // Peers that did not come may be using their buffers for something else.
   if (steps.await(0)) f();
+  b.sync();
   steps.post(1);
   steps.await(1);
   steps.finish(2);
@@ -54,10 +41,9 @@ FSCCL_FN void all_reduce_direct(B& b, const Args& a) {
     const u64 rank = static_cast<u64>(a.rank);
     const u64 lo = vecs * rank / n * kVecBytes;
     const u64 hi = least(vecs * (rank + 1) / n * kVecBytes, a.bytes);
-    each_vector(b, hi - lo, [&](u64 at, u64 left) {
-      const Vec sum = sum_peers<E>(b, a, lo + at, left);
+    sum_peers<E>(b, a, lo, hi - lo, kVecBytes, [&](bool whole, u64 at, const Vec& sum) {
       for (int k = 0; k < a.ranks; ++k) {
-        store(b, a.peer[(a.rank + k) % a.ranks] + lo + at, left, kVecBytes, sum);
+        put(b, whole, a.peer[(a.rank + k) % a.ranks] + lo + at, hi - lo - at, kVecBytes, sum);
       }
     });
   });
@@ -67,9 +53,9 @@ FSCCL_FN void all_reduce_direct(B& b, const Args& a) {
 template <class E, class B>
 FSCCL_FN void reduce_scatter_direct(B& b, const Args& a) {
   between_steps(b, a, [&] {
-    each_vector(b, a.bytes, [&](u64 at, u64 left) {
-      const Vec sum = sum_peers<E>(b, a, a.rank * a.stride_in + at, left);
-      store(b, a.out + at, left, a.width_out, sum);
+    const u64 own = a.rank * a.stride_in;
+    sum_peers<E>(b, a, own, a.bytes, a.width_out, [&](bool whole, u64 at, const Vec& sum) {
+      put(b, whole, a.out + at, a.bytes - at, a.width_out, sum);
     });
   });
 }

@@ -126,33 +126,31 @@ struct alignas(16) Vec {
   u32 word[4];
 };
 
-// Word by word: choosing between the addresses of two vectors would put both into local memory.
-FSCCL_FN Vec pick(bool first, const Vec& x, const Vec& y) {
-  Vec out;
-  FSCCL_UNROLL for (int i = 0; i < 4; ++i) out.word[i] = first ? x.word[i] : y.word[i];
-  return out;
-}
-
 // The running sum of one Raw (Vec or u64) of elements E. `Args` says how.
 template <class E, class Raw>
 class Sum {
  public:
   FSCCL_FN void add(const Args& a, bool first, const Raw& raw) {
+    // Decided for all elements at once, and the usual case by itself: its loop is a plain one.
+    if (plain(a)) return add_plainly(first, raw);
     typename E::Stored next[kCount];
     memcpy(next, &raw, sizeof raw);
-    // Decided for all elements at once, and the usual case by itself: its loop is a plain one.
-    if (a.math == Math::kSum || a.math == Math::kAvg) {
-      FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
-        const S x = E::load(next[i]);
-        sum_[i] = first ? x : combine<S>(sum_[i], x, Math::kSum);
-      }
-      return;
-    }
     const bool scale = a.math == Math::kPremulSum;
     FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
       S x = E::load(next[i]);
       if (scale) x = combine<S>(x, static_cast<S>(a.factor), Math::kProduct);
       sum_[i] = first ? x : combine<S>(sum_[i], x, a.math);
+    }
+  }
+
+  // Of inputs as they are.
+  static FSCCL_FN bool plain(const Args& a) { return a.math == Math::kSum || a.math == Math::kAvg; }
+  FSCCL_FN void add_plainly(bool first, const Raw& raw) {
+    typename E::Stored next[kCount];
+    memcpy(next, &raw, sizeof raw);
+    FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
+      const S x = E::load(next[i]);
+      sum_[i] = first ? x : combine<S>(sum_[i], x, Math::kSum);
     }
   }
 

@@ -9,7 +9,7 @@ namespace fsccl {
 namespace nvlink {
 namespace {
 
-constexpr char kVersion[] = "fsccl-nvlink-1";
+constexpr char kVersion[] = "fsccl-nvlink-2";
 
 [[noreturn]] void fail(Fault fault, int rank, const std::string& what) {
   throw Error(fault, rank, "NVLink engine: " + what);
@@ -233,6 +233,9 @@ void Communicator::connect(const std::vector<std::string>& cards) {
     // Kernels of two processes take turns on a GPU, and would wait for each other in vain.
     if (p != rank_ && card.device == mine.device && !engine_.device_->own(card.shared)) {
       fail(Fault::kMismatch, p, who + " is another process on the same GPU");
+    }
+    if (p != rank_ && !engine_.device_->linked(card.device)) {
+      fail(Fault::kMismatch, p, who + "'s GPU and this rank's have no NVLink between them");
     }
     template_.arena[p] = p == rank_ ? arena_ : engine_.device_->open(card.shared) + card.offset;
   }

@@ -1,4 +1,5 @@
-// All kernels for the GPU, named fsccl_<algorithm>[_<element>].
+// The kernels for the GPU, named fsccl_<algorithm>[_<element>]: compiled once for what moves bytes,
+// and once for each element, which nvlink_compile.py lists.
 #include "block_cuda.h"
 #include "kernels.h"
 
@@ -13,16 +14,8 @@ using namespace fsccl::nvlink;
 #define MOVER(name) KERNEL(name, name)
 #define REDUCER(name, suffix, E) KERNEL(name##_##suffix, name<E>)
 
+#if defined(FSCCL_SUFFIX)
+FSCCL_REDUCERS(REDUCER, FSCCL_SUFFIX, FSCCL_ELEMENT)
+#else
 FSCCL_MOVERS(MOVER)
-FSCCL_REDUCERS(REDUCER, u8, Plain<u8>)
-FSCCL_REDUCERS(REDUCER, i8, Plain<signed char>)
-FSCCL_REDUCERS(REDUCER, u16, Plain<u16>)
-FSCCL_REDUCERS(REDUCER, i16, Plain<short>)
-FSCCL_REDUCERS(REDUCER, u32, Plain<u32>)
-FSCCL_REDUCERS(REDUCER, i32, Plain<int>)
-FSCCL_REDUCERS(REDUCER, u64, Plain<u64>)
-FSCCL_REDUCERS(REDUCER, i64, Plain<long long>)
-FSCCL_REDUCERS(REDUCER, f16, Float16)
-FSCCL_REDUCERS(REDUCER, bf16, BFloat16)
-FSCCL_REDUCERS(REDUCER, f32, Plain<float>)
-FSCCL_REDUCERS(REDUCER, f64, Plain<double>)
+#endif

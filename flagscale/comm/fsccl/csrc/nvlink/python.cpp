@@ -57,14 +57,14 @@ void bind(py::module_& parent) {
   m.attr("max_ranks") = kMaxRanks;
   m.def(
       "install",
-      [](int device, const std::string& cubin, const std::map<int, std::string>& tables,
-         u64 slot_bytes) {
+      [](int device, const std::vector<py::bytes>& cubins,
+         const std::map<int, std::string>& tables, u64 slot_bytes) {
         Engine::Options options;
         for (const auto& [ranks, text] : tables) options.tables[ranks] = Table::parse(text);
         if (slot_bytes > 0) options.slot_bytes = slot_bytes;
-        Engine::install(device, std::make_unique<Engine>(cuda_device(device, cubin), options));
+        Engine::install(device, std::make_unique<Engine>(cuda_device(device, strings(cubins)), options));
       },
-      py::arg("device"), py::arg("cubin"), py::arg("tables"), py::arg("slot_bytes"));
+      py::arg("device"), py::arg("cubins"), py::arg("tables"), py::arg("slot_bytes"));
   m.def("on_demand", &Engine::on_demand, py::arg("install"));
   m.def("installed", [](int device) { return Engine::installed(device) != nullptr; });
   m.def("check_table", [](const std::string& text) { return Table::parse(text).text(); });

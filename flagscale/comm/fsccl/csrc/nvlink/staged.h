@@ -1,9 +1,9 @@
 // Larger messages: chunks are written into slots of the peers' memory, and a flag tells that they
 // are there. Everything that crosses is a write, which waits for nothing; all reading is local.
 //
-// A channel counts steps. In step s a rank writes to slot s % kDepth of its peers (each source has
-// a place of its own in it), posts s to all, awaits the posts of s from all, and reads its own
-// slot.
+// A channel counts steps. In step s a rank writes to slot s % kDepth of its peers (each of the
+// others has a place of its own in it), posts s to all, awaits the posts of s from all, and reads
+// its own slot.
 // Two rules, kept by every algorithm here and from one operation to the next, make this safe:
 //   (1) slot s is written only after the posts of step s - 2 of all peers were awaited;
 //   (2) slot s is read after the posts of s were awaited, and before the reader posts step s + 2.
@@ -13,7 +13,7 @@
 // may differ from step to step.
 #pragma once
 
-#include "access.h"
+#include "sums.h"
 
 namespace fsccl {
 namespace nvlink {
@@ -27,15 +27,14 @@ class Steps {
         a_(a),
         base_(b.template load<u32>(reinterpret_cast<const char*>(&counters(b, a)->step)) + 1) {}
 
-  // Tells all peers that what all threads wrote so far is there.
+  // Tells all peers that what all threads wrote before the last barrier is there.
   FSCCL_FN void post(u32 step) {
-    b_.sync();
     for (u32 p = b_.thread(); p < static_cast<u32>(a_.ranks); p += b_.threads()) {
       if (static_cast<int>(p) != a_.rank) b_.post(flags(a_.arena[p]) + a_.rank, base_ + step);
     }
   }
 
-  // False if waiting was given up.
+  // A barrier of the block. False if waiting was given up.
   FSCCL_FN bool await(u32 step) {
     const u32* const mine = flags(a_.arena[a_.rank]);
     for (u32 p = b_.thread(); p < static_cast<u32>(a_.ranks); p += b_.threads()) {
@@ -46,6 +45,22 @@ class Steps {
       });
     }
     return !b_.any(patience_.lost());
+  }
+
+  // The barrier that comes before a post: all have written step e, and what peers wrote before it
+  // is there.
+  FSCCL_FN void await_previous(u32 e) {
+    if (e == 0) {
+      b_.sync();
+    } else {
+      await(e - 1);
+    }
+  }
+
+  // Where `source` writes for `owner`, if every rank but the owner has `bytes` of the slot.
+  FSCCL_FN char* place(int owner, int source, u64 bytes, u32 step) const {
+    const u32 index = static_cast<u32>(source - (source > owner ? 1 : 0));
+    return slot(owner, step) + index * static_cast<u32>(bytes);  // of a slot, so it is not large
   }
 
   FSCCL_FN char* slot(int owner, u32 step) const {
@@ -85,42 +100,35 @@ struct Rounds {
   }
 };
 
-constexpr u32 kVecBytes = sizeof(Vec);
-
-// The sum of `bytes` from `own` and from each peer's place in a slot; f(vector, bytes left, sum).
+// Sums what a step has brought and this rank's own: f as in sums.h.
 template <class E, class B, class F>
-FSCCL_FN void sum_slot(B& b, const Args& a, const char* own, const char* slot, u64 place, u64 bytes,
-                       F f) {
-  for (u64 at = b.thread() * kVecBytes; at < bytes; at += b.threads() * kVecBytes) {
-    Vec held[kMaxRanks];
-    const Vec mine = load<Vec>(b, own + at, bytes - at, a.width_in);
-    FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-      if (p < a.ranks && p != a.rank) held[p] = b.template load<Vec>(slot + p * place + at);
-    }
-    Sum<E, Vec> sum;
-    FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-      if (p < a.ranks) sum.add(a, p == 0, pick(p == a.rank, mine, held[p]));
-    }
-    f(at, bytes - at, sum.finish(a));
-  }
+FSCCL_FN void sum_step(B& b, const Args& a, const Steps<B>& steps, const char* own, u32 step,
+                       u64 place, u64 bytes, F f) {
+  const auto from = [&](int p) {
+    return p == a.rank ? own : steps.place(a.rank, p, place, step);
+  };
+  sum_vectors<E>(b, a, from, {a.width_in, a.width_out}, b.thread(), b.threads(), bytes, f);
 }
 
 // all_gather (stride_in 0), all_to_all, and broadcast: only the root sends.
 template <class B>
 FSCCL_FN void copy_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
-  const Rounds rounds(a.bytes, a.slot_bytes / static_cast<u32>(a.ranks), b.channels(), kVecBytes);
-  const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
   const u32 ranks = static_cast<u32>(a.ranks);
-  const auto sends = [&](int rank) { return a.root < 0 || a.root == rank; };
+  const bool from_all = a.root < 0;
+  const Rounds rounds(a.bytes, a.slot_bytes / (from_all ? ranks - 1 : 1), b.channels(), kVecBytes);
+  const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
+  const auto sends = [&](int rank) { return from_all || a.root == rank; };
+  const auto place = [&](int owner, int source, u32 e) {
+    return from_all ? steps.place(owner, source, rounds.piece, e) : steps.slot(owner, e);
+  };
   const auto push = [&](u32 e) {
     const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
     share_out(b, ranks, [&](u32 k, u64 first, u64 stride) {
       const int p = static_cast<int>((a.rank + k) % ranks);
       const char* const from = a.in + p * a.stride_in + lo;
       if (p != a.rank) {
-        move(b, steps.slot(p, e) + a.rank * rounds.piece, kVecBytes, from, a.width_in, size, first,
-             stride);
+        move(b, place(p, a.rank, e), kVecBytes, from, a.width_in, size, first, stride);
       } else if (from != a.out + p * a.stride_out + lo) {
         move(b, a.out + p * a.stride_out + lo, a.width_out, from, a.width_in, size, first, stride);
       }
@@ -131,19 +139,16 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
     share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
       const int p = static_cast<int>((a.rank + 1 + k) % ranks);
       if (!sends(p)) return;
-      move(b, a.out + p * a.stride_out + lo, a.width_out,
-           steps.slot(a.rank, e) + p * rounds.piece, kVecBytes, size, first, stride);
+      move(b, a.out + p * a.stride_out + lo, a.width_out, place(a.rank, p, e), kVecBytes, size,
+           first, stride);
     });
   };
   for (u32 e = 0; e <= rounds.count; ++e) {
-    if (e < rounds.count) {
-      if (sends(a.rank)) push(e);
-      steps.post(e);
-    }
-    if (e > 0) {
-      steps.await(e - 1);
-      pull(e - 1);
-    }
+    if (e < rounds.count && sends(a.rank)) push(e);
+    steps.await_previous(e);
+    // While one warp waits for what was written to arrive, the others go on.
+    if (e < rounds.count) steps.post(e);
+    if (e > 0) pull(e - 1);
   }
   steps.finish(rounds.count);
 }
@@ -152,28 +157,27 @@ template <class E, class B>
 FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
   const u32 ranks = static_cast<u32>(a.ranks);
-  const Rounds rounds(a.bytes, a.slot_bytes / ranks, b.channels(), kVecBytes);
+  const Rounds rounds(a.bytes, a.slot_bytes / (ranks - 1), b.channels(), kVecBytes);
   const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
   const auto push = [&](u32 e) {
     const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
     share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
       const int p = static_cast<int>((a.rank + 1 + k) % ranks);
-      move(b, steps.slot(p, e) + a.rank * rounds.piece, kVecBytes, a.in + p * a.stride_in + lo,
+      move(b, steps.place(p, a.rank, rounds.piece, e), kVecBytes, a.in + p * a.stride_in + lo,
            a.width_in, size, first, stride);
     });
   };
   for (u32 e = 0; e <= rounds.count; ++e) {
-    if (e < rounds.count) {
-      push(e);
-      steps.post(e);
-    }
+    if (e < rounds.count) push(e);
+    steps.await_previous(e);
+    if (e < rounds.count) steps.post(e);
     if (e > 0) {
-      steps.await(e - 1);
       const u64 lo = begin(e - 1), size = clip(lo, rounds.piece, a.bytes);
-      sum_slot<E>(b, a, a.in + a.rank * a.stride_in + lo, steps.slot(a.rank, e - 1), rounds.piece,
-                  size, [&](u64 at, u64 left, const Vec& sum) {
-                    store(b, a.out + lo + at, left, a.width_out, sum);
-                  });
+      const char* const own = a.in + a.rank * a.stride_in + lo;
+      const auto keep = [&](bool whole, u64 at, const Vec& sum) {
+        put(b, whole, a.out + lo + at, size - at, a.width_out, sum);
+      };
+      sum_step<E>(b, a, steps, own, e - 1, rounds.piece, size, keep);
     }
   }
   steps.finish(rounds.count);
@@ -186,7 +190,8 @@ FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
   const u32 ranks = static_cast<u32>(a.ranks);
   const u64 half = a.slot_bytes / 2;
-  const Rounds rounds(a.bytes, half, b.channels(), ranks * kVecBytes);
+  const u64 most = half / (ranks - 1) / kVecBytes * kVecBytes;
+  const Rounds rounds(a.bytes, most * ranks, b.channels(), ranks * kVecBytes);
   const u64 share = rounds.piece / ranks;
   const auto begin = [&](u32 e, int p) {
     return (e * b.channels() + b.channel()) * rounds.piece + static_cast<u64>(p) * share;
@@ -196,26 +201,27 @@ FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
     if (e < rounds.count) {
       share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
         const u64 lo = begin(e, peer(k));
-        move(b, steps.slot(peer(k), e) + a.rank * share, kVecBytes, a.in + lo, a.width_in,
+        move(b, steps.place(peer(k), a.rank, share, e), kVecBytes, a.in + lo, a.width_in,
              clip(lo, share, a.bytes), first, stride);
       });
     }
-    if (e > 0) steps.await(e - 1);
+    steps.await_previous(e);
     if (e > 0 && e <= rounds.count) {
-      const u64 lo = begin(e - 1, a.rank);
-      sum_slot<E>(b, a, a.in + lo, steps.slot(a.rank, e - 1), share, clip(lo, share, a.bytes),
-                  [&](u64 at, u64 left, const Vec& sum) {
-                    for (u32 k = 0; k + 1 < ranks; ++k) {
-                      b.store(steps.slot(peer(k), e) + half + a.rank * share + at, sum);
-                    }
-                    store(b, a.out + lo + at, left, a.width_out, sum);
-                  });
+      const u64 lo = begin(e - 1, a.rank), size = clip(lo, share, a.bytes);
+      const auto send = [&](bool whole, u64 at, const Vec& sum) {
+        for (u32 k = 0; k + 1 < ranks; ++k) {
+          b.store(steps.place(peer(k), a.rank, share, e) + half + at, sum);
+        }
+        put(b, whole, a.out + lo + at, size - at, a.width_out, sum);
+      };
+      sum_step<E>(b, a, steps, a.in + lo, e - 1, share, size, send);
+      b.sync();
     }
     if (e <= rounds.count) steps.post(e);
     if (e > 1) {
       share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
         const u64 lo = begin(e - 2, peer(k));
-        move(b, a.out + lo, a.width_out, steps.slot(a.rank, e - 1) + half + peer(k) * share,
+        move(b, a.out + lo, a.width_out, steps.place(a.rank, peer(k), share, e - 1) + half,
              kVecBytes, clip(lo, share, a.bytes), first, stride);
       });
     }

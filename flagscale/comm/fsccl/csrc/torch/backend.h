@@ -134,8 +134,8 @@ class TorchBackend : public c10d::Backend {
   // What the native library does when it joins all ranks; nothing otherwise.
   template <class F>
   std::optional<WorkPtr> by_native(const at::Tensor& t, F&& call);
-  // What the NVLink engine does where the native library joins all ranks and FSCCL_NVLINK=1; `op`
-  // of a reduction, else null.
+  // What the NVLink engine does where the native library joins all ranks; `op` of a reduction, else
+  // null.
   std::optional<WorkPtr> by_nvlink(const Call& call, nvlink::Collective what, const at::Tensor& in,
                                    const at::Tensor& out, const c10d::ReduceOp* op, int root = 0);
   NvlinkPath* nvlink_path(const at::Tensor& t);

@@ -59,6 +59,17 @@ inline DType dtype_of(const at::Tensor& t) {
   }
 }
 
+inline const c10d::NCCLPreMulSumSupplement& factor_of(const c10d::ReduceOp& op) {
+  const auto* factor = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(factor != nullptr, "fsccl: PREMUL_SUM without its factor");
+  return *factor;
+}
+
+// It may lie on a device, of which it cannot be asked without waiting.
+inline bool factor_is_tensor(const c10d::ReduceOp& op) {
+  return op.op_ == c10d::ReduceOp::PREMUL_SUM && factor_of(op).tensor_factor.defined();
+}
+
 inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int ranks) {
   Reduction r;
   r.dtype = dtype_of(t);
@@ -89,11 +100,10 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
       r.op = RedOp::kBxor;
       break;
     case c10d::ReduceOp::PREMUL_SUM: {
-      const auto* extra = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-      TORCH_CHECK_VALUE(extra != nullptr, "fsccl: PREMUL_SUM without its factor");
+      const auto& factor = factor_of(op);
       r.op = RedOp::kPremulSum;
-      r.factor = extra->tensor_factor.defined() ? extra->tensor_factor.item<double>()
-                                                : extra->double_factor;
+      r.factor = factor.tensor_factor.defined() ? factor.tensor_factor.item<double>()
+                                                : factor.double_factor;
       break;
     }
     default:

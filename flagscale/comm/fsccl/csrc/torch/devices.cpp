@@ -102,8 +102,8 @@ NvlinkPath& TorchBackend::path_of_registered(const char* what) {
   const at::Tensor here = device ? at::empty({1}, at::TensorOptions(at::kCUDA)) : at::Tensor();
   NvlinkPath* const path = device ? nvlink_path(here) : nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(path != nullptr, "fsccl: ", what, ": memory is registered with the ",
-                              "NVLink engine, which this group has not: FSCCL_NVLINK=1, and GPUs of "
-                              "one host that reach each other, make it so");
+                              "NVLink engine, which this group has not: it takes GPUs of one host "
+                              "with NVLink between them, and no FSCCL_NVLINK=0");
   return *path;
 }
 
@@ -170,10 +170,8 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::by_nvlink(
     made.bytes /= parts;
   }
   if (op != nullptr) {
-    // A factor that is a tensor lies on the device, and 8-bit floats have no kernel here.
-    if (op->op_ == c10d::ReduceOp::PREMUL_SUM || c10::isFloat8Type(out.scalar_type())) {
-      return std::nullopt;
-    }
+    // 8-bit floats have no kernel here.
+    if (factor_is_tensor(*op) || c10::isFloat8Type(out.scalar_type())) return std::nullopt;
     made.reduction = reduction_of(out, *op, size_);
   }
   try {

@@ -1,6 +1,7 @@
 // torch's collectives in the core's words.
 #include "backend.h"
 #include "devices.h"
+#include "premul.h"
 
 namespace fsccl {
 namespace {
@@ -77,7 +78,11 @@ TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::Allr
                          nvlink::Collective::kAllReduce, t, t, &o.reduceOp)) {
     return *w;
   }
-  if (auto w = by_native(t, [&](c10d::Backend& b) { return b.allreduce(tensors, o); })) return *w;
+  if (auto w = by_native(t, [&](c10d::Backend& b) {
+        return for_nccl_in_place(tensors, o, [&](auto& how) { return b.allreduce(tensors, how); });
+      })) {
+    return *w;
+  }
   const Site site = site_of(t, "all_reduce");
   const Flat flat(t, Flat::kReadWrite, site);
   const Reduction r = reduction_of(t, o.reduceOp, size_);
@@ -92,8 +97,10 @@ TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::Allr
 TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
                                                         const c10d::AllreduceCoalescedOptions& o) {
   const at::Tensor first = first_of(tensors);
-  if (auto w =
-          by_native(first, [&](c10d::Backend& b) { return b.allreduce_coalesced(tensors, o); })) {
+  if (auto w = by_native(first, [&](c10d::Backend& b) {
+        return for_nccl_in_place(tensors, o,
+                                 [&](auto& how) { return b.allreduce_coalesced(tensors, how); });
+      })) {
     return *w;
   }
   const Site site = site_of(first, "allreduce_coalesced");
@@ -113,7 +120,14 @@ TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
 TorchBackend::WorkPtr TorchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
   const at::Tensor& t = only(tensors, "reduce");
   const auto root = static_cast<int>(o.rootRank);
-  if (auto w = by_native(t, [&](c10d::Backend& b) { return b.reduce(tensors, o); })) return *w;
+  if (auto w = by_native(t, [&](c10d::Backend& b) {
+        if (rank_ == root) {
+          return for_nccl_in_place(tensors, o, [&](auto& how) { return b.reduce(tensors, how); });
+        }
+        return for_nccl(tensors, o, [&](Tensors& in, auto& how) { return b.reduce(in, how); });
+      })) {
+    return *w;
+  }
   const Site site = site_of(t, "reduce");
   const Flat flat(t, Flat::kReadWrite, site);
   const Reduction r = reduction_of(t, o.reduceOp, size_);
@@ -262,7 +276,12 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter(Tensors& out, TensorLists& in
   TORCH_CHECK_VALUE(parts[static_cast<size_t>(rank_)].numel() == own.numel(),
                     "fsccl: reduce_scatter: the output has ", own.numel(), " elements for ",
                     parts[static_cast<size_t>(rank_)].numel());
-  if (auto w = by_native(own, [&](c10d::Backend& b) { return b.reduce_scatter(out, in, o); })) {
+  if (auto w = by_native(own, [&](c10d::Backend& b) {
+        return for_nccl(parts, o, [&](Tensors& given, auto& how) {
+          TensorLists lists{given};
+          return b.reduce_scatter(out, lists, how);
+        });
+      })) {
     return *w;
   }
   const Site site = site_of(own, "reduce_scatter");
@@ -298,8 +317,10 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
     if (auto w = by_nvlink(call, what, in[0], out[0], &o.reduceOp)) return *w;
   }
   if (auto w = by_native(first, [&](c10d::Backend& b) {
-        return in.size() == 1 ? b._reduce_scatter_base(out[0], in[0], o)
-                              : b.reduce_scatter_tensor_coalesced(out, in, o);
+        return for_nccl(in, o, [&](Tensors& given, auto& how) {
+          return given.size() == 1 ? b._reduce_scatter_base(out[0], given[0], how)
+                                   : b.reduce_scatter_tensor_coalesced(out, given, how);
+        });
       })) {
     return *w;
   }
