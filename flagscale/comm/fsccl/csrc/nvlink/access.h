@@ -82,26 +82,20 @@ FSCCL_FN void store(B& b, char* to, u64 bytes, u32 width, const Raw& raw) {
   store_slowly(b, to, static_cast<u32>(least(bytes, sizeof(Raw))), width, raw);
 }
 
-// As store(); `whole`, a constant, tells that it is an aligned vector. Only without the slow way in
-// it can a loop keep in registers all it has loaded.
+// As store(); `whole`, a constant, tells that it is an aligned vector. Only without the slow way in it
+// can a loop keep in registers all it has loaded.
 template <class B>
 FSCCL_FN void put(B& b, bool whole, char* to, u64 bytes, u32 width, const Vec& vec) {
   if (whole) return b.store(to, vec);
   store(b, to, bytes, width, vec);
 }
 
-// Threads that share work, as one of them sees them: some warps of a block, or all of a grid.
-struct Team {
-  u32 thread, threads;
-};
-
-// This thread's vectors: every one has the team's number of threads between them.
+// Every stride-th vector from the first-th on; first < stride.
 template <class B>
 FSCCL_FN void move(B& b, char* to, u32 to_width, const char* from, u32 from_width, u64 bytes,
-                   const Team& team) {
+                   u64 first, u64 stride) {
   constexpr int kAtOnce = 8;  // loads in flight before the first store
   constexpr u64 kVec = sizeof(Vec);
-  const u64 first = team.thread, stride = team.threads;
   u64 v = first;
   if (to_width == kVec && from_width == kVec) {
     const u64 whole = bytes / kVec;
@@ -124,24 +118,18 @@ FSCCL_FN void move(B& b, char* to, u32 to_width, const char* from, u32 from_widt
   }
 }
 
-template <class B>
-FSCCL_FN Team whole_block(const B& b) {
-  return {b.thread(), b.threads()};
-}
-
-// Shares out `parts` among the warps of a team: each part gets some, so that all are worked at once
-// and one waits while another moves, or each warp several. f(part, team of the part), which is
-// compiled in one place.
-template <u32 kWarp, class F>
-FSCCL_FN void share_out(const Team& all, u32 parts, F f) {
-  if (parts == 0) return;
-  const u32 warps = all.threads / kWarp, warp = all.thread / kWarp, lane = all.thread % kWarp;
-  const bool many = warps > parts;
-  const u32 step = many ? parts : warps;
-  u32 part = many ? warp % parts : warp;
-  const u32 members = many ? (warps - part + parts - 1) / parts : 1;
-  const Team team{many ? warp / parts * kWarp + lane : lane, members * kWarp};
-  for (; part < parts; part += step) f(part, team);
+// Gives each of `parts` to some warps: f(part, first, stride), the place of this thread in it.
+// Several parts are worked at once, so that traffic goes to all peers at once.
+template <class B, class F>
+FSCCL_FN void share_out(B& b, u32 parts, F f) {
+  constexpr u32 kWarp = B::kWarp;
+  const u32 warps = b.threads() / kWarp, warp = b.thread() / kWarp, lane = b.thread() % kWarp;
+  if (warps > parts) {
+    const u32 part = warp % parts, team = (warps - part + parts - 1) / parts;
+    f(part, warp / parts * kWarp + lane, team * kWarp);
+  } else {
+    for (u32 part = warp; part < parts; part += warps) f(part, lane, kWarp);
+  }
 }
 
 // Waiting for peers, though not for ever: the host can end it, and so can the time limit, which

@@ -16,8 +16,8 @@ namespace nvlink {
 template <class E, class B, class F>
 FSCCL_FN void sum_peers(B& b, const Args& a, u64 at, u64 bytes, u32 width_out, F f) {
   const auto from = [&](int p) { return a.peer[p] + at; };
-  const Team grid{b.channel() * b.threads() + b.thread(), b.channels() * b.threads()};
-  sum_vectors<E>(b, a, from, {kVecBytes, width_out}, grid, bytes, f);
+  sum_vectors<E>(b, a, from, {kVecBytes, width_out}, b.channel() * b.threads() + b.thread(),
+                 b.channels() * b.threads(), bytes, f);
 }
 
 template <class B, class F>
@@ -67,11 +67,11 @@ FSCCL_FN void copy_direct(B& b, const Args& a) {
     const u32 ranks = static_cast<u32>(a.ranks);
     const u64 piece = ceil_to((a.bytes + b.channels() - 1) / b.channels(), kVecBytes);
     const u64 lo = b.channel() * piece, size = clip(lo, piece, a.bytes);
-    share_out<B::kWarp>(whole_block(b), ranks, [&](u32 k, const Team& some) {
+    share_out(b, ranks, [&](u32 k, u64 first, u64 stride) {
       const int p = static_cast<int>((a.rank + k) % ranks);
       const char* const from = a.in + p * a.stride_in + lo;
       char* const to = a.peer[p] + a.rank * a.stride_out + lo;
-      if (to != from) move(b, to, kVecBytes, from, a.width_in, size, some);
+      if (to != from) move(b, to, kVecBytes, from, a.width_in, size, first, stride);
     });
   });
 }

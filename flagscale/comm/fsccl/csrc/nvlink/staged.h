@@ -9,10 +9,8 @@
 //   (2) slot s is read after the posts of s were awaited, and before the reader posts step s + 2.
 // Whoever writes slot s + kDepth = s + 4, which is the same memory, has awaited step s + 2 of every
 // peer, and that peer had read slot s before it posted it. So there is one post a step and no
-// credit to return. How a slot is laid out may differ from step to step.
-//
-// In turn e some warps of a block write step e while others read step e - 2, whose posts have had
-// the whole of turn e - 1 to arrive: links and memory are busy at once.
+// credit to return; the writes of step s overlap the flags of step s - 1. How a slot is laid out
+// may differ from step to step.
 #pragma once
 
 #include "sums.h"
@@ -49,18 +47,14 @@ class Steps {
     return !b_.any(patience_.lost());
   }
 
-  // The turns of an operation of so many posts: f(e) does what turn e has to do, which may read
-  // step e - 2 and write step e.
-  template <class F>
-  FSCCL_FN void take(u32 posts, F f) {
-    for (u32 e = 0; e < posts + 2; ++e) {
-      if (e >= 2) await(e - 2);
-      f(e);
-      if (e >= posts) continue;
+  // The barrier that comes before a post: all have written step e, and what peers wrote before it
+  // is there.
+  FSCCL_FN void await_previous(u32 e) {
+    if (e == 0) {
       b_.sync();
-      post(e);
+    } else {
+      await(e - 1);
     }
-    finish(posts);
   }
 
   // Where `source` writes for `owner`, if every rank but the owner has `bytes` of the slot.
@@ -108,12 +102,12 @@ struct Rounds {
 
 // Sums what a step has brought and this rank's own: f as in sums.h.
 template <class E, class B, class F>
-FSCCL_FN void sum_step(B& b, const Args& a, const Steps<B>& steps, const Team& team,
-                       const char* own, u32 step, u64 place, u64 bytes, F f) {
+FSCCL_FN void sum_step(B& b, const Args& a, const Steps<B>& steps, const char* own, u32 step,
+                       u64 place, u64 bytes, F f) {
   const auto from = [&](int p) {
     return p == a.rank ? own : steps.place(a.rank, p, place, step);
   };
-  sum_vectors<E>(b, a, from, {a.width_in, a.width_out}, team, bytes, f);
+  sum_vectors<E>(b, a, from, {a.width_in, a.width_out}, b.thread(), b.threads(), bytes, f);
 }
 
 // all_gather (stride_in 0), all_to_all, and broadcast: only the root sends.
@@ -128,38 +122,35 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
   const auto place = [&](int owner, int source, u32 e) {
     return from_all ? steps.place(owner, source, rounds.piece, e) : steps.slot(owner, e);
   };
-  const auto push = [&](const Team& team, u32 e) {
+  const auto push = [&](u32 e) {
     const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
-    share_out<B::kWarp>(team, ranks, [&](u32 k, const Team& some) {
+    share_out(b, ranks, [&](u32 k, u64 first, u64 stride) {
       const int p = static_cast<int>((a.rank + k) % ranks);
       const char* const from = a.in + p * a.stride_in + lo;
       if (p != a.rank) {
-        move(b, place(p, a.rank, e), kVecBytes, from, a.width_in, size, some);
+        move(b, place(p, a.rank, e), kVecBytes, from, a.width_in, size, first, stride);
       } else if (from != a.out + p * a.stride_out + lo) {
-        move(b, a.out + p * a.stride_out + lo, a.width_out, from, a.width_in, size, some);
+        move(b, a.out + p * a.stride_out + lo, a.width_out, from, a.width_in, size, first, stride);
       }
     });
   };
-  const auto pull = [&](const Team& team, u32 e) {
+  const auto pull = [&](u32 e) {
     const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
-    share_out<B::kWarp>(team, ranks - 1, [&](u32 k, const Team& some) {
+    share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
       const int p = static_cast<int>((a.rank + 1 + k) % ranks);
       if (!sends(p)) return;
       move(b, a.out + p * a.stride_out + lo, a.width_out, place(a.rank, p, e), kVecBytes, size,
-           some);
+           first, stride);
     });
   };
-  steps.take(rounds.count, [&](u32 e) {
-    const bool pushes = e < rounds.count && sends(a.rank);
-    const bool pulls = e >= 2 && (from_all || a.rank != a.root);
-    share_out<B::kWarp>(whole_block(b), pushes + pulls, [&](u32 job, const Team& team) {
-      if (pushes && job == 0) {
-        push(team, e);
-      } else {
-        pull(team, e - 2);
-      }
-    });
-  });
+  for (u32 e = 0; e <= rounds.count; ++e) {
+    if (e < rounds.count && sends(a.rank)) push(e);
+    steps.await_previous(e);
+    // While one warp waits for what was written to arrive, the others go on.
+    if (e < rounds.count) steps.post(e);
+    if (e > 0) pull(e - 1);
+  }
+  steps.finish(rounds.count);
 }
 
 template <class E, class B>
@@ -168,36 +159,32 @@ FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
   const u32 ranks = static_cast<u32>(a.ranks);
   const Rounds rounds(a.bytes, a.slot_bytes / (ranks - 1), b.channels(), kVecBytes);
   const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
-  const auto push = [&](const Team& team, u32 e) {
+  const auto push = [&](u32 e) {
     const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
-    share_out<B::kWarp>(team, ranks - 1, [&](u32 k, const Team& some) {
+    share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
       const int p = static_cast<int>((a.rank + 1 + k) % ranks);
       move(b, steps.place(p, a.rank, rounds.piece, e), kVecBytes, a.in + p * a.stride_in + lo,
-           a.width_in, size, some);
+           a.width_in, size, first, stride);
     });
   };
-  const auto sum = [&](const Team& team, u32 e) {
-    const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
-    const char* const own = a.in + a.rank * a.stride_in + lo;
-    const auto keep = [&](bool whole, u64 at, const Vec& vec) {
-      put(b, whole, a.out + lo + at, size - at, a.width_out, vec);
-    };
-    sum_step<E>(b, a, steps, team, own, e, rounds.piece, size, keep);
-  };
-  steps.take(rounds.count, [&](u32 e) {
-    const bool pushes = e < rounds.count, sums = e >= 2;
-    share_out<B::kWarp>(whole_block(b), pushes + sums, [&](u32 job, const Team& team) {
-      if (pushes && job == 0) {
-        push(team, e);
-      } else {
-        sum(team, e - 2);
-      }
-    });
-  });
+  for (u32 e = 0; e <= rounds.count; ++e) {
+    if (e < rounds.count) push(e);
+    steps.await_previous(e);
+    if (e < rounds.count) steps.post(e);
+    if (e > 0) {
+      const u64 lo = begin(e - 1), size = clip(lo, rounds.piece, a.bytes);
+      const char* const own = a.in + a.rank * a.stride_in + lo;
+      const auto keep = [&](bool whole, u64 at, const Vec& sum) {
+        put(b, whole, a.out + lo + at, size - at, a.width_out, sum);
+      };
+      sum_step<E>(b, a, steps, own, e - 1, rounds.piece, size, keep);
+    }
+  }
+  steps.finish(rounds.count);
 }
 
 // A piece of the message has a share for every rank to sum. Step e carries the inputs of piece e,
-// in the first half of the slots, and the results of piece e - 2, in the second.
+// in the first half of the slots, and the results of piece e - 1, in the second.
 template <class E, class B>
 FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
@@ -210,42 +197,36 @@ FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
     return (e * b.channels() + b.channel()) * rounds.piece + static_cast<u64>(p) * share;
   };
   const auto peer = [&](u32 k) { return static_cast<int>((a.rank + 1 + k) % ranks); };
-  const auto push = [&](const Team& team, u32 e) {
-    share_out<B::kWarp>(team, ranks - 1, [&](u32 k, const Team& some) {
-      const u64 lo = begin(e, peer(k));
-      move(b, steps.place(peer(k), a.rank, share, e), kVecBytes, a.in + lo, a.width_in,
-           clip(lo, share, a.bytes), some);
-    });
-  };
-  const auto sum = [&](const Team& team, u32 e) {  // and send the result
-    const u64 lo = begin(e, a.rank), size = clip(lo, share, a.bytes);
-    const auto send = [&](bool whole, u64 at, const Vec& vec) {
-      for (u32 k = 0; k + 1 < ranks; ++k) {
-        b.store(steps.place(peer(k), a.rank, share, e + 2) + half + at, vec);
-      }
-      put(b, whole, a.out + lo + at, size - at, a.width_out, vec);
-    };
-    sum_step<E>(b, a, steps, team, a.in + lo, e, share, size, send);
-  };
-  const auto pull = [&](const Team& team, u32 e) {
-    share_out<B::kWarp>(team, ranks - 1, [&](u32 k, const Team& some) {
-      const u64 lo = begin(e, peer(k));
-      move(b, a.out + lo, a.width_out, steps.place(a.rank, peer(k), share, e + 2) + half,
-           kVecBytes, clip(lo, share, a.bytes), some);
-    });
-  };
-  steps.take(rounds.count + 2, [&](u32 e) {
-    const bool sums = e >= 2 && e < rounds.count + 2, pushes = e < rounds.count, pulls = e >= 4;
-    share_out<B::kWarp>(whole_block(b), sums + pushes + pulls, [&](u32 job, const Team& team) {
-      if (sums && job == 0) {
-        sum(team, e - 2);
-      } else if (pushes && job == (sums ? 1 : 0)) {
-        push(team, e);
-      } else {
-        pull(team, e - 4);
-      }
-    });
-  });
+  for (u32 e = 0; e <= rounds.count + 1; ++e) {
+    if (e < rounds.count) {
+      share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+        const u64 lo = begin(e, peer(k));
+        move(b, steps.place(peer(k), a.rank, share, e), kVecBytes, a.in + lo, a.width_in,
+             clip(lo, share, a.bytes), first, stride);
+      });
+    }
+    steps.await_previous(e);
+    if (e > 0 && e <= rounds.count) {
+      const u64 lo = begin(e - 1, a.rank), size = clip(lo, share, a.bytes);
+      const auto send = [&](bool whole, u64 at, const Vec& sum) {
+        for (u32 k = 0; k + 1 < ranks; ++k) {
+          b.store(steps.place(peer(k), a.rank, share, e) + half + at, sum);
+        }
+        put(b, whole, a.out + lo + at, size - at, a.width_out, sum);
+      };
+      sum_step<E>(b, a, steps, a.in + lo, e - 1, share, size, send);
+      b.sync();
+    }
+    if (e <= rounds.count) steps.post(e);
+    if (e > 1) {
+      share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+        const u64 lo = begin(e - 2, peer(k));
+        move(b, a.out + lo, a.width_out, steps.place(a.rank, peer(k), share, e - 1) + half,
+             kVecBytes, clip(lo, share, a.bytes), first, stride);
+      });
+    }
+  }
+  steps.finish(rounds.count + 1);
 }
 
 }  // namespace nvlink

@@ -42,13 +42,12 @@ struct Widths {
   u32 in, out;
 };
 
-// This thread's vectors of `bytes`, as move() has them: f(whole, offset, sum), to put() it. What is
-// beyond `bytes` in the last one is zeros. from(p) is where the input of rank p begins; those of
-// others at a multiple of 16.
+// Every stride-th vector of `bytes` from the first-th on, first < stride: f(whole, offset, sum), to
+// put() it. What is beyond `bytes` in the last one is zeros. from(p) is where the input of rank p
+// begins; those of others at a multiple of 16.
 template <class E, class B, class From, class F>
-FSCCL_FN void sum_vectors(B& b, const Args& a, From from, Widths own, const Team& team,
+FSCCL_FN void sum_vectors(B& b, const Args& a, From from, Widths own, u64 first, u64 stride,
                           u64 bytes, F f) {
-  const u64 first = team.thread, stride = team.threads;
   u64 v = first;
   if (Sum<E, Vec>::plain(a) && own.in == kVecBytes && own.out == kVecBytes) {
     const u64 whole = bytes / kVecBytes;
