@@ -70,8 +70,8 @@ void sizes_take_the_algorithms_of_the_table() {
     meeting.exchange(rank, "");
   });
   const std::vector<std::string> expected = {"reduce_flagged_f32", "all_reduce_flagged_f32",
-                                             "all_reduce_staged_f32", "reduce_flagged_f32",
-                                             "all_reduce_staged_f32"};
+                                             "all_reduce_staged_f32_4", "reduce_flagged_f32",
+                                             "all_reduce_staged_f32_4"};
   for (const Log& log : logs) EXPECT(log.kernels == expected);
 }
 

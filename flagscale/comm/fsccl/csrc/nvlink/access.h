@@ -82,54 +82,56 @@ FSCCL_FN void store(B& b, char* to, u64 bytes, u32 width, const Raw& raw) {
   store_slowly(b, to, static_cast<u32>(least(bytes, sizeof(Raw))), width, raw);
 }
 
-// As store(); `whole`, a constant, tells that it is an aligned vector. Only without the slow way in it
-// can a loop keep in registers all it has loaded.
+// As store(); `whole`, a constant, tells that it is an aligned vector. Only without the slow way in
+// it can a loop keep in registers all it has loaded.
 template <class B>
 FSCCL_FN void put(B& b, bool whole, char* to, u64 bytes, u32 width, const Vec& vec) {
   if (whole) return b.store(to, vec);
   store(b, to, bytes, width, vec);
 }
 
-// Every stride-th vector from the first-th on; first < stride.
+constexpr u32 kVecBytes = sizeof(Vec);
+
+// Every stride-th vector from the first-th on; first < stride. Vectors are counted in 32 bits,
+// which saves registers: see kMostBytes.
 template <class B>
 FSCCL_FN void move(B& b, char* to, u32 to_width, const char* from, u32 from_width, u64 bytes,
-                   u64 first, u64 stride) {
-  constexpr int kAtOnce = 8;  // loads in flight before the first store
-  constexpr u64 kVec = sizeof(Vec);
-  u64 v = first;
-  if (to_width == kVec && from_width == kVec) {
-    const u64 whole = bytes / kVec;
+                   u32 first, u32 stride) {
+  constexpr u32 kAtOnce = 8;  // loads in flight before the first store
+  const u32 count = static_cast<u32>((bytes + kVecBytes - 1) / kVecBytes);
+  u32 v = first;
+  if (to_width == kVecBytes && from_width == kVecBytes) {
+    const u32 whole = static_cast<u32>(bytes / kVecBytes);
     for (; v < whole; v += kAtOnce * stride) {
       Vec held[kAtOnce];
-      FSCCL_UNROLL for (int i = 0; i < kAtOnce; ++i) {
-        const u64 at = v + i * stride;
-        if (at < whole) held[i] = b.template load<Vec>(from + at * kVec);
+      FSCCL_UNROLL for (u32 i = 0; i < kAtOnce; ++i) {
+        const u32 at = v + i * stride;
+        if (at < whole) held[i] = b.template load<Vec>(from + u64{at} * kVecBytes);
       }
-      FSCCL_UNROLL for (int i = 0; i < kAtOnce; ++i) {
-        const u64 at = v + i * stride;
-        if (at < whole) b.store(to + at * kVec, held[i]);
+      FSCCL_UNROLL for (u32 i = 0; i < kAtOnce; ++i) {
+        const u32 at = v + i * stride;
+        if (at < whole) b.store(to + u64{at} * kVecBytes, held[i]);
       }
     }
-    v = whole % stride == first ? whole : bytes;  // the rest is one thread's
+    v = whole % stride == first ? whole : count;  // the rest is one thread's
   }
-  for (; v * kVec < bytes; v += stride) {
-    const u64 left = bytes - v * kVec;
-    store(b, to + v * kVec, left, to_width, load<Vec>(b, from + v * kVec, left, from_width));
+  for (; v < count; v += stride) {
+    const u64 at = u64{v} * kVecBytes;
+    store(b, to + at, bytes - at, to_width, load<Vec>(b, from + at, bytes - at, from_width));
   }
 }
 
-// Gives each of `parts` to some warps: f(part, first, stride), the place of this thread in it.
-// Several parts are worked at once, so that traffic goes to all peers at once.
+// Gives each of `parts` to some warps, so that traffic goes to all peers at once, or each warp
+// several: f(part, first, stride), the place of this thread in it. What f does is compiled once.
 template <class B, class F>
 FSCCL_FN void share_out(B& b, u32 parts, F f) {
   constexpr u32 kWarp = B::kWarp;
   const u32 warps = b.threads() / kWarp, warp = b.thread() / kWarp, lane = b.thread() % kWarp;
-  if (warps > parts) {
-    const u32 part = warp % parts, team = (warps - part + parts - 1) / parts;
-    f(part, warp / parts * kWarp + lane, team * kWarp);
-  } else {
-    for (u32 part = warp; part < parts; part += warps) f(part, lane, kWarp);
-  }
+  const bool many = warps > parts;
+  u32 part = many ? warp % parts : warp;
+  const u32 first = many ? warp / parts * kWarp + lane : lane;
+  const u32 team = many ? (warps - part + parts - 1) / parts : 1;
+  for (; part < parts; part += many ? parts : warps) f(part, first, team * kWarp);
 }
 
 // Waiting for peers, though not for ever: the host can end it, and so can the time limit, which

@@ -29,6 +29,7 @@ using u64 = unsigned long long;
 constexpr int kMaxRanks = 8;
 constexpr u32 kChannels = 32;  // the blocks of the largest grid
 constexpr u32 kMaxThreads = 512;
+constexpr u64 kMostBytes = u64{32} << 30;  // of a part, whose vectors must be countable
 constexpr u32 kDepth = 4;      // slots of a channel, see staged.h
 
 // In the order of RedOp of the core.

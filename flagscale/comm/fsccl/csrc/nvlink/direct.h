@@ -13,10 +13,10 @@ namespace fsccl {
 namespace nvlink {
 
 // Sums `bytes` from `at` on of every rank's registered buffer, among all threads of the grid.
-template <class E, class B, class F>
+template <class E, int Most, class B, class F>
 FSCCL_FN void sum_peers(B& b, const Args& a, u64 at, u64 bytes, u32 width_out, F f) {
   const auto from = [&](int p) { return a.peer[p] + at; };
-  sum_vectors<E>(b, a, from, {kVecBytes, width_out}, b.channel() * b.threads() + b.thread(),
+  sum_vectors<E, Most>(b, a, from, {kVecBytes, width_out}, b.channel() * b.threads() + b.thread(),
                  b.channels() * b.threads(), bytes, f);
 }
 
@@ -34,14 +34,14 @@ FSCCL_FN void between_steps(B& b, const Args& a, F f) {
 }
 
 // In place: peer[] is what is summed and where the sum goes.
-template <class E, class B>
+template <class E, int Most, class B>
 FSCCL_FN void all_reduce_direct(B& b, const Args& a) {
   between_steps(b, a, [&] {
     const u64 vecs = (a.bytes + kVecBytes - 1) / kVecBytes, n = static_cast<u64>(a.ranks);
     const u64 rank = static_cast<u64>(a.rank);
     const u64 lo = vecs * rank / n * kVecBytes;
     const u64 hi = least(vecs * (rank + 1) / n * kVecBytes, a.bytes);
-    sum_peers<E>(b, a, lo, hi - lo, kVecBytes, [&](bool whole, u64 at, const Vec& sum) {
+    sum_peers<E, Most>(b, a, lo, hi - lo, kVecBytes, [&](bool whole, u64 at, const Vec& sum) {
       for (int k = 0; k < a.ranks; ++k) {
         put(b, whole, a.peer[(a.rank + k) % a.ranks] + lo + at, hi - lo - at, kVecBytes, sum);
       }
@@ -50,11 +50,11 @@ FSCCL_FN void all_reduce_direct(B& b, const Args& a) {
 }
 
 // peer[] is the input.
-template <class E, class B>
+template <class E, int Most, class B>
 FSCCL_FN void reduce_scatter_direct(B& b, const Args& a) {
   between_steps(b, a, [&] {
     const u64 own = a.rank * a.stride_in;
-    sum_peers<E>(b, a, own, a.bytes, a.width_out, [&](bool whole, u64 at, const Vec& sum) {
+    sum_peers<E, Most>(b, a, own, a.bytes, a.width_out, [&](bool whole, u64 at, const Vec& sum) {
       put(b, whole, a.out + at, a.bytes - at, a.width_out, sum);
     });
   });
@@ -67,7 +67,7 @@ FSCCL_FN void copy_direct(B& b, const Args& a) {
     const u32 ranks = static_cast<u32>(a.ranks);
     const u64 piece = ceil_to((a.bytes + b.channels() - 1) / b.channels(), kVecBytes);
     const u64 lo = b.channel() * piece, size = clip(lo, piece, a.bytes);
-    share_out(b, ranks, [&](u32 k, u64 first, u64 stride) {
+    share_out(b, ranks, [&](u32 k, u32 first, u32 stride) {
       const int p = static_cast<int>((a.rank + k) % ranks);
       const char* const from = a.in + p * a.stride_in + lo;
       char* const to = a.peer[p] + a.rank * a.stride_out + lo;

@@ -17,6 +17,7 @@ template <class T>
 struct Plain {
   using Stored = T;
   using Sum = T;
+  static constexpr bool kPairs = false;
   static FSCCL_FN Sum load(Stored v) { return v; }
   static FSCCL_FN Stored store(Sum v) { return v; }
 };
@@ -24,6 +25,7 @@ struct Plain {
 struct Float16 {
   using Stored = u16;
   using Sum = float;
+  static constexpr bool kPairs = true;  // two are stored at once
   static FSCCL_FN Sum load(Stored v) {
 #if defined(__CUDACC__)
     float f;
@@ -42,11 +44,21 @@ struct Float16 {
     return float_to_f16(v);
 #endif
   }
+  static FSCCL_FN u32 store_pair(Sum low, Sum high) {
+#if defined(__CUDACC__)
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return store(low) | static_cast<u32>(store(high)) << 16;
+#endif
+  }
 };
 
 struct BFloat16 {
   using Stored = u16;
   using Sum = float;
+  static constexpr bool kPairs = true;  // two are stored at once
   static FSCCL_FN Sum load(Stored v) {
     const u32 bits = static_cast<u32>(v) << 16;
     float f;
@@ -60,6 +72,15 @@ struct BFloat16 {
     return h;
 #else
     return float_to_bf16(v);
+#endif
+  }
+  static FSCCL_FN u32 store_pair(Sum low, Sum high) {
+#if defined(__CUDACC__)
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return store(low) | static_cast<u32>(store(high)) << 16;
 #endif
   }
 };
@@ -131,8 +152,6 @@ template <class E, class Raw>
 class Sum {
  public:
   FSCCL_FN void add(const Args& a, bool first, const Raw& raw) {
-    // Decided for all elements at once, and the usual case by itself: its loop is a plain one.
-    if (plain(a)) return add_plainly(first, raw);
     typename E::Stored next[kCount];
     memcpy(next, &raw, sizeof raw);
     const bool scale = a.math == Math::kPremulSum;
@@ -143,30 +162,61 @@ class Sum {
     }
   }
 
-  // Of inputs as they are.
-  static FSCCL_FN bool plain(const Args& a) { return a.math == Math::kSum || a.math == Math::kAvg; }
-  FSCCL_FN void add_plainly(bool first, const Raw& raw) {
+  FSCCL_FN Raw finish(const Args& a) {
+    if (a.math == Math::kAvg) {
+      FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] = divide<S>(sum_[i], a.ranks);
+    }
+    return stored();
+  }
+
+  // The same with few instructions, for what is most often asked for: sums of inputs as they are,
+  // of which a mean is taken by a multiplication that is exact.
+  static FSCCL_FN bool plain(const Args& a) {
+    const bool halves = !Traits<S>::kInteger && (a.ranks & (a.ranks - 1)) == 0;
+    return a.math == Math::kSum || (a.math == Math::kAvg && halves);
+  }
+  FSCCL_FN void begin_plainly(const Raw& raw) {
+    typename E::Stored next[kCount];
+    memcpy(next, &raw, sizeof raw);
+    FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] = E::load(next[i]);
+  }
+  FSCCL_FN void add_plainly(const Raw& raw) {
     typename E::Stored next[kCount];
     memcpy(next, &raw, sizeof raw);
     FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
-      const S x = E::load(next[i]);
-      sum_[i] = first ? x : combine<S>(sum_[i], x, Math::kSum);
+      sum_[i] = combine<S>(sum_[i], E::load(next[i]), Math::kSum);
     }
   }
-
-  FSCCL_FN Raw finish(const Args& a) const {
-    typename E::Stored last[kCount];
-    FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
-      last[i] = E::store(a.math == Math::kAvg ? divide<S>(sum_[i], a.ranks) : sum_[i]);
+  FSCCL_FN Raw finish_plainly(const Args& a) {
+    if constexpr (!Traits<S>::kInteger) {
+      if (a.math == Math::kAvg) {
+        const S part = S{1} / static_cast<S>(a.ranks);
+        FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] *= part;
+      }
     }
-    Raw raw;
-    memcpy(&raw, last, sizeof raw);
-    return raw;
+    return stored();
   }
 
  private:
   using S = typename E::Sum;
   static constexpr int kCount = sizeof(Raw) / sizeof(typename E::Stored);
+
+  FSCCL_FN Raw stored() const {
+    Raw raw;
+    if constexpr (E::kPairs) {
+      u32 pairs[kCount / 2];
+      FSCCL_UNROLL for (int i = 0; i < kCount / 2; ++i) {
+        pairs[i] = E::store_pair(sum_[2 * i], sum_[2 * i + 1]);
+      }
+      memcpy(&raw, pairs, sizeof raw);
+    } else {
+      typename E::Stored last[kCount];
+      FSCCL_UNROLL for (int i = 0; i < kCount; ++i) last[i] = E::store(sum_[i]);
+      memcpy(&raw, last, sizeof raw);
+    }
+    return raw;
+  }
+
   S sum_[kCount] = {};
 };
 

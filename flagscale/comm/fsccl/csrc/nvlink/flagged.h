@@ -100,6 +100,13 @@ FSCCL_FN void each_packet(B& b, u64 count, F f) {
 template <class E>
 FSCCL_FN u64 sum_of(const Args& a, const u64 (&data)[kMaxRanks]) {
   Sum<E, u64> sum;
+  if (sum.plain(a)) {
+    sum.begin_plainly(data[0]);
+    FSCCL_UNROLL for (int p = 1; p < kMaxRanks; ++p) {
+      if (p < a.ranks) sum.add_plainly(data[p]);
+    }
+    return sum.finish_plainly(a);
+  }
   FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
     if (p < a.ranks) sum.add(a, p == 0, data[p]);
   }

@@ -1,5 +1,5 @@
-// The kernels for the GPU, named fsccl_<algorithm>[_<element>]: compiled once for what moves bytes,
-// and once for each element, which nvlink_compile.py lists.
+// The kernels for the GPU, named fsccl_<algorithm>[_<element>[_<most ranks>]]: compiled once for
+// what moves bytes, and once for each element, which nvlink_compile.py lists.
 #include "block_cuda.h"
 #include "kernels.h"
 
@@ -13,9 +13,12 @@ using namespace fsccl::nvlink;
   }
 #define MOVER(name) KERNEL(name, name)
 #define REDUCER(name, suffix, E) KERNEL(name##_##suffix, name<E>)
+#define SIZED_REDUCER(name, most, suffix, E) SIZED_KERNEL(name##_##suffix##_##most, name, E, most)
+#define SIZED_KERNEL(kernel, name, E, most) KERNEL(kernel, (name<E, most>))
 
 #if defined(FSCCL_SUFFIX)
 FSCCL_REDUCERS(REDUCER, FSCCL_SUFFIX, FSCCL_ELEMENT)
+FSCCL_SIZED_REDUCERS(SIZED_REDUCER, FSCCL_SUFFIX, FSCCL_ELEMENT)
 #else
 FSCCL_MOVERS(MOVER)
 #endif

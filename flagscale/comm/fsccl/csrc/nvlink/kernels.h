@@ -1,4 +1,6 @@
-// The list of kernels: X(algorithm) moves bytes, X(algorithm, suffix, element) reduces elements.
+// The list of kernels: X(algorithm) moves bytes, X(algorithm, suffix, element) reduces elements,
+// and X(algorithm, most, suffix, element) those of so many ranks at most: code for more of them
+// would take registers from groups that are small.
 #pragma once
 
 #include "direct.h"
@@ -7,10 +9,14 @@
 
 #define FSCCL_MOVERS(X) X(copy_flagged) X(copy_staged) X(copy_direct)
 
-#define FSCCL_REDUCERS(X, suffix, E)  \
-  X(reduce_flagged, suffix, E)        \
-  X(all_reduce_flagged, suffix, E)    \
-  X(all_reduce_staged, suffix, E)     \
-  X(reduce_scatter_staged, suffix, E) \
-  X(all_reduce_direct, suffix, E)     \
-  X(reduce_scatter_direct, suffix, E)
+#define FSCCL_REDUCERS(X, suffix, E) \
+  X(reduce_flagged, suffix, E)       \
+  X(all_reduce_flagged, suffix, E)
+
+#define FSCCL_SIZED_REDUCERS(X, suffix, E)         \
+  FSCCL_SIZED(X, all_reduce_staged, suffix, E)     \
+  FSCCL_SIZED(X, reduce_scatter_staged, suffix, E) \
+  FSCCL_SIZED(X, all_reduce_direct, suffix, E)     \
+  FSCCL_SIZED(X, reduce_scatter_direct, suffix, E)
+#define FSCCL_SIZED(X, name, suffix, E) \
+  X(name, 2, suffix, E) X(name, 4, suffix, E) X(name, 8, suffix, E)

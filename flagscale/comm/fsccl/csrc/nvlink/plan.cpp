@@ -63,8 +63,9 @@ bool is_reduction(Collective c) {
   return c == Collective::kAllReduce || c == Collective::kReduceScatter;
 }
 
-std::string kernel_of(Collective c, Algorithm a, DType t) {
+std::string kernel_of(Collective c, Algorithm a, DType t, int ranks) {
   const std::string of = std::string("_") + suffix(t);
+  const char* const most = ranks <= 2 ? "_2" : ranks <= 4 ? "_4" : "_8";
   const bool all = c == Collective::kAllReduce;
   switch (a) {
     case Algorithm::kFlagged:
@@ -75,11 +76,11 @@ std::string kernel_of(Collective c, Algorithm a, DType t) {
       return all ? "all_reduce_flagged" + of : "";
     case Algorithm::kStaged:
       if (!is_reduction(c)) return "copy_staged";
-      return (all ? "all_reduce_staged" : "reduce_scatter_staged") + of;
+      return (all ? "all_reduce_staged" : "reduce_scatter_staged") + of + most;
     case Algorithm::kDirect:
       if (c == Collective::kBroadcast) return "";
       if (!is_reduction(c)) return "copy_direct";
-      return (all ? "all_reduce_direct" : "reduce_scatter_direct") + of;
+      return (all ? "all_reduce_direct" : "reduce_scatter_direct") + of + most;
     case Algorithm::kOther:
       break;
   }
@@ -211,8 +212,8 @@ std::string Table::text() const {
 }
 
 Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u32 warp) {
-  std::string kernel = kernel_of(c, shape.algorithm, dtype);
-  if (kernel.empty()) return {};
+  std::string kernel = kernel_of(c, shape.algorithm, dtype, ranks);
+  if (kernel.empty() || bytes > kMostBytes) return {};
   const bool two_shot = shape.algorithm == Algorithm::kTwoShot;
   if (shape.algorithm == Algorithm::kFlagged || two_shot) {
     return flagged(std::move(kernel), shape, bytes, ranks, two_shot, warp);

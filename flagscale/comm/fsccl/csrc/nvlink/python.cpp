@@ -62,7 +62,8 @@ void bind(py::module_& parent) {
         Engine::Options options;
         for (const auto& [ranks, text] : tables) options.tables[ranks] = Table::parse(text);
         if (slot_bytes > 0) options.slot_bytes = slot_bytes;
-        Engine::install(device, std::make_unique<Engine>(cuda_device(device, strings(cubins)), options));
+        auto gpu = cuda_device(device, strings(cubins));
+        Engine::install(device, std::make_unique<Engine>(std::move(gpu), options));
       },
       py::arg("device"), py::arg("cubins"), py::arg("tables"), py::arg("slot_bytes"));
   m.def("on_demand", &Engine::on_demand, py::arg("install"));

@@ -101,13 +101,13 @@ struct Rounds {
 };
 
 // Sums what a step has brought and this rank's own: f as in sums.h.
-template <class E, class B, class F>
+template <class E, int Most, class B, class F>
 FSCCL_FN void sum_step(B& b, const Args& a, const Steps<B>& steps, const char* own, u32 step,
                        u64 place, u64 bytes, F f) {
   const auto from = [&](int p) {
     return p == a.rank ? own : steps.place(a.rank, p, place, step);
   };
-  sum_vectors<E>(b, a, from, {a.width_in, a.width_out}, b.thread(), b.threads(), bytes, f);
+  sum_vectors<E, Most>(b, a, from, {a.width_in, a.width_out}, b.thread(), b.threads(), bytes, f);
 }
 
 // all_gather (stride_in 0), all_to_all, and broadcast: only the root sends.
@@ -124,7 +124,7 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
   };
   const auto push = [&](u32 e) {
     const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
-    share_out(b, ranks, [&](u32 k, u64 first, u64 stride) {
+    share_out(b, ranks, [&](u32 k, u32 first, u32 stride) {
       const int p = static_cast<int>((a.rank + k) % ranks);
       const char* const from = a.in + p * a.stride_in + lo;
       if (p != a.rank) {
@@ -136,7 +136,7 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
   };
   const auto pull = [&](u32 e) {
     const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
-    share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+    share_out(b, ranks - 1, [&](u32 k, u32 first, u32 stride) {
       const int p = static_cast<int>((a.rank + 1 + k) % ranks);
       if (!sends(p)) return;
       move(b, a.out + p * a.stride_out + lo, a.width_out, place(a.rank, p, e), kVecBytes, size,
@@ -153,7 +153,7 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
   steps.finish(rounds.count);
 }
 
-template <class E, class B>
+template <class E, int Most, class B>
 FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
   const u32 ranks = static_cast<u32>(a.ranks);
@@ -161,7 +161,7 @@ FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
   const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
   const auto push = [&](u32 e) {
     const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
-    share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+    share_out(b, ranks - 1, [&](u32 k, u32 first, u32 stride) {
       const int p = static_cast<int>((a.rank + 1 + k) % ranks);
       move(b, steps.place(p, a.rank, rounds.piece, e), kVecBytes, a.in + p * a.stride_in + lo,
            a.width_in, size, first, stride);
@@ -177,7 +177,7 @@ FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
       const auto keep = [&](bool whole, u64 at, const Vec& sum) {
         put(b, whole, a.out + lo + at, size - at, a.width_out, sum);
       };
-      sum_step<E>(b, a, steps, own, e - 1, rounds.piece, size, keep);
+      sum_step<E, Most>(b, a, steps, own, e - 1, rounds.piece, size, keep);
     }
   }
   steps.finish(rounds.count);
@@ -185,7 +185,7 @@ FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
 
 // A piece of the message has a share for every rank to sum. Step e carries the inputs of piece e,
 // in the first half of the slots, and the results of piece e - 1, in the second.
-template <class E, class B>
+template <class E, int Most, class B>
 FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
   const u32 ranks = static_cast<u32>(a.ranks);
@@ -199,7 +199,7 @@ FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
   const auto peer = [&](u32 k) { return static_cast<int>((a.rank + 1 + k) % ranks); };
   for (u32 e = 0; e <= rounds.count + 1; ++e) {
     if (e < rounds.count) {
-      share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+      share_out(b, ranks - 1, [&](u32 k, u32 first, u32 stride) {
         const u64 lo = begin(e, peer(k));
         move(b, steps.place(peer(k), a.rank, share, e), kVecBytes, a.in + lo, a.width_in,
              clip(lo, share, a.bytes), first, stride);
@@ -214,12 +214,12 @@ FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
         }
         put(b, whole, a.out + lo + at, size - at, a.width_out, sum);
       };
-      sum_step<E>(b, a, steps, a.in + lo, e - 1, share, size, send);
+      sum_step<E, Most>(b, a, steps, a.in + lo, e - 1, share, size, send);
       b.sync();
     }
     if (e <= rounds.count) steps.post(e);
     if (e > 1) {
-      share_out(b, ranks - 1, [&](u32 k, u64 first, u64 stride) {
+      share_out(b, ranks - 1, [&](u32 k, u32 first, u32 stride) {
         const u64 lo = begin(e - 2, peer(k));
         move(b, a.out + lo, a.width_out, steps.place(a.rank, peer(k), share, e - 1) + half,
              kVecBytes, clip(lo, share, a.bytes), first, stride);
