@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flagscale.bench.agreement import plot
 from flagscale.bench.collectives.command import Parser, normalise
 from flagscale.bench.collectives.operations import operation
 from flagscale.bench.collectives.settings import parse_spec
@@ -33,7 +34,8 @@ one, calls through torch cost tens of microseconds of the host's time, which ncc
 in C++, does not pay. On a CPU the bare loop calls gloo's own object.
 
   agreement.py -r 8 -b 1K -e 1G -f 4                        every operation of nccl-tests
-  agreement.py -r 8 --operations all_reduce -d bf16 --json docs/results/agreement.json
+  agreement.py -r 8 --operations all_reduce -d bf16 --json found.json --plot found.svg
+  agreement.py --import found.json --plot found.svg         draw what was kept
 
 exit codes: 0 none differs, 2 usage, 4 some differ"""
 
@@ -67,11 +69,17 @@ def _parser(prog: str) -> Parser:
     add("--limit", type=float, default=3.0, metavar="%", help="per cent (3)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("-J", "--json", type=Path, metavar="FILE", help="keep the result")
+    add("--plot", type=Path, metavar="FILE", help="draw it, .svg or .png")
+    add("--import", dest="kept", type=Path, metavar="FILE", help="a kept one; measure nothing")
     return parser
 
 
 def _main(words: list[str], prog: str) -> int:
     options = _parser(prog).parse(normalise(words))
+    if options.plot is not None:
+        plot.check_name(options.plot)
+    if options.kept is not None:
+        return _draw(options.kept, options.plot)
     if options.rounds < 2 or not 0 < options.limit < math.inf:
         raise ConfigError("--rounds must be at least 2, --limit above 0 per cent")
     spec, world = _spec(options), detect(os.environ)
@@ -83,6 +91,19 @@ def _main(words: list[str], prog: str) -> int:
     if world is None:
         return spawn([sys.executable, "-m", MODULE, *words], size)
     return _as_rank(spec, world, options)
+
+
+def _draw(kept: Path, figure: Path | None) -> int:
+    if figure is None:
+        raise ConfigError("--import is for drawing: --plot FILE is missing")
+    try:
+        result = json.loads(kept.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--import {kept}: cannot be read: {error}") from error
+    if not isinstance(result, dict) or "rows" not in result:
+        raise ConfigError(f"--import {kept}: expected what --json of this command keeps")
+    plot.write(result, figure)
+    return 0
 
 
 def _spec(options: argparse.Namespace) -> BenchSpec:
@@ -129,7 +150,9 @@ def _as_rank(spec: BenchSpec, world: World, options: argparse.Namespace) -> int:
     if world.rank:
         return 0 if fine else EXIT_DIFFERS
     print(f"# {text}")
+    result = {**about, "text": text, "rows": [pair.to_json(limit) for pair in pairs]}
     if options.json is not None:
-        rows = [pair.to_json(limit) for pair in pairs]
-        options.json.write_text(json.dumps({**about, "text": text, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot is not None:
+        plot.write(result, options.plot)
     return 0 if fine else EXIT_DIFFERS

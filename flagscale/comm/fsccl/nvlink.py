@@ -98,9 +98,9 @@ def install(device: int) -> None:
 
 def _slot_bytes() -> int:
     text = os.environ.get(SLOT_VARIABLE, "") or "0"
-    if not text.isdigit() or int(text) % 256 != 0 or 0 < int(text) < 1024:
+    if not text.isdigit() or int(text) % 512 != 0 or 0 < int(text) < 2048:
         raise ConfigError(
-            f"{SLOT_VARIABLE}={text}: expected a multiple of 256 bytes, at least 1024"
+            f"{SLOT_VARIABLE}={text}: expected a multiple of 512 bytes, at least 2048"
         )
     return int(text)
 

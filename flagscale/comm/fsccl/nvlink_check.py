@@ -122,7 +122,10 @@ def _measure(world: World, plan: Plan, report: dict[str, Any], keep: Callable[[]
 
 
 def _versions(world: World) -> dict[str, str]:
-    nccl = "none" if world.alone else str(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    nccl = "none"
+    if not world.alone:
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        nccl = ".".join(str(number) for number in version)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "torch": torch.__version__,

@@ -45,8 +45,8 @@ _COMPILE_SECONDS = 600.0
 _LOG_CHARACTERS = 4000
 
 
-def kernels(capability: tuple[int, int]) -> list[bytes]:
-    """The machine code (cubins) for a compute capability such as ``(9, 0)``.
+def kernels(capability: tuple[int, int]) -> dict[str, bytes]:
+    """The machine code (cubins), by unit, for a compute capability such as ``(9, 0)``.
 
     Raises:
         BuildError: neither NVRTC nor nvcc is there, or the compilation failed.
@@ -60,7 +60,7 @@ def kernels(capability: tuple[int, int]) -> list[bytes]:
         missing = [unit for unit, path in paths.items() if not path.exists()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda unit: _make(unit, architecture, paths[unit]), missing))
-    return [path.read_bytes() for path in paths.values()]
+    return {unit: path.read_bytes() for unit, path in paths.items()}
 
 
 def _make(unit: str, architecture: str, path: Path) -> None:

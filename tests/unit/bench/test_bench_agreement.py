@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +116,41 @@ def test_the_table_and_its_conclusion() -> None:
 def test_mistakes(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_was_kept_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pair = Pair("all_reduce", 1024, 10.0, 10.1, 0.1, 0.1, Ratio(1.0, 0.99, 1.01))
+    rows = [replace(pair, operation=name, size=size).to_json(0.03)
+            for name in ("all_reduce", "gather") for size in (1024, 4096)]  # fmt: skip
+    kept = {"ranks": 2, "device": "NVIDIA H200", "library": "NCCL 2.28.9", "way": "graphs"}
+    (tmp_path / "a.json").write_text(json.dumps({**kept, "type": "bf16", "rows": rows}))
+    assert main(["--import", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]) == 0
+    drawn = (tmp_path / "a.svg").read_text()
+    for words in ("2 ranks, NVIDIA H200, NCCL 2.28.9, graphs, bf16", "gather", "bare loop"):
+        assert words in drawn
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        pytest.param('{"rows": []}', "--plot a.svg", "nothing was measured", id="no-rows"),
+        pytest.param("{", "--plot a.svg", "a.json: cannot be read", id="no-json"),
+        pytest.param("[]", "--plot a.svg", "expected what --json of this command", id="another"),
+        pytest.param('{"rows": []}', "--plot a.pdf", "ends in .svg or .png", id="ending"),
+        pytest.param('{"rows": []}', "", "--plot FILE is missing", id="no-figure"),
+    ],
+)
+def test_what_cannot_be_drawn(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    line: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text(text)
+    assert main(["--import", "a.json", *line.split()]) == 2
+    assert said in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]

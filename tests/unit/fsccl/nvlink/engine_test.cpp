@@ -80,14 +80,17 @@ void many_groups_share_the_heap() {
   Meeting meeting(kRanks);
   std::vector<Log> logs(kRanks);
   each_rank(kRanks, [&](int rank) {
-    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
+    Engine::Options options = small();
+    options.tables[kRanks] = Table::parse("all_reduce ordinary 4096 flagged 0 0\n"
+                                          "all_reduce ordinary 4097 staged 0 0\n");
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
     std::vector<std::unique_ptr<Communicator>> groups;
     std::vector<float> memory(20000);
     for (int g = 0; g < kGroups; ++g) {
       groups.push_back(join(engine, meeting, rank, kRanks));
       EXPECT(all_reduce(*groups.back(), rank, kRanks, memory, 1 + g));
     }
-    EXPECT(logs[rank].allocations == 5);
+    EXPECT(logs[rank].allocations == 1 + 7);  // eight arenas, then four at a time
     // Interleaved, small and staged.
     for (int turn = 0; turn < 40; ++turn) {
       const int g = turn * 7 % kGroups;
@@ -100,8 +103,29 @@ void many_groups_share_the_heap() {
       groups.push_back(join(engine, meeting, rank, kRanks));
       EXPECT(all_reduce(*groups.back(), rank, kRanks, memory, g % 2 == 0 ? 20000 : 9));
     }
-    EXPECT(logs[rank].allocations == 5);
+    EXPECT(logs[rank].allocations == 8);
     EXPECT(logs[rank].clears > 0);
+    meeting.exchange(rank, "");
+  });
+}
+
+// Where it is the first group, of large slots, and where it is one of many.
+void ranks_meet_in_slots_of_unlike_sizes() {
+  constexpr int kRanks = 2;
+  Meeting meeting(kRanks);
+  std::vector<Log> logs(kRanks);
+  each_rank(kRanks, [&](int rank) {
+    Engine::Options options = small();
+    options.tables[kRanks] = Table::parse("all_reduce ordinary 1 staged 0 0\n");
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
+    std::vector<std::unique_ptr<Communicator>> others;
+    for (int g = 0; rank == 1 && g < 9; ++g) {
+      others.push_back(std::make_unique<Communicator>(engine, rank, kRanks, 0));
+    }
+    const auto c = join(engine, meeting, rank, kRanks);
+    std::vector<float> memory(30000);
+    EXPECT(all_reduce(*c, rank, kRanks, memory, 30000));
+    EXPECT(logs[rank].kernels.back() == "all_reduce_staged_f32_2");
     meeting.exchange(rank, "");
   });
 }
@@ -175,12 +199,9 @@ void ranks_that_differ_refuse_each_other() {
   Meeting meeting(2);
   std::vector<Log> logs(2);
   each_rank(2, [&](int rank) {
-    Engine::Options options = small();
-    if (rank == 1) options.slot_bytes = 8192;
-    Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
     Communicator c(engine, rank, 2, 0);
     const auto cards = meeting.exchange(rank, c.card());
-    EXPECT(error_of([&] { c.connect(cards); }).find("slots of") != std::string::npos);
     EXPECT(error_of([&] { c.connect({cards[0], "x"}); }).find("rank 1 runs another version") !=
            std::string::npos);
     EXPECT(error_of([&] { c.run({}); }).find("before connect") != std::string::npos);
@@ -301,11 +322,26 @@ void packets_cross_lent_memory() {
   }
 }
 
+void kernels_are_found_in_their_units() {
+  const auto unit = [](Collective c, Algorithm a, DType t, int ranks) {
+    return unit_of(plan(c, {a, 0, 0}, t, 1 << 16, ranks).kernel);
+  };
+  for (const int ranks : {2, 3, 8}) {
+    for (const Algorithm a : {Algorithm::kFlagged, Algorithm::kStaged, Algorithm::kDirect}) {
+      EXPECT(unit(Collective::kAllReduce, a, DType::kBF16, ranks) == "bf16");
+      EXPECT(unit(Collective::kReduceScatter, a, DType::kU8, ranks) == "u8");
+      EXPECT(unit(Collective::kAllGather, a, DType::kF64, ranks) == "movers");
+    }
+    EXPECT(unit(Collective::kAllReduce, Algorithm::kTwoShot, DType::kI16, ranks) == "i16");
+  }
+}
+
 }  // namespace
 
 int main() {
   sizes_take_the_algorithms_of_the_table();
   many_groups_share_the_heap();
+  ranks_meet_in_slots_of_unlike_sizes();
   registered_memory_is_used_directly();
   another_stream_is_ordered_after_the_last();
   ranks_that_differ_refuse_each_other();
@@ -313,6 +349,7 @@ int main() {
   gpus_without_nvlink_are_refused();
   who_does_not_come_is_named();
   packets_cross_lent_memory();
+  kernels_are_found_in_their_units();
   if (failures == 0) puts("ok");
   return failures == 0 ? 0 : 1;
 }

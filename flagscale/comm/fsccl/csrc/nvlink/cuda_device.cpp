@@ -10,6 +10,7 @@
 #include "../core/types.h"
 #include "cuda_driver.h"
 #include "device.h"
+#include "plan.h"
 
 namespace fsccl {
 namespace nvlink {
@@ -66,7 +67,7 @@ cuda::DevicePointer pointer(const char* at) { return reinterpret_cast<cuda::Devi
 
 class CudaDevice : public Device {
  public:
-  CudaDevice(int number, const std::vector<std::string>& cubins) {
+  CudaDevice(int number, const std::map<std::string, std::string>& cubins) {
     check(driver().init(0), "starting CUDA's driver");
     check(driver().device_get(&device_, number), "finding the device");
     check(driver().device_uuid(&uuid_, device_), "asking for the device's identity");
@@ -74,10 +75,8 @@ class CudaDevice : public Device {
     const Current here(context_);
     check(driver().stream_create(&stream_, cuda::kStreamNonBlocking), "making a stream");
     check(driver().event_create(&event_, cuda::kEventDisableTiming), "making an event");
-    for (const std::string& cubin : cubins) {
-      void* module = nullptr;
-      check(driver().module_load(&module, cubin.data()), "loading the kernels");
-      modules_.push_back(module);
+    for (const auto& [unit, cubin] : cubins) {
+      check(driver().module_load(&modules_[unit], cubin.data()), "loading the kernels");
     }
   }
 
@@ -171,16 +170,16 @@ class CudaDevice : public Device {
 
   // Loads the code now: at the first launch it could wait for kernels that wait for peers.
   Function function(const std::string& name) override {
+    const auto module = modules_.find(unit_of(name));
+    if (module == modules_.end()) return nullptr;
     const Current here(context_);
-    for (void* const module : modules_) {
-      void* found = nullptr;
-      if (driver().module_function(&found, module, ("fsccl_" + name).c_str()) != cuda::kSuccess) {
-        continue;
-      }
-      check(driver().function_load(found), "loading a kernel");
-      return found;
+    void* found = nullptr;
+    const std::string symbol = "fsccl_" + name;
+    if (driver().module_function(&found, module->second, symbol.c_str()) != cuda::kSuccess) {
+      return nullptr;
     }
-    return nullptr;
+    check(driver().function_load(found), "loading a kernel");
+    return found;
   }
 
   void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream) override {
@@ -237,12 +236,12 @@ class CudaDevice : public Device {
   int device_ = 0;
   cuda::Uuid uuid_{};
   void *context_ = nullptr, *stream_ = nullptr, *event_ = nullptr;
-  std::vector<void*> modules_;
+  std::map<std::string, void*> modules_;
 };
 
 }  // namespace
 
-std::unique_ptr<Device> cuda_device(int number, const std::vector<std::string>& cubins) {
+std::unique_ptr<Device> cuda_device(int number, const std::map<std::string, std::string>& cubins) {
   return std::make_unique<CudaDevice>(number, cubins);
 }
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <memory>
+#include <map>
 #include <string>
-#include <vector>
 
 #include "args.h"
 
@@ -43,9 +43,9 @@ class Device {
   virtual void order(Stream earlier, Stream later) = 0;
 };
 
-// The device with this number, `cubins` its kernels. CUDA's driver is found when this is called;
-// nothing here is linked against it.
-std::unique_ptr<Device> cuda_device(int number, const std::vector<std::string>& cubins);
+// The device with this number, `cubins` its kernels by unit. CUDA's driver is found when this is
+// called; nothing here is linked against it.
+std::unique_ptr<Device> cuda_device(int number, const std::map<std::string, std::string>& cubins);
 
 }  // namespace nvlink
 }  // namespace fsccl

@@ -45,8 +45,9 @@ std::vector<std::string> unpack(const std::string& text, size_t count, int rank)
 // Memory can be shared within one boot of one host only.
 std::string host() { return first_line(kBootId); }
 
-u64 number(const std::string& text, int rank) {
-  u64 value = 0;
+template <class T = u64>
+T number(const std::string& text, int rank) {
+  T value = 0;
   if (read_number(text, &value)) return value;
   fail(Fault::kMismatch, rank, "rank " + std::to_string(rank) + " runs another version");
 }
@@ -83,8 +84,8 @@ Installed& installed_engines() {
 
 Engine::Engine(std::unique_ptr<Device> device, Options options)
     : device_(std::move(device)), options_(std::move(options)) {
-  if (options_.slot_bytes < 1024 || options_.slot_bytes % 256 != 0) {
-    fail(Fault::kUsage, -1, "a slot has a multiple of 256 bytes and at least 1024, found " +
+  if (options_.slot_bytes < 2048 || options_.slot_bytes % 512 != 0) {
+    fail(Fault::kUsage, -1, "a slot has a multiple of 512 bytes and at least 2048, found " +
                                 std::to_string(options_.slot_bytes));
   }
 }
@@ -119,19 +120,23 @@ void Engine::on_demand(std::function<void(int)> install) {
   installed_engines().on_demand.swap(fresh);
 }
 
-char* Engine::take_arena() {
+// Of those that are free, one with the largest slots.
+Engine::Arena Engine::take_arena() {
   std::lock_guard<std::mutex> hold(mutex_);
-  const u64 each = arena_bytes(options_.slot_bytes);
   if (free_.empty()) {
-    char* const more = device_->allocate(each * options_.arenas_at_once);
-    for (u32 i = options_.arenas_at_once; i-- > 0;) {
-      free_.push_back({more + i * each, false, nullptr});
-    }
+    const u64 slot_bytes = grown_ ? options_.slot_bytes / 2 : options_.slot_bytes;
+    const u32 count = grown_ ? options_.arenas_later : options_.arenas_at_first;
+    const u64 each = arena_bytes(slot_bytes);
+    char* const more = device_->allocate(each * count);
+    for (u32 i = count; i-- > 0;) free_.push_back({more + i * each, slot_bytes, false, nullptr});
+    grown_ = true;
   }
-  const Arena arena = free_.back();
-  free_.pop_back();
-  if (arena.used) device_->clear(arena.at, each, &arena.last);
-  return arena.at;
+  const auto smaller = [](const Arena& x, const Arena& y) { return x.slot_bytes < y.slot_bytes; };
+  const auto found = std::max_element(free_.begin(), free_.end(), smaller);
+  const Arena arena = *found;
+  free_.erase(found);
+  if (arena.used) device_->clear(arena.at, arena_bytes(arena.slot_bytes), &arena.last);
+  return arena;
 }
 
 void Engine::give_arena(const Arena& arena) {
@@ -161,13 +166,13 @@ Function Engine::function(const std::string& name) {
 
 // ---------------------------------------------------------------- Communicator
 
-char* Communicator::arena_for(Engine& engine, int size) {
+Engine::Arena Communicator::arena_for(Engine& engine, int size) {
   if (size >= 2 && size <= kMaxRanks) return engine.take_arena();
   fail(Fault::kUsage, -1, "groups have 2 to 8 ranks, found " + std::to_string(size));
 }
 
-Communicator::Communicator(Engine& engine, int rank, int size, char* arena, bool lent,
-                           u64 timeout_ns)
+Communicator::Communicator(Engine& engine, int rank, int size, const Engine::Arena& arena,
+                           bool lent, u64 timeout_ns)
     : engine_(engine),
       rank_(rank),
       size_(size),
@@ -177,7 +182,7 @@ Communicator::Communicator(Engine& engine, int rank, int size, char* arena, bool
   template_.timeout_ns = timeout_ns;
   template_.stop = words_;
   template_.late = words_ + 1;
-  template_.slot_bytes = static_cast<u32>(engine.options_.slot_bytes);
+  template_.slot_bytes = static_cast<u32>(arena.slot_bytes);
 }
 
 Communicator::Communicator(Engine& engine, int rank, int size, u64 timeout_ns)
@@ -186,7 +191,7 @@ Communicator::Communicator(Engine& engine, int rank, int size, u64 timeout_ns)
 Communicator::Communicator(Engine& engine, int rank, u64 timeout_ns,
                            const std::vector<char*>& arenas, u32 channels)
     : Communicator(engine, rank, static_cast<int>(arenas.size()),
-                   arenas[static_cast<size_t>(rank)], true, timeout_ns) {
+                   {arenas[static_cast<size_t>(rank)], 0, false, nullptr}, true, timeout_ns) {
   for (int p = 0; p < size_; ++p) template_.arena[p] = arenas[static_cast<size_t>(p)];
   std::string rows;
   for (const char* collective : {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}) {
@@ -199,7 +204,8 @@ Communicator::Communicator(Engine& engine, int rank, u64 timeout_ns,
 // All that peers send to an arena is awaited by the kernels that run here, so that it can be used
 // again when these have ended; not if the group failed, as a peer may still be writing then.
 Communicator::~Communicator() {
-  if (!lent_ && !failure()) engine_.give_arena({arena_, ran_, last_stream_});
+  if (lent_ || failure()) return;
+  engine_.give_arena({arena_.at, arena_.slot_bytes, ran_, last_stream_});
 }
 
 std::string Communicator::card() const {
@@ -207,10 +213,10 @@ std::string Communicator::card() const {
   card.version = kVersion;
   card.host = host();
   card.device = engine_.device_->identity();
-  card.slot_bytes = std::to_string(engine_.options_.slot_bytes);
+  card.slot_bytes = std::to_string(arena_.slot_bytes);
   const auto table = engine_.options_.tables.find(size_);
   if (table != engine_.options_.tables.end()) card.table = table->second.text();
-  card.shared = engine_.device_->share(arena_, &card.offset);
+  card.shared = engine_.device_->share(arena_.at, &card.offset);
   return card.text();
 }
 
@@ -226,10 +232,6 @@ void Communicator::connect(const std::vector<std::string>& cards) {
     const std::string who = "rank " + std::to_string(p);
     if (card.version != mine.version) fail(Fault::kMismatch, p, who + " runs another version");
     if (card.host != mine.host) fail(Fault::kMismatch, p, who + " is on another host");
-    if (card.slot_bytes != mine.slot_bytes) {
-      fail(Fault::kMismatch, p, who + " has slots of " + card.slot_bytes + " bytes, this rank of " +
-                                    mine.slot_bytes);
-    }
     // Kernels of two processes take turns on a GPU, and would wait for each other in vain.
     if (p != rank_ && card.device == mine.device && !engine_.device_->own(card.shared)) {
       fail(Fault::kMismatch, p, who + " is another process on the same GPU");
@@ -237,7 +239,9 @@ void Communicator::connect(const std::vector<std::string>& cards) {
     if (p != rank_ && !engine_.device_->linked(card.device)) {
       fail(Fault::kMismatch, p, who + "'s GPU and this rank's have no NVLink between them");
     }
-    template_.arena[p] = p == rank_ ? arena_ : engine_.device_->open(card.shared) + card.offset;
+    // Ranks may be in different numbers of groups: what all have room for.
+    template_.slot_bytes = std::min(template_.slot_bytes, number<u32>(card.slot_bytes, p));
+    template_.arena[p] = p == rank_ ? arena_.at : engine_.device_->open(card.shared) + card.offset;
   }
   table_ = all[0].table.empty() ? Table::guess(size_) : Table::parse(all[0].table);
   connected_ = true;

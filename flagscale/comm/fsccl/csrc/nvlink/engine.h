@@ -44,8 +44,10 @@ struct Call {
 class Engine {
  public:
   struct Options {
-    u64 slot_bytes = 64 << 10;     // of a channel; a group has 32 channels of 4 slots
-    u32 arenas_at_once = 8;        // by so many the heap grows
+    // Of a channel; a group has 32 channels of 4 slots. The first groups have these, later ones
+    // half as much: programs make many groups, and few of them move much.
+    u64 slot_bytes = 128 << 10;
+    u32 arenas_at_first = 8, arenas_later = 4;  // by so many the heap grows
     std::map<int, Table> tables;   // by ranks of a group; rank 0's decides; none: first guesses
   };
   Engine(std::unique_ptr<Device> device, Options options);
@@ -67,11 +69,12 @@ class Engine {
 
   struct Arena {
     char* at;
+    u64 slot_bytes;
     bool used;
     Stream last;  // on which its last group ran, if it was used
   };
 
-  char* take_arena();
+  Arena take_arena();
   void give_arena(const Arena& arena);
   u32* take_words();
   Function function(const std::string& name);
@@ -80,6 +83,7 @@ class Engine {
   const Options options_;
   std::mutex mutex_;
   std::vector<Arena> free_;
+  bool grown_ = false;
   u32 *words_ = nullptr, words_left_ = 0;
   std::unordered_map<std::string, Function> functions_;
 };
@@ -132,8 +136,9 @@ class Communicator {
     u32 blocks = 0, threads = 0;
     Algorithm algorithm = Algorithm::kOther;
   };
-  Communicator(Engine& engine, int rank, int size, char* arena, bool lent, u64 timeout_ns);
-  static char* arena_for(Engine& engine, int size);
+  Communicator(Engine& engine, int rank, int size, const Engine::Arena& arena, bool lent,
+               u64 timeout_ns);
+  static Engine::Arena arena_for(Engine& engine, int size);
 
   struct Registered {
     const char* begin;
@@ -148,7 +153,7 @@ class Communicator {
   Engine& engine_;
   const int rank_, size_;
   const bool lent_;  // the arenas are the caller's
-  char* const arena_;
+  const Engine::Arena arena_;
   u32* const words_;  // Args.stop, Args.late
   std::atomic<bool> aborted_{false};
   Args template_{};

@@ -139,31 +139,28 @@ Table Table::parse(const std::string& text) {
 }
 
 Table Table::guess(int ranks) {
-  // Measured on two H200: docs/results/fsccl-nvlink-2xh200.json. all_to_all, which crosses as
-  // all_gather does, and broadcast were not measured.
+  // Measured on two H200: docs/results/fsccl-nvlink-2xh200.json. Broadcast was not.
   if (ranks <= 2) {
     return parse(
         "all_reduce ordinary 524288 flagged 0 0\n"
-        "all_reduce ordinary 4194304 staged 0 0\n"
-        "all_reduce ordinary 4194305 other 0 0\n"
+        "all_reduce ordinary 524289 staged 0 0\n"
         "all_reduce registered 524288 flagged 0 0\n"
-        "all_reduce registered 16777216 direct 0 0\n"
-        "all_reduce registered 16777217 other 0 0\n"
+        "all_reduce registered 524289 direct 32 256\n"
         "reduce_scatter ordinary 524288 flagged 0 0\n"
-        "reduce_scatter ordinary 4194304 staged 0 0\n"
-        "reduce_scatter ordinary 4194305 other 0 0\n"
+        "reduce_scatter ordinary 524289 staged 0 0\n"
         "reduce_scatter registered 524288 flagged 0 0\n"
-        "reduce_scatter registered 1048576 staged 0 0\n"
-        "reduce_scatter registered 16777216 direct 0 0\n"
-        "reduce_scatter registered 16777217 other 0 0\n"
+        "reduce_scatter registered 2097152 staged 0 0\n"
+        "reduce_scatter registered 2097153 direct 0 0\n"
         "all_gather ordinary 524288 flagged 0 0\n"
-        "all_gather ordinary 16777216 staged 0 0\n"
-        "all_gather ordinary 16777217 other 0 0\n"
+        "all_gather ordinary 524289 staged 0 0\n"
         "all_gather registered 524288 flagged 0 0\n"
-        "all_gather registered 524289 direct 0 0\n"
+        "all_gather registered 2097152 staged 0 0\n"
+        "all_gather registered 2097153 direct 0 0\n"
         "all_to_all ordinary 524288 flagged 0 0\n"
-        "all_to_all ordinary 16777216 staged 0 0\n"
-        "all_to_all ordinary 16777217 other 0 0\n"
+        "all_to_all ordinary 524289 staged 0 0\n"
+        "all_to_all registered 524288 flagged 0 0\n"
+        "all_to_all registered 2097152 staged 0 0\n"
+        "all_to_all registered 2097153 direct 16 512\n"
         "broadcast ordinary 1048576 staged 0 0\n"
         "broadcast ordinary 1048577 other 0 0\n");
   }
@@ -224,6 +221,13 @@ Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u
   const u64 blocks = shape.blocks > 0 ? shape.blocks : std::min<u64>(kChannels, useful);
   return {std::move(kernel), static_cast<u32>(blocks),
           shape.threads > 0 ? shape.threads : kMaxThreads};
+}
+
+std::string unit_of(const std::string& kernel) {
+  const std::vector<std::string> words = split(kernel, '_');
+  if (words[0] == "copy") return "movers";
+  const bool sized = words.back().size() == 1;  // the most ranks, after the element
+  return words[words.size() - (sized ? 2 : 1)];
 }
 
 Args arguments(Collective c, const void* in, void* out, u64 bytes, int rank, int ranks, int root) {

@@ -65,6 +65,9 @@ struct Plan {
 // a multiple of `warp` threads.
 Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u32 warp = 32);
 
+// Where a kernel is compiled, see nvlink_compile.py: with those of its element, or the "movers".
+std::string unit_of(const std::string& kernel);
+
 // What of the arguments follows from the call; the group adds its memory.
 Args arguments(Collective c, const void* in, void* out, u64 bytes, int rank, int ranks, int root);
 

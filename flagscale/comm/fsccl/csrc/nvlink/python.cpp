@@ -57,12 +57,12 @@ void bind(py::module_& parent) {
   m.attr("max_ranks") = kMaxRanks;
   m.def(
       "install",
-      [](int device, const std::vector<py::bytes>& cubins,
+      [](int device, const std::map<std::string, py::bytes>& cubins,
          const std::map<int, std::string>& tables, u64 slot_bytes) {
         Engine::Options options;
         for (const auto& [ranks, text] : tables) options.tables[ranks] = Table::parse(text);
         if (slot_bytes > 0) options.slot_bytes = slot_bytes;
-        auto gpu = cuda_device(device, strings(cubins));
+        auto gpu = cuda_device(device, {cubins.begin(), cubins.end()});
         Engine::install(device, std::make_unique<Engine>(std::move(gpu), options));
       },
       py::arg("device"), py::arg("cubins"), py::arg("tables"), py::arg("slot_bytes"));
