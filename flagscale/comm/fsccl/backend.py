@@ -33,7 +33,8 @@ def _create(options: Any, backend_options: Any) -> Any:
     """
     extension = load_extension()
     own = native.of_this_rank()
-    native.prepare(own)
+    if options.group_size > 1:
+        native.prepare(own)
     for_library = native.has_options(own, backend_options)
     if not (
         backend_options is None or for_library or isinstance(backend_options, extension.Options)

@@ -219,7 +219,11 @@ def test_no_segment_is_left(pool: Any, variables: dict[str, str]) -> None:
     pool.kill(2)
     survivors_say(pool, [0, 1], SLACK)
     pool.leave([0, 1])
-    assert pool.call([0, 1], "segments") == [[0, []], [0, []]]
+    # What holds it for ever is a leak; a thread that is about to let go is not.
+    end = time.monotonic() + SLACK
+    while (found := pool.call([0, 1], "segments")) != [[0, []], [0, []]]:
+        assert time.monotonic() < end, found
+        time.sleep(0.2)
 
 
 FOR_EVER_ALONE = """

@@ -307,8 +307,13 @@ void packets_cross_lent_memory() {
         call.out = own.data();
         EXPECT(c.run(call));
         EXPECT(own[2] == static_cast<float>(rank * ranks));
+        EXPECT(c.takes(call));
         call.collective = Collective::kBroadcast;
+        EXPECT(!c.takes(call));
         EXPECT(!c.run(call));
+        Call large;
+        large.bytes = 160000;
+        EXPECT(!c.takes(large));
         meeting.exchange(rank, "");
       }
       EXPECT(logs[rank].allocations == 0);

@@ -1,6 +1,5 @@
 // Which algorithm a collective takes.
 #include <algorithm>
-#include <cstdio>
 
 #include "group.h"
 
@@ -65,10 +64,7 @@ Pieces join_all(const std::vector<Pieces>& list) {
 
 void Group::chose(const OpCard& card, const char* algorithm) {
   took(algorithm);
-  if (!config_.settings.debug) return;
-  std::fprintf(stderr, "[fsccl] rank %d group '%s' %s: %s, %s\n",
-               config_.global_ranks[static_cast<size_t>(config_.rank)], config_.name.c_str(),
-               card.text().c_str(), algorithm, clusters_.text().c_str());
+  say([&] { return card.text() + ": " + algorithm + ", " + clusters_.text(); });
 }
 
 template <class F>

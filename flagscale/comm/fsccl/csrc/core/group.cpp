@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <thread>
 
 namespace fsccl {
@@ -226,6 +227,12 @@ std::optional<std::string> Group::failure() const {
   std::lock_guard<std::mutex> hold(verdict_mutex_);
   if (!verdict_) return std::nullopt;
   return std::string(verdict_->what());
+}
+
+void Group::print(const std::string& words) const {
+  std::fprintf(stderr, "[fsccl] rank %d group '%s': %s\n",
+               config_.global_ranks[static_cast<size_t>(config_.rank)], config_.name.c_str(),
+               words.c_str());
 }
 
 std::string Group::clusters_text() { return clusters_.text(); }

@@ -87,6 +87,11 @@ class Group {
   void took(const char* algorithm) {  // which must live as long as the group
     last_algorithm_.store(algorithm, std::memory_order_relaxed);
   }
+  // Tells who has set FSCCL_DEBUG what words() makes, if anyone has.
+  template <class F>
+  void say(F words) const {
+    if (config_.settings.debug) print(words());
+  }
   // "2+2 ranks"; needs a connected group.
   std::string clusters_text();
 
@@ -101,6 +106,7 @@ class Group {
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
 
  private:
+  void print(const std::string& words) const;
   template <class F>
   void collective(OpCard card, const Deadline& d, F&& body);
   void exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,

@@ -5,7 +5,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <set>
 #include <thread>
@@ -148,10 +147,7 @@ void Engine::open_packets(const Deadline& d) {
   try {
     engine = nvlink::Engine::of(tracks_->device().index());
   } catch (const std::exception& e) {  // the board does without
-    if (group_->config().settings.debug) {
-      std::fprintf(stderr, "[fsccl] group '%s': no packets in host memory: %s\n",
-                   group_->config().name.c_str(), e.what());
-    }
+    group_->say([&] { return std::string("no packets in host memory: ") + e.what(); });
   }
   group_->tell(key + std::to_string(rank_), engine != nullptr ? engine->identity() : none);
   std::set<std::string> gpus;
@@ -165,8 +161,8 @@ void Engine::open_packets(const Deadline& d) {
   packets_ = std::make_unique<Packets>(*engine, rank_, size, std::move(segment), *tracks_);
 }
 
-// Of equal parts. Whether they lie one after the other, as the kernels want them, is this rank's own
-// affair, so it decides nothing but whether they are copied.
+// Of equal parts. Whether they lie one after the other, as the kernels want them, is this rank's
+// own affair, so it decides nothing but whether they are copied.
 bool Engine::by_packets(nvlink::Collective what, const Tensors& in, const Tensors& out,
                         const Reduction& r, const OpCard& card) {
   if (!packets_ || r.op == RedOp::kPremulSum) return false;
@@ -176,18 +172,19 @@ bool Engine::by_packets(nvlink::Collective what, const Tensors& in, const Tensor
       if (t.nbytes() != part) return false;
     }
   }
+  nvlink::Call call;
+  call.collective = what;
+  call.bytes = part;
+  call.reduction = r;
+  if (!packets_->takes(call)) return false;
   const bool scattered = !consecutive(out);
   const at::Tensor from = consecutive(in) ? in[0] : at::cat(in);
   const auto total = static_cast<int64_t>(part * out.size());
   const at::Tensor to = scattered ? arena_->take(total, at::kByte) : out[0];
-  nvlink::Call call;
-  call.collective = what;
   call.in = from.const_data_ptr();
   call.out = to.data_ptr();
-  call.bytes = part;
-  call.reduction = r;
   call.stream = tracks_->stream(Track::kNative)->native_handle();
-  if (!packets_->run(call, deadline_.limit())) return false;
+  packets_->run(call, deadline_.limit());
   for (size_t i = 0; scattered && i < out.size(); ++i) {
     bytes_of(out[i]).copy_(slice(to, i * part, part));
   }
@@ -308,11 +305,10 @@ void Engine::shutdown() {
 
 void Engine::log(const OpCard& card, const char* algorithm) const {
   group_->took(algorithm);
-  if (!group_->config().settings.debug) return;
-  std::fprintf(stderr, "[fsccl] rank %d group '%s' %s: %s, %s by native library (%s here)\n",
-               group_->config().global_ranks[static_cast<size_t>(rank_)],
-               group_->config().name.c_str(), card.text().c_str(), algorithm,
-               clusters_.text().c_str(), who_[static_cast<size_t>(rank_)].native.library.c_str());
+  group_->say([&] {
+    return card.text() + ": " + algorithm + ", " + clusters_.text() + " by native library (" +
+           who_[static_cast<size_t>(rank_)].native.library + " here)";
+  });
 }
 
 bool Engine::tiny(size_t bytes) const {

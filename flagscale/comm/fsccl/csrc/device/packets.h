@@ -28,11 +28,13 @@ class Packets {
         adopted_(tracks.adopt(segment_.data(), segment_.bytes())),
         group_(engine, rank, 0, arenas(ranks, tracks), kChannels) {}
 
-  // Puts the operation on its stream, or says that it cannot: all ranks get the same answer.
-  bool run(const nvlink::Call& call, std::chrono::milliseconds timeout) {
+  // Whether there is a kernel for it, wherever its memory lies: all ranks get the same answer.
+  bool takes(const nvlink::Call& call) { return group_.takes(call); }
+  // Puts such an operation on its stream.
+  void run(const nvlink::Call& call, std::chrono::milliseconds timeout) {
     const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(timeout).count();
     group_.set_timeout(static_cast<nvlink::u64>(ns));
-    return group_.run(call);
+    group_.run(call);
   }
 
   // Throws what a kernel has found out: a rank that did not come.

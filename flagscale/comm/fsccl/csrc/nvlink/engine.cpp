@@ -66,6 +66,10 @@ struct Card {
   }
 };
 
+bool sums(const Call& call) {
+  return call.collective == Collective::kAllReduce || call.collective == Collective::kReduceScatter;
+}
+
 struct Installed {
   std::mutex mutex;
   std::map<int, std::unique_ptr<Engine>> all;
@@ -295,12 +299,11 @@ void Communicator::forget_memory(const void* at) {
 // The registered memory that peers would read or write for this call.
 const Communicator::Registered* Communicator::registered(const Call& call) const {
   if (memory_.empty()) return nullptr;
-  const bool sums = call.collective == Collective::kAllReduce;
-  const bool reads = sums || call.collective == Collective::kReduceScatter;
-  if (call.collective == Collective::kBroadcast || (sums && call.in != call.out)) return nullptr;
-  const auto* const at = static_cast<const char*>(reads ? call.in : call.out);
-  const u64 bytes = sums ? call.bytes : call.bytes * static_cast<u64>(size_);
-  if (reinterpret_cast<uintptr_t>(at) % 16 != 0 || (!sums && call.bytes % 16 != 0)) return nullptr;
+  const bool whole = call.collective == Collective::kAllReduce;
+  if (call.collective == Collective::kBroadcast || (whole && call.in != call.out)) return nullptr;
+  const auto* const at = static_cast<const char*>(sums(call) ? call.in : call.out);
+  const u64 bytes = whole ? call.bytes : call.bytes * static_cast<u64>(size_);
+  if (reinterpret_cast<uintptr_t>(at) % 16 != 0 || (!whole && call.bytes % 16 != 0)) return nullptr;
   for (const Registered& m : memory_) {
     if (at >= m.begin && at + bytes <= m.begin + m.bytes) return &m;
   }
@@ -341,13 +344,17 @@ const Communicator::Launch& Communicator::prepare(const Call& call, bool registe
   return launches_[key] = made;
 }
 
+bool Communicator::takes(const Call& call) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  if (sums(call) && !reduces(call.reduction)) return false;
+  return call.bytes == 0 || prepare(call, registered(call) != nullptr, nullptr).function != nullptr;
+}
+
 bool Communicator::run(const Call& call, const Shape* forced) {
   std::lock_guard<std::mutex> hold(mutex_);
   if (!connected_) fail(Fault::kUsage, -1, "run() before connect()");
   if (const auto why = failure()) throw *why;
-  const bool sums = call.collective == Collective::kAllReduce ||
-                    call.collective == Collective::kReduceScatter;
-  if (sums && !reduces(call.reduction)) return false;
+  if (sums(call) && !reduces(call.reduction)) return false;
   if (call.bytes == 0) return true;
   const Registered* const memory = registered(call);
   const Launch& launch = prepare(call, memory != nullptr, forced);
@@ -362,9 +369,8 @@ bool Communicator::run(const Call& call, const Shape* forced) {
   args.math = math_of(call.reduction);
   args.factor = call.reduction.factor;
   if (launch.algorithm == Algorithm::kDirect) {
-    const bool reads = sums;
     const u64 offset = static_cast<u64>(
-        static_cast<const char*>(reads ? call.in : call.out) - memory->begin);
+        static_cast<const char*>(sums(call) ? call.in : call.out) - memory->begin);
     for (int p = 0; p < size_; ++p) args.peer[p] = memory->peer[p] + offset;
   }
   if (ran_ && call.stream != last_stream_) engine_.device_->order(last_stream_, call.stream);

@@ -117,6 +117,8 @@ class Communicator {
   // Once what was put on streams with it is over.
   void forget_memory(const void* at);
 
+  // Whether run() would put it on the stream, by the table.
+  bool takes(const Call& call);
   // Puts the operation on the stream, or says that another library should do it: all ranks get the
   // same answer. `forced` overrules the table; then false means that the shape cannot do it.
   bool run(const Call& call, const Shape* forced = nullptr);

@@ -63,11 +63,7 @@ TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
     } catch (const Error& e) {
       std::rethrow_exception(torch_error(e));
     }
-    if (*whole_ && group_->config().settings.debug) {
-      std::fprintf(stderr, "[fsccl] rank %d group '%s': %s joins all ranks and does all\n",
-                   group_->config().global_ranks[static_cast<size_t>(rank_)],
-                   group_->config().name.c_str(), home_.native.library.c_str());
-    }
+    if (*whole_) group_->say([&] { return home_.native.library + " joins all ranks"; });
   }
   return *whole_;
 }
@@ -140,11 +136,7 @@ NvlinkPath* TorchBackend::nvlink_path(const at::Tensor& t) {
   const auto exchange = [this](const std::string& own) { return exchange_words(own); };
   std::string why;
   nvlink_ = NvlinkPath::connect(t.get_device(), rank_, size_, options_->timeout, exchange, &why);
-  if (group_->config().settings.debug) {
-    std::fprintf(stderr, "[fsccl] rank %d group '%s': NVLink engine %s\n",
-                 group_->config().global_ranks[static_cast<size_t>(rank_)],
-                 group_->config().name.c_str(), why.empty() ? "connected" : why.c_str());
-  }
+  group_->say([&] { return "NVLink engine " + (why.empty() ? "connected" : why); });
   return nvlink_->get();
 }
 
@@ -178,13 +170,10 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::by_nvlink(
     auto work = path->run(made, call.async, rank_, call.type, call.title, ++sequence_, in, out);
     if (work) {
       group_->took(path->last_algorithm());
-      if (group_->config().settings.debug) {
-        std::fprintf(stderr, "[fsccl] rank %d group '%s' %s #%llu of %zu bytes: %s\n",
-                     group_->config().global_ranks[static_cast<size_t>(rank_)],
-                     group_->config().name.c_str(), call.title,
-                     static_cast<unsigned long long>(sequence_), out.nbytes(),
-                     path->last_algorithm());
-      }
+      group_->say([&] {
+        return std::string(call.title) + " #" + std::to_string(sequence_) + " of " +
+               std::to_string(out.nbytes()) + " bytes: " + path->last_algorithm();
+      });
     }
     return work;
   } catch (const Error& e) {

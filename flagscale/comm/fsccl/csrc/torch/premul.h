@@ -11,8 +11,8 @@
 
 namespace fsccl {
 
-// Of bfloat16, torch hands NCCL a PREMUL_SUM's factor as a float, and NCCL takes the first two bytes
-// of it: zero, most often (pytorch#190745). Such inputs are multiplied here and then summed.
+// Of bfloat16, torch hands NCCL a PREMUL_SUM's factor as a float, and NCCL takes the first two
+// bytes of it: zero, most often (pytorch#190745). Such inputs are multiplied here and then summed.
 inline bool multiplied_here(const c10d::ReduceOp& op, const std::vector<at::Tensor>& in) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return false;
   const auto bf16 = [](const at::Tensor& t) { return t.scalar_type() == at::kBFloat16; };
