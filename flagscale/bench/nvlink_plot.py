@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.collectives.plots import image_of, new_figure, over_sizes
+from flagscale.bench.collectives.plots import image_kind, image_of, new_figure, over_sizes
+from flagscale.bench.files import read_object
 from flagscale.comm.fsccl.tune import Timing, best
 from flagscale.errors import ConfigError
 from flagscale.launch.door import guard
@@ -24,9 +24,7 @@ def write(report: Mapping[str, Any], path: Path) -> None:
         ConfigError: nothing was measured, the file has another ending, or matplotlib is missing.
         OSError: the file cannot be written.
     """
-    kind = path.suffix.lower().lstrip(".")
-    if kind not in ("svg", "png"):
-        raise ConfigError(f"{path}: expected a file that ends in .svg or .png")
+    kind = image_kind(path)
     timings = [Timing(**row) for row in report.get("timings", [])]
     collectives = list(dict.fromkeys(t.collective for t in timings))
     if not collectives:
@@ -60,9 +58,5 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "nvlink_plot.py") -> 
 
 
 def _draw(report: Path, figure: Path) -> int:
-    try:
-        content = json.loads(report.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{report}: cannot be read: {error}") from error
-    write(content, figure)
+    write(read_object(report, str(report), "what nvlink_check keeps by --json"), figure)
     return 0

@@ -13,8 +13,10 @@ from pathlib import Path
 from flagscale.bench.agreement import plot
 from flagscale.bench.collectives.command import Parser, normalise
 from flagscale.bench.collectives.operations import operation
+from flagscale.bench.collectives.plots import image_kind
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.files import read_object
 from flagscale.bench.machine import facts
 from flagscale.bench.spawn import spawn
 from flagscale.bench.world import World, detect
@@ -77,7 +79,7 @@ def _parser(prog: str) -> Parser:
 def _main(words: list[str], prog: str) -> int:
     options = _parser(prog).parse(normalise(words))
     if options.plot is not None:
-        plot.check_name(options.plot)
+        image_kind(options.plot, f"--plot {options.plot}")
     if options.kept is not None:
         return _draw(options.kept, options.plot)
     if options.rounds < 2 or not 0 < options.limit < math.inf:
@@ -96,13 +98,7 @@ def _main(words: list[str], prog: str) -> int:
 def _draw(kept: Path, figure: Path | None) -> int:
     if figure is None:
         raise ConfigError("--import is for drawing: --plot FILE is missing")
-    try:
-        result = json.loads(kept.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--import {kept}: cannot be read: {error}") from error
-    if not isinstance(result, dict) or "rows" not in result:
-        raise ConfigError(f"--import {kept}: expected what --json of this command keeps")
-    plot.write(result, figure)
+    plot.write(read_object(kept, f"--import {kept}", "what --json of this command keeps"), figure)
     return 0
 
 

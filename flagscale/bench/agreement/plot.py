@@ -7,22 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.collectives.plots import image_of, new_figure, over_sizes
+from flagscale.bench.collectives.plots import image_kind, image_of, new_figure, over_sizes
 from flagscale.errors import ConfigError
 
-_KINDS = ("svg", "png")
 _COLUMNS = 3
 _SIDES = (("our_busbw", "this benchmark", "C0", "-"), ("bare_busbw", "bare loop", "black", ":"))
-
-
-def check_name(path: Path) -> None:
-    """Refuse a figure that could not be written, before minutes are spent on measuring.
-
-    Raises:
-        ConfigError: the file has an ending for which there is no kind of image.
-    """
-    if path.suffix.lower().lstrip(".") not in _KINDS:
-        raise ConfigError(f"--plot {path}: expected a file that ends in .svg or .png")
 
 
 def write(result: Mapping[str, Any], path: Path) -> None:
@@ -32,7 +21,7 @@ def write(result: Mapping[str, Any], path: Path) -> None:
         ConfigError: the result has no rows, the file another ending, or matplotlib is missing.
         OSError: the file cannot be written.
     """
-    check_name(path)
+    kind = image_kind(path)
     rows = result.get("rows", [])
     operations = list(dict.fromkeys(row["operation"] for row in rows))
     if not operations:
@@ -53,4 +42,4 @@ def write(result: Mapping[str, Any], path: Path) -> None:
     for panel in panels[len(operations) :]:
         panel.set_axis_off()
     panels[0].legend(fontsize="small")
-    path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
+    path.write_bytes(image_of(figure, kind))

@@ -68,6 +68,22 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def image_kind(path: Path, name: str = "") -> str:
+    """``svg`` or ``png``, by the ending of a file that is to be written.
+
+    Args:
+        path: the file.
+        name: what messages call it; its path by default.
+
+    Raises:
+        ConfigError: it has another ending.
+    """
+    kind = path.suffix.lower().lstrip(".")
+    if kind not in ("svg", "png"):
+        raise ConfigError(f"{name or path}: expected a file that ends in .svg or .png")
+    return kind
+
+
 def image_of(figure: Any, kind: str) -> bytes:
     """The figure as an ``svg`` or ``png`` image; equal figures are equal bytes."""
     image = io.BytesIO()

@@ -91,7 +91,8 @@ def install(device: int) -> None:
     engine = load_extension().nvlink
     if engine.installed(device):
         return
-    cubins = kernels(torch.cuda.get_device_capability(device))
+    paths = kernels(torch.cuda.get_device_capability(device))
+    cubins = {unit: path.read_bytes() for unit, path in paths.items()}
     tables = stored_tables(torch.cuda.get_device_name(device))
     engine.install(device, cubins, tables, _slot_bytes())
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,9 +44,12 @@ _LOCK_SECONDS = 900.0
 _COMPILE_SECONDS = 600.0
 _LOG_CHARACTERS = 4000
 
+Compiler = Callable[[list[str], Path], bytes]
+"""Of options, and where the code will be kept: the code."""
 
-def kernels(capability: tuple[int, int]) -> dict[str, bytes]:
-    """The machine code (cubins), by unit, for a compute capability such as ``(9, 0)``.
+
+def kernels(capability: tuple[int, int]) -> dict[str, Path]:
+    """The machine code (files of cubins), by unit, for a compute capability such as ``(9, 0)``.
 
     Raises:
         BuildError: neither NVRTC nor nvcc is there, or the compilation failed.
@@ -57,18 +60,20 @@ def kernels(capability: tuple[int, int]) -> dict[str, bytes]:
     stem = directory / f"nvlink-{_key()}-{architecture}"
     paths = {unit: Path(f"{stem}-{unit}.cubin") for unit in UNITS}
     with FileLock(f"{stem}.lock", timeout=_LOCK_SECONDS):
-        missing = [unit for unit, path in paths.items() if not path.exists()]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda unit: _make(unit, architecture, paths[unit]), missing))
-    return {unit: path.read_bytes() for unit, path in paths.items()}
+        if missing := [unit for unit, path in paths.items() if not path.exists()]:
+            compiler = _compiler()
 
+            def make(unit: str) -> None:
+                path = paths[unit]
+                code = compiler(_options(unit, architecture), path)
+                # Whole or not at all: whoever finds the file may load it.
+                part = path.with_suffix(f".{os.getpid()}")
+                part.write_bytes(code)
+                part.rename(path)
 
-def _make(unit: str, architecture: str, path: Path) -> None:
-    code = _compile(unit, architecture, path)
-    # Whole or not at all: whoever finds the file may load it.
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_bytes(code)
-    part.rename(path)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(make, missing))
+    return paths
 
 
 def _key() -> str:
@@ -84,12 +89,11 @@ def _options(unit: str, architecture: str) -> list[str]:
     return [f"-arch={architecture}", f"-I{_SOURCES}", *_FLAGS, *defined]
 
 
-def _compile(unit: str, architecture: str, path: Path) -> bytes:
-    options = _options(unit, architecture)
+def _compiler() -> Compiler:
     if nvrtc := _find_nvrtc():
-        return _with_nvrtc(nvrtc, options)
+        return lambda options, _: _with_nvrtc(nvrtc, options)
     if nvcc := _find_nvcc():
-        return _with_nvcc(nvcc, options, path)
+        return lambda options, path: _with_nvcc(nvcc, options, path)
     raise BuildError(
         "the NVLink engine compiles its kernels on first use, and there is neither NVRTC nor nvcc",
         hint="torch's CUDA wheels bring NVRTC; CUDA_HOME names a toolkit; FSCCL_NVLINK=0 does "

@@ -34,6 +34,7 @@ def test_a_report_is_drawn(tmp_path: Path) -> None:
     [
         pytest.param("{}", "a.svg", "nothing was measured", id="nothing"),
         pytest.param("{", "a.svg", "report.json: cannot be read", id="no-json"),
+        pytest.param("[]", "a.svg", "expected what nvlink_check keeps", id="another"),
         pytest.param("{}", "a.pdf", "ends in .svg or .png", id="ending"),
     ],
 )

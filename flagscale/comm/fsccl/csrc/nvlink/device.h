@@ -1,8 +1,8 @@
 // What the engine needs of a GPU: CudaDevice is one, and the tests have one that is a CPU.
 #pragma once
 
-#include <memory>
 #include <map>
+#include <memory>
 #include <string>
 
 #include "args.h"

@@ -16,8 +16,8 @@ namespace nvlink {
 template <class E, int Most, class B, class F>
 FSCCL_FN void sum_peers(B& b, const Args& a, u64 at, u64 bytes, u32 width_out, F f) {
   const auto from = [&](int p) { return a.peer[p] + at; };
-  sum_vectors<E, Most>(b, a, from, {kVecBytes, width_out}, b.channel() * b.threads() + b.thread(),
-                 b.channels() * b.threads(), bytes, f);
+  const u32 first = b.channel() * b.threads() + b.thread(), stride = b.channels() * b.threads();
+  sum_vectors<E, Most>(b, a, from, {kVecBytes, width_out}, first, stride, bytes, f);
 }
 
 template <class B, class F>

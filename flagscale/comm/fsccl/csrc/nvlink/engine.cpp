@@ -3,68 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../core/text.h"
+#include "card.h"
 
 namespace fsccl {
 namespace nvlink {
 namespace {
 
-constexpr char kVersion[] = "fsccl-nvlink-2";
-
-[[noreturn]] void fail(Fault fault, int rank, const std::string& what) {
-  throw Error(fault, rank, "NVLink engine: " + what);
-}
-
-// Strings one after the other, each behind its length.
-std::string pack(const std::vector<std::string>& parts) {
-  std::string out;
-  for (const std::string& part : parts) {
-    const auto size = static_cast<u32>(part.size());
-    out.append(reinterpret_cast<const char*>(&size), sizeof size).append(part);
-  }
-  return out;
-}
-
-std::vector<std::string> unpack(const std::string& text, size_t count, int rank) {
-  std::vector<std::string> out;
-  size_t at = 0;
-  while (at + sizeof(u32) <= text.size()) {
-    u32 size = 0;
-    memcpy(&size, text.data() + at, sizeof size);
-    at += sizeof size;
-    if (size > text.size() - at) break;
-    out.push_back(text.substr(at, size));
-    at += size;
-  }
-  if (at != text.size() || out.size() != count) {
-    fail(Fault::kMismatch, rank, "rank " + std::to_string(rank) + " runs another version");
-  }
-  return out;
-}
-
-// Memory can be shared within one boot of one host only.
-std::string host() { return first_line(kBootId); }
-
-template <class T = u64>
-T number(const std::string& text, int rank) {
-  T value = 0;
-  if (read_number(text, &value)) return value;
-  fail(Fault::kMismatch, rank, "rank " + std::to_string(rank) + " runs another version");
-}
-
-struct Card {
-  std::string version, host, device, slot_bytes, table, shared;
-  u64 offset;
-
-  static constexpr size_t kParts = 7;
-  std::string text() const {
-    return pack({version, host, device, slot_bytes, table, shared, std::to_string(offset)});
-  }
-  static Card parse(const std::string& text, int rank) {
-    const auto p = unpack(text, kParts, rank);
-    return {p[0], p[1], p[2], p[3], p[4], p[5], number(p[6], rank)};
-  }
-};
+constexpr char kVersion[] = "fsccl-nvlink-3";
 
 bool sums(const Call& call) {
   return call.collective == Collective::kAllReduce || call.collective == Collective::kReduceScatter;
@@ -215,9 +160,9 @@ Communicator::~Communicator() {
 std::string Communicator::card() const {
   Card card;
   card.version = kVersion;
-  card.host = host();
+  card.host = first_line(kBootId);  // memory can be shared within one boot of one host only
   card.device = engine_.device_->identity();
-  card.slot_bytes = std::to_string(arena_.slot_bytes);
+  card.slot_bytes = arena_.slot_bytes;
   const auto table = engine_.options_.tables.find(size_);
   if (table != engine_.options_.tables.end()) card.table = table->second.text();
   card.shared = engine_.device_->share(arena_.at, &card.offset);
@@ -234,7 +179,7 @@ void Communicator::connect(const std::vector<std::string>& cards) {
   for (int p = 0; p < size_; ++p) {
     const Card& card = all[static_cast<size_t>(p)];
     const std::string who = "rank " + std::to_string(p);
-    if (card.version != mine.version) fail(Fault::kMismatch, p, who + " runs another version");
+    if (card.version != mine.version) fail_unlike(p);
     if (card.host != mine.host) fail(Fault::kMismatch, p, who + " is on another host");
     // Kernels of two processes take turns on a GPU, and would wait for each other in vain.
     if (p != rank_ && card.device == mine.device && !engine_.device_->own(card.shared)) {
@@ -244,7 +189,7 @@ void Communicator::connect(const std::vector<std::string>& cards) {
       fail(Fault::kMismatch, p, who + "'s GPU and this rank's have no NVLink between them");
     }
     // Ranks may be in different numbers of groups: what all have room for.
-    template_.slot_bytes = std::min(template_.slot_bytes, number<u32>(card.slot_bytes, p));
+    template_.slot_bytes = static_cast<u32>(std::min(u64{template_.slot_bytes}, card.slot_bytes));
     template_.arena[p] = p == rank_ ? arena_.at : engine_.device_->open(card.shared) + card.offset;
   }
   table_ = all[0].table.empty() ? Table::guess(size_) : Table::parse(all[0].table);
