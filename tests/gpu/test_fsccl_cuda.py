@@ -26,6 +26,8 @@ pytestmark = [
 ]
 
 GPUS = torch.cuda.device_count()
+ALL = "c" * min(GPUS, 8)
+needs_two = pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 CUDA = {"FSCCL_DEVICE": "cuda", "NCCL_NVLS_ENABLE": "0"}
 HOST = {"FSCCL_DEVICE": "cpu"}
 OPS = [
@@ -192,7 +194,7 @@ def test_a_gpu_is_taken_by_default(gpu_ranks: Ranks) -> None:
     gpu_ranks.leave([0])
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@needs_two
 def test_a_rank_that_is_late_is_named(gpu_ranks: Ranks) -> None:
     """By the kernel that waited for it, and before the group does anything else."""
     made = Job(gpu_ranks, "late", "cc", FSCCL_CLUSTERS="1,1", timeout=4)
@@ -203,10 +205,9 @@ def test_a_rank_that_is_late_is_named(gpu_ranks: Ranks) -> None:
     gpu_ranks.leave(made.members)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@needs_two
 def test_one_cluster_is_left_to_nccl(gpu_ranks: Ranks) -> None:
-    kinds = "c" * min(GPUS, 8)
-    made = Job(gpu_ranks, "whole", kinds, FSCCL_NVLINK="0")
+    made = Job(gpu_ranks, "whole", ALL, FSCCL_NVLINK="0")
     for path in gpu_ranks.call(made.members, "cuda_path"):
         assert path.startswith("nccl")
         assert "nvlink" not in path
@@ -219,8 +220,8 @@ def test_one_cluster_is_left_to_nccl(gpu_ranks: Ranks) -> None:
 
 
 LAYOUTS = {
-    "nccl": ("c" * min(GPUS, 8), {"FSCCL_NVLINK": "0"}),
-    "nvlink": ("c" * min(GPUS, 8), {}),
+    "nccl": (ALL, {"FSCCL_NVLINK": "0"}),
+    "nvlink": (ALL, {}),
     "engine": ("cc", {"FSCCL_CLUSTERS": "1,1"}),
 }
 
@@ -245,7 +246,7 @@ def test_what_builds_on_collectives(layout: Job, name: str) -> None:
     layout.call(name)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@needs_two
 def test_packets_in_host_memory(gpu_ranks: Ranks) -> None:
     """Tiny operations of GPUs that are clusters of their own, by one kernel each."""
     size = min(GPUS, 8)
@@ -266,10 +267,9 @@ def test_packets_in_host_memory(gpu_ranks: Ranks) -> None:
     gpu_ranks.leave(range(size - 1))
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@needs_two
 def test_the_nvlink_engine_does_what_nccl_would(gpu_ranks: Ranks) -> None:
-    kinds = "c" * min(GPUS, 8)
-    made = Job(gpu_ranks, "nvlink", kinds)
+    made = Job(gpu_ranks, "nvlink", ALL)
     for path in gpu_ranks.call(made.members, "cuda_path"):
         assert path.endswith("+nvlink")
     made.call("check_many", cases=cases_of_types())
@@ -283,6 +283,51 @@ def test_the_nvlink_engine_does_what_nccl_would(gpu_ranks: Ranks) -> None:
     for name in ("calls_return_early", "works_on_side_streams", "memory_is_kept"):
         gpu_ranks.call(made.members, name, limit=120, count=200_000)
     gpu_ranks.call(made.members, "captured_graph_replays")
+    made.leave()
+
+
+@needs_two
+@pytest.mark.parametrize("count", [100, 300_000], ids=["flagged", "staged"])
+def test_the_nvlink_engine_names_who_is_late(gpu_ranks: Ranks, count: int) -> None:
+    made = Job(gpu_ranks, f"nvlink-late-{count}", ALL, timeout=4)
+    made.call("check_many", cases=[case("all_reduce", "float32", 5)])
+    gpu_ranks[0].ask("waits_in_vain", count=count)
+    assert "rank 1" in gpu_ranks.answers([0], 60)[0]
+    assert gpu_ranks.call(made.members[1:], "says_that_it_failed") == [True] * (len(ALL) - 1)
+    gpu_ranks.leave(made.members)
+
+
+@needs_two
+def test_the_nvlink_engine_sees_a_killed_rank(gpu_ranks: Ranks) -> None:
+    """Long before its time is over."""
+    made = Job(gpu_ranks, "nvlink-killed", ALL, timeout=600)
+    made.call("check_many", cases=[case("all_reduce", "float32", 5)])
+    gpu_ranks[0].ask("waits_in_vain", count=300_000)
+    gpu_ranks.kill(len(ALL) - 1)
+    said = gpu_ranks.answers([0], 60)[0]
+    assert f"rank {len(ALL) - 1}" in said
+    assert "ended without leaving" in said
+    gpu_ranks.leave(made.members[:-1])
+
+
+@needs_two
+def test_a_group_ends_though_a_kernel_waits(gpu_ranks: Ranks) -> None:
+    made = Job(gpu_ranks, "nvlink-left", ALL, timeout=600)
+    made.call("check_many", cases=[case("all_reduce", "float32", 5)])
+    gpu_ranks[0].ask("leaves_while_it_waits", count=300_000)
+    gpu_ranks.leave(made.members[1:])
+    assert gpu_ranks.answers([0], 60)[0]
+    # And so does the next one, on what the first has left.
+    made = Job(gpu_ranks, "nvlink-next", ALL)
+    made.call("check_many", cases=[case("all_reduce", "float32", n) for n in (5, 300_000)])
+    made.leave()
+
+
+@needs_two
+def test_works_and_parts_of_the_nvlink_engine(gpu_ranks: Ranks) -> None:
+    made = Job(gpu_ranks, "nvlink-works", ALL)
+    gpu_ranks.call(made.members, "earlier_works_are_waited_for_alone", count=2_000_000)
+    gpu_ranks.call(made.members, "parts_that_do_not_fit_are_refused")
     made.leave()
 
 

@@ -30,8 +30,9 @@ def run(path: Path, *words: str) -> dict[str, object]:
     return report
 
 
-def test_four_ranks_on_one_gpu(tmp_path: Path) -> None:
-    report = run(tmp_path / "report.json", "--one-gpu", "4")
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_ranks_on_one_gpu(tmp_path: Path, ranks: int) -> None:
+    report = run(tmp_path / "report.json", "--one-gpu", str(ranks))
     assert report["checks"]["right"]  # type: ignore[index]
 
 

@@ -173,7 +173,7 @@ class Prepared:
             self.out,
             op=self.case.op,
             root=self.root,
-            shape=Shape(self.case.algorithm),
+            shape=Shape(self.case.algorithm, self.group.world.most_blocks),
         )
 
     def wrong(self) -> list[str]:

@@ -17,8 +17,8 @@ from flagscale.comm.fsccl.tune import Timing
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = tuple(1 << power for power in range(10, 29, 2))
 _ROUNDS = 5
-_REPLAYS = (2, 8)  # one after the other, in a short turn and in a long one
-_GRAPH_MICROSECONDS = 2000.0  # of work in a graph, about
+_GRAPH_MICROSECONDS = 2000.0  # of work in a long graph, about
+_LONG_GRAPH, _SHORT_GRAPH = 100, 5  # the most calls
 _FLAGGED_MOST = 2 << 20
 
 
@@ -80,11 +80,17 @@ def _event() -> torch.cuda.Event:
 
 
 def in_graph(world: World, call: Callable[[], object], guess: float) -> float:
-    """Microseconds a call, of the slowest rank: what more replays of a graph of many calls take
-    than few do. Ranks do not begin at once, and the first launch of a graph is waited for; both
-    cost a short turn as much as a long one."""
+    """Microseconds a call, of the slowest rank, in the graph that suits it better: a long one,
+    which spends less between replays, or a short one, for a library whose nodes the host launches
+    more slowly than the GPU does them when there are many."""
     call()  # a communicator cannot be made while a graph is captured
-    calls = max(2, min(100, int(_GRAPH_MICROSECONDS / guess)))
+    long = max(2, min(_LONG_GRAPH, int(_GRAPH_MICROSECONDS / guess)))
+    return min(_in_graph_of(world, call, calls) for calls in {long, min(long, _SHORT_GRAPH)})
+
+
+def _in_graph_of(world: World, call: Callable[[], object], calls: int) -> float:
+    """What more replays of a graph of so many calls take than few do: ranks do not begin at once,
+    and the first launch of a graph is waited for; both cost a short turn as much as a long one."""
 
     def body() -> None:
         for _ in range(calls):
@@ -102,7 +108,8 @@ def in_graph(world: World, call: Callable[[], object], guess: float) -> float:
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1000
 
-    few, many = _REPLAYS
+    few = 2 if calls > _SHORT_GRAPH else 8
+    many = 4 * few
     turn(few)  # warms up
     short = world.slowest(statistics.median(turn(few) for _ in range(_ROUNDS)))
     long = world.slowest(statistics.median(turn(many) for _ in range(_ROUNDS)))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flagscale.comm.fsccl import nvlink
+from flagscale.comm.fsccl.build import load_extension
 from flagscale.comm.fsccl.nvlink import Member, Shape
 
 
@@ -32,6 +33,15 @@ class World:
     @property
     def alone(self) -> bool:
         return len(self.local) == self.size
+
+    @property
+    def most_blocks(self) -> int:
+        """Of a kernel, 0 for as many as it likes. Kernels that wait for each other must be on a
+        GPU at once, and a multiprocessor is sure to hold one block of 512 threads."""
+        if not self.alone:
+            return 0
+        there = torch.cuda.get_device_properties(self.device).multi_processor_count // self.size
+        return there if there < load_extension().nvlink.max_blocks else 0
 
     def gather(self, own: Mapping[int, bytes]) -> dict[int, bytes]:
         """What every rank gave, by rank."""

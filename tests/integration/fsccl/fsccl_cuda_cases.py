@@ -151,6 +151,64 @@ def says_that_it_failed() -> bool:
     return False
 
 
+def waits_in_vain(count: int) -> str:
+    """What the group says after an operation that no other rank calls: not only to the next
+    operation on the GPU."""
+    x = torch.ones(count, device=own_device())
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def leaves_while_it_waits(count: int) -> bool:
+    """Ends the group with an operation under way that no other rank calls."""
+    x = torch.ones(count, device=own_device())
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    torch.cuda.synchronize()
+    return True
+
+
+def parts_that_do_not_fit_are_refused() -> None:
+    n, device = dist.get_world_size(), own_device()
+    for given, wanted in ((n, 2 * n), (2 * n, n), (2 * n + 1, 2 * n + 1)):
+        try:
+            dist.all_to_all_single(
+                torch.ones(wanted, device=device), torch.ones(given, device=device)
+            )
+        except (RuntimeError, ValueError):
+            continue
+        raise AssertionError(f"{given} to {wanted} was taken")
+    out = torch.zeros(2 * n, device=device)
+    dist.all_to_all_single(out, torch.full((2 * n,), float(dist.get_rank()), device=device))
+    assert out.tolist() == [float(p) for p in range(n) for _ in range(2)]
+
+
+def earlier_works_are_waited_for_alone(count: int) -> None:
+    """Who waits for an asynchronous operation does not wait for those after it."""
+    n, device = dist.get_world_size(), own_device()
+    first, second = (torch.ones(count, device=device) for _ in range(2))
+    dist.all_reduce(first)
+    torch.cuda.synchronize()
+    one = dist.all_reduce(first, async_op=True)
+    if dist.get_rank() > 0:
+        torch.cuda._sleep(CYCLES)
+    other = dist.all_reduce(second, async_op=True)
+    one.wait()
+    done = torch.cuda.Event()
+    done.record()
+    if dist.get_rank() == 0:
+        done.synchronize()
+        assert not other.is_completed(), "the second operation was waited for too"
+    other.wait()
+    assert (first == n * n).all()
+    assert (second == n).all()
+
+
 def fails_when_a_rank_ends(count: int) -> str:
     """Until the error of an operation whose partner is gone."""
     x = torch.ones(count, device=own_device())

@@ -100,7 +100,7 @@ def test_waiting_for_an_absent_rank_ends() -> None:
 
 
 @pytest.mark.parametrize("sanitizer", ["threads", "memory"])
-@pytest.mark.parametrize("source", ["engine_test.cpp", "registration_test.cpp"])
+@pytest.mark.parametrize("source", ["engine_test.cpp", "faults_test.cpp", "registration_test.cpp"])
 def test_engine(source: str, sanitizer: str) -> None:
     """Groups, tables, registered memory, streams and faults, over a device that is a CPU."""
     done = run(build(sanitizer, source))

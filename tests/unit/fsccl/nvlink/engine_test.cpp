@@ -7,37 +7,6 @@ using namespace fsccl::nvlink;
 
 namespace {
 
-std::unique_ptr<Communicator> join(Engine& engine, Meeting& meeting, int rank, int ranks,
-                                   u64 timeout_ns = 0) {
-  auto out = std::make_unique<Communicator>(engine, rank, ranks, timeout_ns);
-  out->connect(meeting.exchange(rank, out->card()));
-  return out;
-}
-
-Engine::Options small() {
-  Engine::Options options;
-  options.slot_bytes = 4096;
-  return options;
-}
-
-constexpr float kBase = 100;
-
-// Sums of rank + i over all ranks, in place.
-bool all_reduce(Communicator& c, int rank, int ranks, std::vector<float>& memory, size_t count,
-                Stream stream = nullptr) {
-  for (size_t i = 0; i < count; ++i) memory[i] = kBase * static_cast<float>(rank) + (i % 7);
-  Call call;
-  call.in = call.out = memory.data();
-  call.bytes = count * sizeof(float);
-  call.stream = stream;
-  if (!c.run(call)) return false;
-  const float ids = kBase * static_cast<float>(ranks * (ranks - 1) / 2);
-  for (size_t i = 0; i < count; ++i) {
-    if (memory[i] != ids + static_cast<float>(ranks) * (i % 7)) return false;
-  }
-  return true;
-}
-
 void sizes_take_the_algorithms_of_the_table() {
   constexpr int kRanks = 3;
   Meeting meeting(kRanks);
@@ -195,77 +164,6 @@ void another_stream_is_ordered_after_the_last() {
   });
 }
 
-void ranks_that_differ_refuse_each_other() {
-  Meeting meeting(2);
-  std::vector<Log> logs(2);
-  each_rank(2, [&](int rank) {
-    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
-    Communicator c(engine, rank, 2, 0);
-    const auto cards = meeting.exchange(rank, c.card());
-    EXPECT(error_of([&] { c.connect({cards[0], "x"}); }).find("rank 1 runs another version") !=
-           std::string::npos);
-    EXPECT(error_of([&] { c.run({}); }).find("before connect") != std::string::npos);
-    meeting.exchange(rank, "");
-  });
-  EXPECT(error_of([] { Table::parse("all_reduce ordinary 1 direct 0 0\n"); })
-             .find("found 'all_reduce ordinary 1 direct 0 0'") != std::string::npos);
-  EXPECT(error_of([] { Table::parse("all_reduce ordinary 9 staged 0 0\nall_reduce ordinary 9 "
-                                    "staged 0 0\n"); })
-             .find("ascend") != std::string::npos);
-  EXPECT(Table::parse(Table::guess(8).text()).text() == Table::guess(8).text());
-}
-
-void processes_do_not_share_a_gpu() {
-  Meeting meeting(2);
-  std::vector<Log> logs(2);
-  each_rank(2, [&](int rank) {
-    auto device = std::make_unique<HostDevice>(&logs[rank]);
-    device->stranger = true;
-    Engine engine(std::move(device), small());
-    Communicator c(engine, rank, 2, 0);
-    const auto cards = meeting.exchange(rank, c.card());
-    EXPECT(error_of([&] { c.connect(cards); }).find("on the same GPU") != std::string::npos);
-    meeting.exchange(rank, "");
-  });
-}
-
-void gpus_without_nvlink_are_refused() {
-  Meeting meeting(2);
-  std::vector<Log> logs(2);
-  each_rank(2, [&](int rank) {
-    auto device = std::make_unique<HostDevice>(&logs[rank]);
-    device->apart = rank == 0;
-    Engine engine(std::move(device), small());
-    Communicator c(engine, rank, 2, 0);
-    const auto cards = meeting.exchange(rank, c.card());
-    const std::string said = error_of([&] { c.connect(cards); });
-    EXPECT((said.find("rank 1's GPU and this rank's have no NVLink") != std::string::npos) ==
-           (rank == 0));
-    meeting.exchange(rank, "");
-  });
-}
-
-void who_does_not_come_is_named() {
-  Meeting meeting(3);
-  std::vector<Log> logs(3);
-  each_rank(3, [&](int rank) {
-    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
-    const auto c = join(engine, meeting, rank, 3, 50'000'000);
-    std::vector<float> memory(8);
-    EXPECT(!c->failure());
-    if (rank != 1) {
-      all_reduce(*c, rank, 3, memory, 8);
-      EXPECT(c->failure() && c->failure()->rank == 1 && c->failure()->fault == Fault::kTimeout);
-      EXPECT(error_of([&] { c->run({}); }).find("rank 1 of the group did not come") !=
-             std::string::npos);
-    } else {
-      c->abort();
-      EXPECT(c->failure() && c->failure()->fault == Fault::kAborted);
-    }
-    meeting.exchange(rank, "");
-  });
-}
-
 // Memory that all ranks reach, where their GPUs do not reach each other.
 struct Lent {
   static constexpr u32 kChannels = 4;
@@ -349,10 +247,6 @@ int main() {
   ranks_meet_in_slots_of_unlike_sizes();
   registered_memory_is_used_directly();
   another_stream_is_ordered_after_the_last();
-  ranks_that_differ_refuse_each_other();
-  processes_do_not_share_a_gpu();
-  gpus_without_nvlink_are_refused();
-  who_does_not_come_is_named();
   packets_cross_lent_memory();
   kernels_are_found_in_their_units();
   if (failures == 0) puts("ok");

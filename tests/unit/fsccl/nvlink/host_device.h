@@ -44,6 +44,7 @@ struct Yielding : Scheduler {
 struct Log {
   std::vector<std::string> kernels;
   int allocations = 0, clears = 0, orders = 0, closes = 0;
+  std::function<void()> again;  // the last launch, as a replayed graph makes it
 };
 
 class HostDevice : public Device {
@@ -74,9 +75,9 @@ class HostDevice : public Device {
     return reinterpret_cast<char*>(std::stoull(shared));
   }
   void close(const std::string&) override { ++log_->closes; }
-  u32* host_words(u32 count) override {
-    all_.push_back(calloc(count, sizeof(u32)));
-    return static_cast<u32*>(all_.back());
+  char* host_memory(u64 bytes) override {
+    all_.push_back(calloc(1, bytes));
+    return static_cast<char*>(all_.back());
   }
   Function function(const std::string& name) override {
     const auto found = kKernels.find(name);
@@ -86,14 +87,18 @@ class HostDevice : public Device {
   void launch(Function f, u32 blocks, u32, const Args& args, Stream) override {
     const auto& kernel = *static_cast<const std::pair<const std::string, Kernel>*>(f);
     log_->kernels.push_back(kernel.first);
-    for (u32 c = 0; c < blocks; ++c) {
-      Barrier alone(1);
-      Yielding scheduler;
-      HostBlock block({0, 1, c, blocks}, &alone, &scheduler);
-      kernel.second(block, args);
-    }
+    log_->again = [&kernel, blocks, args] {
+      for (u32 c = 0; c < blocks; ++c) {
+        Barrier alone(1);
+        Yielding scheduler;
+        HostBlock block({0, 1, c, blocks}, &alone, &scheduler);
+        kernel.second(block, args);
+      }
+    };
+    log_->again();
   }
   void order(Stream, Stream) override { ++log_->orders; }
+  bool idle(Stream) override { return true; }  // a launch returns when all is done
 
  private:
   Log* const log_;
@@ -129,6 +134,37 @@ inline void each_rank(int ranks, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
   for (int r = 0; r < ranks; ++r) threads.emplace_back(body, r);
   for (auto& t : threads) t.join();
+}
+
+inline std::unique_ptr<Communicator> join(Engine& engine, Meeting& meeting, int rank,
+                                          int ranks, u64 timeout_ns = 0) {
+  auto out = std::make_unique<Communicator>(engine, rank, ranks, timeout_ns);
+  out->connect(meeting.exchange(rank, out->card()));
+  return out;
+}
+
+// Of small slots, so that little memory is many steps.
+inline Engine::Options small() {
+  Engine::Options options;
+  options.slot_bytes = 4096;
+  return options;
+}
+
+// Sums of rank + i over all ranks, in place.
+inline bool all_reduce(Communicator& c, int rank, int ranks, std::vector<float>& memory,
+                       size_t count, Stream stream = nullptr) {
+  constexpr float kBase = 100;
+  for (size_t i = 0; i < count; ++i) memory[i] = kBase * static_cast<float>(rank) + (i % 7);
+  Call call;
+  call.in = call.out = memory.data();
+  call.bytes = count * sizeof(float);
+  call.stream = stream;
+  if (!c.run(call)) return false;
+  const float ids = kBase * static_cast<float>(ranks * (ranks - 1) / 2);
+  for (size_t i = 0; i < count; ++i) {
+    if (memory[i] != ids + static_cast<float>(ranks) * (i % 7)) return false;
+  }
+  return true;
 }
 
 }  // namespace nvlink

@@ -84,8 +84,7 @@ struct Rank {
     args.math = math_of(op.reduction);
     args.factor = op.reduction.factor;
     args.timeout_ns = world.absent < 0 ? 0 : 20000000;
-    args.stop = world.host;
-    args.late = world.host + 1;
+    args.host = world.host;
     const bool reads = op.collective == Collective::kReduceScatter && !op.in_place;
     for (size_t p = 0; p < n; ++p) {
       args.arena[p] = world.arena(op.group, members[p]);
@@ -165,7 +164,7 @@ bool run_processes(const World& world, unsigned seed) {
     wait(&status);
     if (status == 0) continue;
     good = false;
-    reinterpret_cast<std::atomic<u32>*>(world.host)->store(1);  // the others stop waiting
+    reinterpret_cast<std::atomic<u32>*>(&world.host->stop)->store(1);  // the others stop waiting
   }
   return good;
 }
@@ -182,7 +181,7 @@ bool run_absent(World& world, unsigned seed) {
   }
   world.operations = all;
   run_threads(world, present, seed);
-  return world.host[0] == 1 && world.host[1] == static_cast<u32>(world.absent) + 1;
+  return world.host->stop == 1 && world.host->late == static_cast<u32>(world.absent) + 1;
 }
 
 class Fibers : public Scheduler {

@@ -46,7 +46,7 @@ struct World {
   std::vector<Subgroup> groups;
   std::vector<Operation> operations;
   char* memory;  // shared by all ranks
-  u32* host;     // stop and late
+  HostWords* host;
   int absent = -1;
   char* arena(size_t group, int rank) const {
     return memory + (group * ranks + rank) * arena_bytes(kSlotBytes);
@@ -128,7 +128,7 @@ inline World make_world(int ranks, size_t operations, unsigned seed) {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) abort();
   world.memory = static_cast<char*>(at);
-  world.host = reinterpret_cast<u32*>(world.memory + bytes - 4096);
+  world.host = reinterpret_cast<HostWords*>(world.memory + bytes - 4096);
   // Begin near where counters wrap.
   for (size_t g = 0; g < world.groups.size(); ++g) {
     for (int r = 0; r < ranks; ++r) {

@@ -209,12 +209,16 @@ void Group::fail(const char* what, uint64_t sequence, const Error& why) {
                   root.what());
 }
 
-void Group::abort(const std::string& why) {
+void Group::give_up(const char* what, uint64_t sequence, const Error& why) {
   try {
-    fail("abort", sequence_, Error(Fault::kAborted, config_.rank, why));
+    fail(what, sequence, why);
   } catch (const Error&) {
-    // fail() tells everybody and throws for the benefit of operations; here nobody waits for one.
+    // It has told everybody, and throws for the benefit of operations.
   }
+}
+
+void Group::abort(const std::string& why) {
+  give_up("abort", sequence_, Error(Fault::kAborted, config_.rank, why));
 }
 
 void Group::shutdown() {
@@ -253,6 +257,14 @@ void Group::check() const {
     throw Error(*verdict_);
   }
   if (open_) lane_->throw_if_aborted();
+}
+
+void Group::look() const {
+  check();
+  if (!open_) return;
+  for (const int mate : clusters_.own()) {
+    if (mate != config_.rank) lane_->look_at(lane_->lane_rank_of(mate), [] { return false; });
+  }
 }
 
 void Group::check_rank(int rank, const char* what) const {

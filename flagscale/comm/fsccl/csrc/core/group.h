@@ -102,8 +102,14 @@ class Group {
   void tell(const std::string& key, const std::string& value) { rendezvous_->set(key, value); }
   std::string learn(const std::string& key, int from, const Deadline& d);  // what `from` tells
   void check() const;  // throws what failed the group, if anything did
+  // As check(), and if a rank that shares memory with this one is gone. Any thread may call.
+  void look() const;
   // Fails the group, tells everyone, and throws `why` with the operation's name.
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
+  // As fail(), where nobody waits for the exception.
+  void give_up(const char* what, uint64_t sequence, const Error& why);
+  // Tells the user, also one who has not asked.
+  void warn(const std::string& words) const { print(words); }
 
  private:
   void print(const std::string& words) const;

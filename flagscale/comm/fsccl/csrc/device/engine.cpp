@@ -184,7 +184,9 @@ bool Engine::by_packets(nvlink::Collective what, const Tensors& in, const Tensor
   call.in = from.const_data_ptr();
   call.out = to.data_ptr();
   call.stream = tracks_->stream(Track::kNative)->native_handle();
-  packets_->run(call, deadline_.limit());
+  const std::chrono::nanoseconds limit = deadline_.limit();
+  call.timeout_ns = static_cast<nvlink::u64>(limit.count());
+  packets_->run(call);
   for (size_t i = 0; scattered && i < out.size(); ++i) {
     bytes_of(out[i]).copy_(slice(to, i * part, part));
   }

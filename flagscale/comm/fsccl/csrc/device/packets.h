@@ -31,11 +31,7 @@ class Packets {
   // Whether there is a kernel for it, wherever its memory lies: all ranks get the same answer.
   bool takes(const nvlink::Call& call) { return group_.takes(call); }
   // Puts such an operation on its stream.
-  void run(const nvlink::Call& call, std::chrono::milliseconds timeout) {
-    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(timeout).count();
-    group_.set_timeout(static_cast<nvlink::u64>(ns));
-    group_.run(call);
-  }
+  void run(const nvlink::Call& call) { group_.run(call); }
 
   // Throws what a kernel has found out: a rank that did not come.
   void check() const {

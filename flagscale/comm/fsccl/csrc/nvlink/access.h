@@ -134,21 +134,40 @@ FSCCL_FN void share_out(B& b, u32 parts, F f) {
   for (; part < parts; part += many ? parts : warps) f(part, first, team * kWarp);
 }
 
+template <class B>
+FSCCL_FN Counters* counters(B& b, const Args& a) {
+  return reinterpret_cast<Counters*>(a.arena[a.rank]) + b.channel();
+}
+
 // Waiting for peers, though not for ever: the host can end it, and so can the time limit, which
 // then ends it for everything that runs on this rank and is to follow.
+//
+// Whoever has given up has not got what peers sent, so what it could send would be wrong, and peers
+// that came later could not tell. It writes nothing to peers and posts nothing from then on, also
+// in kernels that follow (a replayed graph launches them, whatever the host knows): peers find out
+// by their own waiting, or are told by the host.
 template <class B>
 class Patience {
  public:
   FSCCL_FN bool lost() const { return lost_; }
 
-  // Until missing() has no bit left; each stands for a rank that is waited for. Once given up
-  // nothing is waited for any more: the results are worth nothing, and the host says so.
+  // Whether the channel gave up in a kernel before: the same for all threads of the block.
+  FSCCL_FN static bool lost_before(B& b, const Args& a) {
+    return b.template load<u32>(reinterpret_cast<const char*>(&counters(b, a)->lost)) != 0;
+  }
+  // By every thread, once one has given up.
+  FSCCL_FN static void lose(B& b, const Args& a) {
+    if (b.thread() == 0) b.store(reinterpret_cast<char*>(&counters(b, a)->lost), u32{1});
+  }
+
+  // Until missing() has no bit left; each stands for a rank that is waited for. False once given
+  // up: then nothing is waited for any more.
   template <class F>
-  FSCCL_FN void wait(B& b, const Args& a, F missing) {
+  FSCCL_FN bool wait(B& b, const Args& a, F missing) {
     u64 began = 0;
     for (u32 turn = 1;; ++turn) {
       const u32 who = missing();
-      if (who == 0 || lost_) return;
+      if (who == 0 || lost_) return !lost_;
       b.pause();
       if (turn % kTurns == 0) lost_ = over(b, a, who, &began);
     }
@@ -156,26 +175,24 @@ class Patience {
 
  private:
   static constexpr u32 kTurns = 1024;  // a look at host memory takes longer than one at a flag
+  static constexpr u64 kLong = 10000000;  // ns; shorter waits are nobody's concern
 
   FSCCL_FN static bool over(B& b, const Args& a, u32 who, u64* began) {
-    if (b.peek(a.stop) != 0) return true;
+    if (b.peek(&a.host->stop) != 0) return true;
     const u64 now = b.nanoseconds();
     if (*began == 0) *began = now;
-    if (a.timeout_ns == 0 || now - *began < a.timeout_ns) return false;
+    const u64 waited = now - *began;
+    if (waited > kLong) b.poke(&a.host->waits, 1);
+    if (a.timeout_ns == 0 || waited < a.timeout_ns) return false;
     u32 rank = 0;
     while ((who >> rank & 1) == 0) ++rank;
-    b.poke(a.late, rank + 1);
-    b.poke(a.stop, 1);
+    b.poke(&a.host->late, rank + 1);
+    b.poke(&a.host->stop, 1);
     return true;
   }
 
   bool lost_ = false;
 };
-
-template <class B>
-FSCCL_FN Counters* counters(B& b, const Args& a) {
-  return reinterpret_cast<Counters*>(a.arena[a.rank]) + b.channel();
-}
 
 }  // namespace nvlink
 }  // namespace fsccl

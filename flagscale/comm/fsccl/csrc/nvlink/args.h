@@ -42,7 +42,15 @@ enum class Math : u32 { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor, kP
 struct Counters {
   u32 step;   // of staged.h and direct.h
   u32 epoch;  // of flagged.h
-  u32 unused[30];
+  u32 lost;   // not zero: it gave up waiting, and does nothing any more (see Patience)
+  u32 unused[29];
+};
+
+// Of a group on this rank, in host memory.
+struct HostWords {
+  u32 stop;   // not zero ends all waiting
+  u32 late;   // 1 + the rank that did not come in time
+  u32 waits;  // set again and again by a kernel that waits for long
 };
 
 // Eight bytes of data, each half with the epoch beside it. An aligned access of 8 bytes is seen
@@ -78,8 +86,7 @@ struct Args {
   u64 stride_in;   // from what goes to one rank to what goes to the next; 0: all get the same
   u64 stride_out;  // from what comes from one rank to what comes from the next
   u64 timeout_ns;  // 0: wait for ever
-  u32* stop;       // in host memory; not zero ends all waiting
-  u32* late;       // in host memory; 1 + the rank that did not come in time
+  HostWords* host;
   double factor;   // PREMUL_SUM
   Math math;
   int rank, ranks;

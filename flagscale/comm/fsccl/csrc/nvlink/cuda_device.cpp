@@ -159,13 +159,13 @@ class CudaDevice : public Device {
     check(driver().ipc_close(mapped), "giving back a peer's memory");
   }
 
-  u32* host_words(u32 count) override {
+  char* host_memory(u64 bytes) override {
     const Current here(context_);
     void* at = nullptr;
-    check(driver().host_allocate(&at, count * sizeof(u32), cuda::kHostPortableMapped),
+    check(driver().host_allocate(&at, bytes, cuda::kHostPortableMapped),
           "allocating host memory");
-    memset(at, 0, count * sizeof(u32));
-    return static_cast<u32*>(at);
+    memset(at, 0, bytes);
+    return static_cast<char*>(at);
   }
 
   // Loads the code now: at the first launch it could wait for kernels that wait for peers.
@@ -199,6 +199,13 @@ class CudaDevice : public Device {
     std::lock_guard<std::mutex> hold(ordering_);
     check(driver().event_record(event_, earlier), "recording an event");
     check(driver().stream_wait(later, event_, 0), "waiting for an event");
+  }
+
+  bool idle(Stream stream) override {
+    const Current here(context_);
+    int capture = cuda::kCaptureNone;  // of a stream that captures nothing must be asked
+    if (driver().stream_capturing(stream, &capture) != cuda::kSuccess) return true;
+    return capture != cuda::kCaptureNone || driver().stream_query(stream) != cuda::kNotReady;
   }
 
  private:

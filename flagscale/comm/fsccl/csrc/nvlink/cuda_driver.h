@@ -17,6 +17,7 @@ struct Uuid {
 };
 
 constexpr Result kSuccess = 0;
+constexpr Result kNotReady = 600;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kIpcLazyPeerAccess = 1;
 constexpr unsigned kHostPortableMapped = 1 | 2;
@@ -50,6 +51,7 @@ constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: n
      void**))                                                                                      \
   X(stream_create, "cuStreamCreate", (void**, unsigned))                                           \
   X(stream_synchronize, "cuStreamSynchronize", (void*))                                            \
+  X(stream_query, "cuStreamQuery", (void*))                                                        \
   X(stream_capturing, "cuStreamIsCapturing", (void*, int*))                                        \
   X(stream_wait, "cuStreamWaitEvent", (void*, void*, unsigned))                                    \
   X(event_create, "cuEventCreate", (void**, unsigned))                                             \

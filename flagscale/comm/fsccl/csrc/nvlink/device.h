@@ -33,14 +33,16 @@ class Device {
   virtual void close(const std::string& shared) = 0;
   // Whether it is memory of this very process.
   virtual bool own(const std::string& shared) = 0;
-  // Words of host memory, zeroed, that kernels can read and write under the same address.
-  virtual u32* host_words(u32 count) = 0;
+  // Host memory, zeroed, that kernels can read and write under the same address.
+  virtual char* host_memory(u64 bytes) = 0;
 
   // Null when there is none of this name.
   virtual Function function(const std::string& name) = 0;
   virtual void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream) = 0;
   // What is put on `later` from now on runs after what was put on `earlier`.
   virtual void order(Stream earlier, Stream later) = 0;
+  // Whether nothing is left to do on the stream, as far as can be told.
+  virtual bool idle(Stream stream) = 0;
 };
 
 // The device with this number, `cubins` its kernels by unit. CUDA's driver is found when this is

@@ -23,14 +23,15 @@ FSCCL_FN void sum_peers(B& b, const Args& a, u64 at, u64 bytes, u32 width_out, F
 template <class B, class F>
 FSCCL_FN void between_steps(B& b, const Args& a, F f) {
   Steps<B> steps(b, a);
+  if (steps.lost_before()) return;
   b.sync();
   steps.post(0);
   // Peers that did not come may be using their buffers for something else.
-  if (steps.await(0)) f();
+  if (!steps.await(0)) return;
+  f();
   b.sync();
   steps.post(1);
-  steps.await(1);
-  steps.finish(2);
+  if (steps.await(1)) steps.finish(2);
 }
 
 // In place: peer[] is what is summed and where the sum goes.

@@ -15,6 +15,11 @@ bool sums(const Call& call) {
   return call.collective == Collective::kAllReduce || call.collective == Collective::kReduceScatter;
 }
 
+std::atomic<u32>& as_atomic(u32* word) {
+  static_assert(sizeof(std::atomic<u32>) == sizeof(u32));
+  return *reinterpret_cast<std::atomic<u32>*>(word);
+}
+
 struct Installed {
   std::mutex mutex;
   std::map<int, std::unique_ptr<Engine>> all;
@@ -69,8 +74,16 @@ void Engine::on_demand(std::function<void(int)> install) {
   installed_engines().on_demand.swap(fresh);
 }
 
-// Of those that are free, one with the largest slots.
+// One that is free. What its last group put on a stream is awaited without the mutex: others may
+// have to launch what that waits for.
 Engine::Arena Engine::take_arena() {
+  const Arena arena = choose_arena();
+  if (arena.used) device_->clear(arena.at, arena_bytes(arena.slot_bytes), &arena.last);
+  return arena;
+}
+
+// Of those that are free, one with the largest slots.
+Engine::Arena Engine::choose_arena() {
   std::lock_guard<std::mutex> hold(mutex_);
   if (free_.empty()) {
     const u64 slot_bytes = grown_ ? options_.slot_bytes / 2 : options_.slot_bytes;
@@ -84,7 +97,6 @@ Engine::Arena Engine::take_arena() {
   const auto found = std::max_element(free_.begin(), free_.end(), smaller);
   const Arena arena = *found;
   free_.erase(found);
-  if (arena.used) device_->clear(arena.at, arena_bytes(arena.slot_bytes), &arena.last);
   return arena;
 }
 
@@ -93,13 +105,14 @@ void Engine::give_arena(const Arena& arena) {
   free_.push_back(arena);
 }
 
-u32* Engine::take_words() {
+HostWords* Engine::take_words() {
+  static_assert(sizeof(HostWords) <= kWordsOfGroup);
   std::lock_guard<std::mutex> hold(mutex_);
   if (words_left_ == 0) {
-    words_ = device_->host_words(kWordsAtOnce);
+    words_ = device_->host_memory(kWordsAtOnce);
     words_left_ = kWordsAtOnce;
   }
-  u32* const taken = words_;
+  auto* const taken = reinterpret_cast<HostWords*>(words_);
   words_ += kWordsOfGroup;
   words_left_ -= kWordsOfGroup;
   return taken;
@@ -127,10 +140,11 @@ Communicator::Communicator(Engine& engine, int rank, int size, const Engine::Are
       size_(size),
       lent_(lent),
       arena_(arena),
-      words_(engine.take_words()) {
+      words_(engine.take_words()),
+      limit_ns_(timeout_ns) {
+  for (int p = 0; p < size; ++p) names_.push_back("rank " + std::to_string(p) + " of the group");
   template_.timeout_ns = timeout_ns;
-  template_.stop = words_;
-  template_.late = words_ + 1;
+  template_.host = words_;
   template_.slot_bytes = static_cast<u32>(arena.slot_bytes);
 }
 
@@ -307,9 +321,9 @@ bool Communicator::run(const Call& call, const Shape* forced) {
 
   Args args = arguments(call.collective, call.in, call.out, call.bytes, rank_, size_, call.root);
   memcpy(args.arena, template_.arena, sizeof args.arena);
-  args.timeout_ns = template_.timeout_ns;
-  args.stop = template_.stop;
-  args.late = template_.late;
+  args.timeout_ns = call.timeout_ns > 0 ? call.timeout_ns : template_.timeout_ns;
+  limit_ns_ = args.timeout_ns;
+  args.host = template_.host;
   args.slot_bytes = template_.slot_bytes;
   args.math = math_of(call.reduction);
   args.factor = call.reduction.factor;
@@ -327,21 +341,28 @@ bool Communicator::run(const Call& call, const Shape* forced) {
 }
 
 std::optional<Error> Communicator::failure() const {
-  const auto word = [&](int i) {
-    return reinterpret_cast<const std::atomic<u32>*>(words_ + i)->load(std::memory_order_relaxed);
-  };
+  if (const u32 late = as_atomic(&words_->late).load(std::memory_order_relaxed); late != 0) {
+    const int rank = static_cast<int>(late) - 1;
+    return Error(Fault::kTimeout, rank,
+                 "NVLink engine: " + names_[static_cast<size_t>(rank)] + " did not come within " +
+                     std::to_string(limit_ns_ / 1000000) + " ms");
+  }
   if (aborted_) return Error(Fault::kAborted, -1, "NVLink engine: the group was aborted");
-  if (word(0) == 0) return std::nullopt;
-  const int rank = static_cast<int>(word(1)) - 1;
-  return Error(Fault::kTimeout, rank,
-               "NVLink engine: rank " + std::to_string(rank) +
-                   " of the group did not come within " +
-                   std::to_string(template_.timeout_ns / 1000000) + " ms");
+  return std::nullopt;
+}
+
+bool Communicator::waited() {
+  return as_atomic(&words_->waits).exchange(0, std::memory_order_relaxed) != 0;
+}
+
+bool Communicator::idle() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  return !ran_ || engine_.device_->idle(last_stream_);
 }
 
 void Communicator::abort() {
   aborted_ = true;
-  reinterpret_cast<std::atomic<u32>*>(words_)->store(1, std::memory_order_relaxed);
+  as_atomic(&words_->stop).store(1, std::memory_order_relaxed);
 }
 
 }  // namespace nvlink

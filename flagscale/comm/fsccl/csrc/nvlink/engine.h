@@ -39,6 +39,7 @@ struct Call {
   Reduction reduction;  // of all_reduce and reduce_scatter
   int root = 0;         // of broadcast
   Stream stream = nullptr;
+  u64 timeout_ns = 0;   // how long its kernel waits for a peer; 0: as long as the group says
 };
 
 class Engine {
@@ -64,8 +65,8 @@ class Engine {
 
  private:
   friend class Communicator;
-  static constexpr u32 kWordsAtOnce = 1024;
-  static constexpr u32 kWordsOfGroup = 32;  // a line of the cache each
+  static constexpr u64 kWordsOfGroup = 128;  // bytes: a line of the cache each
+  static constexpr u64 kWordsAtOnce = 32 * kWordsOfGroup;
 
   struct Arena {
     char* at;
@@ -75,8 +76,9 @@ class Engine {
   };
 
   Arena take_arena();
+  Arena choose_arena();
   void give_arena(const Arena& arena);
-  u32* take_words();
+  HostWords* take_words();
   Function function(const std::string& name);
 
   const std::unique_ptr<Device> device_;
@@ -84,7 +86,8 @@ class Engine {
   std::mutex mutex_;
   std::vector<Arena> free_;
   bool grown_ = false;
-  u32 *words_ = nullptr, words_left_ = 0;
+  char* words_ = nullptr;
+  u64 words_left_ = 0;
   std::unordered_map<std::string, Function> functions_;
 };
 
@@ -108,6 +111,8 @@ class Communicator {
   // Maps the peers' arenas. Throws if they cannot be reached or disagree; ranks may differ in that,
   // so the caller lets them agree on whether all have connected before anyone calls run().
   void connect(const std::vector<std::string>& cards);
+  // What failures call the ranks, in order.
+  void call_ranks(std::vector<std::string> names) { names_ = std::move(names); }
 
   // Registers memory, which is then read and written by peers directly: connect again, with the
   // cards of memory. All ranks register in one order, and later call with memory at one offset in
@@ -126,11 +131,14 @@ class Communicator {
   Algorithm last_algorithm() const { return last_algorithm_; }
 
   // Why nothing can be run any more: a rank did not come in time, or abort(). What kernels have
-  // written since is worth nothing.
+  // written since is worth nothing. Any thread may call this and what follows.
   std::optional<Error> failure() const;
-  // Ends all waiting, now and later. Any thread may call.
+  // Whether a kernel has waited for long since this was last asked.
+  bool waited();
+  // Whether all that run() put on a stream is over, as far as can be told.
+  bool idle();
+  // Ends all waiting, now and later.
   void abort();
-  void set_timeout(u64 timeout_ns) { template_.timeout_ns = timeout_ns; }
 
  private:
   struct Launch {
@@ -156,8 +164,10 @@ class Communicator {
   const int rank_, size_;
   const bool lent_;  // the arenas are the caller's
   const Engine::Arena arena_;
-  u32* const words_;  // Args.stop, Args.late
+  HostWords* const words_;
   std::atomic<bool> aborted_{false};
+  std::atomic<u64> limit_ns_;  // of the last operation
+  std::vector<std::string> names_;
   Args template_{};
   Table table_;
   std::mutex mutex_;

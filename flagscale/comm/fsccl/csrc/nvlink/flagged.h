@@ -32,6 +32,8 @@ class Boxes {
     if ((epoch_ & kClearing) <= 1) clear();
   }
 
+  FSCCL_FN bool lost_before() const { return Patience<B>::lost_before(b_, a_); }
+
   FSCCL_FN void send(int peer, u32 slot, u64 data) {
     const u64 flag = static_cast<u64>(epoch_) << 32;
     b_.send(box(peer, epoch_, a_.rank) + slot, (data & 0xFFFFFFFF) | flag, (data >> 32) | flag);
@@ -42,9 +44,10 @@ class Boxes {
   }
 
   // One packet of each rank whose bit is set in `from`: all are asked for before any is needed.
-  FSCCL_FN void receive(u32 slot, u32 from, u64 (&data)[kMaxRanks]) {
+  // False if waiting was given up: this thread has nothing to store or send then.
+  FSCCL_FN bool receive(u32 slot, u32 from, u64 (&data)[kMaxRanks]) {
     const Packet* const mine = box(a_.rank, epoch_, 0) + slot;
-    patience_.wait(b_, a_, [&] {
+    return patience_.wait(b_, a_, [&] {
       u64 low[kMaxRanks], high[kMaxRanks];
       FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
         low[p] = high[p] = 0;
@@ -62,7 +65,7 @@ class Boxes {
   FSCCL_FN u32 others() const { return ((1u << a_.ranks) - 1) & ~(1u << a_.rank); }
 
   FSCCL_FN void finish() {
-    b_.sync();
+    if (b_.any(patience_.lost())) return Patience<B>::lose(b_, a_);
     if (b_.thread() == 0) b_.store(reinterpret_cast<char*>(&counters(b_, a_)->epoch), epoch_);
   }
 
@@ -140,13 +143,14 @@ FSCCL_FN void send_flagged(B& b, const Args& a, Boxes<B>& boxes) {
 template <class E, class B>
 FSCCL_FN void reduce_flagged(B& b, const Args& a) {
   Boxes<B> boxes(b, a);
+  if (boxes.lost_before()) return;
   send_flagged(b, a, boxes);
   const char* const own = a.in + a.rank * a.stride_in;
   each_packet(b, (a.bytes + kWord - 1) / kWord, [&](u64 i, u32 slot) {
     const u64 at = i * kWord, left = a.bytes - at;
     const u64 mine = load<u64>(b, own + at, left, a.width_in);
     u64 data[kMaxRanks];
-    boxes.receive(slot, boxes.others(), data);
+    if (!boxes.receive(slot, boxes.others(), data)) return;
     put(data, a.rank, mine);
     store(b, a.out + at, left, a.width_out, sum_of<E>(a, data));
   });
@@ -157,13 +161,14 @@ FSCCL_FN void reduce_flagged(B& b, const Args& a) {
 template <class B>
 FSCCL_FN void copy_flagged(B& b, const Args& a) {
   Boxes<B> boxes(b, a);
+  if (boxes.lost_before()) return;
   send_flagged(b, a, boxes);
   const char* const own = a.in + a.rank * a.stride_in;
   each_packet(b, (a.bytes + kWord - 1) / kWord, [&](u64 i, u32 slot) {
     const u64 at = i * kWord, left = a.bytes - at;
     const u64 mine = load<u64>(b, own + at, left, a.width_in);
     u64 data[kMaxRanks];
-    boxes.receive(slot, boxes.others(), data);
+    if (!boxes.receive(slot, boxes.others(), data)) return;
     put(data, a.rank, mine);
     FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
       if (p < a.ranks) store(b, a.out + p * a.stride_out + at, left, a.width_out, data[p]);
@@ -177,6 +182,7 @@ FSCCL_FN void copy_flagged(B& b, const Args& a) {
 template <class E, class B>
 FSCCL_FN void all_reduce_flagged(B& b, const Args& a) {
   Boxes<B> boxes(b, a);
+  if (boxes.lost_before()) return;
   const u64 all = (a.bytes + kWord - 1) / kWord, n = static_cast<u64>(a.ranks);
   const u32 results = box_packets(static_cast<u32>(a.ranks)) / 2;
   const auto begin = [&](u64 p) { return all * p / n; };
@@ -193,7 +199,7 @@ FSCCL_FN void all_reduce_flagged(B& b, const Args& a) {
     const u64 at = (mine + i) * kWord;
     const u64 input = own(mine + i);
     u64 data[kMaxRanks];
-    boxes.receive(slot, boxes.others(), data);
+    if (!boxes.receive(slot, boxes.others(), data)) return;
     put(data, a.rank, input);
     const u64 sum = sum_of<E>(a, data);
     boxes.send_others(results + slot, sum);
@@ -206,7 +212,7 @@ FSCCL_FN void all_reduce_flagged(B& b, const Args& a) {
       if (p < a.ranks && begin(p) + i >= begin(p + 1)) from &= ~(1u << p);
     }
     u64 data[kMaxRanks];
-    boxes.receive(results + slot, from, data);
+    if (!boxes.receive(results + slot, from, data)) return;
     FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
       const u64 at = (begin(p) + i) * kWord;
       if (from >> p & 1) store(b, a.out + at, a.bytes - at, a.width_out, data[p]);

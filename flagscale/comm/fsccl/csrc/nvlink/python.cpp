@@ -55,6 +55,7 @@ std::unique_ptr<Communicator> make(int device, int rank, int size, u64 timeout_m
 void bind(py::module_& parent) {
   py::module_ m = parent.def_submodule("nvlink");
   m.attr("max_ranks") = kMaxRanks;
+  m.attr("max_blocks") = kChannels;
   m.def(
       "install",
       [](int device, const std::map<std::string, py::bytes>& cubins,

@@ -27,6 +27,8 @@ class Steps {
         a_(a),
         base_(b.template load<u32>(reinterpret_cast<const char*>(&counters(b, a)->step)) + 1) {}
 
+  FSCCL_FN bool lost_before() const { return Patience<B>::lost_before(b_, a_); }
+
   // Tells all peers that what all threads wrote before the last barrier is there.
   FSCCL_FN void post(u32 step) {
     for (u32 p = b_.thread(); p < static_cast<u32>(a_.ranks); p += b_.threads()) {
@@ -34,7 +36,7 @@ class Steps {
     }
   }
 
-  // A barrier of the block. False if waiting was given up.
+  // A barrier of the block. False if waiting was given up, which ends the operation at once.
   FSCCL_FN bool await(u32 step) {
     const u32* const mine = flags(a_.arena[a_.rank]);
     for (u32 p = b_.thread(); p < static_cast<u32>(a_.ranks); p += b_.threads()) {
@@ -44,17 +46,17 @@ class Steps {
         return there ? 0 : 1u << p;
       });
     }
-    return !b_.any(patience_.lost());
+    if (!b_.any(patience_.lost())) return true;
+    Patience<B>::lose(b_, a_);
+    return false;
   }
 
   // The barrier that comes before a post: all have written step e, and what peers wrote before it
   // is there.
-  FSCCL_FN void await_previous(u32 e) {
-    if (e == 0) {
-      b_.sync();
-    } else {
-      await(e - 1);
-    }
+  FSCCL_FN bool await_previous(u32 e) {
+    if (e > 0) return await(e - 1);
+    b_.sync();
+    return true;
   }
 
   // Where `source` writes for `owner`, if every rank but the owner has `bytes` of the slot.
@@ -114,6 +116,7 @@ FSCCL_FN void sum_step(B& b, const Args& a, const Steps<B>& steps, const char* o
 template <class B>
 FSCCL_FN void copy_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
+  if (steps.lost_before()) return;
   const u32 ranks = static_cast<u32>(a.ranks);
   const bool from_all = a.root < 0;
   const Rounds rounds(a.bytes, a.slot_bytes / (from_all ? ranks - 1 : 1), b.channels(), kVecBytes);
@@ -145,7 +148,7 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
   };
   for (u32 e = 0; e <= rounds.count; ++e) {
     if (e < rounds.count && sends(a.rank)) push(e);
-    steps.await_previous(e);
+    if (!steps.await_previous(e)) return;
     // While one warp waits for what was written to arrive, the others go on.
     if (e < rounds.count) steps.post(e);
     if (e > 0) pull(e - 1);
@@ -156,6 +159,7 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
 template <class E, int Most, class B>
 FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
+  if (steps.lost_before()) return;
   const u32 ranks = static_cast<u32>(a.ranks);
   const Rounds rounds(a.bytes, a.slot_bytes / (ranks - 1), b.channels(), kVecBytes);
   const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
@@ -169,7 +173,7 @@ FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
   };
   for (u32 e = 0; e <= rounds.count; ++e) {
     if (e < rounds.count) push(e);
-    steps.await_previous(e);
+    if (!steps.await_previous(e)) return;
     if (e < rounds.count) steps.post(e);
     if (e > 0) {
       const u64 lo = begin(e - 1), size = clip(lo, rounds.piece, a.bytes);
@@ -188,6 +192,7 @@ FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
 template <class E, int Most, class B>
 FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
+  if (steps.lost_before()) return;
   const u32 ranks = static_cast<u32>(a.ranks);
   const u64 half = a.slot_bytes / 2;
   const u64 most = half / (ranks - 1) / kVecBytes * kVecBytes;
@@ -205,7 +210,7 @@ FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
              clip(lo, share, a.bytes), first, stride);
       });
     }
-    steps.await_previous(e);
+    if (!steps.await_previous(e)) return;
     if (e > 0 && e <= rounds.count) {
       const u64 lo = begin(e - 1, a.rank), size = clip(lo, share, a.bytes);
       const auto send = [&](bool whole, u64 at, const Vec& sum) {

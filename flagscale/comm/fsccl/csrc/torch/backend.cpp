@@ -11,8 +11,6 @@
 namespace fsccl {
 namespace {
 
-constexpr std::chrono::milliseconds kLastOperations(5000);
-
 GroupConfig group_config(int rank, int size, const TorchBackend::Options& options,
                          const Native& native) {
   GroupConfig config;
@@ -98,6 +96,12 @@ TorchBackend::~TorchBackend() {
   TorchBackend::shutdown();
 }
 
+void TorchBackend::setTimeout(Ms timeout) {
+  options_->timeout = timeout;
+  std::lock_guard<std::mutex> hold(device_mutex_);
+  if (whole_ && *whole_) (*whole_)->setTimeout(timeout);
+}
+
 void TorchBackend::startCoalescing() { coalescing_ = true; }
 
 TorchBackend::WorkPtr TorchBackend::endCoalescing() {
@@ -116,7 +120,9 @@ TorchBackend::WorkPtr TorchBackend::collect(WorkPtr work) {
 }
 
 c10d::ErrorType TorchBackend::getError() {
-  return group_->failure() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  const NvlinkPath* const path = connected_;
+  const bool failed = group_->failure() || (path != nullptr && path->failure());
+  return failed ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
 void TorchBackend::eagerConnectSingleDevice(at::Device) {
@@ -144,6 +150,7 @@ void TorchBackend::shutdown() {
 
 TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors outputs,
                                                 std::function<void(Group&, const Deadline&)> body) {
+  check_kernels(call.title);
   auto work = c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, ++sequence_,
                                                   std::move(outputs));
   const auto deadline_in = limit(call.timeout);

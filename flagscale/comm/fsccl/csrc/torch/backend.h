@@ -59,7 +59,7 @@ class TorchBackend : public c10d::Backend {
 
   const std::string getBackendName() const override { return "fsccl"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
-  void setTimeout(Ms timeout) override { options_->timeout = timeout; }
+  void setTimeout(Ms timeout) override;
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -139,6 +139,7 @@ class TorchBackend : public c10d::Backend {
   std::optional<WorkPtr> by_nvlink(const Call& call, nvlink::Collective what, const at::Tensor& in,
                                    const at::Tensor& out, const c10d::ReduceOp* op, int root = 0);
   NvlinkPath* nvlink_path(const at::Tensor& t);
+  void check_kernels(const char* title);
   NvlinkPath& path_of_registered(const char* what);
   std::vector<std::string> exchange_words(const std::string& own);
   template <class F>
@@ -148,6 +149,7 @@ class TorchBackend : public c10d::Backend {
   WorkPtr collect(WorkPtr work);
   Ms limit(Ms asked) const { return asked == c10d::kUnsetTimeout ? options_->timeout : asked; }
 
+  static constexpr Ms kLastOperations{5000};  // what is under way when the group ends has so long
   void check_alive() const;
   Kinds kinds();
   NativePtr whole_native(const at::Tensor& t);
@@ -170,6 +172,7 @@ class TorchBackend : public c10d::Backend {
   std::optional<Kinds> kinds_;
   std::optional<NativePtr> whole_;  // null: the native library joins only some
   std::optional<std::unique_ptr<NvlinkPath>> nvlink_;  // null: some rank cannot
+  std::atomic<NvlinkPath*> connected_{nullptr};        // the same, for any thread
   std::map<std::string, Regions> registered_;  // by pool
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Watch> watch_;  // of a device's operations

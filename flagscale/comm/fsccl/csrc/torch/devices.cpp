@@ -134,10 +134,32 @@ NvlinkPath* TorchBackend::nvlink_path(const at::Tensor& t) {
   if (size_ < 2 || size_ > nvlink::kMaxRanks || !t.is_cuda() || !whole_native(t)) return nullptr;
   if (nvlink_) return nvlink_->get();
   const auto exchange = [this](const std::string& own) { return exchange_words(own); };
-  std::string why;
-  nvlink_ = NvlinkPath::connect(t.get_device(), rank_, size_, options_->timeout, exchange, &why);
-  group_->say([&] { return "NVLink engine " + (why.empty() ? "connected" : why); });
+  NvlinkPath::Trouble why;
+  nvlink_ = NvlinkPath::connect(t.get_device(), group_, options_->timeout, exchange, &why);
+  connected_ = nvlink_->get();
+  if (why.unforeseen) {
+    const char* const wanted = std::getenv("FSCCL_NVLINK");
+    TORCH_CHECK_NOT_IMPLEMENTED(wanted == nullptr || std::string(wanted) != "1",
+                                "fsccl: FSCCL_NVLINK=1, and the NVLink engine cannot be used: ",
+                                why.text);
+    if (rank_ == 0) {
+      group_->warn("the NVLink engine cannot be used, NCCL does its operations: " + why.text);
+    }
+  }
+  group_->say([&] { return "NVLink engine " + (why.text.empty() ? "connected" : why.text); });
   return nvlink_->get();
+}
+
+// Throws if the group has failed, or its kernels have, of which everyone is told then.
+void TorchBackend::check_kernels(const char* title) {
+  const NvlinkPath* const path = connected_;
+  if (path == nullptr) return;
+  try {
+    if (const auto why = path->failure()) group_->fail(title, sequence_, *why);
+    group_->check();
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
 }
 
 // Ranks must come to the same answer: it follows from what is the same in all of their calls.
@@ -150,17 +172,15 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::by_nvlink(
   if (coalescing_ || !fits(in) || !fits(out)) return std::nullopt;
   NvlinkPath* const path = nvlink_path(out);
   if (path == nullptr) return std::nullopt;
+  check_kernels(call.title);
   nvlink::Call made;
   made.collective = what;
+  made.timeout_ns = static_cast<nvlink::u64>(std::chrono::nanoseconds(limit(call.timeout)).count());
   made.in = in.const_data_ptr();
   made.out = out.data_ptr();
   made.bytes = what == nvlink::Collective::kAllGather ? in.nbytes() : out.nbytes();
   made.root = root;
-  if (what == nvlink::Collective::kAllToAll) {
-    const auto parts = static_cast<size_t>(size_);
-    if (made.bytes % parts != 0) return std::nullopt;
-    made.bytes /= parts;
-  }
+  if (what == nvlink::Collective::kAllToAll) made.bytes /= static_cast<size_t>(size_);
   if (op != nullptr) {
     // 8-bit floats have no kernel here.
     if (factor_is_tensor(*op) || c10::isFloat8Type(out.scalar_type())) return std::nullopt;
@@ -292,21 +312,23 @@ void TorchBackend::wait_for_device() {
 void TorchBackend::abort_devices() {
   // Not under the mutex: an operation that waits for ever may hold it.
   if (engine_) engine_->abort();
-  if (nvlink_ && *nvlink_) (*nvlink_)->abort();
+  if (NvlinkPath* const path = connected_) path->abort();
   if (whole_ && *whole_) (*whole_)->abort();
 }
 
 void TorchBackend::stop_devices() {
   const bool device = watch_ != nullptr;
-  if (device && !group_->failure() && !watch_->drain(std::chrono::seconds(5))) {
+  if (device && !group_->failure() && !watch_->drain(kLastOperations)) {
     group_->abort("the program ended with operations under way");
     abort_devices();
   }
   watch_.reset();
   if (engine_) engine_->shutdown();
+  if (nvlink_ && *nvlink_) (*nvlink_)->finish(kLastOperations);
   // What a device may still copy from and to stays; the process is about to end.
   if (device && group_->failure()) static_cast<void>(engine_.release());
   engine_.reset();
+  connected_ = nullptr;
   nvlink_.reset();
   if (whole_ && *whole_) (*whole_)->shutdown();
   whole_.reset();

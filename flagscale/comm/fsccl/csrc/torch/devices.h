@@ -36,6 +36,7 @@ template <class F>
 std::optional<TorchBackend::WorkPtr> TorchBackend::by_native(const at::Tensor& t, F&& call) {
   const NativePtr native = whole_native(t);
   if (!native) return std::nullopt;
+  check_kernels("a collective");
   group_->took(home_.native.library.c_str());
   return call_native(native, std::forward<F>(call));
 }

@@ -16,4 +16,5 @@
 #include "backend.cpp"
 #include "devices.cpp"
 #include "module.cpp"
+#include "nvlink_watch.cpp"
 #include "operations.cpp"

@@ -12,32 +12,41 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../nvlink/engine.h"
+#include "nvlink_watch.h"
 #include "registration.h"
 #include "work.h"
 
 namespace fsccl {
 
-// An operation on a stream. Nothing is recorded unless someone on another stream waits for it;
-// waiting for what was put on the stream later too is then correct, only later.
+// An operation on a stream. One on the caller's own stream records nothing unless someone on
+// another stream waits for it, who then also waits for what was put on the stream meanwhile. One
+// on a stream beside it has its own `end`: asynchronous operations are there to be overlapped.
 class NvlinkWork : public c10d::Work {
  public:
   NvlinkWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
              std::vector<at::Tensor> outputs, c10::Stream stream,
-             std::shared_ptr<nvlink::Communicator> group)
+             std::shared_ptr<nvlink::Communicator> kernels, std::shared_ptr<Group> group,
+             std::optional<c10::Event> end)
       : Work(rank, type, title, outputs),
         outputs_(std::move(outputs)),
         stream_(stream),
+        kernels_(std::move(kernels)),
         group_(std::move(group)),
-        sequence_(sequence) {}
+        sequence_(sequence),
+        end_(std::move(end)) {}
 
   bool isCompleted() override { return exception() || end().query(); }
   bool isSuccess() const override { return !exception(); }
   std::exception_ptr exception() const override {
-    const auto why = group_->failure();
-    return why ? torch_error(*why) : nullptr;
+    const auto why = kernels_->failure();
+    if (!why) return nullptr;
+    // The host has ended the wait, and knows why.
+    const auto known = group_->failure();
+    return torch_error(known ? Error(why->fault, why->rank, *known) : *why);
   }
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
@@ -74,7 +83,8 @@ class NvlinkWork : public c10d::Work {
 
   std::vector<at::Tensor> outputs_;
   c10::Stream stream_;
-  std::shared_ptr<nvlink::Communicator> group_;
+  std::shared_ptr<nvlink::Communicator> kernels_;
+  std::shared_ptr<Group> group_;
   uint64_t sequence_;
   std::optional<c10::Event> end_;
 };
@@ -83,17 +93,26 @@ class NvlinkPath {
  public:
   using Exchange = Registration::Exchange;
 
-  // Every rank calls it. Null, on all of them, if any cannot; `why` then says why, if it knows.
-  static std::unique_ptr<NvlinkPath> connect(int device, int rank, int size,
+  // Why there is no path: of GPUs that are not made for it, or because something does not work.
+  struct Trouble {
+    bool unforeseen = false;
+    std::string text;  // empty: there is one
+  };
+
+  // Every rank calls it. Null, on all of them, if any cannot, and then `why` is set.
+  static std::unique_ptr<NvlinkPath> connect(int device, const std::shared_ptr<Group>& group,
                                              std::chrono::milliseconds timeout,
-                                             const Exchange& exchange, std::string* why) {
-    std::unique_ptr<NvlinkPath> path(new NvlinkPath);
+                                             const Exchange& exchange, Trouble* why) {
+    std::unique_ptr<NvlinkPath> path(new NvlinkPath(group));
+    const int rank = group->rank(), size = group->size();
     std::string card, trouble;
     const auto attempt = [&](const std::function<void()>& step) {
       try {
         if (trouble.empty()) step();
+      } catch (const Error& e) {
+        trouble = (e.fault == Fault::kMismatch ? kForeseen : kUnforeseen) + e.what();
       } catch (const std::exception& e) {
-        trouble = e.what();
+        trouble = kUnforeseen + e.what();
       }
     };
     attempt([&] {
@@ -102,15 +121,34 @@ class NvlinkPath {
       const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
       guard.getStream({c10::kCUDA, static_cast<c10::DeviceIndex>(device)}).native_handle();
       const auto ns = static_cast<nvlink::u64>(std::chrono::nanoseconds(timeout).count());
-      path->group_ = std::make_shared<nvlink::Communicator>(*engine, rank, size, ns);
-      card = path->group_->card();
+      path->kernels_ = std::make_shared<nvlink::Communicator>(*engine, rank, size, ns);
+      card = path->kernels_->card();
     });
     const auto cards = exchange(card);
-    attempt([&] { path->group_->connect(cards); });
+    attempt([&] { path->kernels_->connect(cards); });
     for (const std::string& other : exchange(trouble)) {
-      if (why->empty()) *why = other;
+      // Of one rank's trouble, others have troubles that follow from it.
+      const bool unforeseen = other.rfind(kUnforeseen, 0) == 0;
+      if (other.empty() || why->unforeseen || (!unforeseen && !why->text.empty())) continue;
+      *why = {unforeseen, other.substr(kForeseen.size())};
     }
-    return why->empty() ? std::move(path) : nullptr;
+    if (!why->text.empty()) return nullptr;
+    std::vector<std::string> names;
+    for (int p = 0; p < size; ++p) names.push_back(group->name(p));
+    path->kernels_->call_ranks(std::move(names));
+    NvlinkWatch::get().add(group, path->kernels_);
+    return path;
+  }
+
+  ~NvlinkPath() { NvlinkWatch::get().remove(kernels_.get()); }
+
+  // What was put on streams may end; what then still waits for others is given up.
+  void finish(std::chrono::milliseconds limit) {
+    const auto until = std::chrono::steady_clock::now() + limit;
+    while (!kernels_->failure() && !kernels_->idle()) {
+      if (std::chrono::steady_clock::now() > until) kernels_->abort();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
 
   // What is asynchronous and takes long goes to a stream of its own, so that the caller's next
@@ -131,32 +169,38 @@ class NvlinkPath {
       begin.block(stream);
     }
     call.stream = stream.native_handle();
-    if (!group_->run(call)) return std::nullopt;
+    if (!kernels_->run(call)) return std::nullopt;
+    std::optional<c10::Event> end;
     if (beside) {
+      end.emplace(device.type()).record(stream);
       in.record_stream(stream);
       out.record_stream(stream);
     }
     return c10::make_intrusive<NvlinkWork>(rank, type, title, sequence,
-                                           std::vector<at::Tensor>{out}, stream, group_);
+                                           std::vector<at::Tensor>{out}, stream, kernels_, group_,
+                                           std::move(end));
   }
 
   Registration registration(Exchange exchange) {
-    return Registration(*group_, std::move(exchange));
+    return Registration(*kernels_, std::move(exchange));
   }
 
   const char* last_algorithm() const {
     constexpr const char* kWords[] = {"NVLink", "NVLink, flagged", "NVLink, two-shot",
                                       "NVLink, staged", "NVLink, direct"};
     static_assert(std::size(kWords) == nvlink::kAlgorithms, "one for each");
-    return kWords[static_cast<size_t>(group_->last_algorithm())];
+    return kWords[static_cast<size_t>(kernels_->last_algorithm())];
   }
 
-  void abort() { group_->abort(); }
+  std::optional<Error> failure() const { return kernels_->failure(); }
+  void abort() { kernels_->abort(); }
 
  private:
   static constexpr size_t kWorthAStream = 1 << 20;
+  // How the ranks tell each other which of the two it is.
+  inline static const std::string kForeseen = "=", kUnforeseen = "!";
 
-  NvlinkPath() = default;
+  explicit NvlinkPath(std::shared_ptr<Group> group) : group_(std::move(group)) {}
 
   const c10::Stream& side(const c10::Stream& user) {
     if (!side_) {
@@ -166,7 +210,8 @@ class NvlinkPath {
     return *side_;
   }
 
-  std::shared_ptr<nvlink::Communicator> group_;
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<nvlink::Communicator> kernels_;
   std::optional<c10::Stream> side_;
 };
 

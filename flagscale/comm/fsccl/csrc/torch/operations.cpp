@@ -305,10 +305,8 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
     Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) {
   TORCH_CHECK_VALUE(out.size() == in.size(), "fsccl: reduce_scatter_tensor: ", out.size(),
                     " outputs for ", in.size(), " inputs");
-  std::vector<Reduction> how;
   for (size_t i = 0; i < out.size(); ++i) {
     expect_times(in[i], out[i], size_, "reduce_scatter_tensor");
-    how.push_back(reduction_of(out[i], o.reduceOp, size_));
   }
   const at::Tensor first = first_of(in);
   const Call call{OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout};
@@ -327,6 +325,8 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
   const Site site = site_of(first, "reduce_scatter_tensor");
   const auto from = flats(in, Flat::kRead, site);
   const auto to = flats(out, Flat::kWrite, site);
+  std::vector<Reduction> how;
+  for (const at::Tensor& t : out) how.push_back(reduction_of(t, o.reduceOp, size_));
   return run(call, site, out, [from, to, how, n = size_](auto& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
                  g.reduce_scatter(equal_parts(from[i].get(), n), pieces_of(to[i].get()), how[i], d);
@@ -342,6 +342,9 @@ TorchBackend::WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& i
   expect_type({out}, in, "all_to_all_single");
   // Only who passes no sizes knows that all ranks have equal parts.
   if (out_rows.empty() && in_rows.empty()) {
+    TORCH_CHECK_VALUE(in.numel() == out.numel() && in.numel() % size_ == 0,
+                      "fsccl: all_to_all_single: ", in.numel(), " elements for ", out.numel(),
+                      " are not equal parts of ", size_, " ranks");
     const Call call{OpType::ALLTOALL_BASE, "fsccl:all_to_all", o.asyncOp, o.timeout};
     if (auto w = by_nvlink(call, nvlink::Collective::kAllToAll, in, out, nullptr)) return *w;
   }
