@@ -39,7 +39,7 @@ class CommBackend(ABC):
     operations: tuple[str, ...] = OPERATIONS
     """What it can do on some device, of :data:`OPERATIONS`."""
     own_options: tuple[Option, ...] = ()
-    """What a YAML may set of it beside its :attr:`environment`."""
+    """What a YAML may set of it beside its :attr:`environment`, or of that with its values."""
     how_to_get: str = ""
     """What to do where it is missing."""
     environment: ClassVar[Mapping[str, str]] = {}
@@ -60,7 +60,9 @@ class CommBackend(ABC):
     @property
     def options(self) -> tuple[Option, ...]:
         """Everything a YAML may set of it, under ``train.system.comm``."""
-        return (*self.own_options, *comm_options.of_variables(self.name, self.environment))
+        told = {option.variable for option in self.own_options}
+        others = {name: doc for name, doc in self.environment.items() if name not in told}
+        return (*self.own_options, *comm_options.of_variables(self.name, others))
 
     def export(self, values: OptionValues) -> None:
         """Set the variables of this process that options amount to; before :meth:`creating`."""

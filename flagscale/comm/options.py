@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,9 @@ class Option:
     maximum: int | None = None
     variable: str | None = None
     """The environment variable that it becomes, if it becomes one."""
+    pattern: str | None = None
+    """What all of a text must match, if not every text will do; ``shape`` says it in words."""
+    shape: str = "a text"
 
     @property
     def expected(self) -> str:
@@ -39,7 +43,7 @@ class Option:
         if self.kind == "int":
             most = "" if self.maximum is None else f" to {self.maximum}"
             return f"a whole number from {self.minimum}{most}"
-        return "a text"
+        return self.shape
 
     def convert(self, text: str) -> OptionValue:
         """The value that ``text`` means.
@@ -54,7 +58,7 @@ class Option:
             return number
         if self.kind == "bool" and text.lower() not in ("true", "false"):
             raise ValueError(text)
-        if not text or "\0" in text:
+        if not text or "\0" in text or (self.pattern and not re.fullmatch(self.pattern, text)):
             raise ValueError(text)
         return text.lower() == "true" if self.kind == "bool" else text
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale import __version__
 from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
-from flagscale.comm.options import OptionValues
+from flagscale.comm.options import Option, OptionValues
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +29,37 @@ class Fsccl(CommBackend):
         "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
         "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",
     }
+    own_options = (
+        Option(
+            "debug",
+            environment["FSCCL_DEBUG"],
+            variable="FSCCL_DEBUG",
+            pattern="INFO|WARN",
+            shape="INFO or WARN",
+        ),
+        Option(
+            "clusters",
+            environment["FSCCL_CLUSTERS"],
+            variable="FSCCL_CLUSTERS",
+            pattern="[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*",
+            shape="sizes with commas between them, such as 4,4",
+        ),
+        Option(
+            "pipeline_k",
+            environment["FSCCL_PIPELINE_K"],
+            "int",
+            maximum=64,
+            variable="FSCCL_PIPELINE_K",
+        ),
+        Option(
+            "pipeline_nelem",
+            environment["FSCCL_PIPELINE_NELEM"],
+            "int",
+            minimum=1,
+            maximum=1 << 26,
+            variable="FSCCL_PIPELINE_NELEM",
+        ),
+    )
 
     def unavailable(self, device: DeviceType) -> str | None:
         if missing := missing_torch():

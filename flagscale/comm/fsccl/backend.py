@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from flagscale.comm.fsccl import native
 from flagscale.comm.fsccl.build import load_extension
+from flagscale.errors import ConfigError
 
 NAME = "fsccl"
 
@@ -44,17 +45,21 @@ def _create(options: Any, backend_options: Any) -> Any:
             f"found {type(backend_options).__name__}"
         )
     _at_exit(extension.shutdown_all)
-    return extension.Backend(
-        store=options.store,
-        rank=options.group_rank,
-        size=options.group_size,
-        timeout=options.timeout,
-        name=options.group_id,
-        global_ranks=list(options.global_ranks_in_group),
-        options=None if for_library else backend_options,
-        native=own.told(),
-        make_native=native.maker(own, extension, options, backend_options if for_library else None),
-    )
+    make_native = native.maker(own, extension, options, backend_options if for_library else None)
+    try:
+        return extension.Backend(
+            store=options.store,
+            rank=options.group_rank,
+            size=options.group_size,
+            timeout=options.timeout,
+            name=options.group_id,
+            global_ranks=list(options.global_ranks_in_group),
+            options=None if for_library else backend_options,
+            native=own.told(),
+            make_native=make_native,
+        )
+    except ValueError as error:  # a variable that the user has set
+        raise ConfigError(str(error).removeprefix("fsccl: ")) from None
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from flagscale.errors import ConfigError
     ("backend", "words", "expected"),
     [
         ("gloo", ["socket_ifname=eth0"], {"socket_ifname": "eth0"}),
-        ("fsccl", ["clusters=4,4", "debug=a=b"], {"clusters": "4,4", "debug": "a=b"}),
+        ("fsccl", ["clusters=4,4", "pipeline_k=2"], {"clusters": "4,4", "pipeline_k": 2}),
+        ("gloo", ["socket_ifname=a=b"], {"socket_ifname": "a=b"}),
         ("nccl", ["max_ctas=16", "split_share=TRUE"], {"max_ctas": 16, "split_share": True}),
         ("ucc", ["tls=ucp", "ucx_tls=rc"], {"tls": "ucp", "ucx_tls": "rc"}),
         (
@@ -41,6 +42,10 @@ def test_options_are_read(backend: str, words: list[str], expected: dict[str, ob
         ("nccl", ["max_ctas=0"], "max_ctas: expected a whole number from 1 to 64, found '0'"),
         ("nccl", ["max_ctas=two"], "found 'two'"),
         ("nccl", ["split_share=1"], "split_share: expected true or false, found '1'"),
+        ("fsccl", ["clusters=4,x"], "clusters: expected sizes with commas between them, such as"),
+        ("fsccl", ["clusters=0,4"], "found '0,4'"),
+        ("fsccl", ["pipeline_k=99"], "a whole number from 0 to 64, found '99'"),
+        ("fsccl", ["debug=yes"], "expected INFO or WARN, found 'yes'"),
         ("gloo", ["socket_ifname="], "socket_ifname: expected a text, found ''"),
         ("gloo", ["socket_ifname=a", "socket_ifname=b"], "is given twice"),
         # It can only be given to torch, which takes one set of options for a whole map.
