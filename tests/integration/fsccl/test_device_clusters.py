@@ -80,6 +80,17 @@ def test_all_that_torch_does_with_groups(ranks: Any, shape: str) -> None:
     ranks.leave(members)
 
 
+@pytest.mark.parametrize("op", ["gather", "scatter", "all_to_all"])
+@pytest.mark.parametrize("shape", ["2,2", "4"])
+def test_an_operation_that_brings_some_ranks_nothing_comes_first(
+    ranks: Any, shape: str, op: str
+) -> None:
+    members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": shape}] * 4)
+    case = {"op": op, "dtype": "float32", "count": 100, "red": "sum", "root": 1, "seed": 1}
+    ranks.call(members, "check_many", cases=[{**case, "strided": False}])
+    ranks.leave(members)
+
+
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["shared-memory", "messages"])
 @pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_to_all"])
 def test_a_killed_rank_is_named(ranks: Any, op: str, shared: str) -> None:

@@ -32,7 +32,7 @@ class Arena {
     const int64_t bytes = count * static_cast<int64_t>(at::elementSize(type));
     const int64_t at = used_;
     used_ += (bytes + kAlign - 1) / kAlign * kAlign;
-    if (used_ <= size_) return block_.narrow(0, at, bytes).view(type);
+    if (size_ > 0 && used_ <= size_) return block_.narrow(0, at, bytes).view(type);
     beyond_.push_back(at::empty({bytes}, options_));
     return beyond_.back().view(type);
   }
