@@ -74,6 +74,28 @@ def call(op: str, count: int = 1 << 18, repeat: int = 1) -> str:
     return "done"
 
 
+def unequal_self(kind: str, sent: int, expected: int) -> None:
+    """Rank 0 sends itself other than it expects of itself; everyone else fits."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    odd = me == 0
+    rows_in, rows_out = [4] * n, [4] * n
+    if odd:
+        rows_in[0], rows_out[0] = sent, expected
+    given = [torch.ones(rows) for rows in rows_in]
+    wanted = [torch.zeros(rows) for rows in rows_out]
+    if kind == "all_to_all_single":
+        dist.all_to_all_single(torch.cat(wanted), torch.cat(given), rows_out, rows_in)
+    elif kind == "all_to_all":
+        dist.all_to_all(wanted, given)
+    elif kind == "gather":
+        dist.gather(given[0], wanted if odd else None, dst=0)
+    elif kind == "scatter":
+        dist.scatter(wanted[0], given if odd else None, src=0)
+    else:
+        raise ValueError(kind)
+    dist.barrier()  # who had nothing to do with it learns of it here
+
+
 def limit_file_size(bytes_: int) -> None:
     """As ``ulimit -f``; -1 lifts the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -218,6 +240,7 @@ def registering() -> list[str]:
 def usage_errors() -> list[str]:
     """What a wrong call says; the group goes on afterwards."""
     n = dist.get_world_size()
+    world: Any = dist.group.WORLD
     out = []
     wrong = [
         lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND),
@@ -225,6 +248,7 @@ def usage_errors() -> list[str]:
         lambda: dist.all_to_all_single(torch.ones(n + 1), torch.ones(n + 1)),
         lambda: all_gather_whole(torch.ones(n), torch.ones(2)),
         lambda: reduce_scatter_whole(torch.ones(2), torch.ones(2 * n, dtype=torch.float64)),
+        lambda: world.allgather_coalesced([[torch.ones(2)]] * n, [torch.ones(9)]).wait(),
     ]
     for call_wrongly in wrong:
         try:

@@ -146,6 +146,40 @@ def test_different_operations_are_named(pool: Any) -> None:
     pool.leave([0, 1])
 
 
+PATHS = [
+    pytest.param({}, id="shared-memory"),
+    pytest.param({"FSCCL_CLUSTERS": "1,1"}, id="clusters"),
+    pytest.param({"FSCCL_NATIVE": "fsccl"}, id="native"),
+    pytest.param({"FSCCL_NATIVE": "gloo"}, id="engine"),
+    pytest.param({"FSCCL_NATIVE": "fsccl", "FSCCL_CLUSTERS": "1,1"}, id="engine-of-clusters"),
+]
+
+
+@pytest.mark.parametrize("variables", PATHS)
+@pytest.mark.parametrize(
+    ("kind", "sent", "expected"),
+    [
+        ("all_to_all_single", 200_000, 1),
+        ("all_to_all_single", 8, 0),
+        ("all_to_all_single", 1, 9),
+        ("all_to_all", 200_000, 1),
+        ("scatter", 200_000, 2),
+        ("gather", 200_000, 2),
+        ("gather", 1, 9),
+    ],
+)
+def test_a_part_for_oneself_of_another_size_is_named(
+    pool: Any, variables: dict[str, str], kind: str, sent: int, expected: int
+) -> None:
+    pool.join(2, **variables)
+    for i in range(2):
+        pool[i].ask("unequal_self", kind=kind, sent=sent, expected=expected)
+    for error in survivors_say(pool, [0, 1], SLACK).values():
+        assert re.search(rf"rank 0 .*sends itself {4 * sent} bytes", error), error
+        assert f"expects {4 * expected}" in error
+    pool.leave([0, 1])
+
+
 @pytest.mark.parametrize("clusters", ["4", "2,2"])
 def test_a_monitored_barrier_names_all_who_are_absent(pool: Any, clusters: str) -> None:
     pool.join(4, FSCCL_CLUSTERS=clusters)

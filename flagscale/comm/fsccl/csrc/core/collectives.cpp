@@ -161,6 +161,7 @@ void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, con
 void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d,
                        size_t width) {
   const size_t bytes = total_of(out);
+  expect_place(in, out[static_cast<size_t>(config_.rank)]);
   if (bytes == 0) return;
   collective(card_of(OpCode::kAllGather, bytes), d, [&](const OpCard& card) {
     copy(in, out[static_cast<size_t>(config_.rank)]);

@@ -68,6 +68,7 @@ class Lane {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(config_.members.size()); }
   int member(int lane_rank) const { return config_.members[static_cast<size_t>(lane_rank)]; }
+  const std::string& name_of(int lane_rank) const { return name(member(lane_rank)); }
   size_t capacity() const { return config_.slot_bytes; }
 
   void begin(const OpCard& card, const Deadline& deadline);

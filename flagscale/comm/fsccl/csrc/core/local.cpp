@@ -200,29 +200,36 @@ void Local::all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces
   }
 }
 
-// One step: publishes the sizes this rank sends; reads everyone's.
+// One step: publishes the sizes this rank sends; reads everyone's. The own part is looked at after
+// that: mates get their step, and learn why there is no other.
 size_t Local::agree_on_sizes(const std::vector<Pieces>& send, const std::vector<Pieces>& recv) {
   const auto n = static_cast<size_t>(size());
   std::vector<uint64_t> sizes(n);
   for (size_t p = 0; p < n; ++p) sizes[p] = send[p].bytes();
   size_t longest = *std::max_element(sizes.begin(), sizes.end());
-  if (n == 1) return longest;
-  if (n * sizeof(uint64_t) > lane_.capacity()) fail_usage("too many ranks for one slot");
-  std::memcpy(lane_.fill(), sizes.data(), n * sizeof(uint64_t));
-  lane_.post();
-  for (size_t p = 0; p < n; ++p) {
-    if (static_cast<int>(p) == rank()) continue;
-    std::memcpy(sizes.data(), lane_.await(static_cast<int>(p)), n * sizeof(uint64_t));
+  if (n > 1) {
+    if (n * sizeof(uint64_t) > lane_.capacity()) fail_usage("too many ranks for one slot");
+    std::memcpy(lane_.fill(), sizes.data(), n * sizeof(uint64_t));
+    lane_.post();
+  }
+  expect_sent(rank(), send[static_cast<size_t>(rank())].bytes(), recv);
+  for (size_t d = 1; d < n; ++d) {
+    const int p = (rank() + static_cast<int>(d)) % size();
+    std::memcpy(sizes.data(), lane_.await(p), n * sizeof(uint64_t));
     longest = std::max<size_t>(longest, *std::max_element(sizes.begin(), sizes.end()));
-    const uint64_t theirs = sizes[static_cast<size_t>(rank())];
-    if (theirs != recv[p].bytes()) {
-      throw Error(Fault::kMismatch, lane_.member(static_cast<int>(p)),
-                  "rank " + std::to_string(lane_.member(static_cast<int>(p))) + " sends " +
-                      std::to_string(theirs) + " bytes where this rank expects " +
-                      std::to_string(recv[p].bytes()));
-    }
+    expect_sent(p, sizes[static_cast<size_t>(rank())], recv);
   }
   return longest;
+}
+
+void Local::expect_sent(int from, uint64_t sent, const std::vector<Pieces>& recv) const {
+  const size_t expected = recv[static_cast<size_t>(from)].bytes();
+  if (sent == expected) return;
+  const std::string to = from == rank() ? " itself" : "";
+  const std::string who = from == rank() ? " and" : " where " + lane_.name_of(rank());
+  throw Error(Fault::kMismatch, lane_.member(from),
+              lane_.name_of(from) + " sends" + to + " " + std::to_string(sent) + " bytes" + who +
+                  " expects " + std::to_string(expected));
 }
 
 }  // namespace fsccl

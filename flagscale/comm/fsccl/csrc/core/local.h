@@ -43,10 +43,11 @@ class Local {
   // the size of the longest message of any pair, the same on all ranks.
   void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv, size_t longest);
   // The longest, where ranks know only their own sizes. Throws Error(kMismatch) when what rank j
-  // sends is not what rank i expects.
+  // sends, be it this rank itself, is not what this rank expects of it.
   size_t agree_on_sizes(const std::vector<Pieces>& send, const std::vector<Pieces>& recv);
 
  private:
+  void expect_sent(int from, uint64_t sent, const std::vector<Pieces>& recv) const;
   void two_shot(const void* in, void* out, size_t count, const Reduction& r, int root);
 
   Lane& lane_;

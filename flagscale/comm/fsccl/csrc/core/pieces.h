@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "partition.h"
@@ -83,5 +84,12 @@ class Pieces {
   std::vector<size_t> starts_;
   size_t total_ = 0;
 };
+
+// A rank's part of what all ranks gather, and the place that it has for it.
+inline void expect_place(const Pieces& part, const Pieces& place) {
+  if (part.bytes() == place.bytes()) return;
+  fail_usage("this rank's place has " + std::to_string(place.bytes()) + " bytes for " +
+             std::to_string(part.bytes()));
+}
 
 }  // namespace fsccl

@@ -147,6 +147,7 @@ class Engine {
   void broadcast_from(const at::Tensor& buffer, int root);
   void exchange_pairs(const OpCard& card, const std::vector<Pieces>& send,
                       const std::vector<Pieces>& recv, const Deadline& d);
+  void expect_own(const Pieces& sent, const Pieces& expected) const;
   void exchange_inside(const Tensors& send, const Tensors& recv);
   void exchange_outside(const Tensors& send, const Tensors& recv);
 

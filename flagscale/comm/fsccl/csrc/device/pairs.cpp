@@ -39,12 +39,20 @@ void Engine::exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
                             const std::vector<Pieces>& recv, const Deadline& d) {
   operation(what, d, [&](const OpCard& card) {
     log(card, "native library inside, pipes between clusters");
+    expect_own(send[static_cast<size_t>(rank_)], recv[static_cast<size_t>(rank_)]);
     const Tensors from = memories(send, at::kByte), to = memories(recv, at::kByte);
     tracks_->fork();
     if (bridged()) exchange_outside(from, to);
     exchange_inside(from, to);
     tracks_->join();
   });
+}
+
+void Engine::expect_own(const Pieces& sent, const Pieces& expected) const {
+  if (sent.bytes() == expected.bytes()) return;
+  throw Error(Fault::kMismatch, rank_,
+              group_->name(rank_) + " sends itself " + std::to_string(sent.bytes()) +
+                  " bytes and expects " + std::to_string(expected.bytes()));
 }
 
 void Engine::exchange_inside(const Tensors& send, const Tensors& recv) {
@@ -56,10 +64,6 @@ void Engine::exchange_inside(const Tensors& send, const Tensors& recv) {
     sent.push_back(parts.back().numel());
     received.push_back(recv[static_cast<size_t>(r)].numel());
     total += received.back();
-  }
-  if (sent[mine()] != received[mine()]) {
-    fail_usage("this rank sends itself " + std::to_string(sent[mine()]) + " bytes and expects " +
-               std::to_string(received[mine()]));
   }
   const at::Tensor got = arena_->take(total, at::kByte);
   mates_->all_to_all(at::cat(parts), sent, got, received);
