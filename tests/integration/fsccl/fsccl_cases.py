@@ -96,6 +96,19 @@ def unequal_self(kind: str, sent: int, expected: int) -> None:
     dist.barrier()  # who had nothing to do with it learns of it here
 
 
+def unequal_lists(op: str) -> None:
+    """Ranks disagree on whose part is larger; what they agree on is the sum."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    parts = [torch.ones(3 if p == me else 2) for p in range(n)]
+    if op == "all_gather":
+        dist.all_gather(parts, torch.ones(3))
+    elif op == "reduce_scatter":
+        dist.reduce_scatter(torch.ones(3), parts)
+    else:
+        raise ValueError(op)
+    dist.barrier()
+
+
 def limit_file_size(bytes_: int) -> None:
     """As ``ulimit -f``; -1 lifts the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

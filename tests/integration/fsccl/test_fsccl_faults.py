@@ -180,6 +180,21 @@ def test_a_part_for_oneself_of_another_size_is_named(
     pool.leave([0, 1])
 
 
+@pytest.mark.parametrize(
+    "variables", [*PATHS, pytest.param({**PIPELINE, "FSCCL_ONE_SHOT_BYTES": "0"}, id="pipelined")]
+)
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_lists_of_other_sizes_are_named(pool: Any, op: str, variables: dict[str, str]) -> None:
+    pool.join(2, **variables)
+    for i in range(2):
+        pool[i].ask("unequal_lists", op=op)
+    for error in survivors_say(pool, [0, 1], SLACK).values():
+        assert re.search(
+            rf"{op} #1 .*(sizes of the ranks' parts differ|bytes where this rank expects)", error
+        ), error
+    pool.leave([0, 1])
+
+
 @pytest.mark.parametrize("clusters", ["4", "2,2"])
 def test_a_monitored_barrier_names_all_who_are_absent(pool: Any, clusters: str) -> None:
     pool.join(4, FSCCL_CLUSTERS=clusters)

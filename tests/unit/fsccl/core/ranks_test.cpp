@@ -10,6 +10,7 @@
 
 #include "board.h"
 #include "executor.h"
+#include "misfits.h"
 
 namespace {
 
@@ -240,78 +241,6 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
   }
   if (n > 1) give_up(group);
   group.shutdown();
-}
-
-// Calls that do not fit together, and what every rank is told of them.
-struct Misfit {
-  const char* words;
-  std::function<void(Group&, const Deadline&)> call;
-};
-
-// Rank 0 sends itself other than it expects of itself.
-void unequal_self(Group& group, size_t sent, size_t expected, OpCode op, const Deadline& d) {
-  const auto n = static_cast<size_t>(group.size());
-  const bool odd = group.rank() == 0;
-  std::vector<std::vector<std::byte>> from(n, std::vector<std::byte>(3)), to = from;
-  if (odd) from[0].resize(sent);
-  if (odd) to[0].resize(expected);
-  std::vector<Pieces> send, recv;
-  for (const auto& v : from) send.emplace_back(v.data(), v.size());
-  for (const auto& v : to) recv.emplace_back(v.data(), v.size());
-  if (op == OpCode::kAllToAll) group.all_to_all(send, recv, d);
-  if (op == OpCode::kGather) group.gather(send[0], odd ? recv : std::vector<Pieces>(), 0, d);
-  if (op == OpCode::kScatter) group.scatter(odd ? send : std::vector<Pieces>(), recv[0], 0, d);
-}
-
-std::vector<Misfit> misfits() {
-  std::vector<Misfit> out;
-  for (const OpCode op : {OpCode::kAllToAll, OpCode::kGather, OpCode::kScatter}) {
-    out.push_back({"sends itself 90000 bytes and expects 1", [op](Group& g, const Deadline& d) {
-                     unequal_self(g, 90000, 1, op, d);
-                   }});
-    out.push_back({"sends itself 8 bytes and expects 0", [op](Group& g, const Deadline& d) {
-                     unequal_self(g, 8, 0, op, d);
-                   }});
-    out.push_back({"sends itself 1 bytes and expects 9", [op](Group& g, const Deadline& d) {
-                     unequal_self(g, 1, 9, op, d);
-                   }});
-  }
-  return out;
-}
-
-// Who is done with his call, as nothing of it is amiss for him, learns it by the next.
-void meet_misfit(Group& group, const Misfit& misfit) {
-  const Deadline d = Deadline::after(Deadline::Ms(60000));
-  std::string said = "no error";
-  try {
-    group.barrier(d);
-    misfit.call(group, d);
-    group.barrier(d);
-  } catch (const Error& e) {
-    said = e.what();
-  }
-  if (said.find(misfit.words) == std::string::npos) {
-    std::fprintf(stderr, "rank %d, not '%s': %s\n", group.rank(), misfit.words, said.c_str());
-    std::_Exit(1);
-  }
-}
-
-// Nobody leaves before all have been told.
-void meet_misfits(const Settings& settings, int n) {
-  for (const Misfit& misfit : misfits()) {
-    Board board;
-    std::vector<std::unique_ptr<Group>> groups;
-    std::vector<std::thread> ranks;
-    for (int r = 0; r < n; ++r) {
-      GroupConfig config;
-      config.rank = r;
-      config.size = n;
-      config.settings = settings;
-      groups.push_back(std::make_unique<Group>(std::make_unique<BoardRendezvous>(board), config));
-    }
-    for (auto& g : groups) ranks.emplace_back([&] { meet_misfit(*g, misfit); });
-    for (auto& t : ranks) t.join();
-  }
 }
 
 // A peer of another version, whose identity may look like anything after the first line.

@@ -23,6 +23,12 @@ OpCard card_of(OpCode op, size_t bytes, const Reduction& r, int root = -1) {
   return c;
 }
 
+// Of an operation whose ranks have parts of sizes that all of them know.
+OpCard card_of(OpCard c, const std::vector<Pieces>& parts) {
+  c.layout = layout_of(parts);
+  return c;
+}
+
 // By how much waits between clusters end before their time, so that who is at fault can be found
 // out and told to all.
 Deadline::Ms earlier_by(const Deadline& d) { return std::min(Deadline::Ms(1000), d.limit() / 5); }
@@ -92,7 +98,7 @@ bool Group::pipelined(const OpCard& card) {
 }
 
 Exchange Group::exchange() {
-  return Exchange(*messenger_, *lane_, sequence_, lane_->deadline(),
+  return Exchange(*messenger_, *lane_, lane_->card(), lane_->deadline(),
                   [this] { lane_->throw_if_aborted(); });
 }
 
@@ -143,7 +149,8 @@ void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, con
   check_reduction(r);
   const size_t bytes = total_of(in);
   if (bytes == 0) return;
-  collective(card_of(OpCode::kReduceScatter, bytes, r), d, [&](const OpCard& card) {
+  const OpCard what = card_of(card_of(OpCode::kReduceScatter, bytes, r), in);
+  collective(what, d, [&](const OpCard& card) {
     if (pipelined(card)) {
       Exchange x = exchange();
       return pipeline_->reduce_scatter(x, in, out, r);
@@ -163,7 +170,7 @@ void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const D
   const size_t bytes = total_of(out);
   expect_place(in, out[static_cast<size_t>(config_.rank)]);
   if (bytes == 0) return;
-  collective(card_of(OpCode::kAllGather, bytes), d, [&](const OpCard& card) {
+  collective(card_of(card_of(OpCode::kAllGather, bytes), out), d, [&](const OpCard& card) {
     copy(in, out[static_cast<size_t>(config_.rank)]);
     if (pipelined(card)) {
       Exchange x = exchange();

@@ -131,12 +131,17 @@ void Hierarchy::finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, co
   local_.all_gather(Pieces(to, chunk.size()), bounds(clusters_.mine, whole));
 }
 
+// In reduce_scatter and all_gather ranks bring lists of sizes. Ranks of two clusters compare no
+// cards, only messages: between a cluster's first rank and every rank of another there is always
+// one, if an empty one, so that ranks that disagree notice it.
+
 // The partial sums of what belongs to another cluster, each interval sent to its owners there.
 void Hierarchy::scatter_to(Exchange& x, const std::vector<Pieces>& in, int cluster,
                            const Reduction& r) {
   const Pieces theirs = join(in, cluster);
   const auto owners = places(in, cluster);
-  const size_t width = r.width(), chunks = chunks_in(theirs.bytes(), width);
+  const size_t width = r.width();
+  const size_t chunks = std::max<size_t>(chunks_in(theirs.bytes(), width), 1);
   for (size_t k = 0; k < chunks; ++k) {
     Stage& s = stages_[k % stages_.size()];
     x.wait(&s.sends);
@@ -146,9 +151,12 @@ void Hierarchy::scatter_to(Exchange& x, const std::vector<Pieces>& in, int clust
                           Pieces(s.partial.data(), mine.size()), r.first_stage());
     for (size_t j = 0; j < owners.size(); ++j) {
       const Interval both = overlap(mine, owners[j]);
-      if (both.empty()) continue;
-      x.send(rank_of(cluster, j), Pieces(s.partial.data() + (both.lo - mine.lo), both.size()),
-             &s.sends);
+      if (!both.empty()) {
+        x.send(rank_of(cluster, j), Pieces(s.partial.data() + (both.lo - mine.lo), both.size()),
+               &s.sends);
+      } else if (k == 0 && clusters_.index == 0) {
+        x.send(rank_of(cluster, j), Pieces(), &s.sends);
+      }
     }
   }
   for (Stage& s : stages_) x.wait(&s.sends);
@@ -160,18 +168,22 @@ void Hierarchy::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const
   const auto own_places = places(in, clusters_.mine);
   const Interval wanted = own_places[static_cast<size_t>(clusters_.index)];
   const size_t cluster_bytes = own_places.back().hi;
+  const size_t chunks = std::max<size_t>(chunks_in(cluster_bytes, width), 1);
   // One partial sum a cluster, in the order of clusters; the own one comes last in time.
   scratch_.resize(std::max(scratch_.size(), count * n));
   Batch receives;
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine) continue;
     std::byte* to = scratch_.data() + static_cast<size_t>(c) * n;
-    for (size_t k = 0; k < chunks_in(cluster_bytes, width); ++k) {
+    for (size_t k = 0; k < chunks; ++k) {
       const Interval chunk = chunk_at(k, cluster_bytes, width);
       for (size_t j = 0; j < size_of(c); ++j) {
         const Interval both = overlap(wanted, owned(c, j, chunk));
-        if (both.empty()) continue;
-        x.recv(rank_of(c, j), Pieces(to + (both.lo - wanted.lo), both.size()), &receives);
+        if (!both.empty()) {
+          x.recv(rank_of(c, j), Pieces(to + (both.lo - wanted.lo), both.size()), &receives);
+        } else if (k == 0 && j == 0) {
+          x.recv(rank_of(c, j), Pieces(), &receives);
+        }
       }
     }
   }
@@ -196,12 +208,13 @@ void Hierarchy::all_gather(Exchange& x, const std::vector<Pieces>& buffer) {
     const Pieces theirs = join(buffer, c);
     const auto owners = places(buffer, c);
     auto& by_chunk = receives[static_cast<size_t>(c)];
-    by_chunk.resize(chunks_in(theirs.bytes(), 1));
+    by_chunk.resize(std::max<size_t>(chunks_in(theirs.bytes(), 1), 1));
     for (size_t k = 0; k < by_chunk.size(); ++k) {
       const Interval mine = own(chunk_at(k, theirs.bytes(), 1));
+      const bool always = k == 0 && clusters_.index == 0;
       for (size_t i = 0; i < owners.size(); ++i) {
         const Interval both = overlap(mine, owners[i]);
-        if (!both.empty()) x.recv(rank_of(c, i), theirs.slice(both), &by_chunk[k]);
+        if (always || !both.empty()) x.recv(rank_of(c, i), theirs.slice(both), &by_chunk[k]);
       }
     }
   }
@@ -211,11 +224,12 @@ void Hierarchy::all_gather(Exchange& x, const std::vector<Pieces>& buffer) {
   Batch sends;
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine) continue;
-    for (size_t k = 0; k < chunks_in(own_buffer.bytes(), 1); ++k) {
+    for (size_t k = 0; k < std::max<size_t>(chunks_in(own_buffer.bytes(), 1), 1); ++k) {
       const Interval chunk = chunk_at(k, own_buffer.bytes(), 1);
       for (size_t j = 0; j < size_of(c); ++j) {
         const Interval both = overlap(part, owned(c, j, chunk));
-        if (!both.empty()) x.send(rank_of(c, j), own_buffer.slice(both), &sends);
+        const bool always = k == 0 && j == 0;
+        if (always || !both.empty()) x.send(rank_of(c, j), own_buffer.slice(both), &sends);
       }
     }
   }

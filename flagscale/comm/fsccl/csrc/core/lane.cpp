@@ -45,6 +45,24 @@ std::string OpCard::text() const {
   return out;
 }
 
+uint32_t OpCard::digest() const {
+  uint64_t h = static_cast<uint64_t>(op) << 16 | static_cast<uint64_t>(dtype) << 8 |
+               static_cast<uint64_t>(red) | static_cast<uint64_t>(root) << 32;
+  for (const uint64_t more : {bytes, layout}) {
+    h = (h ^ more) * 0x9E3779B97F4A7C15u;
+    h ^= h >> 32;
+  }
+  return static_cast<uint32_t>(h);
+}
+
+std::string unlike(const std::string& them, const OpCard& theirs, const std::string& me,
+                   const OpCard& mine) {
+  OpCard alike = theirs;
+  alike.layout = mine.layout;
+  return them + " called " + theirs.text() + " while " + me + " called " + mine.text() +
+         (alike == mine ? ": the sizes of the ranks' parts differ" : "");
+}
+
 size_t Lane::head_bytes(int ranks) {
   static_assert(sizeof(Header) <= kHeaderBytes, "the header has its room");
   return Segment::whole_pages(kHeaderBytes + static_cast<size_t>(ranks) * sizeof(Line));
@@ -131,8 +149,7 @@ const std::byte* Lane::await(int peer) {
   std::memcpy(&theirs, at, sizeof theirs);
   if (!(theirs == card_)) {
     throw Error(Fault::kMismatch, member(peer),
-                name(member(peer)) + " called " + theirs.text() + " while " + name(member(rank_)) +
-                    " called " + card_.text());
+                unlike(name_of(peer), theirs, name_of(rank_), card_));
   }
   return at + kCardBytes;
 }

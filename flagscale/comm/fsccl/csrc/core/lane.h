@@ -40,12 +40,19 @@ struct OpCard {
   int32_t root = -1;   // group rank
   uint64_t bytes = 0;  // 0 where ranks may differ (all_to_all)
   uint64_t sequence = 0;
+  uint64_t layout = 0;  // of lists: layout_of() the ranks' parts
   bool operator==(const OpCard& o) const {
     return op == o.op && dtype == o.dtype && red == o.red && root == o.root && bytes == o.bytes &&
-           sequence == o.sequence;
+           sequence == o.sequence && layout == o.layout;
   }
   std::string text() const;
+  // For where a card does not fit. The sequence is not in it.
+  uint32_t digest() const;
 };
+
+// What is said when a rank's card is not this rank's.
+std::string unlike(const std::string& them, const OpCard& theirs, const std::string& me,
+                   const OpCard& mine);
 
 struct LaneConfig {
   std::vector<int> members;        // group rank of every lane rank
@@ -72,6 +79,7 @@ class Lane {
   size_t capacity() const { return config_.slot_bytes; }
 
   void begin(const OpCard& card, const Deadline& deadline);
+  const OpCard& card() const { return card_; }
   const Deadline& deadline() const { return deadline_; }
   std::byte* fill();
   void post();

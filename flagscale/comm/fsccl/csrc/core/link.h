@@ -45,7 +45,7 @@ struct Frame {
   uint32_t magic = kMagic;
   FrameKind kind = FrameKind::kHello;
   uint32_t flags = 0;
-  uint32_t reserved = 0;
+  uint32_t digest = 0;  // of what the message is part of: both sides must be in the same
   uint64_t tag = 0;
   uint64_t message = 0;  // numbers a sender's messages to one receiver
   uint64_t bytes = 0;    // of the body that follows
@@ -61,6 +61,7 @@ struct Request {
   Word state{kPending};
   std::atomic<int> peer{-1};  // of a receive from anyone: who it was, once done
   uint64_t tag = 0;
+  uint32_t digest = 0;
   Pieces memory;
   std::unique_ptr<Error> error;
   std::function<void(Request&)> on_settled;

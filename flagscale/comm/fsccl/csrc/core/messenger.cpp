@@ -5,7 +5,7 @@
 
 namespace fsccl {
 
-RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory) {
+RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory, uint32_t digest) {
   auto request = std::make_shared<Request>();
   request->peer = to;
   request->tag = tag;
@@ -24,6 +24,7 @@ RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory) {
   const bool asks = bytes > kEagerBytes && (tag & kCollectiveTag) == 0;
   Frame f;
   f.tag = tag;
+  f.digest = digest;
   f.message = p.next_message++;
   f.total = bytes;
   if (asks || (bytes > kStripeBytes && p.out.size() > 1)) {
@@ -75,10 +76,11 @@ void Messenger::send_stripes(Peer& to, uint64_t message, const RequestPtr& reque
   }
 }
 
-RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory) {
+RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, uint32_t digest) {
   auto request = std::make_shared<Request>();
   request->peer = from;
   request->tag = tag;
+  request->digest = digest;
   request->memory = std::move(memory);
   std::lock_guard<std::mutex> hold(mutex_);
   const int first = from == kAnySource ? 0 : from;
@@ -130,12 +132,16 @@ RequestPtr Messenger::take_posted(int from, uint64_t tag) {
 void Messenger::match(Incoming& m, RequestPtr request) {
   m.request = std::move(request);
   const size_t expected = m.request->memory.bytes();
+  const int who = m.request->peer;
   if (expected != m.total) {
-    const int who = m.request->peer;
     m.bad =
         std::make_unique<Error>(Fault::kMismatch, who,
                                 name(who) + " sent " + std::to_string(m.total) +
                                     " bytes where this rank expects " + std::to_string(expected));
+  } else if (m.digest != m.request->digest) {
+    m.bad = std::make_unique<Error>(
+        Fault::kMismatch, who,
+        name(who) + " called another operation, or the sizes of the ranks' parts differ");
   }
   if (!m.asks) return;
   Frame clear;
@@ -160,6 +166,7 @@ void Messenger::on_announced(Link& link, const Frame& frame, Pieces* into) {
   m.message = frame.message;
   m.tag = frame.tag;
   m.total = frame.total;
+  m.digest = frame.digest;
   m.asks = (frame.flags & kAsks) != 0;
   m.link = &link;
   if (RequestPtr request = take_posted(link.peer(), frame.tag)) {

@@ -45,9 +45,10 @@ class Messenger : private LinkOwner {
   Messenger(MessengerConfig config, std::vector<Fd> listeners);
   ~Messenger() override;
 
-  // The memory must stay valid until the request has finished.
-  RequestPtr send(int peer, uint64_t tag, Pieces memory);
-  RequestPtr recv(int peer, uint64_t tag, Pieces memory);
+  // The memory must stay valid until the request has finished. A message whose digest is not the
+  // receiver's fails it.
+  RequestPtr send(int peer, uint64_t tag, Pieces memory, uint32_t digest = 0);
+  RequestPtr recv(int peer, uint64_t tag, Pieces memory, uint32_t digest = 0);
   // Throws the request's error; kTimeout names the peer. `watch` is called ten times a second.
   void wait(const RequestPtr& request, const Deadline& deadline,
             const std::function<void()>& watch);
@@ -74,12 +75,13 @@ class Messenger : private LinkOwner {
   struct Incoming {
     uint64_t message, tag, total;
     uint64_t received = 0;
+    uint32_t digest = 0;
     bool asks = false;
     Link* link = nullptr;  // where it was announced
     RequestPtr request;    // null until a receive matches
     std::vector<std::byte> kept;
     bool keeps = false;          // the body goes to `kept`
-    std::unique_ptr<Error> bad;  // sizes differ: swallow the body, then fail
+    std::unique_ptr<Error> bad;  // not what is expected: swallow the body, then fail
   };
   struct Posted {
     uint64_t order;

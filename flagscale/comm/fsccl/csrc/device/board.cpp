@@ -92,8 +92,8 @@ void Board::begin(const OpCard& card) {
     if (theirs.sequence.load(std::memory_order_seq_cst) != card.sequence) continue;
     if (other == card) continue;
     throw Error(Fault::kMismatch, members_[p],
-                names_[static_cast<size_t>(members_[p])] + " called " + other.text() + " while " +
-                    names_[static_cast<size_t>(rank_)] + " called " + card.text());
+                unlike(names_[static_cast<size_t>(members_[p])], other,
+                       names_[static_cast<size_t>(rank_)], card));
   }
 }
 

@@ -168,7 +168,8 @@ void Engine::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, co
   check_reduction(r);
   const size_t bytes = sum_of(in), width = r.width();
   if (bytes == 0) return;
-  operation(dense_card(OpCode::kReduceScatter, bytes, &r, -1), d, [&](const OpCard& card) {
+  const OpCard what = dense_card(OpCode::kReduceScatter, bytes, &r, -1, layout_of(in));
+  operation(what, d, [&](const OpCard& card) {
     const auto type = scalar_type(r.dtype);
     const Tensors parts = memories(in, type);
     const at::Tensor result = memories({out}, type)[0];

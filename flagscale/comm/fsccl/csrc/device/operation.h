@@ -73,11 +73,13 @@ inline at::Tensor fit(Arena& arena, at::Tensor& memory, size_t n, at::ScalarType
 }
 
 // What ranks that know all sizes compare.
-inline OpCard dense_card(OpCode op, size_t bytes, const Reduction* r, int root) {
+inline OpCard dense_card(OpCode op, size_t bytes, const Reduction* r, int root,
+                         uint64_t layout = 0) {
   OpCard c;
   c.op = op;
   c.bytes = bytes;
   c.root = root;
+  c.layout = layout;
   if (r != nullptr) {
     c.dtype = r->dtype;
     c.red = r->op;

@@ -8,7 +8,8 @@ void Engine::all_gather(const Pieces& in, const std::vector<Pieces>& out, const 
   const size_t bytes = sum_of(out), longest = longest_part(out);
   expect_place(in, out[static_cast<size_t>(rank_)]);
   if (bytes == 0) return;
-  operation(dense_card(OpCode::kAllGather, bytes, nullptr, -1), d, [&](const OpCard& card) {
+  const OpCard what = dense_card(OpCode::kAllGather, bytes, nullptr, -1, layout_of(out));
+  operation(what, d, [&](const OpCard& card) {
     const at::Tensor own = memories({in}, at::kByte)[0];
     const Tensors results = memories(out, at::kByte);
     if (tiny(longest)) {
