@@ -8,6 +8,7 @@ import gc
 import os
 import resource
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,15 @@ def messages(count: int) -> None:
     dist.send(torch.full((count,), float(me)), right)
     w.wait()
     assert (strided == left).all()
+    polled = torch.zeros(2 * count)[::2]
+    w = dist.irecv(polled, left)
+    dist.send(torch.full((count,), me + 0.25), right)
+    while not w.is_completed():
+        time.sleep(0.001)
+    assert (polled == left + 0.25).all()
+    polled.fill_(-1.0)
+    w.wait()  # which copies nothing again
+    assert (polled == -1).all()
     future = dist.irecv(into, left).get_future()
     dist.send(torch.full((count,), me + 0.5), right)
     assert (future.wait()[0] == left + 0.5).all()

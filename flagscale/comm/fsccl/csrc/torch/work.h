@@ -86,7 +86,12 @@ class MessageWork : public c10d::Work {
         tensor_(tensor) {}
   ~MessageWork() override { settle(false); }
 
-  bool isCompleted() override { return request_->finished(); }
+  // Who has seen it complete may read the tensor, without a wait().
+  bool isCompleted() override {
+    if (!request_->finished()) return false;
+    settle(true);
+    return true;
+  }
   bool isSuccess() const override { return request_->finished() && !request_->error; }
   std::exception_ptr exception() const override {
     return request_->finished() && request_->error ? torch_error(*request_->error) : nullptr;
