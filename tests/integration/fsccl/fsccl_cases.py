@@ -161,6 +161,35 @@ def two_groups_crossed() -> None:
     assert all(b[0] == dist.get_world_size() for b in buffers)
 
 
+KEPT: list[dist.Work] = []
+
+
+def impatient(seconds: float) -> str:
+    """Waits for an operation that others have yet to call, and keeps it."""
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    assert work is not None
+    KEPT.append(work)
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def patient() -> float:
+    """Waits for what is kept, or calls it; the group is as good as before."""
+    if KEPT:
+        work = KEPT.pop()
+        assert work.wait(datetime.timedelta(seconds=60))
+        found: float = work.result()[0][0].item()
+    else:
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        found = x[0].item()
+    dist.barrier()
+    return found
+
+
 def messages(count: int) -> None:
     """Point-to-point: both directions at once, tags out of order, from anyone, batched."""
     n, me = dist.get_world_size(), dist.get_rank()

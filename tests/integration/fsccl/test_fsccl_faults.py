@@ -209,6 +209,19 @@ def test_a_monitored_barrier_names_all_who_are_absent(pool: Any, clusters: str) 
     pool.leave(range(4))
 
 
+@pytest.mark.parametrize("clusters", ["3", "2,1"])
+@pytest.mark.parametrize("met", [True, False], ids=["met", "meeting"])
+def test_a_wait_with_a_limit_says_what_it_was_for(pool: Any, clusters: str, met: bool) -> None:
+    pool.join(3, FSCCL_CLUSTERS=clusters)
+    if met:
+        pool.call(range(3), "call", op="barrier")
+    for said in pool.call([0, 1], "impatient", seconds=0.5):
+        words = rf"DistBackendError: fsccl: all_reduce #{1 + met}: not done within the 0.5 s"
+        assert re.search(words, said), said
+    assert pool.call(range(3), "patient") == [3, 3, 3]
+    pool.leave(range(3))
+
+
 def test_an_error_stays(pool: Any) -> None:
     pool.join(2, timeout=1)
     pool[0].ask("call", op="barrier")

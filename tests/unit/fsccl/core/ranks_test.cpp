@@ -243,6 +243,37 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
   group.shutdown();
 }
 
+// All wait for the last rank and say so, before it has joined and after.
+void name_the_late(const Settings& settings, int n) {
+  Board board;
+  std::vector<std::unique_ptr<Group>> groups;
+  std::vector<std::thread> ranks;
+  const auto join = [&] {
+    GroupConfig config;
+    config.rank = static_cast<int>(groups.size());
+    config.size = n;
+    config.settings = settings;
+    groups.push_back(std::make_unique<Group>(std::make_unique<BoardRendezvous>(board), config));
+  };
+  const auto call = [](Group& group) { group.barrier(Deadline::after(Deadline::Ms(60000))); };
+  const auto until_all_say = [&](const std::string& words) {
+    for (int r = 0; r + 1 < n; ++r) {
+      const auto said = [&] {
+        return groups[static_cast<size_t>(r)]->awaited_name(Deadline::after(Deadline::Ms(50)));
+      };
+      while (said().find(words) == std::string::npos) std::this_thread::yield();
+    }
+  };
+  while (static_cast<int>(groups.size()) + 1 < n) join();
+  for (const auto& g : groups) ranks.emplace_back([&call, &group = *g] { call(group); });
+  const std::string last = "rank " + std::to_string(n - 1);
+  until_all_say(last);
+  join();
+  until_all_say(last + " [");
+  call(*groups.back());
+  for (auto& t : ranks) t.join();
+}
+
 // A peer of another version, whose identity may look like anything after the first line.
 void stranger(const Settings& settings) {
   Board board;
@@ -301,6 +332,7 @@ int main(int argc, char** argv) {
   }
   for (auto& t : ranks) t.join();
   meet_misfits(settings, n);
+  name_the_late(settings, n);
   stranger(settings);
   std::puts("ok");
   return 0;

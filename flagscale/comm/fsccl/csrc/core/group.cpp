@@ -12,6 +12,16 @@ namespace {
 
 constexpr const char* kFailedKey = "failed";
 
+// Forgets a note where the waiting ends.
+class Noted {
+ public:
+  explicit Noted(std::atomic<int>& note) : note_(note) {}
+  ~Noted() { note_ = -1; }
+
+ private:
+  std::atomic<int>& note_;
+};
+
 std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
 
 }  // namespace
@@ -56,8 +66,14 @@ void Group::publish() {
 std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
                                         const std::vector<int>& from, const Deadline& d) {
   auto nap = std::chrono::microseconds(200);
+  size_t come = 0;  // all before are there
+  const Noted noted(absent_);
   while (!rendezvous_->has(keys)) {
     if (failed_) throw Error(*verdict_);
+    if (nap.count() > 4000) {
+      while (come < keys.size() && rendezvous_->has({keys[come]})) ++come;
+      absent_ = come < keys.size() ? from[come] : -1;
+    }
     if (nap.count() > 4000 && rendezvous_->has({kFailedKey})) {
       throw Error(Fault::kAborted, -1, rendezvous_->get({kFailedKey})[0]);
     }
@@ -122,6 +138,16 @@ int Group::awaited() const {
   return by_pipeline >= 0 ? by_pipeline : lane_->awaited();
 }
 
+std::string Group::awaited_name(const Deadline& d) const {
+  const int absent = absent_;
+  int at = absent >= 0 ? absent : awaited();
+  if (at < 0) return "";
+  // The names of a group that is still meeting are about to become longer.
+  if (!met_) return "rank " + std::to_string(config_.global_ranks[static_cast<size_t>(at)]);
+  if (absent < 0 && hierarchical()) at = messenger_->trace(at, d, [] {});
+  return names_[static_cast<size_t>(at)];
+}
+
 // The cluster's first rank makes the segment; a failure there is told to the others as it is.
 Segment Group::shared_segment(const std::string& what, size_t bytes, size_t first,
                               const Deadline& d) {
@@ -146,6 +172,7 @@ Segment Group::shared_segment(const std::string& what, size_t bytes, size_t firs
 void Group::open_lane(const Deadline& d) {
   if (open_.load(std::memory_order_acquire)) return;
   meet(d);
+  if (hierarchical()) messenger_->listen();  // others may ask while this rank waits for its mates
   const int ranks = static_cast<int>(clusters_.own().size());
   LaneConfig config;
   config.members = clusters_.own();

@@ -98,6 +98,9 @@ class Group {
   // For an engine beside the core's own, which moves the memory of devices (csrc/device).
   const GroupConfig& config() const { return config_; }
   const std::vector<Identity>& everyone(const Deadline& d);  // waits until all are known
+  // Whom the collective under way waits for, by name; empty when nobody is known. Any thread may
+  // call; other clusters' ranks are asked, until the deadline.
+  std::string awaited_name(const Deadline& d) const;
   const std::string& name(int rank) const { return names_[static_cast<size_t>(rank)]; }
   void tell(const std::string& key, const std::string& value) { rendezvous_->set(key, value); }
   std::string learn(const std::string& key, int from, const Deadline& d);  // what `from` tells
@@ -153,6 +156,7 @@ class Group {
   Deadline patience_ = Deadline::after(Deadline::Ms(0));
   std::mutex meeting_;
   std::atomic<bool> met_{false}, open_{false};
+  std::atomic<int> absent_{-1};  // who is awaited at the rendezvous
   mutable std::mutex verdict_mutex_;
   std::unique_ptr<Error> verdict_;
   std::atomic<bool> failed_{false}, left_{false};

@@ -53,6 +53,8 @@ class Messenger : private LinkOwner {
   void wait(const RequestPtr& request, const Deadline& deadline,
             const std::function<void()>& watch);
 
+  // Answers from now on, also before this rank sends or receives anything.
+  void listen();
   // Asks a rank whom it waits for, and that one, and so on: the first of them that waits for nobody
   // or does not answer before the deadline. Throws what `watch` throws.
   int trace(int rank, const Deadline& deadline, const std::function<void()>& watch);

@@ -43,6 +43,11 @@ void Messenger::ensure_started() {
   if (!thread_.joinable() && !closed_) thread_ = std::thread([this] { run(); });
 }
 
+void Messenger::listen() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  ensure_started();
+}
+
 bool Messenger::connect(int rank) {
   Peer& p = peer(rank);
   if (!p.out.empty()) return true;

@@ -31,9 +31,22 @@ inline std::exception_ptr torch_error(const std::exception& e) {
 // A collective. It is completed by the thread that ran it.
 class CollectiveWork : public c10d::Work {
  public:
+  // `group`: who can say whom the operation waits for.
   CollectiveWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
-                 std::vector<at::Tensor> outputs)
-      : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence) {}
+                 std::vector<at::Tensor> outputs, std::weak_ptr<Group> group = {})
+      : Work(rank, type, title, outputs),
+        title_(title),
+        outputs_(std::move(outputs)),
+        sequence_(sequence),
+        group_(std::move(group)) {}
+
+  // A limit ends the wait and not the operation, which may be waited for again: as with gloo.
+  bool wait(std::chrono::milliseconds limit) override {
+    if (limit != kNoTimeout && !done_within(limit)) {
+      std::rethrow_exception(torch_error(Error(Fault::kTimeout, -1, late(limit))));
+    }
+    return Work::wait(kNoTimeout);
+  }
 
   void complete(std::exception_ptr error) {
     finish(error);
@@ -66,8 +79,25 @@ class CollectiveWork : public c10d::Work {
     }
   }
 
+  bool done_within(std::chrono::milliseconds limit) {
+    std::unique_lock<std::mutex> hold(mutex_);
+    return cv_.wait_for(hold, limit, [this] { return completed_; });
+  }
+
+  std::string late(std::chrono::milliseconds limit) const {
+    const Deadline d = Deadline::after(limit);
+    std::string out = title_.substr(title_.find(':') + 1) + " #" + std::to_string(sequence_) +
+                      ": not done within the " + d.text() + " of this wait";
+    const auto group = group_.lock();
+    const auto asking = std::min(Deadline::Ms(1000), limit / 5);
+    const std::string whom = group ? group->awaited_name(Deadline::after(asking)) : "";
+    return whom.empty() ? out : out + ": " + whom + " has not come";
+  }
+
+  std::string title_;  // "fsccl:all_reduce"
   std::vector<at::Tensor> outputs_;
   uint64_t sequence_;
+  std::weak_ptr<Group> group_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool over_ = false;
