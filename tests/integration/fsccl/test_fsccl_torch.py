@@ -69,7 +69,7 @@ def test_wrong_calls_say_what_is_wrong(four: Any) -> None:
         band, sparse, odd, sizes, types, place = said
         assert "ValueError: fsccl: reduction band is not defined for float32" in band
         assert "needs dense tensors" in sparse
-        assert "the first dimension, 5, does not divide by the 4 ranks" in odd
+        assert "5 elements for 5 are not equal parts of 4 ranks" in odd
         assert "4 elements of Float are not 4 times 2 of Float" in sizes
         assert "8 elements of Double are not 4 times 2 of Float" in types
         assert "this rank's place has 8 bytes for 36" in place

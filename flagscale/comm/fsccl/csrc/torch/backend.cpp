@@ -152,7 +152,7 @@ TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors output
                                                 std::function<void(Group&, const Deadline&)> body) {
   check_kernels(call.title);
   auto work = c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, ++sequence_,
-                                                  std::move(outputs));
+                                                  std::move(outputs), group_);
   const auto deadline_in = limit(call.timeout);
   auto job = [work, group = group_, deadline_in, body = std::move(body)] {
     std::exception_ptr error;
