@@ -90,13 +90,15 @@ def experiment_entries() -> tuple[Entry, ...]:
             "experiment.envs.device_type_specific",
             "a section of variables for each device type",
             "",
-            "Wins over `envs` on hosts whose hostfile line has that `type=`.",
+            "Wins over `envs` on hosts whose hostfile line has that `type=`. A type that no line of "
+            "the hostfile has is refused.",
         ),
         Entry(
             "experiment.envs.node_specific",
             "a section of variables for each host",
             "",
-            "Wins over `envs` and `device_type_specific` on the host of that name.",
+            "Wins over `envs` and `device_type_specific` on the host of that name. A name that the "
+            "hostfile does not have is refused.",
         ),
     ]
     found += [
@@ -106,13 +108,15 @@ def experiment_entries() -> tuple[Entry, ...]:
             "",
             "What is different on hosts whose hostfile line has that `type=`: arguments of the "
             "training program (null takes one away), `build_dir`, `python`, `conda` and `cmds`. "
-            "Wins over `train`, `experiment.runner` and `experiment.cmds`.",
+            "Wins over `train`, `experiment.runner` and `experiment.cmds`. A type that no line of "
+            "the hostfile has is refused.",
         ),
         Entry(
             "node_specific",
             "a section for each host",
             "",
-            "The same for the host of that name; wins over `device_type_specific`.",
+            "The same for the host of that name; wins over `device_type_specific`. A name that the "
+            "hostfile does not have is refused; without a hostfile the only name is `localhost`.",
         ),
     ]
     return (*found, *_schema_entries(schema.Options, ""))

@@ -12,8 +12,9 @@ from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.launch.planning import ports
 from flagscale.launch.planning.backends import backend_problems
-from flagscale.launch.planning.hosts import Host, choose_hosts, is_local_only
+from flagscale.launch.planning.hosts import Host, choose_hosts, is_local_only, read_hostfile
 from flagscale.launch.planning.machines import remote_machines, this_machine, with_settings
+from flagscale.launch.planning.naming import idle_names, unknown_names
 from flagscale.launch.planning.per_host import settings
 from flagscale.launch.planning.plan import LaunchPlan, plan, wanted_port
 from flagscale.launch.state import new_run_id
@@ -38,7 +39,13 @@ class Prepared:
 
 
 def hosts_of(experiment: Experiment) -> tuple[Host, ...]:
+    """The hosts that take part. Raises :class:`ConfigError` where there are none to take part, and
+    for what is given for a host or a type that the hostfile does not have."""
     runner = experiment.runner
+    if runner.hostfile is not None:
+        problems = unknown_names(experiment, read_hostfile(runner.hostfile))
+        if problems:
+            raise ConfigError(problems)
     return choose_hosts(runner.hostfile, runner.nnodes, runner.type)
 
 
@@ -128,4 +135,12 @@ def _checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan
     problems = [*backend_problems(experiment), *check_world(experiment, made.world_size)]
     if problems:
         raise ConfigError(problems)
-    return replace(made, notes=(*notes(experiment, made.world_size), *more))
+    told = (*notes(experiment, made.world_size), *_notes_on_hosts(experiment, made), *more)
+    return replace(made, notes=told)
+
+
+def _notes_on_hosts(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
+    if experiment.runner.hostfile is None:
+        idle = idle_names(experiment, [host.name for host in made.hosts])
+        if idle:
+            yield idle

@@ -172,9 +172,10 @@ def test_a_hostfile_that_cannot_be_used(lab: Lab, line: str, message: str) -> No
 
 
 def test_a_hostfile_with_this_machine_and_its_type(lab: Lab) -> None:
-    (lab.root / "hosts").write_text("127.0.0.1 slots=1 type=CPU\n", encoding="utf-8")
+    text = "127.0.0.1 slots=1 type=CPU\nfar slots=8 type=GPU\n"
+    (lab.root / "hosts").write_text(text, encoding="utf-8")
     envs = {"device_type_specific": {"CPU": {"KIND": "slow"}, "GPU": {"KIND": "fast"}}}
-    lab.configure(PROGRAM, runner={"hostfile": "hosts"}, envs=envs)
+    lab.configure(PROGRAM, runner={"hostfile": "hosts", "nnodes": 1}, envs=envs)
     plan = json.loads(lab.do("dryrun", "json=true").stdout)
     host = plan["hosts"][0]
     assert (host["name"], host["nproc"], host["device_type"]) == ("127.0.0.1", 1, "CPU")
