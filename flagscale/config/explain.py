@@ -90,8 +90,8 @@ def experiment_entries() -> tuple[Entry, ...]:
             "experiment.envs.device_type_specific",
             "a section of variables for each device type",
             "",
-            "Wins over `envs` on hosts whose hostfile line has that `type=`. A type that no line of "
-            "the hostfile has is refused.",
+            "Wins over `envs` on hosts whose hostfile line has that `type=`. A type that no line "
+            "of the hostfile has is refused.",
         ),
         Entry(
             "experiment.envs.node_specific",

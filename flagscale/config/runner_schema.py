@@ -62,7 +62,9 @@ class Runner:
     nnodes: int | None = field(
         default=None,
         metadata=doc(
-            "Number of hosts: the smaller of this and the hostfile's. `a:b` means `a`.", minimum=1
+            "Number of hosts: the smaller of this and the hostfile's, with a note where the "
+            "hostfile has fewer. `a:b` means `a`.",
+            minimum=1,
         ),
     )
     nproc_per_node: int | Literal["auto"] | None = field(
@@ -84,7 +86,10 @@ class Runner:
     )
     master_addr: str | None = field(
         default=None,
-        metadata=doc("Address at which ranks meet. Without it: the first host's `addr` or name."),
+        metadata=doc(
+            "Address at which ranks meet. Without it: the first host's `addr` or name. A loopback "
+            "address is refused where another machine takes part."
+        ),
     )
     master_port: int | None = field(
         default=None,

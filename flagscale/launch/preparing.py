@@ -12,7 +12,13 @@ from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.launch.planning import ports
 from flagscale.launch.planning.backends import backend_problems
-from flagscale.launch.planning.hosts import Host, choose_hosts, is_local_only, read_hostfile
+from flagscale.launch.planning.hosts import (
+    Host,
+    choose_hosts,
+    is_local_only,
+    is_loopback,
+    read_hostfile,
+)
 from flagscale.launch.planning.machines import remote_machines, this_machine, with_settings
 from flagscale.launch.planning.naming import idle_names, unknown_names
 from flagscale.launch.planning.per_host import settings
@@ -67,7 +73,7 @@ def unasked_plan(experiment: Experiment) -> LaunchPlan:
         notes.append(f"a run picks a port that is free on {hosts[0].name}, in place of {_DRY_PORT}")
     if experiment.runner.preflight:
         notes.append("a run asks every host for its cores, GPUs and interface; no host was asked")
-    return _checked(experiment, made, *notes)
+    return _checked(experiment, made, *notes, *_loopback_notes(made))
 
 
 @contextmanager
@@ -94,7 +100,9 @@ def prepared(
 
     with connect(experiment, hosts) as connections:
         found = survey(experiment, hosts, connections, thorough=checking, fresh=fresh)
-        made = _checked(experiment, plan_of(experiment, found, new_run_id()))
+        made = plan_of(experiment, found, new_run_id())
+        # A preflight knows whether the hosts are one machine.
+        made = _checked(experiment, made, *(() if checking else _loopback_notes(made)))
         runner = SshRunner(*texts, connections)
         ready = Prepared(made, runner, copy_code=lambda: sync(experiment, found, connections))
         from flagscale.launch.preflight.hosts import check_hosts, require_reachable
@@ -139,7 +147,19 @@ def _checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan
     return replace(made, notes=told)
 
 
+def _loopback_notes(made: LaunchPlan) -> Iterator[str]:
+    if len(made.hosts) > 1 and is_loopback(made.master_addr):
+        yield (
+            f"{made.master_addr} is a loopback address, which leads every machine to itself: give "
+            "the hostfile's addr=, or experiment.runner.master_addr"
+        )
+
+
 def _notes_on_hosts(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
+    wanted, there = experiment.runner.nnodes, len(made.hosts)
+    if wanted is not None and wanted > there:
+        asked = f"experiment.runner.nnodes is {wanted}"
+        yield f"{there} host(s) take part: {asked}, the hostfile has {there}"
     if experiment.runner.hostfile is None:
         idle = idle_names(experiment, [host.name for host in made.hosts])
         if idle:

@@ -239,7 +239,12 @@ def choose_hosts(
 
 
 def _sounds_local(name: str) -> bool:
-    return name in ("localhost", "::1", socket.gethostname()) or name.startswith("127.")
+    return name == socket.gethostname() or is_loopback(name)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or address means each machine itself, whichever it is said to."""
+    return name in ("localhost", "::1") or name.startswith("127.")
 
 
 def is_local_only(hosts: tuple[Host, ...]) -> bool:

@@ -46,7 +46,7 @@ def check_hosts(experiment: Experiment, plan: LaunchPlan, found: Survey) -> list
             facts.python.backend if facts.python else None,
             facts.gpus or 0,
         ),
-        lambda host, facts: _interface(plan, host, facts),
+        lambda host, facts: _interface(plan, host, facts, found.facts.get(0)),
         lambda host, facts: _disk(plan, facts),
         lambda host, facts: _clock(facts),
         lambda host, facts: _earlier_run(facts),
@@ -159,9 +159,14 @@ def _paths(facts: Facts) -> Check:
     return Check("files", True, "the program and its data are there")
 
 
-def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts) -> Check:
+def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts, master: Facts | None) -> Check:
     if len(plan.hosts) == 1:
         return Check("interface", True, "not needed by one host")
+    hint = "give the hostfile's addr=, or experiment.runner.master_addr"
+    # Names of one machine, which has one boot, may well meet at its loopback address.
+    if facts.loopback and master is not None and facts.boot_id != master.boot_id:
+        text = f"{plan.master_addr} is a loopback address there, not that of {plan.hosts[0].name}"
+        return Check("interface", False, text, hint)
     given = next((v for v in host.environment if v.name.endswith("_SOCKET_IFNAME")), None)
     if given is not None and given.origin != "detected":
         return Check("interface", True, f"{given.value}, as {given.origin} says")
@@ -170,7 +175,6 @@ def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts) -> Check:
     text = f"no interface reaches {plan.master_addr}"
     if not facts.address:
         text = f"{plan.master_addr} means nothing there"
-    hint = "give the hostfile's addr=, or experiment.runner.master_addr"
     return Check("interface", False, text, hint)
 
 

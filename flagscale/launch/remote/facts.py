@@ -61,6 +61,7 @@ elif [[ -n $master ]]; then
 fi
 # A host often resolves its own name to a loopback address.
 if [[ $address == 127.* || $address == ::1 ]]; then
+    say loopback yes
     read -r _ _ address _ <<<"${SSH_CONNECTION:-}"
 fi
 interface=
@@ -224,6 +225,8 @@ class Facts:
     python: World | None = None
     python_error: str = ""
     address: str = ""
+    loopback: bool = False
+    """Whether the master's address means this very host there."""
     project: bool = False
     """Whether this project is where it should be."""
     missing: tuple[str, ...] = ()
@@ -292,6 +295,7 @@ def read(answer: Answer, question: Question, before: float, after: float) -> Fac
         python=world.read(answer.get("python")),
         python_error=answer.get("python_error"),
         address=answer.get("address"),
+        loopback=answer.get("loopback") == "yes",
         project=answer.get("project") == "yes",
         missing=tuple(paths[int(number)] for number in answer.get("absent").split()),
         place=_place(answer),

@@ -125,6 +125,15 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("master", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("192.0.2.1", False), ("", False)],
+)
+def test_a_master_at_a_loopback_address(master: str, expected: bool, tmp_path: Path) -> None:
+    question = Question(master, str(tmp_path), "python")
+    assert facts.read(ask(question, tmp_path), question, 0, 0).loopback is expected
+
+
+@pytest.mark.parametrize(
     ("clock", "expected"),
     [("105.0", 0.0), ("99.0", -1.0), ("112.5", 2.5), ("112,5", 2.5), ("", 0.0)],
 )

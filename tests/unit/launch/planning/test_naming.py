@@ -1,4 +1,4 @@
-"""What is given by name for hosts and device types that are not there."""
+"""What an experiment says of hosts that the hostfile does not have, or not so."""
 
 from __future__ import annotations
 
@@ -93,6 +93,42 @@ def test_hosts_that_take_no_part_may_be_named(on_hosts: Callable[..., Experiment
         TYPED, nnodes=1, by_type={"B800": Specific()}, by_host={"node2": Specific()}
     )
     assert [host.name for host in unasked_plan(experiment).hosts] == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "note"),
+    [
+        pytest.param(None, "", id="not-said"),
+        pytest.param(1, "", id="fewer"),
+        pytest.param(2, "", id="all"),
+        pytest.param(
+            5,
+            "2 host(s) take part: experiment.runner.nnodes is 5, the hostfile has 2",
+            id="more",
+        ),
+    ],
+)
+def test_more_hosts_than_there_are(
+    on_hosts: Callable[..., Experiment], nnodes: int | None, note: str
+) -> None:
+    notes = unasked_plan(on_hosts(UNTYPED, nnodes)).notes
+    assert [text for text in notes if "take part" in text] == ([note] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "told"),
+    [
+        pytest.param("localhost slots=1\nb slots=1\n", True, id="name"),
+        pytest.param("localhost slots=1 addr=10.0.0.1\nb slots=1\n", False, id="addr"),
+        pytest.param("b slots=1\nlocalhost slots=1\n", False, id="second"),
+        pytest.param("localhost slots=1\n", False, id="alone"),
+    ],
+)
+def test_a_loopback_address_for_several_hosts_is_noted(
+    on_hosts: Callable[..., Experiment], hostfile: str, told: bool
+) -> None:
+    notes = unasked_plan(on_hosts(hostfile)).notes
+    assert any("localhost is a loopback address" in text for text in notes) is told
 
 
 def test_without_a_hostfile_it_is_a_note(make_experiment: MakeExperiment) -> None:

@@ -86,6 +86,12 @@ def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
         pytest.param(replace(FACTS, project=False), "code", "no flagscale", id="no-code"),
         pytest.param(replace(FACTS, missing=("/d/x.bin",)), "files", "/d/x.bin", id="no-data"),
         pytest.param(replace(FACTS, interface=None), "interface", "means nothing", id="interface"),
+        pytest.param(
+            replace(FACTS, loopback=True, boot_id="another"),
+            "interface",
+            "n01 is a loopback address there",
+            id="loopback",
+        ),
         pytest.param(place(free=1000), "exp_dir", "0 MiB free", id="disk"),
         pytest.param(
             place(unfit=NOT_WRITABLE),
@@ -110,6 +116,13 @@ def test_the_odd_one_out_is_named(
     assert exit_code(found) == 2
     with pytest.raises(ConfigError, match="n08"):
         require(found)
+
+
+def test_names_of_one_machine_may_meet_at_its_loopback_address(
+    checks: Callable[..., list[Check]],
+) -> None:
+    found = checks({rank: replace(FACTS, loopback=True) for rank in range(len(HOSTS))})
+    assert exit_code(found) == 0
 
 
 def test_code_is_compared_where_hosts_have_their_own(checks: Callable[..., list[Check]]) -> None:
