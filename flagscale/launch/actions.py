@@ -232,9 +232,23 @@ def stop(experiment: Experiment, _options: Options) -> int:
             seconds = time.monotonic() - began
             print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s")
             return 0
-    phase = f" ({runner.query(state).phase.value})" if not state.over_ssh else ""
-    print(f"run {state.run_id} of {state.name} has ended already{phase}; nothing to stop")
+    print(f"run {state.run_id} of {state.name} has ended already{_end(runner, state)}")
     return 0
+
+
+def _end(runner: Runner, state: RunState) -> str:
+    """How a run that nothing was found of has ended, where this machine can tell. Raises
+    :class:`RunStateError` where it has not."""
+    if state.over_ssh:
+        return "; nothing to stop"
+    phase = runner.query(state).phase
+    if not phase.ended:
+        raise RunStateError(
+            f"run {state.run_id} of {state.name} is {phase.value}, but none of its processes was "
+            "found to end",
+            hint="stop it again, as the user who started it",
+        )
+    return f" ({phase.value}); nothing to stop"
 
 
 def _require_state(experiment: Experiment) -> RunState:

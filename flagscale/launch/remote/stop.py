@@ -100,11 +100,23 @@ tree() { # $1: pid, $2: of its parent
     { read -r children </proc/$1/task/$1/children; } 2>/dev/null
     for pid in $children; do tree "$pid" "$1"; done
 }
+owner=
+closed() { # $1: pid; whether it is not this user's to look into or to end; sets `owner`
+    { : <"/proc/$1/environ" && kill -0 "$1"; } 2>/dev/null && return 1
+    local name uid
+    while read -r name uid _; do
+        [[ $name == Uid: ]] && owner=$(id -nu "$uid" 2>/dev/null || echo "user $uid")
+    done <"/proc/$1/status"
+    lives "$1"
+} 2>/dev/null
 look_at "$script_pid"
 [[ $ticks == "$start_ticks" ]] && tree "$script_pid" "$parent"
 ((${#found[@]})) || members
 said=${#found[@]}
-if ((said)); then
+if ((said)) && [[ ${found[0]} == "$script_pid" ]] && closed "$script_pid"; then
+    found=("$script_pid")
+    say owner "$owner"
+elif ((said)); then
     agent='' record=''
     if { read -rd '' record <"$run_dir/$agent_file"; } 2>/dev/null || [[ -n $record ]]; then
         [[ $record == *"$boot"* && $record =~ \"pid\":\ ([0-9]+) ]] && agent=${BASH_REMATCH[1]}
@@ -133,7 +145,7 @@ def stop(connection: Connection, state: RunState, host: HostState) -> Swept | No
         tuple(sorted(int(pid) for pid in answer.get(name).split()))
         for name in ("terminated", "killed", "left")
     )
-    return Swept(terminated, killed, left)
+    return Swept(terminated, killed, left, answer.get("owner"))
 
 
 def text(state: RunState, host: HostState) -> str:

@@ -68,7 +68,7 @@ class Runner(Protocol):
 
 def require_stopped(state: RunState, stopped: Stopped) -> None:
     """Raise where a run may still live: :class:`UnreachableError` naming the hosts that could not
-    be asked, :class:`RunStateError` the processes that survive a KILL."""
+    be asked, :class:`RunStateError` the processes that are another user's or survive a KILL."""
     if stopped.unreachable:
         asked = len(state.hosts) - len(stopped.unreachable)
         lines = "\n".join(str(error) for error in stopped.unreachable)
@@ -76,6 +76,15 @@ def require_stopped(state: RunState, stopped: Stopped) -> None:
             f"run {state.run_id} may still live on {len(stopped.unreachable)} host(s) that cannot "
             f"be reached; it was stopped on {asked} other(s)\n{lines}",
             hint="stop it again once they answer",
+        )
+    owners = {host: swept for host, swept in stopped.swept.items() if swept.owner}
+    if owners:
+        whose = sorted({swept.owner for swept in owners.values()})
+        left = [f"{host}: {', '.join(map(str, swept.left))}" for host, swept in owners.items()]
+        raise RunStateError(
+            f"run {state.run_id} of {state.name} lives and is {' and '.join(whose)}'s, whose "
+            f"processes this user may not end: {'; '.join(left)}",
+            hint=f"stop it as {whose[0]}",
         )
     if stopped.left:
         left = [f"{host}: {', '.join(map(str, pids))}" for host, pids in stopped.left.items()]

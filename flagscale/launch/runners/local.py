@@ -14,6 +14,7 @@ from flagscale.launch.files import make_private_directory, read_json, write_atom
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan
 from flagscale.launch.planning.script import render
+from flagscale.launch.processes import Swept
 from flagscale.launch.runners.base import Stopped, keep_plan
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import (
@@ -123,8 +124,11 @@ class LocalRunner:
     def stop(self, state: RunState) -> Stopped:
         """TERM to the agent, which ends the job in order; then, or where there is no agent, every
         process of the run: TERM, the grace period, KILL."""
-        if state.boot_id != processes.boot_id() or not state.alive():
+        if state.boot_id != processes.boot_id():
             return Stopped()
+        closed = {host.name: swept for host in state.hosts if (swept := _closed(host)) is not None}
+        if closed or not state.alive():
+            return Stopped(closed)
         path = Layout(state.exp_dir).state
         if read_json(path) is not None:
             replace(state, stop_requested=round(time.time(), 3)).save(path)
@@ -146,6 +150,11 @@ class LocalRunner:
             return not state.is_alive()
 
         processes.wait_until(over, state.stop_grace + _AGENT_SECONDS)
+
+
+def _closed(host: HostState) -> Swept | None:
+    """What lives of a run on a host and is not this user's to end."""
+    return processes.closed(look() for look in (host.process, host.agent))
 
 
 def _keep_output(previous: RunState | None) -> None:
