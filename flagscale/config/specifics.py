@@ -12,7 +12,7 @@ from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
 from flagscale.config.arguments.parser import fold
 from flagscale.config.reader import Reader
-from flagscale.config.secrets import is_secret_name
+from flagscale.config.secrets import is_secret
 from flagscale.errors import Problem
 
 _OWN = ("build_dir", "python", "conda", "cmds")
@@ -95,7 +95,7 @@ def specific_problems(experiment: schema.Experiment) -> list[Problem]:
 
 
 def _complaint(name: str, value: Any, foreign: bool) -> str | None:
-    if isinstance(value, str) and value and is_secret_name(name):
+    if is_secret(name, value):
         return "looks like a secret, which a script and the process list would show"
     if foreign:
         return None

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from flagscale.config.schema import Experiment, Options
-from flagscale.config.secrets import HIDDEN, is_secret_name, redact
+from flagscale.config.secrets import HIDDEN, is_secret_name, redact, without_passwords
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.launch import logs
 from flagscale.launch.layout import Layout
@@ -268,14 +268,14 @@ def _config_text(experiment: Experiment) -> str:
 
 
 def _overrides_text(experiment: Experiment) -> str:
-    """The overrides as a YAML list, the values of secret names hidden."""
+    """The overrides as a YAML list without their secrets."""
     import yaml
 
     shown = []
     for override in experiment.overrides:
         key, equals, value = override.partition("=")
         secret = bool(value) and is_secret_name(key.rpartition(".")[2])
-        shown.append(f"{key}{equals}{HIDDEN if secret else value}")
+        shown.append(f"{key}{equals}{HIDDEN if secret else without_passwords(value)}")
     return yaml.safe_dump(shown, allow_unicode=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flagscale.config.schema import Experiment
-from flagscale.config.secrets import is_secret_name
+from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.hosts import Host
@@ -93,7 +93,7 @@ def _given(experiment: Experiment, host: Host) -> dict[str, EnvValue]:
             complaint = _complaint(name, value)
             if complaint:
                 problems.append(Problem(f"experiment.{origin}.{name}", complaint))
-            given[name] = EnvValue(name, value, origin, bool(value) and is_secret_name(name))
+            given[name] = EnvValue(name, value, origin, is_secret(name, value))
     if problems:
         raise ConfigError(problems)
     return given

@@ -14,7 +14,7 @@ from typing import Any
 
 from flagscale.config.arguments.flatten import flatten, leaves
 from flagscale.config.schema import Experiment, Runner
-from flagscale.config.secrets import is_secret_name
+from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
 from flagscale.launch.files import plain
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
@@ -216,7 +216,7 @@ def program_arguments(
     problems = [
         Problem(key, "looks like a secret, which a script and the process list would show")
         for key, name, value in leaves(sections, "train.")
-        if isinstance(value, str) and value and is_secret_name(name)
+        if is_secret(name, value)
     ]
     if problems:
         raise ConfigError(problems, hint="give it as an environment variable: experiment.envs")

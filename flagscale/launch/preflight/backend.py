@@ -11,7 +11,7 @@ from typing import Any
 
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import PROJECT, Experiment
-from flagscale.config.secrets import is_secret_name
+from flagscale.config.secrets import is_secret
 from flagscale.launch.planning.backends import chooses_here
 from flagscale.launch.planning.devices import hidden
 from flagscale.launch.planning.hosts import Host
@@ -33,7 +33,7 @@ def question(experiment: Experiment, host: Host, own: Settings) -> dict[str, Any
     return {
         "words": [name, device],
         "project": str(own.build_dir or PROJECT),
-        "environment": {k: v for k, v in variables.items() if not is_secret_name(k)},
+        "environment": {k: v for k, v in variables.items() if not is_secret(k, v)},
     }
 
 

@@ -24,12 +24,14 @@ def tree(directory: Path) -> set[str]:
 
 
 def test_dryrun_prints_what_run_would_start_and_writes_nothing(lab: Lab) -> None:
-    lab.configure(PROGRAM, envs={"HF_TOKEN": "s3cr3t", "NCCL_DEBUG": "WARN"})
+    secrets = {"HF_TOKEN": "s3cr3t", "GIT_PAT": "s3cr3t", "HTTPS_PROXY": "http://u:s3cr3t@h:1"}
+    lab.configure(PROGRAM, envs={**secrets, "NCCL_DEBUG": "WARN"})
     before = tree(lab.root)
     done = lab.do("dryrun")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^# +envs +NCCL_DEBUG=WARN$", done.stdout, re.MULTILINE)
-    assert "HF_TOKEN=<secret, not written>" in done.stdout
+    for name in secrets:
+        assert f"{name}=<secret, not written>" in done.stdout
     assert "#!/usr/bin/env bash" in done.stdout
     assert "s3cr3t" not in done.stdout
     assert tree(lab.root) == before
