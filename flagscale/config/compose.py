@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _APPENDED = re.compile(r"Could not append to config\. An item is already at '([^']*)'")
+_NAMED = re.compile(r"'(?P<key>[^'=]*)[^']*'")
 
 
 def config_file(config_path: Path, config_name: str) -> Path:
@@ -50,12 +51,26 @@ def compose(config_path: Path, config_name: str, overrides: Sequence[str]) -> Di
     """The composed configuration, interpolations unresolved, without the ``hydra`` section.
 
     Overrides of keys that the schema knows need no ``+``. Raises ConfigError for a file that
-    cannot be read (every mistake of every file at once), an unknown config group or key, and an
-    override that cannot be understood.
+    cannot be read (every mistake of every file at once), an unknown config group, and every
+    override of an unknown key or that cannot be understood.
     """
     file = config_file(config_path, config_name)
     trace(file, overrides)
-    return _compose(file, normalize(overrides))
+    words = normalize(overrides)
+    problems: list[Problem] = []
+    while True:
+        try:
+            config = _compose(file, words)
+        except ConfigError as error:
+            problems += error.problems
+            wrong = _culprits(error.__cause__, words)
+            # Hydra tells of one at a time: without it, the next one shows.
+            words = [word for word in words if word not in wrong]
+            if wrong:
+                continue
+        if problems:
+            raise ConfigError(problems)
+        return config
 
 
 def _compose(file: Path, overrides: list[str]) -> DictConfig:
@@ -103,6 +118,20 @@ def _translate(error: Exception, file: Path) -> NoReturn:
     raise ConfigError(Problem("", message, short(file))) from error
 
 
+def _culprits(error: BaseException | None, words: Sequence[str]) -> list[str]:
+    """The overrides that an error of Hydra is about. None where others may follow from it: what is
+    in a config group that is not there, nobody knows."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    if isinstance(error, OverrideParseException):
+        return [word for word in words if word == error.override]
+    named = _NAMED.search(str(error))
+    if isinstance(error, MissingConfigException) or named is None:
+        return []
+    key = named["key"].lstrip("+~")
+    return [word for word in words if (found := parse(word)) is not None and found.key == key]
+
+
 def _missing_group(missing: str | None, options: Iterable[str] | None, file: Path) -> Problem:
     group, _, option = str(missing).rpartition("/")
     known = sorted(options or ())
@@ -124,4 +153,6 @@ def _unreadable(override: str, message: str) -> Problem:
 
 
 def _not_there(key: str) -> str:
-    return f"no such key{did_you_mean_key(key)} (`+{key}=...` adds a new one)"
+    # Another's program may know arguments that we do not; there is nothing to add elsewhere.
+    more = f" (`+{key}=...` adds a new one)" if key.startswith("train.") else ""
+    return f"no such key{did_you_mean_key(key)}{more}"

@@ -52,7 +52,7 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
         if option in SET_BY_LAUNCHER:
             reader.problem(f"{prefix}{name}", f"cannot be given: {SET_BY_LAUNCHER[option]}")
         elif option not in PASSED_ON:
-            reader.unknown(f"{prefix}{name}", option, [*known, *PASSED_ON])
+            reader.unknown(f"{prefix}{name}", option, [*known, "notify", *PASSED_ON])
         elif isinstance(value, (Mapping, list)):
             reader.problem(f"{prefix}{name}", f"expected one value, found {shown(value)}")
         else:

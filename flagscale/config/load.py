@@ -24,7 +24,7 @@ from flagscale.config.experiment_reader import (
     read_runner,
     read_task,
 )
-from flagscale.config.overrides import SUBSECTIONS, TOP_LEVEL
+from flagscale.config.overrides import SUBSECTIONS, TOP_LEVEL, sections_of
 from flagscale.config.reader import Reader
 from flagscale.config.sources import trace
 from flagscale.config.specifics import read_specifics, specific_problems, with_absolute_paths
@@ -147,7 +147,7 @@ def _read_experiment(
     given = reader.mapping(data, "experiment")
     prefix = "experiment."
     own = {key: value for key, value in given.items() if key not in (*SUBSECTIONS, "envs")}
-    found = reader.fields(schema.Experiment, own, prefix)
+    found = reader.fields(schema.Experiment, own, prefix, beside=sections_of(""))
     task = read_task(reader, reader.mapping(given, "task", prefix))
     runner = read_runner(reader, reader.mapping(given, "runner", prefix))
     envs = read_environments(reader, reader.mapping(given, "envs", prefix))

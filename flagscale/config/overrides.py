@@ -114,13 +114,21 @@ def did_you_mean_key(key: str) -> str:
 def _names_beside(path: list[str]) -> Iterable[str]:
     """What could stand in the place of a dotted key's last part."""
     if len(path) == 1:
-        return [*TOP_LEVEL, *schema.documented(schema.Options)]
+        return [*TOP_LEVEL, *schema.SPECIFIC_SECTIONS, *schema.documented(schema.Options)]
     if path[0] == "train":
         return schema.SECTIONS
     if len(path) == 2:
-        return [*schema.documented(schema.Experiment), *SUBSECTIONS, "envs"]
-    found = SUBSECTIONS.get(".".join(path[1:-1]))
-    return [*schema.documented(found), *PASSED_ON] if found else []
+        return [*schema.documented(schema.Experiment), *sections_of("")]
+    section = ".".join(path[1:-1])
+    found = SUBSECTIONS.get(section)
+    passed_on = PASSED_ON if section == "runner" else ()
+    return [*schema.documented(found), *sections_of(section), *passed_on] if found else []
+
+
+def sections_of(section: str) -> list[str]:
+    """The names of the sections in a section of ``experiment``, or in itself."""
+    above = (known.rpartition(".") for known in (*SUBSECTIONS, "envs"))
+    return [name for parent, _, name in above if parent == section]
 
 
 def _takes_text(key: str) -> bool:

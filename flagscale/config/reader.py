@@ -51,12 +51,18 @@ class Reader:
         self.problem(path, f"unknown key{did_you_mean(str(name), known)}")
 
     def fields(
-        self, kind: type, data: Mapping[Any, Any], prefix: str, *, others: bool = False
+        self,
+        kind: type,
+        data: Mapping[Any, Any],
+        prefix: str,
+        *,
+        others: bool = False,
+        beside: Iterable[str] = (),
     ) -> dict[str, Any]:
         """Constructor arguments of the schema class ``kind`` from ``data``.
 
         A field whose value is wrong is noted and left out. Unless ``others`` is set, keys that
-        the schema does not have are noted too.
+        the schema does not have are noted too; ``beside`` are sections that may be meant by them.
         """
         known = schema.documented(kind)
         found: dict[str, Any] = {}
@@ -68,7 +74,7 @@ class Reader:
                 self.problem(f"{prefix}{key}", "is required")
         for name in data:
             if name not in known and not others:
-                self.unknown(f"{prefix}{name}", name, known)
+                self.unknown(f"{prefix}{name}", name, [*known, *beside])
         return found
 
     def _read(self, key: str, item: Field[Any], value: Any, found: dict[str, Any]) -> None:

@@ -21,6 +21,12 @@ OVERRIDE = "override"
 _GROUP = re.compile(r"(?:(?:optional|override)\s+)*(?P<group>[^@\s]+)(?:@(?P<package>\S+))?")
 
 
+def place_of(places: Mapping[str, str], key: str) -> str | None:
+    """Where a key stands, or else what is in it: an override names no section."""
+    within = (place for known, place in places.items() if known.startswith(f"{key}."))
+    return places.get(key) or next(within, None)
+
+
 @dataclass
 class Sources:
     """Places and texts by dotted key of the composed configuration."""
@@ -32,11 +38,13 @@ class Sources:
     """A scalar as it is written, quotes apart."""
 
     def place(self, key: str) -> str | None:
-        """Where a key stands, or else the nearest section above it."""
-        while key:
-            if key in self.places:
-                return self.places[key]
+        """Where a key stands, or what is in it, or else the nearest section above it."""
+        place = place_of(self.places, key) if key else None
+        while place is None and key:
             key = key.rpartition(".")[0]
+            place = self.places.get(key)
+        if place is not None:
+            return place
         return short(self.files[0]) if self.files else None
 
 

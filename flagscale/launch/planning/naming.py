@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
+from flagscale.config.sources import place_of
 from flagscale.config.yaml_file import short
 from flagscale.errors import Problem
 from flagscale.launch.planning.folding import fold
@@ -25,7 +26,7 @@ def unknown_names(experiment: Experiment, listed: Sequence[Host]) -> list[Proble
         there = f"it has {fold(known)}" if known else "its lines have no type="
         near = did_you_mean(name, known) or f"; {there}"
         message = f"no host in {where} has this {what}{near}"
-        problems.append(Problem(key, message, _place(experiment.sources, key)))
+        problems.append(Problem(key, message, place_of(experiment.sources, key)))
     return problems
 
 
@@ -56,9 +57,3 @@ def _unmatched(
             for name in given:
                 if name not in (types if by_type else names):
                     yield f"{prefix}{section}.{name}", name, by_type
-
-
-def _place(sources: Mapping[str, str], key: str) -> str | None:
-    """Where a section stands, or else what is in it: an override has no line for the section."""
-    within = (place for known, place in sources.items() if known.startswith(f"{key}."))
-    return sources.get(key) or next(within, None)

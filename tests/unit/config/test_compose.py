@@ -72,6 +72,13 @@ def test_hydra_section_is_used_and_dropped(workspace: Workspace) -> None:
         (["experiment.exp_nmae=x"], "did you mean 'exp_name'"),
         (["experiment.runner.nnode=2"], "did you mean 'nnodes'"),
         (["actoin=run"], "did you mean 'action'"),
+        (
+            ["experiment.runer.x=1"],
+            "override: experiment.runer: no such key; did you mean 'runner'",
+        ),
+        (["experiment.runner.notfy.command=x"], "did you mean 'notify'"),
+        (["experiment.env.X=1"], "did you mean 'envs'"),
+        (["node_specifc.a.x=1"], "did you mean 'node_specific'"),
         (["train.modle.num_layers=2"], None),
         (["nonsense"], "nonsense: expected key=value"),
         (["+x=1,2"], "a comma for a sweep"),
@@ -88,6 +95,30 @@ def test_bad_override(workspace: Workspace, overrides: list[str], message: str |
         compose(workspace.conf, "train", overrides)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        pytest.param(
+            ["train.model.num_layer=3", "experiment.runer.x=1", "action=run", "foo=2"],
+            ["train.model.num_layer", "experiment.runer", "foo"],
+            id="unknown",
+        ),
+        pytest.param(["foo=1", "foo=2", "bar.foo=1"], ["foo", "bar"], id="twice"),
+        pytest.param(
+            ["action=[1", "+x=1,2", "+train.model.num_layers=1"],
+            ["action", "x", "train.model.num_layers"],
+            id="unreadable",
+        ),
+        pytest.param(["~foo", "~bar"], ["", ""], id="nothing-to-delete"),
+        pytest.param(["train=huge", "foo=1"], ["train"], id="what-is-in-a-missing-group"),
+    ],
+)
+def test_bad_overrides_at_once(workspace: Workspace, overrides: list[str], keys: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(workspace.conf, "train", overrides)
+    assert [problem.key for problem in error.value.problems] == keys
 
 
 def test_problems_of_all_files_at_once(workspace: Workspace) -> None:

@@ -133,6 +133,13 @@ EXPERIMENT_PROBLEMS = {
         "  exp_name: x\n  exp_dri: y\n",
         "did you mean 'exp_dir'",
     ),
+    "unknown-section": (
+        "  runner:\n",
+        "  runnner: {}\n  runner:\n",
+        "experiment.runnner: unknown key; did you mean 'runner'",
+    ),
+    "unknown-envs": ("  envs:\n", "  env: {}\n  envs:\n", "did you mean 'envs'"),
+    "unknown-notify": ("nnodes: 1", "notfy: {command: c}", "did you mean 'notify'"),
     "unknown-top": ("action: run", "action: run\nexperimnt: 1", "did you mean 'experiment'"),
     "bad-action": ("action: run", "action: rnu", "expected one of run, dryrun"),
     "no-entrypoint": ("type: train", "entrypoint: no/such.py", "no file no/such.py"),
@@ -361,3 +368,10 @@ def test_a_path_with_a_space_is_one_path(workspace: Workspace) -> None:
 def test_the_own_program_from_any_directory(workspace: Workspace, tmp_path: Path) -> None:
     workspace.replace("conf/train.yaml", "type: train", "entrypoint: flagscale/train/train_gpt.py")
     assert workspace.load().task.entrypoint == OWN_PROGRAM
+
+
+def test_a_section_that_an_override_has_made_is_placed(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError) as error:
+        workspace.load("+experiment.runer.x=1", "+foo=2")
+    places = {problem.key: problem.where for problem in error.value.problems}
+    assert places == {"experiment.runer": "override", "foo": "override"}
