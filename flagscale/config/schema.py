@@ -161,7 +161,11 @@ class Experiment:
     )
     exp_dir: Path = field(
         metadata=doc(
-            "Directory of everything that the experiment writes: scripts, logs, checkpoints."
+            "Directory of everything that the experiment writes: scripts, logs, checkpoints. It "
+            "and its `logs` are made for your eyes alone (mode 0700), whatever your umask; one "
+            "that is there already keeps its mode. To share checkpoints, save them elsewhere "
+            "(`save` and `load` under `train.system.checkpoint`), or `chmod` this directory, "
+            "which leaves `logs` private."
         )
     )
     task: Task
