@@ -107,7 +107,12 @@ def _add_action(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--rank", type=int, help="only this rank's lines")
         parser.add_argument("--lines", "-n", type=int, help="only the last so many lines")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides, as Hydra knows them"
+        "overrides",
+        nargs="*",
+        # Without a default argparse would call them required.
+        default=[],
+        metavar="key=value",
+        help="overrides, as Hydra knows them",
     )
 
 

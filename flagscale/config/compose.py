@@ -27,24 +27,30 @@ _NAMED = re.compile(r"'(?P<key>[^'=]*)[^']*'")
 
 
 def config_file(config_path: Path, config_name: str) -> Path:
-    """The YAML that ``--config-path`` and ``--config-name`` mean, absolute.
+    """The YAML of this name in this directory, absolute.
 
-    Raises ConfigError when there is none, listing what the directory holds.
+    Raises ConfigError when there is none, listing what the directory holds; how either was given
+    is not known here, so the message speaks of no option.
     """
     directory = config_path.absolute()
     if not directory.is_dir():
-        raise ConfigError(f"--config-path: no directory {short(directory)}")
+        raise ConfigError(f"no directory {short(directory)}")
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     file = directory / f"{name}.yaml"
     if file.is_file():
         return file
-    there = sorted(p.stem for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
+    there = _yaml_files(file.parent)
     holds = f"it has {', '.join(there)}" if there else "it has no YAML at all"
     if file.with_suffix(".yml").is_file():
         holds = f"{name}.yml must be called {name}.yaml"
-    raise ConfigError(
-        f"--config-name: no {name}.yaml in {short(directory)}; {holds}{did_you_mean(name, there)}"
-    )
+    where = "the current directory" if directory == Path.cwd() else short(directory)
+    raise ConfigError(f"no {name}.yaml in {where}; {holds}{did_you_mean(name, there)}")
+
+
+def _yaml_files(directory: Path) -> list[str]:
+    """The names of the YAML files in a directory, but for those that are hidden."""
+    found = directory.glob("*.yaml") if directory.is_dir() else ()
+    return sorted(path.stem for path in found if not path.name.startswith("."))
 
 
 def compose(config_path: Path, config_name: str, overrides: Sequence[str]) -> DictConfig:

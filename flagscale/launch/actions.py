@@ -134,6 +134,7 @@ def _await_start(ready: Prepared, state: RunState, wait_for: str) -> int:
 def _stay(runner: Runner, state: RunState) -> int:
     """Show the output until the job ends; Ctrl-C ends the job."""
     from flagscale.launch.show import ticker
+    from flagscale.launch.snapshot import Phase
 
     output = logs.RunOutput(state)
 
@@ -153,9 +154,13 @@ def _stay(runner: Runner, state: RunState) -> int:
             print(line, flush=True)
         raise
     code = runner.wait(state)
-    failure = runner.query(load_state(Layout(state.exp_dir).state) or state).failure
-    if failure is not None:
-        print(f"first failure: {failure.describe()}", file=sys.stderr)
+    end = runner.query(load_state(Layout(state.exp_dir).state) or state)
+    if end.failure is not None:
+        print(f"first failure: {end.failure.describe()}", file=sys.stderr)
+    if end.phase is Phase.STOPPED:
+        print(f"flagscale: run {state.run_id} was stopped", file=sys.stderr)
+        # Ranks that have saved what they had end with 0, but the job is not done.
+        return code or 128 + signal.SIGTERM
     return code
 
 

@@ -100,7 +100,8 @@ def _host_report(host: HostState, events: Mapping[int, Sequence[Event]]) -> Repo
     if ended.code == 0 or (ended.signal is not None and not failed):
         return None
     if ended.phase == "before_start":
-        reason = f"before_start failed with exit code {ended.code}; the job was not started"
+        how = ended.how or f"failed with exit code {ended.code}"
+        reason = f"before_start {how}; the job was not started"
         shown = last_lines(host.output)
         failure = Failure(host.name, None, ended.code, reason, shown, host.output)
         return Report(failure, ended.ended, Weight.KILLED)

@@ -59,6 +59,7 @@ class HostState:
             ended=float(record["ended"]),
             out_of_memory_kills=record.get("out_of_memory_kills"),
             failed=record.get("failure") is not None,
+            how=str(record.get("how", "")),
         )
 
     def agent(self) -> Process | None:
@@ -82,6 +83,8 @@ class Exit:
     out_of_memory_kills: int | None = None
     failed: bool = False
     """Whether the agents named a first failure, so that a stop that came later found it so."""
+    how: str = ""
+    """What ``before_start`` did instead of coming to its end, in words."""
 
 
 @dataclass(frozen=True)

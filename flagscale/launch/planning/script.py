@@ -61,10 +61,11 @@ finish() {
     trap - EXIT
     trap : TERM INT HUP
     if [[ $phase == before_start ]]; then
-        ((code)) || code=1
-        echo "flagscale: before_start failed with exit code $code; the job was not started" >&2
-        printf '{"code": %d, "phase": "before_start", "ended": %(%s)T}\\n' \\
-            "$code" -1 >"$run_dir/.exit" && mv -- "$run_dir/.exit" "$exit_file"
+        local how="failed with exit code $code"
+        ((code)) || how="left the script with exit code 0" code=1
+        echo "flagscale: before_start $how; the job was not started" >&2
+        printf '{"code": %d, "phase": "before_start", "how": "%s", "ended": %(%s)T}\\n' \\
+            "$code" "$how" -1 >"$run_dir/.exit" && mv -- "$run_dir/.exit" "$exit_file"
     fi
     if [[ -n $after_stop ]]; then
         (set +u -e && eval "$after_stop") ||

@@ -232,7 +232,13 @@ def test_a_reader_that_leaves_early(lab: Lab) -> None:
             id="override",
         ),
         pytest.param(["stop", "conf/lab.yaml"], 0, "nothing to stop", id="stop"),
-        pytest.param(["query", "conf/none.yaml"], 2, "none.yaml", id="no-file"),
+        pytest.param(["run"], 2, "required: CONFIG\n", id="no-words"),
+        pytest.param(
+            ["query", "none.yaml"],
+            2,
+            "error: no none.yaml in the current directory; it has no YAML",
+            id="no-file",
+        ),
         pytest.param(["run", "conf/lab.yaml", "--wrong"], 2, "unknown option --wrong", id="option"),
     ],
 )

@@ -207,6 +207,17 @@ def test_the_foreground_is_interrupted(lab: Lab, number: signal.Signals, code: i
     assert query(lab)["state"] == "stopped"
 
 
+def test_the_foreground_tells_a_stop_from_a_good_end(lab: Lab) -> None:
+    """Ranks that save and end with 0 when they are stopped elsewhere have not done their job."""
+    lab.configure(SAVING, runner={"stop_grace": 20})
+    launcher = lab.start("test")
+    until(lambda: lab.layout.state.exists() and lab.output().count("ready") == 2)
+    assert lab.do("stop").returncode == 0
+    said, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert f"run {lab.state().run_id} was stopped" in said
+
+
 @pytest.mark.parametrize("victim", ["worker", "torchrun", "agent"])
 def test_a_process_of_the_run_is_killed(lab: Lab, victim: str) -> None:
     """Nothing is left, without and after a stop; a killed rank is named as the first failure."""

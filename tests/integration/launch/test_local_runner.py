@@ -89,6 +89,7 @@ def test_hostile_values_arrive_as_they_are(bench: Bench) -> None:
         pytest.param("false\ntrue", 1, id="first-of-two"),
         pytest.param("(exit 7)", 7, id="own-code"),
         pytest.param("exit 5", 5, id="exit"),
+        pytest.param("exit 0", 1, id="exit-well"),
         pytest.param("no-such-command-here", 127, id="unknown-command"),
         pytest.param("if then", None, id="no-bash"),
     ],
@@ -101,7 +102,9 @@ def test_a_failing_before_start_starts_no_job(bench: Bench, command: str, code: 
     assert bench.exit_record()["phase"] == "before_start"
     failure = bench.runner.query(bench.runner_state()).failure
     assert failure is not None
-    assert "before_start failed" in failure.reason
+    how = "left the script with exit code 0" if command == "exit 0" else "failed with exit code"
+    assert f"before_start {how}" in failure.reason
+    assert f"before_start {how}" in bench.output
 
 
 def test_after_stop_always_runs_and_never_changes_the_code(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,9 +133,12 @@ def test_problems_of_all_files_at_once(workspace: Workspace) -> None:
 
 
 def test_missing_file_and_directory(workspace: Workspace) -> None:
-    with pytest.raises(ConfigError, match=r"no trian.yaml in conf; it has train; did you mean"):
+    workspace.write("conf/.hidden.yaml", "a: 1\n")
+    with pytest.raises(ConfigError, match=r"^no trian.yaml in conf; it has train; did you mean"):
         config_file(workspace.conf, "trian")
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match=r"^no x.yaml in the current directory; it has no YAML"):
+        config_file(Path(), "x")
+    with pytest.raises(ConfigError, match=r"^no directory nowhere"):
         config_file(workspace.root / "nowhere", "train")
     workspace.write("conf/old.yml", "a: 1\n")
     with pytest.raises(ConfigError, match=r"old.yml must be called old.yaml"):
