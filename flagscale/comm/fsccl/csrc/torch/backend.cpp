@@ -176,7 +176,7 @@ TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors output
 TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title, Tensors& tensors,
                                             int peer, int tag) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "fsccl: ", title, " takes one tensor, got ",
-                    tensors.size());
+                    digits(tensors.size()));
   if (auto work = message_inside(type, tensors, peer, tag)) return *work;
   const bool sends = type == c10d::OpType::SEND;
   Flat flat(tensors[0], sends ? Flat::kRead : Flat::kWrite, Site{title, at::kCPU});

@@ -18,6 +18,14 @@ struct Site {
   at::Device device;
 };
 
+// A number in a message of TORCH_CHECK, which would write it by a C++ stream: where the process has
+// another C++ library than torch was built with, streams of numbers were seen to read nothing, and
+// to crash.
+template <class T>
+std::string digits(T number) {
+  return std::to_string(number);
+}
+
 inline void require_dense(const at::Tensor& t, const char* op) {
   TORCH_CHECK_TYPE(!t.is_sparse() && t.layout() == at::kStrided, "fsccl: ", op,
                    " needs dense tensors, got ", t.layout());
@@ -107,7 +115,8 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
       break;
     }
     default:
-      TORCH_CHECK_VALUE(false, "fsccl: unknown reduction ", static_cast<int>(op.op_));
+      TORCH_CHECK_VALUE(false, "fsccl: unknown reduction ",
+                        digits(static_cast<int>(op.op_)));
   }
   if (t.is_complex()) {
     TORCH_CHECK_TYPE(r.op == RedOp::kSum || r.op == RedOp::kAvg || r.op == RedOp::kPremulSum,
@@ -170,15 +179,15 @@ inline std::vector<Pieces> split_rows(const at::Tensor& t, const std::vector<int
   const int64_t all = t.dim() > 0 ? t.size(0) : 1;
   std::vector<int64_t> counts = rows;
   if (counts.empty()) {
-    TORCH_CHECK_VALUE(all % parts == 0, "fsccl: ", op, ": the first dimension, ", all,
-                      ", does not divide by the ", parts, " ranks");
+    TORCH_CHECK_VALUE(all % parts == 0, "fsccl: ", op, ": the first dimension, ",
+                      digits(all), ", does not divide by the ", digits(parts), " ranks");
     counts.assign(static_cast<size_t>(parts), all / parts);
   }
   int64_t sum = 0;
   for (const int64_t c : counts) sum += c;
   TORCH_CHECK_VALUE(counts.size() == static_cast<size_t>(parts) && sum == all, "fsccl: ", op, ": ",
-                    counts.size(), " split sizes with sum ", sum, " for ", parts, " ranks and ",
-                    all, " rows");
+                    digits(counts.size()), " split sizes with sum ", digits(sum), " for ",
+                    digits(parts), " ranks and ", digits(all), " rows");
   const size_t row = all > 0 ? t.nbytes() / static_cast<size_t>(all) : 0;
   const auto* at = static_cast<const std::byte*>(t.const_data_ptr());
   std::vector<Pieces> out;

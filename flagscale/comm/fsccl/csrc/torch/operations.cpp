@@ -11,20 +11,22 @@ using c10d::OpType;
 // Lists that hold one entry a device in torch's interface, of which there is always one.
 template <class T>
 T& only(std::vector<T>& list, const char* op) {
-  TORCH_CHECK_VALUE(list.size() == 1, "fsccl: ", op, " takes one tensor a rank, got ", list.size());
+  TORCH_CHECK_VALUE(list.size() == 1, "fsccl: ", op, " takes one tensor a rank, got ",
+                    digits(list.size()));
   return list[0];
 }
 
 void expect_ranks(size_t found, int ranks, const char* op) {
   TORCH_CHECK_VALUE(found == static_cast<size_t>(ranks), "fsccl: ", op,
-                    " needs one tensor for each of ", ranks, " ranks, got ", found);
+                    " needs one tensor for each of ", digits(ranks), " ranks, got ",
+                    digits(found));
 }
 
 void expect_times(const at::Tensor& whole, const at::Tensor& part, int ranks, const char* op) {
   TORCH_CHECK_VALUE(
       whole.numel() == part.numel() * ranks && whole.scalar_type() == part.scalar_type(),
-      "fsccl: ", op, ": ", whole.numel(), " elements of ", whole.scalar_type(), " are not ", ranks,
-      " times ", part.numel(), " of ", part.scalar_type());
+      "fsccl: ", op, ": ", digits(whole.numel()), " elements of ", whole.scalar_type(), " are not ",
+      digits(ranks), " times ", digits(part.numel()), " of ", part.scalar_type());
 }
 
 void expect_type(const std::vector<at::Tensor>& list, const at::Tensor& like, const char* op) {
@@ -147,7 +149,8 @@ TorchBackend::WorkPtr TorchBackend::allgather(TensorLists& out, Tensors& in,
   expect_type(results, own, "all_gather");
   TORCH_CHECK_VALUE(results[static_cast<size_t>(rank_)].numel() == own.numel(),
                     "fsccl: all_gather: this rank's place has ",
-                    results[static_cast<size_t>(rank_)].numel(), " elements for ", own.numel());
+                    digits(results[static_cast<size_t>(rank_)].numel()), " elements for ",
+                    digits(own.numel()));
   if (auto w = by_native(own, [&](c10d::Backend& b) { return b.allgather(out, in, o); })) return *w;
   const Site site = site_of(own, "all_gather");
   const Flat from(own, Flat::kRead, site);
@@ -167,8 +170,8 @@ TorchBackend::WorkPtr TorchBackend::_allgather_base(at::Tensor& out, at::Tensor&
 
 TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
     Tensors& out, Tensors& in, const c10d::AllgatherOptions& o) {
-  TORCH_CHECK_VALUE(out.size() == in.size(), "fsccl: all_gather_into_tensor: ", out.size(),
-                    " outputs for ", in.size(), " inputs");
+  TORCH_CHECK_VALUE(out.size() == in.size(), "fsccl: all_gather_into_tensor: ", digits(out.size()),
+                    " outputs for ", digits(in.size()), " inputs");
   for (size_t i = 0; i < out.size(); ++i)
     expect_times(out[i], in[i], size_, "all_gather_into_tensor");
   const at::Tensor first = first_of(in);
@@ -210,7 +213,7 @@ TorchBackend::WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensor
   Tensors all;
   for (const Tensors& of_rank : out) {
     TORCH_CHECK_VALUE(of_rank.size() == in.size(), "fsccl: all_gather_coalesced: lists of ",
-                      of_rank.size(), " and of ", in.size(), " tensors");
+                      digits(of_rank.size()), " and of ", digits(in.size()), " tensors");
     for (size_t i = 0; i < in.size(); ++i) {
       to[i].emplace_back(of_rank[i], Flat::kWrite, site);
       all.push_back(of_rank[i]);
@@ -274,8 +277,8 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter(Tensors& out, TensorLists& in
   expect_ranks(parts.size(), size_, "reduce_scatter");
   expect_type(parts, own, "reduce_scatter");
   TORCH_CHECK_VALUE(parts[static_cast<size_t>(rank_)].numel() == own.numel(),
-                    "fsccl: reduce_scatter: the output has ", own.numel(), " elements for ",
-                    parts[static_cast<size_t>(rank_)].numel());
+                    "fsccl: reduce_scatter: the output has ", digits(own.numel()), " elements for ",
+                    digits(parts[static_cast<size_t>(rank_)].numel()));
   if (auto w = by_native(own, [&](c10d::Backend& b) {
         return for_nccl(parts, o, [&](Tensors& given, auto& how) {
           TensorLists lists{given};
@@ -303,8 +306,8 @@ TorchBackend::WorkPtr TorchBackend::_reduce_scatter_base(at::Tensor& out, at::Te
 
 TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
     Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) {
-  TORCH_CHECK_VALUE(out.size() == in.size(), "fsccl: reduce_scatter_tensor: ", out.size(),
-                    " outputs for ", in.size(), " inputs");
+  TORCH_CHECK_VALUE(out.size() == in.size(), "fsccl: reduce_scatter_tensor: ", digits(out.size()),
+                    " outputs for ", digits(in.size()), " inputs");
   for (size_t i = 0; i < out.size(); ++i) {
     expect_times(in[i], out[i], size_, "reduce_scatter_tensor");
   }
@@ -343,8 +346,8 @@ TorchBackend::WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& i
   // Only who passes no sizes knows that all ranks have equal parts.
   if (out_rows.empty() && in_rows.empty()) {
     TORCH_CHECK_VALUE(in.numel() == out.numel() && in.numel() % size_ == 0,
-                      "fsccl: all_to_all_single: ", in.numel(), " elements for ", out.numel(),
-                      " are not equal parts of ", size_, " ranks");
+                      "fsccl: all_to_all_single: ", digits(in.numel()), " elements for ",
+                      digits(out.numel()), " are not equal parts of ", digits(size_), " ranks");
     const Call call{OpType::ALLTOALL_BASE, "fsccl:all_to_all", o.asyncOp, o.timeout};
     if (auto w = by_nvlink(call, nvlink::Collective::kAllToAll, in, out, nullptr)) return *w;
   }
@@ -367,6 +370,8 @@ TorchBackend::WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in,
                                              const c10d::AllToAllOptions& o) {
   expect_ranks(out.size(), size_, "all_to_all");
   expect_ranks(in.size(), size_, "all_to_all");
+  expect_type(in, in[0], "all_to_all");
+  expect_type(out, in[0], "all_to_all");
   if (auto w = by_native(in[0], [&](c10d::Backend& b) { return b.alltoall(out, in, o); })) {
     return *w;
   }
