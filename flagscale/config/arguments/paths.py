@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,17 @@ WRITTEN = frozenset({"save", "load", "tensorboard_dir", "wandb_save_dir", "data_
 
 _KERNELS = ("/proc", "/sys", "/dev")
 _WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def data_cache(values: Mapping[str, Any]) -> tuple[Path, str] | None:
+    """Where the data sets' indices are cached, and the argument that decides it: data_cache_path,
+    else beside another directory of the run. None: megatron.core puts them beside the data."""
+    if values["data_cache_path"]:
+        return Path(values["data_cache_path"]), "data_cache_path"
+    for name in ("save", "tensorboard_dir"):
+        if values[name]:
+            return Path(values[name]).parent / "data_cache", name
+    return None
 
 
 def _absolute(path: str) -> str:

@@ -105,10 +105,17 @@ def _build_datasets(plan: DataPlan, tokenizer: Tokenizer) -> list[Dataset[Batch]
         if isinstance(error.__cause__, OSError):
             raise DataError(
                 f"the data's index cache cannot be written: {error.__cause__}",
-                hint="set data_cache_path to a directory that all hosts can write",
+                hint=_cache_hint(plan),
             ) from error
         raise
     return built
+
+
+def _cache_hint(plan: DataPlan) -> str:
+    hint = "set data_cache_path to a directory that all hosts can write"
+    if plan.cache_by in ("", "data_cache_path"):
+        return hint
+    return f"without data_cache_path the cache lies beside {plan.cache_by}; {hint}"
 
 
 def _config(plan: DataPlan, tokenizer: Tokenizer) -> Any:

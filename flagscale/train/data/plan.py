@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from flagscale.config.arguments.paths import data_cache
 from flagscale.errors import DataError
 from flagscale.train.data.blends import Blend, parse_blend, parse_split
 from flagscale.train.data.indexed import IndexedFiles, fingerprint, inspect
@@ -29,7 +30,8 @@ class SplitPlan:
 @dataclass(frozen=True)
 class DataPlan:
     """All that building the data sets needs. ``blend`` is cut by ``shares``; without it each
-    split has its own, or the data is made up."""
+    split has its own, or the data is made up. ``cache_by`` is the argument that ``cache`` follows
+    from."""
 
     splits: tuple[SplitPlan, SplitPlan, SplitPlan]
     blend: Blend | None
@@ -37,6 +39,7 @@ class DataPlan:
     seq_length: int
     seed: int
     cache: Path | None
+    cache_by: str
     order: Literal["single", "cyclic"]
     mock: bool
     reset_position_ids: bool
@@ -61,7 +64,7 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         splits.append(SplitPlan(name, used, own_blend if used else None))
     files = _inspect_all(blend, splits, tokenizer)
     _check_tokens(files, blend, splits, shares, args.split or _DEFAULT_SPLIT)
-    root = _cache_root(args)
+    root, cache_by = data_cache(vars(args)) or (None, "")
     return DataPlan(
         splits=(splits[0], splits[1], splits[2]),
         blend=blend,
@@ -70,6 +73,7 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         seed=args.seed,
         # The cache's own key is the path of the data: it would outlive data written anew there.
         cache=None if root is None else root / fingerprint(files.values()),
+        cache_by=cache_by,
         order=args.dataloader_type,
         mock=bool(args.mock_data),
         reset_position_ids=args.reset_position_ids,
@@ -170,14 +174,3 @@ def _check_tokens(
                 hint="give this split a larger share, set eval_iters: 0 to do without "
                 "evaluation, or use more data",
             )
-
-
-def _cache_root(args: Any) -> Path | None:
-    """Where indices are cached: data_cache_path, else under the experiment's directory; None lets
-    megatron.core put them beside the data."""
-    if args.data_cache_path:
-        return Path(args.data_cache_path)
-    for directory in (args.save, args.tensorboard_dir):
-        if directory:
-            return Path(directory).parent / "data_cache"
-    return None

@@ -238,8 +238,22 @@ def test_a_cut_cache_is_named(data: dict[str, str], tmp_path: Path) -> None:
         iterators(given)
 
 
-def test_a_cache_that_cannot_be_written(data: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        pytest.param({"data_cache_path": "file/x"}, "set data_cache_path to a", id="given"),
+        pytest.param(
+            {"data_cache_path": None, "save": "file/checkpoints"},
+            "without data_cache_path the cache lies beside save; set data_cache_path to a",
+            id="beside-save",
+        ),
+    ],
+)
+def test_a_cache_that_cannot_be_written(
+    data: dict[str, str], tmp_path: Path, given: dict[str, str | None], hint: str
+) -> None:
     (tmp_path / "file").touch()
-    given = args(tmp_path, data_path=[data["low"]], data_cache_path=str(tmp_path / "file" / "x"))
-    with pytest.raises(DataError, match="index cache cannot be written"):
-        iterators(given)
+    places = {name: value and str(tmp_path / value) for name, value in given.items()}
+    with pytest.raises(DataError, match="index cache cannot be written") as error:
+        iterators(args(tmp_path, data_path=[data["low"]], **places))
+    assert (error.value.hint or "").startswith(hint)
