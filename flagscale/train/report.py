@@ -58,9 +58,7 @@ class Reporter:
         self._board: Any = None
         self._wandb: Any = None
         if speaks and args.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+            self._board = _open_board(args)
         if speaks and args.wandb_project:
             self._wandb = _start_wandb(args)
 
@@ -189,6 +187,18 @@ def progress_line(
 
 def _number(value: float | int) -> str:
     return f"{value:,d}" if isinstance(value, int) else f"{value:.3f}"
+
+
+def _open_board(args: argparse.Namespace) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    try:
+        return SummaryWriter(args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    except OSError as error:
+        raise ConfigError(
+            f"tensorboard_dir: {args.tensorboard_dir} cannot be written: {error.strerror}",
+            hint="set tensorboard_dir to a directory that can be written, or to null to do without",
+        ) from error
 
 
 def _start_wandb(args: argparse.Namespace) -> Any:

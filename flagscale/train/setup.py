@@ -7,6 +7,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
+from flagscale.config.arguments.rules import needs_checkpoint
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
 from flagscale.train import distributed
@@ -34,17 +35,18 @@ def prepare(
     Raises:
         ConfigError: megatron.core refuses the model's configuration.
         DataError: the tokenizer or the data is missing, damaged or does not fit the model.
-        CheckpointError: the checkpoint to start from cannot be used.
+        CheckpointError: the checkpoint to start from cannot be used, or none could be saved.
     """
     distributed.lay_out(args)
     reporter = Reporter(args, status, speaks=rank.rank == 0)
+    checkpointer = Checkpointer(args, warn=reporter.warn)
+    fresh = checkpointer.try_out()
     tokenizer = build_tokenizer(args)
     vocabulary = model_vocabulary(args, tokenizer)
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
     reporter.say(_describe(args, state, vocabulary, device, rank))
-    checkpointer = Checkpointer(args, warn=reporter.warn)
-    _resume(args, state, checkpointer, reporter)
+    _resume(args, state, checkpointer, reporter, fresh=fresh)
     # A loader draws a seed for its workers. On a CPU it would come from the generator of dropout,
     # and a resumed run would no longer draw what the uninterrupted one does.
     with torch.random.fork_rng(devices=[]):
@@ -55,25 +57,49 @@ def prepare(
 
 
 def _resume(
-    args: argparse.Namespace, state: TrainState, checkpointer: Checkpointer, reporter: Reporter
+    args: argparse.Namespace,
+    state: TrainState,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+    *,
+    fresh: bool,
 ) -> None:
+    """Start from the checkpoint in ``load``. ``fresh``: the run's own directory is new."""
     go_on_from_own_checkpoints(args)
-    if not args.load:
+    report = checkpointer.load(state) if args.load else None
+    if report is None:
+        _start_without(args, reporter, first_run=fresh and args.load == args.save)
         return
-    report = checkpointer.load(state)
-    if report is not None:
-        for reason in report.skipped:
-            reporter.warn(f"a checkpoint was passed over: {reason}")
-        notes = "".join(f"; {note}" for note in report.notes)
-        reporter.say(f"loaded iteration {report.iteration} from {report.path}{notes}")
-        if state.progress.iteration >= args.train_iters:
-            steps = f"{args.train_iters:,} steps are done already"
-            reporter.say(f"{steps}: nothing to train. Give more steps, or another exp_dir")
-    elif args.exit_on_missing_checkpoint:
+    for reason in report.skipped:
+        reporter.warn(f"a checkpoint was passed over: {reason}")
+    notes = "".join(f"; {note}" for note in report.notes)
+    reporter.say(f"loaded iteration {report.iteration} from {report.path}{notes}")
+    if state.progress.iteration >= args.train_iters:
+        reporter.say(_nothing_to_train(args))
+
+
+def _start_without(args: argparse.Namespace, reporter: Reporter, *, first_run: bool) -> None:
+    """There is no checkpoint: a mistake, worth a line, or as it is in every ``first_run``."""
+    found = f"load: {args.load} holds no checkpoint" if args.load else "load is not set"
+    if name := needs_checkpoint(vars(args)):
         raise CheckpointError(
-            f"load: {args.load} holds no checkpoint",
-            hint="without exit_on_missing_checkpoint, training would start from step 0",
+            f"{found}, and {name} asks for one",
+            hint=f"set load to the directory of a run's checkpoints; without {name} training would "
+            "start from step 0",
         )
+    if args.load and not first_run:
+        reporter.say(f"{found}; training starts from step 0")
+
+
+def _nothing_to_train(args: argparse.Namespace) -> str:
+    more = "raise train_iters (or train_samples)"
+    if not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
+        # The schedule in the checkpoint is as long as the run that saved it.
+        more += " and set override_opt_param_scheduler: true"
+    return (
+        f"{args.train_iters:,} steps are done already: nothing to train. To go on, {more}; to "
+        "start anew, choose another exp_dir"
+    )
 
 
 def _describe(

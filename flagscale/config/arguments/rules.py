@@ -90,6 +90,16 @@ def virtual_chunks(values: Values) -> int | None:
     return None if chunks in (None, 1) else int(chunks)
 
 
+def needs_checkpoint(values: Values) -> str | None:
+    """The argument that asks for a checkpoint in ``load``; None where training may start without
+    one. What a run saves itself is not there at first, so to take only a part of it asks nothing.
+    """
+    names = ["exit_on_missing_checkpoint", "finetune"]
+    if values["load"] not in (None, values["save"]):
+        names += ["no_load_optim", "no_load_rng"]
+    return next((name for name in names if values[name]), None)
+
+
 def _required(values: Values) -> Iterator[Broken]:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr"):
         if values[name] is None:

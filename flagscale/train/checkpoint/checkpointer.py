@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,6 +71,7 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self._saved: list[SavedCheckpoint] = []
         self._failure: CheckpointError | None = None
+        self._in_place = False
         self._validated = False
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-remover")
         self._removals: list[Future[None]] = []
@@ -82,7 +84,32 @@ class Checkpointer:
             CheckpointError: on all ranks: all checkpoints are damaged, or the latest is of
                 another model, another optimizer or cannot be read.
         """
-        return loading.load(self._args, state)
+        report = loading.load(self._args, state)
+        if report is not None and self._args.load == self._args.save:
+            self._in_place = True
+        return report
+
+    def try_out(self) -> bool:
+        """Begin a checkpoint and drop it, before training; whether ``args.save`` was made new.
+
+        Raises:
+            CheckpointError: on all ranks, when no checkpoint can be written there.
+        """
+        if self._store is None:
+            return False
+        store = self._store
+        try:
+            fresh = on_rank_0(lambda: not store.root.exists())
+            self._open(0)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"save: no checkpoint can be written in {store.root}: {error.message}",
+                hint="set save to a directory that every host can write, or to null to save none",
+            ) from error
+        finally:
+            if dist.get_rank() == 0:
+                store.abandon(0)
+        return fresh
 
     def save(self, state: TrainState, *, required: bool = False) -> None:
         """Save ``state``; with ``args.async_save`` writing goes on in the background and
@@ -128,11 +155,8 @@ class Checkpointer:
             raise failure
 
     def _begin(self, iteration: int, state: TrainState) -> Writing:
-        store = self._require_store()
-        directory = on_rank_0(lambda: store.begin(iteration))
-        agree(None if directory.is_dir() else f"{directory} is not visible on this host")
         writing = Writing(
-            directory,
+            self._open(iteration),
             self._content(state),
             fully_parallel=self._args.ckpt_fully_parallel_save,
             background=self._args.async_save,
@@ -140,6 +164,14 @@ class Checkpointer:
         )
         self._validated = True
         return writing
+
+    def _open(self, iteration: int) -> Path:
+        """An empty directory for a checkpoint, which every rank can write."""
+        store = self._require_store()
+        directory = on_rank_0(lambda: store.begin(iteration))
+        usable = os.access(directory, os.W_OK | os.X_OK)
+        agree(None if usable else f"{directory} is not visible on this host, or not writable")
+        return directory
 
     def _content(self, state: TrainState) -> dict[str, Any]:
         args = self._args
@@ -169,7 +201,7 @@ class Checkpointer:
         except CheckpointError as error:
             self._failed(pending.iteration, error)
             return
-        self._failure = None
+        self._failure, self._in_place = None, True
         seconds = time.monotonic() - pending.begun
         self._saved.append(SavedCheckpoint(pending.iteration, path, seconds))
 
@@ -186,9 +218,10 @@ class Checkpointer:
     def _failed(self, iteration: int, error: CheckpointError) -> None:
         if dist.get_rank() == 0:
             self._require_store().abandon(iteration)
+        earlier = "the checkpoints saved before it are in place" if self._in_place else None
         self._failure = CheckpointError(
             f"the checkpoint of iteration {iteration} was not saved: {error.message}",
-            hint=error.hint or "the checkpoints saved before it are in place",
+            hint=error.hint or earlier,
         )
         self._warn(self._failure.message)
 

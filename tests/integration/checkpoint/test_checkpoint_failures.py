@@ -41,6 +41,8 @@ def troubled(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) 
     cases.append(case("end", "fail_at_the_end", layout, save, trouble_ranks=[1]))
     save += "2 --async-save"
     cases.append(case("end-async", "fail_at_the_end", layout, save, trouble_ranks=[1]))
+    save = f"--save {lab.root / 'alone' / 'checkpoints'}"
+    cases.append(case("alone", "fail_at_the_end", layout, save, trouble_ranks=[1], alone=True))
     if small_disk is not None:
         link = lab.root / "disk"  # the arguments are split at spaces
         link.symlink_to(small_disk)
@@ -88,3 +90,10 @@ def test_the_last_save_must_succeed(name: str, troubled: dict[str, Any]) -> None
         assert "iteration 2 was not saved" in rank["error"]
         assert "the checkpoints saved before it are in place" in rank["error"]
     assert troubled[name]["names"] == names(1)
+
+
+def test_nothing_is_said_of_checkpoints_that_are_not_there(troubled: dict[str, Any]) -> None:
+    for rank in troubled["alone"]["ranks"]:
+        assert "iteration 1 was not saved" in rank["error"]
+        assert "saved before" not in rank["error"]
+    assert troubled["alone"]["names"] == []

@@ -110,12 +110,55 @@ def test_sigterm_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
     assert job.events("checkpoint")[0].get("step") == ends[0].get("step")
 
 
-def test_a_run_that_is_done_says_so(tmp_path: Path) -> None:
-    arguments = "--train-iters 1 --save checkpoints --load checkpoints"
-    assert Job(tmp_path, arguments).wait() == 0
-    again = Job(tmp_path, arguments)
+def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
+    arguments = "--save checkpoints --load checkpoints --lr-decay-style cosine --train-iters"
+    first = Job(tmp_path, f"{arguments} 1")
+    assert first.wait() == 0
+    assert "holds no checkpoint" not in first.output  # as in every first run
+    again = Job(tmp_path, f"{arguments} 1")
     assert again.wait() == 0, again.errors
     assert "1 steps are done already: nothing to train" in again.output
+    assert "raise train_iters (or train_samples) and set override_opt_param_scheduler: true" in (
+        again.output
+    )
+    more = Job(tmp_path, f"{arguments} 2 --override-opt-param-scheduler")
+    assert more.wait() == 0, more.errors
+    assert more.events("checkpoint")[-1].get("step") == 2
+
+
+def test_a_load_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--train-iters 1 --save checkpoints --load nowhere")
+    assert job.wait() == 0, job.errors
+    assert "load: nowhere holds no checkpoint; training starts from step 0" in job.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            "--load nowhere --finetune",
+            "error: load: nowhere holds no checkpoint, and finetune asks for one",
+            id="finetune",
+        ),
+        pytest.param(
+            "--save file/checkpoints",
+            "error: save: no checkpoint can be written in file/checkpoints: Not a directory",
+            id="save-below-a-file",
+        ),
+        pytest.param(
+            "--tensorboard-dir file/board",
+            "error: tensorboard_dir: file/board cannot be written: Not a directory",
+            id="board-below-a-file",
+        ),
+    ],
+)
+def test_what_cannot_end_well_does_not_begin(tmp_path: Path, arguments: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    job = Job(tmp_path, f"--train-iters 1 {arguments}")
+    assert job.wait() != 0
+    assert job.errors.startswith(message)
+    assert "Traceback" not in job.errors
+    assert not job.events("progress")
 
 
 @pytest.mark.parametrize(

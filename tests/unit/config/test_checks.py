@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.checks import check_arguments, check_world, notes
+from flagscale.config.arguments.rules import needs_checkpoint
+from flagscale.config.checks import Arguments, check_arguments, check_world, notes
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 
 GOOD: dict[str, Any] = {
@@ -275,3 +276,26 @@ def test_problems_name_the_place() -> None:
     assert str(check_arguments(placed)[0]).startswith(
         "a.yaml:3: train.model.inner.context_parallel_size: 2: "
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        pytest.param({"load": "/a", "save": "/b"}, None, id="plain"),
+        pytest.param({"load": "/a", "save": "/b", "finetune": True}, "finetune", id="finetune"),
+        pytest.param({"load": "/a", "save": "/a", "finetune": True}, "finetune", id="finetune-own"),
+        pytest.param({"finetune": True}, "finetune", id="finetune-nothing"),
+        pytest.param(
+            {"load": "/a", "save": "/a", "exit_on_missing_checkpoint": True},
+            "exit_on_missing_checkpoint",
+            id="exit-on-missing",
+        ),
+        pytest.param({"load": "/a", "no_load_optim": True}, "no_load_optim", id="others-optimizer"),
+        pytest.param({"load": "/a", "no_load_rng": True}, "no_load_rng", id="others-generators"),
+        pytest.param({"load": "/a", "save": "/a", "no_load_optim": True}, None, id="own-optimizer"),
+        pytest.param({"no_load_rng": True}, None, id="no-load"),
+    ],
+)
+def test_what_asks_for_a_checkpoint(given: dict[str, Any], name: str | None) -> None:
+    values = Arguments.of(_experiment({})).values()
+    assert needs_checkpoint({**values, **given}) == name
