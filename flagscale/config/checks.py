@@ -38,11 +38,16 @@ class Arguments:
 
     @classmethod
     def of(cls, experiment: Experiment) -> Arguments:
-        """Arguments with a value that does not fit are left out; loading reports those."""
+        """Those that every host has. What does not fit is left out; loading reports it."""
+        return cls.of_sections(experiment.train.sections(), experiment.sources)
+
+    @classmethod
+    def of_sections(cls, sections: Mapping[str, Any], sources: Mapping[str, str]) -> Arguments:
+        """Those of the sections of ``train``, as they are for one host."""
         given: dict[str, Any] = {}
         keys: dict[str, str] = {}
         written: dict[str, Any] = {}
-        for path, name, value in leaves(experiment.train.sections(), "train."):
+        for path, name, value in leaves(sections, "train."):
             try:
                 folded = fold(name, value)
             except ValueError:
@@ -52,7 +57,7 @@ class Arguments:
             if folded is not None:
                 given[folded[0]] = folded[1]
                 keys[folded[0]] = path
-        return cls(given, keys, written, experiment.sources)
+        return cls(given, keys, written, sources)
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, arguments()[name].default)

@@ -123,7 +123,7 @@ def _local_plan(experiment: Experiment, hosts: tuple[Host, ...]) -> LaunchPlan:
 def _prepare_local(
     experiment: Experiment, hosts: tuple[Host, ...], checking: bool, texts: tuple[str, str]
 ) -> Prepared:
-    from flagscale.launch.preflight import backend
+    from flagscale.launch.preflight import backend, directories
     from flagscale.launch.preflight.local import preflight
     from flagscale.launch.runners.local import LocalRunner
 
@@ -132,6 +132,7 @@ def _prepare_local(
     made = _checked(experiment, _local_plan(experiment, hosts))
     checks = preflight(experiment, made, machine) if checking else []
     if checking:
+        checks += directories.check_here(experiment, made, own)
         checks.append(
             backend.check_here(experiment, hosts[0], own, machine.python, machine.gpus or 0)
         )

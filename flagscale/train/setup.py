@@ -7,7 +7,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from flagscale.config.arguments.rules import needs_checkpoint
+from flagscale.config.arguments.rules import missing_checkpoint
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
 from flagscale.train import distributed
@@ -80,15 +80,11 @@ def _resume(
 
 def _start_without(args: argparse.Namespace, reporter: Reporter, *, first_run: bool) -> None:
     """There is no checkpoint: a mistake, worth a line, or as it is in every ``first_run``."""
-    found = f"load: {args.load} holds no checkpoint" if args.load else "load is not set"
-    if name := needs_checkpoint(vars(args)):
-        raise CheckpointError(
-            f"{found}, and {name} asks for one",
-            hint=f"set load to the directory of a run's checkpoints; without {name} training would "
-            "start from step 0",
-        )
+    message, hint = missing_checkpoint(vars(args))
+    if hint is not None:
+        raise CheckpointError(f"load: {message}", hint=hint)
     if args.load and not first_run:
-        reporter.say(f"{found}; training starts from step 0")
+        reporter.say(f"load: {message}")
 
 
 def _nothing_to_train(args: argparse.Namespace) -> str:

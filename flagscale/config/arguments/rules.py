@@ -100,6 +100,18 @@ def needs_checkpoint(values: Values) -> str | None:
     return next((name for name in names if values[name]), None)
 
 
+def missing_checkpoint(values: Values) -> tuple[str, str | None]:
+    """What is to be said where ``load`` holds no checkpoint, and a hint where that is an error."""
+    load, name = values["load"], needs_checkpoint(values)
+    found = f"{load} holds no checkpoint" if load else "no checkpoint is named"
+    if name is None:
+        return f"{found}; training starts from step 0", None
+    return f"{found}, and {name} asks for one", (
+        f"set load to the directory of a run's checkpoints; without {name} training would start "
+        "from step 0"
+    )
+
+
 def _required(values: Values) -> Iterator[Broken]:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr"):
         if values[name] is None:

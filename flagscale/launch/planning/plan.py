@@ -220,6 +220,16 @@ def program_arguments(
     ]
     if problems:
         raise ConfigError(problems, hint="give it as an environment variable: experiment.envs")
+    directories = unnamed_directories(layout, sections)
+    arguments = flatten(
+        {**sections, "directories": directories}, foreign=experiment.task.foreign, prefix="train."
+    )
+    return (str(rebased(experiment.task.entrypoint, project)), *arguments)
+
+
+def unnamed_directories(layout: Layout, sections: Mapping[str, Any]) -> dict[str, str]:
+    """The directories of this experiment that training uses, by argument, where the YAML names
+    none."""
     given = set(_names(sections))
     defaults = {
         "save": layout.checkpoints,
@@ -227,11 +237,7 @@ def program_arguments(
         "tensorboard_dir": layout.tensorboard,
         "wandb_save_dir": layout.wandb,
     }
-    directories = {name: str(path) for name, path in defaults.items() if name not in given}
-    arguments = flatten(
-        {**sections, "directories": directories}, foreign=experiment.task.foreign, prefix="train."
-    )
-    return (str(rebased(experiment.task.entrypoint, project)), *arguments)
+    return {name: str(path) for name, path in defaults.items() if name not in given}
 
 
 def _names(sections: Mapping[Any, Any]) -> Iterator[str]:

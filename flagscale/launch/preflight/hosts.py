@@ -8,22 +8,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from flagscale.config.schema import Experiment
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.launch.planning.folding import fold
+from flagscale.launch.planning.per_host import settings
 from flagscale.launch.planning.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
-from flagscale.launch.preflight import backend
+from flagscale.launch.preflight import backend, directories
 from flagscale.launch.preflight.local import (
     REACHABLE,
     Check,
     check_devices,
-    check_space,
     port_origin,
 )
 from flagscale.launch.preflight.survey import Survey, syncs
-from flagscale.launch.remote.facts import NOT_WRITABLE, Facts, packages_of
+from flagscale.launch.remote.facts import Facts, packages_of
 from flagscale.launch.remote.hosts import describe
 from flagscale.launch.remote.world import World
 
@@ -58,6 +57,7 @@ def check_hosts(experiment: Experiment, plan: LaunchPlan, found: Survey) -> list
             for rank, facts in sorted(found.facts.items())
         ]
         checks += _folded(rows)
+    checks += _directories(experiment, plan, found)
     if 0 in found.facts:
         checks += _ports(experiment, plan)
     return checks
@@ -179,24 +179,28 @@ def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts, master: Facts | N
 
 
 def _disk(plan: LaunchPlan, facts: Facts) -> Check:
-    place = facts.place
-    if place is None:
-        return Check("exp_dir", False, f"{plan.exp_dir}: it did not say what is there")
-    if place.unfit == NOT_WRITABLE:
-        found = f"{place.existing} is {place.unfit} for user {place.user}"
-        hint = "set experiment.exp_dir, give the user the directory, or the hostfile another user="
-        return Check("exp_dir", False, found, hint)
-    if place.unfit:
-        return Check("exp_dir", False, f"{place.existing} is {place.unfit}")
-    if place.free is None:
-        return Check("exp_dir", True, f"{plan.exp_dir}: free space unknown", warning=True)
-    return _rounded(check_space(plan.exp_dir, place.free), plan.exp_dir)
+    exp_dir = str(plan.exp_dir)
+    check = directories.check_directory("exp_dir", exp_dir, facts.place, key="experiment.exp_dir")
+    return _rounded(check, exp_dir)
 
 
-def _rounded(check: Check, exp_dir: Path) -> Check:
+def _directories(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Iterator[Check]:
+    """What training starts from and writes to. Hosts may differ in what they use."""
+    rows: dict[str, list[tuple[str, Check]]] = {}
+    for rank, facts in sorted(found.facts.items()):
+        own = settings(experiment, found.hosts[rank])
+        want = directories.wanted(experiment, plan.layout, own, first=rank == 0)
+        for check in directories.judge(want, facts.written, holds=facts.checkpoint):
+            row = _rounded(check, want.written.get(check.name, ""))
+            rows.setdefault(check.name, []).append((plan.hosts[rank].name, row))
+    for named in rows.values():
+        yield from _folded(named)
+
+
+def _rounded(check: Check, path: str) -> Check:
     """Hosts with room differ in its amount, which nobody needs to the megabyte."""
-    if check.ok and not check.warning:
-        return replace(check, found=f"{exp_dir}: more than 2 GiB free")
+    if path and check.ok and not check.warning:
+        return replace(check, found=f"{path}: more than 2 GiB free")
     return check
 
 

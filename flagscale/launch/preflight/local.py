@@ -6,7 +6,6 @@ Cheap on purpose, since it precedes every run: packages are looked up, not impor
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ class Check:
 
 
 def preflight(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> list[Check]:
-    """Look at everything a run needs on this machine."""
+    """Look at what a run needs on this machine, beside its directories."""
     looks: tuple[Callable[[], Check], ...] = (
         lambda: _entrypoint(experiment.task.entrypoint),
         lambda: _package("torch", "install the project with its `train` extra: make setup"),
@@ -57,7 +56,6 @@ def preflight(experiment: Experiment, plan: LaunchPlan, machine: Machine) -> lis
         lambda: _data(experiment),
         lambda: _devices(experiment, plan, machine),
         lambda: _port(experiment, plan),
-        lambda: _disk(experiment.exp_dir),
         lambda: _previous_run(plan),
         _bash,
     )
@@ -181,21 +179,12 @@ def _message(error: FlagscaleError) -> str:
     return "; ".join(problem.message for problem in problems) or error.message
 
 
-def _disk(exp_dir: Path) -> Check:
-    existing = next(path for path in (exp_dir, *exp_dir.parents) if path.exists())
-    if not existing.is_dir():
-        return Check("exp_dir", False, f"{existing} is not a directory", "set experiment.exp_dir")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return Check("exp_dir", False, f"{existing} is not writable", "set experiment.exp_dir")
-    return check_space(exp_dir, shutil.disk_usage(existing).free)
-
-
-def check_space(exp_dir: Path, free: int) -> Check:
-    """What is free where the experiment writes, in bytes."""
-    found = f"{exp_dir}: {free / _MIB:,.0f} MiB free"
+def check_space(name: str, path: str, free: int, key: str) -> Check:
+    """What is free, in bytes, where the directory that ``key`` names is."""
+    found = f"{path}: {free / _MIB:,.0f} MiB free"
     if free < _DISK_FAILS_BELOW:
-        return Check("exp_dir", False, found, "make room: not even logs would fit")
-    return Check("exp_dir", True, found, warning=free < _DISK_WARNS_BELOW)
+        return Check(name, False, found, f"make room there, or set {key}")
+    return Check(name, True, found, warning=free < _DISK_WARNS_BELOW)
 
 
 def _previous_run(plan: LaunchPlan) -> Check:

@@ -16,7 +16,7 @@ from flagscale.launch.planning.machines import remote_machines
 from flagscale.launch.planning.per_host import Settings, rebased, settings
 from flagscale.launch.planning.plan import LaunchPlan, SshPlace, master_address, plan, wanted_port
 from flagscale.launch.planning.supervision import liveness_port
-from flagscale.launch.preflight import backend
+from flagscale.launch.preflight import backend, directories
 from flagscale.launch.remote import facts as asking
 from flagscale.launch.remote import probe
 from flagscale.launch.remote.facts import Facts, Need, Question
@@ -135,7 +135,7 @@ def _questions(
             setup=own.setup,
             port=(wanted or 0) if rank == 0 else None,
             agents_port=agents_port if rank == 0 and not alone else None,
-            need=_need(experiment, host, own, fresh) if thorough else None,
+            need=_need(experiment, host, own, fresh, first=rank == 0) if thorough else None,
         )
 
 
@@ -143,17 +143,21 @@ def _python(own: Settings) -> str:
     return own.python or ("python" if own.conda else sys.executable)
 
 
-def _need(experiment: Experiment, host: Host, own: Settings, fresh: bool) -> Need:
+def _need(experiment: Experiment, host: Host, own: Settings, fresh: bool, *, first: bool) -> Need:
     project = own.build_dir or PROJECT
     reads = [] if experiment.task.foreign else list(leaves(own.sections))
     needed = [path for _, name, value in reads for path in paths.needed(name, value)]
     program = experiment.task.entrypoint
     if not (syncs(experiment) and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
         needed.append(str(rebased(program, project)))
+    layout = Layout(experiment.exp_dir, experiment.runner.log_dir)
+    want = directories.wanted(experiment, layout, own, first=first)
     return Need(
         project=str(project),
         exp_dir=str(experiment.exp_dir),
         paths=needed,
+        written=list(want.written.values()),
+        load=want.load,
         compared=compares_code(experiment),
         backend=backend.question(experiment, host, own),
         fresh=fresh,

@@ -10,18 +10,19 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flagscale.config.arguments.paths import CHECKPOINT_NAME
 from flagscale.launch.remote import probe, world
 from flagscale.launch.remote.answer import CARRYING, END, SAY, Answer
 from flagscale.launch.remote.answer import ask as ask_host
+from flagscale.launch.remote.place import NOT_A_DIRECTORY, NOT_WRITABLE, Place
 from flagscale.launch.remote.world import World
 from flagscale.launch.transport import Connection
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _SECONDS = 60.0
-NOT_WRITABLE = "not writable"
 
 _BODY = r"""
 say clock "$EPOCHREALTIME"
@@ -146,21 +147,41 @@ if [[ -n ${thorough-} ]]; then
     done
     say absent "${absent[*]}"
     # Where this run will write: the nearest directories that exist already.
-    for directory in "$exp_dir" "$log_root"; do
+    nearest() { # $1: path; sets `directory`, and `reason` to why it can't be written
+        directory=$1
         while [[ ! -e $directory && ! -L $directory && $directory == /?* ]]; do
             directory=${directory%/*}
         done
         directory=${directory:-/}
         reason=
         [[ -w $directory && -x $directory ]] || reason=$not_writable
-        [[ -d $directory ]] || reason='not a directory'
-        say existing "$directory"
-        say unfit "$reason"
+        [[ -d $directory ]] || reason=$not_a_directory
+    }
+    say_place() { # $1: what the names end with
+        say "existing$1" "$directory"
+        say "unfit$1" "$reason"
+        read -r blocks size < <(stat -f -c '%a %S' -- "$directory" 2>/dev/null) &&
+            say "free$1" "$((blocks * size))"
+    }
+    say user "${USER:-${LOGNAME:-$EUID}}"
+    for place in "$exp_dir" "$log_root"; do
+        nearest "$place"
         [[ -z $reason ]] || break
     done
-    say user "${USER:-${LOGNAME:-$EUID}}"
-    read -r blocks size < <(stat -f -c '%a %S' -- "$directory" 2>/dev/null) &&
-        say free "$((blocks * size))"
+    say_place ''
+    for number in "${!written[@]}"; do
+        nearest "${written[number]}"
+        say_place "_$number"
+    done
+    # What it may start from.
+    entries=()
+    [[ -z $load ]] || entries=("$load"/iter_*/)
+    for entry in "${entries[@]}"; do
+        entry=${entry%/}
+        [[ ${entry##*/} =~ ^$checkpoint_name$ ]] || continue
+        say checkpoint yes
+        break
+    done
     look_at_python
 fi
 """
@@ -169,13 +190,15 @@ fi
 @dataclass(frozen=True)
 class Need:
     """What a preflight asks beyond that: the directories of this project and of the experiment
-    there, ``paths`` that must exist, whether code is ``compared``, what its Python is asked about
-    the communication ``backend``, and whether that Python is asked although nothing ``fresh``
-    happened to it."""
+    there, ``paths`` that must exist, others that will be ``written``, the directory to ``load`` a
+    checkpoint from, whether code is ``compared``, what its Python is asked about the communication
+    ``backend``, and whether that Python is asked although nothing ``fresh`` happened to it."""
 
     project: str
     exp_dir: str
     paths: Sequence[str] = ()
+    written: Sequence[str] = ()
+    load: str = ""
     compared: bool = False
     backend: Mapping[str, Any] | None = None
     fresh: bool = False
@@ -194,17 +217,6 @@ class Question:
     port: int | None = None
     agents_port: int | None = None
     need: Need | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run will write on a host: ``existing`` is there already, ``unfit`` says why ``user``
-    can't write there. ``free``: bytes, where the host can tell."""
-
-    existing: str
-    unfit: str = ""
-    user: str = ""
-    free: int | None = None
 
 
 @dataclass(frozen=True)
@@ -232,6 +244,11 @@ class Facts:
     missing: tuple[str, ...] = ()
     """The needed paths that do not exist."""
     place: Place | None = None
+    """The experiment's directory."""
+    written: Mapping[str, Place] = field(default_factory=dict)
+    """The others that will be written, by path."""
+    checkpoint: bool = False
+    """Whether there is a checkpoint where one would be loaded from."""
 
 
 def ask(connection: Connection, question: Question) -> Facts:
@@ -257,12 +274,16 @@ def text(question: Question) -> str:
         "setup": question.setup,
         "python": question.python,
         "not_writable": NOT_WRITABLE,
+        "not_a_directory": NOT_A_DIRECTORY,
+        "checkpoint_name": CHECKPOINT_NAME,
     }
     need, more = question.need, list[str]()
     if need is not None:
         given |= {"thorough": "yes", "project": need.project, "exp_dir": need.exp_dir}
+        given["load"] = need.load
         more += (
             f"needed=({' '.join(map(shlex.quote, need.paths))})",
+            f"written=({' '.join(map(shlex.quote, need.written))})",
             *world.program(
                 need.project,
                 question.python,
@@ -281,7 +302,8 @@ def read(answer: Answer, question: Question, before: float, after: float) -> Fac
     clock = answer.get("clock").replace(",", ".")
     theirs = float(clock) if clock else before
     skew = theirs - before if theirs < before else max(0.0, theirs - after)
-    paths = question.need.paths if question.need else ()
+    paths, written = (question.need.paths, question.need.written) if question.need else ((), ())
+    places = {path: _place(answer, f"_{number}") for number, path in enumerate(written)}
     return Facts(
         cpus=answer.number("cpus") or None,
         gpus=answer.number("gpus"),
@@ -299,14 +321,17 @@ def read(answer: Answer, question: Question, before: float, after: float) -> Fac
         project=answer.get("project") == "yes",
         missing=tuple(paths[int(number)] for number in answer.get("absent").split()),
         place=_place(answer),
+        written={path: place for path, place in places.items() if place is not None},
+        checkpoint=answer.get("checkpoint") == "yes",
     )
 
 
-def _place(answer: Answer) -> Place | None:
-    if not answer.get("existing"):
+def _place(answer: Answer, suffix: str = "") -> Place | None:
+    existing = answer.get(f"existing{suffix}")
+    if not existing:
         return None
-    unfit, user = answer.get("unfit"), answer.get("user")
-    return Place(answer.get("existing"), unfit, user, answer.number("free"))
+    unfit, user = answer.get(f"unfit{suffix}"), answer.get("user")
+    return Place(existing, unfit, user, answer.number(f"free{suffix}"))
 
 
 def packages_of(facts: Sequence[Facts]) -> list[str]:

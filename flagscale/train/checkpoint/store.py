@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.arguments.paths import CHECKPOINT_NAME
 from flagscale.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"iter_(\d{7,})")
+_NAME = re.compile(CHECKPOINT_NAME)
 _REMAINS = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)")
 _REQUIRED = ("metadata.json", ".metadata", "common.pt")
 _MANIFEST_VERSION = 1

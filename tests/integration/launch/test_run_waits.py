@@ -122,8 +122,9 @@ TINY = {
 
 @pytest.mark.torch
 def test_what_does_not_fit_after_joining_is_told(lab: Lab, tmp_path: Path) -> None:
-    """The training program itself: its ranks have met when it finds that it has nothing to load."""
-    lab.configure("", task={"entrypoint": None}, runner={"nproc_per_node": 1})
+    """The training program itself: its ranks have met when it finds that it has nothing to load.
+    A preflight would have told it before."""
+    lab.configure("", task={"entrypoint": None}, runner={"nproc_per_node": 1, "preflight": False})
     conf = lab.root / "conf" / "lab.yaml"
     config = yaml.safe_load(conf.read_text(encoding="utf-8"))
     none = tmp_path / "none"

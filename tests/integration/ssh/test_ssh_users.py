@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from bed.host import Host
-from launch_lab import until
+from launch_lab import PROJECT, until
 from ssh_lab import SshLab
 
 pytestmark = [
@@ -54,6 +55,42 @@ def test_an_ordinary_user_runs_queries_and_stops(lab: SshLab) -> None:
     stopped = lab.do("stop")
     assert stopped.returncode == 0, stopped.stderr
     assert lab.orphans() == {}
+
+
+def test_checkpoints_go_where_the_user_may_write(lab: SshLab) -> None:
+    """As each host's own answer has it, for the directories that training itself uses."""
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+    train = {
+        "system": {
+            **{"save": str(lab.root / "kept" / "x"), "load": str(lab.root / "base")},
+            "finetune": True,
+        },
+        "model": {**model, "lr": 1.0e-3, "train_iters": 2, "global_batch_size": 2},
+        "data": {"mock_data": True, "data_cache_path": str(lab.root / "cache")},
+    }
+    program = PROJECT / "flagscale" / "train" / "train_gpt.py"
+    lab.configure(
+        hostfile=HOSTFILE,
+        runner={"no_shared_fs": True},
+        task={"entrypoint": str(program)},
+        top={"train": train},
+    )
+    for host in lab.bed.hosts:
+        open_python(host)
+        host.run(["mkdir", "-p", lab.root / "base" / "iter_0000002", lab.root / "kept"])
+        host.run(["chown", "-R", USER, lab.root])
+    lab.bed["h01"].run(["chown", "root", lab.root / "kept"])
+    lab.bed["h01"].run(["rmdir", lab.root / "base" / "iter_0000002"])
+    done = lab.do("check", "json=true")
+    assert done.returncode == 2
+    checks = json.loads(done.stdout)
+    found = {(one["name"], one["hosts"]): one["found"] for one in checks}
+    assert found["save", "h00"].startswith(f"{lab.root / 'kept' / 'x'}: ")
+    assert found["save", "h01"] == f"{lab.root / 'kept'} is not writable for user {USER}"
+    assert ("data_cache_path", "h00") in found
+    assert ("data_cache_path", "h01") not in found
+    assert found["load", "h00"] == f"{lab.root / 'base'} holds a checkpoint"
+    assert "holds no checkpoint, and finetune asks for one" in found["load", "h01"]
 
 
 def test_a_directory_that_the_user_may_not_write_is_refused(lab: SshLab) -> None:

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flagscale.config.arguments import paths
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.plan import LaunchPlan, Machine
 from flagscale.launch.planning.script import render
-from flagscale.launch.remote import answer, code, facts, look, probe, start, stop
+from flagscale.launch.remote import answer, code, facts, look, place, probe, start, stop
 from flagscale.launch.remote.answer import Answer, Piece, parse
 from flagscale.launch.remote.facts import Need, Question
 from flagscale.launch.remote.look import Wish
@@ -45,7 +46,9 @@ def state(make_plan: MakePlan) -> RunState:
 def programs(make_plan: MakePlan, state: RunState) -> dict[str, str]:
     plan = make_plan(hosts=TWO, exp_dir=Path(f"/data/{HOSTILE}"))
     host = plan.hosts[1]
-    need = Need(HOSTILE, HOSTILE, [HOSTILE], compared=True, backend={"a": HOSTILE})
+    need = Need(
+        HOSTILE, HOSTILE, [HOSTILE], [HOSTILE], HOSTILE, compared=True, backend={"a": HOSTILE}
+    )
     question = Question(HOSTILE, HOSTILE, HOSTILE, HOSTILE, port=0, need=need)
     everything = Wish(fetch=True, output=True, count=True, last_line=True)
     return {
@@ -122,6 +125,28 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert found.python.packages["torch"] == metadata.version("torch")
     assert found.python_error == ""
     assert found.alive == ""
+
+
+def test_directories_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "whole" / "iter_0000002").mkdir(parents=True)
+    (tmp_path / "none" / "iter_2").mkdir(parents=True)
+    written = [str(tmp_path / name) for name in (HOSTILE, "file/x", "none/iter_2")]
+    for load, holds in ((tmp_path / "whole", True), (tmp_path / "none", False), ("", False)):
+        need = Need(str(tmp_path), str(tmp_path), written=written, load=str(load), fresh=True)
+        question = Question("", str(tmp_path), sys.executable, need=need)
+        found = facts.read(ask(question, tmp_path), question, 0.0, 4e9)
+        assert found.checkpoint is holds
+        assert paths.holds_checkpoint(str(load)) is holds
+        places = [found.written[path] for path in written]
+        here = [place.look(Path(path)) for path in written]
+        for both in (places, here):
+            assert [(one.existing, one.unfit) for one in both] == [
+                (str(tmp_path), ""),
+                (str(tmp_path / "file"), place.NOT_A_DIRECTORY),
+                (written[2], ""),
+            ]
+            assert [(one.free or 0) > 0 for one in both][::2] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.local import Check, exit_code, require
 from flagscale.launch.preflight.survey import Survey, plan_of
-from flagscale.launch.remote.facts import NOT_WRITABLE, Facts, Place
+from flagscale.launch.remote.facts import Facts
+from flagscale.launch.remote.place import NOT_WRITABLE, Place
 from flagscale.launch.remote.world import World
 from flagscale.launch.transport.errors import ChangedHostKeyError, NoRouteError
 

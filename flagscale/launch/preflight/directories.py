@@ -1,0 +1,108 @@
+"""The directories that training starts from and writes to, held against what a host has there.
+
+The experiment's own directory is one of them; those below it that the YAML does not name are not
+looked at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flagscale.config.arguments import paths, rules
+from flagscale.config.checks import Arguments
+from flagscale.config.schema import Experiment
+from flagscale.launch.layout import Layout
+from flagscale.launch.planning.per_host import Settings
+from flagscale.launch.planning.plan import LaunchPlan, unnamed_directories
+from flagscale.launch.preflight.local import Check, check_space
+from flagscale.launch.remote.place import NOT_WRITABLE, Place, look
+
+_CACHE = "data_cache_path"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a host's ranks use. ``written``: paths by the argument that names them. ``without`` is
+    what holds where ``load`` has no checkpoint; ``expected``: whether the YAML says it has one."""
+
+    load: str = ""
+    without: tuple[str, str | None] = ("", None)
+    expected: bool = False
+    written: Mapping[str, str] = field(default_factory=dict)
+
+
+def wanted(experiment: Experiment, layout: Layout, own: Settings, *, first: bool) -> Wanted:
+    """What a host with these settings uses; the rank that reports is on the ``first``. Nothing is
+    known of a foreign program, which may give the arguments another meaning."""
+    if experiment.task.foreign:
+        return Wanted()
+    args = Arguments.of_sections(own.sections, experiment.sources)
+    values = {**args.values(), **unnamed_directories(layout, own.sections)}
+    named = {"save": values["save"]}
+    cache = paths.data_cache(values)
+    if first:
+        named["tensorboard_dir"] = values["tensorboard_dir"]
+        if cache is not None and cache[1] in args.given:
+            named[_CACHE] = str(cache[0])
+    return Wanted(
+        load=values["load"] or "",
+        without=rules.missing_checkpoint(values),
+        expected="load" in args.given and values["load"] != values["save"],
+        written={
+            name: path
+            for name, path in named.items()
+            if path and "://" not in path and (name in args.given or name == _CACHE)
+        },
+    )
+
+
+def check_here(experiment: Experiment, plan: LaunchPlan, own: Settings) -> Iterator[Check]:
+    """The checks of this machine."""
+    exp_dir = plan.exp_dir
+    yield check_directory("exp_dir", str(exp_dir), look(exp_dir), key="experiment.exp_dir")
+    want = wanted(experiment, plan.layout, own, first=True)
+    places = {path: look(Path(path)) for path in want.written.values()}
+    yield from judge(want, places, holds=paths.holds_checkpoint(want.load))
+
+
+def judge(want: Wanted, places: Mapping[str, Place], *, holds: bool) -> Iterator[Check]:
+    """The checks of a host that has these ``places`` by path, and ``holds`` a checkpoint or not."""
+    unfit = set[str]()
+    for name, path in want.written.items():
+        place = places.get(path)
+        # What keeps `save` from being made keeps the cache beside it, too: once is enough.
+        if name != _CACHE or place is None or place.existing not in unfit:
+            yield _written(name, path, place)
+        if place is not None and place.unfit:
+            unfit.add(place.existing)
+    found, hint = want.without
+    if want.load and holds:
+        yield Check("load", True, f"{want.load} holds a checkpoint")
+    elif want.load or hint is not None:
+        yield Check("load", hint is None, found, hint or "", warning=want.expected)
+
+
+def _written(name: str, path: str, place: Place | None) -> Check:
+    read_only = place is not None and (place.existing, place.unfit) == (path, NOT_WRITABLE)
+    if name == _CACHE and read_only:
+        found = f"{path} is not writable: what is not cached there yet cannot be used"
+        return Check(name, True, found, warning=True)
+    return check_directory(name, path, place, key=name)
+
+
+def check_directory(name: str, path: str, place: Place | None, *, key: str) -> Check:
+    """A directory that is to be written. ``key``: what names another one."""
+    if place is None:
+        return Check(name, False, f"{path}: it did not say what is there")
+    if place.unfit == NOT_WRITABLE and place.user:
+        found = f"{place.existing} is {place.unfit} for user {place.user}"
+        hint = f"set {key}, give the user the directory, or the hostfile another user="
+        return Check(name, False, found, hint)
+    if place.unfit:
+        hint = f"set {key} to a directory that can be written"
+        return Check(name, False, f"{place.existing} is {place.unfit}", hint)
+    if place.free is None:
+        return Check(name, True, f"{path}: free space unknown", warning=True)
+    return check_space(name, path, place.free, key)

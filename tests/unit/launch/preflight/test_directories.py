@@ -1,0 +1,190 @@
+"""The directories that training starts from and writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.schema import Experiment, Runner, Task, Train
+from flagscale.launch.layout import Layout
+from flagscale.launch.planning.hosts import Host
+from flagscale.launch.planning.per_host import settings
+from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.preflight.directories import Wanted, check_here, judge, wanted
+from flagscale.launch.preflight.hosts import check_hosts
+from flagscale.launch.preflight.local import Check
+from flagscale.launch.preflight.survey import Survey
+from flagscale.launch.remote.facts import Facts
+from flagscale.launch.remote.place import NOT_A_DIRECTORY, NOT_WRITABLE, Place
+
+OWN = "/data/runs/tiny"
+ROOM = Place("/", user="trainer", free=1 << 40)
+DENIED = Place("/mnt", NOT_WRITABLE, "trainer")
+
+MakeExperiment = Callable[..., Experiment]
+
+
+@pytest.fixture
+def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
+    """An experiment of this project's own program with these arguments."""
+
+    def make(*, exp_dir: Path = Path(OWN), **arguments: Any) -> Experiment:
+        return make_experiment(
+            task=Task(entrypoint=Path("/opt/program.py")),
+            train=Train(system={"checkpoint": arguments}),
+            runner=Runner(nproc_per_node=1),
+            exp_dir=exp_dir,
+        )
+
+    return make
+
+
+def of(experiment: Experiment, *, first: bool = True) -> Wanted:
+    layout = Layout(experiment.exp_dir)
+    return wanted(experiment, layout, settings(experiment, Host("h0", 1)), first=first)
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "written"),
+    [
+        pytest.param({}, True, {}, id="below-the-experiment"),
+        pytest.param(
+            {"save": "/a/b"}, True, {"save": "/a/b", "data_cache_path": "/a/data_cache"}, id="save"
+        ),
+        pytest.param({"save": "/a/b"}, False, {"save": "/a/b"}, id="other-host"),
+        pytest.param(
+            {"save": "/a/b", "path_to_cache": "/c"},
+            True,
+            {"save": "/a/b", "data_cache_path": "/c"},
+            id="cache",
+        ),
+        pytest.param(
+            {"save": None, "tensorboard_dir": "/t/b"},
+            True,
+            {"tensorboard_dir": "/t/b", "data_cache_path": "/t/data_cache"},
+            id="board",
+        ),
+        pytest.param({"tensorboard_dir": "s3://b"}, True, {}, id="object-storage"),
+    ],
+)
+def test_what_is_written(
+    experiment: MakeExperiment, given: dict[str, Any], first: bool, written: dict[str, str]
+) -> None:
+    assert of(experiment(**given), first=first).written == written
+
+
+def test_nothing_is_known_of_a_foreign_program(make_experiment: MakeExperiment) -> None:
+    foreign = make_experiment(train=Train(system={"save": "/a", "load": "/b", "finetune": True}))
+    assert list(judge(of(foreign), {}, holds=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "holds", "row"),
+    [
+        pytest.param({}, False, (True, False, f"{OWN}/checkpoints holds no"), id="first-run"),
+        pytest.param({}, True, (True, False, f"{OWN}/checkpoints holds a"), id="second-run"),
+        pytest.param({"load": "/l"}, False, (True, True, "/l holds no checkpoint; "), id="load"),
+        pytest.param({"load": "/l"}, True, (True, False, "/l holds a checkpoint"), id="there"),
+        pytest.param(
+            {"load": "/l", "save": "/l"}, False, (True, False, "/l holds no"), id="resumes-its-own"
+        ),
+        pytest.param(
+            {"load": "/l", "finetune": True},
+            False,
+            (False, True, "/l holds no checkpoint, and finetune asks for one"),
+            id="finetune",
+        ),
+        pytest.param(
+            {"load": "/l", "finetune": True}, True, (True, False, "/l holds a"), id="finetune-there"
+        ),
+        pytest.param(
+            {"load": None, "finetune": True},
+            False,
+            (False, False, "no checkpoint is named, and finetune asks for one"),
+            id="finetune-of-nothing",
+        ),
+        pytest.param({"load": None}, False, None, id="no-load"),
+    ],
+)
+def test_the_checkpoint_to_start_from(
+    experiment: MakeExperiment,
+    given: dict[str, Any],
+    holds: bool,
+    row: tuple[bool, bool, str] | None,
+) -> None:
+    want = of(experiment(**given))
+    places = dict.fromkeys(want.written.values(), ROOM)
+    rows = [one for one in judge(want, places, holds=holds) if one.name == "load"]
+    if row is None:
+        assert rows == []
+        return
+    (check,) = rows
+    assert (check.ok, check.warning) == row[:2]
+    assert check.found.startswith(row[2])
+    assert bool(check.hint) is not check.ok
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "ok", "found"),
+    [
+        pytest.param("save", ROOM, True, "1,048,576 MiB free", id="room"),
+        pytest.param("save", DENIED, False, "/mnt is not writable for user trainer", id="rights"),
+        pytest.param(
+            "save", Place("/f", NOT_A_DIRECTORY), False, "/f is not a directory", id="file"
+        ),
+        pytest.param("save", Place("/", free=1000), False, "0 MiB free", id="full"),
+        pytest.param("save", None, False, "did not say", id="silent"),
+        pytest.param("data_cache_path", DENIED, False, "/mnt is not writable", id="no-cache"),
+        pytest.param(
+            "data_cache_path", Place("/mnt/x", NOT_WRITABLE), True, "not cached", id="read-only"
+        ),
+    ],
+)
+def test_what_cannot_be_written(name: str, place: Place | None, ok: bool, found: str) -> None:
+    places = {} if place is None else {"/mnt/x": place}
+    (check,) = judge(Wanted(written={name: "/mnt/x"}), places, holds=False)
+    assert check.ok is ok
+    assert found in check.found
+    assert ok or place is None or name in check.hint
+
+
+def test_this_machine_is_looked_at(
+    experiment: MakeExperiment, make_plan: Callable[..., LaunchPlan], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    given = experiment(exp_dir=tmp_path / "exp", save=str(tmp_path / "file" / "x"))
+    own = settings(given, Host("localhost"))
+    checks = {one.name: one for one in check_here(given, make_plan(exp_dir=given.exp_dir), own)}
+    assert [name for name, check in checks.items() if not check.ok] == ["save"]
+    assert checks["save"].found == f"{tmp_path / 'file'} is not a directory"
+
+
+def test_every_host_is_looked_at(
+    experiment: MakeExperiment, make_plan: Callable[..., LaunchPlan]
+) -> None:
+    hosts = (Host("n1", 1), Host("n2", 1), Host("n3", 1))
+    given = experiment(save="/mnt/x", load="/l")
+    fine = {"/mnt/x": ROOM, "/mnt/data_cache": ROOM}
+    denied = {"/mnt/x": DENIED}
+    found = Survey(
+        hosts,
+        {
+            0: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoint=True),
+            1: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoint=True),
+            2: Facts(1, 0, "eth0", "b", 0.0, written=denied),
+        },
+    )
+    plan = make_plan(hosts=hosts, runner=Runner(nproc_per_node=1))
+    names = ("save", "data_cache_path", "load")
+    rows: list[Check] = [one for one in check_hosts(given, plan, found) if one.name in names]
+    assert [(one.name, one.hosts, one.ok, one.warning) for one in rows] == [
+        ("save", "n[1-2]", True, False),
+        ("save", "n3", False, False),
+        ("data_cache_path", "n1", True, False),
+        ("load", "n[1-2]", True, False),
+        ("load", "n3", True, True),
+    ]
+    assert rows[0].found == "/mnt/x: more than 2 GiB free"
