@@ -107,7 +107,12 @@ def _by_file(world: World, path: Path, port: int, timeout: timedelta) -> Store:
 def leave(world: World) -> None:
     """Remove what the meeting left on disk. Call on rank 0 once all ranks have met."""
     if world.rank == 0 and world.meeting:
-        _meeting_file(world).unlink(missing_ok=True)
+        file = _meeting_file(world)
+        file.unlink(missing_ok=True)
+        if world.launcher == "local":
+            # Made for this meeting alone, by a process that may be killed before it removes it.
+            with suppress(OSError):
+                file.parent.rmdir()
 
 
 def part(store: Store, world: World, seconds: float) -> None:

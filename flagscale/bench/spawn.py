@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from flagscale.bench.world import MEETING_VARIABLE, STARTER_VARIABLE
+from flagscale.launch.liveness.kernel import die_with
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 4.0
@@ -40,9 +41,9 @@ def spawn(
     """Run ``command`` as ``count`` ranks and wait; the exit code of the whole.
 
     Output is this process's own, or ``rank_<n>.log`` of ``log_dir``, of which rank 0's is shown as
-    well. A signal that would end this process ends the ranks. With ``share`` they are a host's
-    ranks of a larger world, and end as well when nobody reads this process's output any more: the
-    connection that brought it has gone.
+    well. A signal that would end this process ends the ranks, and so does its death. With ``share``
+    they are a host's ranks of a larger world, and end as well when nobody reads this process's
+    output any more: the connection that brought it has gone.
     """
     first = 0 if share is None else share.first
     with tempfile.TemporaryDirectory(prefix="flagscale-bench-") as directory, ExitStack() as stack:
@@ -57,7 +58,13 @@ def spawn(
                     output = stack.enter_context(log_path(log_dir, first + local).open("wb"))
                 environment = _environment(local, count, Path(directory), share)
                 ranks.append(
-                    subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdout=output,
+                        stderr=output,
+                        preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509 - no lock
+                    )
                 )
             shown = log_path(log_dir, 0) if log_dir is not None and first == 0 else None
             with _Follower(shown) as follower:

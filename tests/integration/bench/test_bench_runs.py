@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -230,19 +231,36 @@ def test_a_rank_that_dies_or_hangs_is_named(
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-def test_an_interrupted_run_takes_its_ranks_along(tmp_path: Path) -> None:
-    result = tmp_path / "part.json"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_a_run_that_ends_takes_its_ranks_along(tmp_path: Path, number: signal.Signals) -> None:
+    result, scratch = tmp_path / "part.json", tmp_path / "scratch"
+    scratch.mkdir()
     line = f"allr -r 2 -d fp32 -b 1K -e 30000 -i 4 -n 3 --json {result}"
     process = subprocess.Popen(
         [sys.executable, PROGRAM, *line.split()],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
     )
-    deadline = time.monotonic() + 60
-    while not result.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    _until(result.exists)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.terminate()
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    process.send_signal(number)
+    killed = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
+    assert process.wait(timeout=30) == killed
+    _until(lambda: not any(_lives(child) for child in children))
+    assert list(scratch.glob("flagscale-bench-*")) == []
+
+
+def _lives(pid: str) -> bool:
+    """An orphan may wait for a process 1 that does not collect it."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def _until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
