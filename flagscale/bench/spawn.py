@@ -23,6 +23,9 @@ _GRACE_SECONDS = 4.0
 """For the others, once a rank has failed, to find out why and to keep what they have."""
 _KILL_SECONDS = 3.0
 _LAUNCHER_SECONDS = 10.0
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_UNWIND_SECONDS = 60
+"""More than a launcher, a lost host and Slurm together may take to end what was started."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,25 @@ def call(words: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let TERM and HUP unwind this thread as Ctrl-C does, so that what was started is ended."""
-    previous = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+    """Let TERM, HUP and INT unwind this thread once, so that what was started is ended.
+
+    A second one does not disturb that, and the kernel ends this process where it takes too long.
+    Signals that this process was started to ignore, as by nohup, stay ignored.
+    """
+    previous = {s: signal.getsignal(s) for s in _ENDING}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+    ended = False
     try:
         yield
+    except _Ended:
+        ended = True
+        raise
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if not ended:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def python_path() -> str:
@@ -161,6 +176,10 @@ class _Ended(KeyboardInterrupt):
 
 
 def _interrupt(number: int, _frame: object) -> None:
+    for other in _ENDING:
+        # Not SIG_IGN, which what is started to clean up would inherit.
+        signal.signal(other, lambda *_: None)
+    signal.alarm(_UNWIND_SECONDS)
     ended = _Ended()
     ended.exit_code = 128 + number
     raise ended

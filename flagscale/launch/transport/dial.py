@@ -84,16 +84,21 @@ class Dialer(Closing):
         self._open: set[socket.socket | Connection] = set()
 
     def close(self) -> None:
-        """Close every connection that is open or being opened; whoever waits for one fails."""
+        """Close every connection that is open or being opened; whoever waits for one fails.
+
+        Where an interrupt cuts this short, another call closes the rest.
+        """
         self._stopped.set()
         with self._lock:
-            doomed, self._open = self._open, set()
+            doomed = tuple(self._open)
             self._jumps.clear()
         for thing in doomed:
             if isinstance(thing, Connection):
                 thing.close()
             else:
                 _shut(thing)
+            with self._lock:
+                self._open.discard(thing)
         self._identities.close()
 
     def connect(self, target: SshTarget) -> Connection:
