@@ -1,10 +1,12 @@
 """What the benchmark runs on each host that it reaches by SSH; its orders come on stdin.
 
-``prepare`` answers with a free port and a directory for files; ``run`` is a host's ranks.
+``prepare`` answers with a free port, a directory for files and the addresses it knows; ``run`` is
+a host's ranks.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shutil
@@ -12,7 +14,8 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from flagscale.bench.spawn import Share, spawn, unheard
@@ -30,6 +33,10 @@ class Prepared:
     """Free at this moment."""
     scratch: str
     """A new directory for the files of this run."""
+    machine: str = ""
+    """What the host calls itself."""
+    known: dict[str, bool] = field(default_factory=dict)
+    """The addresses it was asked about and can resolve: whether to more than itself."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,28 @@ class Order:
         return cls(share=share, command=tuple(given.pop("command")), **given)
 
 
-def prepare() -> Prepared:
-    """A free port of this host and a directory that is its owner's alone."""
+def prepare(addresses: Sequence[str] = ()) -> Prepared:
+    """A free port of this host and a directory that is its owner's alone; which of ``addresses``
+    it knows."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = int(probe.getsockname()[1])
-    return Prepared(port, tempfile.mkdtemp(prefix="flagscale-bench-"))
+    known = look_up(addresses)
+    scratch = tempfile.mkdtemp(prefix="flagscale-bench-")
+    return Prepared(port, scratch, socket.gethostname(), known)
+
+
+def look_up(addresses: Sequence[str]) -> dict[str, bool]:
+    """Which of ``addresses`` this host can resolve, and whether to more than itself."""
+    known: dict[str, bool] = {}
+    for address in addresses:
+        try:
+            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            continue
+        numbers = [str(place[4][0]).partition("%")[0] for place in found]
+        known[address] = not all(ipaddress.ip_address(number).is_loopback for number in numbers)
+    return known
 
 
 def run(order: Order) -> int:
@@ -93,16 +116,17 @@ def _abandoned(code: int) -> bool:
 
 
 def main(words: list[str]) -> int:
-    """``prepare``, ``run`` or ``clean DIRECTORY``; the exit code."""
-    if words == ["prepare"]:
-        print(json.dumps(asdict(prepare())))
+    """``prepare ADDRESS ...``, ``run`` or ``clean DIRECTORY``; the exit code."""
+    if words[:1] == ["prepare"]:
+        print(json.dumps(asdict(prepare(words[1:]))))
         return 0
     if words == ["run"]:
         return run(Order.decode(sys.stdin.buffer.read()))
     if len(words) == 2 and words[0] == "clean":
         shutil.rmtree(words[1], ignore_errors=True)
         return 0
-    print("usage: python -m flagscale.bench.host prepare|run|clean DIRECTORY", file=sys.stderr)
+    usage = "prepare ADDRESS ...|run|clean DIRECTORY"
+    print(f"usage: python -m flagscale.bench.host {usage}", file=sys.stderr)
     return 2
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flagscale.bench.collectives import addresses
 from flagscale.bench.collectives.carried import Carried
 from flagscale.bench.collectives.spec import Placement
 from flagscale.bench.host import Order, Prepared
@@ -65,14 +66,14 @@ def run_over_ssh(
     that failed.
 
     Raises:
-        UnreachableError: a host cannot be reached, or was lost in the middle.
+        UnreachableError: a host cannot be reached, by us or by the others, or was lost in the
+            middle.
         ConfigError: a host has no flagscale at this machine's path.
     """
     sites = _sites(place)
     carried = Carried.of(words, dumps=dumps)
     with interruptible(), Fleet([site.target for site in sites], options=options) as fleet:
-        prepared = _prepare(fleet, sites, carried)
-        address = place.address or place.hosts[0].addr or place.hosts[0].name
+        prepared, address = _prepare(fleet, sites, carried, addresses.candidates(place))
         port = place.port or prepared[0].port
 
         def order(site: _Site) -> Order:
@@ -106,32 +107,55 @@ def _command(*words: str) -> list[str]:
     return [*python, "-m", "flagscale.bench.host", *words]
 
 
-def _prepare(fleet: Fleet, sites: Sequence[_Site], carried: Carried) -> list[Prepared]:
-    """Every host's port and directory, with the files in it."""
-
-    def prepare(connection: Connection) -> Prepared:
-        done = connection.run(_command("prepare"), timeout=_PREPARE_SECONDS)
-        if not done.ok:
-            said = done.error_text.strip().splitlines() or [f"exit code {done.exit_status}"]
-            raise ConfigError(
-                f"{connection.target.name}: {sys.executable} there cannot run the benchmark: "
-                f"{said[-1]}",
-                hint="flagscale and its Python must be at the same path on every host",
-            )
-        prepared = Prepared(**json.loads(done.text))
-        with RemoteFiles(connection) as files:
-            for local, name in carried.read:
-                files.put(local, f"{prepared.scratch}/{name}")
-            for name, text in carried.texts(prepared.scratch):
-                files.write(f"{prepared.scratch}/{name}", text.encode())
-            for _, name in (*carried.written, *carried.directories):
-                files.make_directories(f"{prepared.scratch}/{name}".rpartition("/")[0])
-        return prepared
-
-    outcomes = fleet.map(prepare)
+def _prepare(
+    fleet: Fleet, sites: Sequence[_Site], carried: Carried, choices: Sequence[str]
+) -> tuple[list[Prepared], str]:
+    """Every host's port and directory, with the files in it; and which of the addresses ``choices``
+    all of them can meet at. Where a host fails, all are clean again."""
+    outcomes = fleet.map(lambda connection: _prepare_one(connection, carried, choices))
     errors = {n: outcome.error for n, outcome in enumerate(outcomes) if outcome.error is not None}
-    require_all(errors, [site.target.name for site in sites], "nothing was measured")
-    return [outcome.get() for outcome in outcomes]
+    names = [site.target.name for site in sites]
+    try:
+        require_all(errors, names, "nothing was measured")
+        prepared = [outcome.get() for outcome in outcomes]
+        return prepared, addresses.agreed(choices, prepared, names)
+    except FlagscaleError:
+        scratch = {o.target: o.value.scratch for o in outcomes if o.value is not None}
+        fleet.map(lambda c: _clean(c, scratch[c.target]), targets=list(scratch))
+        raise
+
+
+def _prepare_one(connection: Connection, carried: Carried, choices: Sequence[str]) -> Prepared:
+    done = connection.run(_command("prepare", *choices), timeout=_PREPARE_SECONDS)
+    if not done.ok:
+        said = done.error_text.strip().splitlines() or [f"exit code {done.exit_status}"]
+        raise ConfigError(
+            f"{connection.target.name}: {sys.executable} there cannot run the benchmark: "
+            f"{said[-1]}",
+            hint="flagscale and its Python must be at the same path on every host",
+        )
+    prepared = Prepared(**json.loads(done.text))
+    try:
+        _send(connection, carried, prepared.scratch)
+    except FlagscaleError:
+        _clean(connection, prepared.scratch)
+        raise
+    return prepared
+
+
+def _send(connection: Connection, carried: Carried, scratch: str) -> None:
+    with RemoteFiles(connection) as files:
+        for local, name in carried.read:
+            files.put(local, f"{scratch}/{name}")
+        for name, text in carried.texts(scratch):
+            files.write(f"{scratch}/{name}", text.encode())
+        for _, name in (*carried.written, *carried.directories):
+            files.make_directories(f"{scratch}/{name}".rpartition("/")[0])
+
+
+def _clean(connection: Connection, scratch: str) -> None:
+    with suppress(HostError):
+        connection.run(_command("clean", scratch), timeout=_PREPARE_SECONDS)
 
 
 def _get_all(files: RemoteFiles, directory: str, local: Path) -> None:
@@ -204,8 +228,7 @@ class _Run:
                     _get_all(files, f"{order.scratch}/{name}/{case}", local / case)
             if self._logs is not None:
                 _get_all(files, f"{order.scratch}/{_LOGS}", self._logs)
-        with suppress(HostError):
-            connection.run(_command("clean", order.scratch), timeout=_PREPARE_SECONDS)
+        _clean(connection, order.scratch)
 
     def _done(self, outcome: Outcome[int]) -> None:
         """Runs in the main thread, as hosts end."""

@@ -71,9 +71,11 @@ def starter_argv(
             "--starter mpirun: mpirun is not installed here", hint="OpenMPI or MPICH"
         )
     _require_plain(place.hosts)
-    first = place.hosts[0]
+    # What reads an SSH configuration is no business of the ranks, which load this module too.
+    from flagscale.bench.collectives.addresses import candidates, known_here
+
     added = handed_on(environment)
-    added["MASTER_ADDR"] = place.address or first.addr or first.name
+    added["MASTER_ADDR"] = known_here(candidates(place))
     added["MASTER_PORT"] = str(place.port or _PORT)
     names = tuple(added)
     if place.ssh_config is not None:

@@ -172,7 +172,11 @@ def plan(
 
 def master_address(runner: Runner, hosts: Sequence[Host]) -> str:
     """The address at which ranks meet: what the user says, else the first host's."""
-    given = runner.master_addr or _endpoint(runner)[0]
+    return meeting_address(runner.master_addr or _endpoint(runner)[0], hosts)
+
+
+def meeting_address(given: str | None, hosts: Sequence[Host]) -> str:
+    """Where ranks on ``hosts`` meet, unless the user has ``given`` an address."""
     alone = "127.0.0.1" if len(hosts) == 1 else None
     return given or alone or hosts[0].addr or hosts[0].name
 

@@ -82,6 +82,37 @@ def test_a_host_that_cannot_be_reached_is_3_and_nothing_starts(
     assert done.err.startswith("error: nothing was measured: 1 of 2 host(s)\nh01: ")
     assert done.out == ""
     assert _ranks(bed) == []
+    assert _files(bed["h00"]) == []
+
+
+def _aliases(bed: Bed, tmp_path: Path, address: str) -> Path:
+    """An SSH configuration in which ``first`` and ``second`` are the hosts, by names that they do
+    not know themselves; ``address`` is that of the first."""
+    config = tmp_path / "ssh_config"
+    config.write_text(
+        f"Host first\n  HostName {address}\n  HostKeyAlias h00\n"
+        f"Host second\n  HostName {bed['h01'].address}\n{bed.ssh_config.read_text()}"
+    )
+    return config
+
+
+def test_hosts_that_only_ssh_knows_by_name_meet(bench: Any, bed: Bed, tmp_path: Path) -> None:
+    config = _aliases(bed, tmp_path, bed["h00"].address)
+    line = f"{_SHORT} -r 2 --hosts first second --ssh-config {config}"
+    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "2 ranks on 2 hosts: h00 [0] 1 x " in done.out
+
+
+def test_hosts_without_an_address_to_meet_at_are_3(bench: Any, bed: Bed, tmp_path: Path) -> None:
+    config = _aliases(bed, tmp_path, bed["h00"].address)
+    line = f"{_SHORT} -r 2 --hosts first second --ssh-config {config} --data-collector-host no-such"
+    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert done.code == 3
+    assert "the ranks cannot meet on first: no-such means nothing on first,second" in done.err
+    assert "--data-collector-host" in done.err
+    assert _ranks(bed) == []
+    assert [_files(host) for host in bed.hosts] == [[], []]
 
 
 @contextmanager

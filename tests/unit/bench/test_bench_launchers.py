@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from flagscale.bench.collectives import slurm, starters
+from flagscale.bench.collectives import addresses, slurm, starters
 from flagscale.bench.collectives.carried import Carried
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.files import UnreadableFileError
-from flagscale.bench.host import Order
+from flagscale.bench.host import Order, Prepared, look_up
 from flagscale.bench.spawn import Share
 from flagscale.bench.world import World, detect, first_host
 from flagscale.errors import ConfigError, UnreachableError
@@ -270,3 +270,66 @@ def test_ranks_over_ssh_know_where_rank_0_is() -> None:
 def test_an_order_survives_its_way() -> None:
     order = Order(("-m", "x"), 2, Share(3, 5, "a", 7), {"NCCL_A": "é\n'"}, "/d", "/s", None)
     assert Order.decode(order.encode()) == order
+
+
+_CONFIG = "Host alias\n  HostName 10.0.0.7\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--hosts alias b", ("alias", "10.0.0.7")),
+        ("--hosts b alias", ("b",)),
+        ("--hosts alias b --data-collector-host c", ("c",)),
+        ("--hosts alias", ("127.0.0.1",)),
+        ("--hosts-file {hosts}", ("10.1.1.1",)),
+    ],
+    ids=["alias", "name", "given", "alone", "addr"],
+)
+def test_where_ranks_may_meet(tmp_path: Path, line: str, expected: tuple[str, ...]) -> None:
+    config, hosts = tmp_path / "config", tmp_path / "hosts"
+    config.write_text(_CONFIG)
+    hosts.write_text("alias slots=1 addr=10.1.1.1\nb slots=1\n")
+    ranks = "" if "-file" in line else "-r 2"
+    place = _place(f"allr {ranks} --ssh-config {config} {line.format(hosts=hosts)}")
+    assert addresses.candidates(place) == expected
+
+
+def _prepared(machine: str, **known: bool) -> Prepared:
+    return Prepared(1, "/tmp/x", machine, known)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ([_prepared("x", a=True, b=True), _prepared("y", a=True, b=True)], "a"),
+        ([_prepared("x", b=True), _prepared("y", a=True, b=True)], "b"),
+        ([_prepared("x", a=False), _prepared("y", a=True)], "a"),
+        ([_prepared("x", a=False), _prepared("x", a=False)], "a"),
+    ],
+    ids=["first", "alias", "own-name-is-loopback", "one-machine-twice"],
+)
+def test_ranks_meet_where_every_host_finds_the_first(hosts: list[Prepared], expected: str) -> None:
+    assert addresses.agreed(("a", "b"), hosts, ["h1", "h2"]) == expected
+
+
+def test_hosts_that_cannot_meet_are_told_why() -> None:
+    hosts = [_prepared("x", b=False), _prepared("y", b=False), _prepared("z", a=True)]
+    with pytest.raises(UnreachableError) as caught:
+        addresses.agreed(("a", "b"), hosts, ["h1", "h2", "h3"])
+    assert caught.value.message == (
+        "nothing was measured: the ranks cannot meet on h1: a means nothing on h[1-2]; "
+        "b means nothing on h3; b is h2 itself on h2"
+    )
+    assert "--data-collector-host" in (caught.value.hint or "")
+
+
+def test_a_host_tells_which_addresses_it_knows() -> None:
+    asked = ("no-such-name.invalid", "", "127.0.0.1", "::1", "192.0.2.1", "a" * 300)
+    assert look_up(asked[2:5]) == {"127.0.0.1": False, "::1": False, "192.0.2.1": True}
+    assert not {asked[0], asked[5]} & {*look_up(asked)}
+
+
+def test_mpirun_is_told_an_address_that_this_machine_knows() -> None:
+    assert addresses.known_here(("no-such-name.invalid", "192.0.2.1")) == "192.0.2.1"
+    assert addresses.known_here(("no-such-name.invalid",)) == "no-such-name.invalid"
