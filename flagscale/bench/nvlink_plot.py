@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.collectives.plots import image_kind, image_of, new_figure, over_sizes
+from flagscale.bench.collectives.plots import (
+    image_kind,
+    image_of,
+    new_figure,
+    over_sizes,
+    require_matplotlib,
+)
 from flagscale.bench.files import read_object
 from flagscale.comm.fsccl.tune import Timing, best
 from flagscale.errors import ConfigError
@@ -58,5 +64,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "nvlink_plot.py") -> 
 
 
 def _draw(report: Path, figure: Path) -> int:
+    require_matplotlib(str(figure))
     write(read_object(report, str(report), "what nvlink_check keeps by --json"), figure)
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from flagscale.bench.agreement import plot
 from flagscale.bench.collectives.command import Parser, normalise
 from flagscale.bench.collectives.operations import operation
-from flagscale.bench.collectives.plots import image_kind
+from flagscale.bench.collectives.plots import require_image
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.files import read_object
@@ -79,7 +79,7 @@ def _parser(prog: str) -> Parser:
 def _main(words: list[str], prog: str) -> int:
     options = _parser(prog).parse(normalise(words))
     if options.plot is not None:
-        image_kind(options.plot, f"--plot {options.plot}")
+        require_image(options.plot, "--plot")
     if options.kept is not None:
         return _draw(options.kept, options.plot)
     if options.rounds < 2 or not 0 < options.limit < math.inf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -55,17 +56,37 @@ def new_figure(width: float, height: float) -> Any:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "plots and reports need matplotlib, which is not installed",
-            hint="pip install 'flagscale[bench]'",
-        ) from error
+    require_matplotlib("a figure")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     # Text as text: an SVG that can be searched. Ids that do not change from run to run.
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "flagscale"})
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def require_matplotlib(what: str) -> None:
+    """Refuse what cannot be drawn; ask while options are judged, before anything is measured.
+
+    Raises:
+        ConfigError: matplotlib, which ``what`` needs, is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{what} needs matplotlib, which is not installed",
+            hint="pip install 'flagscale[bench]', or python -m pip install -e '.[bench]' in a "
+            "checkout",
+        )
+
+
+def require_image(path: Path, flag: str) -> None:
+    """Refuse a file that ``flag`` names for a figure which could not be drawn into it.
+
+    Raises:
+        ConfigError: it has another ending than ``image_kind`` knows, or matplotlib is absent.
+    """
+    image_kind(path, f"{flag} {path}")
+    require_matplotlib(f"{flag} {path}")
 
 
 def image_kind(path: Path, name: str = "") -> str:

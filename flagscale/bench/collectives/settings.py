@@ -16,6 +16,7 @@ from flagscale.bench.collectives.command import CHECK_MODES, build_parser
 from flagscale.bench.collectives.datatypes import DATA_TYPES, DataType, data_type
 from flagscale.bench.collectives.operations import OPERATIONS, REDUCTIONS, Operation, operation
 from flagscale.bench.collectives.placing import at_least, placement
+from flagscale.bench.collectives.plots import image_kind, require_matplotlib
 from flagscale.bench.collectives.spec import (
     BackendOptions,
     BenchSpec,
@@ -40,7 +41,6 @@ _KEEPS_NOTHING: dict[str, Any] = {
     **{"report_to_json_file": None, "plot": [], "report": None, "imports": [], "baseline": None}
 }
 _DEFAULT_SIZE = 32 * 2**20
-_PLOT_SUFFIXES = (".svg", ".png")
 
 
 def parse_spec(
@@ -230,14 +230,15 @@ def _groups(options: argparse.Namespace) -> Groups:
 
 def _output(options: argparse.Namespace) -> Output:
     for path in options.plot:
-        if path.suffix.lower() not in _PLOT_SUFFIXES:
-            raise ConfigError(f"--plot {path}: expected a name ending in .svg or .png")
+        image_kind(path, f"--plot {path}")
     for flag, path in _written(options):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{flag} {path}: its directory does not exist")
     for path in options.imports:
         if not path.is_file():
             raise ConfigError(f"--import {path}: there is no such file")
+    for flag, path in _drawn(options):
+        require_matplotlib(f"{flag} {path}")
     return Output(
         format=options.format,
         statistics=parse_statistics(_words(options.stats)),
@@ -256,10 +257,13 @@ def _output(options: argparse.Namespace) -> Output:
 
 
 def _written(options: argparse.Namespace) -> list[tuple[str, Path]]:
-    found = [("--plot", path) for path in options.plot]
-    found += [("--report", options.report)] if options.report else []
     json = options.report_to_json_file
-    return found + ([("--report-to-json-file", json)] if json else [])
+    return _drawn(options) + ([("--report-to-json-file", json)] if json else [])
+
+
+def _drawn(options: argparse.Namespace) -> list[tuple[str, Path]]:
+    report = [("--report", options.report)] if options.report else []
+    return [*(("--plot", path) for path in options.plot), *report]
 
 
 def _comparison(options: argparse.Namespace) -> Comparison:

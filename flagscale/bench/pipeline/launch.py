@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from flagscale.bench.collectives.command import Parser
 from flagscale.bench.collectives.datatypes import data_type
+from flagscale.bench.collectives.plots import require_image
 from flagscale.bench.collectives.sizes import format_size, parse_size
 from flagscale.bench.pipeline.plan import (
     DEFAULTS,
@@ -90,9 +91,9 @@ def _parser(prog: str) -> Parser:
 def _main(words: list[str], prog: str) -> int:
     options = _parser(prog).parse(words)
     plan = _plan(options)
-    if options.plot is not None and options.plot.suffix.lower() not in (".svg", ".png"):
-        raise ConfigError(f"--plot {options.plot}; expected a file .svg or .png")
     world = detect(os.environ)
+    if options.plot is not None and (world is None or world.rank == 0):
+        require_image(options.plot, "--plot")
     if world is None:
         if options.nworkers is None:
             raise ConfigError(

@@ -106,7 +106,7 @@ def test_flags_reach_the_specification() -> None:
         ("allr --tolerance lots", "expected a share"),
         ("allr --baseline /nowhere.json", "no such file"),
         ("allr --import /nowhere.txt", "no such file"),
-        ("allr --plot curve.gif", "expected a name ending in .svg or .png"),
+        ("allr --plot curve.gif", "expected a file that ends in .svg or .png"),
         ("allr --report /nowhere/x.html", "its directory does not exist"),
         ("allr --coalesced-cc-size-ratio [1,0]", "expected such as [1,2,1]"),
         ("allr --coalesced-cc-size-ratio []", "expected such as [1,2,1]"),

@@ -1,0 +1,50 @@
+"""Figures that cannot be drawn are refused before anything is measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flagscale.bench.agreement.launch import main as agreement
+from flagscale.bench.collectives.launch import main as collectives
+from flagscale.bench.nvlink_plot import main as nvlink
+from flagscale.bench.pipeline.launch import main as pipeline
+
+
+@pytest.mark.parametrize(
+    ("main", "line", "what"),
+    [
+        (collectives, "allr -r 2 --plot x.svg", "--plot x.svg"),
+        (collectives, "allr -r 2 --report x.html", "--report x.html"),
+        (collectives, "--batch batch.txt -r 2", "--batch batch.txt:1: --plot x.png"),
+        (collectives, "allr -r 2 --hosts a b --plot x.svg", "--plot x.svg"),
+        (pipeline, "-r 2 --plot x.svg", "--plot x.svg"),
+        (agreement, "-r 2 --plot x.svg", "--plot x.svg"),
+        (agreement, "--import kept.json --plot x.svg", "--plot x.svg"),
+        (nvlink, "kept.json x.svg", "x.svg"),
+    ],
+    ids=["plot", "report", "batch", "hosts", "pipeline", "agreement", "import", "nvlink"],
+)
+def test_without_matplotlib_nothing_is_measured(
+    main: Callable[[list[str]], int],
+    line: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "batch.txt").write_text("allr --plot x.png\n")
+    (tmp_path / "kept.json").write_text("{}")
+    # What importing finds where a package is not installed.
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[0]) == (
+        "",
+        f"error: {what} needs matplotlib, which is not installed",
+    )
+    assert "pip install 'flagscale[bench]'" in err
