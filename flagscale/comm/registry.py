@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CommBackend", "DeviceType", "backend", "names", "options_of", "usable"]
 
+_KEY = "distributed_backend"
+
 
 class Gloo(CommBackend):
     name = "gloo"
@@ -166,8 +168,10 @@ def names() -> tuple[str, ...]:
     return (*_OWN, *(name for name in _all() if name not in _OWN))
 
 
-def backend(name: str) -> CommBackend:
+def backend(name: str, given_by: str = _KEY) -> CommBackend:
     """The adapter called ``name``, or one for a map such as ``cpu:gloo,cuda:nccl``.
+
+    ``given_by``: the key or flag that messages say the name is a value of.
 
     Raises:
         ConfigError: no backend has this name; the message gives the nearest and all names.
@@ -180,7 +184,7 @@ def backend(name: str) -> CommBackend:
     near = difflib.get_close_matches(name, _all(), n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"distributed_backend: {name!r} is not a known backend{meant} (known: {', '.join(names())})"
+        f"{given_by}: {name!r} is not a known backend{meant} (known: {', '.join(names())})"
     )
 
 
@@ -200,14 +204,18 @@ def options_of(name: str, words: Sequence[str]) -> OptionValues:
     return parse(name, found.options, words)
 
 
-def usable(name: str, device: DeviceType, operations: Collection[str] = ()) -> CommBackend:
+def usable(
+    name: str, device: DeviceType, operations: Collection[str] = (), given_by: str = _KEY
+) -> CommBackend:
     """The backend that runs when a YAML says ``name`` and its tensors are on ``device``.
+
+    ``given_by``: as for :func:`backend`.
 
     Raises:
         ConfigError: the name is unknown, this machine cannot use the backend, or the backend
             cannot do one of ``operations`` on ``device``.
     """
-    found = backend(name).resolve(device)
+    found = backend(name, given_by).resolve(device)
     reason = _unfit(found, device, operations)
     if reason is None:
         return found
@@ -215,7 +223,7 @@ def usable(name: str, device: DeviceType, operations: Collection[str] = ()) -> C
     hints = [f"to get it: {found.how_to_get}"] if found.how_to_get else []
     hints += [f"on this machine these work: {', '.join(others)}"] if others else []
     raise ConfigError(
-        f"distributed_backend: {name!r} cannot be used here: {reason}",
+        f"{given_by}: {name!r} cannot be used here: {reason}",
         hint="; ".join(hints) or None,
     )
 

@@ -88,7 +88,7 @@ def _check(options: argparse.Namespace) -> None:
     port = options.data_collector_port
     if port is not None and not 0 < port < 2**16:
         raise ConfigError(f"--data-collector-port {port}; expected 1 to 65535")
-    registry.backend(options.backend)
+    registry.backend(options.backend, given_by="--backend")
 
 
 def _named(words: Iterable[str]) -> tuple[Host, ...]:

@@ -102,7 +102,7 @@ def _prepare(specs: Sequence[BenchSpec], world: World) -> tuple[Facts, Flagscale
         device = devices.choose(placement.device, world.local_rank)
         for spec in specs:
             for name in spec.backends:
-                found = registry.usable(name, device.kind)
+                found = registry.usable(name, device.kind, given_by=spec.backends_flag)
                 found.export(spec.options_of(name))
                 _load(found)
             _possible(spec, device.kind)
@@ -144,7 +144,7 @@ def _possible(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
     kept = tuple(op for op in spec.operations if op.name not in lacking)
     if not kept:
         operation, name = next(iter(lacking.items()))
-        registry.usable(name, kind, [operation])
+        registry.usable(name, kind, [operation], given_by=spec.backends_flag)
     notes = [f"{op}: left out, {name} cannot do it on {kind}" for op, name in lacking.items()]
     return replace(spec, operations=kept, notes=(*spec.notes, *notes))
 

@@ -63,6 +63,7 @@ def from_options(
         options = argparse.Namespace(**{**vars(options), **_KEEPS_NOTHING})
     operations = _operations(options.operation)
     check, notes, comparison = _check(options), _notes(options), _comparison(options)
+    place = placement(options)
     judged = comm.judge(comparison.backends or (options.backend,), options.comm)
     return BenchSpec(
         operations=operations,
@@ -77,7 +78,7 @@ def from_options(
         groups=_groups(options),
         output=_output(options),
         comparison=comparison,
-        placement=placement(options),
+        placement=place,
         options=tuple(BackendOptions(n, tuple(v.items())) for n, v in judged.items() if v),
         timing=options.timing,
         average=_average(options.average),
@@ -273,7 +274,7 @@ def _comparison(options: argparse.Namespace) -> Comparison:
             f"--compare {options.compare!r}; expected two backends, such as nccl,fsccl"
         )
     for name in names:
-        registry.backend(name)
+        registry.backend(name, given_by="--compare")
     at_least("--compare-rounds", options.compare_rounds, 2)
     if options.baseline is not None and not options.baseline.is_file():
         raise ConfigError(f"--baseline {options.baseline}: there is no such file")

@@ -199,6 +199,11 @@ class BenchSpec:
         """What is measured, by the names it is asked for."""
         return self.comparison.backends or (self.placement.backend,)
 
+    @property
+    def backends_flag(self) -> str:
+        """What those names are values of."""
+        return "--compare" if self.comparison.backends else "--backend"
+
     def options_of(self, name: str) -> OptionValues:
         """What is set of the backend called ``name``."""
         return next((dict(found.values) for found in self.options if found.name == name), {})

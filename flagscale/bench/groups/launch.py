@@ -148,8 +148,9 @@ def _plan(options: argparse.Namespace) -> Plan:
     repeats = options.repeats
     if options.simple:
         arms, counts, repeats = ("cold" if options.without_split else "bound",), (1,), 1
+    place = placement(options)
     judge([options.backend], options.comm)
-    return Plan(arms, counts, repeats, options.members, placement(options), tuple(options.comm))
+    return Plan(arms, counts, repeats, options.members, place, tuple(options.comm))
 
 
 def _run(plan: Plan, size: int, world: World | None, keep: Path | None) -> int:
@@ -157,7 +158,7 @@ def _run(plan: Plan, size: int, world: World | None, keep: Path | None) -> int:
     from flagscale.bench.groups.summary import findings, table
 
     kind = device_kind(plan.place.device)
-    backend = registry.usable(plan.place.backend, kind)
+    backend = registry.usable(plan.place.backend, kind, given_by="--backend")
     arms = [arm for arm in plan.arms if kind == "cuda" or arm not in _ON_ACCELERATORS]
     left_out = [arm for arm in plan.arms if arm not in arms]
     if not arms:

@@ -45,7 +45,7 @@ def run_rank(arm: str, count: int, plan: Plan, world: World, result: Path) -> in
     device = devices.choose(plan.place.device, world.local_rank)
     name = plan.place.backend
     values = registry.options_of(name, plan.comm)
-    backend = registry.usable(name, device.kind)
+    backend = registry.usable(name, device.kind, given_by="--backend")
     backend.export(values)
     # All but one, as in a sub-group of a node; two ranks at least have something to say.
     members = plan.members or max(min(2, world.size), world.size - 1)

@@ -100,9 +100,10 @@ def test_flags_reach_the_specification() -> None:
         ("allr -T 0", "-T/--timeout 0"),
         ("allr -a 4", "expected 0, 1, 2 or 3"),
         ("allr -z 2", "expected 0 or 1"),
-        ("allr --backend ncll", "did you mean 'nccl'?"),
+        ("allr --backend ncll", "--backend: 'ncll' is not a known backend; did you mean 'nccl'?"),
+        ("allr --backend ncll --comm a=1", "--backend: 'ncll' is not a known backend"),
         ("allr --compare gloo", "expected two backends"),
-        ("allr --compare gloo,nope", "'nope' is not a known backend"),
+        ("allr --compare gloo,nope", "--compare: 'nope' is not a known backend"),
         ("allr --tolerance lots", "expected a share"),
         ("allr --baseline /nowhere.json", "no such file"),
         ("allr --import /nowhere.txt", "no such file"),
@@ -125,6 +126,7 @@ def test_mistakes_are_named(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_spec(line.split())
     assert message in str(error.value)
+    assert "distributed_backend" not in str(error.value)
     assert error.value.exit_code == 2
 
 

@@ -72,7 +72,7 @@ def test_few_runs_and_no_difference_are_said() -> None:
         ("-r 2 --groups 0", "at least 1"),
         ("-r 2 --members 3", "expected 1 to 2"),
         ("-r 2 --without-split", "goes with --simple"),
-        ("-r 2 --backend ncll", "did you mean 'nccl'?"),
+        ("-r 2 --backend ncll", "error: --backend: 'ncll' is not a known backend"),
         ("-r 2 --device cpu --arms split", "only accelerators can be bound"),
     ],
 )
