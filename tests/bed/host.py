@@ -200,10 +200,10 @@ class Host:
     # -- sshd ---------------------------------------------------------------------------------
 
     def write_sshd_config(self) -> None:
-        lines = "".join(f"{key} {value}\n" for key, value in self.sshd_options.items())
         defaults = SSHD_CONFIG.format(directory=self.directory)
-        # sshd takes the first value it reads.
-        (self.directory / "sshd_config").write_text(lines + defaults)
+        settings = dict(line.split(" ", 1) for line in defaults.splitlines())
+        lines = (f"{key} {value}\n" for key, value in {**settings, **self.sshd_options}.items())
+        (self.directory / "sshd_config").write_text("".join(lines))
 
     def sshd(self) -> HostProcess | None:
         """The listening sshd, not the sessions it has started."""

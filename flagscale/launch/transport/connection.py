@@ -29,6 +29,7 @@ from flagscale.launch.transport.target import SshTarget
 
 # Seconds that paramiko's thread gets to end after it reported an error.
 _LAST_WORDS = 0.5
+_SFTP_HINT = "give the host's sshd_config the line `Subsystem sftp internal-sftp`, and reload sshd"
 
 
 class Connection(Closing):
@@ -144,7 +145,7 @@ class Connection(Closing):
 
     def open_sftp(self) -> paramiko.SFTPClient:
         """An SFTP client whose operations give up on a silent host; see :mod:`.files`."""
-        with self._answer_within(self._lost, "start a file transfer"):
+        with self._answer_within(self._lost, "start a file transfer over SFTP", _SFTP_HINT):
             channel = self._session()
             channel.invoke_subsystem("sftp")
             channel.settimeout(self._lost)
@@ -169,8 +170,9 @@ class Connection(Closing):
         return self.transport.open_session(timeout=self._lost)
 
     @contextlib.contextmanager
-    def _answer_within(self, seconds: float, what: str) -> Iterator[None]:
+    def _answer_within(self, seconds: float, what: str, hint: str | None = None) -> Iterator[None]:
         """End the connection, and with it the block, where the server is silent for too long.
+        ``hint``: what to do where it refuses.
 
         paramiko waits without a limit for answers to requests.
         """
@@ -195,7 +197,7 @@ class Connection(Closing):
                 raise ConnectionLostError(self.target.name, what) from error
             if isinstance(error, paramiko.SSHException) and self.stands():
                 what = f"{self.target.route} refuses to {what}: {error}"
-                raise ChannelRefusedError(self.target.name, what) from error
+                raise ChannelRefusedError(self.target.name, what, hint=hint) from error
             raise self.lost() from error
         finally:
             timer.cancel()

@@ -85,6 +85,16 @@ def test_a_host_that_cannot_be_reached_is_3_and_nothing_starts(
     assert _files(bed["h00"]) == []
 
 
+def test_a_host_without_file_transfers_is_3(bench: Any, bed: Bed, tmp_path: Path) -> None:
+    bed["h01"].restart_sshd(Subsystem="other internal-sftp")
+    line = f"{_SHORT} -r 2 --hosts h00 h01"
+    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert done.code == 3
+    assert "h01: " in done.err
+    assert "Subsystem sftp internal-sftp" in done.err
+    assert [_files(host) for host in bed.hosts] == [[], []]
+
+
 def _aliases(bed: Bed, tmp_path: Path, address: str) -> Path:
     """An SSH configuration in which ``first`` and ``second`` are the hosts, by names that they do
     not know themselves; ``address`` is that of the first."""

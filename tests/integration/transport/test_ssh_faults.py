@@ -225,6 +225,21 @@ def test_a_transfer_over_a_cut_link_ends(bed: Bed, config: SshConfig) -> None:
             connection.run(["true"])
 
 
+@pytest.mark.parametrize(
+    "subsystem", ["other internal-sftp", "sftp /nowhere/sftp-server"], ids=["absent", "broken"]
+)
+@pytest.mark.bed(hosts=1)
+def test_a_host_without_file_transfers_says_what_it_needs(
+    bed: Bed, config: SshConfig, subsystem: str
+) -> None:
+    bed[0].restart_sshd(Subsystem=subsystem)
+    with connect(config.target("h00"), IMPATIENT) as connection:
+        with pytest.raises(e.ChannelRefusedError, match="refuses to start a file transfer") as said:
+            RemoteFiles(connection)
+        assert "Subsystem sftp internal-sftp" in (said.value.hint or "")
+        assert connection.run(["echo", "still here"]).text == "still here\n"
+
+
 @pytest.mark.bed(hosts=1)
 def test_a_connection_that_breaks_during_the_login(bed: Bed, config: SshConfig) -> None:
     """Whichever way the client learns of it: it is said, and nothing but that."""
