@@ -92,11 +92,9 @@ def virtual_chunks(values: Values) -> int | None:
 
 def needs_checkpoint(values: Values) -> str | None:
     """The argument that asks for a checkpoint in ``load``; None where training may start without
-    one. What a run saves itself is not there at first, so to take only a part of it asks nothing.
+    one. To leave out a part of it, should there be one, asks for nothing.
     """
-    names = ["exit_on_missing_checkpoint", "finetune"]
-    if values["load"] not in (None, values["save"]):
-        names += ["no_load_optim", "no_load_rng"]
+    names = ("exit_on_missing_checkpoint", "finetune")
     return next((name for name in names if values[name]), None)
 
 
