@@ -84,7 +84,7 @@ class HostDevice : public Device {
     if (found == kKernels.end()) return nullptr;
     return const_cast<void*>(static_cast<const void*>(&*found));
   }
-  void launch(Function f, u32 blocks, u32, const Args& args, Stream) override {
+  void launch(Function f, u32 blocks, u32, const Args& args, Stream, bool) override {
     const auto& kernel = *static_cast<const std::pair<const std::string, Kernel>*>(f);
     log_->kernels.push_back(kernel.first);
     log_->again = [&kernel, blocks, args] {

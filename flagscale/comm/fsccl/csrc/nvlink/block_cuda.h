@@ -14,6 +14,14 @@ class CudaBlock {
   FSCCL_FN u32 threads() const { return blockDim.x; }
   FSCCL_FN u32 channel() const { return blockIdx.x; }
   FSCCL_FN u32 channels() const { return gridDim.x; }
+  // What came before on the stream is over after this: a kernel launched early (device.h) begins
+  // when the one before lets it. Then lets the next begin, which waits here.
+  FSCCL_FN void follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  }
   FSCCL_FN void sync() { __syncthreads(); }
   FSCCL_FN bool any(bool mine) { return __syncthreads_or(mine); }
   FSCCL_FN void fence() { __threadfence_system(); }

@@ -71,6 +71,10 @@ class CudaDevice : public Device {
     check(driver().init(0), "starting CUDA's driver");
     check(driver().device_get(&device_, number), "finding the device");
     check(driver().device_uuid(&uuid_, device_), "asking for the device's identity");
+    int version = 0, major = 0;
+    check(driver().version(&version), "asking for the driver's version");
+    check(driver().device_attribute(&major, cuda::kDeviceMajor, device_), "asking for what it can");
+    can_launch_early_ = version >= cuda::kLaunchEarlyVersion && major >= 9;
     check(driver().context_retain(&context_, device_), "the device's context");
     const Current here(context_);
     check(driver().stream_create(&stream_, cuda::kStreamNonBlocking), "making a stream");
@@ -182,11 +186,17 @@ class CudaDevice : public Device {
     return found;
   }
 
-  void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream) override {
+  void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream,
+              bool early) override {
     const Current here(context_);
     void* parameters[] = {const_cast<Args*>(&args)};
-    check(driver().launch(f, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, nullptr),
-          "launching a kernel");
+    cuda::LaunchAttribute attribute{};
+    attribute.id = cuda::kLaunchEarly;
+    attribute.allowed = 1;
+    const unsigned attributes = early && can_launch_early_ ? 1 : 0;
+    const cuda::LaunchConfig config{
+        {blocks, 1, 1}, {threads, 1, 1}, 0, stream, &attribute, attributes};
+    check(driver().launch(&config, f, parameters, nullptr), "launching a kernel");
   }
 
   // Nothing can be ordered across the edge of a graph's capture; a program that captures must have
@@ -242,6 +252,7 @@ class CudaDevice : public Device {
   std::mutex ordering_;
   int device_ = 0;
   cuda::Uuid uuid_{};
+  bool can_launch_early_ = false;
   void *context_ = nullptr, *stream_ = nullptr, *event_ = nullptr;
   std::map<std::string, void*> modules_;
 };

@@ -16,6 +16,24 @@ struct Uuid {
   char bytes[16];
 };
 
+struct LaunchAttribute {
+  int id;
+  int unused;
+  union {
+    int allowed;
+    char most[64];
+  };
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned count;
+};
+
+constexpr int kLaunchEarly = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr int kLaunchEarlyVersion = 12030;  // graphs capture it since
+constexpr int kDeviceMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;
 constexpr unsigned kEventDisableTiming = 2;
@@ -46,9 +64,9 @@ constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: n
   X(module_load, "cuModuleLoadData", (void**, const void*))                                        \
   X(module_function, "cuModuleGetFunction", (void**, void*, const char*))                          \
   X(function_load, "cuFuncLoad", (void*))                                                          \
-  X(launch, "cuLaunchKernel",                                                                      \
-    (void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,   \
-     void**))                                                                                      \
+  X(version, "cuDriverGetVersion", (int*))                                                         \
+  X(device_attribute, "cuDeviceGetAttribute", (int*, int, int))                                    \
+  X(launch, "cuLaunchKernelEx", (const LaunchConfig*, void*, void**, void**))                      \
   X(stream_create, "cuStreamCreate", (void**, unsigned))                                           \
   X(stream_synchronize, "cuStreamSynchronize", (void*))                                            \
   X(stream_query, "cuStreamQuery", (void*))                                                        \

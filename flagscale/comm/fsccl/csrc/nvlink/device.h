@@ -38,7 +38,9 @@ class Device {
 
   // Null when there is none of this name.
   virtual Function function(const std::string& name) = 0;
-  virtual void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream) = 0;
+  // `early`: the kernel calls follow() first, and may be put on the GPU while the one before runs.
+  virtual void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream,
+                      bool early) = 0;
   // What is put on `later` from now on runs after what was put on `earlier`.
   virtual void order(Stream earlier, Stream later) = 0;
   // Whether nothing is left to do on the stream, as far as can be told.

@@ -199,6 +199,7 @@ void Communicator::connect(const std::vector<std::string>& cards) {
     if (p != rank_ && card.device == mine.device && !engine_.device_->own(card.shared)) {
       fail(Fault::kMismatch, p, who + " is another process on the same GPU");
     }
+    shares_gpu_ = shares_gpu_ || (p != rank_ && card.device == mine.device);
     if (p != rank_ && !engine_.device_->linked(card.device)) {
       fail(Fault::kMismatch, p, who + "'s GPU and this rank's have no NVLink between them");
     }
@@ -309,6 +310,15 @@ bool Communicator::takes(const Call& call) {
   return call.bytes == 0 || prepare(call, registered(call) != nullptr, nullptr).function != nullptr;
 }
 
+// Kernels of ranks that wait for each other must all find room on their GPUs, whatever waits there
+// already: one that waits for the one before takes room, too. So only small ones begin early, and
+// none where ranks share a GPU.
+bool Communicator::early(const Launch& launch) const {
+  const bool follows = launch.algorithm == Algorithm::kFlagged ||
+                       launch.algorithm == Algorithm::kTwoShot;
+  return follows && launch.blocks <= kChannels / 2 && !shares_gpu_;
+}
+
 bool Communicator::run(const Call& call, const Shape* forced) {
   std::lock_guard<std::mutex> hold(mutex_);
   if (!connected_) fail(Fault::kUsage, -1, "run() before connect()");
@@ -333,7 +343,8 @@ bool Communicator::run(const Call& call, const Shape* forced) {
     for (int p = 0; p < size_; ++p) args.peer[p] = memory->peer[p] + offset;
   }
   if (ran_ && call.stream != last_stream_) engine_.device_->order(last_stream_, call.stream);
-  engine_.device_->launch(launch.function, launch.blocks, launch.threads, args, call.stream);
+  engine_.device_->launch(launch.function, launch.blocks, launch.threads, args, call.stream,
+                          early(launch));
   last_stream_ = call.stream;
   last_algorithm_ = launch.algorithm;
   ran_ = true;

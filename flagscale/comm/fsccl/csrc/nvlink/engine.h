@@ -159,6 +159,7 @@ class Communicator {
 
   const Launch& prepare(const Call& call, bool registered, const Shape* forced);
   const Registered* registered(const Call& call) const;
+  bool early(const Launch& launch) const;
 
   Engine& engine_;
   const int rank_, size_;
@@ -171,7 +172,7 @@ class Communicator {
   Args template_{};
   Table table_;
   std::mutex mutex_;
-  bool connected_ = false, ran_ = false;
+  bool connected_ = false, ran_ = false, shares_gpu_ = false;
   std::atomic<Algorithm> last_algorithm_{Algorithm::kOther};
   Stream last_stream_ = nullptr;
   std::unordered_map<u64, Launch> launches_;

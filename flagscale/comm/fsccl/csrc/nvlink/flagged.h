@@ -10,6 +10,9 @@
 // Epochs wrap after 2^32 operations. A packet that lay untouched for so long would look new, so
 // every 2^30 operations a rank clears its boxes, each at a moment when no peer can write to it:
 // peers write box (e + 1) % 2 only once they have this rank's packets of epoch e.
+//
+// Small ones take no longer than to launch them does, and may begin early: follow() is the first
+// thing that all of them do.
 #pragma once
 
 #include "access.h"
@@ -142,6 +145,7 @@ FSCCL_FN void send_flagged(B& b, const Args& a, Boxes<B>& boxes) {
 // all_reduce (stride_in 0) and reduce_scatter: everyone sums what it got.
 template <class E, class B>
 FSCCL_FN void reduce_flagged(B& b, const Args& a) {
+  b.follow();
   Boxes<B> boxes(b, a);
   if (boxes.lost_before()) return;
   send_flagged(b, a, boxes);
@@ -160,6 +164,7 @@ FSCCL_FN void reduce_flagged(B& b, const Args& a) {
 // all_gather (stride_in 0) and all_to_all.
 template <class B>
 FSCCL_FN void copy_flagged(B& b, const Args& a) {
+  b.follow();
   Boxes<B> boxes(b, a);
   if (boxes.lost_before()) return;
   send_flagged(b, a, boxes);
@@ -181,6 +186,7 @@ FSCCL_FN void copy_flagged(B& b, const Args& a) {
 // twice instead of ranks - 1 times. A box's first half is for inputs, its second for results.
 template <class E, class B>
 FSCCL_FN void all_reduce_flagged(B& b, const Args& a) {
+  b.follow();
   Boxes<B> boxes(b, a);
   if (boxes.lost_before()) return;
   const u64 all = (a.bytes + kWord - 1) / kWord, n = static_cast<u64>(a.ranks);
