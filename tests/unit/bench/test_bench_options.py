@@ -22,8 +22,8 @@ from flagscale.errors import ConfigError
             {"fsccl": {"debug": "INFO", "clusters": "4,4"}},
         ),
         (
-            "--comm debug=a=b --comm clusters=1,1 allr --backend fsccl",
-            {"fsccl": {"debug": "a=b", "clusters": "1,1"}},
+            "--comm socket_ifname=a=b --comm clusters=1,1 allr --backend fsccl",
+            {"fsccl": {"socket_ifname": "a=b", "clusters": "1,1"}},
         ),
         (
             "allr --compare gloo,fsccl --comm socket_ifname=lo fsccl.debug=INFO",
