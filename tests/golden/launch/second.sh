@@ -129,7 +129,8 @@ finish() {
             "$code" "$how" -1 >"$run_dir/.exit" && mv -- "$run_dir/.exit" "$exit_file"
     fi
     if [[ -n $after_stop ]]; then
-        (set +u -e && eval "$after_stop") ||
+        # A stop sends TERM to every process of the run; this may end in its grace period.
+        (trap "" TERM INT HUP; set +u -e && eval "$after_stop") ||
             echo "flagscale: after_stop failed with exit code $?" >&2
     fi
     rm -f -- "$pid_file" "$script_file"

@@ -74,6 +74,8 @@ std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
       while (come < keys.size() && rendezvous_->has({keys[come]})) ++come;
       absent_ = come < keys.size() ? from[come] : -1;
     }
+    // Where the segment is there it has the verdict, and the rendezvous may not.
+    if (open_.load(std::memory_order_acquire)) lane_->throw_if_aborted();
     if (nap.count() > 4000 && rendezvous_->has({kFailedKey})) {
       throw Error(Fault::kAborted, -1, rendezvous_->get({kFailedKey})[0]);
     }
