@@ -5,15 +5,14 @@
 // of its time.
 #pragma once
 
-#include <pthread.h>
-
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
+
+#include "thread.h"
 
 namespace fsccl {
 
@@ -61,10 +60,7 @@ class Executor {
 
  private:
   void loop() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);
-    pthread_setname_np(pthread_self(), "fsccl-worker");
+    begin_thread("fsccl-worker");
     std::unique_lock<std::mutex> hold(mutex_);
     for (;;) {
       changed_.wait(hold, [this] { return !busy_ && (stop_ || !queue_.empty()); });

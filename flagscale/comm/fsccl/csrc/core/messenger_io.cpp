@@ -1,15 +1,14 @@
 // The messenger's connections and its thread.
-#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <csignal>
 #include <cstring>
 
 #include "messenger.h"
+#include "thread.h"
 
 namespace fsccl {
 namespace {
@@ -105,10 +104,7 @@ void Messenger::accept_all() {
 }
 
 void Messenger::run() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals belong to the program's own threads
-  pthread_setname_np(pthread_self(), "fsccl-messages");
+  begin_thread("fsccl-messages");
   std::vector<epoll_event> events(64);
   for (;;) {
     const int n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);

@@ -1,9 +1,6 @@
 #include "courier.h"
 
-#include <pthread.h>
-
-#include <csignal>
-
+#include "../core/thread.h"
 #include "pipe.h"
 
 namespace fsccl {
@@ -59,10 +56,7 @@ bool Courier::idle() const {
 }
 
 void Courier::run() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  pthread_setname_np(pthread_self(), "fsccl-courier");
+  begin_thread("fsccl-courier");
   std::unique_lock<std::mutex> hold(mutex_);
   int quiet = 0;
   while (!stop_ && !broken_) {

@@ -1,8 +1,6 @@
 #include "watch.h"
 
-#include <pthread.h>
-
-#include <csignal>
+#include "../core/thread.h"
 
 namespace fsccl {
 namespace {
@@ -37,10 +35,7 @@ bool Watch::drain(std::chrono::milliseconds limit) {
 }
 
 void Watch::run() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  pthread_setname_np(pthread_self(), "fsccl-watch");
+  begin_thread("fsccl-watch");
   Driver::get().allow_while_capturing();
   std::unique_lock<std::mutex> hold(mutex_);
   for (int sweeps = 0; !stop_; ++sweeps) {

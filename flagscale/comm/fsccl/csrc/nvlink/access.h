@@ -1,9 +1,10 @@
 // Reading and writing memory, sharing work among the threads of a block, and waiting.
 //
 // `B` is the block (block_cuda.h; on a CPU the tests' own). It has the places thread(), threads(),
-// channel(), channels(), kWarp; follow(), sync(), and any(), which tells what any thread said; plain
-// load() and store() of 1 to 16 bytes; release and acquire of flags, post() and seen(); send() and
-// receive() of packets; words of host memory, peek() and poke(); fence(), pause(), nanoseconds().
+// channel(), channels(), kWarp; follow(), sync(), and any(), which tells what any thread said;
+// plain load() and store() of 1 to 16 bytes; release and acquire of flags, post() and seen();
+// send() and receive() of packets; words of host memory, peek() and poke(); fence(), pause(),
+// nanoseconds().
 #pragma once
 
 #include "element.h"

@@ -9,6 +9,7 @@
 
 #include "../core/pieces.h"
 #include "../core/types.h"
+#include "expect.h"
 
 namespace fsccl {
 
@@ -17,18 +18,6 @@ struct Site {
   const char* op;  // for messages
   at::Device device;
 };
-
-// A number in a message of TORCH_CHECK, which would write it by a C++ stream. In a process with torch
-// on Ubuntu 24.04 (gcc 13) streams read no numbers, and a message that wrote some ended the process.
-template <class T>
-std::string digits(T number) {
-  return std::to_string(number);
-}
-
-inline void require_dense(const at::Tensor& t, const char* op) {
-  TORCH_CHECK_TYPE(!t.is_sparse() && t.layout() == at::kStrided, "fsccl: ", op,
-                   " needs dense tensors, got ", t.layout());
-}
 
 // The element type of a reduction. A complex number is two floats.
 inline DType dtype_of(const at::Tensor& t) {

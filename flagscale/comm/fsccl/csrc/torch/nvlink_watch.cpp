@@ -1,10 +1,9 @@
 #include "nvlink_watch.h"
 
-#include <pthread.h>
-
 #include <algorithm>
-#include <csignal>
 #include <thread>
+
+#include "../core/thread.h"
 
 namespace fsccl {
 namespace {
@@ -38,10 +37,7 @@ void NvlinkWatch::remove(const nvlink::Communicator* kernels) {
 }
 
 void NvlinkWatch::run() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  pthread_setname_np(pthread_self(), "fsccl-nvlink");
+  begin_thread("fsccl-nvlink");
   std::unique_lock<std::mutex> hold(mutex_);
   for (;;) {
     changed_.wait(hold, [this] { return !watched_.empty(); });

@@ -8,34 +8,6 @@ namespace {
 
 using c10d::OpType;
 
-// Lists that hold one entry a device in torch's interface, of which there is always one.
-template <class T>
-T& only(std::vector<T>& list, const char* op) {
-  TORCH_CHECK_VALUE(list.size() == 1, "fsccl: ", op, " takes one tensor a rank, got ",
-                    digits(list.size()));
-  return list[0];
-}
-
-void expect_ranks(size_t found, int ranks, const char* op) {
-  TORCH_CHECK_VALUE(found == static_cast<size_t>(ranks), "fsccl: ", op,
-                    " needs one tensor for each of ", digits(ranks), " ranks, got ",
-                    digits(found));
-}
-
-void expect_times(const at::Tensor& whole, const at::Tensor& part, int ranks, const char* op) {
-  TORCH_CHECK_VALUE(
-      whole.numel() == part.numel() * ranks && whole.scalar_type() == part.scalar_type(),
-      "fsccl: ", op, ": ", digits(whole.numel()), " elements of ", whole.scalar_type(), " are not ",
-      digits(ranks), " times ", digits(part.numel()), " of ", part.scalar_type());
-}
-
-void expect_type(const std::vector<at::Tensor>& list, const at::Tensor& like, const char* op) {
-  for (const at::Tensor& t : list) {
-    TORCH_CHECK_TYPE(t.scalar_type() == like.scalar_type(), "fsccl: ", op, ": tensors of ",
-                     t.scalar_type(), " and of ", like.scalar_type());
-  }
-}
-
 std::vector<Pieces> equal_parts(const at::Tensor& t, int parts) {
   const size_t each = t.nbytes() / static_cast<size_t>(parts);
   const auto* at = static_cast<const std::byte*>(t.const_data_ptr());
