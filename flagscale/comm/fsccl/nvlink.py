@@ -110,7 +110,7 @@ def _slot_bytes() -> int:
 class Shape:
     """An algorithm and its grid; 0 leaves the choice to the engine."""
 
-    algorithm: str  # flagged, two_shot, staged, direct
+    algorithm: str  # flagged, lines, two_shot, staged, direct
     blocks: int = 0
     threads: int = 0
 

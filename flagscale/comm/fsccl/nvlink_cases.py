@@ -18,10 +18,10 @@ _POISON = 77
 _POOL_BYTES = 64 << 20
 
 _ALGORITHMS = {
-    "all_reduce": ("flagged", "two_shot", "staged"),
-    "reduce_scatter": ("flagged", "staged"),
-    "all_gather": ("flagged", "staged"),
-    "all_to_all": ("flagged", "staged"),
+    "all_reduce": ("flagged", "lines", "two_shot", "staged"),
+    "reduce_scatter": ("flagged", "lines", "staged"),
+    "all_gather": ("flagged", "lines", "staged"),
+    "all_to_all": ("flagged", "lines", "staged"),
     "broadcast": ("staged",),
 }
 _REDUCING = ("all_reduce", "reduce_scatter")
@@ -260,6 +260,39 @@ def check_graph(world: World, group: Group, replays: int) -> tuple[int, list[str
         if wrong:
             break
     return replays * len(prepared), wrong
+
+
+def check_lines(world: World, group: Group, turns: int) -> tuple[int, list[str]]:
+    """Lines arrive whole: operations on end, each with values of its own everywhere."""
+    count, size = 60_000, group.size
+    device, dtype = world.device, torch.int32
+    given = {rank: torch.empty(count, dtype=dtype, device=device) for rank in group.members}
+    out = {rank: torch.empty(size * count, dtype=dtype, device=device) for rank in given}
+    wrong = {rank: torch.zeros((), dtype=torch.int64, device=device) for rank in given}
+    everyone = torch.arange(size, dtype=dtype, device=device)[:, None]
+    world.synchronize()
+
+    def run(collective: str, algorithm: str, turn: int, expect: torch.Tensor | int) -> bool:
+        for rank, values in given.items():
+            with world.on(rank):
+                values.fill_(turn * size + group.ranks.index(rank))
+        results = out if collective == "all_gather" else {r: t[:count] for r, t in out.items()}
+        did = group.run(collective, given, results, shape=Shape(algorithm, world.most_blocks))
+        for rank, result in results.items():
+            with world.on(rank):
+                wrong[rank] += (result.view(-1, count) != expect + turn * size).sum()
+        return did
+
+    ran = 0
+    for turn in range(turns):
+        ran += run("all_gather", "lines", turn, everyone)
+        # turn * size comes from every rank, and once from run().
+        sums = size * (size - 1) // 2 + turn * size * (size - 1)
+        ran += run("all_reduce", "two_shot", turn, sums)
+    world.synchronize()
+    found = {rank: int(differ) for rank, differ in wrong.items()}
+    texts = [f"rank {rank}: {n} values differ of lines" for rank, n in found.items() if n]
+    return ran, texts + group.failures()
 
 
 def check_absent(world: World) -> list[str]:

@@ -67,6 +67,7 @@ def _check(world: World, plan: Plan) -> dict[str, Any]:
         "operations": lambda: checks.check_operations(world, everyone, plan.quick),
         "registered": lambda: checks.check_registered(world, groups[1]),
         "groups": lambda: checks.check_groups(world, groups, turns),
+        "lines": lambda: checks.check_lines(world, everyone, 10 * turns),
         "graph": lambda: checks.check_graph(world, everyone, replays),
         "absent": lambda: (1, checks.check_absent(world)),
     }

@@ -19,7 +19,7 @@ SIZES = tuple(1 << power for power in range(10, 29, 2))
 _ROUNDS = 5
 _GRAPH_MICROSECONDS = 2000.0  # of work in a long graph, about
 _LONG_GRAPH, _SHORT_GRAPH = 100, 5  # the most calls
-_FLAGGED_MOST = 2 << 20
+_FLAGGED_MOST, _LINES_MOST = 256 << 10, 4 << 20
 
 
 @dataclass
@@ -51,10 +51,11 @@ def shapes(collective: str, size: int, registered: bool) -> Iterator[Shape]:
             yield Shape("direct", blocks, 512)
         return
     if size <= _FLAGGED_MOST:
-        for threads in (128, 256, 512):
-            yield Shape("flagged", 0, threads)
-        if collective == "all_reduce" and size >= 8192:
-            yield from (Shape("two_shot", 0, threads) for threads in (128, 256))
+        yield from (Shape("flagged", 0, threads) for threads in (128, 256, 512))
+    if 8192 <= size <= _LINES_MOST:
+        yield from (Shape("lines", 0, threads) for threads in (128, 256, 512))
+        if collective == "all_reduce":
+            yield from (Shape("two_shot", 0, threads) for threads in (128, 256, 512))
     if size >= 65536:
         for blocks in (8, 16, 24, 32):
             yield Shape("staged", blocks, 512)

@@ -86,10 +86,11 @@ def test_ranks_as_processes() -> None:
     assert run(build("memory"), "processes", 3, 150, 4) == (0, "ok\n", "")
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_broken_protocol_is_noticed(steps: int) -> None:
-    """Ranks that believe in flags before they are set: what the test above must be able to see."""
-    code, out, err = run(build("none"), "fibers", 3, 300, 1, steps)
+@pytest.mark.parametrize("broken", [(1,), (2,), (0, 1)], ids=["one-early", "two-early", "torn"])
+def test_a_broken_protocol_is_noticed(broken: tuple[int, ...]) -> None:
+    """Ranks that believe in flags before they are set, and lines that come in parts: what the test
+    above must be able to see."""
+    code, out, err = run(build("none"), "fibers", 3, 300, 1, *broken)
     assert (code, out) == (1, "")
     assert "wrong result" in err
 

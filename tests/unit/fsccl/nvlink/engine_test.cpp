@@ -38,7 +38,7 @@ void sizes_take_the_algorithms_of_the_table() {
     EXPECT(c->run(large, &wide));
     meeting.exchange(rank, "");
   });
-  const std::vector<std::string> expected = {"reduce_flagged_f32", "all_reduce_flagged_f32",
+  const std::vector<std::string> expected = {"reduce_flagged_f32", "all_reduce_lines_f32",
                                              "all_reduce_staged_f32_4", "reduce_flagged_f32",
                                              "all_reduce_staged_f32_4"};
   for (const Log& log : logs) EXPECT(log.kernels == expected);
@@ -166,7 +166,7 @@ void another_stream_is_ordered_after_the_last() {
 
 // Memory that all ranks reach, where their GPUs do not reach each other.
 struct Lent {
-  static constexpr u32 kChannels = 4;
+  static constexpr u32 kChannels = 16;
   explicit Lent(int ranks) : memory(Communicator::lent_bytes(kChannels) * ranks / sizeof(Packet)) {
     char* const first = reinterpret_cast<char*>(memory.data());
     for (int r = 0; r < ranks; ++r) {
@@ -227,10 +227,11 @@ void packets_cross_lent_memory() {
 
 void kernels_are_found_in_their_units() {
   const auto unit = [](Collective c, Algorithm a, DType t, int ranks) {
-    return unit_of(plan(c, {a, 0, 0}, t, 1 << 16, ranks).kernel);
+    return unit_of(plan(c, {a, 0, 0}, t, 1 << 14, ranks).kernel);
   };
   for (const int ranks : {2, 3, 8}) {
-    for (const Algorithm a : {Algorithm::kFlagged, Algorithm::kStaged, Algorithm::kDirect}) {
+    for (const Algorithm a :
+         {Algorithm::kFlagged, Algorithm::kLines, Algorithm::kStaged, Algorithm::kDirect}) {
       EXPECT(unit(Collective::kAllReduce, a, DType::kBF16, ranks) == "bf16");
       EXPECT(unit(Collective::kReduceScatter, a, DType::kU8, ranks) == "u8");
       EXPECT(unit(Collective::kAllGather, a, DType::kF64, ranks) == "movers");

@@ -107,14 +107,43 @@ class HostBlock {
     scheduler_->point(false);
     *low = atomic(&from->low)->load(std::memory_order_relaxed);
   }
+  // One thread plays a warp. A line that has its flag is there: that is what GPUs are taken to keep,
+  // and all of it that anything may rely on.
+  struct Share {
+    u64 word[kBundleWords];
+  };
+  void write_bundle(Bundle* to, const Share& share) {
+    aligned(to, sizeof(u64) * kLineWords);
+    for (u32 i = 0; i < kBundleWords; ++i) {
+      if (i % 5 == 0) scheduler_->point(false);
+      const u32 w = torn ? i ^ (kLineWords - 1) : i;
+      const bool flag = w % kLineWords == kLineWords - 1;
+      atomic(&to->word[w])
+          ->store(share.word[w], flag ? std::memory_order_release : std::memory_order_relaxed);
+    }
+  }
+  Share read_bundle(const Bundle* from) {
+    Share share;
+    for (u32 w = kBundleWords; w-- > 0;) {
+      if (w % 5 == 0) scheduler_->point(false);
+      const bool flag = w % kLineWords == kLineWords - 1;
+      share.word[w] = atomic(&from->word[w])
+                          ->load(flag ? std::memory_order_acquire : std::memory_order_relaxed);
+    }
+    return share;
+  }
+  u32 warp_or(u32 bits) { return bits; }
+
   u32 peek(const u32* word) { return atomic(word)->load(std::memory_order_relaxed); }
   void poke(u32* word, u32 value) { atomic(word)->store(value, std::memory_order_relaxed); }
   u64 nanoseconds() {
     return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count());
   }
 
-  // Breaks the protocol on purpose: flags are taken for so many steps later than they are.
+  // Break the protocol on purpose: flags are taken for so many steps later than they are, and lines
+  // arrive with their flags first.
   static inline u32 eager = 0;
+  static inline bool torn = false;
 
  private:
   template <class T>

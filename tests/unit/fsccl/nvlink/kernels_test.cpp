@@ -2,12 +2,13 @@
 // and its subgroups, in place and misaligned, without anything between them that would make ranks
 // wait for each other.
 //
-//   kernels_test <threads|processes|fibers|absent> <ranks> <operations> <seed> [steps too eager]
+//   kernels_test <threads|processes|fibers|absent> <ranks> <operations> <seed> [steps too eager] [1]
 //
 // threads, processes: a rank is a pool of threads in this or in a process of its own.
 // fibers: one thread; which fiber makes the next access is drawn by chance, and for long stretches
 // one rank is held back while the others run as far ahead as they can.
 // absent: the last rank never comes, and the others' time is limited.
+// The last argument tears lines.
 #include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -81,6 +82,7 @@ struct Rank {
     char* const to = slice ? out + index * part : out;
     args = arguments(op.collective, in, to, part, index, static_cast<int>(n), op.root);
     args.slot_bytes = kSlotBytes;
+    cut(op.collective, op.algorithm, op.plan.blocks, &args);
     args.math = math_of(op.reduction);
     args.factor = op.reduction.factor;
     args.timeout_ns = world.absent < 0 ? 0 : 20000000;
@@ -274,6 +276,7 @@ int main(int argc, char** argv) {
   const auto seed = static_cast<unsigned>(atoi(argv[4]));
   World world = make_world(atoi(argv[2]), static_cast<size_t>(atoi(argv[3])), seed);
   if (argc > 5) HostBlock::eager = static_cast<u32>(atoi(argv[5]));
+  HostBlock::torn = argc > 6;
   bool good = false;
   if (mode == "fibers") {
     good = Fibers(world, seed).run();

@@ -79,7 +79,7 @@ inline bool draw(Random& random, const World& world, Operation* op) {
                                     DType::kBF16, DType::kF32, DType::kF64};
   op->group = random() % world.groups.size();
   op->collective = static_cast<Collective>(random() % kCollectives);
-  op->algorithm = static_cast<Algorithm>(1 + random() % 4);
+  op->algorithm = static_cast<Algorithm>(1 + random() % (kAlgorithms - 1));
   op->reduction.dtype = one_of(random, types);
   op->reduction.op = static_cast<RedOp>(random() % 9);
   op->reduction.factor = 3;
@@ -135,7 +135,8 @@ inline World make_world(int ranks, size_t operations, unsigned seed) {
       auto* const counters = reinterpret_cast<Counters*>(world.arena(g, r));
       auto* const flags = reinterpret_cast<u32*>(world.arena(g, r) + kFlags);
       for (u32 c = 0; c < kChannels; ++c) {
-        counters[c].epoch = 0xFFFFFFF0u;
+        counters[c].packets = 0xFFFFFFF0u;
+        counters[c].bundles = 0xFFFFFFF0u;
         counters[c].step = 0xFFFFFFF0u;
         for (int p = 0; p < kMaxRanks; ++p) flags[c * 32 + p] = 0xFFFFFFF0u;
       }

@@ -1,10 +1,11 @@
 // Reading and writing memory, sharing work among the threads of a block, and waiting.
 //
 // `B` is the block (block_cuda.h; on a CPU the tests' own). It has the places thread(), threads(),
-// channel(), channels(), kWarp; follow(), sync(), and any(), which tells what any thread said;
-// plain load() and store() of 1 to 16 bytes; release and acquire of flags, post() and seen();
-// send() and receive() of packets; words of host memory, peek() and poke(); fence(), pause(),
-// nanoseconds().
+// channel(), channels(), kWarp; follow(), sync(), and any() and warp_or(), which tell what any
+// thread said of the block and of the warp; plain load() and store() of 1 to 16 bytes; release and
+// acquire of flags, post() and seen(); send() and receive() of packets, write_bundle() and
+// read_bundle() of a thread's Share of bundles; words of host memory, peek() and poke(); fence(),
+// pause(), nanoseconds().
 #pragma once
 
 #include "element.h"
@@ -12,7 +13,6 @@
 namespace fsccl {
 namespace nvlink {
 
-FSCCL_FN constexpr u64 ceil_to(u64 n, u64 unit) { return (n + unit - 1) / unit * unit; }
 FSCCL_FN constexpr u64 least(u64 a, u64 b) { return a < b ? a : b; }
 // What of [lo, lo + size) lies below `end`.
 FSCCL_FN constexpr u64 clip(u64 lo, u64 size, u64 end) {
@@ -135,6 +135,12 @@ FSCCL_FN void share_out(B& b, u32 parts, F f) {
   for (; part < parts; part += many ? parts : warps) f(part, first, team * kWarp);
 }
 
+// The k-th rank after this one, k < ranks.
+FSCCL_FN int peer(const Args& a, int k) {
+  const int p = a.rank + k;
+  return p < a.ranks ? p : p - a.ranks;
+}
+
 template <class B>
 FSCCL_FN Counters* counters(B& b, const Args& a) {
   return reinterpret_cast<Counters*>(a.arena[a.rank]) + b.channel();
@@ -162,15 +168,16 @@ class Patience {
   }
 
   // Until missing() has no bit left; each stands for a rank that is waited for. False once given
-  // up: then nothing is waited for any more.
-  template <class F>
-  FSCCL_FN bool wait(B& b, const Args& a, F missing) {
+  // up: then nothing is waited for any more. Threads that wait together, for whom missing() is the
+  // same, give up together: agree() tells what any of them says.
+  template <class F, class G>
+  FSCCL_FN bool wait(B& b, const Args& a, F missing, G agree) {
     u64 began = 0;
     for (u32 turn = 1;; ++turn) {
       const u32 who = missing();
       if (who == 0 || lost_) return !lost_;
       b.pause();
-      if (turn % kTurns == 0) lost_ = over(b, a, who, &began);
+      if (turn % kTurns == 0) lost_ = agree(over(b, a, who, &began));
     }
   }
 

@@ -1,8 +1,8 @@
 // What a kernel is told, and how the memory that ranks share is laid out.
 //
-// This header and the ones it serves (element.h, flagged.h, staged.h, direct.h) are compiled three
-// times: by nvcc or NVRTC, which has no standard headers, for a GPU, and by a C++ compiler for the
-// tests, where a thread of the operating system plays a thread of a block.
+// This header and those of the kernels are compiled three times: by nvcc or NVRTC, which has no
+// standard headers, for a GPU, and by a C++ compiler for the tests, where a thread of the operating
+// system plays a thread of a block.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -40,10 +40,11 @@ enum class Math : u32 { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor, kP
 // can be replayed, and every rank's count is the same. Counts only grow (and wrap); nothing is ever
 // reset, so there is no moment at which a reset could race.
 struct Counters {
-  u32 step;   // of staged.h and direct.h
-  u32 epoch;  // of flagged.h
-  u32 lost;   // not zero: it gave up waiting, and does nothing any more (see Patience)
-  u32 unused[29];
+  u32 step;     // of staged.h and direct.h
+  u32 packets;  // the last epoch of packets, see boxes.h
+  u32 bundles;  // and of bundles
+  u32 lost;     // not zero: it gave up waiting, and does nothing any more (see Patience)
+  u32 unused[28];
 };
 
 // Of a group on this rank, in host memory.
@@ -59,23 +60,37 @@ struct alignas(16) Packet {
   u64 low, high;  // the epoch in the upper 32 bits
 };
 
+// Four lines of 128 bytes, each of 15 words of data and the epoch: what the 32 threads of a warp
+// write at once, 16 bytes each.
+constexpr u64 kLine = 128;
+constexpr u32 kLineWords = kLine / sizeof(u64);
+constexpr u32 kBundleWords = 4 * kLineWords;
+struct alignas(kLine) Bundle {
+  u64 word[kBundleWords];
+};
+constexpr u64 kBundleData = 4 * (kLine - sizeof(u64));
+
 // A group's part of a rank's heap:
 //   Counters[kChannels]              the rank's own
-//   u32 flags[kChannels][32]         one 128-byte line a channel: what step each peer has posted
+//   u32 flags[kChannels][32]         a line a channel: what step each peer has posted
 //   Packet boxes[kChannels][2][..]   a channel's packets for odd and even epochs
+//   Bundle racks[kChannels][2][..]   and its bundles; kept apart, for a flag of the one may lie
+//                                    where the other has data
 //   slots[kChannels][kDepth][..]     a channel's staging
-constexpr u64 kLine = 128;
 constexpr u64 kFlags = kChannels * sizeof(Counters);
 constexpr u64 kBoxes = kFlags + kChannels * kLine;
-constexpr u64 kBoxBytes = 64 << 10;  // all sources of one parity of one channel
-constexpr u64 kSlots = kBoxes + kChannels * 2 * kBoxBytes;
+constexpr u64 kBoxBytes = 16 << 10;  // all sources of one parity of one channel
+constexpr u64 kRacks = kBoxes + kChannels * 2 * kBoxBytes;
+constexpr u64 kRackBytes = 64 << 10;
+constexpr u64 kSlots = kRacks + kChannels * 2 * kRackBytes;
 
 FSCCL_FN constexpr u64 arena_bytes(u64 slot_bytes) {
   return kSlots + kChannels * kDepth * slot_bytes;
 }
 
-// Packets that one source may send to one channel in one operation.
+// Packets and bundles that one source may send to one channel in one operation.
 FSCCL_FN constexpr u32 box_packets(u32 ranks) { return kBoxBytes / sizeof(Packet) / ranks; }
+FSCCL_FN constexpr u32 rack_bundles(u32 ranks) { return kRackBytes / sizeof(Bundle) / (ranks - 1); }
 
 struct Args {
   char* arena[kMaxRanks];  // of every rank, own included
@@ -92,6 +107,8 @@ struct Args {
   int rank, ranks;
   int root;        // of a broadcast, else -1
   u32 slot_bytes;
+  u32 rounds;      // staged.h: in how many rounds a channel does its part,
+  u64 piece;       // and how much of the message it takes in one; direct.h: how much at all
   u32 width_in;    // bytes of the widest access that every address in `in` allows: 1 to 16
   u32 width_out;
 };

@@ -59,6 +59,24 @@ class CudaBlock {
                  : "memory");
   }
 
+  // A thread's 16 bytes of a bundle. That lines stay whole needs all threads of a warp to do this by
+  // one instruction, so they come together before it.
+  struct Share {
+    u64 word[2];
+  };
+  FSCCL_FN void write_bundle(Bundle* to, const Share& share) {
+    __syncwarp();
+    send(reinterpret_cast<Packet*>(to) + thread() % kWarp, share.word[0], share.word[1]);
+  }
+  FSCCL_FN Share read_bundle(const Bundle* from) {
+    __syncwarp();
+    Share share;
+    receive(reinterpret_cast<const Packet*>(from) + thread() % kWarp, &share.word[0],
+            &share.word[1]);
+    return share;
+  }
+  FSCCL_FN u32 warp_or(u32 bits) { return __reduce_or_sync(~0u, bits); }
+
   FSCCL_FN u32 peek(const u32* word) {
     u32 value;
     asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");

@@ -38,13 +38,10 @@ FSCCL_FN void between_steps(B& b, const Args& a, F f) {
 template <class E, int Most, class B>
 FSCCL_FN void all_reduce_direct(B& b, const Args& a) {
   between_steps(b, a, [&] {
-    const u64 vecs = (a.bytes + kVecBytes - 1) / kVecBytes, n = static_cast<u64>(a.ranks);
-    const u64 rank = static_cast<u64>(a.rank);
-    const u64 lo = vecs * rank / n * kVecBytes;
-    const u64 hi = least(vecs * (rank + 1) / n * kVecBytes, a.bytes);
-    sum_peers<E, Most>(b, a, lo, hi - lo, kVecBytes, [&](bool whole, u64 at, const Vec& sum) {
+    const u64 lo = static_cast<u64>(a.rank) * a.piece, size = clip(lo, a.piece, a.bytes);
+    sum_peers<E, Most>(b, a, lo, size, kVecBytes, [&](bool whole, u64 at, const Vec& sum) {
       for (int k = 0; k < a.ranks; ++k) {
-        put(b, whole, a.peer[(a.rank + k) % a.ranks] + lo + at, hi - lo - at, kVecBytes, sum);
+        put(b, whole, a.peer[peer(a, k)] + lo + at, size - at, kVecBytes, sum);
       }
     });
   });
@@ -66,10 +63,9 @@ template <class B>
 FSCCL_FN void copy_direct(B& b, const Args& a) {
   between_steps(b, a, [&] {
     const u32 ranks = static_cast<u32>(a.ranks);
-    const u64 piece = ceil_to((a.bytes + b.channels() - 1) / b.channels(), kVecBytes);
-    const u64 lo = b.channel() * piece, size = clip(lo, piece, a.bytes);
+    const u64 lo = b.channel() * a.piece, size = clip(lo, a.piece, a.bytes);
     share_out(b, ranks, [&](u32 k, u32 first, u32 stride) {
-      const int p = static_cast<int>((a.rank + k) % ranks);
+      const int p = peer(a, static_cast<int>(k));
       const char* const from = a.in + p * a.stride_in + lo;
       char* const to = a.peer[p] + a.rank * a.stride_out + lo;
       if (to != from) move(b, to, kVecBytes, from, a.width_in, size, first, stride);

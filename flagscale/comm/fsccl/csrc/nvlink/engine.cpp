@@ -9,7 +9,7 @@ namespace fsccl {
 namespace nvlink {
 namespace {
 
-constexpr char kVersion[] = "fsccl-nvlink-3";
+constexpr char kVersion[] = "fsccl-nvlink-4";
 
 bool sums(const Call& call) {
   return call.collective == Collective::kAllReduce || call.collective == Collective::kReduceScatter;
@@ -296,6 +296,9 @@ const Communicator::Launch& Communicator::prepare(const Call& call, bool registe
   const Shape shape = table_.find(call.collective, registered, total);
   Launch made = make(shape);
   // A table may ask for more than boxes hold.
+  if (made.function == nullptr && shape.algorithm == Algorithm::kFlagged && !lent_) {
+    made = make({Algorithm::kLines, 0, 0});
+  }
   if (made.function == nullptr && shape.algorithm != Algorithm::kOther && !lent_) {
     made = make({Algorithm::kStaged, 0, 0});
   }
@@ -315,6 +318,7 @@ bool Communicator::takes(const Call& call) {
 // none where ranks share a GPU.
 bool Communicator::early(const Launch& launch) const {
   const bool follows = launch.algorithm == Algorithm::kFlagged ||
+                       launch.algorithm == Algorithm::kLines ||
                        launch.algorithm == Algorithm::kTwoShot;
   return follows && launch.blocks <= kChannels / 2 && !shares_gpu_;
 }
@@ -335,6 +339,7 @@ bool Communicator::run(const Call& call, const Shape* forced) {
   limit_ns_ = args.timeout_ns;
   args.host = template_.host;
   args.slot_bytes = template_.slot_bytes;
+  cut(call.collective, launch.algorithm, launch.blocks, &args);
   args.math = math_of(call.reduction);
   args.factor = call.reduction.factor;
   if (launch.algorithm == Algorithm::kDirect) {

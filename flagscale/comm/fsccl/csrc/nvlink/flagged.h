@@ -1,182 +1,134 @@
-// Small messages: data and flag in one packet, written straight into every peer's memory. Half of
-// what crosses is flags, and nothing is waited for but the data itself.
-//
-// Each operation has an epoch; packets of epoch e go to box e % 2. Why none is overwritten before
-// it is read: rank r writes for epoch e + 2 after its operation e + 1 has ended, so it had a packet
-// of epoch e + 1 from every peer p (each channel that takes part has one for every pair of ranks:
-// the host chooses the grid so). p sent that in its operation e + 1, after its operation e had
-// ended, in which it read all its packets of epoch e.
-//
-// Epochs wrap after 2^32 operations. A packet that lay untouched for so long would look new, so
-// every 2^30 operations a rank clears its boxes, each at a moment when no peer can write to it:
-// peers write box (e + 1) % 2 only once they have this rank's packets of epoch e.
+// Small messages, in cells (boxes.h): packets for the smallest, bundles for others.
 //
 // Small ones take no longer than to launch them does, and may begin early: follow() is the first
 // thing that all of them do.
 #pragma once
 
-#include "access.h"
+#include "boxes.h"
 
 namespace fsccl {
 namespace nvlink {
 
-FSCCL_FN constexpr u32 next_epoch(u32 last) { return last + 1 != 0 ? last + 1 : 2; }
-
-template <class B>
-class Boxes {
- public:
-  FSCCL_FN Boxes(B& b, const Args& a)
-      : b_(b),
-        a_(a),
-        epoch_(next_epoch(b.template load<u32>(
-            reinterpret_cast<const char*>(&counters(b, a)->epoch)))),
-        packets_(box_packets(static_cast<u32>(a.ranks))) {
-    constexpr u32 kClearing = (1u << 30) - 1;
-    if ((epoch_ & kClearing) <= 1) clear();
-  }
-
-  FSCCL_FN bool lost_before() const { return Patience<B>::lost_before(b_, a_); }
-
-  FSCCL_FN void send(int peer, u32 slot, u64 data) {
-    const u64 flag = static_cast<u64>(epoch_) << 32;
-    b_.send(box(peer, epoch_, a_.rank) + slot, (data & 0xFFFFFFFF) | flag, (data >> 32) | flag);
-  }
-
-  FSCCL_FN void send_others(u32 slot, u64 data) {
-    for (int k = 1; k < a_.ranks; ++k) send((a_.rank + k) % a_.ranks, slot, data);
-  }
-
-  // One packet of each rank whose bit is set in `from`: all are asked for before any is needed.
-  // False if waiting was given up: this thread has nothing to store or send then.
-  FSCCL_FN bool receive(u32 slot, u32 from, u64 (&data)[kMaxRanks]) {
-    const Packet* const mine = box(a_.rank, epoch_, 0) + slot;
-    return patience_.wait(b_, a_, [&] {
-      u64 low[kMaxRanks], high[kMaxRanks];
-      FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-        low[p] = high[p] = 0;
-        if (from >> p & 1) b_.receive(mine + static_cast<u64>(p) * packets_, &low[p], &high[p]);
-      }
-      u32 missing = 0;
-      FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-        if (low[p] >> 32 != epoch_ || high[p] >> 32 != epoch_) missing |= 1u << p;
-        data[p] = (low[p] & 0xFFFFFFFF) | high[p] << 32;
-      }
-      return missing & from;
-    });
-  }
-
-  FSCCL_FN u32 others() const { return ((1u << a_.ranks) - 1) & ~(1u << a_.rank); }
-
-  FSCCL_FN void finish() {
-    if (b_.any(patience_.lost())) return Patience<B>::lose(b_, a_);
-    if (b_.thread() == 0) b_.store(reinterpret_cast<char*>(&counters(b_, a_)->epoch), epoch_);
-  }
-
- private:
-  FSCCL_FN Packet* box(int owner, u32 epoch, int source) const {
-    char* const at = a_.arena[owner] + kBoxes + (b_.channel() * 2 + (epoch & 1)) * kBoxBytes;
-    return reinterpret_cast<Packet*>(at) + static_cast<u64>(source) * packets_;
-  }
-
-  FSCCL_FN void clear() {
-    Packet* const all = box(a_.rank, epoch_ + 1, 0);
-    for (u32 i = b_.thread(); i < kBoxBytes / sizeof(Packet); i += b_.threads()) {
-      b_.send(all + i, 0, 0);
-    }
-    b_.fence();
-    b_.sync();
-  }
-
-  B& b_;
-  const Args& a_;
-  const u32 epoch_, packets_;
-  Patience<B> patience_;
-};
-
-// This thread's packets of a list of `count`: f(packet, slot in its channel's box).
-template <class B, class F>
-FSCCL_FN void each_packet(B& b, u64 count, F f) {
-  u32 slot = b.thread();
-  for (u64 i = b.channel() * b.threads() + slot; i < count; i += b.channels() * b.threads()) {
+// This channel's and thread's cells of a list of `count`: f(cell, slot in its channel's box).
+template <class Kind, class B, class F>
+FSCCL_FN void each_cell(B& b, u32 count, F f) {
+  const u32 each = b.threads() / Kind::kThreads;
+  u32 slot = b.thread() / Kind::kThreads;
+  for (u32 i = b.channel() * each + slot; i < count; i += b.channels() * each) {
     f(i, slot);
-    slot += b.threads();
+    slot += each;
   }
 }
 
-template <class E>
-FSCCL_FN u64 sum_of(const Args& a, const u64 (&data)[kMaxRanks]) {
+template <class Kind>
+FSCCL_FN u32 cells_of(u64 bytes) {
+  return static_cast<u32>((bytes + Kind::kData - 1) / Kind::kData);
+}
+
+// f(w, offset in the message) for this thread's words of a cell.
+template <class Kind, class B, class F>
+FSCCL_FN void each_word(B& b, u32 cell, F f) {
+  FSCCL_UNROLL for (u32 w = 0; w < Kind::kWords; ++w) {
+    const int word = Kind::word(b, w);
+    if (word >= 0) f(w, cell * Kind::kData + static_cast<u32>(word) * sizeof(u64));
+  }
+}
+
+// This thread's words of a cell of the `bytes` at `from`; zeros for what is beyond.
+template <class Kind, class B>
+FSCCL_FN void load_cell(B& b, const Args& a, const char* from, u64 bytes, u32 cell,
+                        u64 (&data)[Kind::kWords]) {
+  FSCCL_UNROLL for (u32 w = 0; w < Kind::kWords; ++w) data[w] = 0;
+  each_word<Kind>(b, cell, [&](u32 w, u64 at) {
+    if (at < bytes) data[w] = load<u64>(b, from + at, bytes - at, a.width_in);
+  });
+}
+
+template <class Kind, class B>
+FSCCL_FN void store_cell(B& b, const Args& a, char* to, u64 bytes, u32 cell,
+                         const u64 (&data)[Kind::kWords]) {
+  each_word<Kind>(b, cell, [&](u32 w, u64 at) {
+    if (at < bytes) store(b, to + at, bytes - at, a.width_out, data[w]);
+  });
+}
+
+template <u32 kWords>
+FSCCL_FN void put(u64 (&data)[kMaxRanks][kWords], int rank, const u64 (&own)[kWords]) {
+  FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+    FSCCL_UNROLL for (u32 w = 0; w < kWords; ++w) {
+      if (p == rank) data[p][w] = own[w];
+    }
+  }
+}
+
+// The sums of all ranks' w-th words.
+template <class E, u32 kWords>
+FSCCL_FN u64 sum_of(const Args& a, const u64 (&data)[kMaxRanks][kWords], u32 w) {
   Sum<E, u64> sum;
   if (sum.plain(a)) {
-    sum.begin_plainly(data[0]);
+    sum.begin_plainly(data[0][w]);
     FSCCL_UNROLL for (int p = 1; p < kMaxRanks; ++p) {
-      if (p < a.ranks) sum.add_plainly(data[p]);
+      if (p < a.ranks) sum.add_plainly(data[p][w]);
     }
     return sum.finish_plainly(a);
   }
   FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-    if (p < a.ranks) sum.add(a, p == 0, data[p]);
+    if (p < a.ranks) sum.add(a, p == 0, data[p][w]);
   }
   return sum.finish(a);
 }
 
-FSCCL_FN void put(u64 (&data)[kMaxRanks], int rank, u64 own) {
-  FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-    if (p == rank) data[p] = own;
-  }
-}
-
-constexpr u64 kWord = sizeof(u64);
-
-template <class B>
-FSCCL_FN void send_flagged(B& b, const Args& a, Boxes<B>& boxes) {
-  each_packet(b, (a.bytes + kWord - 1) / kWord, [&](u64 i, u32 slot) {
-    const u64 at = i * kWord, left = a.bytes - at;
+template <class Kind, class B>
+FSCCL_FN void send_cells(B& b, const Args& a, Boxes<Kind, B>& boxes) {
+  each_cell<Kind>(b, cells_of<Kind>(a.bytes), [&](u32 i, u32 slot) {
+    u64 data[Kind::kWords];
     if (a.stride_in == 0) {
-      boxes.send_others(slot, load<u64>(b, a.in + at, left, a.width_in));
+      load_cell<Kind>(b, a, a.in, a.bytes, i, data);
+      boxes.send_others(slot, data);
       return;
     }
     for (int k = 1; k < a.ranks; ++k) {
-      const int p = (a.rank + k) % a.ranks;
-      boxes.send(p, slot, load<u64>(b, a.in + p * a.stride_in + at, left, a.width_in));
+      const int p = peer(a, k);
+      load_cell<Kind>(b, a, a.in + p * a.stride_in, a.bytes, i, data);
+      boxes.send(p, slot, data);
     }
   });
 }
 
 // all_reduce (stride_in 0) and reduce_scatter: everyone sums what it got.
-template <class E, class B>
-FSCCL_FN void reduce_flagged(B& b, const Args& a) {
+template <class E, class Kind, class B>
+FSCCL_FN void reduce_cells(B& b, const Args& a) {
   b.follow();
-  Boxes<B> boxes(b, a);
+  Boxes<Kind, B> boxes(b, a);
   if (boxes.lost_before()) return;
-  send_flagged(b, a, boxes);
+  send_cells<Kind>(b, a, boxes);
   const char* const own = a.in + a.rank * a.stride_in;
-  each_packet(b, (a.bytes + kWord - 1) / kWord, [&](u64 i, u32 slot) {
-    const u64 at = i * kWord, left = a.bytes - at;
-    const u64 mine = load<u64>(b, own + at, left, a.width_in);
-    u64 data[kMaxRanks];
+  each_cell<Kind>(b, cells_of<Kind>(a.bytes), [&](u32 i, u32 slot) {
+    u64 mine[Kind::kWords], data[kMaxRanks][Kind::kWords];
+    load_cell<Kind>(b, a, own, a.bytes, i, mine);
     if (!boxes.receive(slot, boxes.others(), data)) return;
     put(data, a.rank, mine);
-    store(b, a.out + at, left, a.width_out, sum_of<E>(a, data));
+    FSCCL_UNROLL for (u32 w = 0; w < Kind::kWords; ++w) mine[w] = sum_of<E>(a, data, w);
+    store_cell<Kind>(b, a, a.out, a.bytes, i, mine);
   });
   boxes.finish();
 }
 
 // all_gather (stride_in 0) and all_to_all.
-template <class B>
-FSCCL_FN void copy_flagged(B& b, const Args& a) {
+template <class Kind, class B>
+FSCCL_FN void copy_cells(B& b, const Args& a) {
   b.follow();
-  Boxes<B> boxes(b, a);
+  Boxes<Kind, B> boxes(b, a);
   if (boxes.lost_before()) return;
-  send_flagged(b, a, boxes);
+  send_cells<Kind>(b, a, boxes);
   const char* const own = a.in + a.rank * a.stride_in;
-  each_packet(b, (a.bytes + kWord - 1) / kWord, [&](u64 i, u32 slot) {
-    const u64 at = i * kWord, left = a.bytes - at;
-    const u64 mine = load<u64>(b, own + at, left, a.width_in);
-    u64 data[kMaxRanks];
+  each_cell<Kind>(b, cells_of<Kind>(a.bytes), [&](u32 i, u32 slot) {
+    u64 mine[Kind::kWords], data[kMaxRanks][Kind::kWords];
+    load_cell<Kind>(b, a, own, a.bytes, i, mine);
     if (!boxes.receive(slot, boxes.others(), data)) return;
     put(data, a.rank, mine);
     FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-      if (p < a.ranks) store(b, a.out + p * a.stride_out + at, left, a.width_out, data[p]);
+      if (p < a.ranks) store_cell<Kind>(b, a, a.out + p * a.stride_out, a.bytes, i, data[p]);
     }
   });
   boxes.finish();
@@ -184,47 +136,68 @@ FSCCL_FN void copy_flagged(B& b, const Args& a) {
 
 // all_reduce in two steps: rank p sums the p-th share and sends the result, so that a byte crosses
 // twice instead of ranks - 1 times. A box's first half is for inputs, its second for results.
-template <class E, class B>
-FSCCL_FN void all_reduce_flagged(B& b, const Args& a) {
+template <class E, class Kind, class B>
+FSCCL_FN void two_shot_cells(B& b, const Args& a) {
   b.follow();
-  Boxes<B> boxes(b, a);
+  Boxes<Kind, B> boxes(b, a);
   if (boxes.lost_before()) return;
-  const u64 all = (a.bytes + kWord - 1) / kWord, n = static_cast<u64>(a.ranks);
-  const u32 results = box_packets(static_cast<u32>(a.ranks)) / 2;
-  const auto begin = [&](u64 p) { return all * p / n; };
-  const auto own = [&](u64 i) {
-    return load<u64>(b, a.in + i * kWord, a.bytes - i * kWord, a.width_in);
-  };
+  const u32 n = static_cast<u32>(a.ranks), all = cells_of<Kind>(a.bytes);
+  const u32 least = all / n, longer = all % n;  // shares differ by one cell: the first ones have it
+  const u32 results = Kind::each(n) / 2;
+  const auto begin = [&](u32 p) { return p * least + (p < longer ? p : longer); };
+  const auto count = [&](u32 p) { return least + (p < longer ? 1 : 0); };
   for (int k = 1; k < a.ranks; ++k) {
-    const u64 p = static_cast<u64>((a.rank + k) % a.ranks), lo = begin(p);
-    each_packet(b, begin(p + 1) - lo,
-                [&](u64 i, u32 slot) { boxes.send(static_cast<int>(p), slot, own(lo + i)); });
+    const u32 p = static_cast<u32>(peer(a, k));
+    each_cell<Kind>(b, count(p), [&](u32 i, u32 slot) {
+      u64 data[Kind::kWords];
+      load_cell<Kind>(b, a, a.in, a.bytes, begin(p) + i, data);
+      boxes.send(static_cast<int>(p), slot, data);
+    });
   }
-  const u64 mine = begin(static_cast<u64>(a.rank));
-  each_packet(b, begin(static_cast<u64>(a.rank) + 1) - mine, [&](u64 i, u32 slot) {
-    const u64 at = (mine + i) * kWord;
-    const u64 input = own(mine + i);
-    u64 data[kMaxRanks];
+  const u32 rank = static_cast<u32>(a.rank);
+  each_cell<Kind>(b, count(rank), [&](u32 i, u32 slot) {
+    u64 mine[Kind::kWords], data[kMaxRanks][Kind::kWords];
+    load_cell<Kind>(b, a, a.in, a.bytes, begin(rank) + i, mine);
     if (!boxes.receive(slot, boxes.others(), data)) return;
-    put(data, a.rank, input);
-    const u64 sum = sum_of<E>(a, data);
-    boxes.send_others(results + slot, sum);
-    store(b, a.out + at, a.bytes - at, a.width_out, sum);
+    put(data, a.rank, mine);
+    FSCCL_UNROLL for (u32 w = 0; w < Kind::kWords; ++w) mine[w] = sum_of<E>(a, data, w);
+    boxes.send_others(results + slot, mine);
+    store_cell<Kind>(b, a, a.out, a.bytes, begin(rank) + i, mine);
   });
-  // Shares differ by one packet at most: of the longest, some ranks may have none.
-  each_packet(b, (all + n - 1) / n, [&](u64 i, u32 slot) {
-    u32 from = boxes.others();
-    FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-      if (p < a.ranks && begin(p) + i >= begin(p + 1)) from &= ~(1u << p);
-    }
-    u64 data[kMaxRanks];
+  each_cell<Kind>(b, least + (longer > 0 ? 1 : 0), [&](u32 i, u32 slot) {
+    const u32 there = i < least ? ~0u : (1u << longer) - 1;  // whose shares are so long
+    const u32 from = boxes.others() & there;
+    u64 data[kMaxRanks][Kind::kWords];
     if (!boxes.receive(results + slot, from, data)) return;
     FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-      const u64 at = (begin(p) + i) * kWord;
-      if (from >> p & 1) store(b, a.out + at, a.bytes - at, a.width_out, data[p]);
+      if (from >> p & 1) {
+        store_cell<Kind>(b, a, a.out, a.bytes, begin(static_cast<u32>(p)) + i, data[p]);
+      }
     }
   });
   boxes.finish();
+}
+
+// The kernels.
+template <class B>
+FSCCL_FN void copy_flagged(B& b, const Args& a) {
+  copy_cells<Packets<B>>(b, a);
+}
+template <class B>
+FSCCL_FN void copy_lines(B& b, const Args& a) {
+  copy_cells<Bundles<B>>(b, a);
+}
+template <class E, class B>
+FSCCL_FN void reduce_flagged(B& b, const Args& a) {
+  reduce_cells<E, Packets<B>>(b, a);
+}
+template <class E, class B>
+FSCCL_FN void reduce_lines(B& b, const Args& a) {
+  reduce_cells<E, Bundles<B>>(b, a);
+}
+template <class E, class B>
+FSCCL_FN void all_reduce_lines(B& b, const Args& a) {
+  two_shot_cells<E, Bundles<B>>(b, a);
 }
 
 }  // namespace nvlink

@@ -7,11 +7,12 @@
 #include "flagged.h"
 #include "staged.h"
 
-#define FSCCL_MOVERS(X) X(copy_flagged) X(copy_staged) X(copy_direct)
+#define FSCCL_MOVERS(X) X(copy_flagged) X(copy_lines) X(copy_staged) X(copy_direct)
 
 #define FSCCL_REDUCERS(X, suffix, E) \
   X(reduce_flagged, suffix, E)       \
-  X(all_reduce_flagged, suffix, E)
+  X(reduce_lines, suffix, E)         \
+  X(all_reduce_lines, suffix, E)
 
 #define FSCCL_SIZED_REDUCERS(X, suffix, E)         \
   FSCCL_SIZED(X, all_reduce_staged, suffix, E)     \

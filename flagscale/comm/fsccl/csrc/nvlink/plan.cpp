@@ -10,7 +10,8 @@ namespace {
 
 constexpr const char* kCollectiveNames[] = {"all_reduce", "reduce_scatter", "all_gather",
                                             "all_to_all", "broadcast"};
-constexpr const char* kAlgorithmNames[] = {"other", "flagged", "two_shot", "staged", "direct"};
+constexpr const char* kAlgorithmNames[] = {"other",    "flagged", "lines",
+                                           "two_shot", "staged",  "direct"};
 constexpr u64 kPerBlock = 16 << 10;  // bytes that make another staged block worth its flags
 
 template <class T, size_t N>
@@ -25,6 +26,7 @@ bool find_name(const char* const (&names)[N], const std::string& name, T* out) {
 }
 
 u64 ceil_div_u64(u64 a, u64 b) { return (a + b - 1) / b; }
+u64 ceil_to(u64 n, u64 unit) { return ceil_div_u64(n, unit) * unit; }
 
 const char* suffix(DType t) {
   switch (t) {
@@ -69,11 +71,14 @@ std::string kernel_of(Collective c, Algorithm a, DType t, int ranks) {
   const bool all = c == Collective::kAllReduce;
   switch (a) {
     case Algorithm::kFlagged:
-      // Packets between every pair of ranks are what keeps the boxes safe; a broadcast has none.
+      // Cells between every pair of ranks are what keeps the boxes safe; a broadcast has none.
       if (c == Collective::kBroadcast) return "";
       return is_reduction(c) ? "reduce_flagged" + of : "copy_flagged";
+    case Algorithm::kLines:
+      if (c == Collective::kBroadcast) return "";
+      return is_reduction(c) ? "reduce_lines" + of : "copy_lines";
     case Algorithm::kTwoShot:
-      return all ? "all_reduce_flagged" + of : "";
+      return all ? "all_reduce_lines" + of : "";
     case Algorithm::kStaged:
       if (!is_reduction(c)) return "copy_staged";
       return (all ? "all_reduce_staged" : "reduce_scatter_staged") + of + most;
@@ -87,20 +92,37 @@ std::string kernel_of(Collective c, Algorithm a, DType t, int ranks) {
   return "";
 }
 
-// A channel takes part only if it has a packet for every pair of ranks, see flagged.h.
-Plan flagged(std::string kernel, const Shape& shape, u64 bytes, int ranks, bool two_shot,
-             u64 warp) {
-  const u64 packets = ceil_div_u64(bytes, sizeof(u64)), n = static_cast<u64>(ranks);
-  const u64 least = two_shot ? packets / n : packets;
-  const u64 most = two_shot ? ceil_div_u64(packets, n) : packets;
-  const u64 room = box_packets(static_cast<u32>(ranks)) / (two_shot ? 2 : 1);
-  u64 threads = shape.threads > 0 ? shape.threads : kMaxThreads;
-  threads = std::min({threads, room / warp * warp, ceil_div_u64(most, warp) * warp});
-  u64 blocks = shape.blocks > 0 ? shape.blocks : kChannels;
+// The grid of a kernel of cells: the most threads, up to those of the shape, with which all cells
+// find room in boxes. A channel takes part only if it has a cell for every pair of ranks, see
+// boxes.h.
+Plan cells(std::string kernel, const Shape& shape, u64 bytes, int ranks, u64 warp) {
+  const bool two_shot = shape.algorithm == Algorithm::kTwoShot;
+  const bool packets = shape.algorithm == Algorithm::kFlagged;
+  const u64 all = ceil_div_u64(bytes, packets ? sizeof(u64) : kBundleData);
+  const u64 n = static_cast<u64>(ranks), least = two_shot ? all / n : all;
+  const u64 most = two_shot ? ceil_div_u64(all, n) : all;
+  const u64 boxed = packets ? box_packets(static_cast<u32>(n)) : rack_bundles(static_cast<u32>(n));
+  const u64 room = two_shot ? boxed / 2 : boxed;
+  const u64 cells_of_warp = packets ? warp : 1;
   if (least == 0) return {};
-  blocks = std::min({blocks, u64{kChannels}, ceil_div_u64(least, threads)});
-  if (ceil_div_u64(most, blocks * threads) * threads > room) return {};
-  return {std::move(kernel), static_cast<u32>(blocks), static_cast<u32>(threads)};
+  u64 warps = (shape.threads > 0 ? shape.threads : kMaxThreads) / warp;
+  for (warps = std::min(warps, ceil_div_u64(most, cells_of_warp)); warps > 0; --warps) {
+    const u64 at_once = warps * cells_of_warp;
+    const u64 blocks = std::min({u64{shape.blocks > 0 ? shape.blocks : kChannels}, u64{kChannels},
+                                 ceil_div_u64(least, at_once)});
+    if (ceil_div_u64(most, blocks * at_once) * at_once > room) continue;
+    return {std::move(kernel), static_cast<u32>(blocks), static_cast<u32>(warps * warp)};
+  }
+  return {};
+}
+
+// Cuts `bytes` among channels and rounds into equal pieces of at most `most` bytes: as few rounds
+// as that allows, then pieces as small as so many rounds allow.
+void cut_evenly(u64 most, u64 channels, u64 grain, Args* args) {
+  most = most / grain * grain;
+  const u64 rounds = std::max<u64>(1, ceil_div_u64(args->bytes, most * channels));
+  args->rounds = static_cast<u32>(rounds);
+  args->piece = ceil_to(ceil_div_u64(args->bytes, rounds * channels), grain);
 }
 
 }  // namespace
@@ -211,9 +233,9 @@ std::string Table::text() const {
 Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u32 warp) {
   std::string kernel = kernel_of(c, shape.algorithm, dtype, ranks);
   if (kernel.empty() || bytes > kMostBytes) return {};
-  const bool two_shot = shape.algorithm == Algorithm::kTwoShot;
-  if (shape.algorithm == Algorithm::kFlagged || two_shot) {
-    return flagged(std::move(kernel), shape, bytes, ranks, two_shot, warp);
+  if (shape.algorithm == Algorithm::kFlagged || shape.algorithm == Algorithm::kLines ||
+      shape.algorithm == Algorithm::kTwoShot) {
+    return cells(std::move(kernel), shape, bytes, ranks, warp);
   }
   const bool whole = c == Collective::kAllReduce || c == Collective::kBroadcast;
   const u64 total = whole ? bytes : bytes * static_cast<u64>(ranks);
@@ -221,6 +243,22 @@ Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u
   const u64 blocks = shape.blocks > 0 ? shape.blocks : std::min<u64>(kChannels, useful);
   return {std::move(kernel), static_cast<u32>(blocks),
           shape.threads > 0 ? shape.threads : kMaxThreads};
+}
+
+void cut(Collective c, Algorithm algorithm, u32 blocks, Args* args) {
+  const u64 n = static_cast<u64>(args->ranks);
+  const u64 vec = 2 * sizeof(u64);
+  if (algorithm != Algorithm::kStaged && algorithm != Algorithm::kDirect) return;
+  if (algorithm == Algorithm::kDirect) {
+    // A rank's part of an all_reduce, a channel's of what is copied.
+    const u64 parts = c == Collective::kAllReduce ? n : blocks;
+    args->piece = ceil_to(ceil_div_u64(args->bytes, parts), vec);
+  } else if (c == Collective::kAllReduce) {
+    const u64 half = args->slot_bytes / 2;  // inputs are in the one, results in the other
+    cut_evenly(half / (n - 1) / vec * vec * n, blocks, n * vec, args);
+  } else {
+    cut_evenly(args->slot_bytes / (c == Collective::kBroadcast ? 1 : n - 1), blocks, vec, args);
+  }
 }
 
 std::string unit_of(const std::string& kernel) {

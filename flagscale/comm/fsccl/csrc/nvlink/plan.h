@@ -14,12 +14,13 @@ namespace nvlink {
 enum class Collective : uint8_t { kAllReduce, kReduceScatter, kAllGather, kAllToAll, kBroadcast };
 enum class Algorithm : uint8_t {
   kOther,    // not ours: another library is faster here
-  kFlagged,  // flagged.h
-  kTwoShot,  // flagged.h, all_reduce in two steps
+  kFlagged,  // flagged.h, of packets
+  kLines,    // flagged.h, of bundles
+  kTwoShot,  // flagged.h, of bundles: all_reduce in two steps
   kStaged,   // staged.h
   kDirect,   // direct.h, of registered buffers
 };
-constexpr int kCollectives = 5, kAlgorithms = 5;
+constexpr int kCollectives = 5, kAlgorithms = 6;
 
 const char* name_of(Collective c);
 const char* name_of(Algorithm a);
@@ -67,6 +68,10 @@ Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u
 
 // Where a kernel is compiled, see nvlink_compile.py: with those of its element, or the "movers".
 std::string unit_of(const std::string& kernel);
+
+// How a kernel of a channel's steps cuts the message: sets args->rounds and args->piece, by what the
+// other arguments say. Other kernels have no use for them.
+void cut(Collective c, Algorithm algorithm, u32 blocks, Args* args);
 
 // What of the arguments follows from the call; the group adds its memory.
 Args arguments(Collective c, const void* in, void* out, u64 bytes, int rank, int ranks, int root);

@@ -41,10 +41,11 @@ class Steps {
     const u32* const mine = flags(a_.arena[a_.rank]);
     for (u32 p = b_.thread(); p < static_cast<u32>(a_.ranks); p += b_.threads()) {
       if (static_cast<int>(p) == a_.rank) continue;
-      patience_.wait(b_, a_, [&] {
+      const auto missing = [&] {
         const bool there = static_cast<int>(b_.seen(mine + p) - (base_ + step)) >= 0;
         return there ? 0 : 1u << p;
-      });
+      };
+      patience_.wait(b_, a_, missing, [](bool over) { return over; });
     }
     if (!b_.any(patience_.lost())) return true;
     Patience<B>::lose(b_, a_);
@@ -89,19 +90,6 @@ class Steps {
   Patience<B> patience_;
 };
 
-// Cuts `bytes` among channels and rounds into equal pieces of at most `most` bytes: as few rounds
-// as that allows, then pieces as small as so many rounds allow.
-struct Rounds {
-  u32 count;
-  u64 piece;
-  FSCCL_FN Rounds(u64 bytes, u64 most, u64 channels, u64 grain) {
-    most = most / grain * grain;
-    const u64 rounds = (bytes + most * channels - 1) / (most * channels);
-    count = rounds > 0 ? static_cast<u32>(rounds) : 1;
-    piece = ceil_to((bytes + count * channels - 1) / (count * channels), grain);
-  }
-};
-
 // Sums what a step has brought and this rank's own: f as in sums.h.
 template <class E, int Most, class B, class F>
 FSCCL_FN void sum_step(B& b, const Args& a, const Steps<B>& steps, const char* own, u32 step,
@@ -119,16 +107,15 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
   if (steps.lost_before()) return;
   const u32 ranks = static_cast<u32>(a.ranks);
   const bool from_all = a.root < 0;
-  const Rounds rounds(a.bytes, a.slot_bytes / (from_all ? ranks - 1 : 1), b.channels(), kVecBytes);
-  const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
+  const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * a.piece; };
   const auto sends = [&](int rank) { return from_all || a.root == rank; };
   const auto place = [&](int owner, int source, u32 e) {
-    return from_all ? steps.place(owner, source, rounds.piece, e) : steps.slot(owner, e);
+    return from_all ? steps.place(owner, source, a.piece, e) : steps.slot(owner, e);
   };
   const auto push = [&](u32 e) {
-    const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
+    const u64 lo = begin(e), size = clip(lo, a.piece, a.bytes);
     share_out(b, ranks, [&](u32 k, u32 first, u32 stride) {
-      const int p = static_cast<int>((a.rank + k) % ranks);
+      const int p = peer(a, static_cast<int>(k));
       const char* const from = a.in + p * a.stride_in + lo;
       if (p != a.rank) {
         move(b, place(p, a.rank, e), kVecBytes, from, a.width_in, size, first, stride);
@@ -138,22 +125,22 @@ FSCCL_FN void copy_staged(B& b, const Args& a) {
     });
   };
   const auto pull = [&](u32 e) {
-    const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
+    const u64 lo = begin(e), size = clip(lo, a.piece, a.bytes);
     share_out(b, ranks - 1, [&](u32 k, u32 first, u32 stride) {
-      const int p = static_cast<int>((a.rank + 1 + k) % ranks);
+      const int p = peer(a, static_cast<int>(k) + 1);
       if (!sends(p)) return;
       move(b, a.out + p * a.stride_out + lo, a.width_out, place(a.rank, p, e), kVecBytes, size,
            first, stride);
     });
   };
-  for (u32 e = 0; e <= rounds.count; ++e) {
-    if (e < rounds.count && sends(a.rank)) push(e);
+  for (u32 e = 0; e <= a.rounds; ++e) {
+    if (e < a.rounds && sends(a.rank)) push(e);
     if (!steps.await_previous(e)) return;
     // While one warp waits for what was written to arrive, the others go on.
-    if (e < rounds.count) steps.post(e);
+    if (e < a.rounds) steps.post(e);
     if (e > 0) pull(e - 1);
   }
-  steps.finish(rounds.count);
+  steps.finish(a.rounds);
 }
 
 template <class E, int Most, class B>
@@ -161,30 +148,29 @@ FSCCL_FN void reduce_scatter_staged(B& b, const Args& a) {
   Steps<B> steps(b, a);
   if (steps.lost_before()) return;
   const u32 ranks = static_cast<u32>(a.ranks);
-  const Rounds rounds(a.bytes, a.slot_bytes / (ranks - 1), b.channels(), kVecBytes);
-  const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * rounds.piece; };
+  const auto begin = [&](u32 e) { return (e * b.channels() + b.channel()) * a.piece; };
   const auto push = [&](u32 e) {
-    const u64 lo = begin(e), size = clip(lo, rounds.piece, a.bytes);
+    const u64 lo = begin(e), size = clip(lo, a.piece, a.bytes);
     share_out(b, ranks - 1, [&](u32 k, u32 first, u32 stride) {
-      const int p = static_cast<int>((a.rank + 1 + k) % ranks);
-      move(b, steps.place(p, a.rank, rounds.piece, e), kVecBytes, a.in + p * a.stride_in + lo,
+      const int p = peer(a, static_cast<int>(k) + 1);
+      move(b, steps.place(p, a.rank, a.piece, e), kVecBytes, a.in + p * a.stride_in + lo,
            a.width_in, size, first, stride);
     });
   };
-  for (u32 e = 0; e <= rounds.count; ++e) {
-    if (e < rounds.count) push(e);
+  for (u32 e = 0; e <= a.rounds; ++e) {
+    if (e < a.rounds) push(e);
     if (!steps.await_previous(e)) return;
-    if (e < rounds.count) steps.post(e);
+    if (e < a.rounds) steps.post(e);
     if (e > 0) {
-      const u64 lo = begin(e - 1), size = clip(lo, rounds.piece, a.bytes);
+      const u64 lo = begin(e - 1), size = clip(lo, a.piece, a.bytes);
       const char* const own = a.in + a.rank * a.stride_in + lo;
       const auto keep = [&](bool whole, u64 at, const Vec& sum) {
         put(b, whole, a.out + lo + at, size - at, a.width_out, sum);
       };
-      sum_step<E, Most>(b, a, steps, own, e - 1, rounds.piece, size, keep);
+      sum_step<E, Most>(b, a, steps, own, e - 1, a.piece, size, keep);
     }
   }
-  steps.finish(rounds.count);
+  steps.finish(a.rounds);
 }
 
 // A piece of the message has a share for every rank to sum. Step e carries the inputs of piece e,
@@ -195,43 +181,41 @@ FSCCL_FN void all_reduce_staged(B& b, const Args& a) {
   if (steps.lost_before()) return;
   const u32 ranks = static_cast<u32>(a.ranks);
   const u64 half = a.slot_bytes / 2;
-  const u64 most = half / (ranks - 1) / kVecBytes * kVecBytes;
-  const Rounds rounds(a.bytes, most * ranks, b.channels(), ranks * kVecBytes);
-  const u64 share = rounds.piece / ranks;
+  const u64 share = a.piece / ranks;
   const auto begin = [&](u32 e, int p) {
-    return (e * b.channels() + b.channel()) * rounds.piece + static_cast<u64>(p) * share;
+    return (e * b.channels() + b.channel()) * a.piece + static_cast<u64>(p) * share;
   };
-  const auto peer = [&](u32 k) { return static_cast<int>((a.rank + 1 + k) % ranks); };
-  for (u32 e = 0; e <= rounds.count + 1; ++e) {
-    if (e < rounds.count) {
+  const auto other = [&](u32 k) { return peer(a, static_cast<int>(k) + 1); };
+  for (u32 e = 0; e <= a.rounds + 1; ++e) {
+    if (e < a.rounds) {
       share_out(b, ranks - 1, [&](u32 k, u32 first, u32 stride) {
-        const u64 lo = begin(e, peer(k));
-        move(b, steps.place(peer(k), a.rank, share, e), kVecBytes, a.in + lo, a.width_in,
+        const u64 lo = begin(e, other(k));
+        move(b, steps.place(other(k), a.rank, share, e), kVecBytes, a.in + lo, a.width_in,
              clip(lo, share, a.bytes), first, stride);
       });
     }
     if (!steps.await_previous(e)) return;
-    if (e > 0 && e <= rounds.count) {
+    if (e > 0 && e <= a.rounds) {
       const u64 lo = begin(e - 1, a.rank), size = clip(lo, share, a.bytes);
       const auto send = [&](bool whole, u64 at, const Vec& sum) {
         for (u32 k = 0; k + 1 < ranks; ++k) {
-          b.store(steps.place(peer(k), a.rank, share, e) + half + at, sum);
+          b.store(steps.place(other(k), a.rank, share, e) + half + at, sum);
         }
         put(b, whole, a.out + lo + at, size - at, a.width_out, sum);
       };
       sum_step<E, Most>(b, a, steps, a.in + lo, e - 1, share, size, send);
       b.sync();
     }
-    if (e <= rounds.count) steps.post(e);
+    if (e <= a.rounds) steps.post(e);
     if (e > 1) {
       share_out(b, ranks - 1, [&](u32 k, u32 first, u32 stride) {
-        const u64 lo = begin(e - 2, peer(k));
-        move(b, a.out + lo, a.width_out, steps.place(a.rank, peer(k), share, e - 1) + half,
+        const u64 lo = begin(e - 2, other(k));
+        move(b, a.out + lo, a.width_out, steps.place(a.rank, other(k), share, e - 1) + half,
              kVecBytes, clip(lo, share, a.bytes), first, stride);
       });
     }
   }
-  steps.finish(rounds.count + 1);
+  steps.finish(a.rounds + 1);
 }
 
 }  // namespace nvlink

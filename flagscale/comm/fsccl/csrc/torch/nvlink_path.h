@@ -186,8 +186,8 @@ class NvlinkPath {
   }
 
   const char* last_algorithm() const {
-    constexpr const char* kWords[] = {"NVLink", "NVLink, flagged", "NVLink, two-shot",
-                                      "NVLink, staged", "NVLink, direct"};
+    constexpr const char* kWords[] = {"NVLink",           "NVLink, flagged", "NVLink, lines",
+                                      "NVLink, two-shot", "NVLink, staged",  "NVLink, direct"};
     static_assert(std::size(kWords) == nvlink::kAlgorithms, "one for each");
     return kWords[static_cast<size_t>(kernels_->last_algorithm())];
   }
