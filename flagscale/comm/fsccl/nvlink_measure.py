@@ -47,8 +47,7 @@ def buffers(collective: str, size: int, ranks: int, pool: torch.Tensor) -> Buffe
 def shapes(collective: str, size: int, registered: bool) -> Iterator[Shape]:
     """What is tried."""
     if registered:
-        for blocks in (8, 16, 24, 32):
-            yield Shape("direct", blocks, 512)
+        yield from (Shape("direct", blocks, 512) for blocks in (8, 16, 32, 64))
         return
     if size <= _FLAGGED_MOST:
         yield from (Shape("flagged", 0, threads) for threads in (128, 256, 512))
@@ -57,9 +56,8 @@ def shapes(collective: str, size: int, registered: bool) -> Iterator[Shape]:
         if collective == "all_reduce":
             yield from (Shape("two_shot", 0, threads) for threads in (128, 256, 512))
     if size >= 65536:
-        for blocks in (8, 16, 24, 32):
-            yield Shape("staged", blocks, 512)
-        yield Shape("staged", 32, 256)
+        yield from (Shape("staged", blocks, 512) for blocks in (16, 32, 48, 64))
+        yield from (Shape("staged", blocks, 256) for blocks in (32, 64))
 
 
 def _nccl(collective: str, memory: Buffers) -> Callable[[], None]:

@@ -172,12 +172,10 @@ using Kernel = void (*)(HostBlock&, const Args&);
 // Entries of a table of kernels by name.
 using Kernels = std::map<std::string, Kernel>;
 #define FSCCL_HOST_MOVER(name) {#name, name<HostBlock>},
-#define FSCCL_HOST_REDUCER(name, suffix, E) {#name "_" #suffix, name<E, HostBlock>},
-#define FSCCL_HOST_SIZED(name, most, suffix, E) \
+#define FSCCL_HOST_REDUCER(name, most, suffix, E) \
   {#name "_" #suffix "_" #most, name<E, most, HostBlock>},
 #define FSCCL_HOST_MOVERS FSCCL_MOVERS(FSCCL_HOST_MOVER)
-#define FSCCL_HOST_REDUCERS(suffix, E) \
-  FSCCL_REDUCERS(FSCCL_HOST_REDUCER, suffix, E) FSCCL_SIZED_REDUCERS(FSCCL_HOST_SIZED, suffix, E)
+#define FSCCL_HOST_REDUCERS(suffix, E) FSCCL_REDUCERS(FSCCL_HOST_REDUCER, suffix, E)
 
 }  // namespace nvlink
 }  // namespace fsccl

@@ -19,7 +19,7 @@ namespace fsccl {
 class Packets {
  public:
   // These channels take as much as the board does by default, of up to eight ranks.
-  static constexpr nvlink::u32 kChannels = 16;
+  static constexpr nvlink::u32 kChannels = 32;
   static size_t bytes(int ranks) { return static_cast<size_t>(ranks) * arena_bytes(); }
 
   // `segment`: bytes() of memory that all ranks have mapped.

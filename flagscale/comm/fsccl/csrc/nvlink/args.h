@@ -27,7 +27,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr int kMaxRanks = 8;
-constexpr u32 kChannels = 32;  // the blocks of the largest grid
+constexpr u32 kChannels = 64;  // the blocks of the largest grid
 constexpr u32 kMaxThreads = 512;
 constexpr u64 kMostBytes = u64{32} << 30;  // of a part, whose vectors must be countable
 constexpr u32 kDepth = 4;      // slots of a channel, see staged.h
@@ -79,9 +79,9 @@ constexpr u64 kBundleData = 4 * (kLine - sizeof(u64));
 //   slots[kChannels][kDepth][..]     a channel's staging
 constexpr u64 kFlags = kChannels * sizeof(Counters);
 constexpr u64 kBoxes = kFlags + kChannels * kLine;
-constexpr u64 kBoxBytes = 16 << 10;  // all sources of one parity of one channel
+constexpr u64 kBoxBytes = 8 << 10;  // all sources of one parity of one channel
 constexpr u64 kRacks = kBoxes + kChannels * 2 * kBoxBytes;
-constexpr u64 kRackBytes = 64 << 10;
+constexpr u64 kRackBytes = 36 << 10;
 constexpr u64 kSlots = kRacks + kChannels * 2 * kRackBytes;
 
 FSCCL_FN constexpr u64 arena_bytes(u64 slot_bytes) {
@@ -107,6 +107,8 @@ struct Args {
   int rank, ranks;
   int root;        // of a broadcast, else -1
   u32 slot_bytes;
+  // How the host cut the message (plan.h), for it divides once and the threads every time.
+  u32 cells;       // boxes.h: of a source, in a box
   u32 rounds;      // staged.h: in how many rounds a channel does its part,
   u64 piece;       // and how much of the message it takes in one; direct.h: how much at all
   u32 width_in;    // bytes of the widest access that every address in `in` allows: 1 to 16

@@ -59,8 +59,8 @@ class CudaBlock {
                  : "memory");
   }
 
-  // A thread's 16 bytes of a bundle. That lines stay whole needs all threads of a warp to do this by
-  // one instruction, so they come together before it.
+  // A thread's 16 bytes of a bundle. That lines stay whole needs all threads of a warp to do this
+  // by one instruction, so they come together before it.
   struct Share {
     u64 word[2];
   };

@@ -31,11 +31,8 @@ struct Packets {
 
   FSCCL_FN static u32* epoch(Counters* c) { return &c->packets; }
   FSCCL_FN static Cell* boxes(char* arena) { return reinterpret_cast<Cell*>(arena + kBoxes); }
-  // Where the cells of a source begin in its owner's box, and how many there are.
-  FSCCL_FN static u32 each(u32 ranks) { return box_packets(ranks); }
-  FSCCL_FN static u32 begin(int, int source, u32 ranks) {
-    return static_cast<u32>(source) * each(ranks);
-  }
+  // Whose cells a source's are in its owner's box: of the first one, the second and so on.
+  FSCCL_FN static u32 index(int, int source) { return static_cast<u32>(source); }
 
   // Which word of the cell's data this thread's w-th word is; negative: none.
   FSCCL_FN static int word(B&, u32) { return 0; }
@@ -71,9 +68,8 @@ struct Bundles {
 
   FSCCL_FN static u32* epoch(Counters* c) { return &c->bundles; }
   FSCCL_FN static Cell* boxes(char* arena) { return reinterpret_cast<Cell*>(arena + kRacks); }
-  FSCCL_FN static u32 each(u32 ranks) { return rack_bundles(ranks); }
-  FSCCL_FN static u32 begin(int owner, int source, u32 ranks) {
-    return static_cast<u32>(source - (source > owner ? 1 : 0)) * each(ranks);
+  FSCCL_FN static u32 index(int owner, int source) {
+    return static_cast<u32>(source - (source > owner ? 1 : 0));
   }
 
   FSCCL_FN static u32 place(B& b, u32 w) { return b.thread() % kThreads * kWords + w; }
@@ -101,9 +97,9 @@ struct Bundles {
   FSCCL_FN static u32 any(B& b, u32 bits) { return b.warp_or(bits); }
 };
 
-// The boxes of this channel, its own and those of peers, in an operation. The threads of a cell
-// call everything together, with the same arguments but for their words.
-template <class Kind, class B>
+// The boxes of this channel, its own and those of up to `Most` ranks, in an operation. The threads
+// of a cell call everything together, with the same arguments but for their words.
+template <class Kind, int Most, class B>
 class Boxes {
  public:
   static constexpr u32 kWords = Kind::kWords;
@@ -112,7 +108,6 @@ class Boxes {
   FSCCL_FN Boxes(B& b, const Args& a)
       : b_(b),
         a_(a),
-        ranks_(static_cast<u32>(a.ranks)),
         epoch_(next_epoch(b.template load<u32>(
             reinterpret_cast<const char*>(Kind::epoch(counters(b, a)))))) {
     constexpr u32 kClearing = (1u << 30) - 1;
@@ -122,7 +117,7 @@ class Boxes {
   FSCCL_FN bool lost_before() const { return Patience<B>::lost_before(b_, a_); }
 
   FSCCL_FN void send(int peer, u32 slot, const u64 (&data)[kWords]) {
-    Kind::send(b_, box(peer, epoch_) + Kind::begin(peer, a_.rank, ranks_) + slot, data, epoch_);
+    Kind::send(b_, box(peer, epoch_) + Kind::index(peer, a_.rank) * a_.cells + slot, data, epoch_);
   }
 
   FSCCL_FN void send_others(u32 slot, const u64 (&data)[kWords]) {
@@ -131,15 +126,15 @@ class Boxes {
 
   // One cell of each rank whose bit is set in `from`: all are asked for before any is needed.
   // False if waiting was given up: this thread has nothing to store or send then.
-  FSCCL_FN bool receive(u32 slot, u32 from, u64 (&data)[kMaxRanks][kWords]) {
+  FSCCL_FN bool receive(u32 slot, u32 from, u64 (&data)[Most][kWords]) {
     const Cell* const mine = box(a_.rank, epoch_) + slot;
     const auto missing = [&] {
-      typename Kind::Raw raw[kMaxRanks];
-      FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
-        if (from >> p & 1) raw[p] = Kind::receive(b_, mine + Kind::begin(a_.rank, p, ranks_));
+      typename Kind::Raw raw[Most];
+      FSCCL_UNROLL for (int p = 0; p < Most; ++p) {
+        if (from >> p & 1) raw[p] = Kind::receive(b_, mine + Kind::index(a_.rank, p) * a_.cells);
       }
       u32 out = 0;
-      FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+      FSCCL_UNROLL for (int p = 0; p < Most; ++p) {
         if ((from >> p & 1) && !Kind::open(b_, raw[p], epoch_, data[p])) out |= 1u << p;
       }
       return Kind::any(b_, out);
@@ -171,7 +166,7 @@ class Boxes {
 
   B& b_;
   const Args& a_;
-  const u32 ranks_, epoch_;
+  const u32 epoch_;
   Patience<B> patience_;
 };
 

@@ -320,7 +320,8 @@ bool Communicator::early(const Launch& launch) const {
   const bool follows = launch.algorithm == Algorithm::kFlagged ||
                        launch.algorithm == Algorithm::kLines ||
                        launch.algorithm == Algorithm::kTwoShot;
-  return follows && launch.blocks <= kChannels / 2 && !shares_gpu_;
+  constexpr u32 kSmall = 16 * kMaxThreads;
+  return follows && launch.blocks * launch.threads <= kSmall && !shares_gpu_;
 }
 
 bool Communicator::run(const Call& call, const Shape* forced) {

@@ -45,9 +45,10 @@ struct Call {
 class Engine {
  public:
   struct Options {
-    // Of a channel; a group has 32 channels of 4 slots. The first groups have these, later ones
-    // half as much: programs make many groups, and few of them move much.
-    u64 slot_bytes = 128 << 10;
+    // Of a channel; a group has 64 channels of 4 slots. The first groups have these, later ones
+    // half as much: programs make many groups, and few of them move much. A little more than a
+    // power of two: messages are powers of two, and a third or a seventh of a slot is rounded down.
+    u64 slot_bytes = 65 << 10;
     u32 arenas_at_first = 8, arenas_later = 4;  // by so many the heap grows
     std::map<int, Table> tables;   // by ranks of a group; rank 0's decides; none: first guesses
   };

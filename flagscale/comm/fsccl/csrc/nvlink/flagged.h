@@ -52,9 +52,9 @@ FSCCL_FN void store_cell(B& b, const Args& a, char* to, u64 bytes, u32 cell,
   });
 }
 
-template <u32 kWords>
-FSCCL_FN void put(u64 (&data)[kMaxRanks][kWords], int rank, const u64 (&own)[kWords]) {
-  FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+template <int Most, u32 kWords>
+FSCCL_FN void put(u64 (&data)[Most][kWords], int rank, const u64 (&own)[kWords]) {
+  FSCCL_UNROLL for (int p = 0; p < Most; ++p) {
     FSCCL_UNROLL for (u32 w = 0; w < kWords; ++w) {
       if (p == rank) data[p][w] = own[w];
     }
@@ -62,49 +62,51 @@ FSCCL_FN void put(u64 (&data)[kMaxRanks][kWords], int rank, const u64 (&own)[kWo
 }
 
 // The sums of all ranks' w-th words.
-template <class E, u32 kWords>
-FSCCL_FN u64 sum_of(const Args& a, const u64 (&data)[kMaxRanks][kWords], u32 w) {
+template <class E, int Most, u32 kWords>
+FSCCL_FN u64 sum_of(const Args& a, const u64 (&data)[Most][kWords], u32 w) {
   Sum<E, u64> sum;
   if (sum.plain(a)) {
     sum.begin_plainly(data[0][w]);
-    FSCCL_UNROLL for (int p = 1; p < kMaxRanks; ++p) {
+    FSCCL_UNROLL for (int p = 1; p < Most; ++p) {
       if (p < a.ranks) sum.add_plainly(data[p][w]);
     }
     return sum.finish_plainly(a);
   }
-  FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+  FSCCL_UNROLL for (int p = 0; p < Most; ++p) {
     if (p < a.ranks) sum.add(a, p == 0, data[p][w]);
   }
   return sum.finish(a);
 }
 
-template <class Kind, class B>
-FSCCL_FN void send_cells(B& b, const Args& a, Boxes<Kind, B>& boxes) {
+template <class Kind, int Most, class B>
+FSCCL_FN void send_cells(B& b, const Args& a, Boxes<Kind, Most, B>& boxes) {
   each_cell<Kind>(b, cells_of<Kind>(a.bytes), [&](u32 i, u32 slot) {
-    u64 data[Kind::kWords];
     if (a.stride_in == 0) {
+      u64 data[Kind::kWords];
       load_cell<Kind>(b, a, a.in, a.bytes, i, data);
-      boxes.send_others(slot, data);
-      return;
+      return boxes.send_others(slot, data);
     }
-    for (int k = 1; k < a.ranks; ++k) {
-      const int p = peer(a, k);
-      load_cell<Kind>(b, a, a.in + p * a.stride_in, a.bytes, i, data);
-      boxes.send(p, slot, data);
+    u64 data[Most][Kind::kWords];  // all are asked for before any is sent
+    FSCCL_UNROLL for (int k = 1; k < Most; ++k) {
+      if (k >= a.ranks) break;
+      load_cell<Kind>(b, a, a.in + peer(a, k) * a.stride_in, a.bytes, i, data[k]);
+    }
+    FSCCL_UNROLL for (int k = 1; k < Most; ++k) {
+      if (k < a.ranks) boxes.send(peer(a, k), slot, data[k]);
     }
   });
 }
 
 // all_reduce (stride_in 0) and reduce_scatter: everyone sums what it got.
-template <class E, class Kind, class B>
+template <class E, class Kind, int Most, class B>
 FSCCL_FN void reduce_cells(B& b, const Args& a) {
   b.follow();
-  Boxes<Kind, B> boxes(b, a);
+  Boxes<Kind, Most, B> boxes(b, a);
   if (boxes.lost_before()) return;
-  send_cells<Kind>(b, a, boxes);
+  send_cells<Kind, Most>(b, a, boxes);
   const char* const own = a.in + a.rank * a.stride_in;
   each_cell<Kind>(b, cells_of<Kind>(a.bytes), [&](u32 i, u32 slot) {
-    u64 mine[Kind::kWords], data[kMaxRanks][Kind::kWords];
+    u64 mine[Kind::kWords], data[Most][Kind::kWords];
     load_cell<Kind>(b, a, own, a.bytes, i, mine);
     if (!boxes.receive(slot, boxes.others(), data)) return;
     put(data, a.rank, mine);
@@ -115,19 +117,19 @@ FSCCL_FN void reduce_cells(B& b, const Args& a) {
 }
 
 // all_gather (stride_in 0) and all_to_all.
-template <class Kind, class B>
+template <class Kind, int Most, class B>
 FSCCL_FN void copy_cells(B& b, const Args& a) {
   b.follow();
-  Boxes<Kind, B> boxes(b, a);
+  Boxes<Kind, Most, B> boxes(b, a);
   if (boxes.lost_before()) return;
-  send_cells<Kind>(b, a, boxes);
+  send_cells<Kind, Most>(b, a, boxes);
   const char* const own = a.in + a.rank * a.stride_in;
   each_cell<Kind>(b, cells_of<Kind>(a.bytes), [&](u32 i, u32 slot) {
-    u64 mine[Kind::kWords], data[kMaxRanks][Kind::kWords];
+    u64 mine[Kind::kWords], data[Most][Kind::kWords];
     load_cell<Kind>(b, a, own, a.bytes, i, mine);
     if (!boxes.receive(slot, boxes.others(), data)) return;
     put(data, a.rank, mine);
-    FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+    FSCCL_UNROLL for (int p = 0; p < Most; ++p) {
       if (p < a.ranks) store_cell<Kind>(b, a, a.out + p * a.stride_out, a.bytes, i, data[p]);
     }
   });
@@ -136,27 +138,32 @@ FSCCL_FN void copy_cells(B& b, const Args& a) {
 
 // all_reduce in two steps: rank p sums the p-th share and sends the result, so that a byte crosses
 // twice instead of ranks - 1 times. A box's first half is for inputs, its second for results.
-template <class E, class Kind, class B>
+template <class E, class Kind, int Most, class B>
 FSCCL_FN void two_shot_cells(B& b, const Args& a) {
   b.follow();
-  Boxes<Kind, B> boxes(b, a);
+  Boxes<Kind, Most, B> boxes(b, a);
   if (boxes.lost_before()) return;
   const u32 n = static_cast<u32>(a.ranks), all = cells_of<Kind>(a.bytes);
   const u32 least = all / n, longer = all % n;  // shares differ by one cell: the first ones have it
-  const u32 results = Kind::each(n) / 2;
+  const u32 results = a.cells / 2;
   const auto begin = [&](u32 p) { return p * least + (p < longer ? p : longer); };
   const auto count = [&](u32 p) { return least + (p < longer ? 1 : 0); };
-  for (int k = 1; k < a.ranks; ++k) {
-    const u32 p = static_cast<u32>(peer(a, k));
-    each_cell<Kind>(b, count(p), [&](u32 i, u32 slot) {
-      u64 data[Kind::kWords];
-      load_cell<Kind>(b, a, a.in, a.bytes, begin(p) + i, data);
-      boxes.send(static_cast<int>(p), slot, data);
-    });
-  }
+  const u32 longest = least + (longer > 0 ? 1 : 0);
+  each_cell<Kind>(b, longest, [&](u32 i, u32 slot) {
+    u64 data[Most][Kind::kWords];
+    FSCCL_UNROLL for (int k = 1; k < Most; ++k) {
+      if (k >= a.ranks) break;
+      const u32 p = static_cast<u32>(peer(a, k));
+      if (i < count(p)) load_cell<Kind>(b, a, a.in, a.bytes, begin(p) + i, data[k]);
+    }
+    FSCCL_UNROLL for (int k = 1; k < Most; ++k) {
+      const int p = peer(a, k);
+      if (k < a.ranks && i < count(static_cast<u32>(p))) boxes.send(p, slot, data[k]);
+    }
+  });
   const u32 rank = static_cast<u32>(a.rank);
   each_cell<Kind>(b, count(rank), [&](u32 i, u32 slot) {
-    u64 mine[Kind::kWords], data[kMaxRanks][Kind::kWords];
+    u64 mine[Kind::kWords], data[Most][Kind::kWords];
     load_cell<Kind>(b, a, a.in, a.bytes, begin(rank) + i, mine);
     if (!boxes.receive(slot, boxes.others(), data)) return;
     put(data, a.rank, mine);
@@ -164,12 +171,12 @@ FSCCL_FN void two_shot_cells(B& b, const Args& a) {
     boxes.send_others(results + slot, mine);
     store_cell<Kind>(b, a, a.out, a.bytes, begin(rank) + i, mine);
   });
-  each_cell<Kind>(b, least + (longer > 0 ? 1 : 0), [&](u32 i, u32 slot) {
+  each_cell<Kind>(b, longest, [&](u32 i, u32 slot) {
     const u32 there = i < least ? ~0u : (1u << longer) - 1;  // whose shares are so long
     const u32 from = boxes.others() & there;
-    u64 data[kMaxRanks][Kind::kWords];
+    u64 data[Most][Kind::kWords];
     if (!boxes.receive(results + slot, from, data)) return;
-    FSCCL_UNROLL for (int p = 0; p < kMaxRanks; ++p) {
+    FSCCL_UNROLL for (int p = 0; p < Most; ++p) {
       if (from >> p & 1) {
         store_cell<Kind>(b, a, a.out, a.bytes, begin(static_cast<u32>(p)) + i, data[p]);
       }
@@ -181,23 +188,23 @@ FSCCL_FN void two_shot_cells(B& b, const Args& a) {
 // The kernels.
 template <class B>
 FSCCL_FN void copy_flagged(B& b, const Args& a) {
-  copy_cells<Packets<B>>(b, a);
+  copy_cells<Packets<B>, kMaxRanks>(b, a);
 }
 template <class B>
 FSCCL_FN void copy_lines(B& b, const Args& a) {
-  copy_cells<Bundles<B>>(b, a);
+  copy_cells<Bundles<B>, kMaxRanks>(b, a);
 }
-template <class E, class B>
+template <class E, int Most, class B>
 FSCCL_FN void reduce_flagged(B& b, const Args& a) {
-  reduce_cells<E, Packets<B>>(b, a);
+  reduce_cells<E, Packets<B>, Most>(b, a);
 }
-template <class E, class B>
+template <class E, int Most, class B>
 FSCCL_FN void reduce_lines(B& b, const Args& a) {
-  reduce_cells<E, Bundles<B>>(b, a);
+  reduce_cells<E, Bundles<B>, Most>(b, a);
 }
-template <class E, class B>
+template <class E, int Most, class B>
 FSCCL_FN void all_reduce_lines(B& b, const Args& a) {
-  two_shot_cells<E, Bundles<B>>(b, a);
+  two_shot_cells<E, Bundles<B>, Most>(b, a);
 }
 
 }  // namespace nvlink

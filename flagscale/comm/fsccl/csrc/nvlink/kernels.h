@@ -1,6 +1,6 @@
-// The list of kernels: X(algorithm) moves bytes, X(algorithm, suffix, element) reduces elements,
-// and X(algorithm, most, suffix, element) those of so many ranks at most: code for more of them
-// would take registers from groups that are small.
+// The list of kernels: X(algorithm) moves bytes, and X(algorithm, most, suffix, element) reduces
+// elements of so many ranks at most: code for more of them would take registers from groups that
+// are small.
 #pragma once
 
 #include "direct.h"
@@ -9,12 +9,10 @@
 
 #define FSCCL_MOVERS(X) X(copy_flagged) X(copy_lines) X(copy_staged) X(copy_direct)
 
-#define FSCCL_REDUCERS(X, suffix, E) \
-  X(reduce_flagged, suffix, E)       \
-  X(reduce_lines, suffix, E)         \
-  X(all_reduce_lines, suffix, E)
-
-#define FSCCL_SIZED_REDUCERS(X, suffix, E)         \
+#define FSCCL_REDUCERS(X, suffix, E)               \
+  FSCCL_SIZED(X, reduce_flagged, suffix, E)        \
+  FSCCL_SIZED(X, reduce_lines, suffix, E)          \
+  FSCCL_SIZED(X, all_reduce_lines, suffix, E)      \
   FSCCL_SIZED(X, all_reduce_staged, suffix, E)     \
   FSCCL_SIZED(X, reduce_scatter_staged, suffix, E) \
   FSCCL_SIZED(X, all_reduce_direct, suffix, E)     \

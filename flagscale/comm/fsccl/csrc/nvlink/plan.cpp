@@ -66,8 +66,8 @@ bool is_reduction(Collective c) {
 }
 
 std::string kernel_of(Collective c, Algorithm a, DType t, int ranks) {
-  const std::string of = std::string("_") + suffix(t);
   const char* const most = ranks <= 2 ? "_2" : ranks <= 4 ? "_4" : "_8";
+  const std::string of = std::string("_") + suffix(t) + most;
   const bool all = c == Collective::kAllReduce;
   switch (a) {
     case Algorithm::kFlagged:
@@ -81,11 +81,11 @@ std::string kernel_of(Collective c, Algorithm a, DType t, int ranks) {
       return all ? "all_reduce_lines" + of : "";
     case Algorithm::kStaged:
       if (!is_reduction(c)) return "copy_staged";
-      return (all ? "all_reduce_staged" : "reduce_scatter_staged") + of + most;
+      return (all ? "all_reduce_staged" : "reduce_scatter_staged") + of;
     case Algorithm::kDirect:
       if (c == Collective::kBroadcast) return "";
       if (!is_reduction(c)) return "copy_direct";
-      return (all ? "all_reduce_direct" : "reduce_scatter_direct") + of + most;
+      return (all ? "all_reduce_direct" : "reduce_scatter_direct") + of;
     case Algorithm::kOther:
       break;
   }
@@ -248,8 +248,11 @@ Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u
 void cut(Collective c, Algorithm algorithm, u32 blocks, Args* args) {
   const u64 n = static_cast<u64>(args->ranks);
   const u64 vec = 2 * sizeof(u64);
-  if (algorithm != Algorithm::kStaged && algorithm != Algorithm::kDirect) return;
-  if (algorithm == Algorithm::kDirect) {
+  if (algorithm == Algorithm::kFlagged) {
+    args->cells = box_packets(static_cast<u32>(n));
+  } else if (algorithm == Algorithm::kLines || algorithm == Algorithm::kTwoShot) {
+    args->cells = rack_bundles(static_cast<u32>(n));
+  } else if (algorithm == Algorithm::kDirect) {
     // A rank's part of an all_reduce, a channel's of what is copied.
     const u64 parts = c == Collective::kAllReduce ? n : blocks;
     args->piece = ceil_to(ceil_div_u64(args->bytes, parts), vec);
@@ -264,8 +267,7 @@ void cut(Collective c, Algorithm algorithm, u32 blocks, Args* args) {
 std::string unit_of(const std::string& kernel) {
   const std::vector<std::string> words = split(kernel, '_');
   if (words[0] == "copy") return "movers";
-  const bool sized = words.back().size() == 1;  // the most ranks, after the element
-  return words[words.size() - (sized ? 2 : 1)];
+  return words[words.size() - 2];  // the last are the most ranks
 }
 
 Args arguments(Collective c, const void* in, void* out, u64 bytes, int rank, int ranks, int root) {

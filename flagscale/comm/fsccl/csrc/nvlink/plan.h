@@ -69,8 +69,7 @@ Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u
 // Where a kernel is compiled, see nvlink_compile.py: with those of its element, or the "movers".
 std::string unit_of(const std::string& kernel);
 
-// How a kernel of a channel's steps cuts the message: sets args->rounds and args->piece, by what the
-// other arguments say. Other kernels have no use for them.
+// How the kernel cuts the message: sets args->cells, rounds and piece by what the others say.
 void cut(Collective c, Algorithm algorithm, u32 blocks, Args* args);
 
 // What of the arguments follows from the call; the group adds its memory.
