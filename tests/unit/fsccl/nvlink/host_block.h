@@ -174,7 +174,8 @@ using Kernels = std::map<std::string, Kernel>;
 #define FSCCL_HOST_MOVER(name) {#name, name<HostBlock>},
 #define FSCCL_HOST_REDUCER(name, most, suffix, E) \
   {#name "_" #suffix "_" #most, name<E, most, HostBlock>},
-#define FSCCL_HOST_MOVERS FSCCL_MOVERS(FSCCL_HOST_MOVER)
+#define FSCCL_HOST_SIZED_MOVER(name, most) {#name "_" #most, name<most, HostBlock>},
+#define FSCCL_HOST_MOVERS FSCCL_MOVERS(FSCCL_HOST_MOVER, FSCCL_HOST_SIZED_MOVER)
 #define FSCCL_HOST_REDUCERS(suffix, E) FSCCL_REDUCERS(FSCCL_HOST_REDUCER, suffix, E)
 
 }  // namespace nvlink

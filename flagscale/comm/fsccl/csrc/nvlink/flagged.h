@@ -186,13 +186,13 @@ FSCCL_FN void two_shot_cells(B& b, const Args& a) {
 }
 
 // The kernels.
-template <class B>
+template <int Most, class B>
 FSCCL_FN void copy_flagged(B& b, const Args& a) {
-  copy_cells<Packets<B>, kMaxRanks>(b, a);
+  copy_cells<Packets<B>, Most>(b, a);
 }
-template <class B>
+template <int Most, class B>
 FSCCL_FN void copy_lines(B& b, const Args& a) {
-  copy_cells<Bundles<B>, kMaxRanks>(b, a);
+  copy_cells<Bundles<B>, Most>(b, a);
 }
 template <class E, int Most, class B>
 FSCCL_FN void reduce_flagged(B& b, const Args& a) {

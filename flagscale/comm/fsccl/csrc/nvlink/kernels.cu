@@ -1,4 +1,4 @@
-// The kernels for the GPU, named fsccl_<algorithm>[_<element>_<most ranks>]: compiled once for
+// The kernels for the GPU, named fsccl_<algorithm>[_<element>][_<most ranks>]: compiled once for
 // what moves bytes, and once for each element, which nvlink_compile.py lists.
 #include "block_cuda.h"
 #include "kernels.h"
@@ -12,11 +12,12 @@ using namespace fsccl::nvlink;
     body(b, a);                                                      \
   }
 #define MOVER(name) KERNEL(name, name)
+#define SIZED_MOVER(name, most) KERNEL(name##_##most, name<most>)
 #define REDUCER(name, most, suffix, E) SIZED_KERNEL(name##_##suffix##_##most, name, E, most)
 #define SIZED_KERNEL(kernel, name, E, most) KERNEL(kernel, (name<E, most>))
 
 #if defined(FSCCL_SUFFIX)
 FSCCL_REDUCERS(REDUCER, FSCCL_SUFFIX, FSCCL_ELEMENT)
 #else
-FSCCL_MOVERS(MOVER)
+FSCCL_MOVERS(MOVER, SIZED_MOVER)
 #endif

@@ -1,13 +1,16 @@
-// The list of kernels: X(algorithm) moves bytes, and X(algorithm, most, suffix, element) reduces
-// elements of so many ranks at most: code for more of them would take registers from groups that
-// are small.
+// The list of kernels: X(algorithm) and Y(algorithm, most) move bytes, Y those of so many ranks at
+// most, and X(algorithm, most, suffix, element) reduces elements: code for more ranks would take
+// time and registers from groups that are small.
 #pragma once
 
 #include "direct.h"
 #include "flagged.h"
 #include "staged.h"
 
-#define FSCCL_MOVERS(X) X(copy_flagged) X(copy_lines) X(copy_staged) X(copy_direct)
+#define FSCCL_MOVERS(X, Y)                                    \
+  X(copy_staged) X(copy_direct)                               \
+  Y(copy_flagged, 2) Y(copy_flagged, 4) Y(copy_flagged, 8)    \
+  Y(copy_lines, 2) Y(copy_lines, 4) Y(copy_lines, 8)
 
 #define FSCCL_REDUCERS(X, suffix, E)               \
   FSCCL_SIZED(X, reduce_flagged, suffix, E)        \

@@ -73,10 +73,10 @@ std::string kernel_of(Collective c, Algorithm a, DType t, int ranks) {
     case Algorithm::kFlagged:
       // Cells between every pair of ranks are what keeps the boxes safe; a broadcast has none.
       if (c == Collective::kBroadcast) return "";
-      return is_reduction(c) ? "reduce_flagged" + of : "copy_flagged";
+      return is_reduction(c) ? "reduce_flagged" + of : std::string("copy_flagged") + most;
     case Algorithm::kLines:
       if (c == Collective::kBroadcast) return "";
-      return is_reduction(c) ? "reduce_lines" + of : "copy_lines";
+      return is_reduction(c) ? "reduce_lines" + of : std::string("copy_lines") + most;
     case Algorithm::kTwoShot:
       return all ? "all_reduce_lines" + of : "";
     case Algorithm::kStaged:
@@ -116,13 +116,16 @@ Plan cells(std::string kernel, const Shape& shape, u64 bytes, int ranks, u64 war
   return {};
 }
 
-// Cuts `bytes` among channels and rounds into equal pieces of at most `most` bytes: as few rounds
-// as that allows, then pieces as small as so many rounds allow.
-void cut_evenly(u64 most, u64 channels, u64 grain, Args* args) {
-  most = most / grain * grain;
-  const u64 rounds = std::max<u64>(1, ceil_div_u64(args->bytes, most * channels));
+// Cuts `bytes`, which has so many shares, among channels and rounds into pieces of equal shares of
+// at most `most` bytes: as few rounds as that allows, but four where shares are large all the same,
+// since one piece is read while the next is written; then pieces as small as the rounds allow.
+void cut_evenly(u64 shares, u64 most, u64 channels, Args* args) {
+  constexpr u64 kSome = 4, kLarge = 16 << 10, kVec = 2 * sizeof(u64);
+  const u64 all = ceil_div_u64(args->bytes, shares * channels);  // of a share, in a channel
+  const u64 needed = ceil_div_u64(all, most / kVec * kVec);
+  const u64 rounds = std::max({u64{1}, needed, all >= kSome * kLarge ? kSome : u64{0}});
   args->rounds = static_cast<u32>(rounds);
-  args->piece = ceil_to(ceil_div_u64(args->bytes, rounds * channels), grain);
+  args->piece = ceil_to(ceil_div_u64(args->bytes, rounds * channels), shares * kVec);
 }
 
 }  // namespace
@@ -258,9 +261,9 @@ void cut(Collective c, Algorithm algorithm, u32 blocks, Args* args) {
     args->piece = ceil_to(ceil_div_u64(args->bytes, parts), vec);
   } else if (c == Collective::kAllReduce) {
     const u64 half = args->slot_bytes / 2;  // inputs are in the one, results in the other
-    cut_evenly(half / (n - 1) / vec * vec * n, blocks, n * vec, args);
+    cut_evenly(n, half / (n - 1), blocks, args);
   } else {
-    cut_evenly(args->slot_bytes / (c == Collective::kBroadcast ? 1 : n - 1), blocks, vec, args);
+    cut_evenly(1, args->slot_bytes / (c == Collective::kBroadcast ? 1 : n - 1), blocks, args);
   }
 }
 
