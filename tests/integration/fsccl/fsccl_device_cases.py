@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import threading
+from pathlib import Path
 
 import fsccl_cases
 import torch
@@ -100,6 +102,21 @@ def abort_while_waiting_for(op: str) -> str:
         fsccl_cases.call(op)
     except RuntimeError as error:
         return str(error)
+    return "done"
+
+
+def call_without_memory(count: int) -> str:
+    """No memory but for the tensor itself."""
+    tensor = torch.ones(count)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), limits[1]))
+    try:
+        dist.all_reduce(tensor)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
     return "done"
 
 

@@ -120,6 +120,21 @@ def test_a_stopped_rank_is_named(ranks: Any) -> None:
     ranks.leave(members)
 
 
+@pytest.mark.parametrize("before", ["barrier", "all_reduce"], ids=["pipes", "tensors"])
+def test_a_rank_without_memory_is_named(ranks: Any, before: str) -> None:
+    """For what crosses, or, once that is there, for torch's tensors: others need not wait long."""
+    members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "1,1", "FSCCL_PIPE_BYTES": "67108864"}] * 2)
+    ranks.call(members, "call", op=before, count=10_000)
+    count = 32 << 20
+    ranks[0].ask("call", op="all_reduce", count=count)
+    ranks[1].ask("call_without_memory", count=count)
+    said = ranks.answers([1], SLACK)[0]
+    assert "rank 1" in said
+    assert "alloc" in said  # "cannot allocate", "can't allocate"
+    assert "rank 1" in say(ranks, [0], SLACK)[0]
+    ranks.leave(members)
+
+
 def test_different_operations_are_named(ranks: Any) -> None:
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "1,1"}] * 2)
     ranks[0].ask("call", op="all_reduce", count=1000)

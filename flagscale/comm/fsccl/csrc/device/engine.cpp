@@ -270,7 +270,11 @@ void Engine::abort() {
 }
 
 void Engine::fail(const char* what, uint64_t sequence, const Error& why) {
-  const Error reason = explain(why);
+  Error reason = explain(why);
+  if (reason.rank < 0) {
+    const std::string text = std::string(reason.what()) + " (told by " + group_->name(rank_) + ")";
+    reason = Error(reason.fault, -1, text);
+  }
   board_->abort(reason.rank, reason.what());
   abort();
   group_->fail(what, sequence, reason);

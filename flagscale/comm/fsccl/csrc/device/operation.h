@@ -32,6 +32,11 @@ void Engine::operation(OpCard card, const Deadline& d, F&& body) {
   } catch (const Error& e) {
     if (e.fault == Fault::kUsage) throw;
     fail(name_of(card.op), card.sequence, e);
+  } catch (const std::exception& e) {  // such as no memory, while others wait for this rank
+    const auto* const torchs = dynamic_cast<const c10::Error*>(&e);
+    const std::string why = torchs != nullptr ? torchs->what_without_backtrace() : e.what();
+    fail(name_of(card.op), card.sequence,
+         Error(Fault::kSystem, rank_, group_->name(rank_) + ": " + why));
   }
 }
 
