@@ -77,6 +77,11 @@ def test_pipelined_schedules(program: Path, shape: str, k: int, nelem: int) -> N
     run(program, shape, "2", "7", str(k), str(nelem))
 
 
+@pytest.mark.parametrize("kind", ["threads", "memory"])
+def test_messages_of_threads(kind: str) -> None:
+    run(build(kind, HERE / "messages_test.cpp"), "1")
+
+
 def test_small_parts() -> None:
     parts = ("types.cpp", "reduce.cpp", "schedule.cpp", "segment.cpp")
     program = build("memory", HERE / "parts_test.cpp", parts)

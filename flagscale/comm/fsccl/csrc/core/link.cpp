@@ -2,118 +2,169 @@
 
 #include <sys/uio.h>
 
+#include <array>
 #include <cerrno>
-#include <climits>
 
 namespace fsccl {
 namespace {
 
-constexpr size_t kVectors = 32;
+constexpr size_t kCopyBytes = 1 << 20;  // in one call of the kernel, which others may wait for
+constexpr size_t kFillerBytes = 64 << 10;
 
-void add_vectors(const Pieces& body, size_t skip, std::vector<iovec>* out) {
-  body.visit({skip, body.bytes()}, [out](std::byte* p, size_t n, size_t) {
-    if (out->size() < kVectors) out->push_back({p, n});
-  });
+class Vectors {
+ public:
+  void add(void* p, size_t n) {
+    if (n == 0 || count_ == list_.size()) return;
+    list_[count_++] = {p, n};
+    bytes_ += n;
+  }
+  void add(const Pieces& body, size_t from) {
+    const Interval now{from, std::min(body.bytes(), from + kCopyBytes)};
+    body.visit(now, [this](std::byte* p, size_t n, size_t) { add(p, n); });
+  }
+  iovec* list() { return list_.data(); }
+  size_t count() const { return count_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::array<iovec, 32> list_;
+  size_t count_ = 0, bytes_ = 0;
+};
+
+// Not connected yet reads as EAGAIN (TCP) or ENOTCONN; the poll tells when it is.
+bool later() {
+  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOTCONN;
 }
 
-constexpr size_t kTrashBytes = 64 << 10;
-
-bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
-
-}  // namespace
-
-Pieces Link::filler(size_t bytes) {
-  Pieces out;
-  trash_.resize(kTrashBytes);  // once: another frame may point into it
-  for (size_t at = 0; at < bytes; at += kTrashBytes) {
-    out.add({trash_.data(), std::min(kTrashBytes, bytes - at)});
+Body repeat(const std::byte* some, size_t bytes) {
+  Body out;
+  for (size_t at = 0; at < bytes; at += kFillerBytes) {
+    out.memory.add(piece(some, std::min(kFillerBytes, bytes - at)));
   }
   return out;
 }
 
+Body zeros(size_t bytes) {
+  static const std::array<std::byte, kFillerBytes> some{};
+  return repeat(some.data(), bytes);
+}
+
+}  // namespace
+
+Body Link::filler(size_t bytes) {
+  trash_.resize(kFillerBytes);  // once: another frame may point into it
+  return repeat(trash_.data(), bytes);
+}
+
 void Link::let_go(const Error& why) {
-  const bool half_sent = !out_.empty() && out_.front().sent > 0;
   for (Output& o : out_) {
-    if (o.request) o.request->fail(why);
+    if (o.body.request) o.body.request->fail(why);
   }
-  out_.resize(half_sent ? 1 : 0);
-  if (half_sent) {
-    out_.front().body = filler(out_.front().body.bytes());
-    out_.front().request = nullptr;
+  const bool says_hello = !out_.empty() && out_.front().frame.kind == FrameKind::kHello;
+  const bool half_sent = !out_.empty() && (sending_ || out_.front().sent > 0);
+  out_.erase(out_.begin() + (says_hello || half_sent ? 1 : 0), out_.end());
+  if (half_sent && !says_hello) {
+    out_.front().body = zeros(out_.front().body.memory.bytes());
+    out_.front().wanted = false;
   }
   if (in_body_) into_ = filler(in_.bytes);
 }
 
-void Link::queue(const Frame& frame, Pieces body, RequestPtr request) {
-  out_.push_back({frame, std::move(body), std::move(request), 0});
+void Link::queue(const Frame& frame, Body body) {
+  out_.push_back({frame, std::move(body), 0, true});
 }
 
-bool Link::flush() {
-  std::vector<iovec> vectors;
-  while (!out_.empty()) {
-    Output& o = out_.front();
-    vectors.clear();
-    if (o.sent < sizeof o.frame) {
-      vectors.push_back({reinterpret_cast<char*>(&o.frame) + o.sent, sizeof o.frame - o.sent});
+bool Link::flush(Hold& hold, size_t budget) {
+  if (sending_) return true;
+  sending_ = true;
+  bool alive = true;
+  for (size_t sent = 0; sent < budget && !out_.empty();) {
+    const ssize_t n = send_front(hold);
+    if (n < 0) {
+      alive = later();
+      if (!out_.front().wanted && out_.front().sent == 0) out_.pop_front();  // let go meanwhile
+      break;
     }
-    add_vectors(o.body, o.sent < sizeof o.frame ? 0 : o.sent - sizeof o.frame, &vectors);
-    msghdr message{};
-    message.msg_iov = vectors.data();
-    message.msg_iovlen = vectors.size();
-    const ssize_t n = sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    // Not connected yet reads as EAGAIN (TCP) or ENOTCONN; the poll tells when it is.
-    if (n < 0) return would_block() || errno == ENOTCONN;
-    o.sent += static_cast<size_t>(n);
-    if (o.sent < sizeof o.frame + o.body.bytes()) continue;
-    if (o.request) o.request->succeed();
-    out_.pop_front();
+    sent_of_front(static_cast<size_t>(n));
+    sent += static_cast<size_t>(n);
   }
-  return true;
+  sending_ = false;
+  return alive;
+}
+
+ssize_t Link::send_front(Hold& hold) {
+  Output& o = out_.front();  // stays where it is while others queue
+  const bool failed_elsewhere = o.body.request && o.body.request->over();
+  if (failed_elsewhere) o.body = zeros(o.body.memory.bytes());
+  Vectors v;
+  const size_t header = sizeof o.frame, sent = std::min(o.sent, header);
+  v.add(reinterpret_cast<char*>(&o.frame) + sent, header - sent);
+  v.add(o.body.memory, o.sent - sent);
+  msghdr message{};
+  message.msg_iov = v.list();
+  message.msg_iovlen = v.count();
+  return hold.copy(o.body, v.bytes(), [this, &message] {
+    return sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  });
+}
+
+void Link::sent_of_front(size_t bytes) {
+  Output& o = out_.front();
+  o.sent += bytes;
+  if (o.sent < sizeof o.frame + o.body.memory.bytes()) return;
+  if (o.body.request) o.body.request->part_done();
+  out_.pop_front();
 }
 
 // Reads a header, asks the owner where its body goes, reads the body, and so on until the kernel
 // has no more or the budget is spent: one busy peer must not starve the others.
-bool Link::receive(LinkOwner& owner, size_t budget) {
-  std::vector<iovec> vectors;
+bool Link::receive(LinkOwner& owner, Hold& hold, size_t budget) {
   for (size_t read = 0; read < budget && !stalled_;) {
     if (header_complete_ && !in_body_) {  // was stalled: ask again
-      if (!advance(owner, 0)) return false;
+      if (!advance(owner, 0, hold)) return false;
       continue;
     }
-    vectors.clear();
-    if (in_body_) {
-      add_vectors(into_, got_, &vectors);
-    } else {
-      vectors.push_back({reinterpret_cast<char*>(&in_) + got_, sizeof in_ - got_});
-    }
-    const ssize_t n = readv(fd(), vectors.data(), static_cast<int>(vectors.size()));
+    const ssize_t n = receive_some(hold);
     if (n == 0) return false;
-    if (n < 0) return would_block() || errno == ENOTCONN;
+    if (n < 0) return later();
     read += static_cast<size_t>(n);
-    if (!advance(owner, static_cast<size_t>(n))) return false;
+    if (!advance(owner, static_cast<size_t>(n), hold)) return false;
   }
   return true;
 }
 
-bool Link::advance(LinkOwner& owner, size_t got) {
+ssize_t Link::receive_some(Hold& hold) {
+  if (in_body_ && into_.request && into_.request->over()) into_ = filler(in_.bytes);
+  Vectors v;
+  if (in_body_) {
+    v.add(into_.memory, got_);
+  } else {
+    v.add(reinterpret_cast<char*>(&in_) + got_, sizeof in_ - got_);
+  }
+  const auto call = [this, &v] { return readv(fd(), v.list(), static_cast<int>(v.count())); };
+  return hold.copy(into_, v.bytes(), call);
+}
+
+bool Link::advance(LinkOwner& owner, size_t got, Hold& hold) {
   got_ += got;
   if (!in_body_) {
     if (got_ < sizeof in_) return true;
     if (in_.magic != Frame::kMagic) return false;  // not one of us
     header_complete_ = true;
-    into_ = Pieces();
+    into_ = Body();
     if (owner.on_frame(*this, in_, &into_) == LinkOwner::Answer::kStall) {
       stalled_ = true;
       return true;
     }
-    if (into_.bytes() != in_.bytes) return false;
+    if (into_.memory.bytes() != in_.bytes) return false;
     in_body_ = true;
     got_ = 0;
   }
   if (got_ < in_.bytes) return true;
   in_body_ = header_complete_ = false;
   got_ = 0;
-  owner.on_body(*this, in_);
+  into_ = Body();
+  owner.on_body(*this, in_, hold);
   return true;
 }
 

@@ -17,13 +17,10 @@
 #pragma once
 
 #include <deque>
-#include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "futex.h"
-#include "pieces.h"
+#include "request.h"
 #include "socket.h"
 
 namespace fsccl {
@@ -55,47 +52,20 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 56, "the layout on the wire");
 
-// A send or a receive under way. Complete once `state` is not kPending.
-struct Request {
-  enum : uint32_t { kPending = 0, kDone = 1, kFailed = 2 };
-  Word state{kPending};
-  std::atomic<int> peer{-1};  // of a receive from anyone: who it was, once done
-  uint64_t tag = 0;
-  uint32_t digest = 0;
-  Pieces memory;
-  std::unique_ptr<Error> error;
-  std::function<void(Request&)> on_settled;
-
-  bool finished() const { return state.load(std::memory_order_acquire) != kPending; }
-  void succeed() { settle(kDone); }
-  void fail(const Error& why) {
-    if (finished()) return;
-    error = std::make_unique<Error>(why);
-    settle(kFailed);
-  }
-
- private:
-  void settle(uint32_t to) {
-    state.store(to, std::memory_order_release);
-    futex_wake_all(state);
-    if (on_settled) on_settled(*this);
-  }
-};
-using RequestPtr = std::shared_ptr<Request>;
-
 class Link;
 
-// What a link tells its owner; all under the owner's lock.
+// What a link tells its owner; all under the owner's lock, which on_body() may let go.
 class LinkOwner {
  public:
   enum class Answer { kBody, kStall };
   virtual ~LinkOwner() = default;
   // A header has come. kBody: `into` is where the body goes (its size is frame.bytes).
   // kStall: ask again later, after Link::resume().
-  virtual Answer on_frame(Link& link, const Frame& frame, Pieces* into) = 0;
-  virtual void on_body(Link& link, const Frame& frame) = 0;
+  virtual Answer on_frame(Link& link, const Frame& frame, Body* into) = 0;
+  virtual void on_body(Link& link, const Frame& frame, Hold& hold) = 0;
 };
 
+// One thread at a time sends on a link, any thread; always the same one receives.
 class Link {
  public:
   Link(Fd fd, int peer, bool opened_here) : fd_(std::move(fd)), peer_(peer), ours_(opened_here) {}
@@ -105,44 +75,50 @@ class Link {
   bool opened_here() const { return ours_; }
   void set_peer(int peer) { peer_ = peer; }
 
-  void queue(const Frame& frame, Pieces body = {}, RequestPtr request = nullptr);
+  void queue(const Frame& frame, Body body = {});
   bool has_output() const { return !out_.empty(); }
+  // Somebody does; what is queued meanwhile goes too.
+  bool sending() const { return sending_; }
   bool stalled() const { return stalled_; }
   void resume() { stalled_ = false; }
 
-  // Both return false once the connection is over; what the kernel would not take or give now stays
-  // for the next call.
-  bool flush();
-  bool receive(LinkOwner& owner, size_t budget);
+  // Both return false once the connection is over; what the kernel would not take or give now, or
+  // the budget does not allow, stays for the next call. Both let the lock go while they copy.
+  bool flush(Hold& hold, size_t budget);
+  bool receive(LinkOwner& owner, Hold& hold, size_t budget);
 
   // The group failed: forgets the memory of all requests, on both ways. A frame that is half sent
-  // or half received is completed with filler, so that what follows it is still understood.
+  // or half received is completed with filler, and a hello stays, so that what follows is understood.
   void let_go(const Error& why);
-  // Memory for bytes that nobody reads, as long as this link lives.
-  Pieces filler(size_t bytes);
+  // For a frame that nobody wants; as long as this link lives.
+  Body filler(size_t bytes);
 
   bool said_bye = false;          // the peer did
-  bool polled = false;            // the owner's note
+  bool closed = false;            // the owner did
+  uint32_t polled = 0;            // the owner's note: the events it waits for
   std::string text_in, text_out;  // bodies of kAbort
 
  private:
   struct Output {
     Frame frame;
-    Pieces body;
-    RequestPtr request;
+    Body body;
     size_t sent = 0;  // of header and body together
+    bool wanted = true;
   };
-  bool advance(LinkOwner& owner, size_t got);
+  ssize_t send_front(Hold& hold);
+  void sent_of_front(size_t bytes);
+  ssize_t receive_some(Hold& hold);
+  bool advance(LinkOwner& owner, size_t got, Hold& hold);
 
   Fd fd_;
   int peer_;
   bool ours_;
-  bool stalled_ = false;
+  bool stalled_ = false, sending_ = false;
   std::deque<Output> out_;
   Frame in_;
   bool in_body_ = false, header_complete_ = false;
   size_t got_ = 0;
-  Pieces into_;
+  Body into_;
   std::vector<std::byte> trash_;
 };
 

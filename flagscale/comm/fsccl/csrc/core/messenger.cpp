@@ -10,7 +10,7 @@ RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory, uint32_t digest)
   request->peer = to;
   request->tag = tag;
   request->memory = std::move(memory);
-  std::lock_guard<std::mutex> hold(mutex_);
+  Hold hold(guard_);
   if (failed_) {
     request->fail(*failed_);
     return request;
@@ -30,7 +30,7 @@ RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory, uint32_t digest)
   if (asks || (bytes > kStripeBytes && p.out.size() > 1)) {
     f.kind = FrameKind::kAnnounce;
     f.flags = asks ? kAsks : 0;
-    p.out[0]->queue(f);
+    queue(p.out[0], f);
     if (asks) {
       p.held.emplace(f.message, request);
     } else {
@@ -39,22 +39,16 @@ RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory, uint32_t digest)
   } else {
     f.kind = FrameKind::kMessage;
     f.bytes = bytes;
-    p.out[0]->queue(f, request->memory, request);
+    queue(p.out[0], f, {request->memory, request, nullptr});
   }
-  push(*p.out[0]);
+  push_queued(hold);
   return request;
 }
 
-// The request is done when its last stripe is: a shared owner counts them.
 void Messenger::send_stripes(Peer& to, uint64_t message, const RequestPtr& request) {
   const size_t bytes = request->memory.bytes();
   const size_t ways = std::min(to.out.size(), ceil_div(bytes, kStripeBytes));
-  // Only a part's completion in its own link's order is known, so each stripe gets a request and
-  // the last to finish settles the whole.
-  struct Rest {
-    size_t left;
-  };
-  auto rest = std::make_shared<Rest>(Rest{ways});
+  request->parts = ways;
   for (size_t i = 0; i < ways; ++i) {
     const Interval part = cut(bytes, ways, i, 4096);
     Frame f;
@@ -63,16 +57,7 @@ void Messenger::send_stripes(Peer& to, uint64_t message, const RequestPtr& reque
     f.bytes = part.size();
     f.offset = part.lo;
     f.total = bytes;
-    auto one = std::make_shared<Request>();
-    one->on_settled = [rest, request](Request& r) {
-      if (r.error) {
-        request->fail(*r.error);
-      } else if (--rest->left == 0 && !request->finished()) {
-        request->succeed();
-      }
-    };
-    to.out[i]->queue(f, request->memory.slice(part), one);
-    if (i > 0) push(*to.out[i]);
+    queue(to.out[i], f, {request->memory.slice(part), request, nullptr});
   }
 }
 
@@ -82,7 +67,7 @@ RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, uint32_t diges
   request->tag = tag;
   request->digest = digest;
   request->memory = std::move(memory);
-  std::lock_guard<std::mutex> hold(mutex_);
+  Hold hold(guard_);
   const int first = from == kAnySource ? 0 : from;
   const int last = from == kAnySource ? static_cast<int>(peers_.size()) - 1 : from;
   for (int r = first; r <= last; ++r) {
@@ -92,14 +77,15 @@ RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, uint32_t diges
     if (found == p.incoming.end()) continue;
     request->peer = r;
     match(*found, request);
-    if (found->received == found->total) finish(p, found);
+    if (found->received == found->total) finish(p, found, hold);
+    push_queued(hold);
     return request;
   }
   if (failed_) {
     request->fail(*failed_);
     return request;
   }
-  ensure_started();
+  ensure_started(opened_by_peers_, kReceiverName);
   // Being connected is how the loss of the sender is noticed.
   for (int r = first; r <= last; ++r) {
     if (r == config_.rank) continue;
@@ -109,6 +95,7 @@ RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, uint32_t diges
     }
   }
   (from == kAnySource ? any_ : peer(from).posted).push_back({next_order_++, request});
+  push_queued(hold);
   return request;
 }
 
@@ -147,20 +134,17 @@ void Messenger::match(Incoming& m, RequestPtr request) {
   Frame clear;
   clear.kind = FrameKind::kClear;
   clear.message = m.message;
-  if (m.link != nullptr) {
-    m.link->queue(clear);
-    push(*m.link);
-  }
+  if (m.link != nullptr) queue(pointer_to(*m.link), clear);
 }
 
-Pieces Messenger::target_of(Incoming& m, Interval range) {
-  if (m.request && !m.bad && !m.keeps) return m.request->memory.slice(range);
+Body Messenger::target_of(Incoming& m, Interval range) {
+  if (m.request && !m.bad && !m.keeps) return {m.request->memory.slice(range), m.request, nullptr};
+  if (!m.keeps) m.kept.reset(new std::byte[m.total]);
   m.keeps = true;
-  m.kept.resize(m.total);
-  return Pieces(m.kept.data() + range.lo, range.size());
+  return {Pieces(m.kept.get() + range.lo, range.size()), nullptr, m.kept};
 }
 
-void Messenger::on_announced(Link& link, const Frame& frame, Pieces* into) {
+void Messenger::on_announced(Link& link, const Frame& frame, Body* into) {
   Peer& from = peer(link.peer());
   Incoming& m = from.incoming.emplace_back();
   m.message = frame.message;
@@ -182,35 +166,36 @@ void Messenger::on_announced(Link& link, const Frame& frame, Pieces* into) {
   }
 }
 
-void Messenger::received(Peer& from, uint64_t message, uint64_t bytes) {
+void Messenger::received(Peer& from, const Frame& frame, Hold& hold) {
   const auto m = std::find_if(from.incoming.begin(), from.incoming.end(),
-                              [message](const Incoming& i) { return i.message == message; });
+                              [&frame](const Incoming& i) { return i.message == frame.message; });
   if (m == from.incoming.end()) return;
-  m->received += bytes;
-  if (m->received == m->total && m->request) finish(from, m);
+  m->received += frame.bytes;
+  if (m->received == m->total && m->request) finish(from, m, hold);
 }
 
-void Messenger::finish(Peer& from, std::list<Incoming>::iterator m) {
-  if (m->bad) {
-    m->request->fail(*m->bad);
-  } else {
-    if (m->keeps) m->request->memory.copy_from(m->kept.data(), {0, m->total});
-    m->request->succeed();
-  }
+void Messenger::finish(Peer& from, std::list<Incoming>::iterator m, Hold& hold) {
+  const Incoming done = std::move(*m);
   from.incoming.erase(m);
+  Request& request = *done.request;
+  if (done.bad) return request.fail(*done.bad);
+  if (done.keeps) {
+    const Body body{request.memory, done.request, done.kept};
+    hold.copy(body, done.total, [&] { body.memory.copy_from(done.kept.get(), {0, done.total}); });
+  }
+  request.succeed();
 }
 
 RequestPtr Messenger::ask(int rank) {
   auto request = std::make_shared<Request>();
-  std::lock_guard<std::mutex> hold(mutex_);
+  Hold hold(guard_);
   if (failed_ || peer(rank).gone || !connect(rank)) return nullptr;
   Frame f;
   f.kind = FrameKind::kAsk;
   f.tag = next_order_++;
   asked_[f.tag] = request;
-  Link& link = *peer(rank).out[0];
-  link.queue(f);
-  push(link);
+  queue(peer(rank).out[0], f);
+  push_queued(hold);
   return request;
 }
 
@@ -220,8 +205,7 @@ void Messenger::on_ask(Link& link, const Frame& frame) {
   f.kind = FrameKind::kAnswer;
   f.tag = frame.tag;
   f.message = static_cast<uint64_t>(static_cast<int64_t>(answer_ ? answer_() : -1));
-  link.queue(f);
-  push(link);
+  queue(pointer_to(link), f);
 }
 
 void Messenger::on_answer(const Frame& frame) {
@@ -238,7 +222,7 @@ int Messenger::trace(int rank, const Deadline& deadline, const std::function<voi
     const RequestPtr asked = ask(rank);
     if (!asked) return rank;
     while (!asked->finished() && !deadline.passed()) {
-      futex_wait(asked->state, Request::kPending, std::min(Deadline::Ms(20), deadline.remaining()));
+      asked->sleep(std::min(Deadline::Ms(20), deadline.remaining()));
       watch();
     }
     const int next = asked->finished() ? asked->peer.load() : -1;
@@ -264,8 +248,10 @@ void Messenger::lost(int rank, const Error& why) {
 }
 
 void Messenger::abort(const Error& why) {
-  std::lock_guard<std::mutex> hold(mutex_);
+  Hold hold(guard_);
   abort_locked(why, nullptr);
+  push_queued(hold);
+  hold.wait_for_copies();
 }
 
 void Messenger::abort_locked(const Error& why, const Link* told_by) {
@@ -279,8 +265,7 @@ void Messenger::abort_locked(const Error& why, const Link* told_by) {
     f.tag = static_cast<uint64_t>(static_cast<int64_t>(why.rank));
     link->text_out = why.what();
     f.bytes = link->text_out.size();
-    link->queue(f, Pieces(link->text_out.data(), link->text_out.size()));
-    push(*link);
+    queue(link, f, {Pieces(link->text_out.data(), link->text_out.size()), nullptr, nullptr});
   }
   for (size_t r = 0; r < peers_.size(); ++r) lost(static_cast<int>(r), *failed_);
   for (Posted& posted : any_) posted.request->fail(*failed_);

@@ -1,21 +1,36 @@
 // Tagged messages between any two ranks of a group, within a host and between hosts.
 //
-// Sends and receives complete in the background, on one thread that sleeps in epoll; it is started
-// by the first of them. Messages of one sender with one tag match receives in order. A message that
-// nobody waits for yet is kept in memory when it is small or belongs to a collective (whose
-// receiver is about to come); a large one waits at its sender until the receiver has called.
+// Sends and receives complete in the background. Messages of one sender with one tag match receives
+// in order. A message that nobody waits for yet is kept in memory when it is small or belongs to a
+// collective (whose receiver is about to come); a large one waits at its sender until the receiver
+// has called.
 //
 // Large messages are divided over several connections (TcpOptions::connections). The announcement
 // travels on the first; a stripe that overtakes it waits.
 //
 // A connection that ends without a kBye means that the peer is lost: every request that needs it
 // fails with an error that names it.
+//
+// Two threads, started by the first message, sleep in poll sets of their own: one has the
+// connections that peers opened, on which messages come, the other those opened here. Who has
+// queued something sends it, or begins to, before leaving (push_queued), unless somebody sends on
+// that connection already or it waits for room; what stays is its thread's.
+//
+// One lock guards all but the copies of bodies (request.h). Why nothing goes wrong while a thread
+// copies without it:
+//  - On a connection one thread sends at a time (Link::flush), and only its own thread receives and
+//    closes it. Others may queue, or take the memory away (Link::let_go), which the copying thread
+//    sees before its next call; the connection itself lives as long as someone has a pointer to it.
+//  - A request does not finish while its memory is copied (request.h), and abort() and close() wait
+//    until nobody copies any more. The kernel's copies wait for nobody, so neither do they.
+//  - Only copies let the lock go: in push_queued() and finish(), and in a connection's flush() and
+//    receive(). They come last in what calls them, or it looks at everything anew after them: all
+//    frames of a message are queued before, so announcements go in the order of their numbers.
 #pragma once
 
 #include <functional>
 #include <list>
 #include <map>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -58,21 +73,30 @@ class Messenger : private LinkOwner {
   // Asks a rank whom it waits for, and that one, and so on: the first of them that waits for nobody
   // or does not answer before the deadline. Throws what `watch` throws.
   int trace(int rank, const Deadline& deadline, const std::function<void()>& watch);
-  // How this rank answers; called by the progress thread.
+  // How this rank answers; called by a thread of the messenger's that has the lock.
   void on_ask(std::function<int()> answer) { answer_ = std::move(answer); }
 
-  // Calls `then` once the request has finished: now, or later from the progress thread.
+  // Calls `then` once the request has finished: now, or later from one thread of the messenger's.
   void notify(const RequestPtr& request, std::function<void()> then);
 
   // Fails everything under way and all that comes later, and tells every connected peer.
   // Afterwards no memory of any request is touched any more.
   void abort(const Error& why);
-  // Called, once, from the progress thread when a peer reports that the group failed.
+  // Called, once, from a thread of the messenger's when a peer reports that the group failed.
   void on_abort(std::function<void(const Error&)> handler) { aborted_ = std::move(handler); }
-  // Leaves in good order: flushes, says bye, ends the thread.
+  // Leaves in good order: flushes, says bye, ends the threads.
   void close();
 
  private:
+  using LinkPtr = std::shared_ptr<Link>;
+  static constexpr const char* kReceiverName = "fsccl-messages";
+  // A thread and what it sleeps in.
+  struct Loop {
+    Loop();
+    void wake() const;
+    Fd epoll, bell;
+    std::thread thread;
+  };
   // A message that has been announced.
   struct Incoming {
     uint64_t message, tag, total;
@@ -81,7 +105,7 @@ class Messenger : private LinkOwner {
     bool asks = false;
     Link* link = nullptr;  // where it was announced
     RequestPtr request;    // null until a receive matches
-    std::vector<std::byte> kept;
+    std::shared_ptr<std::byte[]> kept;
     bool keeps = false;          // the body goes to `kept`
     std::unique_ptr<Error> bad;  // not what is expected: swallow the body, then fail
   };
@@ -90,7 +114,7 @@ class Messenger : private LinkOwner {
     RequestPtr request;
   };
   struct Peer {
-    std::vector<Link*> out;
+    std::vector<LinkPtr> out;
     std::list<Incoming> incoming;
     std::list<Posted> posted;
     std::map<uint64_t, RequestPtr> held;  // sends that wait for kClear
@@ -99,20 +123,20 @@ class Messenger : private LinkOwner {
     std::unique_ptr<Error> gone;
   };
 
-  Answer on_frame(Link& link, const Frame& frame, Pieces* into) override;
-  void on_body(Link& link, const Frame& frame) override;
-  Answer on_stripe(Link& link, const Frame& frame, Pieces* into);
+  Answer on_frame(Link& link, const Frame& frame, Body* into) override;
+  void on_body(Link& link, const Frame& frame, Hold& hold) override;
+  Answer on_stripe(Link& link, const Frame& frame, Body* into);
   void on_hello(Link& link, const Frame& frame);
   void on_clear(Link& link, const Frame& frame);
   void on_ask(Link& link, const Frame& frame);
   void on_answer(const Frame& frame);
   RequestPtr ask(int rank);
-  void on_announced(Link& link, const Frame& frame, Pieces* into);
-  Pieces target_of(Incoming& m, Interval range);
-  void received(Peer& peer, uint64_t message, uint64_t bytes);
+  void on_announced(Link& link, const Frame& frame, Body* into);
+  Body target_of(Incoming& m, Interval range);
+  void received(Peer& peer, const Frame& frame, Hold& hold);
   void match(Incoming& m, RequestPtr request);
   RequestPtr take_posted(int peer, uint64_t tag);
-  void finish(Peer& peer, std::list<Incoming>::iterator m);
+  void finish(Peer& peer, std::list<Incoming>::iterator m, Hold& hold);
 
   Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   const std::string& name(int rank) const { return config_.names[static_cast<size_t>(rank)]; }
@@ -120,26 +144,28 @@ class Messenger : private LinkOwner {
   bool connect(int rank);
   void accept_all();
   void send_stripes(Peer& to, uint64_t message, const RequestPtr& request);
-  void push(Link& link);
+  void queue(const LinkPtr& link, const Frame& frame, Body body = {});
+  void push_queued(Hold& hold);
+  LinkPtr pointer_to(const Link& link) const { return links_.at(link.fd()); }
   void poll_for(Link& link);
   void close_link(Link& link);
   void lost(int rank, const Error& why);
-  void ensure_started();
-  void run();
-  void handle(Link& link, uint32_t events);
-  void stop_thread();
-  void wake();
+  Loop& loop_of(const Link& link) { return link.opened_here() ? opened_here_ : opened_by_peers_; }
+  void ensure_started(Loop& loop, const char* name);
+  void run(Loop& loop);
+  void handle(const LinkPtr& link, uint32_t events, Hold& hold);
+  void stop_threads();
   void call_ready();
   void forget_all();
 
   MessengerConfig config_;
   std::vector<Fd> listeners_;
-  Fd epoll_, wake_;
-  std::thread thread_;
-  std::mutex mutex_;  // guards all below
+  Loop opened_by_peers_, opened_here_;
+  Guard guard_;  // of all below
   std::vector<Peer> peers_;
   std::list<Posted> any_;
-  std::unordered_map<int, std::unique_ptr<Link>> links_;  // by descriptor
+  std::unordered_map<int, LinkPtr> links_;  // by descriptor
+  std::vector<LinkPtr> queued_;              // what push_queued() is to look at
   uint64_t next_order_ = 0;
   std::map<uint64_t, RequestPtr> asked_;  // questions under way; an answer becomes their peer
   std::function<int()> answer_;

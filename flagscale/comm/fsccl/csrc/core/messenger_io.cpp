@@ -1,9 +1,10 @@
-// The messenger's connections and its thread.
+// The messenger's connections and its threads.
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 
@@ -13,7 +14,8 @@
 namespace fsccl {
 namespace {
 
-constexpr size_t kReadBudget = 4 << 20;  // bytes from one connection before the next has its turn
+// Bytes of one connection before the next has its turn; and before who queued them may leave.
+constexpr size_t kTurnBytes = 4 << 20, kInlineBytes = 1 << 20;
 constexpr std::chrono::milliseconds kMessageNap(100), kFarewell(2000);
 
 void watch_fd(int epoll, int op, int fd, uint32_t events) {
@@ -28,23 +30,36 @@ void watch_fd(int epoll, int op, int fd, uint32_t events) {
 Messenger::Messenger(MessengerConfig config, std::vector<Fd> listeners)
     : config_(std::move(config)),
       listeners_(std::move(listeners)),
-      epoll_(epoll_create1(EPOLL_CLOEXEC)),
-      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       peers_(config_.addresses.size()) {
-  if (epoll_.get() < 0 || wake_.get() < 0) fail_system("cannot make a poll set");
-  watch_fd(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), EPOLLIN);
-  for (const Fd& l : listeners_) watch_fd(epoll_.get(), EPOLL_CTL_ADD, l.get(), EPOLLIN);
+  for (const Fd& l : listeners_) {
+    watch_fd(opened_by_peers_.epoll.get(), EPOLL_CTL_ADD, l.get(), EPOLLIN);
+  }
 }
 
-Messenger::~Messenger() { stop_thread(); }
+Messenger::~Messenger() { stop_threads(); }
 
-void Messenger::ensure_started() {
-  if (!thread_.joinable() && !closed_) thread_ = std::thread([this] { run(); });
+Messenger::Loop::Loop()
+    : epoll(epoll_create1(EPOLL_CLOEXEC)), bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (epoll.get() < 0 || bell.get() < 0) fail_system("cannot make a poll set");
+  watch_fd(epoll.get(), EPOLL_CTL_ADD, bell.get(), EPOLLIN);
+}
+
+void Messenger::Loop::wake() const {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t n = write(bell.get(), &one, sizeof one);  // full is awake too
+}
+
+void Messenger::ensure_started(Loop& loop, const char* name) {
+  if (loop.thread.joinable() || closed_) return;
+  loop.thread = std::thread([this, &loop, name] {
+    begin_thread(name);
+    run(loop);
+  });
 }
 
 void Messenger::listen() {
-  const std::lock_guard<std::mutex> hold(mutex_);
-  ensure_started();
+  const Hold hold(guard_);
+  ensure_started(opened_by_peers_, kReceiverName);
 }
 
 bool Messenger::connect(int rank) {
@@ -56,39 +71,58 @@ bool Messenger::connect(int rank) {
     for (int i = 0; i < (tcp ? config_.tcp.connections : 1); ++i) {
       Fd fd = connect_to(address, config_.tcp);
       const int key = fd.get();
-      Link& link =
-          *links_.emplace(key, std::make_unique<Link>(std::move(fd), rank, true)).first->second;
+      const auto link = std::make_shared<Link>(std::move(fd), rank, true);
+      links_[key] = link;
       Frame hello;
       hello.tag = config_.token;
       hello.message = static_cast<uint64_t>(config_.rank);
       hello.offset = static_cast<uint64_t>(i);
       hello.total = kProtocolVersion;
-      link.queue(hello);
-      p.out.push_back(&link);
-      push(link);
+      link->queue(hello);
+      p.out.push_back(link);
+      poll_for(*link);
     }
   } catch (const Error& e) {
     lost(rank, Error(Fault::kPeerLost, rank, name(rank) + " cannot be reached: " + e.what()));
     return false;
   }
-  ensure_started();
+  ensure_started(opened_by_peers_, kReceiverName);
+  ensure_started(opened_here_, "fsccl-sends");
   return true;
 }
 
-// Sends what can be sent now; the poll set takes care of the rest. A connection found broken here
-// is closed by the thread, which sees it in the poll set too.
-void Messenger::push(Link& link) {
-  link.flush();
-  poll_for(link);
+void Messenger::queue(const LinkPtr& link, const Frame& frame, Body body) {
+  link->queue(frame, std::move(body));
+  queued_.push_back(link);
+}
+
+// Sends what can be sent now; the poll sets take care of the rest. A connection found broken here
+// is closed by its thread, which sees it in its poll set too.
+void Messenger::push_queued(Hold& hold) {
+  for (std::vector<LinkPtr> links; !queued_.empty();) {
+    links.clear();
+    links.swap(queued_);
+    for (const LinkPtr& link : links) {
+      const bool waits_for_room = (link->polled & EPOLLOUT) != 0;
+      if (!waits_for_room) link->flush(hold, kInlineBytes);
+      poll_for(*link);
+    }
+  }
 }
 
 // A stalled connection leaves the poll set: a hang-up cannot be masked and would wake us for ever.
+// Who sends needs no word of room, and asks for it when there is none.
 void Messenger::poll_for(Link& link) {
-  const bool wanted = !link.stalled();
-  const uint32_t events = EPOLLIN | (link.has_output() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
-  const int op = link.polled ? (wanted ? EPOLL_CTL_MOD : EPOLL_CTL_DEL) : EPOLL_CTL_ADD;
-  if (wanted || link.polled) watch_fd(epoll_.get(), op, link.fd(), events);
-  link.polled = wanted;
+  uint32_t events = 0;
+  if (!link.closed && !link.stalled()) {
+    events = EPOLLIN | (link.has_output() && !link.sending() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
+  }
+  if (events == link.polled) return;
+  const int op = events == 0        ? EPOLL_CTL_DEL
+                 : link.polled != 0 ? EPOLL_CTL_MOD
+                                    : EPOLL_CTL_ADD;
+  watch_fd(loop_of(link).epoll.get(), op, link.fd(), events);
+  link.polled = events;
 }
 
 void Messenger::accept_all() {
@@ -97,41 +131,42 @@ void Messenger::accept_all() {
       Fd fd = accept_from(l.get(), config_.tcp);
       if (fd.get() < 0) break;
       const int key = fd.get();
-      auto link = std::make_unique<Link>(std::move(fd), -1, false);
-      poll_for(*links_.emplace(key, std::move(link)).first->second);
+      links_[key] = std::make_shared<Link>(std::move(fd), -1, false);
+      poll_for(*links_[key]);
     }
   }
 }
 
-void Messenger::run() {
-  begin_thread("fsccl-messages");
-  std::vector<epoll_event> events(64);
+void Messenger::run(Loop& loop) {
+  const bool receives = &loop == &opened_by_peers_;
+  std::array<epoll_event, 64> events;
   for (;;) {
-    const int n = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    const int n = epoll_wait(loop.epoll.get(), events.data(), static_cast<int>(events.size()), -1);
+    const auto end = events.begin() + std::max(n, 0);
     std::unique_ptr<Error> heard;
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      Hold hold(guard_);
       if (stop_) return;
       uint64_t count = 0;
-      [[maybe_unused]] const ssize_t drained = read(wake_.get(), &count, sizeof count);
+      [[maybe_unused]] const ssize_t drained = read(loop.bell.get(), &count, sizeof count);
       // Strangers first: who has just connected may have sent all it had and left already.
       const auto stranger = [this](const epoll_event& e) { return links_.count(e.data.fd) == 0; };
-      if (std::any_of(events.begin(), events.begin() + std::max(n, 0), stranger)) accept_all();
-      for (int i = 0; i < n; ++i) {
-        const auto link = links_.find(events[static_cast<size_t>(i)].data.fd);
-        if (link != links_.end()) handle(*link->second, events[static_cast<size_t>(i)].events);
+      if (receives && std::any_of(events.begin(), end, stranger)) accept_all();
+      for (auto e = events.begin(); e != end; ++e) {
+        const auto link = links_.find(e->data.fd);
+        if (link != links_.end()) handle(LinkPtr(link->second), e->events, hold);
       }
       heard = std::move(heard_);
     }
     if (heard && aborted_) aborted_(*heard);
-    call_ready();
+    if (receives) call_ready();
   }
 }
 
 void Messenger::call_ready() {
   std::vector<std::function<void()>> ready;
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    Hold hold(guard_);
     ready.swap(ready_);
   }
   for (const auto& then : ready) then();
@@ -139,11 +174,11 @@ void Messenger::call_ready() {
 
 void Messenger::notify(const RequestPtr& request, std::function<void()> then) {
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    Hold hold(guard_);
     if (!request->finished()) {
       request->on_settled = [this, then = std::move(then)](Request&) {
         ready_.push_back(then);
-        wake();
+        opened_by_peers_.wake();
       };
       return;
     }
@@ -151,20 +186,18 @@ void Messenger::notify(const RequestPtr& request, std::function<void()> then) {
   then();
 }
 
-void Messenger::wake() {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = write(wake_.get(), &one, sizeof one);  // full is awake too
-}
-
-void Messenger::handle(Link& link, uint32_t events) {
+void Messenger::handle(const LinkPtr& link, uint32_t events, Hold& hold) {
   bool alive = true;
-  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) alive = link.receive(*this, kReadBudget);
-  if (alive && link.has_output()) alive = link.flush();
+  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
+    alive = link->receive(*this, hold, kTurnBytes);
+    push_queued(hold);
+  }
+  if (alive && link->has_output()) alive = link->flush(hold, kTurnBytes);
   if (alive && (events & EPOLLERR) != 0) alive = false;
   if (alive) {
-    poll_for(link);
+    poll_for(*link);
   } else {
-    close_link(link);
+    close_link(*link);
   }
 }
 
@@ -173,7 +206,7 @@ void Messenger::close_link(Link& link) {
   if (rank >= 0) {
     Peer& p = peer(rank);
     if (link.opened_here()) {
-      p.out.erase(std::remove(p.out.begin(), p.out.end(), &link), p.out.end());
+      p.out.erase(std::remove(p.out.begin(), p.out.end(), pointer_to(link)), p.out.end());
     } else {
       ++p.closed_in;
     }
@@ -192,13 +225,15 @@ void Messenger::close_link(Link& link) {
       lost(rank, gone);
     }
   }
+  link.closed = true;
+  poll_for(link);
   links_.erase(link.fd());
 }
 
-LinkOwner::Answer Messenger::on_frame(Link& link, const Frame& frame, Pieces* into) {
+LinkOwner::Answer Messenger::on_frame(Link& link, const Frame& frame, Body* into) {
   if (frame.kind == FrameKind::kAbort) {
     link.text_in.resize(frame.bytes < 4096 ? frame.bytes : 0);
-    *into = Pieces(link.text_in.data(), link.text_in.size());
+    into->memory = Pieces(link.text_in.data(), link.text_in.size());
     return Answer::kBody;
   }
   // A stranger's frame gets no memory, which ends the connection; only a hello has no body.
@@ -215,7 +250,7 @@ LinkOwner::Answer Messenger::on_frame(Link& link, const Frame& frame, Pieces* in
   return Answer::kBody;
 }
 
-LinkOwner::Answer Messenger::on_stripe(Link& link, const Frame& frame, Pieces* into) {
+LinkOwner::Answer Messenger::on_stripe(Link& link, const Frame& frame, Body* into) {
   for (Incoming& m : peer(link.peer()).incoming) {
     if (m.message != frame.message) continue;
     if (frame.offset + frame.bytes <= m.total) {
@@ -226,7 +261,7 @@ LinkOwner::Answer Messenger::on_stripe(Link& link, const Frame& frame, Pieces* i
   return Answer::kStall;
 }
 
-void Messenger::on_body(Link& link, const Frame& frame) {
+void Messenger::on_body(Link& link, const Frame& frame, Hold& hold) {
   switch (frame.kind) {
     case FrameKind::kHello:
       return on_hello(link, frame);
@@ -238,7 +273,7 @@ void Messenger::on_body(Link& link, const Frame& frame) {
       return on_answer(frame);
     case FrameKind::kMessage:
     case FrameKind::kStripe:
-      if (!failed_ && link.peer() >= 0) received(peer(link.peer()), frame.message, frame.bytes);
+      if (!failed_ && link.peer() >= 0) received(peer(link.peer()), frame, hold);
       return;
     case FrameKind::kAbort:
       if (!failed_ && link.peer() >= 0) {
@@ -270,13 +305,12 @@ void Messenger::on_clear(Link& link, const Frame& frame) {
   const RequestPtr request = held->second;
   p.held.erase(held);
   send_stripes(p, frame.message, request);
-  push(*p.out[0]);
 }
 
 void Messenger::wait(const RequestPtr& request, const Deadline& deadline,
                      const std::function<void()>& watch) {
   while (!request->finished()) {
-    futex_wait(request->state, Request::kPending, std::min(kMessageNap, deadline.remaining()));
+    request->sleep(std::min(kMessageNap, deadline.remaining()));
     if (request->finished()) break;
     if (watch) watch();
     if (deadline.passed()) {
@@ -287,12 +321,12 @@ void Messenger::wait(const RequestPtr& request, const Deadline& deadline,
           whom + (who == kAnySource ? " came" : " did not come") + " within " + deadline.text());
     }
   }
-  if (request->state.load(std::memory_order_acquire) == Request::kFailed) throw *request->error;
+  if (request->failed()) throw *request->error;
 }
 
 void Messenger::close() {
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    Hold hold(guard_);
     if (closed_) return;
     closed_ = true;
     accept_all();
@@ -301,45 +335,48 @@ void Messenger::close() {
       Frame bye;
       bye.kind = FrameKind::kBye;
       bye.offset = link->peer() >= 0 ? peer(link->peer()).out.size() : 0;
-      link->queue(bye);
-      push(*link);
+      queue(link, bye);
     }
+    push_queued(hold);
   }
   const Deadline end = Deadline::after(kFarewell);
-  for (bool busy = true; busy && thread_.joinable() && !end.passed();) {
+  for (bool busy = true; busy && opened_by_peers_.thread.joinable() && !end.passed();) {
     {
-      std::lock_guard<std::mutex> hold(mutex_);
+      Hold hold(guard_);
       busy = std::any_of(links_.begin(), links_.end(),
                          [](const auto& l) { return l.second->has_output(); });
     }
     if (busy) usleep(500);
   }
-  stop_thread();
+  stop_threads();
   forget_all();
   call_ready();
 }
 
 void Messenger::forget_all() {
-  std::lock_guard<std::mutex> hold(mutex_);
+  Hold hold(guard_);
   const Error over(Fault::kAborted, config_.rank, "the group has been shut down");
   if (!failed_) failed_ = std::make_unique<Error>(over);
   for (auto& [fd, link] : links_) link->let_go(over);
   for (size_t r = 0; r < peers_.size(); ++r) lost(static_cast<int>(r), over);
   for (Posted& posted : any_) posted.request->fail(over);
   any_.clear();
+  hold.wait_for_copies();
   for (Peer& p : peers_) p.out.clear();
   links_.clear();
   listeners_.clear();
 }
 
-void Messenger::stop_thread() {
+void Messenger::stop_threads() {
   {
-    std::lock_guard<std::mutex> hold(mutex_);
+    Hold hold(guard_);
     stop_ = true;
     closed_ = true;
   }
-  wake();
-  if (thread_.joinable()) thread_.join();
+  for (Loop* loop : {&opened_by_peers_, &opened_here_}) {
+    loop->wake();
+    if (loop->thread.joinable()) loop->thread.join();
+  }
 }
 
 }  // namespace fsccl

@@ -1,0 +1,329 @@
+// Messages of two and three ranks that are threads: large bodies both ways at once through tiny
+// socket buffers, many at once, and what ends them in their middle. Built with a sanitizer by
+// test_fsccl_core.py. Usage: messages_test <seed>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "messenger.h"
+
+namespace {
+
+using namespace fsccl;
+
+constexpr uint64_t kTag = Messenger::kCollectiveTag | 7, kUserTag = 9;
+
+[[noreturn]] void complain(const std::string& what) {
+  std::fprintf(stderr, "%s\n", what.c_str());
+  std::_Exit(1);
+}
+
+void expect(bool right, const std::string& what) {
+  if (!right) complain(what);
+}
+
+Deadline patience() { return Deadline::after(Deadline::Ms(60000)); }
+
+// Messengers that know each other, over TCP, as between hosts.
+std::vector<std::unique_ptr<Messenger>> meet(int ranks, int buffer_bytes, int connections) {
+  MessengerConfig config;
+  config.token = 4711;
+  config.tcp.interface = "lo";
+  config.tcp.buffer_bytes = buffer_bytes;
+  config.tcp.connections = connections;
+  std::vector<Fd> listeners;
+  for (int r = 0; r < ranks; ++r) {
+    std::string address;
+    listeners.push_back(listen_tcp(config.tcp, &address));
+    config.addresses.push_back(address);
+    config.names.push_back("rank " + std::to_string(r));
+  }
+  std::vector<std::unique_ptr<Messenger>> out;
+  for (int r = 0; r < ranks; ++r) {
+    config.rank = r;
+    std::vector<Fd> own;
+    own.push_back(std::move(listeners[static_cast<size_t>(r)]));
+    out.push_back(std::make_unique<Messenger>(config, std::move(own)));
+  }
+  return out;
+}
+
+using Bytes = std::vector<unsigned char>;
+
+Bytes pattern(size_t n, unsigned seed) {
+  Bytes out(n);
+  for (size_t i = 0; i < n; ++i) out[i] = static_cast<unsigned char>(i * 31 + i / 257 + seed);
+  return out;
+}
+
+Pieces all_of(const Bytes& b) { return {b.data(), b.size()}; }
+
+void on_each(std::vector<std::unique_ptr<Messenger>>& ranks,
+             const std::function<void(Messenger&, int)>& call) {
+  std::vector<std::thread> threads;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    threads.emplace_back([&call, &m = *ranks[r], r] { call(m, static_cast<int>(r)); });
+  }
+  for (auto& t : threads) t.join();
+}
+
+// Every rank sends to every other at once, more than the sockets take; receives are called before
+// or after the messages come, by several threads.
+void all_at_once(int ranks, int buffer_bytes, int connections, unsigned seed) {
+  auto messengers = meet(ranks, buffer_bytes, connections);
+  on_each(messengers, [&](Messenger& m, int me) {
+    std::vector<std::thread> threads;
+    for (int peer = 0; peer < ranks; ++peer) {
+      if (peer == me) continue;
+      threads.emplace_back([&m, me, peer, seed] {
+        std::mt19937 random(seed);  // the same on all ranks
+        std::vector<Bytes> out, in;
+        std::vector<RequestPtr> sends, receives;
+        for (unsigned k = 0; k < 12; ++k) {
+          const size_t n = k % 3 == 0 ? random() % 200 : random() % 900000;
+          out.push_back(pattern(n, k + static_cast<unsigned>(me)));
+          in.emplace_back(n);
+        }
+        for (size_t k = 0; k < out.size(); ++k) {
+          const uint64_t tag = k % 4 == 3 ? kUserTag : kTag;
+          if ((k + static_cast<size_t>(me)) % 2 == 0) {
+            receives.push_back(m.recv(peer, tag, all_of(in[k])));
+            sends.push_back(m.send(peer, tag, all_of(out[k])));
+          } else {
+            sends.push_back(m.send(peer, tag, all_of(out[k])));
+            receives.push_back(m.recv(peer, tag, all_of(in[k])));
+          }
+        }
+        for (const auto& r : receives) m.wait(r, patience(), nullptr);
+        for (const auto& r : sends) m.wait(r, patience(), nullptr);
+        for (unsigned k = 0; k < in.size(); ++k) {
+          expect(in[k] == pattern(in[k].size(), k + static_cast<unsigned>(peer)), "other bytes");
+        }
+      });
+    }
+    for (auto& t : threads) t.join();
+  });
+  on_each(messengers, [](Messenger& m, int) { m.close(); });
+}
+
+// Rank 1 of two as bare sockets, so that it can stop in the middle of a body. The buffers hold a
+// small part of it: what has gone through beyond them has been copied by the messenger.
+class Stranger {
+ public:
+  static constexpr size_t kBody = 12 << 20, kPart = 8 << 20;
+
+  Stranger() {
+    config_.token = 4711;
+    config_.tcp.interface = "lo";
+    config_.tcp.buffer_bytes = 128 << 10;
+    config_.tcp.connections = 1;
+    config_.addresses.resize(2);
+    config_.names = {"rank 0", "rank 1"};
+    std::vector<Fd> own;
+    own.push_back(listen_tcp(config_.tcp, &config_.addresses[0]));
+    listener_ = listen_tcp(config_.tcp, &config_.addresses[1]);
+    messenger = std::make_unique<Messenger>(config_, std::move(own));
+    messenger->listen();
+  }
+  // The connection on which the messenger sends, and that on which it receives.
+  Fd accept() {
+    pollfd p{listener_.get(), POLLIN, 0};
+    while (poll(&p, 1, -1) < 1) {
+    }
+    Fd fd = accept_from(listener_.get(), config_.tcp);
+    take_turns(fd);
+    expect(read_all<Frame>(fd).kind == FrameKind::kHello, "no hello");
+    return fd;
+  }
+  Fd connect() {
+    Fd fd = connect_to(config_.addresses[0], config_.tcp);
+    take_turns(fd);
+    Frame hello;
+    hello.tag = config_.token;
+    hello.message = 1;
+    hello.total = kProtocolVersion;
+    write_all(fd, &hello, sizeof hello);
+    return fd;
+  }
+  static Frame message() {
+    Frame f;
+    f.kind = FrameKind::kMessage;
+    f.tag = kTag;
+    f.bytes = f.total = kBody;
+    return f;
+  }
+  static void write_all(const Fd& fd, const void* data, size_t n) {
+    for (const auto* at = static_cast<const char*>(data); n > 0;) {
+      const ssize_t done = send(fd.get(), at, n, MSG_NOSIGNAL);
+      if (done <= 0) complain("cannot write");
+      at += done;
+      n -= static_cast<size_t>(done);
+    }
+  }
+  static void skip(const Fd& fd, size_t n) {
+    for (Bytes part(64 << 10); n > 0;) {
+      const ssize_t done = read(fd.get(), part.data(), std::min(n, part.size()));
+      if (done <= 0) complain("cannot read");
+      n -= static_cast<size_t>(done);
+    }
+  }
+  template <class T>
+  static T read_all(const Fd& fd) {
+    T out;
+    if (recv(fd.get(), &out, sizeof out, MSG_WAITALL) != sizeof out) complain("cannot read all");
+    return out;
+  }
+
+  std::unique_ptr<Messenger> messenger;
+
+ private:
+  static void take_turns(const Fd& fd) { fcntl(fd.get(), F_SETFL, 0); }  // it may block
+
+  MessengerConfig config_;
+  Fd listener_;
+};
+
+// What a request failed with. Its memory is the caller's again.
+Error failure_of(Messenger& m, const RequestPtr& request, Bytes* memory) {
+  try {
+    m.wait(request, patience(), nullptr);
+  } catch (const Error& e) {
+    std::fill(memory->begin(), memory->end(), 1);
+    return e;
+  }
+  complain("a request that cannot be done is");
+}
+
+// Who has just connected says who it is all the same, or nobody would believe it.
+void abort_at_once() {
+  Stranger peer;
+  Bytes in(10);
+  const RequestPtr request = peer.messenger->recv(1, kTag, all_of(in));
+  peer.messenger->abort(Error(Fault::kAborted, 0, "enough"));
+  expect(request->failed(), "abort() leaves a request");
+  const Fd fd = peer.accept();
+  expect(Stranger::read_all<Frame>(fd).kind == FrameKind::kAbort, "no word of the abort");
+  peer.messenger->close();
+}
+
+// The rest of the body comes all the same, so that what follows is understood.
+void abort_while_sending() {
+  Stranger peer;
+  auto out = std::make_unique<Bytes>(Stranger::kBody);
+  const RequestPtr request = peer.messenger->send(1, kTag, all_of(*out));
+  const Fd fd = peer.accept();
+  expect(Stranger::read_all<Frame>(fd).bytes == Stranger::kBody, "other header");
+  Stranger::skip(fd, Stranger::kPart);
+  std::thread reader([&fd] { Stranger::skip(fd, Stranger::kBody - Stranger::kPart); });
+  peer.messenger->abort(Error(Fault::kAborted, 0, "enough"));
+  expect(request->finished(), "abort() leaves a request");
+  std::fill(out->begin(), out->end(), 1);
+  out.reset();
+  reader.join();
+  expect(Stranger::read_all<Frame>(fd).kind == FrameKind::kAbort, "no word of the abort");
+  peer.messenger->close();
+}
+
+void abort_while_receiving() {
+  Stranger peer;
+  auto in = std::make_unique<Bytes>(Stranger::kBody);
+  const RequestPtr request = peer.messenger->recv(1, kTag, all_of(*in));
+  const Fd fd = peer.connect();
+  const Frame header = Stranger::message();
+  const Bytes body(Stranger::kBody, 2);
+  Stranger::write_all(fd, &header, sizeof header);
+  Stranger::write_all(fd, body.data(), Stranger::kPart);
+  std::thread writer([&] {
+    Stranger::write_all(fd, body.data() + Stranger::kPart, Stranger::kBody - Stranger::kPart);
+  });
+  peer.messenger->abort(Error(Fault::kAborted, 0, "enough"));
+  expect(request->finished(), "abort() leaves a request");
+  std::fill(in->begin(), in->end(), 1);
+  in.reset();
+  writer.join();
+  expect(Stranger::read_all<Frame>(fd).kind == FrameKind::kAbort, "no word of the abort");
+  peer.messenger->close();
+}
+
+void peer_ends_in_the_middle(bool at_once) {
+  Stranger peer;
+  Bytes out(Stranger::kBody), in(Stranger::kBody);
+  const RequestPtr sends = peer.messenger->send(1, kTag, all_of(out));
+  const RequestPtr receives = peer.messenger->recv(1, kTag, all_of(in));
+  {
+    const Fd to_us = peer.accept(), to_it = peer.connect();
+    const Frame header = Stranger::message();
+    const Bytes body(Stranger::kPart, 2);
+    std::thread writer([&] {
+      Stranger::write_all(to_it, &header, sizeof header);
+      Stranger::write_all(to_it, body.data(), body.size());
+    });
+    Stranger::skip(to_us, sizeof(Frame) + Stranger::kPart);
+    writer.join();
+    const linger reset{1, 0};
+    if (at_once) setsockopt(to_us.get(), SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+  }
+  for (const auto& [request, memory] : {std::pair(sends, &out), std::pair(receives, &in)}) {
+    const Error e = failure_of(*peer.messenger, request, memory);
+    expect(e.fault == Fault::kPeerLost && e.rank == 1, e.what());
+    expect(std::string(e.what()).find("rank 1 ended") == 0, e.what());
+  }
+  peer.messenger->close();
+}
+
+// Both are in the middle of many messages to each other, on several connections, when one fails.
+void abort_among_many(unsigned seed) {
+  auto messengers = meet(2, 128 << 10, 2);
+  on_each(messengers, [&](Messenger& m, int me) {
+    std::vector<Bytes> out(10, Bytes(700000, 3)), in = out;
+    Bytes never(10);
+    std::vector<RequestPtr> all;
+    for (size_t k = 0; k < out.size(); ++k) {
+      all.push_back(m.recv(1 - me, kTag, all_of(in[k])));
+      all.push_back(m.send(1 - me, kTag, all_of(out[k])));
+    }
+    all.push_back(m.recv(1 - me, kTag, all_of(never)));
+    if (me == 0) {
+      m.wait(all[2 * (seed % 5)], patience(), nullptr);
+      m.abort(Error(Fault::kAborted, 0, "enough"));
+    } else {
+      const Error e = failure_of(m, all.back(), &never);
+      expect(std::string(e.what()) == "enough" && e.rank == 0, e.what());
+      m.abort(e);
+    }
+    for (const auto& r : all) expect(r->finished(), "abort() leaves a request");
+    for (auto* list : {&out, &in}) {
+      for (Bytes& b : *list) std::fill(b.begin(), b.end(), 1);
+    }
+    expect(m.send(1 - me, kTag, all_of(never))->failed(), "an aborted messenger sends");
+    m.close();
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) return 2;
+  const auto seed = static_cast<unsigned>(std::atoi(argv[1]));
+  all_at_once(2, 128 << 10, 2, seed);
+  all_at_once(3, 0, 3, seed);
+  all_at_once(2, 256 << 10, 1, seed);
+  for (int k = 0; k < 50; ++k) abort_at_once();
+  abort_while_sending();
+  abort_while_receiving();
+  peer_ends_in_the_middle(false);
+  peer_ends_in_the_middle(true);
+  for (unsigned k = 0; k < 10; ++k) abort_among_many(seed + k);
+  std::puts("ok");
+  return 0;
+}
