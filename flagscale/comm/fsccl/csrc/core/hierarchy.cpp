@@ -22,12 +22,8 @@ std::vector<Interval> Hierarchy::bounds(int cluster, Interval chunk) const {
   return cut_all(chunk.lo, chunk.size(), size_of(cluster), kGrain);
 }
 
-size_t Hierarchy::chunks_in(size_t total, size_t width) const {
-  return ceil_div(total, chunk_ / width * width);
-}
-
-Interval Hierarchy::chunk_at(size_t k, size_t total, size_t width) const {
-  const size_t step = chunk_ / width * width;
+Interval Hierarchy::chunk_at(size_t k, size_t total, size_t width, size_t most) const {
+  const size_t step = most / width * width;
   return {std::min(k * step, total), std::min((k + 1) * step, total)};
 }
 
@@ -70,25 +66,22 @@ void Hierarchy::all_reduce(Exchange& x, const void* in, void* out, size_t count,
                            int root) {
   const size_t width = r.width(), total = count * width, chunks = chunks_in(total, width);
   const int to = root < 0 ? -1 : cluster_of(root);
-  for (size_t k = 0; k < chunks + kLag; ++k) {
-    if (k < chunks) {
-      start(x, stages_[k % stages_.size()], static_cast<const std::byte*>(in),
-            chunk_at(k, total, width), r, to);
+  const auto stage = [this](size_t k) -> Stage& { return stages_[k % stages_.size()]; };
+  const auto chunk = [&](size_t k) { return chunk_at(k, total, width); };
+  for (size_t k = 0, called = 0; k < chunks + kLag; ++k) {
+    for (; called < chunks && called <= k + kAhead; ++called) {
+      if (to < 0 || to == clusters_.mine) call(x, stage(called), chunk(called));
     }
+    if (k < chunks) start(x, stage(k), static_cast<const std::byte*>(in), chunk(k), r, to);
     if (k >= kLag && k - kLag < chunks) {
-      finish(x, stages_[(k - kLag) % stages_.size()], static_cast<std::byte*>(out),
-             chunk_at(k - kLag, total, width), r, root);
+      finish(x, stage(k - kLag), static_cast<std::byte*>(out), chunk(k - kLag), r, root);
     }
   }
 }
 
-// Sums a chunk inside the cluster and sends the sum on its way, to all clusters or to one.
-void Hierarchy::start(Exchange& x, Stage& s, const std::byte* in, Interval chunk,
-                      const Reduction& r, int to) {
+// Has a chunk's sums of the other clusters received.
+void Hierarchy::call(Exchange& x, Stage& s, Interval chunk) {
   const Interval whole{0, chunk.size()}, mine = own(whole);
-  s.partial.resize(std::max(s.partial.size(), mine.size()));
-  local_.reduce_scatter(Pieces(in + chunk.lo, chunk.size()), bounds(clusters_.mine, whole),
-                        Pieces(s.partial.data(), mine.size()), r.first_stage());
   s.received.resize(static_cast<size_t>(clusters_.count()));
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine) continue;
@@ -97,13 +90,29 @@ void Hierarchy::start(Exchange& x, Stage& s, const std::byte* in, Interval chunk
     for (size_t j = 0; j < size_of(c); ++j) {
       const Interval both = overlap(mine, owned(c, j, whole));
       if (both.empty()) continue;
-      const size_t at = both.lo - mine.lo;
-      if (to < 0 || to == clusters_.mine) {
-        x.recv(rank_of(c, j), Pieces(received.data() + at, both.size()), &s.receives);
-      }
-      if (to < 0 || to == c) {
-        x.send(rank_of(c, j), Pieces(s.partial.data() + at, both.size()), &s.sends);
-      }
+      x.recv(rank_of(c, j), Pieces(received.data() + (both.lo - mine.lo), both.size()),
+             &s.receives);
+    }
+  }
+}
+
+// Sums a chunk inside the cluster and sends the sum on its way, to all clusters or to one.
+void Hierarchy::start(Exchange& x, Stage& s, const std::byte* in, Interval chunk,
+                      const Reduction& r, int to) {
+  const Interval whole{0, chunk.size()}, mine = own(whole);
+  s.sum = in + chunk.lo;
+  if (!input_is_sum(r)) {
+    s.partial.resize(std::max(s.partial.size(), mine.size()));
+    s.sum = s.partial.data();
+    local_.reduce_scatter(Pieces(in + chunk.lo, chunk.size()), bounds(clusters_.mine, whole),
+                          Pieces(s.sum, mine.size()), r.first_stage());
+  }
+  for (int c = 0; c < clusters_.count(); ++c) {
+    if (c == clusters_.mine || (to >= 0 && to != c)) continue;
+    for (size_t j = 0; j < size_of(c); ++j) {
+      const Interval both = overlap(mine, owned(c, j, whole));
+      if (both.empty()) continue;
+      x.send(rank_of(c, j), Pieces(s.sum + (both.lo - mine.lo), both.size()), &s.sends);
     }
   }
 }
@@ -123,7 +132,7 @@ void Hierarchy::finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, co
   }
   std::vector<const void*> sources;
   for (int c = 0; c < clusters_.count(); ++c) {
-    sources.push_back(c == clusters_.mine ? s.partial.data()
+    sources.push_back(c == clusters_.mine ? s.sum
                                           : s.received[static_cast<size_t>(c)].data());
   }
   fsccl::reduce(r.last_stage(), to + mine.lo, sources.data(), clusters_.count(),

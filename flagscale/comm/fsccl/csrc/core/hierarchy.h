@@ -47,19 +47,24 @@ class Hierarchy {
 
  private:
   static constexpr size_t kLag = 2;  // chunks that cross at a time
+  // Chunks for which receives are called before this rank comes to them: a message that comes
+  // before its receive is kept in memory of its own, and copied.
+  static constexpr size_t kAhead = 2;
   static constexpr size_t kGrain = 8192;
   using Batch = Exchange::Batch;
 
   // What one chunk of an all_reduce needs while it is under way.
   struct Stage {
-    std::vector<std::byte> partial;                // this cluster's sum of the owned interval
+    std::vector<std::byte> partial;                // this cluster's sum of the owned interval,
+    const std::byte* sum = nullptr;                // which lies there or in the input
     std::vector<std::vector<std::byte>> received;  // the other clusters'
     Batch sends, receives;
   };
 
   // What one chunk needs in all_reduce_of_many, where cluster c sums segment c of every chunk.
   struct ManyStage {
-    std::vector<std::byte> partial;  // this rank's parts of all segments, summed in the cluster
+    std::vector<std::byte> partial;  // this rank's parts of all segments, summed in the cluster,
+    const std::byte* sum = nullptr;  // which lie there or in the input
     std::vector<std::vector<std::byte>> received;  // the other clusters' sums of the own part
     Batch sums_out, sums_in, results_out, results_in;
   };
@@ -69,22 +74,36 @@ class Hierarchy {
     return clusters_.ranks[static_cast<size_t>(cluster)][i];
   }
   int cluster_of(int rank) const;
+  // A cluster of one rank has nothing to sum inside: its sum is its input, and is not copied.
+  bool input_is_sum(const Reduction& r) const {
+    return size_of(clusters_.mine) == 1 && r.op != RedOp::kPremulSum;
+  }
   Interval owned(int cluster, size_t i, Interval chunk) const;
   Interval own(Interval chunk) const {
     return owned(clusters_.mine, static_cast<size_t>(clusters_.index), chunk);
   }
   std::vector<Interval> bounds(int cluster, Interval chunk) const;
-  Interval chunk_at(size_t k, size_t total, size_t width) const;
-  size_t chunks_in(size_t total, size_t width) const;
+  Interval chunk_at(size_t k, size_t total, size_t width, size_t most) const;
+  Interval chunk_at(size_t k, size_t total, size_t width) const {
+    return chunk_at(k, total, width, chunk_);
+  }
+  static size_t chunks_in(size_t total, size_t width, size_t most) {
+    return ceil_div(total, most / width * width);
+  }
+  size_t chunks_in(size_t total, size_t width) const { return chunks_in(total, width, chunk_); }
+  size_t many_chunk(size_t total) const;
   Pieces join(const std::vector<Pieces>& by_rank, int cluster) const;
   std::vector<Interval> places(const std::vector<Pieces>& by_rank, int cluster) const;
 
+  void call(Exchange& x, Stage& s, Interval chunk);
   void start(Exchange& x, Stage& s, const std::byte* in, Interval chunk, const Reduction& r,
              int to);
   void finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, const Reduction& r, int root);
   Interval segment(int cluster, Interval chunk) const;
   Interval part(int segment_of, int cut_for, size_t i, Interval chunk) const;
   Pieces by_owner(const std::byte* chunk_data, Interval chunk, std::vector<Interval>* bounds) const;
+  void call_for_sums(Exchange& x, ManyStage& s, Interval chunk);
+  void call_for_results(Exchange& x, ManyStage& s, std::byte* out, Interval chunk);
   void sum_inside(Exchange& x, ManyStage& s, const std::byte* in, Interval chunk,
                   const Reduction& r);
   void sum_own_segment(Exchange& x, ManyStage& s, std::byte* out, Interval chunk,
@@ -95,7 +114,7 @@ class Hierarchy {
   Local& local_;
   const Clusters& clusters_;
   size_t chunk_;
-  std::array<Stage, kLag + 1> stages_;  // kept between operations: allocating is dear
+  std::array<Stage, kLag + kAhead + 1> stages_;  // kept between operations: allocating is dear
   std::array<ManyStage, 2 * kLag + 1> many_stages_;
   std::vector<std::byte> scratch_;
 };
