@@ -56,13 +56,20 @@ def program(request: pytest.FixtureRequest) -> Path:
 
 
 def run(program: Path, *words: str, seconds: float = 120) -> None:
+    # ThreadSanitizer takes what is sent for read when the call has returned. In place results may
+    # be there by then: a peer made them of what it got, which the sanitizer does not know.
+    late_reads = "intercept_send=0" if program.name.startswith("ranks_test") else ""
     done = subprocess.run(
         [str(program), *words],
         capture_output=True,
         text=True,
         timeout=seconds,
         check=False,
-        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"},
+        env={
+            **os.environ,
+            "TSAN_OPTIONS": f"halt_on_error=1 {late_reads}",
+            "ASAN_OPTIONS": "detect_leaks=1",
+        },
     )
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-8000:]
 

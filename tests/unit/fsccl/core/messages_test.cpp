@@ -216,7 +216,7 @@ void abort_at_once() {
   peer.messenger->close();
 }
 
-// The rest of the body comes all the same, so that what follows is understood.
+// The rest of the body comes all the same, so that what follows is understood, but unsealed.
 void abort_while_sending() {
   Stranger peer;
   auto out = std::make_unique<Bytes>(Stranger::kBody);
@@ -230,6 +230,7 @@ void abort_while_sending() {
   std::fill(out->begin(), out->end(), 1);
   out.reset();
   reader.join();
+  expect(Stranger::read_all<Seal>(fd) != Seal::kWhole, "a broken body is sealed");
   expect(Stranger::read_all<Frame>(fd).kind == FrameKind::kAbort, "no word of the abort");
   peer.messenger->close();
 }
@@ -245,6 +246,8 @@ void abort_while_receiving() {
   Stranger::write_all(fd, body.data(), Stranger::kPart);
   std::thread writer([&] {
     Stranger::write_all(fd, body.data() + Stranger::kPart, Stranger::kBody - Stranger::kPart);
+    const Seal seal = Seal::kWhole;
+    Stranger::write_all(fd, &seal, sizeof seal);
   });
   peer.messenger->abort(Error(Fault::kAborted, 0, "enough"));
   expect(request->finished(), "abort() leaves a request");
@@ -281,11 +284,39 @@ void peer_ends_in_the_middle(bool at_once) {
   peer.messenger->close();
 }
 
+// A message that was not sent whole is none, though all its bytes have come.
+void a_broken_body_is_no_message() {
+  Stranger peer;
+  Bytes in(1000);
+  const RequestPtr broken = peer.messenger->recv(1, kTag, all_of(in));
+  const Fd fd = peer.connect();
+  Frame header = Stranger::message();
+  header.bytes = header.total = in.size();
+  const Bytes body(in.size(), 2);
+  Seal seal = Seal::kBroken;
+  Stranger::write_all(fd, &header, sizeof header);
+  Stranger::write_all(fd, body.data(), body.size());
+  Stranger::write_all(fd, &seal, sizeof seal);
+  Frame abort;
+  abort.kind = FrameKind::kAbort;
+  abort.tag = 1;
+  const std::string why = "rank 1 gave up";
+  abort.bytes = why.size();
+  seal = Seal::kWhole;
+  Stranger::write_all(fd, &abort, sizeof abort);
+  Stranger::write_all(fd, why.data(), why.size());
+  Stranger::write_all(fd, &seal, sizeof seal);
+  expect(failure_of(*peer.messenger, broken, &in).what() == why, "another reason");
+  peer.messenger->close();
+}
+
 // Both are in the middle of many messages to each other, on several connections, when one fails.
+// What has been received nevertheless is what was sent.
 void abort_among_many(unsigned seed) {
   auto messengers = meet(2, 128 << 10, 2);
   on_each(messengers, [&](Messenger& m, int me) {
-    std::vector<Bytes> out(10, Bytes(700000, 3)), in = out;
+    const Bytes sent(700000, 3);
+    std::vector<Bytes> out(10, sent), in(10, Bytes(sent.size(), 0));
     Bytes never(10);
     std::vector<RequestPtr> all;
     for (size_t k = 0; k < out.size(); ++k) {
@@ -302,6 +333,9 @@ void abort_among_many(unsigned seed) {
       m.abort(e);
     }
     for (const auto& r : all) expect(r->finished(), "abort() leaves a request");
+    for (size_t k = 0; k < in.size(); ++k) {
+      expect(all[2 * k]->failed() || in[k] == sent, "a message that was never sent");
+    }
     for (auto* list : {&out, &in}) {
       for (Bytes& b : *list) std::fill(b.begin(), b.end(), 1);
     }
@@ -321,6 +355,7 @@ int main(int argc, char** argv) {
   for (int k = 0; k < 50; ++k) abort_at_once();
   abort_while_sending();
   abort_while_receiving();
+  a_broken_body_is_no_message();
   peer_ends_in_the_middle(false);
   peer_ends_in_the_middle(true);
   for (unsigned k = 0; k < 10; ++k) abort_among_many(seed + k);

@@ -18,9 +18,16 @@ class Vectors {
     list_[count_++] = {p, n};
     bytes_ += n;
   }
-  void add(const Pieces& body, size_t from) {
-    const Interval now{from, std::min(body.bytes(), from + kCopyBytes)};
-    body.visit(now, [this](std::byte* p, size_t n, size_t) { add(p, n); });
+  // Of a body and its seal what comes from `from` on.
+  void add(const Pieces& body, Seal* seal, size_t from) {
+    const size_t all = body.bytes(), before = bytes_;
+    if (from < all) {
+      const Interval now{from, std::min(all, from + kCopyBytes)};
+      body.visit(now, [this](std::byte* p, size_t n, size_t) { add(p, n); });
+    }
+    if (all == 0 || from + bytes_ - before < all) return;
+    const size_t sealed = std::max(from, all) - all;
+    add(reinterpret_cast<char*>(seal) + sealed, sizeof *seal - sealed);
   }
   iovec* list() { return list_.data(); }
   size_t count() const { return count_; }
@@ -65,13 +72,14 @@ void Link::let_go(const Error& why) {
   out_.erase(out_.begin() + (says_hello || half_sent ? 1 : 0), out_.end());
   if (half_sent && !says_hello) {
     out_.front().body = zeros(out_.front().body.memory.bytes());
+    out_.front().seal = Seal::kBroken;
     out_.front().wanted = false;
   }
   if (in_body_) into_ = filler(in_.bytes);
 }
 
 void Link::queue(const Frame& frame, Body body) {
-  out_.push_back({frame, std::move(body), 0, true});
+  out_.push_back({frame, std::move(body)});
 }
 
 bool Link::flush(Hold& hold, size_t budget) {
@@ -95,11 +103,15 @@ bool Link::flush(Hold& hold, size_t budget) {
 ssize_t Link::send_front(Hold& hold) {
   Output& o = out_.front();  // stays where it is while others queue
   const bool failed_elsewhere = o.body.request && o.body.request->over();
-  if (failed_elsewhere) o.body = zeros(o.body.memory.bytes());
+  if (failed_elsewhere) {
+    o.body = zeros(o.body.memory.bytes());
+    o.seal = Seal::kBroken;
+  }
+  Seal seal = o.seal;  // which may change while the lock is let go
   Vectors v;
   const size_t header = sizeof o.frame, sent = std::min(o.sent, header);
   v.add(reinterpret_cast<char*>(&o.frame) + sent, header - sent);
-  v.add(o.body.memory, o.sent - sent);
+  v.add(o.body.memory, &seal, o.sent - sent);
   msghdr message{};
   message.msg_iov = v.list();
   message.msg_iovlen = v.count();
@@ -111,7 +123,7 @@ ssize_t Link::send_front(Hold& hold) {
 void Link::sent_of_front(size_t bytes) {
   Output& o = out_.front();
   o.sent += bytes;
-  if (o.sent < sizeof o.frame + o.body.memory.bytes()) return;
+  if (o.sent < sizeof o.frame + sealed_bytes(o.frame)) return;
   if (o.body.request) o.body.request->part_done();
   out_.pop_front();
 }
@@ -137,7 +149,7 @@ ssize_t Link::receive_some(Hold& hold) {
   if (in_body_ && into_.request && into_.request->over()) into_ = filler(in_.bytes);
   Vectors v;
   if (in_body_) {
-    v.add(into_.memory, got_);
+    v.add(into_.memory, &seal_, got_);
   } else {
     v.add(reinterpret_cast<char*>(&in_) + got_, sizeof in_ - got_);
   }
@@ -160,11 +172,11 @@ bool Link::advance(LinkOwner& owner, size_t got, Hold& hold) {
     in_body_ = true;
     got_ = 0;
   }
-  if (got_ < in_.bytes) return true;
+  if (got_ < sealed_bytes(in_)) return true;
   in_body_ = header_complete_ = false;
   got_ = 0;
   into_ = Body();
-  owner.on_body(*this, in_, hold);
+  if (in_.bytes == 0 || seal_ == Seal::kWhole) owner.on_body(*this, in_, hold);
   return true;
 }
 

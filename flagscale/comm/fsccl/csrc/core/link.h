@@ -2,7 +2,10 @@
 //
 // A rank opens connections to a peer when it first has something to send to it, or waits for
 // something from it; whoever opened a connection sends messages on it, the other side only answers
-// (kClear, kAnswer, kAbort, kBye). A frame is a header and a body of `bytes` bytes:
+// (kClear, kAnswer, kAbort, kBye). A frame is a header and, unless `bytes` is 0, a body of so many
+// bytes and its seal. A body whose sender failed in its middle is filled up and not sealed kWhole:
+// what follows is understood, and nobody takes it for a message.
+//
 //
 //   kHello     first on every connection: tag = group token, message = rank, offset = index,
 //              total = protocol version
@@ -52,6 +55,9 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 56, "the layout on the wire");
 
+enum class Seal : uint32_t { kWhole = 0x656c6f77, kBroken = 0x6e6b7262 };
+inline size_t sealed_bytes(const Frame& f) { return f.bytes == 0 ? 0 : f.bytes + sizeof(Seal); }
+
 class Link;
 
 // What a link tells its owner; all under the owner's lock, which on_body() may let go.
@@ -88,7 +94,7 @@ class Link {
   bool receive(LinkOwner& owner, Hold& hold, size_t budget);
 
   // The group failed: forgets the memory of all requests, on both ways. A frame that is half sent
-  // or half received is completed with filler, and a hello stays, so that what follows is understood.
+  // or half received is filled up, and a hello stays, so that what follows is understood.
   void let_go(const Error& why);
   // For a frame that nobody wants; as long as this link lives.
   Body filler(size_t bytes);
@@ -102,8 +108,9 @@ class Link {
   struct Output {
     Frame frame;
     Body body;
-    size_t sent = 0;  // of header and body together
+    size_t sent = 0;  // of header, body and seal together
     bool wanted = true;
+    Seal seal = Seal::kWhole;
   };
   ssize_t send_front(Hold& hold);
   void sent_of_front(size_t bytes);
@@ -119,6 +126,7 @@ class Link {
   bool in_body_ = false, header_complete_ = false;
   size_t got_ = 0;
   Body into_;
+  Seal seal_ = Seal::kBroken;
   std::vector<std::byte> trash_;
 };
 
