@@ -20,6 +20,7 @@ from flagscale.errors import ConfigError
 
 VARIABLE = "FSCCL_NVLINK"
 SLOT_VARIABLE = "FSCCL_NVLINK_SLOT_BYTES"
+BLOCKS_VARIABLE = "FSCCL_NVLINK_BLOCKS"
 _CAPABILITY = (8, 0)  # bfloat16 in registers
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 
@@ -71,7 +72,8 @@ def prepare() -> None:
         BuildError: the kernels cannot be compiled.
     """
     engine = load_extension().nvlink
-    _slot_bytes()
+    slot_bytes()
+    most_blocks()
     for ranks, table in stored_tables(torch.cuda.get_device_name()).items():
         try:
             engine.check_table(table)
@@ -94,16 +96,34 @@ def install(device: int) -> None:
     paths = kernels(torch.cuda.get_device_capability(device))
     cubins = {unit: path.read_bytes() for unit, path in paths.items()}
     tables = stored_tables(torch.cuda.get_device_name(device))
-    engine.install(device, cubins, tables, _slot_bytes())
+    engine.install(device, cubins, tables, slot_bytes(), most_blocks())
 
 
-def _slot_bytes() -> int:
+def slot_bytes() -> int:
+    """What ``FSCCL_NVLINK_SLOT_BYTES`` says; 0: nothing.
+
+    Raises:
+        ConfigError: it is not the size of a slot.
+    """
     text = os.environ.get(SLOT_VARIABLE, "") or "0"
     if not text.isdigit() or int(text) % 512 != 0 or 0 < int(text) < 2048:
         raise ConfigError(
             f"{SLOT_VARIABLE}={text}: expected a multiple of 512 bytes, at least 2048"
         )
     return int(text)
+
+
+def most_blocks() -> int:
+    """What ``FSCCL_NVLINK_BLOCKS`` says; 0: nothing.
+
+    Raises:
+        ConfigError: it is not a number of blocks.
+    """
+    text = os.environ.get(BLOCKS_VARIABLE, "")
+    most = load_extension().nvlink.max_blocks
+    if text and not (text.isdigit() and 0 < int(text) <= most):
+        raise ConfigError(f"{BLOCKS_VARIABLE}={text}: expected a number from 1 to {most}")
+    return int(text or 0)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flagscale.comm import registry  # noqa: E402
-from flagscale.comm.fsccl import native  # noqa: E402
+from flagscale.comm.fsccl import native, nvlink  # noqa: E402
 from flagscale.errors import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -110,6 +110,35 @@ def test_the_nvlink_engine_needs_a_gpu_that_can(
     with_gpu(monkeypatch, capability)
     monkeypatch.setenv("FSCCL_NVLINK", switch)
     assert native.of_this_rank().library == library
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("FSCCL_NVLINK_BLOCKS", None, 0),
+        ("FSCCL_NVLINK_BLOCKS", "32", 32),
+        ("FSCCL_NVLINK_BLOCKS", "0", "from 1 to 64"),
+        ("FSCCL_NVLINK_BLOCKS", "65", "from 1 to 64"),
+        ("FSCCL_NVLINK_BLOCKS", "many", "FSCCL_NVLINK_BLOCKS=many"),
+        ("FSCCL_NVLINK_SLOT_BYTES", None, 0),
+        ("FSCCL_NVLINK_SLOT_BYTES", "66560", 66560),
+        ("FSCCL_NVLINK_SLOT_BYTES", "66000", "multiple of 512"),
+        ("FSCCL_NVLINK_SLOT_BYTES", "512", "at least 2048"),
+    ],
+)
+def test_what_variables_say_of_the_nvlink_engine(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str | None, expected: int | str
+) -> None:
+    read = nvlink.most_blocks if variable.endswith("BLOCKS") else nvlink.slot_bytes
+    if value is None:
+        monkeypatch.delenv(variable, raising=False)
+    else:
+        monkeypatch.setenv(variable, value)
+    if isinstance(expected, int):
+        assert read() == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            read()
 
 
 def test_an_engine_that_is_insisted_on_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,28 @@ void ranks_meet_in_slots_of_unlike_sizes() {
   });
 }
 
+void no_kernel_has_more_blocks_than_any_rank_allows() {
+  constexpr int kRanks = 3;
+  Meeting meeting(kRanks);
+  std::vector<Log> logs(kRanks);
+  each_rank(kRanks, [&](int rank) {
+    Engine::Options options = small();
+    options.tables[kRanks] = Table::parse("all_reduce ordinary 4096 flagged 0 64\n"
+                                          "all_reduce ordinary 30000 lines 0 64\n"
+                                          "all_reduce ordinary 60000 staged 16 64\n"
+                                          "all_reduce ordinary 60001 staged 0 64\n");
+    if (rank == 1) options.most_blocks = 5;
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
+    const auto c = join(engine, meeting, rank, kRanks);
+    std::vector<float> memory(1 << 16);
+    for (const size_t count : {1000, 7000, 14000, 60000}) {
+      EXPECT(all_reduce(*c, rank, kRanks, memory, count));
+    }
+    meeting.exchange(rank, "");
+  });
+  for (const Log& log : logs) EXPECT((log.blocks == std::vector<u32>{5, 5, 5, 5}));
+}
+
 void registered_memory_is_used_directly() {
   constexpr int kRanks = 4;
   Meeting meeting(kRanks);
@@ -244,6 +266,7 @@ int main() {
   sizes_take_the_algorithms_of_the_table();
   many_groups_share_the_heap();
   ranks_meet_in_slots_of_unlike_sizes();
+  no_kernel_has_more_blocks_than_any_rank_allows();
   registered_memory_is_used_directly();
   another_stream_is_ordered_after_the_last();
   packets_cross_lent_memory();

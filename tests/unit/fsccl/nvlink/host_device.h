@@ -43,6 +43,7 @@ struct Yielding : Scheduler {
 // What a device did, for tests to look at.
 struct Log {
   std::vector<std::string> kernels;
+  std::vector<u32> blocks;  // of each
   int allocations = 0, clears = 0, orders = 0, closes = 0;
   std::function<void()> again;  // the last launch, as a replayed graph makes it
 };
@@ -87,6 +88,7 @@ class HostDevice : public Device {
   void launch(Function f, u32 blocks, u32, const Args& args, Stream, bool) override {
     const auto& kernel = *static_cast<const std::pair<const std::string, Kernel>*>(f);
     log_->kernels.push_back(kernel.first);
+    log_->blocks.push_back(blocks);
     log_->again = [&kernel, blocks, args] {
       for (u32 c = 0; c < blocks; ++c) {
         Barrier alone(1);

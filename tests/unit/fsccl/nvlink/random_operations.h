@@ -106,7 +106,8 @@ inline bool draw(Random& random, const World& world, Operation* op) {
   const auto threads = static_cast<u32>(1 + random() % kPool);
   const auto blocks = static_cast<u32>(1 + random() % (kPool / threads));
   const Shape shape{op->algorithm, blocks, threads};
-  op->plan = plan(op->collective, shape, op->reduction.dtype, op->bytes(), static_cast<int>(n), 1);
+  op->plan = plan(op->collective, shape, op->reduction.dtype, op->bytes(), static_cast<int>(n),
+                  kChannels, 1);
   return reduces(op->reduction) && !op->plan.kernel.empty();
 }
 

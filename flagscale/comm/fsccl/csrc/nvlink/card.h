@@ -54,15 +54,22 @@ inline u64 number(const std::string& text, int rank) {
 
 struct Card {
   std::string version, host, device, table, shared;
-  u64 slot_bytes = 0, offset = 0;
+  u64 slot_bytes = 0, offset = 0, most_blocks = 0;
 
   std::string text() const {
     return pack({version, host, device, table, shared, std::to_string(slot_bytes),
-                 std::to_string(offset)});
+                 std::to_string(offset), std::to_string(most_blocks)});
   }
   static Card parse(const std::string& text, int rank) {
-    const auto p = unpack(text, 7, rank);
-    return {p[0], p[1], p[2], p[3], p[4], number(p[5], rank), number(p[6], rank)};
+    const auto p = unpack(text, 8, rank);
+    return {p[0],
+            p[1],
+            p[2],
+            p[3],
+            p[4],
+            number(p[5], rank),
+            number(p[6], rank),
+            number(p[7], rank)};
   }
 };
 

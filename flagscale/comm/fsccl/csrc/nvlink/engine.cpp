@@ -9,7 +9,7 @@ namespace fsccl {
 namespace nvlink {
 namespace {
 
-constexpr char kVersion[] = "fsccl-nvlink-4";
+constexpr char kVersion[] = "fsccl-nvlink-5";
 
 bool sums(const Call& call) {
   return call.collective == Collective::kAllReduce || call.collective == Collective::kReduceScatter;
@@ -177,6 +177,7 @@ std::string Communicator::card() const {
   card.host = first_line(kBootId);  // memory can be shared within one boot of one host only
   card.device = engine_.device_->identity();
   card.slot_bytes = arena_.slot_bytes;
+  card.most_blocks = engine_.options_.most_blocks;
   const auto table = engine_.options_.tables.find(size_);
   if (table != engine_.options_.tables.end()) card.table = table->second.text();
   card.shared = engine_.device_->share(arena_.at, &card.offset);
@@ -205,6 +206,7 @@ void Communicator::connect(const std::vector<std::string>& cards) {
     }
     // Ranks may be in different numbers of groups: what all have room for.
     template_.slot_bytes = static_cast<u32>(std::min(u64{template_.slot_bytes}, card.slot_bytes));
+    most_blocks_ = static_cast<u32>(std::min(u64{most_blocks_}, card.most_blocks));
     template_.arena[p] = p == rank_ ? arena_.at : engine_.device_->open(card.shared) + card.offset;
   }
   table_ = all[0].table.empty() ? Table::guess(size_) : Table::parse(all[0].table);
@@ -285,7 +287,8 @@ const Communicator::Launch& Communicator::prepare(const Call& call, bool registe
     Launch made;
     made.algorithm = shape.algorithm;
     if (shape.algorithm == Algorithm::kDirect && !registered) return made;
-    const Plan p = plan(call.collective, shape, call.reduction.dtype, call.bytes, size_);
+    const u32 most = forced != nullptr ? kChannels : most_blocks_;
+    const Plan p = plan(call.collective, shape, call.reduction.dtype, call.bytes, size_, most);
     if (p.kernel.empty()) return made;
     made.function = engine_.function(p.kernel);
     made.blocks = p.blocks;

@@ -49,6 +49,7 @@ class Engine {
     // half as much: programs make many groups, and few of them move much. A little more than a
     // power of two: messages are powers of two, and a third or a seventh of a slot is rounded down.
     u64 slot_bytes = 65 << 10;
+    u32 most_blocks = kChannels;  // of a kernel; a group takes what its ranks all allow
     u32 arenas_at_first = 8, arenas_later = 4;  // by so many the heap grows
     std::map<int, Table> tables;   // by ranks of a group; rank 0's decides; none: first guesses
   };
@@ -172,6 +173,7 @@ class Communicator {
   std::vector<std::string> names_;
   Args template_{};
   Table table_;
+  u32 most_blocks_ = kChannels;
   std::mutex mutex_;
   bool connected_ = false, ran_ = false, shares_gpu_ = false;
   std::atomic<Algorithm> last_algorithm_{Algorithm::kOther};

@@ -95,7 +95,8 @@ std::string kernel_of(Collective c, Algorithm a, DType t, int ranks) {
 // The grid of a kernel of cells: the most threads, up to those of the shape, with which all cells
 // find room in boxes. A channel takes part only if it has a cell for every pair of ranks, see
 // boxes.h.
-Plan cells(std::string kernel, const Shape& shape, u64 bytes, int ranks, u64 warp) {
+Plan cells(std::string kernel, const Shape& shape, u64 bytes, int ranks, u64 most_blocks,
+           u64 warp) {
   const bool two_shot = shape.algorithm == Algorithm::kTwoShot;
   const bool packets = shape.algorithm == Algorithm::kFlagged;
   const u64 all = ceil_div_u64(bytes, packets ? sizeof(u64) : kBundleData);
@@ -108,7 +109,7 @@ Plan cells(std::string kernel, const Shape& shape, u64 bytes, int ranks, u64 war
   u64 warps = (shape.threads > 0 ? shape.threads : kMaxThreads) / warp;
   for (warps = std::min(warps, ceil_div_u64(most, cells_of_warp)); warps > 0; --warps) {
     const u64 at_once = warps * cells_of_warp;
-    const u64 blocks = std::min({u64{shape.blocks > 0 ? shape.blocks : kChannels}, u64{kChannels},
+    const u64 blocks = std::min({u64{shape.blocks > 0 ? shape.blocks : kChannels}, most_blocks,
                                  ceil_div_u64(least, at_once)});
     if (ceil_div_u64(most, blocks * at_once) * at_once > room) continue;
     return {std::move(kernel), static_cast<u32>(blocks), static_cast<u32>(warps * warp)};
@@ -293,17 +294,18 @@ std::string Table::text() const {
   return out;
 }
 
-Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u32 warp) {
+Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u32 most,
+          u32 warp) {
   std::string kernel = kernel_of(c, shape.algorithm, dtype, ranks);
   if (kernel.empty() || bytes > kMostBytes) return {};
   if (shape.algorithm == Algorithm::kFlagged || shape.algorithm == Algorithm::kLines ||
       shape.algorithm == Algorithm::kTwoShot) {
-    return cells(std::move(kernel), shape, bytes, ranks, warp);
+    return cells(std::move(kernel), shape, bytes, ranks, most, warp);
   }
   const bool whole = c == Collective::kAllReduce || c == Collective::kBroadcast;
   const u64 total = whole ? bytes : bytes * static_cast<u64>(ranks);
   const u64 useful = std::max<u64>(1, ceil_div_u64(total, kPerBlock));
-  const u64 blocks = shape.blocks > 0 ? shape.blocks : std::min<u64>(kChannels, useful);
+  const u64 blocks = std::min<u64>(most, shape.blocks > 0 ? shape.blocks : useful);
   return {std::move(kernel), static_cast<u32>(blocks),
           shape.threads > 0 ? shape.threads : kMaxThreads};
 }

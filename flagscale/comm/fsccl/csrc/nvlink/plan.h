@@ -62,9 +62,10 @@ struct Plan {
   u32 blocks = 0, threads = 0;
 };
 
-// `bytes` as Args has them: of the whole for all_reduce and broadcast, else of a part. Blocks have
-// a multiple of `warp` threads.
-Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u32 warp = 32);
+// `bytes` as Args has them: of the whole for all_reduce and broadcast, else of a part. No more than
+// `most` blocks, whatever the shape says; they have a multiple of `warp` threads.
+Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks,
+          u32 most = kChannels, u32 warp = 32);
 
 // Where a kernel is compiled, see nvlink_compile.py: with those of its element, or the "movers".
 std::string unit_of(const std::string& kernel);

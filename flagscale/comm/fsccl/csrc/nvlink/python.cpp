@@ -59,14 +59,16 @@ void bind(py::module_& parent) {
   m.def(
       "install",
       [](int device, const std::map<std::string, py::bytes>& cubins,
-         const std::map<int, std::string>& tables, u64 slot_bytes) {
+         const std::map<int, std::string>& tables, u64 slot_bytes, u32 most_blocks) {
         Engine::Options options;
         for (const auto& [ranks, text] : tables) options.tables[ranks] = Table::parse(text);
         if (slot_bytes > 0) options.slot_bytes = slot_bytes;
+        if (most_blocks > 0) options.most_blocks = most_blocks;
         auto gpu = cuda_device(device, {cubins.begin(), cubins.end()});
         Engine::install(device, std::make_unique<Engine>(std::move(gpu), options));
       },
-      py::arg("device"), py::arg("cubins"), py::arg("tables"), py::arg("slot_bytes"));
+      py::arg("device"), py::arg("cubins"), py::arg("tables"), py::arg("slot_bytes"),
+      py::arg("most_blocks"));
   m.def("on_demand", &Engine::on_demand, py::arg("install"));
   m.def("installed", [](int device) { return Engine::installed(device) != nullptr; });
   m.def("check_table", [](const std::string& text) { return Table::parse(text).text(); });
