@@ -231,9 +231,10 @@ def messages(count: int) -> None:
     polled.fill_(-1.0)
     w.wait()  # which copies nothing again
     assert (polled == -1).all()
-    future = dist.irecv(into, left).get_future()
+    w = dist.irecv(into, left)
+    futures = [w.get_future(), w.get_future()]
     dist.send(torch.full((count,), me + 0.5), right)
-    assert (future.wait()[0] == left + 0.5).all()
+    assert all((future.wait()[0] == left + 0.5).all() for future in futures)
 
 
 def coalesced() -> None:

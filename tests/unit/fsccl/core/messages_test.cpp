@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -216,6 +217,39 @@ void abort_at_once() {
   peer.messenger->close();
 }
 
+// Who connects to a rank that has failed is told why.
+void abort_before_the_peer_connects() {
+  Stranger peer;
+  peer.messenger->abort(Error(Fault::kAborted, 0, "enough"));
+  const Fd fd = peer.connect();
+  const Frame told = Stranger::read_all<Frame>(fd);
+  expect(told.kind == FrameKind::kAbort && told.bytes == 6, "no word of the abort");
+  peer.messenger->close();
+}
+
+// Everyone who wants to know of a request is told, those who ask late too.
+void several_are_notified() {
+  Stranger peer;
+  Bytes in(1000);
+  const RequestPtr request = peer.messenger->recv(1, kTag, all_of(in));
+  std::atomic<int> told{0};
+  for (int i = 0; i < 3; ++i) peer.messenger->notify(request, [&told] { ++told; });
+  const Fd fd = peer.connect();
+  Frame header = Stranger::message();
+  header.bytes = header.total = in.size();
+  const Bytes body(in.size(), 2);
+  const Seal seal = Seal::kWhole;
+  Stranger::write_all(fd, &header, sizeof header);
+  Stranger::write_all(fd, body.data(), body.size());
+  Stranger::write_all(fd, &seal, sizeof seal);
+  peer.messenger->wait(request, patience(), nullptr);
+  peer.messenger->notify(request, [&told] { ++told; });
+  const Deadline end = patience();
+  while (told < 4 && !end.passed()) std::this_thread::yield();
+  expect(told == 4 && in == body, "not all were told");
+  peer.messenger->close();
+}
+
 // The rest of the body comes all the same, so that what follows is understood, but unsealed.
 void abort_while_sending() {
   Stranger peer;
@@ -353,6 +387,8 @@ int main(int argc, char** argv) {
   all_at_once(3, 0, 3, seed);
   all_at_once(2, 256 << 10, 1, seed);
   for (int k = 0; k < 50; ++k) abort_at_once();
+  abort_before_the_peer_connects();
+  several_are_notified();
   abort_while_sending();
   abort_while_receiving();
   a_broken_body_is_no_message();

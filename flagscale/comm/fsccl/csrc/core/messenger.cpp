@@ -254,18 +254,21 @@ void Messenger::abort(const Error& why) {
   hold.wait_for_copies();
 }
 
+void Messenger::tell_failure(const LinkPtr& link) {
+  Frame f;
+  f.kind = FrameKind::kAbort;
+  f.tag = static_cast<uint64_t>(static_cast<int64_t>(failed_->rank));
+  link->text_out = failed_->what();
+  f.bytes = link->text_out.size();
+  queue(link, f, {Pieces(link->text_out.data(), link->text_out.size()), nullptr, nullptr});
+}
+
 void Messenger::abort_locked(const Error& why, const Link* told_by) {
   if (failed_) return;
   failed_ = std::make_unique<Error>(Fault::kAborted, why.rank, why.what());
   for (auto& [fd, link] : links_) {
     link->let_go(*failed_);
-    if (link.get() == told_by) continue;
-    Frame f;
-    f.kind = FrameKind::kAbort;
-    f.tag = static_cast<uint64_t>(static_cast<int64_t>(why.rank));
-    link->text_out = why.what();
-    f.bytes = link->text_out.size();
-    queue(link, f, {Pieces(link->text_out.data(), link->text_out.size()), nullptr, nullptr});
+    if (link.get() != told_by) tell_failure(link);
   }
   for (size_t r = 0; r < peers_.size(); ++r) lost(static_cast<int>(r), *failed_);
   for (Posted& posted : any_) posted.request->fail(*failed_);

@@ -141,6 +141,7 @@ class Messenger : private LinkOwner {
   Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   const std::string& name(int rank) const { return config_.names[static_cast<size_t>(rank)]; }
   void abort_locked(const Error& why, const Link* told_by);
+  void tell_failure(const LinkPtr& link);
   bool connect(int rank);
   void accept_all();
   void send_stripes(Peer& to, uint64_t message, const RequestPtr& request);

@@ -176,7 +176,9 @@ void Messenger::notify(const RequestPtr& request, std::function<void()> then) {
   {
     Hold hold(guard_);
     if (!request->finished()) {
-      request->on_settled = [this, then = std::move(then)](Request&) {
+      auto before = std::move(request->on_settled);
+      request->on_settled = [this, before = std::move(before), then = std::move(then)](Request& r) {
+        if (before) before(r);
         ready_.push_back(then);
         opened_by_peers_.wake();
       };
@@ -294,7 +296,9 @@ void Messenger::on_body(Link& link, const Frame& frame, Hold& hold) {
 void Messenger::on_hello(Link& link, const Frame& frame) {
   const bool known = frame.tag == config_.token && frame.total == kProtocolVersion &&
                      frame.message < peers_.size() && link.peer() < 0;
-  if (known) link.set_peer(static_cast<int>(frame.message));
+  if (!known) return;
+  link.set_peer(static_cast<int>(frame.message));
+  if (failed_) tell_failure(pointer_to(link));  // it was not there when the others were told
 }
 
 void Messenger::on_clear(Link& link, const Frame& frame) {
