@@ -171,6 +171,12 @@ class Stranger {
       n -= static_cast<size_t>(done);
     }
   }
+  static void write_frame(const Fd& fd, Frame header, const Bytes& body, Seal seal) {
+    header.bytes = header.total = body.size();
+    write_all(fd, &header, sizeof header);
+    write_all(fd, body.data(), body.size());
+    write_all(fd, &seal, sizeof seal);
+  }
   static void skip(const Fd& fd, size_t n) {
     for (Bytes part(64 << 10); n > 0;) {
       const ssize_t done = read(fd.get(), part.data(), std::min(n, part.size()));
@@ -235,13 +241,8 @@ void several_are_notified() {
   std::atomic<int> told{0};
   for (int i = 0; i < 3; ++i) peer.messenger->notify(request, [&told] { ++told; });
   const Fd fd = peer.connect();
-  Frame header = Stranger::message();
-  header.bytes = header.total = in.size();
   const Bytes body(in.size(), 2);
-  const Seal seal = Seal::kWhole;
-  Stranger::write_all(fd, &header, sizeof header);
-  Stranger::write_all(fd, body.data(), body.size());
-  Stranger::write_all(fd, &seal, sizeof seal);
+  Stranger::write_frame(fd, Stranger::message(), body, Seal::kWhole);
   peer.messenger->wait(request, patience(), nullptr);
   peer.messenger->notify(request, [&told] { ++told; });
   const Deadline end = patience();
@@ -324,22 +325,12 @@ void a_broken_body_is_no_message() {
   Bytes in(1000);
   const RequestPtr broken = peer.messenger->recv(1, kTag, all_of(in));
   const Fd fd = peer.connect();
-  Frame header = Stranger::message();
-  header.bytes = header.total = in.size();
-  const Bytes body(in.size(), 2);
-  Seal seal = Seal::kBroken;
-  Stranger::write_all(fd, &header, sizeof header);
-  Stranger::write_all(fd, body.data(), body.size());
-  Stranger::write_all(fd, &seal, sizeof seal);
+  Stranger::write_frame(fd, Stranger::message(), Bytes(in.size(), 2), Seal::kBroken);
   Frame abort;
   abort.kind = FrameKind::kAbort;
   abort.tag = 1;
   const std::string why = "rank 1 gave up";
-  abort.bytes = why.size();
-  seal = Seal::kWhole;
-  Stranger::write_all(fd, &abort, sizeof abort);
-  Stranger::write_all(fd, why.data(), why.size());
-  Stranger::write_all(fd, &seal, sizeof seal);
+  Stranger::write_frame(fd, abort, Bytes(why.begin(), why.end()), Seal::kWhole);
   expect(failure_of(*peer.messenger, broken, &in).what() == why, "another reason");
   peer.messenger->close();
 }

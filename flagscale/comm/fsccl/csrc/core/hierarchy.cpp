@@ -81,19 +81,9 @@ void Hierarchy::all_reduce(Exchange& x, const void* in, void* out, size_t count,
 
 // Has a chunk's sums of the other clusters received.
 void Hierarchy::call(Exchange& x, Stage& s, Interval chunk) {
-  const Interval whole{0, chunk.size()}, mine = own(whole);
-  s.received.resize(static_cast<size_t>(clusters_.count()));
-  for (int c = 0; c < clusters_.count(); ++c) {
-    if (c == clusters_.mine) continue;
-    auto& received = s.received[static_cast<size_t>(c)];
-    received.resize(std::max(received.size(), mine.size()));
-    for (size_t j = 0; j < size_of(c); ++j) {
-      const Interval both = overlap(mine, owned(c, j, whole));
-      if (both.empty()) continue;
-      x.recv(rank_of(c, j), Pieces(received.data() + (both.lo - mine.lo), both.size()),
-             &s.receives);
-    }
-  }
+  const Interval whole{0, chunk.size()};
+  const auto theirs = [&](int c, size_t j) { return owned(c, j, whole); };
+  receive_sums(x, own(whole), theirs, &s.received, &s.receives);
 }
 
 // Sums a chunk inside the cluster and sends the sum on its way, to all clusters or to one.

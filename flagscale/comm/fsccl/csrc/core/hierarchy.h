@@ -17,6 +17,7 @@
 // operation's end, on the thread of the operation.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -94,6 +95,24 @@ class Hierarchy {
   size_t many_chunk(size_t total) const;
   Pieces join(const std::vector<Pieces>& by_rank, int cluster) const;
   std::vector<Interval> places(const std::vector<Pieces>& by_rank, int cluster) const;
+
+  // Has the other clusters' sums of `mine` received, by cluster in `received`; theirs(c, j)
+  // is what the j-th rank of cluster c has of them.
+  template <class F>
+  void receive_sums(Exchange& x, Interval mine, F theirs,
+                    std::vector<std::vector<std::byte>>* received, Batch* batch) {
+    received->resize(static_cast<size_t>(clusters_.count()));
+    for (int c = 0; c < clusters_.count(); ++c) {
+      if (c == clusters_.mine) continue;
+      auto& sum = (*received)[static_cast<size_t>(c)];
+      sum.resize(std::max(sum.size(), mine.size()));
+      for (size_t j = 0; j < size_of(c); ++j) {
+        const Interval both = overlap(mine, theirs(c, j));
+        if (both.empty()) continue;
+        x.recv(rank_of(c, j), Pieces(sum.data() + (both.lo - mine.lo), both.size()), batch);
+      }
+    }
+  }
 
   void call(Exchange& x, Stage& s, Interval chunk);
   void start(Exchange& x, Stage& s, const std::byte* in, Interval chunk, const Reduction& r,

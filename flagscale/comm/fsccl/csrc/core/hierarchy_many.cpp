@@ -42,7 +42,8 @@ Pieces Hierarchy::by_owner(const std::byte* chunk_data, Interval chunk,
   return out;
 }
 
-// A segment is a part of a chunk: chunks of large buffers are longer, so that segments are not short.
+// A segment is a part of a chunk: chunks of large buffers are longer, so that segments are not
+// short.
 size_t Hierarchy::many_chunk(size_t total) const {
   constexpr size_t kLonger = 4, kLeast = 8;  // chunks, for those that cross at a time to be many
   return std::clamp(total / kLeast, chunk_, kLonger * chunk_);
@@ -74,17 +75,8 @@ void Hierarchy::all_reduce_of_many(Exchange& x, const void* in, void* out, size_
 void Hierarchy::call_for_sums(Exchange& x, ManyStage& s, Interval chunk) {
   const auto me = static_cast<size_t>(clusters_.index);
   const Interval mine = part(clusters_.mine, clusters_.mine, me, chunk);
-  s.received.resize(static_cast<size_t>(clusters_.count()));
-  for (int c = 0; c < clusters_.count(); ++c) {
-    if (c == clusters_.mine) continue;
-    auto& received = s.received[static_cast<size_t>(c)];
-    received.resize(std::max(received.size(), mine.size()));
-    for (size_t j = 0; j < size_of(c); ++j) {
-      const Interval come = overlap(mine, part(clusters_.mine, c, j, chunk));
-      if (come.empty()) continue;
-      x.recv(rank_of(c, j), Pieces(received.data() + (come.lo - mine.lo), come.size()), &s.sums_in);
-    }
-  }
+  const auto theirs = [&](int c, size_t j) { return part(clusters_.mine, c, j, chunk); };
+  receive_sums(x, mine, theirs, &s.received, &s.sums_in);
 }
 
 // Has the results of all other segments received, in their places. They may be those of the input

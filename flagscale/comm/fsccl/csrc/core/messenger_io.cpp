@@ -115,7 +115,8 @@ void Messenger::push_queued(Hold& hold) {
 void Messenger::poll_for(Link& link) {
   uint32_t events = 0;
   if (!link.closed && !link.stalled()) {
-    events = EPOLLIN | (link.has_output() && !link.sending() ? static_cast<uint32_t>(EPOLLOUT) : 0u);
+    const bool waits = link.has_output() && !link.sending();
+    events = EPOLLIN | (waits ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   }
   if (events == link.polled) return;
   const int op = events == 0        ? EPOLL_CTL_DEL

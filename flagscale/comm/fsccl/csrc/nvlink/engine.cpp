@@ -320,11 +320,8 @@ bool Communicator::takes(const Call& call) {
 // already: one that waits for the one before takes room, too. So only small ones begin early, and
 // none where ranks share a GPU.
 bool Communicator::early(const Launch& launch) const {
-  const bool follows = launch.algorithm == Algorithm::kFlagged ||
-                       launch.algorithm == Algorithm::kLines ||
-                       launch.algorithm == Algorithm::kTwoShot;
   constexpr u32 kSmall = 16 * kMaxThreads;
-  return follows && launch.blocks * launch.threads <= kSmall && !shares_gpu_;
+  return of_cells(launch.algorithm) && launch.blocks * launch.threads <= kSmall && !shares_gpu_;
 }
 
 bool Communicator::run(const Call& call, const Shape* forced) {

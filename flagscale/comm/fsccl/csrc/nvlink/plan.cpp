@@ -92,6 +92,12 @@ std::string kernel_of(Collective c, Algorithm a, DType t, int ranks) {
   return "";
 }
 
+// How many cells one source has in a box.
+u32 cells_of_source(Algorithm a, int ranks) {
+  const u32 n = static_cast<u32>(ranks);
+  return a == Algorithm::kFlagged ? box_packets(n) : rack_bundles(n);
+}
+
 // The grid of a kernel of cells: the most threads, up to those of the shape, with which all cells
 // find room in boxes. A channel takes part only if it has a cell for every pair of ranks, see
 // boxes.h.
@@ -102,12 +108,11 @@ Plan cells(std::string kernel, const Shape& shape, u64 bytes, int ranks, u64 mos
   const u64 all = ceil_div_u64(bytes, packets ? sizeof(u64) : kBundleData);
   const u64 n = static_cast<u64>(ranks), least = two_shot ? all / n : all;
   const u64 most = two_shot ? ceil_div_u64(all, n) : all;
-  const u64 boxed = packets ? box_packets(static_cast<u32>(n)) : rack_bundles(static_cast<u32>(n));
-  const u64 room = two_shot ? boxed / 2 : boxed;
+  const u64 room = cells_of_source(shape.algorithm, ranks) / (two_shot ? 2 : 1);
   const u64 cells_of_warp = packets ? warp : 1;
   if (least == 0) return {};
-  u64 warps = (shape.threads > 0 ? shape.threads : kMaxThreads) / warp;
-  for (warps = std::min(warps, ceil_div_u64(most, cells_of_warp)); warps > 0; --warps) {
+  const u64 allowed = (shape.threads > 0 ? shape.threads : kMaxThreads) / warp;
+  for (u64 warps = std::min(allowed, ceil_div_u64(most, cells_of_warp)); warps > 0; --warps) {
     const u64 at_once = warps * cells_of_warp;
     const u64 blocks = std::min({u64{shape.blocks > 0 ? shape.blocks : kChannels}, most_blocks,
                                  ceil_div_u64(least, at_once)});
@@ -152,8 +157,8 @@ Table Table::parse(const std::string& text) {
                        (registered || row.shape.algorithm != Algorithm::kDirect);
     if (!sound) {
       fail_usage("a table of NVLink kernels: expected '<collective> <ordinary|registered> <most "
-                 "bytes> <algorithm> <blocks, at most 32> <threads, a multiple of 32>', found '" +
-                 line + "'");
+                 "bytes> <algorithm> <blocks, at most " + std::to_string(kChannels) +
+                 "> <threads, a multiple of 32>', found '" + line + "'");
     }
     auto& rows = table.rows(c, registered);
     if (!rows.empty() && rows.back().most >= row.most) {
@@ -298,8 +303,7 @@ Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u
           u32 warp) {
   std::string kernel = kernel_of(c, shape.algorithm, dtype, ranks);
   if (kernel.empty() || bytes > kMostBytes) return {};
-  if (shape.algorithm == Algorithm::kFlagged || shape.algorithm == Algorithm::kLines ||
-      shape.algorithm == Algorithm::kTwoShot) {
+  if (of_cells(shape.algorithm)) {
     return cells(std::move(kernel), shape, bytes, ranks, most, warp);
   }
   const bool whole = c == Collective::kAllReduce || c == Collective::kBroadcast;
@@ -313,10 +317,8 @@ Plan plan(Collective c, const Shape& shape, DType dtype, u64 bytes, int ranks, u
 void cut(Collective c, Algorithm algorithm, u32 blocks, Args* args) {
   const u64 n = static_cast<u64>(args->ranks);
   const u64 vec = 2 * sizeof(u64);
-  if (algorithm == Algorithm::kFlagged) {
-    args->cells = box_packets(static_cast<u32>(n));
-  } else if (algorithm == Algorithm::kLines || algorithm == Algorithm::kTwoShot) {
-    args->cells = rack_bundles(static_cast<u32>(n));
+  if (of_cells(algorithm)) {
+    args->cells = cells_of_source(algorithm, args->ranks);
   } else if (algorithm == Algorithm::kDirect) {
     // A rank's part of an all_reduce, a channel's of what is copied.
     const u64 parts = c == Collective::kAllReduce ? n : blocks;

@@ -22,6 +22,11 @@ enum class Algorithm : uint8_t {
 };
 constexpr int kCollectives = 5, kAlgorithms = 6;
 
+// Whether its kernels send cells (boxes.h).
+constexpr bool of_cells(Algorithm a) {
+  return a == Algorithm::kFlagged || a == Algorithm::kLines || a == Algorithm::kTwoShot;
+}
+
 const char* name_of(Collective c);
 const char* name_of(Algorithm a);
 
