@@ -40,6 +40,7 @@ from flagscale.launch.transport.known_hosts import (
     lookup,
     revoked,
 )
+from flagscale.launch.transport.packets import OrderlyPacketizer
 from flagscale.launch.transport.target import SshTarget
 
 # paramiko reports on a channel of ours, so that its tracebacks do not reach a user's terminal.
@@ -214,7 +215,7 @@ class Dialer(Closing):
     def _handshake(self, sock: socket.socket, target: SshTarget) -> paramiko.Transport:
         limit, start = self.options.greeting, time.monotonic()
         keys = lookup(target.known_hosts, target.known_as)
-        transport = paramiko.Transport(sock)
+        transport = paramiko.Transport(sock, packetizer_class=OrderlyPacketizer)
         try:
             transport.set_log_channel(LOG_CHANNEL)
             transport.banner_timeout = transport.handshake_timeout = limit

@@ -101,12 +101,13 @@ def test_interrupting_ends_at_once(bed: Bed, tmp_path: Path) -> None:
     bed[3].drop()
     program = tmp_path / "program.py"
     program.write_text(
+        "import os\n"
         "from pathlib import Path\n"
         "from flagscale.launch.transport import DialOptions, SshConfig, fan_out\n"
         f"config = SshConfig.load(Path({str(bed.ssh_config)!r}))\n"
         f"targets = [config.target(name) for name in {bed.names!r}]\n"
         "options = DialOptions(connect=600)\n"
-        "say = lambda _: print('running', flush=True)\n"
+        "say = lambda _: os.write(1, b'running\\n')\n"  # a line whole, whatever other threads do
         "wait = ['sh', '-c', 'echo go; exec sleep 600']\n"
         "def action(c): c.run(wait, timeout=None, on_stdout=lambda data: data and say(data))\n"
         "try:\n"

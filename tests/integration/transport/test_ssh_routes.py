@@ -6,16 +6,22 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import paramiko
 import pytest
 from bed.host import Host
 from bed.keys import write_key
 from bed.lab import HUB_ADDRESS, Bed
+from launch_lab import until
+from paramiko.common import MSG_CHANNEL_DATA
 
 from flagscale.launch.transport import DialOptions, SshConfig, connect, fan_out
 from flagscale.launch.transport import errors as e
+from flagscale.launch.transport.dial import Dialer
 
 pytestmark = pytest.mark.integration
 
@@ -59,6 +65,37 @@ def test_jump_hosts_in_a_chain_serve_many_hosts_over_one_connection(bed: Bed) ->
     assert logins(bed["n1"]) == 1
     with connect(config.target("n1")) as connection:
         assert "through inner" in connection.target.route
+
+
+@pytest.mark.bed(hosts=["gate", "n1", "n2"])
+def test_a_last_word_that_comes_late_ends_nobody_elses_connection(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a connection's thread still sends through the jump host when it is closed already."""
+    for host in bed.hosts[1:]:
+        hide(host)
+    config = configure(bed, "Host n1 n2\n  ProxyJump gate\n")
+    send = paramiko.Transport._send_user_message  # type: ignore[attr-defined]
+    closed, held = threading.Event(), []
+
+    def send_late(through: paramiko.Transport, message: Any) -> None:
+        thread = threading.current_thread()
+        late = isinstance(thread, paramiko.Transport) and thread is not through
+        if late and message.asbytes()[0] == MSG_CHANNEL_DATA:
+            assert closed.wait(20)
+            send(through, message)
+            held.append(message)
+        else:
+            send(through, message)
+
+    with Dialer() as dialer:
+        one, two = (dialer.connect(config.target(name)) for name in ("n1", "n2"))
+        monkeypatch.setattr(paramiko.Transport, "_send_user_message", send_late)
+        assert two.run(["hostname"]).text == "n2\n"
+        two.close()
+        closed.set()
+        until(lambda: held)
+        assert one.run(["hostname"]).text == "n1\n"
 
 
 @pytest.mark.bed(hosts=["gate", "inner"])

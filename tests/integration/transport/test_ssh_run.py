@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
+from launch_lab import until
 
 from flagscale.launch.transport import Connection, SshConfig, connect
 from flagscale.launch.transport import errors as e
@@ -86,7 +87,7 @@ def test_secrets_stay_out_of_the_process_table(bed: Bed, config: SshConfig) -> N
     with connect(config.target("h00")) as connection:
         assert connection.run_script(script).ok
     # The job goes on without the connection.
-    job = next(p for p in bed[0].processes() if p.argv[:1] == ("sleep",))
+    job = until(lambda: [p for p in bed[0].processes() if p.argv[:1] == ("sleep",)])[0]
     assert job.environment()["TOKEN"] == secret
     assert bed[0].find(secret) == []
 
