@@ -34,7 +34,8 @@ OPS = [
     *("all_reduce", "reduce", "reduce_scatter", "all_gather"),
     *("broadcast", "gather", "scatter", "all_to_all"),
 ]
-SMALL = {"FSCCL_PIPE_BYTES": "65536"}
+# So that sizes of every test are below and above what one kernel moves, and take many chunks.
+SMALL = {"FSCCL_PIPE_BYTES": "65536", "FSCCL_KERNEL_BYTES": "16384"}
 
 # A rank's kind by letter: c on a GPU, h on its host. Then FSCCL_CLUSTERS and the GPUs it takes.
 GROUPS: dict[str, tuple[str, str, int]] = {
@@ -247,21 +248,23 @@ def test_what_builds_on_collectives(layout: Job, name: str) -> None:
 
 
 @needs_two
-def test_packets_in_host_memory(gpu_ranks: Ranks) -> None:
-    """Tiny operations of GPUs that are clusters of their own, by one kernel each."""
+def test_kernels_over_host_memory(gpu_ranks: Ranks) -> None:
+    """Of GPUs that are clusters of their own."""
     size = min(GPUS, 8)
     apart = ",".join("1" * size)
-    made = Job(gpu_ranks, "packets", "c" * size, FSCCL_CLUSTERS=apart, **SMALL)
+    made = Job(gpu_ranks, "host-kernels", "c" * size, FSCCL_CLUSTERS=apart)
     before, small, large, _ = made.call("algorithms")[0]
     assert before == "none yet"
-    assert small == "packets in host memory"
-    assert "pipelined" in large
-    tiny = [{**one, "count": count} for one in cases_of_types() for count in (5, 1001)]
-    made.call("check_many", cases=tiny)
-    made.call("check_many", cases=[case(op, "float32", n) for op in OPS for n in (1, 17, 500)])
-    made.call("many_in_flight", count=65)
+    assert small == large == "slots in host memory"
+    types = [{**one, "count": n} for one in cases_of_types() for n in (5, 1001, 20_011)]
+    made.call("check_many", cases=types)
+    sizes = (1, 17, 500, 4099, 300_007, 2_000_003)
+    made.call("check_many", cases=[case(op, "float32", n, root=1) for op in OPS for n in sizes])
+    for count in (65, 100_003):
+        for name in ("nan_wins", "rounding_is_alike", "unsigned", "many_in_flight"):
+            made.call(name, count=count)
     made.call("coalesced_alike", count=64)
-    gpu_ranks[0].ask("fails_when_a_rank_ends", count=100)
+    gpu_ranks[0].ask("fails_when_a_rank_ends", count=100_003)
     gpu_ranks.kill(size - 1)
     assert f"rank {size - 1}" in gpu_ranks.answers([0], 120)[0]
     gpu_ranks.leave(range(size - 1))

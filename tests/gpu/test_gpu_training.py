@@ -47,6 +47,9 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "fp32-tp2-sp": (2, SP, "fp32", 1e-4),
     "fp32-pp2": (2, PP2, "fp32", 1e-4),
     "fp32-pp2-vpp2": (2, VPP2, "fp32", 1e-4),
+    "fp32-tp2-sp-dp2-overlap": (4, f"{SP} {OVERLAP}", "fp32", 1e-4),
+    "fp32-pp2-vpp2-dp2-overlap": (4, f"{VPP2} {OVERLAP}", "fp32", 1e-4),
+    "fp32-tp2-pp2-vpp2": (4, f"{SP} {VPP2}", "fp32", 1e-4),
     "fp32-tp2-pp2-overlap-dp2": (8, f"{SP} {VPP2} {OVERLAP}", "fp32", 1e-4),
     "bf16": (1, "--bf16", "bf16", 0.0),
     "bf16-flash": (1, "--bf16 --attention-backend flash", "bf16", 1e-2),
@@ -153,9 +156,15 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
         assert loss == pytest.approx(losses[0][step], abs=1e-3)
 
 
-def test_fsccl_learns_what_nccl_learns(tmp_path: Path) -> None:
-    gpus = min(torch.cuda.device_count(), 8)
-    layout = f"--bf16 --log-interval 1 {OVERLAP if gpus > 1 else ''}"
+@pytest.mark.parametrize(
+    ("model_parallel", "layout"), [(1, OVERLAP), (2, f"{SP} {OVERLAP}"), (4, f"{SP} {VPP2}")],
+    ids=["data", "tensor", "tensor-pipeline"],
+)  # fmt: skip
+def test_fsccl_learns_what_nccl_learns(tmp_path: Path, model_parallel: int, layout: str) -> None:
+    gpus = min(torch.cuda.device_count(), 8) // model_parallel * model_parallel
+    if gpus == 0:
+        pytest.skip(f"needs {model_parallel} GPUs")
+    layout = f"--bf16 --log-interval 1 {layout if gpus > 1 else ''}"
     losses = {}
     for backend in ("nccl", "fsccl"):
         directory = tmp_path / backend

@@ -81,6 +81,7 @@ struct Rank {
     const bool slice = op.in_place && op.collective == Collective::kReduceScatter;
     char* const to = slice ? out + index * part : out;
     args = arguments(op.collective, in, to, part, index, static_cast<int>(n), op.root);
+    args.slots = kSlots;
     args.slot_bytes = kSlotBytes;
     cut(op.collective, op.algorithm, op.plan.blocks, &args);
     args.math = math_of(op.reduction);

@@ -70,8 +70,8 @@ void Engine::reduce(const void* in, void* out, size_t count, const Reduction& r,
 void Engine::reduce_over(const at::Tensor& in, const at::Tensor& out, const Reduction& r, int root,
                          const OpCard& card) {
   const auto n = static_cast<size_t>(in.numel());
+  if (root < 0 && by_kernel(nvlink::Collective::kAllReduce, {in}, {out}, r, card)) return;
   if (tiny(in.nbytes())) {
-    if (root < 0 && by_packets(nvlink::Collective::kAllReduce, {in}, {out}, r, card)) return;
     log(card, "everyone's part on the board");
     const size_t stride = stride_for(in.nbytes());
     const at::Tensor shared = share(bytes_of(given(r, in)), stride);
@@ -173,8 +173,8 @@ void Engine::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, co
     const auto type = scalar_type(r.dtype);
     const Tensors parts = memories(in, type);
     const at::Tensor result = memories({out}, type)[0];
+    if (by_kernel(nvlink::Collective::kReduceScatter, parts, {result}, r, card)) return;
     if (tiny(bytes)) {
-      if (by_packets(nvlink::Collective::kReduceScatter, parts, {result}, r, card)) return;
       log(card, "everyone's part on the board");
       return reduce_scatter_tiny(parts, result, r);
     }

@@ -53,13 +53,15 @@ EngineConfig EngineConfig::from_environment() {
   EngineConfig c;
   read_bytes("FSCCL_PIPE_BYTES", 4096, size_t{1} << 30, &c.slot_bytes);
   read_bytes("FSCCL_TINY_BYTES", 0, size_t{1} << 20, &c.tiny_bytes);
+  read_bytes("FSCCL_KERNEL_BYTES", 0, size_t{1} << 30, &c.kernel_bytes);
   c.slot_bytes = c.slot_bytes / 4096 * 4096;
   return c;
 }
 
 std::string EngineConfig::text() const {
   return "FSCCL_PIPE_BYTES=" + std::to_string(slot_bytes) +
-         " FSCCL_TINY_BYTES=" + std::to_string(tiny_bytes);
+         " FSCCL_TINY_BYTES=" + std::to_string(tiny_bytes) +
+         " FSCCL_KERNEL_BYTES=" + std::to_string(kernel_bytes);
 }
 
 Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const MakeNative& native,
@@ -73,7 +75,7 @@ Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const Mak
   tracks_ = tracks([this](int peer) { look_for(peer); });
   arena_ = std::make_unique<Arena>(tracks_->device());
   open_board(d);
-  open_packets(d);
+  open_kernels(d);
   courier_ = std::make_unique<Courier>(*group_, [this](const Error& e) {
     std::lock_guard<std::mutex> hold(trouble_mutex_);
     if (!trouble_) trouble_ = std::make_unique<Error>(e);
@@ -135,37 +137,38 @@ void Engine::open_board(const Deadline& d) {
 }
 
 // Every rank comes to the same answer, which follows from what all of them tell.
-void Engine::open_packets(const Deadline& d) {
+void Engine::open_kernels(const Deadline& d) {
   const int size = group_->size();
   const bool all = board_->members().size() == static_cast<size_t>(size);
   if (!bridged() || !all || size < 2 || size > nvlink::kMaxRanks) return;
+  if (config_.kernel_bytes == 0) return;
   for (const Identity& who : who_) {
     if (who.native.library.find("+nvlink") == std::string::npos) return;
   }
-  const std::string key = "packets/", none = "none";
+  const std::string key = "kernels/", none = "none";
   nvlink::Engine* engine = nullptr;
   try {
     engine = nvlink::Engine::of(tracks_->device().index());
-  } catch (const std::exception& e) {  // the board does without
-    group_->say([&] { return std::string("no packets in host memory: ") + e.what(); });
+  } catch (const std::exception& e) {  // pipes and the board do without
+    group_->say([&] { return std::string("no kernels for host memory: ") + e.what(); });
   }
   group_->tell(key + std::to_string(rank_), engine != nullptr ? engine->identity() : none);
   std::set<std::string> gpus;
   for (int p = 0; p < size; ++p) gpus.insert(group_->learn(key + std::to_string(p), p, d));
   if (gpus.count(none) > 0 || gpus.size() != static_cast<size_t>(size)) return;
   const std::string& directory = group_->config().settings.shm_directory;
-  const size_t bytes = Packets::bytes(size);
+  const size_t bytes = HostKernels::bytes(size);
   Segment segment = rank_ == 0 ? Segment::create(bytes, bytes, directory)
                                : Segment::open(group_->learn(key, 0, d), bytes, directory);
   if (rank_ == 0) group_->tell(key, segment.address());
-  packets_ = std::make_unique<Packets>(*engine, rank_, size, std::move(segment), *tracks_);
+  kernels_ = std::make_unique<HostKernels>(*engine, rank_, size, std::move(segment), *tracks_);
 }
 
 // Of equal parts. Whether they lie one after the other, as the kernels want them, is this rank's
 // own affair, so it decides nothing but whether they are copied.
-bool Engine::by_packets(nvlink::Collective what, const Tensors& in, const Tensors& out,
-                        const Reduction& r, const OpCard& card) {
-  if (!packets_ || r.op == RedOp::kPremulSum) return false;
+bool Engine::by_kernel(nvlink::Collective what, const Tensors& in, const Tensors& out,
+                       const Reduction& r, const OpCard& card, int root) {
+  if (!kernels_ || r.op == RedOp::kPremulSum) return false;
   const size_t part = std::min(in[0].nbytes(), out[0].nbytes());
   for (const Tensors* list : {&in, &out}) {
     for (const at::Tensor& t : *list) {
@@ -176,7 +179,11 @@ bool Engine::by_packets(nvlink::Collective what, const Tensors& in, const Tensor
   call.collective = what;
   call.bytes = part;
   call.reduction = r;
-  if (!packets_->takes(call)) return false;
+  call.root = root;
+  if (HostKernels::written(call, static_cast<size_t>(group_->size())) > config_.kernel_bytes ||
+      !kernels_->takes(call)) {
+    return false;
+  }
   const bool scattered = !consecutive(out);
   const at::Tensor from = consecutive(in) ? in[0] : at::cat(in);
   const auto total = static_cast<int64_t>(part * out.size());
@@ -186,11 +193,11 @@ bool Engine::by_packets(nvlink::Collective what, const Tensors& in, const Tensor
   call.stream = tracks_->stream(Track::kNative)->native_handle();
   const std::chrono::nanoseconds limit = deadline_.limit();
   call.timeout_ns = static_cast<nvlink::u64>(limit.count());
-  packets_->run(call);
+  kernels_->run(call);
   for (size_t i = 0; scattered && i < out.size(); ++i) {
     bytes_of(out[i]).copy_(slice(to, i * part, part));
   }
-  log(card, "packets in host memory");
+  log(card, "slots in host memory");
   return true;
 }
 
@@ -226,7 +233,7 @@ Pipe& Engine::from(int peer) {
 void Engine::look() const {
   board_->look();
   group_->check();
-  check_packets();
+  check_kernels();
   std::lock_guard<std::mutex> hold(trouble_mutex_);
   if (trouble_) throw Error(*trouble_);
 }
@@ -266,7 +273,7 @@ Error Engine::explain(const Error& e) {
 
 void Engine::abort() {
   mates_->abort();
-  if (packets_) packets_->abort();
+  if (kernels_) kernels_->abort();
 }
 
 void Engine::fail(const char* what, uint64_t sequence, const Error& why) {

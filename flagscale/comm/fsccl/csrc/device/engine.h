@@ -15,9 +15,10 @@
 // operations that round alike everywhere (combine.h), and spread from there: all ranks get the
 // same bits.
 //
-// Operations of at most tiny_bytes a rank take neither pipes nor the native library: every rank
-// writes its part on the board and reads everyone's. Where up to eight ranks are on GPUs that have
-// the kernels, one kernel does that (packets.h) for equal parts, of what they have kernels for.
+// Where up to eight ranks, all of one host, are on GPUs that have the kernels, one kernel does
+// operations of equal parts (host_kernels.h), of what it can reduce, until what crosses the bus
+// takes longer than the steps it saves. Others of at most tiny_bytes a rank take neither pipes nor
+// the native library either: every rank writes its part on the board and reads everyone's.
 //
 // One thread at a time.
 #pragma once
@@ -31,8 +32,8 @@
 #include "../core/group.h"
 #include "arena.h"
 #include "board.h"
+#include "host_kernels.h"
 #include "mates.h"
-#include "packets.h"
 #include "pipe.h"
 #include "tracks.h"
 
@@ -41,6 +42,7 @@ namespace fsccl {
 struct EngineConfig {
   size_t slot_bytes = 4 << 20;   // FSCCL_PIPE_BYTES: a slot of a pipe
   size_t tiny_bytes = 16 << 10;  // FSCCL_TINY_BYTES: the most a rank writes on the board
+  size_t kernel_bytes = 12 << 20;  // FSCCL_KERNEL_BYTES: the most that a rank's kernel writes
   // Throws Error(kUsage) naming the variable.
   static EngineConfig from_environment();
   std::string text() const;  // all that ranks must agree on
@@ -80,13 +82,13 @@ class Engine {
 
   // Throws if a rank of this host has ended, or somebody failed. Any thread.
   void look() const;
-  // Ends what waits in the native library or in a kernel of packets. Any thread.
+  // Ends what waits in the native library or in a kernel. Any thread.
   void abort();
   bool abandoned() const { return mates_->abandoned(); }  // see Mates
-  bool has_packets() const { return packets_ != nullptr; }
-  // Throws what a kernel of packets has found out. Any thread.
-  void check_packets() const {
-    if (packets_) packets_->check();
+  bool has_kernels() const { return kernels_ != nullptr; }
+  // Throws what a kernel has found out. Any thread.
+  void check_kernels() const {
+    if (kernels_) kernels_->check();
   }
   // Tells everyone on this host, ends the native library, fails the group; throws.
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
@@ -105,9 +107,9 @@ class Engine {
 
   void agree(const EngineConfig& config, const Deadline& d);
   void open_board(const Deadline& d);
-  void open_packets(const Deadline& d);
-  bool by_packets(nvlink::Collective what, const Tensors& in, const Tensors& out,
-                  const Reduction& r, const OpCard& card);
+  void open_kernels(const Deadline& d);
+  bool by_kernel(nvlink::Collective what, const Tensors& in, const Tensors& out,
+                 const Reduction& r, const OpCard& card, int root = 0);
   bool near(int rank) const;
   void look_for(int peer);
   Error explain(const Error& e);
@@ -159,7 +161,7 @@ class Engine {
   std::unique_ptr<Tracks> tracks_;
   std::unique_ptr<Board> board_;
   std::shared_ptr<void> board_memory_;
-  std::unique_ptr<Packets> packets_;
+  std::unique_ptr<HostKernels> kernels_;
   std::unique_ptr<Mates> mates_;
   std::unique_ptr<Arena> arena_;
   std::map<int, Pipe> out_, in_;

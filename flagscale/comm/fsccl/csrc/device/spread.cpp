@@ -12,8 +12,8 @@ void Engine::all_gather(const Pieces& in, const std::vector<Pieces>& out, const 
   operation(what, d, [&](const OpCard& card) {
     const at::Tensor own = memories({in}, at::kByte)[0];
     const Tensors results = memories(out, at::kByte);
+    if (by_kernel(nvlink::Collective::kAllGather, {own}, results, {}, card)) return;
     if (tiny(longest)) {
-      if (by_packets(nvlink::Collective::kAllGather, {own}, results, {}, card)) return;
       log(card, "everyone's part on the board");
       const size_t stride = stride_for(longest);
       const Tensors parts = rows(share(own, stride), stride, longest);
@@ -98,6 +98,7 @@ void Engine::broadcast(const Pieces& buffer, int root, const Deadline& d) {
   const OpCard what = dense_card(OpCode::kBroadcast, buffer.bytes(), nullptr, root);
   operation(what, d, [&](const OpCard& card) {
     const at::Tensor all = memories({buffer}, at::kByte)[0];
+    if (by_kernel(nvlink::Collective::kBroadcast, {all}, {all}, {}, card, root)) return;
     if (tiny(buffer.bytes())) {
       log(card, "on the board");
       const size_t stride = stride_for(buffer.bytes());

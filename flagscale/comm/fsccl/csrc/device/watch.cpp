@@ -51,7 +51,7 @@ void Watch::run() {
       if (sweeps % kSweepsALook == kSweepsALook - 1) engine_.look();
       const Pending& first = *pending_.front();
       // A kernel that waits tells by itself whom for, when its own time is over.
-      const bool tells = first.awaited.empty() && engine_.has_packets();
+      const bool tells = first.awaited.empty() && engine_.has_kernels();
       const auto grace = tells ? kVerdict : std::chrono::milliseconds(0);
       if (first.deadline.earlier(-grace).passed()) {
         int peer = -1;
@@ -71,7 +71,7 @@ void Watch::run() {
 // Operations end in order. One whose kernel gave up waiting ends too: throws why.
 void Watch::sweep() {
   while (!pending_.empty() && pending_.front()->end->query()) {
-    engine_.check_packets();
+    engine_.check_kernels();
     pending_.front()->keep.reset();
     pending_.front()->over = true;
     pending_.pop_front();

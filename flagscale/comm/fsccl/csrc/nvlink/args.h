@@ -77,6 +77,7 @@ constexpr u64 kBundleData = 4 * (kLine - sizeof(u64));
 //   Bundle racks[kChannels][2][..]   and its bundles; kept apart, for a flag of the one may lie
 //                                    where the other has data
 //   slots[kChannels][kDepth][..]     a channel's staging
+// Memory that was lent for a group (engine.h) has neither boxes nor racks, and fewer slots.
 constexpr u64 kFlags = kChannels * sizeof(Counters);
 constexpr u64 kBoxes = kFlags + kChannels * kLine;
 constexpr u64 kBoxBytes = 8 << 10;  // all sources of one parity of one channel
@@ -106,6 +107,7 @@ struct Args {
   Math math;
   int rank, ranks;
   int root;        // of a broadcast, else -1
+  u32 slots;       // where they begin in an arena
   u32 slot_bytes;
   // How the host cut the message (plan.h), for it divides once and the threads every time.
   u32 cells;       // boxes.h: of a source, in a box

@@ -145,20 +145,25 @@ Communicator::Communicator(Engine& engine, int rank, int size, const Engine::Are
   for (int p = 0; p < size; ++p) names_.push_back("rank " + std::to_string(p) + " of the group");
   template_.timeout_ns = timeout_ns;
   template_.host = words_;
+  template_.slots = kSlots;
   template_.slot_bytes = static_cast<u32>(arena.slot_bytes);
 }
 
 Communicator::Communicator(Engine& engine, int rank, int size, u64 timeout_ns)
     : Communicator(engine, rank, size, arena_for(engine, size), false, timeout_ns) {}
 
-Communicator::Communicator(Engine& engine, int rank, u64 timeout_ns,
-                           const std::vector<char*>& arenas, u32 channels)
-    : Communicator(engine, rank, static_cast<int>(arenas.size()),
-                   {arenas[static_cast<size_t>(rank)], 0, false, nullptr}, true, timeout_ns) {
-  for (int p = 0; p < size_; ++p) template_.arena[p] = arenas[static_cast<size_t>(p)];
+Communicator::Communicator(Engine& engine, int rank, u64 timeout_ns, const Lent& lent)
+    : Communicator(
+          engine, rank, static_cast<int>(lent.arenas.size()),
+          {lent.arenas[static_cast<size_t>(rank)], lent.slot_bytes, false, nullptr}, true,
+          timeout_ns) {
+  for (int p = 0; p < size_; ++p) template_.arena[p] = lent.arenas[static_cast<size_t>(p)];
+  template_.slots = Lent::kSlots;
+  most_blocks_ = lent.channels;
   std::string rows;
-  for (const char* collective : {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}) {
-    rows += std::string(collective) + " ordinary 1 flagged " + std::to_string(channels) + " 0\n";
+  for (int c = 0; c < kCollectives; ++c) {
+    rows += name_of(static_cast<Collective>(c));
+    rows += " ordinary 1 staged " + std::to_string(lent.channels) + " 0\n";
   }
   table_ = Table::parse(rows);
   connected_ = true;
@@ -287,7 +292,8 @@ const Communicator::Launch& Communicator::prepare(const Call& call, bool registe
     Launch made;
     made.algorithm = shape.algorithm;
     if (shape.algorithm == Algorithm::kDirect && !registered) return made;
-    const u32 most = forced != nullptr ? kChannels : most_blocks_;
+    if (shape.algorithm != Algorithm::kStaged && lent_) return made;
+    const u32 most = forced != nullptr && !lent_ ? kChannels : most_blocks_;
     const Plan p = plan(call.collective, shape, call.reduction.dtype, call.bytes, size_, most);
     if (p.kernel.empty()) return made;
     made.function = engine_.function(p.kernel);
@@ -299,10 +305,10 @@ const Communicator::Launch& Communicator::prepare(const Call& call, bool registe
   const Shape shape = table_.find(call.collective, registered, total);
   Launch made = make(shape);
   // A table may ask for more than boxes hold.
-  if (made.function == nullptr && shape.algorithm == Algorithm::kFlagged && !lent_) {
+  if (made.function == nullptr && shape.algorithm == Algorithm::kFlagged) {
     made = make({Algorithm::kLines, 0, 0});
   }
-  if (made.function == nullptr && shape.algorithm != Algorithm::kOther && !lent_) {
+  if (made.function == nullptr && shape.algorithm != Algorithm::kOther) {
     made = make({Algorithm::kStaged, 0, 0});
   }
   constexpr size_t kMost = 4096;  // of a program whose sizes never repeat
@@ -339,6 +345,7 @@ bool Communicator::run(const Call& call, const Shape* forced) {
   args.timeout_ns = call.timeout_ns > 0 ? call.timeout_ns : template_.timeout_ns;
   limit_ns_ = args.timeout_ns;
   args.host = template_.host;
+  args.slots = template_.slots;
   args.slot_bytes = template_.slot_bytes;
   cut(call.collective, launch.algorithm, launch.blocks, &args);
   args.math = math_of(call.reduction);

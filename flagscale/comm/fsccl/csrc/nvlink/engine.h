@@ -99,12 +99,19 @@ class Communicator {
  public:
   // `timeout_ns`: how long a kernel waits for a peer; 0: for ever.
   Communicator(Engine& engine, int rank, int size, u64 timeout_ns);
-  // Of ranks whose GPUs do not reach each other: over zeroed arenas in memory that all of them
-  // reach, as this rank's GPU sees them, which must outlive this. It is connected, and has only
-  // `flagged` operations on so many channels.
-  Communicator(Engine& engine, int rank, u64 timeout_ns, const std::vector<char*>& arenas,
-               u32 channels);
-  static u64 lent_bytes(u32 channels) { return kBoxes + channels * 2 * kBoxBytes; }  // an arena
+  // Memory for ranks whose GPUs do not reach each other: zeroed arenas in memory that all of them
+  // reach, as this rank's GPU sees them, which must outlive the group. `slot_bytes` as in Options.
+  struct Lent {
+    std::vector<char*> arenas;
+    u32 channels;
+    u64 slot_bytes;
+    static constexpr u64 kSlots = kBoxes;
+    static u64 arena_bytes(u32 channels, u64 slot_bytes) {
+      return kSlots + channels * kDepth * slot_bytes;
+    }
+  };
+  // It is connected, and its operations are `staged`: a bus takes longer than their flags do.
+  Communicator(Engine& engine, int rank, u64 timeout_ns, const Lent& lent);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;

@@ -68,7 +68,7 @@ class Steps {
 
   FSCCL_FN char* slot(int owner, u32 step) const {
     const u64 index = b_.channel() * kDepth + (base_ + step) % kDepth;
-    return a_.arena[owner] + kSlots + index * a_.slot_bytes;
+    return a_.arena[owner] + a_.slots + index * a_.slot_bytes;
   }
 
   // `count` steps were posted and awaited.

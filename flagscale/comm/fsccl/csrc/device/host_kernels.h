@@ -1,6 +1,7 @@
-// Tiny operations among GPUs of one host by one kernel each: the packets of nvlink/flagged.h, in
-// host memory that every GPU writes and reads. A copy to the board and one from it, with a word to
-// set and words to wait for, take several times as long as such a kernel.
+// Small and medium operations among GPUs of one host by one kernel each: those of the NVLink
+// engine, in host memory that every GPU writes and reads. The board, or pipes and the native
+// library, take a dozen steps of the host's for the same, and each costs more than a small message
+// takes to cross.
 //
 // Only among ranks that all have the NVLink engine's kernels, each on a GPU of its own: kernels of
 // two processes take turns on a GPU and would wait for each other.
@@ -16,22 +17,22 @@
 
 namespace fsccl {
 
-class Packets {
+class HostKernels {
  public:
-  // These channels take as much as the board does by default, of up to eight ranks.
-  static constexpr nvlink::u32 kChannels = 32;
   static size_t bytes(int ranks) { return static_cast<size_t>(ranks) * arena_bytes(); }
 
   // `segment`: bytes() of memory that all ranks have mapped.
-  Packets(nvlink::Engine& engine, int rank, int ranks, Segment segment, Tracks& tracks)
+  HostKernels(nvlink::Engine& engine, int rank, int ranks, Segment segment, Tracks& tracks)
       : segment_(std::move(segment)),
         adopted_(tracks.adopt(segment_.data(), segment_.bytes())),
-        group_(engine, rank, 0, arenas(ranks, tracks), kChannels) {}
+        group_(engine, rank, 0, {arenas(ranks, tracks), kChannels, kSlotBytes}) {}
 
   // Whether there is a kernel for it, wherever its memory lies: all ranks get the same answer.
   bool takes(const nvlink::Call& call) { return group_.takes(call); }
   // Puts such an operation on its stream.
   void run(const nvlink::Call& call) { group_.run(call); }
+  // What each of `ranks` writes at most, the bus being what it waits for: a measure of its time.
+  static size_t written(const nvlink::Call& call, size_t ranks);
 
   // Throws what a kernel has found out: a rank that did not come.
   void check() const {
@@ -41,7 +42,13 @@ class Packets {
   void abort() { group_.abort(); }
 
  private:
-  static size_t arena_bytes() { return nvlink::Communicator::lent_bytes(kChannels); }
+  // As much as keeps a GPU's bus busy, which is little beside its own memory.
+  static constexpr nvlink::u32 kChannels = 32;
+  static constexpr nvlink::u64 kSlotBytes = 16 << 10;
+
+  static size_t arena_bytes() {
+    return nvlink::Communicator::Lent::arena_bytes(kChannels, kSlotBytes);
+  }
 
   std::vector<char*> arenas(int ranks, const Tracks& tracks) const {
     std::vector<char*> out;
@@ -55,5 +62,10 @@ class Packets {
   std::shared_ptr<void> adopted_;
   nvlink::Communicator group_;
 };
+
+inline size_t HostKernels::written(const nvlink::Call& call, size_t ranks) {
+  const size_t to_others = call.bytes * (ranks - 1);
+  return call.collective == nvlink::Collective::kAllReduce ? 2 * to_others / ranks : to_others;
+}
 
 }  // namespace fsccl
