@@ -72,6 +72,7 @@ Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const Mak
   agree(config_, d);
   clusters_ =
       form_native_clusters(rank_, who_, group_->config().global_ranks, group_->config().settings);
+  for (const Identity& who : who_) enqueued_ = enqueued_ && who.native.device != "cpu";
   tracks_ = tracks([this](int peer) { look_for(peer); });
   arena_ = std::make_unique<Arena>(tracks_->device());
   open_board(d);
@@ -139,8 +140,7 @@ void Engine::open_board(const Deadline& d) {
 // Every rank comes to the same answer, which follows from what all of them tell.
 void Engine::open_kernels(const Deadline& d) {
   const int size = group_->size();
-  const bool all = board_->members().size() == static_cast<size_t>(size);
-  if (!bridged() || !all || size < 2 || size > nvlink::kMaxRanks) return;
+  if (!bridged() || !one_host() || size < 2 || size > nvlink::kMaxRanks) return;
   if (config_.kernel_bytes == 0) return;
   for (const Identity& who : who_) {
     if (who.native.library.find("+nvlink") == std::string::npos) return;
@@ -324,10 +324,11 @@ void Engine::log(const OpCard& card, const char* algorithm) const {
   });
 }
 
-bool Engine::tiny(size_t bytes) const {
-  return bytes <= config_.tiny_bytes &&
-         board_->members().size() == static_cast<size_t>(group_->size());
+bool Engine::one_host() const {
+  return board_->members().size() == static_cast<size_t>(group_->size());
 }
+
+bool Engine::tiny(size_t bytes) const { return bytes <= config_.tiny_bytes && one_host(); }
 
 int Engine::cluster_of(int rank) const {
   for (int c = 0; c < clusters_.count(); ++c) {
@@ -343,12 +344,17 @@ size_t Engine::smallest_cluster() const {
   return least;
 }
 
-// Eight steps keep all tracks busy; a step below 256 KiB is mostly latency.
+// Many steps keep all tracks busy. But to enqueue one takes a host some 150 us, in which 6 MiB cross
+// a GPU's bus; less crosses a network.
 size_t Engine::chunk_of(size_t count, size_t width, size_t parts) const {
   if (!bridged()) return count;
-  constexpr size_t kSteps = 8, kLeast = 256 << 10;
+  size_t steps = 8, least = 256 << 10;
+  if (enqueued_) {
+    steps = one_host() ? 2 : 4;
+    least = one_host() ? 2 << 20 : 1 << 20;
+  }
   const size_t most = config_.slot_bytes / width;
-  const size_t wanted = std::max(ceil_div(count, kSteps * parts), kLeast / width);
+  const size_t wanted = std::max(ceil_div(count, steps * parts), least / width);
   return std::min(wanted, most) * parts;
 }
 

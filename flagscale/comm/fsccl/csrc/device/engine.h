@@ -121,6 +121,7 @@ class Engine {
   }
   size_t mine() const { return static_cast<size_t>(clusters_.index); }
   bool bridged() const { return clusters_.count() > 1; }
+  bool one_host() const;
   bool tiny(size_t bytes) const;
   int cluster_of(int rank) const;
   // Elements a step moves of `count`, of which at most a slot lies in a part of 1/parts.
@@ -158,6 +159,7 @@ class Engine {
   Clusters clusters_;
   std::vector<Identity> who_;
   int rank_;
+  bool enqueued_ = true;  // on all ranks: their devices have streams
   std::unique_ptr<Tracks> tracks_;
   std::unique_ptr<Board> board_;
   std::shared_ptr<void> board_memory_;
