@@ -30,6 +30,7 @@ def join(
     timeout: float,
     environment: dict[str, str],
     host: str = "",
+    backend: str = "fsccl",
 ) -> None:
     """Make this process a rank. The test keeps the store; with ``host``, rank 0 there does."""
     for name in [n for n in os.environ if n.startswith("FSCCL_") and n != "FSCCL_BUILD_DIR"]:
@@ -42,7 +43,11 @@ def join(
     keeps = bool(host) and rank == 0
     store = dist.PrefixStore(key, dist.TCPStore(host or "127.0.0.1", port, is_master=keeps))
     limit = datetime.timedelta(seconds=timeout)
-    dist.init_process_group("fsccl", store=store, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def barrier_of_a_new_group() -> None:
+    dist.barrier(group=dist.new_group(backend="fsccl"))
 
 
 def leave() -> None:

@@ -349,6 +349,8 @@ def test_ranks_with_different_settings_are_refused(pool: Any) -> None:
     ("variables", "expected"),
     [
         ({"FSCCL_CLUSTERS": "2,x"}, "FSCCL_CLUSTERS=2,x: expected the sizes"),
+        ({"FSCCL_CLUSTERS": "4,4"}, "4,4: the sizes add up to 8, but the job's ranks are 2"),
+        ({"FSCCL_CLUSTERS": "1"}, "1: the sizes add up to 1, but the job's ranks are 2"),
         ({"FSCCL_CLUSTERS": "2,0"}, "FSCCL_CLUSTERS=2,0: expected the sizes"),
         ({"FSCCL_CHUNK_BYTES": "1k"}, "FSCCL_CHUNK_BYTES=1k: expected 4096 to 1 GiB"),
         ({"FSCCL_SHM": "yes"}, "FSCCL_SHM=yes: expected 0 or 1"),
@@ -357,7 +359,7 @@ def test_ranks_with_different_settings_are_refused(pool: Any) -> None:
         ({"FSCCL_DEBUG": "loud"}, "FSCCL_DEBUG=loud: expected INFO or WARN"),
         ({"FSCCL_SOCKET_IFNAME": "=nope0"}, "matches FSCCL_SOCKET_IFNAME==nope0; there are:"),
     ],
-    ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
+    ids=lambda v: "=".join(*v.items()) if isinstance(v, dict) else None,
 )
 def test_a_wrong_variable_is_refused(pool: Any, variables: dict[str, str], expected: str) -> None:
     pool[0].ask(
@@ -367,9 +369,13 @@ def test_a_wrong_variable_is_refused(pool: Any, variables: dict[str, str], expec
 
 
 def test_clusters_must_cover_all_ranks(pool: Any) -> None:
-    pool.join(3, timeout=5, FSCCL_CLUSTERS="1,1")
+    """Also of groups in a job whose first one is another backend's."""
+    how = {"port": pool.port, "key": "uncovered", "timeout": 5, "backend": "gloo"}
     for i in range(3):
-        pool[i].ask("call", op="barrier")
+        pool[i].ask("join", rank=i, size=3, environment={"FSCCL_CLUSTERS": "1,1"}, **how)
+    pool.answers(range(3))
+    for i in range(3):
+        pool[i].ask("barrier_of_a_new_group")
     for error in survivors_say(pool, [0, 1, 2], SLACK).values():
         assert "FSCCL_CLUSTERS covers 2 ranks, but there is a rank 2" in error
     pool.leave([0, 1, 2])

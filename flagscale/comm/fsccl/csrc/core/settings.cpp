@@ -1,6 +1,7 @@
 #include "settings.h"
 
 #include <cstdlib>
+#include <numeric>
 
 #include "text.h"
 #include "types.h"
@@ -67,6 +68,14 @@ Settings Settings::from_environment() {
   s.debug = debug == "INFO";
   s.slot_bytes = s.slot_bytes / 4096 * 4096;
   return s;
+}
+
+void Settings::check_clusters(int ranks_of_job) const {
+  const int covered = std::accumulate(clusters.begin(), clusters.end(), 0);
+  if (clusters.empty() || covered == ranks_of_job) return;
+  fail_usage("FSCCL_CLUSTERS=" + variable("FSCCL_CLUSTERS") + ": the sizes add up to " +
+             std::to_string(covered) + ", but the job's ranks are " +
+             std::to_string(ranks_of_job));
 }
 
 void Settings::check_pipeline() const {

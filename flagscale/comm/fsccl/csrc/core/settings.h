@@ -25,6 +25,8 @@ struct Settings {
   // Throws Error(kUsage) naming the variable, what was found and what was expected.
   static Settings from_environment();
   static constexpr long long kMostChunks = 64, kMostElements = 1LL << 26;
+  // The same for clusters, if they do not take in all ranks of the job and no others.
+  void check_clusters(int ranks_of_job) const;
   // The same for pipeline_k and pipeline_nelem, whoever set them.
   void check_pipeline() const;
   // All that ranks must agree on, as text.

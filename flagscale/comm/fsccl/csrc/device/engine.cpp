@@ -344,8 +344,8 @@ size_t Engine::smallest_cluster() const {
   return least;
 }
 
-// Many steps keep all tracks busy. But to enqueue one takes a host some 150 us, in which 6 MiB cross
-// a GPU's bus; less crosses a network.
+// Many steps keep all tracks busy. But a host takes some 150 us to enqueue one, in which 6 MiB
+// cross a GPU's bus; less crosses a network.
 size_t Engine::chunk_of(size_t count, size_t width, size_t parts) const {
   if (!bridged()) return count;
   size_t steps = 8, least = 256 << 10;

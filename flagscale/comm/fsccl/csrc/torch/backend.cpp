@@ -26,6 +26,8 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
     config.settings.pipeline_nelem = static_cast<size_t>(*options.pipeline_nelem);
   }
   config.settings.check_pipeline();
+  // torch gives the default group, of all ranks, an empty list.
+  if (config.global_ranks.empty()) config.settings.check_clusters(size);
   config.native = native;
   return config;
 }
