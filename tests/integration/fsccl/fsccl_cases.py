@@ -50,6 +50,19 @@ def barrier_of_a_new_group() -> None:
     dist.barrier(group=dist.new_group(backend="fsccl"))
 
 
+def forks_a_child_that_leaves() -> None:
+    """What a forked child does with its copy of a group is its own affair."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        child = os.fork()
+        if child == 0:
+            dist.destroy_process_group()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    dist.all_reduce(torch.ones(100))
+    dist.barrier()
+
+
 def leave() -> None:
     dist.destroy_process_group()
 

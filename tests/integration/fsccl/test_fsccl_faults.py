@@ -368,6 +368,13 @@ def test_a_wrong_variable_is_refused(pool: Any, variables: dict[str, str], expec
     assert expected in survivors_say(pool, [0], SLACK)[0]
 
 
+@pytest.mark.parametrize("clusters", ["2", "1,1"])
+def test_a_forked_child_ends_nobodys_group(pool: Any, clusters: str) -> None:
+    pool.join(2, timeout=20, FSCCL_CLUSTERS=clusters)
+    pool.call(range(2), "forks_a_child_that_leaves")
+    pool.leave(range(2))
+
+
 def test_clusters_must_cover_all_ranks(pool: Any) -> None:
     """Also of groups in a job whose first one is another backend's."""
     how = {"port": pool.port, "key": "uncovered", "timeout": 5, "backend": "gloo"}

@@ -128,6 +128,8 @@ class Stranger {
     config_.tcp.interface = "lo";
     config_.tcp.buffer_bytes = 128 << 10;
     config_.tcp.connections = 1;
+    config_.tcp.user_timeout = std::chrono::seconds(1);
+    config_.kept_bytes = 1 << 20;
     config_.addresses.resize(2);
     config_.names = {"rank 0", "rank 1"};
     std::vector<Fd> own;
@@ -146,11 +148,11 @@ class Stranger {
     expect(read_all<Frame>(fd).kind == FrameKind::kHello, "no hello");
     return fd;
   }
-  Fd connect() {
+  Fd connect(uint64_t token = 4711) {
     Fd fd = connect_to(config_.addresses[0], config_.tcp);
     take_turns(fd);
     Frame hello;
-    hello.tag = config_.token;
+    hello.tag = token;
     hello.message = 1;
     hello.total = kProtocolVersion;
     write_all(fd, &hello, sizeof hello);
@@ -335,6 +337,110 @@ void a_broken_body_is_no_message() {
   peer.messenger->close();
 }
 
+// What was sent is received after its sender has gone, also by who has not begun to listen then.
+void who_leaves_has_sent(int connections) {
+  auto ranks = meet(2, 0, connections);
+  const Bytes small = pattern(100, 1), large = pattern(100000, 2);
+  for (const Bytes* b : {&small, &large}) {
+    ranks[0]->wait(ranks[0]->send(1, kTag, all_of(*b)), patience(), nullptr);
+  }
+  ranks[0]->close();
+  for (const Bytes* b : {&small, &large}) {
+    Bytes in(b->size());
+    ranks[1]->wait(ranks[1]->recv(0, kTag, all_of(in)), patience(), nullptr);
+    expect(in == *b, "other bytes");
+  }
+  Bytes more(10);
+  const Error e = failure_of(*ranks[1], ranks[1]->recv(0, kTag, all_of(more)), &more);
+  expect(e.fault == Fault::kPeerLost && e.rank == 0, e.what());
+  ranks[1]->close();
+}
+
+// A peer that takes nothing for long is not lost as long as its host answers.
+void a_late_reader_is_not_lost() {
+  Stranger peer;
+  Bytes out(Stranger::kBody);
+  const RequestPtr request = peer.messenger->send(1, kTag, all_of(out));
+  const Fd fd = peer.accept();
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  Stranger::skip(fd, sizeof(Frame) + out.size() + sizeof(Seal));
+  peer.messenger->wait(request, patience(), nullptr);
+  peer.messenger->close();
+}
+
+void nobody_is_left_to_receive_from() {
+  auto ranks = meet(3, 0, 1);
+  Bytes in(10);
+  const RequestPtr waits = ranks[0]->recv(Messenger::kAnySource, kTag, all_of(in));
+  ranks[1]->close();
+  expect(!waits->finished(), "somebody is left");
+  ranks[2]->close();
+  for (const auto& request : {waits, ranks[0]->recv(Messenger::kAnySource, kTag, all_of(in))}) {
+    expect(failure_of(*ranks[0], request, &in).fault == Fault::kPeerLost, "another reason");
+  }
+  ranks[0]->close();
+}
+
+void long_reasons_are_cut() {
+  auto ranks = meet(2, 0, 1);
+  Bytes in(10);
+  const RequestPtr request = ranks[1]->recv(0, kTag, all_of(in));
+  ranks[0]->wait(ranks[0]->send(1, kTag + 1, all_of(in)), patience(), nullptr);
+  ranks[0]->abort(Error(Fault::kAborted, 0, std::string(9000, 'x')));
+  const Error e = failure_of(*ranks[1], request, &in);
+  expect(e.rank == 0 && e.what() == std::string(4000, 'x'), e.what());
+  for (auto& r : ranks) r->close();
+}
+
+void a_stranger_is_turned_away() {
+  Stranger peer;
+  const Fd fd = peer.connect(4712);
+  char none = 0;
+  expect(read(fd.get(), &none, 1) == 0, "an answer to a stranger");
+  const Fd silent = peer.connect();
+  const Frame nonsense;
+  Stranger::write_all(silent, &nonsense, 10);  // known, and nothing comes of it
+  peer.messenger->close();
+}
+
+// Before the rest of it has come, and without taking it in.
+void another_size_is_told_at_once() {
+  Stranger peer;
+  Bytes in(4);
+  const RequestPtr request = peer.messenger->recv(1, kTag, all_of(in));
+  const Fd fd = peer.connect();
+  Frame header = Stranger::message();
+  header.bytes = header.total = size_t{1} << 40;
+  Stranger::write_all(fd, &header, sizeof header);
+  expect(failure_of(*peer.messenger, request, &in).fault == Fault::kMismatch, "another reason");
+  peer.messenger->close();
+}
+
+// Who sends to a rank that receives nothing waits, once that has kept enough.
+void not_everything_is_kept() {
+  Stranger peer;
+  peer.messenger->listen();
+  const Fd fd = peer.connect();
+  constexpr unsigned kCount = 64;
+  std::atomic<unsigned> written{0};
+  std::thread writer([&] {
+    for (; written < kCount; ++written) {
+      Frame f = Stranger::message();
+      f.message = written;
+      Stranger::write_frame(fd, f, pattern(100000, written), Seal::kWhole);
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  expect(written < kCount, "all is kept");
+  for (unsigned k = 0; k < kCount; ++k) {
+    Bytes in(100000);
+    peer.messenger->wait(peer.messenger->recv(1, kTag, all_of(in)), patience(), nullptr);
+    expect(in == pattern(in.size(), k), "other bytes");
+  }
+  writer.join();
+  peer.messenger->close();
+}
+
 // Both are in the middle of many messages to each other, on several connections, when one fails.
 // What has been received nevertheless is what was sent.
 void abort_among_many(unsigned seed) {
@@ -386,6 +492,13 @@ int main(int argc, char** argv) {
   peer_ends_in_the_middle(false);
   peer_ends_in_the_middle(true);
   for (unsigned k = 0; k < 10; ++k) abort_among_many(seed + k);
+  for (int k = 0; k < 20; ++k) who_leaves_has_sent(1 + k % 2);
+  a_late_reader_is_not_lost();
+  nobody_is_left_to_receive_from();
+  long_reasons_are_cut();
+  a_stranger_is_turned_away();
+  another_size_is_told_at_once();
+  not_everything_is_kept();
   std::puts("ok");
   return 0;
 }

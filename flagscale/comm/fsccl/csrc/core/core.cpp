@@ -10,6 +10,7 @@
 #include "link.cpp"
 #include "local.cpp"
 #include "messenger.cpp"
+#include "messenger_ends.cpp"
 #include "messenger_io.cpp"
 #include "pipeline.cpp"
 #include "reduce.cpp"

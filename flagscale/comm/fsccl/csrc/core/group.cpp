@@ -56,7 +56,9 @@ void Group::publish() {
   me_ = Identity::of_this_process(config_.settings);
   me_.native = config_.native;
   if (config_.size > 1) {
-    listeners_.push_back(listen_unix("fsccl-" + std::to_string(me_.token), &me_.unix_address));
+    // Its name can be read by everyone on the host, so it is not made of the token.
+    listeners_.push_back(listen_unix("fsccl-" + std::to_string(random_number()),
+                                     &me_.unix_address));
     listeners_.push_back(listen_tcp(config_.settings.tcp, &me_.tcp_address));
   }
   rendezvous_->set(rank_key(config_.rank), me_.encode());
@@ -107,6 +109,10 @@ void Group::meet(const Deadline& d) {
   }
   who_.clear();
   for (const std::string& text : collect(keys, everyone, d)) who_.push_back(Identity::decode(text));
+  // Others may have met, failed and gone, without having known this rank.
+  if (rendezvous_->has({kFailedKey})) {
+    throw Error(Fault::kAborted, -1, rendezvous_->get({kFailedKey})[0]);
+  }
   for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
   check_compatible(config_.rank, who_, names_);
   clusters_ = form_clusters(config_.rank, who_, config_.global_ranks, config_.settings);
@@ -251,7 +257,7 @@ void Group::abort(const std::string& why) {
 }
 
 void Group::shutdown() {
-  if (left_.exchange(true)) return;
+  if (left_.exchange(true) || getpid() != me_.pid) return;  // a forked child leaves nothing
   if (open_) lane_->leave();
   if (met_) messenger_->close();
 }
@@ -306,6 +312,7 @@ void Group::check_rank(int rank, const char* what) const {
 RequestPtr Group::send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d) {
   check_rank(peer, "destination");
   try {
+    check();
     meet(d);
   } catch (const Error& e) {
     fail("send", tag, e);
@@ -316,6 +323,7 @@ RequestPtr Group::send(int peer, uint64_t tag, const Pieces& memory, const Deadl
 RequestPtr Group::recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d) {
   if (peer != kAnySource) check_rank(peer, "source");
   try {
+    check();
     meet(d);
   } catch (const Error& e) {
     fail("recv", tag, e);

@@ -90,6 +90,7 @@ bool Link::flush(Hold& hold, size_t budget) {
     const ssize_t n = send_front(hold);
     if (n < 0) {
       alive = later();
+      if (!alive) error = errno;
       if (!out_.front().wanted && out_.front().sent == 0) out_.pop_front();  // let go meanwhile
       break;
     }
@@ -138,7 +139,11 @@ bool Link::receive(LinkOwner& owner, Hold& hold, size_t budget) {
     }
     const ssize_t n = receive_some(hold);
     if (n == 0) return false;
-    if (n < 0) return later();
+    if (n < 0) {
+      if (later()) return true;
+      error = errno;
+      return false;
+    }
     read += static_cast<size_t>(n);
     if (!advance(owner, static_cast<size_t>(n), hold)) return false;
   }
@@ -164,10 +169,10 @@ bool Link::advance(LinkOwner& owner, size_t got, Hold& hold) {
     if (in_.magic != Frame::kMagic) return false;  // not one of us
     header_complete_ = true;
     into_ = Body();
-    if (owner.on_frame(*this, in_, &into_) == LinkOwner::Answer::kStall) {
-      stalled_ = true;
-      return true;
-    }
+    const LinkOwner::Answer answer = owner.on_frame(*this, in_, &into_);
+    stalled_ = answer == LinkOwner::Answer::kStall;
+    if (stalled_) return true;
+    if (answer == LinkOwner::Answer::kRefuse) return false;
     if (into_.memory.bytes() != in_.bytes) return false;
     in_body_ = true;
     got_ = 0;

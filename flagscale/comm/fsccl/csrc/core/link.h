@@ -63,10 +63,10 @@ class Link;
 // What a link tells its owner; all under the owner's lock, which on_body() may let go.
 class LinkOwner {
  public:
-  enum class Answer { kBody, kStall };
+  enum class Answer { kBody, kStall, kRefuse };
   virtual ~LinkOwner() = default;
   // A header has come. kBody: `into` is where the body goes (its size is frame.bytes).
-  // kStall: ask again later, after Link::resume().
+  // kStall: ask again later, after Link::resume(). kRefuse: ends the connection.
   virtual Answer on_frame(Link& link, const Frame& frame, Body* into) = 0;
   virtual void on_body(Link& link, const Frame& frame, Hold& hold) = 0;
 };
@@ -103,6 +103,10 @@ class Link {
   bool closed = false;            // the owner did
   uint32_t polled = 0;            // the owner's note: the events it waits for
   std::string text_in, text_out;  // bodies of kAbort
+  int error = 0;                  // errno of what ended it
+  std::string cut_because;        // the owner ended it
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point made = Clock::now(), heard = made;  // the owner's notes: see unheard()
 
  private:
   struct Output {

@@ -1,4 +1,5 @@
-// Matching sends with receives. The threads and connections are in messenger_io.cpp.
+// Matching sends with receives. The threads and connections are in messenger_io.cpp, and how they
+// end in messenger_ends.cpp.
 #include "messenger.h"
 
 #include <algorithm>
@@ -17,7 +18,7 @@ RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory, uint32_t digest)
   }
   Peer& p = peer(to);
   if (p.gone || !connect(to)) {
-    request->fail(*p.gone);
+    request->fail(p.gone ? *p.gone : *p.ending);
     return request;
   }
   const size_t bytes = request->memory.bytes();
@@ -78,6 +79,7 @@ RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, uint32_t diges
     request->peer = r;
     match(*found, request);
     if (found->received == found->total) finish(p, found, hold);
+    resume(r);
     push_queued(hold);
     return request;
   }
@@ -89,12 +91,14 @@ RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, uint32_t diges
   // Being connected is how the loss of the sender is noticed.
   for (int r = first; r <= last; ++r) {
     if (r == config_.rank) continue;
-    if ((peer(r).gone || !connect(r)) && from != kAnySource) {
+    if (!peer(r).gone) connect(r);
+    if (peer(r).gone && (from != kAnySource || !anybody_left())) {
       request->fail(*peer(r).gone);
       return request;
     }
   }
   (from == kAnySource ? any_ : peer(from).posted).push_back({next_order_++, request});
+  for (int r = first; r <= last; ++r) resume(r);
   push_queued(hold);
   return request;
 }
@@ -130,6 +134,7 @@ void Messenger::match(Incoming& m, RequestPtr request) {
         Fault::kMismatch, who,
         name(who) + " called another operation, or the sizes of the ranks' parts differ");
   }
+  if (m.bad) m.request->fail(*m.bad);
   if (!m.asks) return;
   Frame clear;
   clear.kind = FrameKind::kClear;
@@ -137,15 +142,35 @@ void Messenger::match(Incoming& m, RequestPtr request) {
   if (m.link != nullptr) queue(pointer_to(*m.link), clear);
 }
 
-Body Messenger::target_of(Incoming& m, Interval range) {
-  if (m.request && !m.bad && !m.keeps) return {m.request->memory.slice(range), m.request, nullptr};
+Body Messenger::target_of(Link& link, Incoming& m, Interval range) {
+  if (m.bad) return link.filler(range.size());
+  if (m.request && !m.keeps) return {m.request->memory.slice(range), m.request, nullptr};
   if (!m.keeps) m.kept.reset(new std::byte[m.total]);
   m.keeps = true;
   return {Pieces(m.kept.get() + range.lo, range.size()), nullptr, m.kept};
 }
 
-void Messenger::on_announced(Link& link, const Frame& frame, Body* into) {
+// Somebody who waits for a message of this peer's may have to take in others before.
+bool Messenger::keeps_enough(Peer& from, const Frame& frame) const {
+  const bool awaited = !from.posted.empty() || !any_.empty();
+  if (awaited || frame.total == 0 || (frame.flags & kAsks) != 0) return false;
+  size_t kept = 0;
+  for (const Incoming& m : from.incoming) kept += m.request || m.asks ? 0 : m.total;
+  return kept > 0 && kept + frame.total > config_.kept_bytes;
+}
+
+// Connections of a peer's that could not go on may be able to now.
+void Messenger::resume(int rank) {
+  for (auto& [fd, link] : links_) {
+    if (link->peer() != rank || !link->stalled()) continue;
+    link->resume();
+    poll_for(*link);
+  }
+}
+
+LinkOwner::Answer Messenger::on_announced(Link& link, const Frame& frame, Body* into) {
   Peer& from = peer(link.peer());
+  if (keeps_enough(from, frame)) return Answer::kStall;
   Incoming& m = from.incoming.emplace_back();
   m.message = frame.message;
   m.tag = frame.tag;
@@ -157,13 +182,9 @@ void Messenger::on_announced(Link& link, const Frame& frame, Body* into) {
     request->peer = link.peer();
     match(m, request);
   }
-  if (frame.kind == FrameKind::kMessage) *into = target_of(m, {0, frame.total});
-  for (auto& [fd, other] : links_) {  // a stripe may have overtaken this announcement
-    if (other->peer() == link.peer() && other->stalled()) {
-      other->resume();
-      poll_for(*other);
-    }
-  }
+  if (frame.kind == FrameKind::kMessage) *into = target_of(link, m, {0, frame.total});
+  resume(link.peer());  // a stripe may have overtaken this announcement
+  return Answer::kBody;
 }
 
 void Messenger::received(Peer& from, const Frame& frame, Hold& hold) {
@@ -230,49 +251,6 @@ int Messenger::trace(int rank, const Deadline& deadline, const std::function<voi
     rank = next;
   }
   return rank;
-}
-
-void Messenger::lost(int rank, const Error& why) {
-  Peer& p = peer(rank);
-  if (!p.gone) p.gone = std::make_unique<Error>(why);
-  for (Posted& posted : p.posted) posted.request->fail(*p.gone);
-  p.posted.clear();
-  for (auto& [message, request] : p.held) request->fail(*p.gone);
-  p.held.clear();
-  for (auto m = p.incoming.begin(); m != p.incoming.end();) {
-    const bool complete = m->received == m->total && !m->asks;
-    if (m->request) m->request->fail(*p.gone);
-    m->link = nullptr;
-    m = complete && !m->request ? std::next(m) : p.incoming.erase(m);
-  }
-}
-
-void Messenger::abort(const Error& why) {
-  Hold hold(guard_);
-  abort_locked(why, nullptr);
-  push_queued(hold);
-  hold.wait_for_copies();
-}
-
-void Messenger::tell_failure(const LinkPtr& link) {
-  Frame f;
-  f.kind = FrameKind::kAbort;
-  f.tag = static_cast<uint64_t>(static_cast<int64_t>(failed_->rank));
-  link->text_out = failed_->what();
-  f.bytes = link->text_out.size();
-  queue(link, f, {Pieces(link->text_out.data(), link->text_out.size()), nullptr, nullptr});
-}
-
-void Messenger::abort_locked(const Error& why, const Link* told_by) {
-  if (failed_) return;
-  failed_ = std::make_unique<Error>(Fault::kAborted, why.rank, why.what());
-  for (auto& [fd, link] : links_) {
-    link->let_go(*failed_);
-    if (link.get() != told_by) tell_failure(link);
-  }
-  for (size_t r = 0; r < peers_.size(); ++r) lost(static_cast<int>(r), *failed_);
-  for (Posted& posted : any_) posted.request->fail(*failed_);
-  any_.clear();
 }
 
 }  // namespace fsccl

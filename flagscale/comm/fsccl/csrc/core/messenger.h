@@ -9,7 +9,7 @@
 // travels on the first; a stripe that overtakes it waits.
 //
 // A connection that ends without a kBye means that the peer is lost: every request that needs it
-// fails with an error that names it.
+// fails with an error that names it. What a peer had sent before it left is received all the same.
 //
 // Two threads, started by the first message, sleep in poll sets of their own: one has the
 // connections that peers opened, on which messages come, the other those opened here. Who has
@@ -27,6 +27,8 @@
 //    receive(). They come last in what calls them, or it looks at everything anew after them: all
 //    frames of a message are queued before, so announcements go in the order of their numbers.
 #pragma once
+
+#include <sys/types.h>
 
 #include <functional>
 #include <list>
@@ -46,6 +48,8 @@ struct MessengerConfig {
   std::vector<std::string> addresses;  // of every rank
   std::vector<std::string> names;      // of every rank, for messages
   TcpOptions tcp;
+  // Of messages of a peer's that nobody waits for. Above, it waits until somebody waits for one.
+  size_t kept_bytes = 256 << 20;
 };
 
 class Messenger : private LinkOwner {
@@ -120,19 +124,23 @@ class Messenger : private LinkOwner {
     std::map<uint64_t, RequestPtr> held;  // sends that wait for kClear
     uint64_t next_message = 0;
     uint64_t byes_expected = 0, closed_in = 0;
+    std::unique_ptr<Error> ending;  // it will be gone once all that it has sent has come
     std::unique_ptr<Error> gone;
   };
 
   Answer on_frame(Link& link, const Frame& frame, Body* into) override;
   void on_body(Link& link, const Frame& frame, Hold& hold) override;
   Answer on_stripe(Link& link, const Frame& frame, Body* into);
+  bool known(const Link& link, const Frame& hello) const;
   void on_hello(Link& link, const Frame& frame);
   void on_clear(Link& link, const Frame& frame);
   void on_ask(Link& link, const Frame& frame);
   void on_answer(const Frame& frame);
   RequestPtr ask(int rank);
-  void on_announced(Link& link, const Frame& frame, Body* into);
-  Body target_of(Incoming& m, Interval range);
+  Answer on_announced(Link& link, const Frame& frame, Body* into);
+  bool keeps_enough(Peer& from, const Frame& frame) const;
+  void resume(int rank);
+  Body target_of(Link& link, Incoming& m, Interval range);
   void received(Peer& peer, const Frame& frame, Hold& hold);
   void match(Incoming& m, RequestPtr request);
   RequestPtr take_posted(int peer, uint64_t tag);
@@ -142,7 +150,9 @@ class Messenger : private LinkOwner {
   const std::string& name(int rank) const { return config_.names[static_cast<size_t>(rank)]; }
   void abort_locked(const Error& why, const Link* told_by);
   void tell_failure(const LinkPtr& link);
+  Body room_for_words(Link& link, size_t bytes);
   bool connect(int rank);
+  void watch_listeners();
   void accept_all();
   void send_stripes(Peer& to, uint64_t message, const RequestPtr& request);
   void queue(const LinkPtr& link, const Frame& frame, Body body = {});
@@ -150,7 +160,12 @@ class Messenger : private LinkOwner {
   LinkPtr pointer_to(const Link& link) const { return links_.at(link.fd()); }
   void poll_for(Link& link);
   void close_link(Link& link);
+  Error why_it_ended(const Link& link) const;
   void lost(int rank, const Error& why);
+  void lost_soon(int rank, const Error& why);
+  void look_for_ends();
+  void look_around();
+  bool anybody_left() const;
   Loop& loop_of(const Link& link) { return link.opened_here() ? opened_here_ : opened_by_peers_; }
   void ensure_started(Loop& loop, const char* name);
   void run(Loop& loop);
@@ -160,6 +175,8 @@ class Messenger : private LinkOwner {
   void forget_all();
 
   MessengerConfig config_;
+  const pid_t process_;
+  const std::chrono::milliseconds look_every_;
   std::vector<Fd> listeners_;
   Loop opened_by_peers_, opened_here_;
   Guard guard_;  // of all below
@@ -172,6 +189,7 @@ class Messenger : private LinkOwner {
   std::function<int()> answer_;
   std::unique_ptr<Error> failed_;
   bool stop_ = false, closed_ = false;
+  bool deaf_ = false;  // no descriptor was left to accept a connection with
   std::function<void(const Error&)> aborted_;
   std::vector<std::function<void()>> ready_;  // notify()'s, to be called outside the lock
   std::unique_ptr<Error> heard_;              // to hand to aborted_ outside the lock

@@ -1,4 +1,4 @@
-// The messenger's connections and its threads.
+// The messenger's connections and its threads. How they end is in messenger_ends.cpp.
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ namespace {
 
 // Bytes of one connection before the next has its turn; and before who queued them may leave.
 constexpr size_t kTurnBytes = 4 << 20, kInlineBytes = 1 << 20;
-constexpr std::chrono::milliseconds kMessageNap(100), kFarewell(2000);
+constexpr std::chrono::milliseconds kMessageNap(100), kLook(1000);
 
 void watch_fd(int epoll, int op, int fd, uint32_t events) {
   epoll_event e{};
@@ -29,8 +29,14 @@ void watch_fd(int epoll, int op, int fd, uint32_t events) {
 
 Messenger::Messenger(MessengerConfig config, std::vector<Fd> listeners)
     : config_(std::move(config)),
+      process_(getpid()),
+      look_every_(std::min(kLook, config_.tcp.user_timeout / 4)),
       listeners_(std::move(listeners)),
       peers_(config_.addresses.size()) {
+  watch_listeners();
+}
+
+void Messenger::watch_listeners() {
   for (const Fd& l : listeners_) {
     watch_fd(opened_by_peers_.epoll.get(), EPOLL_CTL_ADD, l.get(), EPOLLIN);
   }
@@ -83,7 +89,7 @@ bool Messenger::connect(int rank) {
       poll_for(*link);
     }
   } catch (const Error& e) {
-    lost(rank, Error(Fault::kPeerLost, rank, name(rank) + " cannot be reached: " + e.what()));
+    lost_soon(rank, Error(Fault::kPeerLost, rank, name(rank) + " cannot be reached: " + e.what()));
     return false;
   }
   ensure_started(opened_by_peers_, kReceiverName);
@@ -135,14 +141,24 @@ void Messenger::accept_all() {
       links_[key] = std::make_shared<Link>(std::move(fd), -1, false);
       poll_for(*links_[key]);
     }
+    // Whoever knocks stays at the door, and would wake us for ever.
+    const bool full = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+    if (full && !deaf_) {
+      deaf_ = true;
+      for (const Fd& ear : listeners_) {
+        watch_fd(opened_by_peers_.epoll.get(), EPOLL_CTL_DEL, ear.get(), 0);
+      }
+    }
   }
 }
 
 void Messenger::run(Loop& loop) {
   const bool receives = &loop == &opened_by_peers_;
+  const int nap = receives ? static_cast<int>(look_every_.count()) : -1;
+  Link::Clock::time_point looked = Link::Clock::now();
   std::array<epoll_event, 64> events;
   for (;;) {
-    const int n = epoll_wait(loop.epoll.get(), events.data(), static_cast<int>(events.size()), -1);
+    const int n = epoll_wait(loop.epoll.get(), events.data(), static_cast<int>(events.size()), nap);
     const auto end = events.begin() + std::max(n, 0);
     std::unique_ptr<Error> heard;
     {
@@ -156,6 +172,10 @@ void Messenger::run(Loop& loop) {
       for (auto e = events.begin(); e != end; ++e) {
         const auto link = links_.find(e->data.fd);
         if (link != links_.end()) handle(LinkPtr(link->second), e->events, hold);
+      }
+      if (receives && Link::Clock::now() - looked >= look_every_) {
+        look_around();
+        looked = Link::Clock::now();
       }
       heard = std::move(heard_);
     }
@@ -192,7 +212,16 @@ void Messenger::notify(const RequestPtr& request, std::function<void()> then) {
 void Messenger::handle(const LinkPtr& link, uint32_t events, Hold& hold) {
   bool alive = true;
   if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
-    alive = link->receive(*this, hold, kTurnBytes);
+    try {
+      alive = link->receive(*this, hold, kTurnBytes);
+    } catch (const std::bad_alloc&) {
+      alive = false;
+      abort_locked(Error(Fault::kSystem, config_.rank,
+                         name(config_.rank) + " has no memory for a message of " +
+                             (link->peer() < 0 ? "a stranger" : name(link->peer()))),
+                   nullptr);
+      heard_ = std::make_unique<Error>(*failed_);
+    }
     push_queued(hold);
   }
   if (alive && link->has_output()) alive = link->flush(hold, kTurnBytes);
@@ -204,50 +233,20 @@ void Messenger::handle(const LinkPtr& link, uint32_t events, Hold& hold) {
   }
 }
 
-void Messenger::close_link(Link& link) {
-  const int rank = link.peer();
-  if (rank >= 0) {
-    Peer& p = peer(rank);
-    if (link.opened_here()) {
-      p.out.erase(std::remove(p.out.begin(), p.out.end(), pointer_to(link)), p.out.end());
-    } else {
-      ++p.closed_in;
-    }
-    for (Incoming& m : p.incoming) {
-      if (m.link == &link) m.link = nullptr;
-    }
-    if (link.said_bye) {
-      const Error left(Fault::kPeerLost, rank, name(rank) + " has left the group");
-      link.let_go(left);
-      if (p.closed_in >= p.byes_expected) lost(rank, left);
-    } else {
-      const int code = pending_error(link.fd());
-      const std::string why = code != 0 ? std::string(": ") + std::strerror(code) : "";
-      const Error gone(Fault::kPeerLost, rank, name(rank) + " ended or its connection broke" + why);
-      link.let_go(gone);
-      lost(rank, gone);
-    }
-  }
-  link.closed = true;
-  poll_for(link);
-  links_.erase(link.fd());
-}
-
 LinkOwner::Answer Messenger::on_frame(Link& link, const Frame& frame, Body* into) {
+  if (link.peer() < 0 && !known(link, frame)) return Answer::kRefuse;
   if (frame.kind == FrameKind::kAbort) {
-    link.text_in.resize(frame.bytes < 4096 ? frame.bytes : 0);
-    into->memory = Pieces(link.text_in.data(), link.text_in.size());
+    *into = room_for_words(link, frame.bytes);
     return Answer::kBody;
   }
-  // A stranger's frame gets no memory, which ends the connection; only a hello has no body.
-  if (link.peer() < 0) return Answer::kBody;
   if (failed_) {
     *into = link.filler(frame.bytes);
     return Answer::kBody;
   }
   if (frame.kind == FrameKind::kMessage || frame.kind == FrameKind::kAnnounce) {
-    on_announced(link, frame, into);
-  } else if (frame.kind == FrameKind::kStripe) {
+    return on_announced(link, frame, into);
+  }
+  if (frame.kind == FrameKind::kStripe) {
     return on_stripe(link, frame, into);
   }
   return Answer::kBody;
@@ -257,7 +256,7 @@ LinkOwner::Answer Messenger::on_stripe(Link& link, const Frame& frame, Body* int
   for (Incoming& m : peer(link.peer()).incoming) {
     if (m.message != frame.message) continue;
     if (frame.offset + frame.bytes <= m.total) {
-      *into = target_of(m, {frame.offset, frame.offset + frame.bytes});
+      *into = target_of(link, m, {frame.offset, frame.offset + frame.bytes});
     }
     return Answer::kBody;
   }
@@ -294,11 +293,17 @@ void Messenger::on_body(Link& link, const Frame& frame, Hold& hold) {
   }
 }
 
+// Whether a stranger is one of us.
+bool Messenger::known(const Link& link, const Frame& hello) const {
+  return hello.kind == FrameKind::kHello && hello.bytes == 0 && hello.tag == config_.token &&
+         hello.total == kProtocolVersion && hello.message < peers_.size() && !link.opened_here();
+}
+
 void Messenger::on_hello(Link& link, const Frame& frame) {
-  const bool known = frame.tag == config_.token && frame.total == kProtocolVersion &&
-                     frame.message < peers_.size() && link.peer() < 0;
-  if (!known) return;
+  if (link.peer() >= 0) return;
   link.set_peer(static_cast<int>(frame.message));
+  link.heard = Link::Clock::now();
+  look_for_ends();
   if (failed_) tell_failure(pointer_to(link));  // it was not there when the others were told
 }
 
@@ -327,61 +332,6 @@ void Messenger::wait(const RequestPtr& request, const Deadline& deadline,
     }
   }
   if (request->failed()) throw *request->error;
-}
-
-void Messenger::close() {
-  {
-    Hold hold(guard_);
-    if (closed_) return;
-    closed_ = true;
-    accept_all();
-    for (auto& [fd, link] : links_) {
-      if (failed_) continue;
-      Frame bye;
-      bye.kind = FrameKind::kBye;
-      bye.offset = link->peer() >= 0 ? peer(link->peer()).out.size() : 0;
-      queue(link, bye);
-    }
-    push_queued(hold);
-  }
-  const Deadline end = Deadline::after(kFarewell);
-  for (bool busy = true; busy && opened_by_peers_.thread.joinable() && !end.passed();) {
-    {
-      Hold hold(guard_);
-      busy = std::any_of(links_.begin(), links_.end(),
-                         [](const auto& l) { return l.second->has_output(); });
-    }
-    if (busy) usleep(500);
-  }
-  stop_threads();
-  forget_all();
-  call_ready();
-}
-
-void Messenger::forget_all() {
-  Hold hold(guard_);
-  const Error over(Fault::kAborted, config_.rank, "the group has been shut down");
-  if (!failed_) failed_ = std::make_unique<Error>(over);
-  for (auto& [fd, link] : links_) link->let_go(over);
-  for (size_t r = 0; r < peers_.size(); ++r) lost(static_cast<int>(r), over);
-  for (Posted& posted : any_) posted.request->fail(over);
-  any_.clear();
-  hold.wait_for_copies();
-  for (Peer& p : peers_) p.out.clear();
-  links_.clear();
-  listeners_.clear();
-}
-
-void Messenger::stop_threads() {
-  {
-    Hold hold(guard_);
-    stop_ = true;
-    closed_ = true;
-  }
-  for (Loop* loop : {&opened_by_peers_, &opened_here_}) {
-    loop->wake();
-    if (loop->thread.joinable()) loop->thread.join();
-  }
 }
 
 }  // namespace fsccl

@@ -6,6 +6,8 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -125,13 +127,11 @@ std::string own_address(const std::string& pattern) {
 void tune(int fd, int family, const TcpOptions& options) {
   if (family != AF_UNIX) {
     const int on = 1, idle = 10, interval = 5, probes = 3;
-    const auto user = static_cast<unsigned>(options.user_timeout.count());
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user, sizeof user);
   }
   const int size = family == AF_UNIX ? 1 << 20 : options.buffer_bytes;
   if (size > 0) {
@@ -209,5 +209,23 @@ int pending_error(int fd) {
   socklen_t size = sizeof code;
   return getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &size) == 0 ? code : errno;
 }
+
+bool unheard(int fd, std::chrono::milliseconds for_so_long) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  const bool waits = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
+  return waits && std::chrono::milliseconds(info.tcpi_last_ack_recv) >= for_so_long;
+}
+
+bool under_way(int fd) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  int bytes = 0;
+  return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+         info.tcpi_state == TCP_ESTABLISHED && ioctl(fd, SIOCOUTQ, &bytes) == 0 && bytes > 0;
+}
+
+void hang_up(int fd) { shutdown(fd, SHUT_RDWR); }
 
 }  // namespace fsccl

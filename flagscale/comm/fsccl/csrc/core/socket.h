@@ -30,7 +30,9 @@ struct TcpOptions {
   std::string interface;
   int connections = 2;   // a pair, for messages worth dividing (FSCCL_TCP_CONNECTIONS)
   int buffer_bytes = 0;  // of a socket, 0 leaves the kernel's tuning (FSCCL_TCP_BUFFER)
-  std::chrono::milliseconds user_timeout{30000};  // unacknowledged data (FSCCL_TCP_USER_TIMEOUT)
+  // How long a peer may be unheard (FSCCL_TCP_USER_TIMEOUT). Not the kernel's TCP_USER_TIMEOUT,
+  // which also runs while the peer has no room for more, because its program is elsewhere.
+  std::chrono::milliseconds user_timeout{30000};
 };
 
 // Addresses are text: "unix:<name>" (abstract) or "tcp:<port>:<numeric host>".
@@ -41,5 +43,12 @@ Fd connect_to(const std::string& address, const TcpOptions& options);
 Fd accept_from(int listener, const TcpOptions& options);  // -1 when nobody is there
 // The error that the connection met, 0 for none.
 int pending_error(int fd);
+// Whether something that was sent over TCP waits for an acknowledgement, and none of anything has
+// come for so long. A peer that takes no more now, and says so, is heard.
+bool unheard(int fd, std::chrono::milliseconds for_so_long);
+// Whether the peer's host has not got all that was sent over TCP.
+bool under_way(int fd);
+// Ends the connection, or the listening, whatever other processes have inherited it.
+void hang_up(int fd);
 
 }  // namespace fsccl
