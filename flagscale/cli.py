@@ -91,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="what a key of the configuration means")
     explain.add_argument("key", help="such as experiment.runner.tee or train.model.num_layers")
     commands.add_parser("version", help="print the version")
-    commands.add_parser("comm", help="communication backends: list, bench", add_help=False)
+    comm = "communication backends: list, bench, groups, pipeline, tune"
+    commands.add_parser("comm", help=comm, add_help=False)
     for name, (_, text) in _PATCHING.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
@@ -121,7 +122,14 @@ def _act(options: argparse.Namespace, rest: list[str]) -> int:
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}", hint=f"flagscale {options.command} -h")
-    overrides = [*options.overrides, *rest, f"action={options.command}"]
+    overrides = [*options.overrides, *rest]
+    for override in overrides:
+        if override.lstrip("+").partition("=")[0] in ("action", "~action"):
+            raise ConfigError(
+                f"{override}: `flagscale {options.command}` is an action already",
+                hint="leave it out, or give another command",
+            )
+    overrides.append(f"action={options.command}")
     for name in ("follow", "json"):
         if getattr(options, name, False):
             overrides.append(f"{name}=true")

@@ -91,8 +91,8 @@ def _compose(file: Path, overrides: list[str]) -> DictConfig:
         with initialize_config_dir(config_dir=str(file.parent), version_base=None):
             config = hydra_compose(file.stem, overrides=overrides, return_hydra_config=True)
             HydraConfig.instance().set_config(config)  # so that ${hydra:...} resolves later
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        _translate(error, file)  # Hydra raises a bare ValueError for some odd overrides
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+        _translate(error, file)  # Hydra raises the last two for some odd overrides
     with open_dict(config):
         del config["hydra"]
     return config
@@ -111,6 +111,9 @@ def _translate(error: Exception, file: Path) -> NoReturn:
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
         raise ConfigError(Problem(key, _not_there(key), OVERRIDE)) from error
+    if isinstance(error, TypeError):
+        message = f"Hydra cannot use these overrides: {error}; a config group takes names: train=8b"
+        raise ConfigError(Problem("", message, OVERRIDE)) from error
     message = " ".join(str(error).split())
     appended = _APPENDED.match(message)
     if appended is not None:

@@ -145,7 +145,8 @@ def _find(key: str) -> list[Entry]:
 
 
 def explain(key: str) -> str:
-    """What a key means: dotted (``train.model.num_layers``), bare (``num_layers``) or a flag.
+    """What a key means: dotted (``train.model.num_layers``), bare (``num_layers``), a flag, or a
+    section.
 
     Raises ConfigError for an unknown key, naming the nearest ones.
     """
@@ -153,6 +154,8 @@ def explain(key: str) -> str:
     entries = _find(key)
     if entries:
         return "\n\n".join(_text(entry) for entry in entries)
+    if section := _section(key):
+        return section
     if name in PASSED_ON:
         return f"experiment.runner.{name}\n  Passed on to torchrun, whose option it is."
     reason = refusal(name) or SET_BY_LAUNCHER.get(name)
@@ -162,6 +165,26 @@ def explain(key: str) -> str:
     near = closest(name)
     hint = did_you_mean(name, [*near, *names, *PASSED_ON])
     raise ConfigError(Problem(key, f"unknown key{hint}"))
+
+
+def _section(key: str) -> str:
+    """What is in a section, given whole or by its last name; empty if it is none."""
+    every = [entry.key for entry in experiment_entries()]
+    every += [f"train.{argument.section}.{argument.name}" for argument in arguments().values()]
+    for section in (key, f"experiment.{key}", f"train.{key}"):
+        start = f"{section}."
+        inside = [one.removeprefix(start) for one in every if one.startswith(start)]
+        names = [one.partition(".")[0] for one in inside]
+        if names:
+            listed = textwrap.wrap(
+                ", ".join(dict.fromkeys(names)),
+                92,
+                initial_indent="  ",
+                subsequent_indent="  ",
+                break_on_hyphens=False,
+            )
+            return "\n".join([section, f"  a section; `explain {start}KEY` tells more:", *listed])
+    return ""
 
 
 def _text(entry: Entry) -> str:

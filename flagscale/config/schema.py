@@ -149,7 +149,7 @@ class Options:
     lines: int | None = field(
         default=None, metadata=doc("`logs` shows this many last lines.", minimum=0)
     )
-    json: bool = field(default=False, metadata=doc("`query` and `dryrun` print JSON."))
+    json: bool = field(default=False, metadata=doc("`query`, `dryrun` and `check` print JSON."))
 
 
 @dataclass(frozen=True)

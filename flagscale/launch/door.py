@@ -72,6 +72,15 @@ def guard(work: Callable[[], int]) -> int:
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "flagscale":
+            raise
+        print(
+            f"error: {sys.executable} has no module {error.name}\n"
+            "  hint: activate the environment (. .venv/bin/activate), or make it: make setup",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt as interrupt:
         return int(getattr(interrupt, "exit_code", 130))
     except BrokenPipeError:

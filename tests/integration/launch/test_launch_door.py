@@ -239,6 +239,12 @@ def test_a_reader_that_leaves_early(lab: Lab) -> None:
             "error: no none.yaml in the current directory; it has no YAML",
             id="no-file",
         ),
+        pytest.param(
+            ["query", "conf/lab.yaml", "action=stop"],
+            2,
+            "action=stop: `flagscale query` is an action already",
+            id="two-actions",
+        ),
         pytest.param(["run", "conf/lab.yaml", "--wrong"], 2, "unknown option --wrong", id="option"),
     ],
 )
@@ -254,6 +260,21 @@ def test_the_console_script(lab: Lab, words: list[str], code: int, expected: str
     )
     assert done.returncode == code, done.stderr
     assert expected in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_environment_that_is_not_activated_is_said(lab: Lab) -> None:
+    bare = [sys.executable, "-S", *lab.command()[1:2]]  # without its packages
+    done = subprocess.run(
+        [*bare, "--config-path", "conf", "--config-name", "lab", "action=dryrun"],
+        cwd=lab.root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "has no module hydra" in done.stderr
+    assert ". .venv/bin/activate" in done.stderr
     assert "Traceback" not in done.stderr
 
 

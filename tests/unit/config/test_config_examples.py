@@ -93,6 +93,10 @@ def test_hints_for_missing_quickstart_data(tmp_path: Path, monkeypatch: pytest.M
         ("group_query_attention", "without effect"),
         ("action", "`stop` ends the run"),
         ("envs", "exactly as the YAML writes them"),
+        ("experiment.runner", "type, backend, nnodes,"),
+        ("runner", "`explain experiment.runner.KEY` tells more"),
+        ("train", "system, model, data"),
+        ("train.data", "mock_data"),
     ],
 )
 def test_explain(key: str, part: str) -> None:

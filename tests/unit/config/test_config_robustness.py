@@ -82,6 +82,8 @@ def _override(draw: st.DrawFn) -> str:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(_override(), min_size=1, max_size=2))
 @example(["~train=[${experiment.exp_name}]"])
+@example(["train=[1,2]"])
+@example(["train=[8b,[1]]"])
 def test_odd_overrides(overrides: list[str]) -> None:
     _try(CONF, overrides)
 
