@@ -38,6 +38,7 @@ __all__ = [
     "choose_rank",
     "describe_code",
     "first_failure",
+    "is_settled",
     "job_record",
     "last_lines",
     "last_traceback",
@@ -46,6 +47,9 @@ __all__ = [
     "rank_logs",
     "read_tail",
 ]
+
+# What the coordinator calls a host whose part of the attempt is over.
+_OVER = ("finished", "failed", "lost")
 
 
 def job_record(hosts: Sequence[HostState]) -> dict[str, Any]:
@@ -62,18 +66,45 @@ def first_failure(state: RunState, events: Mapping[int, Sequence[Event]]) -> Fai
     reports = [r for host in state.hosts if (r := _host_report(host, events)) is not None]
     agreed = _agreed(state.hosts)
     if agreed is not None:
-        # The same rank may have ended meanwhile: its own host knows its exit code. And the script
-        # of a host that was lost may know what became of its agent.
-        killed = [h.name for h in state.hosts if _exit_record(h.run_dir).get("phase") == "agent"]
-        same = [
-            r.failure
-            for r in reports
-            if (r.failure.host, r.failure.rank) == (agreed.host, agreed.rank)
-            and (agreed.rank is not None or agreed.host in killed)
-        ]
-        return same[0] if same and agreed.exit_code is None else agreed
+        return _completed(agreed, reports, state.hosts)
     first = first_of(reports)
     return first.failure if first is not None else None
+
+
+def _completed(agreed: Failure, reports: Sequence[Report], hosts: Sequence[HostState]) -> Failure:
+    """The verdict of the agents, with what is known of the same failure since."""
+    if agreed.exit_code is not None:
+        return agreed
+    same = (r.failure for r in reports if r.failure.host == agreed.host)
+    if agreed.rank is None:
+        # The script of a host that was lost may know what became of its agent.
+        killed = [h.name for h in hosts if _exit_record(h.run_dir).get("phase") == "agent"]
+        found = (f for f in same if f.rank is None and f.host in killed)
+    else:
+        # The same exception, with the exit code that its host has seen meanwhile. How the agents
+        # ended a rank that held up the others says nothing of why.
+        said = agreed.headline()
+        found = (f for f in same if f.rank == agreed.rank and f.headline().startswith(said))
+    return next(found, agreed)
+
+
+def is_settled(hosts: Sequence[HostState]) -> bool:
+    """Whether the agents have agreed on the first failure. Before, as long as they live, another
+    host's report may name a rank that failed earlier: one that was killed says nothing itself,
+    and the exceptions of those that lost it are heard of first."""
+    if not hosts or _exit_record(hosts[0].run_dir):
+        return True
+    job = job_record(hosts)
+    phase = str(job.get("phase", "running"))
+    if phase != "running":
+        return phase != "ending"
+    # Where a failed job is left alone, others may live on for long: how the host that the failure
+    # is of has ended is enough.
+    failure = Failure.from_record(job.get("failure"))
+    states = job.get("hosts", {})
+    return failure is not None and any(
+        states.get(str(host.rank)) in _OVER for host in hosts if host.name == failure.host
+    )
 
 
 def _agreed(hosts: Sequence[HostState]) -> Failure | None:

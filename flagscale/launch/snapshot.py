@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flagscale.launch import processes
-from flagscale.launch.failures import Failure, first_failure, job_record, last_lines
+from flagscale.launch.failures import (
+    Failure,
+    first_failure,
+    is_settled,
+    job_record,
+    last_lines,
+)
 from flagscale.launch.files import read_json
 from flagscale.launch.layout import latest_status
 from flagscale.launch.state import Exit, HostState, RunState
 from flagscale.status import Event, read_events, status_files
 
 _PACE_EVENTS = 20
+_UNSETTLED = "the hosts are still finding out what failed first"
 
 
 class Phase(str, Enum):
@@ -41,7 +48,7 @@ class Seen(Protocol):
 
     @property
     def alive(self) -> str:
-        """Not empty if something of the run lives."""
+        """Not empty if something of the run lives; ``script`` if the host's script does."""
 
     @property
     def trouble(self) -> str:
@@ -91,6 +98,8 @@ class Snapshot:
     memory_gib: float | None = None
     eta_seconds: float | None = None
     failure: Failure | None = None
+    """The first failure. While the agents have not agreed on it, what ranks have said of their own
+    is among the warnings."""
     hosts: tuple[HostRow, ...] = ()
     warnings: tuple[str, ...] = field(default=())
     attempt: int = 1
@@ -166,7 +175,13 @@ def take(
     if with_lines:
         rows = [_with_line(row, host) for row, host in zip(rows, state.hosts, strict=True)]
     phase = _overall([row.phase for row in rows])
+    # Looked at before the verdict is read, which may become final in between.
+    unsettled = phase is Phase.RUNNING and _to_be_settled(state, seen)
     failure = first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
+    warnings = _warnings(events)
+    if failure is not None and unsettled:
+        warnings.append(f"{failure.headline()}; {_UNSETTLED}")
+        failure = None
     ends = [ended.ended for ended in exits.values() if ended is not None]
     since = _since(state, phase, max(joined, default=None), max(ends, default=None))
     first = failure.host if failure is not None else None
@@ -184,7 +199,7 @@ def take(
         exit_code=next((code for code in codes if code), 0) if codes else None,
         failure=failure,
         hosts=tuple(rows),
-        warnings=tuple(_warnings(events)),
+        warnings=tuple(warnings),
         attempt=int(job.get("attempt", 1)),
         attempts=int(job.get("attempts", 1)),
         **_progress(events, phase),
@@ -248,6 +263,19 @@ def _lives(state: RunState, seen: Seen | None) -> bool:
     if seen is not None:
         return bool(seen.alive)
     return state.boot_id == processes.boot_id() and state.is_alive()
+
+
+def _to_be_settled(state: RunState, seen: Mapping[int, Seen] | None) -> bool:
+    """Whether the first failure is not agreed on yet, and those who will agree on it are alive:
+    the agent of the first host, or the script that tells what became of it."""
+    host = state.hosts[0]
+    look = (seen or {}).get(host.rank)
+    if look is not None:
+        alive = look.alive == "script"
+    else:
+        script = host.process()
+        alive = host.agent() is not None or (script is not None and processes.is_alive(script))
+    return alive and not is_settled(state.hosts)
 
 
 def _overall(phases: Sequence[Phase]) -> Phase:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from flagscale.launch.failures import (
     choose_rank,
     describe_code,
     first_failure,
+    is_settled,
     last_traceback,
     parse_table,
 )
-from flagscale.launch.layout import EXIT_FILE
-from flagscale.launch.liveness.diagnosis import End, Weight, host_report
+from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
+from flagscale.launch.liveness.diagnosis import End, Failure, Weight, host_report
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import Event
 
@@ -205,6 +207,114 @@ def test_a_kill_is_explained(state: RunState, kills: int | None, expected: str) 
     assert failure is not None
     assert (failure.rank, failure.exit_code) == (1, -9)
     assert expected in failure.reason
+
+
+RAISED = {"kind": "ValueError", "message": "bad data"}
+
+
+@pytest.mark.parametrize(
+    ("agreed", "code", "said", "expected"),
+    [
+        pytest.param(
+            (None, "stalled: it is behind"), KILL, None, (None, "stalled: it is behind"), id="stall"
+        ),
+        pytest.param(
+            (None, "stalled: it is behind"),
+            1,
+            RAISED,
+            (None, "stalled: it is behind"),
+            id="stall-whose-end-is-an-exception",
+        ),
+        pytest.param(
+            (None, "failed: ValueError: bad data"),
+            3,
+            RAISED,
+            (3, "failed: ValueError: bad data (exit code 3)"),
+            id="exit-code-of-an-exception",
+        ),
+        pytest.param(
+            (None, "failed: ValueError: bad data"),
+            KILL,
+            RAISED,
+            (-9, "failed: ValueError: bad data (signal 9 (SIGKILL))"),
+            id="killed-as-it-raised",
+        ),
+        pytest.param(
+            (None, "failed: KeyError: another"),
+            3,
+            RAISED,
+            (None, "failed: KeyError: another"),
+            id="another-exception",
+        ),
+        pytest.param(
+            (7, "ended with exit code 7"), 3, None, (7, "ended with exit code 7"), id="all"
+        ),
+    ],
+)
+def test_a_verdict_is_completed_and_never_replaced(
+    state: RunState,
+    agreed: tuple[int | None, str],
+    code: int,
+    said: dict[str, Any] | None,
+    expected: tuple[int | None, str],
+) -> None:
+    table = TABLE.replace("exitcode  : 3 (pid: 25867)", f"exitcode  : {code} (pid: 25867)")
+    state.hosts[0].output.write_text(table, encoding="utf-8")
+    verdict = Failure("node", 1, *agreed, "", state.hosts[0].output)
+    end(state, failure=verdict.to_record())
+    failure = first_failure(state, {1: [Event(1, 5.0, "failed", said)]} if said else {})
+    assert failure is not None
+    assert (failure.rank, failure.exit_code, failure.reason) == (1, *expected)
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [("agent", "lost its agent, which ended with signal 9"), ("job", "was lost: no word")],
+)
+def test_what_became_of_the_agent_of_a_lost_host(
+    state: RunState, phase: str, expected: str
+) -> None:
+    first = state.hosts[0]
+    second = replace(first, rank=1, name="other", first_rank=2, run_dir=first.run_dir / "other")
+    second.run_dir.mkdir()
+    hosts = replace(state, hosts=(first, second))
+    lost = Failure("other", None, None, "was lost: no word from its agent", "", first.output)
+    record = {"code": 137, "phase": phase, "signal": None, "ended": 2.0}
+    (second.run_dir / EXIT_FILE).write_text(json.dumps(record), encoding="utf-8")
+    live = {"phase": "ending", "failure": lost.to_record()}
+    (first.run_dir / LIVENESS_FILE).write_text(json.dumps(live), encoding="utf-8")
+    failure = first_failure(hosts, {})
+    assert failure is not None
+    assert (failure.host, failure.rank) == ("other", None)
+    assert failure.reason.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        pytest.param(None, False, id="nothing-said"),
+        pytest.param({"phase": "running"}, False, id="not-heard-of"),
+        pytest.param({"phase": "running", "state": "running"}, False, id="left-and-running"),
+        pytest.param({"phase": "running", "state": "ending"}, False, id="left-and-ending"),
+        pytest.param({"phase": "running", "state": "failed"}, True, id="left-and-ended"),
+        pytest.param({"phase": "running", "state": "lost"}, True, id="left-and-lost"),
+        pytest.param({"phase": "ending", "state": "failed"}, False, id="others-are-ending"),
+        pytest.param({"phase": "waiting", "state": "failed"}, True, id="to-be-restarted"),
+        pytest.param({"phase": "stopping", "state": "ending"}, True, id="stopped"),
+        pytest.param({"phase": "over", "state": "failed"}, True, id="over"),
+    ],
+)
+def test_when_the_agents_have_agreed(
+    state: RunState, job: dict[str, str] | None, expected: bool
+) -> None:
+    if job is not None:
+        failure = Failure("node", 1, None, "boom", "", state.hosts[0].output).to_record()
+        record = {"phase": job["phase"], "failure": failure if "state" in job else None}
+        record["hosts"] = {"0": job.get("state", "running")}
+        (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    assert is_settled(state.hosts) is expected
+    end(state)
+    assert is_settled(state.hosts)
 
 
 def test_before_start(state: RunState) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 from rich.console import Console
 
 from flagscale.launch import processes
-from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY
+from flagscale.launch.failures import Failure
+from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
+from flagscale.launch.remote.look import Look
 from flagscale.launch.show import view
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot, take
 from flagscale.launch.state import HostState, RunState
-from flagscale.status import StatusWriter
+from flagscale.status import RUN_ID_VARIABLE, StatusWriter
 
 
 @pytest.fixture
@@ -116,6 +119,60 @@ def test_warnings_are_told_once(state: RunState) -> None:
     report(state, 0, "warning", message="loss spike")
     report(state, 1, "warning", message="loss spike")
     assert take(state).warnings == ("loss spike",)
+
+
+RESET = "node: rank 1 failed: RuntimeError: Connection reset by peer"
+UNSETTLED = f"{RESET}; the hosts are still finding out what failed first"
+
+
+def fails(state: RunState, phase: str) -> None:
+    """A rank that lost a peer, and what the coordinator makes of it."""
+    for rank in (0, 1):
+        report(state, rank, "joined")
+    report(state, 1, "failed", kind="RuntimeError", message="Connection reset by peer")
+    host = state.hosts[0]
+    rank, code = (0, -9) if phase == "over" else (1, None)
+    reason = "ended with signal 9" if code else RESET.partition("rank 1 ")[2]
+    verdict = Failure(host.name, rank, code, reason, "", host.output).to_record()
+    record = {"phase": phase, "failure": None if phase == "running" else verdict}
+    (host.run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("phase", "alive", "rank"),
+    [
+        pytest.param("running", None, None, id="the-agents-have-not-heard-of-it"),
+        pytest.param("ending", None, None, id="the-agents-have-not-agreed"),
+        pytest.param("over", None, 0, id="they-have"),
+        pytest.param("ending", "script", None, id="not-agreed-on-another-machine"),
+        pytest.param("ending", "orphans", 1, id="nobody-there-will-agree"),
+    ],
+)
+def test_a_victim_is_not_told_as_the_first_failure(
+    state: RunState, phase: str, alive: str | None, rank: int | None
+) -> None:
+    fails(state, phase)
+    snapshot = take(state, seen=None if alive is None else {0: Look(alive=alive)})
+    record = json.loads(json.dumps(snapshot.to_json()))
+    assert record["state"] == "running"
+    assert (record["failure"] or {}).get("rank") == rank
+    assert record["warnings"] == ([UNSETTLED] if rank is None else [])
+    end(state, code=1, failure=record["failure"])
+    ended = take(state)
+    assert (ended.phase, ended.warnings) == (Phase.FAILED, ())
+    assert ended.failure is not None
+
+
+def test_what_a_rank_said_is_told_where_nobody_is_left_to_agree(state: RunState) -> None:
+    """Agent and script were killed, and a rank lives on."""
+    fails(state, "ending")
+    of_the_run = {**os.environ, RUN_ID_VARIABLE: state.run_id}
+    with subprocess.Popen(["sleep", "60"], env=of_the_run) as rank:
+        snapshot = take(dead(state))
+        rank.kill()
+    assert (snapshot.phase, snapshot.warnings) == (Phase.RUNNING, ())
+    assert snapshot.failure is not None
+    assert snapshot.failure.headline() == RESET
 
 
 def test_tables_show_names_as_they_are() -> None:

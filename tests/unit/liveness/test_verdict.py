@@ -54,11 +54,12 @@ def test_another_host_knows_where_host_0_left_nothing(state: RunState) -> None:
 
 
 def test_while_it_runs_the_coordinator_tells(state: RunState) -> None:
-    leave(state, 0, LIVENESS_FILE, attempt=2, attempts=3, failure=verdict("h1", 1))
+    shortened = {**verdict("h1", 1), "reason": "failed: E: m"}
+    leave(state, 0, LIVENESS_FILE, attempt=2, attempts=3, failure=shortened)
     assert first(state)[:2] == ("h1", 1)
     assert job_record(state.hosts)["attempt"] == 2
-    failed = Event(1, 5.0, "failed", {"kind": "E", "message": "m"})
-    assert first(state, failed)[3] == "failed: E: m"
+    failed = Event(1, 5.0, "failed", {"kind": "E", "message": "m\nall of it"})
+    assert first(state, failed)[3] == "failed: E: m\nall of it"
 
 
 @pytest.mark.parametrize("victim", [0, 1])
