@@ -10,44 +10,65 @@ from typing import Any
 HIDDEN = "<hidden>"
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+|[0-9]+")
-_ALWAYS = frozenset(
-    {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential"}
-    | {"credentials", "apikey", "webhook", "webhooks"}
+_ALWAYS = (
+    *("secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential"),
+    *("credentials", "webhook", "webhooks", "apikey", "privkey", "privatekey", "secretkey"),
+    *("accesskey", "sshkey"),
+)
+"""A word of a name that ends in one of these, as in ``PGPASSWORD``, tells a secret."""
+_LAST = ("auth", "authorization", "bearer", "jwt", "pass", "pwd")
+"""The last word of a name that ends in one of these, as in ``SSHPASS``, tells a secret."""
+_NOT_LAST = frozenset(
+    {"allpass", "askpass", "backwardpass", "bandpass", "bypass", "compass", "encompass"}
+    | {"firstpass", "forwardpass", "highpass", "lowpass", "multipass", "oldpwd", "onepass"}
+    | {"overpass", "pwd", "pass", "secondpass", "singlepass", "surpass", "twopass", "underpass"}
+)
+"""Words like those of ``_LAST`` that tell none; ``pass`` and ``pwd`` have rules of their own."""
+_SWITCHES = frozenset(
+    {"allow", "disable", "enable", "has", "is", "no", "require", "requires", "skip", "use"}
+    | {"uses", "with", "without"}
 )
 _SHORT = frozenset({"pass", "pat", "pwd"})
 _PLAIN_SHORT = frozenset({("pwd",), ("old", "pwd"), ("forward", "pass"), ("backward", "pass")})
 _PASSWORD = re.compile(r"(?P<user>[A-Za-z][A-Za-z0-9+.\-]*://[^/?#\s:@]*:)[^/?#\s]+@")
+_QUERY = re.compile(r"(?<=://)[^\s?#]*[?#]\S+")
+_PARAMETER = re.compile(r"(?P<upto>[?&;#](?P<name>[^=&;#?\s]+)=)(?:[^&;#\s]|;(?![^=&;#?\s]+=))+")
+_SIGNATURES = frozenset({"sig", "signature"})
 _KEY_KINDS = frozenset({"access", "api", "auth", "encryption", "private", "signing", "ssh"})
 _PLAIN_KEYS = frozenset({"foreign", "json", "primary", "public", "query", "sort", "text"})
 _PLAIN_TOKENS = frozenset(
     {"begin", "bos", "cls", "end", "eod", "eos", "extra", "first", "image", "last", "mask"}
     | {"next", "pad", "padding", "per", "sep", "special", "start", "stop", "unk", "unknown"}
 )
+_PLAIN_TOKEN_WORDS = frozenset(f"{kind}token" for kind in (*_PLAIN_TOKENS, "de", "sub"))
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a variable's or key's name looks like a secret's.
 
-    ``HF_TOKEN``, ``WANDB_API_KEY``, ``AWS_SECRET_ACCESS_KEY``, ``DB_PASSWORD`` and ``GIT_PAT`` do;
-    words of language models (``eod_token``, ``tokenizer_path``, ``tokens_per_second``) and the
-    shell's ``PWD`` do not.
+    ``HF_TOKEN``, ``WANDB_API_KEY``, ``AWS_SECRET_ACCESS_KEY``, ``DB_PASSWORD``, ``SSHPASS``,
+    ``MYAUTH`` and ``GIT_PAT`` do; words of language models (``eod_token``, ``tokenizer_path``,
+    ``tokens_per_second``), the shell's ``PWD``, what only tells how (``AUTH_TYPE``, ``USE_JWT``)
+    and an ``AUTHOR`` do not.
     """
     parts = [part.lower() for part in _WORDS.findall(name)]
     if not parts:
         return False
     before, last = parts[-2] if len(parts) > 1 else "", parts[-1]
     return (
-        not _ALWAYS.isdisjoint(parts)
+        any(part.endswith(_ALWAYS) for part in parts)
         or (not _SHORT.isdisjoint(parts) and tuple(parts) not in _PLAIN_SHORT)
         or any(b == "key" and a in _KEY_KINDS for a, b in itertools.pairwise(parts))
         or (last in ("key", "keys") and before not in _PLAIN_KEYS)
         or (last == "token" and before not in _PLAIN_TOKENS)
+        or (last.endswith("token") and last not in {"token", *_PLAIN_TOKEN_WORDS})
+        or (last.endswith(_LAST) and last not in _NOT_LAST and before not in _SWITCHES)
     )
 
 
 def is_secret(name: str, value: Any) -> bool:
     """Whether a value is one that must not be written down: by its name, or since it is or holds
-    an address with a password, ``scheme://user:password@host``."""
+    an address with a password or a token, ``scheme://user:password@host?token=…``."""
     if isinstance(value, (list, tuple)):
         return any(is_secret(name, item) for item in value)
     if not isinstance(value, str) or not value:
@@ -56,13 +77,22 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def without_passwords(text: str) -> str:
-    """A text in which the passwords of addresses are hidden."""
-    return _PASSWORD.sub(rf"\g<user>{HIDDEN}@", text)
+    """A text in which the passwords of addresses are hidden, and of their queries what lets one
+    in: tokens, keys and signatures, as in ``https://host/data?sig=…``."""
+    hidden = _PASSWORD.sub(rf"\g<user>{HIDDEN}@", text)
+    return _QUERY.sub(lambda query: _PARAMETER.sub(_without_value, query[0]), hidden)
+
+
+def _without_value(parameter: re.Match[str]) -> str:
+    name = parameter["name"]
+    words = [word.lower() for word in _WORDS.findall(name)]
+    secret = is_secret_name(name) or (bool(words) and words[-1] in _SIGNATURES)
+    return f"{parameter['upto']}{HIDDEN}" if secret else parameter[0]
 
 
 def redact(data: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A copy of nested plain data in which the values of secret names are hidden, and passwords of
-    addresses everywhere."""
+    """A copy of nested plain data in which the values of secret names are hidden, and passwords and
+    tokens of addresses everywhere."""
     return {key: _redacted(value, is_secret_name(str(key))) for key, value in data.items()}
 
 

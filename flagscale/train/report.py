@@ -1,6 +1,7 @@
 """What training tells the world: console, status events, TensorBoard, Weights & Biases.
 
-One rank of a job speaks; on the others everything here but the status events is silent.
+One rank of a job speaks; on the others everything here but the status events is silent. What cannot
+be written, say since a disk is full, is left out: no figure is worth a training run.
 """
 
 from __future__ import annotations
@@ -8,14 +9,24 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Mapping
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from flagscale.errors import ConfigError
 from flagscale.status import STEP, StatusWriter
 from flagscale.train.readings import Reading
+
+_TRY_AGAIN_SECONDS = 60.0
+_ROOM_BYTES = 256 * 1024
+"""What has to fit before TensorBoard's files, which failed, are begun anew."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +66,10 @@ class Reporter:
         self._args = args
         self._status = status
         self._speaks = speaks
-        self._board: Any = None
+        self._board: Board | None = None
         self._wandb: Any = None
         if speaks and args.tensorboard_dir:
-            self._board = _open_board(args)
+            self._board = Board(args, warn=self.warn)
         if speaks and args.wandb_project:
             self._wandb = _start_wandb(args)
 
@@ -70,13 +81,13 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line for the person at the console."""
         if self._speaks:
-            print(text, flush=True)
+            _print(text)
 
     def warn(self, message: str) -> None:
         """A warning, once a job, also for the launcher."""
         if self._speaks:
             self._status.write("warning", message=message)
-            print(f"warning: {message}", flush=True)
+            _print(f"warning: {message}")
 
     def scalars(self, reading: Reading) -> None:
         """The numbers of one step, for TensorBoard and W&B."""
@@ -114,7 +125,7 @@ class Reporter:
             memory_gib=None if speed.memory_gib is None else round(speed.memory_gib, 2),
             **{name: round(value, 6) for name, value in more.items()},
         )
-        print(progress_line(reading, speed, steps, more), flush=True)
+        _print(progress_line(reading, speed, steps, more))
         args = self._args
         values: dict[str, float | None] = {
             f"train/{name.replace('_', '-')}": value for name, value in more.items()
@@ -136,7 +147,7 @@ class Reporter:
         perplexity = math.exp(min(loss, 20.0))
         if split == "valid":
             self._status.write("evaluation", step=step, loss=round(loss, 6))
-        print(f"step {step} | {split} loss {loss:.4f} | perplexity {perplexity:.2f}", flush=True)
+        _print(f"step {step} | {split} loss {loss:.4f} | perplexity {perplexity:.2f}")
         values: dict[str, float | None] = {f"{split}/loss": loss}
         if self._args.log_validation_ppl_to_tensorboard:
             values[f"{split}/perplexity"] = perplexity
@@ -146,7 +157,7 @@ class Reporter:
         """A checkpoint is whole on disk."""
         if self._speaks:
             self._status.write("checkpoint", step=step, path=str(path), seconds=round(seconds, 2))
-            print(f"step {step} | checkpoint saved in {seconds:.1f} s: {path}", flush=True)
+            _print(f"step {step} | checkpoint saved in {seconds:.1f} s: {path}")
 
     def close(self) -> None:
         """Write out what is buffered."""
@@ -158,10 +169,96 @@ class Reporter:
     def _plot(self, step: int, values: Mapping[str, float | None]) -> None:
         known = {name: value for name, value in values.items() if value is not None}
         if self._board is not None:
-            for name, value in known.items():
-                self._board.add_scalar(name, value, step)
+            self._board.plot(step, known)
         if self._wandb is not None and known:
             self._wandb.log(known, step=step)
+
+
+class Board:
+    """TensorBoard's event files. Whatever keeps them from being written ends no training: it is
+    said once, the figures are left out, and new files are begun when there is room again."""
+
+    def __init__(self, args: argparse.Namespace, *, warn: Callable[[str], None]) -> None:
+        self._args = args
+        self._warn = warn
+        self._writer: Any = _open_board(args)
+        self._try_again = 0.0
+
+    def plot(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the values of a step; they are written in the background, a little later."""
+        if self._writer is None and time.monotonic() >= self._try_again:
+            self._begin_again(step)
+        if self._writer is None:
+            return
+        try:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        # What the background thread met, which is no OSError where TensorFlow is installed.
+        except Exception as error:  # noqa: BLE001
+            self._give_up(step, error)
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._warn(f"{self._place()}: the last figures could not be written: {_reason(error)}")
+        self._writer = None
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        # It is not closed: its thread is gone, and closing would wait for it or fail again.
+        self._writer = None
+        self._try_again = time.monotonic() + _TRY_AGAIN_SECONDS
+        self._warn(
+            f"{self._place()} cannot be written: {_reason(error)}; from about step {step} on its "
+            "figures are left out until it can be"
+        )
+
+    def _begin_again(self, step: int) -> None:
+        """Go on in a new file, if there is room: where there is none, the writer's thread would
+        leave a traceback in the log."""
+        self._try_again = time.monotonic() + _TRY_AGAIN_SECONDS
+        try:
+            with tempfile.TemporaryFile(dir=self._args.tensorboard_dir) as file:
+                file.write(bytes(_ROOM_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            self._writer = _open_board(self._args)
+        except (OSError, ConfigError):
+            return
+        self._warn(f"{self._place()} can be written again: its figures go on at step {step}")
+
+    def _place(self) -> str:
+        return f"tensorboard_dir: {self._args.tensorboard_dir}"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _print(line: str) -> None:
+    """A line for the console, at once. One that cannot be written is dropped: standard output may
+    be a file on a disk that is full."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        _forget_buffered()
+
+
+def _forget_buffered() -> None:
+    """Drop what standard output has not got rid of, if it is buffered: it would be tried again as
+    the process ends, which would then fail."""
+    with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+        descriptor = sys.stdout.fileno()
+        kept = os.dup(descriptor)
+        try:
+            os.dup2(nowhere.fileno(), descriptor)
+            sys.stdout.flush()
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
 
 
 def progress_line(

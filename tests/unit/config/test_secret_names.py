@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.secrets import HIDDEN, is_secret, is_secret_name, redact, without_passwords
 
 
@@ -28,6 +29,20 @@ from flagscale.config.secrets import HIDDEN, is_secret, is_secret_name, redact, 
         "GIT_PAT",
         "GITHUB_PAT_READ",
         "smtpPass",
+        "SSHPASS",
+        "PGPASSWORD",
+        "DBPWD",
+        "JWT",
+        "MY_JWT",
+        "BEARER",
+        "AUTH",
+        "MYAUTH",
+        "NPM_AUTH",
+        "HTTP_AUTHORIZATION",
+        "PRIVKEY",
+        "SSHKEY",
+        "MYSECRET",
+        "HFTOKEN",
     ],
 )
 def test_secret(name: str) -> None:
@@ -57,6 +72,20 @@ def test_secret(name: str) -> None:
         "PWD",
         "OLDPWD",
         "BYPASS",
+        "SSH_ASKPASS",
+        "COMPASS",
+        "AUTHOR",
+        "GIT_AUTHOR_NAME",
+        "AUTH_TYPE",
+        "AUTH_URL",
+        "XAUTHORITY",
+        "USE_AUTH",
+        "JWT_ALGORITHM",
+        "ENABLE_JWT",
+        "HOTKEY",
+        "PUBKEY",
+        "eodtoken",
+        "SUBTOKEN",
         "PATTERN",
         "forward_pass",
         "num_passes",
@@ -66,6 +95,16 @@ def test_secret(name: str) -> None:
 )
 def test_not_secret(name: str) -> None:
     assert not is_secret_name(name)
+
+
+def test_no_argument_of_training_looks_like_a_secret() -> None:
+    assert [name for name in vars(parse_arguments([])) if is_secret_name(name)] == []
+
+
+def test_what_is_hidden_is_no_secret_any_more() -> None:
+    hidden = without_passwords("http://u:p@h?token=x;y=1&sig=z")
+    assert hidden == f"http://u:{HIDDEN}@h?token={HIDDEN};y=1&sig={HIDDEN}"
+    assert without_passwords(hidden) == hidden
 
 
 def test_redact() -> None:
@@ -94,6 +133,24 @@ def test_redact() -> None:
         pytest.param("http://h:80/a@b", None, id="path"),
         pytest.param("http://h:80?to=a@b", None, id="query"),
         pytest.param("me:pw@host", None, id="no-scheme"),
+        pytest.param("az://a/b?sig=a%2Bb=", "az://a/b?sig=<hidden>", id="signature"),
+        pytest.param("http://h?a=1&token=x&b=2#c", "http://h?a=1&token=<hidden>&b=2#c", id="token"),
+        pytest.param(
+            "s3://b/o?X-Amz-Date=1&X-Amz-Credential=k/1&X-Amz-Signature=ab",
+            "s3://b/o?X-Amz-Date=1&X-Amz-Credential=<hidden>&X-Amz-Signature=<hidden>",
+            id="signed",
+        ),
+        pytest.param("http://h?a=1;key=x;y", "http://h?a=1;key=<hidden>", id="semicolons"),
+        pytest.param("http://h/#access_token=x", "http://h/#access_token=<hidden>", id="fragment"),
+        pytest.param(
+            "http://u:p@h?sig=x http://i?password=y z",
+            "http://u:<hidden>@h?sig=<hidden> http://i?password=<hidden> z",
+            id="both",
+        ),
+        pytest.param("http://h?page=2&author=me&design=x", None, id="plain-query"),
+        pytest.param("http://h?token=&next_token=5", None, id="no-token"),
+        pytest.param("http://h/sig=a/token=b", None, id="no-query"),
+        pytest.param("what?token=x", None, id="query-of-no-address"),
         pytest.param("", None, id="empty"),
     ],
 )
