@@ -21,7 +21,7 @@ from flagscale.launch.show import places
 from flagscale.launch.state import RunState, load_state
 
 if TYPE_CHECKING:
-    from flagscale.launch.runners.base import Runner
+    from flagscale.launch.runners.base import Runner, Stopped
     from flagscale.launch.snapshot import Snapshot
 
 _FOLLOW_SECONDS = 1.0
@@ -125,7 +125,7 @@ def _await_start(ready: Prepared, state: RunState, wait_for: str) -> int:
     try:
         seen = wait_until_started(state, ready.runner, ready.plan.start_timeout, wait_for)
     except KeyboardInterrupt:
-        ready.runner.stop(state)
+        _interrupt(ready.runner, state)
         raise
     print(f"run {state.run_id} of {state.name}: {seen}")
     return 0
@@ -148,7 +148,7 @@ def _stay(runner: Runner, state: RunState) -> int:
             logs.follow(output, lambda: runner.ended(state), show)
     except KeyboardInterrupt:
         print(f"flagscale: stopping run {state.run_id}", file=sys.stderr, flush=True)
-        runner.stop(state)
+        _interrupt(runner, state)
         runner.bring_output(state)
         for line in output.read(final=True):
             print(line, flush=True)
@@ -162,6 +162,28 @@ def _stay(runner: Runner, state: RunState) -> int:
         # Ranks that have saved what they had end with 0, but the job is not done.
         return code or 128 + signal.SIGTERM
     return code
+
+
+def _end(runner: Runner, state: RunState) -> Stopped:
+    """End a run, and warn of what that has cost."""
+    from flagscale.launch.runners.base import cost
+
+    since = time.time()
+    stopped = runner.stop(state)
+    lost = cost(state, stopped, since)
+    if lost:
+        print(f"warning: {lost}", file=sys.stderr, flush=True)
+    return stopped
+
+
+def _interrupt(runner: Runner, state: RunState) -> None:
+    """End a run on whose launcher a signal has called: no error may take its place."""
+    from flagscale.launch.runners.base import require_recorded
+
+    try:
+        require_recorded(state, _end(runner, state))
+    except RunStateError as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
 
 
 def query(experiment: Experiment, options: Options) -> int:
@@ -218,9 +240,9 @@ def _last(lines: list[str], count: int | None) -> list[str]:
 
 def stop(experiment: Experiment, _options: Options) -> int:
     """End the run that was last started in this directory, if it lives; 3 if that is not known of
-    every host."""
+    every host. What keeps the disk from recording it is told once the run has ended."""
     from flagscale.launch.runners import runner_of
-    from flagscale.launch.runners.base import require_stopped
+    from flagscale.launch.runners.base import require_recorded, require_stopped
 
     layout = Layout(experiment.exp_dir)
     state = load_state(layout.state)
@@ -230,18 +252,19 @@ def stop(experiment: Experiment, _options: Options) -> int:
     runner = runner_of(state)
     began = time.monotonic()
     if state.over_ssh or state.is_alive():
-        stopped = runner.stop(state)
+        stopped = _end(runner, state)
         runner.close()
         require_stopped(state, stopped)
         if stopped.swept:
             seconds = time.monotonic() - began
-            print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s")
+            print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s", flush=True)
+            require_recorded(state, stopped)
             return 0
-    print(f"run {state.run_id} of {state.name} has ended already{_end(runner, state)}")
+    print(f"run {state.run_id} of {state.name} has ended already{_how(runner, state)}")
     return 0
 
 
-def _end(runner: Runner, state: RunState) -> str:
+def _how(runner: Runner, state: RunState) -> str:
     """How a run that nothing was found of has ended, where this machine can tell. Raises
     :class:`RunStateError` where it has not."""
     if state.over_ssh:

@@ -210,9 +210,11 @@ class Agent:
 
     def _take_signals(self, now: float) -> None:
         for number in self._signals.take():
-            if self.member.signal is None:
+            if self._signalled_at == 0.0:
                 self._signalled_at = now
-                self.member.stop(number, cause=self._lost_script())
+                # Another host may have told the job to end before: then this is no second call.
+                if self.member.signal is None:
+                    self.member.stop(number, cause=self._lost_script())
             elif now - self._signalled_at > IMPATIENCE_SECONDS:
                 self.member.attempt.kill()
 

@@ -11,20 +11,27 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
-from flagscale.launch.files import make_private_directory, write_atomic, write_json
+from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.launch.layout import EXIT_FILE, Layout
+from flagscale.launch.planning.folding import fold
 from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.processes import Swept
-from flagscale.launch.snapshot import Snapshot
-from flagscale.launch.state import RunState
+from flagscale.launch.snapshot import EventReader, Snapshot
+from flagscale.launch.state import HostState, RunState
+
+_SHOWN_RANKS = 10
 
 
 @dataclass(frozen=True)
 class Stopped:
     """What ending a run took: for each host on which something lived, what was ended there, and
-    the hosts that could not be asked."""
+    the hosts that could not be asked. ``killed``: the ranks, by host, that had to be killed, where
+    they are known; ``unrecorded``: why the run's state does not tell of the stop."""
 
     swept: Mapping[str, Swept] = field(default_factory=dict)
     unreachable: Sequence[FlagscaleError] = ()
+    killed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    unrecorded: OSError | None = None
 
     @property
     def left(self) -> dict[str, tuple[int, ...]]:
@@ -60,7 +67,7 @@ class Runner(Protocol):
         """Wait for the run's scripts and return the job's exit code."""
 
     def stop(self, state: RunState) -> Stopped:
-        """End every process of the run and nothing else. Idempotent."""
+        """End every process of the run and nothing else, whatever the disk says. Idempotent."""
 
     def close(self) -> None:
         """Give up what the runner holds open; the run goes on."""
@@ -91,6 +98,80 @@ def require_stopped(state: RunState, stopped: Stopped) -> None:
         raise RunStateError(
             f"run {state.run_id}: these processes survive a KILL: {'; '.join(left)}"
         )
+
+
+def record_stop(state: RunState) -> OSError | None:
+    """Save a state that tells of a stop, unless another run has taken its place; why that failed.
+
+    Done before any signal is sent: whoever looks meanwhile takes the end for a stop and not for a
+    failure. A disk that is full must not keep the run alive, so it is tried again afterwards."""
+    path = Layout(state.exp_dir).state
+    try:
+        record = read_json(path)
+        if record is not None and record.get("run_id") == state.run_id:
+            state.save(path)
+    except OSError as error:
+        return error
+    return None
+
+
+def require_recorded(state: RunState, stopped: Stopped) -> None:
+    """Raise :class:`RunStateError` where the run was ended, but its state does not tell so."""
+    error = stopped.unrecorded
+    if error is not None:
+        raise RunStateError(
+            f"run {state.run_id} of {state.name} was stopped, but that could not be recorded: "
+            f"{error.filename}: {error.strerror}",
+            hint="make room there before the next run; action=query may call this one lost or "
+            "failed",
+        )
+
+
+def killed_ranks(host: HostState, ranks: Mapping[int, int], swept: Swept) -> tuple[int, ...]:
+    """Which of a host's ranks, given with their pids, were killed: by the agent, which has written
+    down what it ended itself, or after it."""
+    pids = set(swept.killed)
+    record = read_json(host.run_dir / EXIT_FILE) or {}
+    if record.get("phase") == "job":
+        pids.update(record.get("swept", ()))
+    return tuple(sorted(rank for rank, pid in ranks.items() if pid in pids))
+
+
+def cost(state: RunState, stopped: Stopped, since: float) -> str:
+    """What was lost by a stop that was asked for at ``since``, in Unix seconds; empty where all
+    ranks have ended by themselves."""
+    ranks = sorted(rank for some in stopped.killed.values() for rank in some)
+    # Of hosts whose ranks are not known: whatever had to be killed there.
+    others = {
+        host: len(swept.killed)
+        for host, swept in stopped.swept.items()
+        if swept.killed and not stopped.killed.get(host)
+    }
+    who = []
+    if ranks:
+        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (" …" if ranks[_SHOWN_RANKS:] else "")
+        hosts = fold(host for host, some in stopped.killed.items() if some)
+        who.append(f"rank{'s' if ranks[1:] else ''} {shown} on {hosts}")
+    if others:
+        who.append(f"{sum(others.values())} process(es) on {fold(others)}")
+    if not who:
+        return ""
+    were = "was" if len(ranks) == 1 and not others else "were"
+    return (
+        f"{' and '.join(who)} did not end within the {state.stop_grace:g} s of runner.stop_grace "
+        f"and {were} killed; {_saved(state, since)}"
+    )
+
+
+def _saved(state: RunState, since: float) -> str:
+    """What there is to say of a checkpoint that was saved after this time."""
+    events = EventReader(state.hosts).refresh()
+    rows = [row for rows in events.values() for row in rows if row.event == "checkpoint"]
+    steps = [row.get("step") for row in rows if row.time >= since]
+    if steps:
+        return f"the checkpoint of step {steps[-1]} was saved on the way"
+    # Only the project's own program is known to tell of every checkpoint.
+    return "what was not saved is lost" if state.foreign else "no checkpoint was saved on the way"
 
 
 def keep_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:

@@ -6,16 +6,18 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from flagscale.errors import RunStateError
 from flagscale.launch import agent, logs, processes, snapshot
-from flagscale.launch.files import make_private_directory, read_json, write_atomic
-from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
+from flagscale.launch.files import make_private_directory, write_atomic
+from flagscale.launch.layout import OLD_OUTPUT_FILE
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan
 from flagscale.launch.planning.script import render
 from flagscale.launch.processes import Swept
-from flagscale.launch.runners.base import Stopped, keep_plan
+from flagscale.launch.runners.base import Stopped, keep_plan, killed_ranks, record_stop
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import (
     HostState,
@@ -127,17 +129,22 @@ class LocalRunner:
         if state.boot_id != processes.boot_id():
             return Stopped()
         closed = {host.name: swept for host in state.hosts if (swept := _closed(host)) is not None}
-        if closed or not state.alive():
+        alive = state.alive()
+        if closed or not alive:
             return Stopped(closed)
-        path = Layout(state.exp_dir).state
-        if read_json(path) is not None:
-            replace(state, stop_requested=round(time.time(), 3)).save(path)
+        ranks = _ranks(alive)
+        stopping = replace(state, stop_requested=round(time.time(), 3))
+        unrecorded = record_stop(stopping)
         for host in state.hosts:
             self._stop_host(state, host)
-            host.pid_file.unlink(missing_ok=True)
+            with suppress(OSError):
+                host.pid_file.unlink(missing_ok=True)
         exclude = [os.getpid(), *processes.ancestors(os.getpid())]
         swept = processes.sweep(state.run_id, state.stop_grace, exclude=exclude)
-        return Stopped({host.name: swept for host in state.hosts})
+        if unrecorded is not None:
+            unrecorded = record_stop(stopping)
+        killed = {host.name: killed_ranks(host, ranks, swept) for host in state.hosts}
+        return Stopped({host.name: swept for host in state.hosts}, (), killed, unrecorded)
 
     def _stop_host(self, state: RunState, host: HostState) -> None:
         watcher = host.agent()
@@ -150,6 +157,16 @@ class LocalRunner:
             return not state.is_alive()
 
         processes.wait_until(over, state.stop_grace + _AGENT_SECONDS)
+
+
+def _ranks(alive: Iterable[processes.Process]) -> dict[int, int]:
+    """The ranks among these processes, each with its pid."""
+    found = {}
+    for process in alive:
+        rank = processes.environment(process.pid).get(b"RANK", b"")
+        if rank.isdigit() and processes.is_rank(process.pid):
+            found[int(rank)] = process.pid
+    return found
 
 
 def _closed(host: HostState) -> Swept | None:

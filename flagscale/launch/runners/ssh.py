@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.launch import logs, snapshot
 from flagscale.launch.failures import first_failure
-from flagscale.launch.files import make_private_directory, read_json, write_atomic
+from flagscale.launch.files import make_private_directory, write_atomic
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.planning.plan import LaunchPlan, SshPlace
 from flagscale.launch.planning.script import render
@@ -25,7 +26,7 @@ from flagscale.launch.remote import look as looking
 from flagscale.launch.remote import start, stop
 from flagscale.launch.remote.hosts import Hosts, describe
 from flagscale.launch.remote.look import Look, Wish
-from flagscale.launch.runners.base import Stopped, keep_plan
+from flagscale.launch.runners.base import Stopped, keep_plan, killed_ranks, record_stop
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import RunState, load_state, start_lock, state_of, with_process
 from flagscale.launch.transport import Connection
@@ -223,9 +224,9 @@ class SshRunner:
 
     def stop(self, state: RunState) -> Stopped:
         """End the run on every host that answers; those that do not are named."""
-        path = Layout(state.exp_dir).state
-        if read_json(path) is not None:
-            replace(state, stop_requested=round(time.time(), 3)).save(path)
+        stopping = replace(state, stop_requested=round(time.time(), 3))
+        unrecorded = record_stop(stopping)
+        began = time.monotonic()
 
         def end(rank: int, connection: Connection) -> Swept | None:
             return stop.stop(connection, state, state.hosts[rank])
@@ -234,7 +235,34 @@ class SshRunner:
         by_name = {
             state.hosts[rank].name: one for rank, one in sorted(swept.items()) if one is not None
         }
-        return Stopped(by_name, [errors[rank] for rank in sorted(errors)])
+        if unrecorded is not None:
+            unrecorded = record_stop(stopping)
+        killed: dict[str, tuple[int, ...]] = {}
+        waited = time.monotonic() - began >= state.stop_grace
+        if waited or any(one.killed for one in by_name.values()):
+            # What is left out if these files cannot be read or brought is a warning.
+            with suppress(OSError):
+                killed = self._killed(state, by_name)
+        return Stopped(by_name, [errors[rank] for rank in sorted(errors)], killed, unrecorded)
+
+    def _killed(self, state: RunState, swept: Mapping[str, Swept]) -> dict[str, tuple[int, ...]]:
+        """The ranks that had to be killed, by host, of those that have reported their pid."""
+        if not state.shared_fs:
+            self._look(state, Wish(fetch=True))
+        events = EventReader(state.hosts).refresh()
+        pids = {
+            rank: int(row.get("pid", 0))
+            for rank, rows in events.items()
+            for row in rows
+            if row.event == "started"
+        }
+        return {
+            host.name: killed_ranks(
+                host, {rank: pids[rank] for rank in host.ranks if rank in pids}, swept[host.name]
+            )
+            for host in state.hosts
+            if host.name in swept
+        }
 
     def _reach(self, state: RunState) -> Hosts:
         if self._hosts is None:

@@ -1,0 +1,86 @@
+"""What a stop over SSH says of ranks that did not end, and of a disk that is full."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+from ssh_lab import STEADY, SshLab
+
+from flagscale.launch.layout import Layout
+
+pytestmark = pytest.mark.integration
+
+REPORTING = STEADY.replace("rank=rank)", "rank=rank, pid=os.getpid())")
+
+
+def start(lab: SshLab, *, shared: bool = True) -> None:
+    lab.slots = 2
+    lab.configure(REPORTING, runner={"stop_grace": 2, "no_shared_fs": not shared})
+    if not shared:
+        lab.install()
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(True, id="shared", marks=pytest.mark.bed(hosts=1)),
+        pytest.param(
+            False, id="private", marks=pytest.mark.bed(hosts=1, root="private", shared=[])
+        ),
+    ],
+)
+def test_a_rank_that_had_to_be_killed_is_named(lab: SshLab, shared: bool) -> None:
+    start(lab, shared=shared)
+    members = [(p.pid, p.environment().get("RANK")) for p in lab.members(lab.bed["h00"])]
+    (pid,) = [pid for pid, rank in members if rank == "1"]
+    os.kill(pid, signal.SIGSTOP)
+    done = lab.do("stop")
+    assert done.returncode == 0, done.stderr
+    assert lab.orphans() == {}
+    assert "stopped in" in done.stdout
+    assert (
+        "warning: rank 1 on h00 did not end within the 2 s of runner.stop_grace and was killed; "
+        "what was not saved is lost" in done.stderr
+    )
+
+
+def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: SshLab) -> None:
+    start(lab)
+    done = subprocess.run(
+        ["prlimit", "--fsize=0", *lab.command("action=stop")],
+        cwd=lab.root,
+        env=lab.bed.environment(COLUMNS="200"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert lab.orphans() == {}
+    assert done.returncode == 1
+    assert "stopped in" in done.stdout
+    path = Layout(lab.exp_dir).state
+    assert f"could not be recorded: {path}: File too large" in done.stderr
+
+
+@pytest.mark.bed(hosts=3)
+def test_every_host_has_the_grace_period(lab: SshLab) -> None:
+    """A host's agent hears of a stop from the others as well: no second call to hurry."""
+    save = f"open({str(lab.root)!r} + f'/saved_{{rank}}', 'w')"
+    saving = f"lambda *_: (time.sleep(2), {save}, sys.exit(0))"
+    lab.configure(STEADY.replace("lambda *_: sys.exit(0)", saving), runner={"stop_grace": 20})
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+    done = lab.do("stop")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert lab.orphans() == {}
+    assert sorted(path.name for path in lab.root.glob("saved_*")) == [
+        "saved_0",
+        "saved_1",
+        "saved_2",
+    ]
