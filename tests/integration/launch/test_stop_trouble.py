@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from full_disk import fill, small_disk
 from launch_lab import Lab, rank_processes, until
 
 pytestmark = pytest.mark.integration
@@ -30,14 +31,9 @@ time.sleep(600)
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path, "128m") as path:
+        yield path
 
 
 def start(lab: Lab, program: str = SLEEPING) -> None:
@@ -47,23 +43,12 @@ def start(lab: Lab, program: str = SLEEPING) -> None:
     until(lambda: lab.output().count("ready") == 2)
 
 
-def fill(disk: Path) -> None:
-    """Leave no byte: a smaller piece each time the one before did not fit."""
-    with (disk / "filler").open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                continue
-
-
-def test_a_full_disk_does_not_keep_a_run_alive(lab: Lab, small_disk: Path) -> None:
-    lab = replace(lab, exp_dir=small_disk / "exp")
+def test_a_full_disk_does_not_keep_a_run_alive(lab: Lab, disk: Path) -> None:
+    lab = replace(lab, exp_dir=disk / "exp")
     try:
         start(lab)
-        fill(small_disk)
-        assert shutil.disk_usage(small_disk).free == 0
+        fill(disk)
+        assert shutil.disk_usage(disk).free == 0
         done = lab.do("stop")
         assert lab.members() == []
         assert "stopped in" in done.stdout

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from full_disk import fill, small_disk
 from integration.train.test_train_gpt import ADAPTED, PROGRAM, ROOT, TINY
 
 from flagscale.config.arguments.parser import parse_arguments
@@ -28,26 +29,8 @@ STEPS_WITHOUT_ROOM = 100
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Leave no room."""
-    path = disk / "filler"
-    with path.open("ab", buffering=0) as file:
-        try:
-            while file.write(bytes(4096)):
-                pass
-        except OSError:
-            return path
-    raise AssertionError("the disk does not fill")
+    with small_disk(tmp_path, "1m") as path:
+        yield path
 
 
 def reading(step: int) -> Reading:
