@@ -217,6 +217,9 @@ class Agent:
                     self.member.stop(number, cause=self._lost_script())
             elif now - self._signalled_at > IMPATIENCE_SECONDS:
                 self.member.attempt.kill()
+            elif number == signal.SIGINT and self.member.cause is None:
+                # A terminal interrupts the script too, which may have passed it on before, as TERM.
+                self.member.signal = number
 
     def _lost_script(self) -> Failure | None:
         """What the job fails by if nobody asked for its end: the script waits for this process, so

@@ -76,6 +76,7 @@ class Trainer:
         self._reporter.place(self._state.progress.iteration, "saving a checkpoint")
         self._checkpointer.close()
         self._report_saved()
+        self._reporter.close()
         return reason
 
     def _step(self) -> None:
