@@ -122,9 +122,12 @@ def _act(options: argparse.Namespace, rest: list[str]) -> int:
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}", hint=f"flagscale {options.command} -h")
+    from flagscale.config.overrides import parse
+
     overrides = [*options.overrides, *rest]
     for override in overrides:
-        if override.lstrip("+").partition("=")[0] in ("action", "~action"):
+        parsed = parse(override)
+        if parsed is not None and parsed.key == "action":
             raise ConfigError(
                 f"{override}: `flagscale {options.command}` is an action already",
                 hint="leave it out, or give another command",

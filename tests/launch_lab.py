@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,10 +112,11 @@ class Lab:
         return [sys.executable, str(PROJECT / "run.py"), *place, *words]
 
     def do(
-        self, action: str, *words: str, timeout: float = 60.0
+        self, action: str, *words: str, under: Sequence[str] = (), timeout: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
+        """An action, run to its end; ``under`` is a command that runs another one."""
         return subprocess.run(
-            self.command(f"action={action}", *words),
+            [*under, *self.command(f"action={action}", *words)],
             cwd=self.root,
             env=self.environment(),
             capture_output=True,

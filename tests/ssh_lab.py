@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,10 +96,11 @@ class SshLab:
         return [sys.executable, str(PROJECT / "run.py"), *place, *words]
 
     def do(
-        self, action: str, *words: str, timeout: float = 120.0
+        self, action: str, *words: str, under: Sequence[str] = (), timeout: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
+        """An action, run to its end; ``under`` is a command that runs another one."""
         return subprocess.run(
-            self.command(f"action={action}", *words),
+            [*under, *self.command(f"action={action}", *words)],
             cwd=self.root,
             env=self.bed.environment(COLUMNS="200"),
             stdin=subprocess.DEVNULL,

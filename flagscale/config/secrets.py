@@ -40,7 +40,8 @@ _PLAIN_TOKENS = frozenset(
     {"begin", "bos", "cls", "end", "eod", "eos", "extra", "first", "image", "last", "mask"}
     | {"next", "pad", "padding", "per", "sep", "special", "start", "stop", "unk", "unknown"}
 )
-_PLAIN_TOKEN_WORDS = frozenset(f"{kind}token" for kind in (*_PLAIN_TOKENS, "de", "sub"))
+_PLAIN_TOKEN_WORDS = frozenset(f"{kind}token" for kind in (*_PLAIN_TOKENS, "de", "sub", ""))
+"""``token`` itself has a rule of its own."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -61,7 +62,7 @@ def is_secret_name(name: str) -> bool:
         or any(b == "key" and a in _KEY_KINDS for a, b in itertools.pairwise(parts))
         or (last in ("key", "keys") and before not in _PLAIN_KEYS)
         or (last == "token" and before not in _PLAIN_TOKENS)
-        or (last.endswith("token") and last not in {"token", *_PLAIN_TOKEN_WORDS})
+        or (last.endswith("token") and last not in _PLAIN_TOKEN_WORDS)
         or (last.endswith(_LAST) and last not in _NOT_LAST and before not in _SWITCHES)
     )
 

@@ -7,11 +7,10 @@ While the agents live they agree on the first failure of all hosts, and each wri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from flagscale.launch.files import read_json
-from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
+from flagscale.launch.layout import LIVENESS_FILE
 from flagscale.launch.liveness.diagnosis import (
     End,
     Failure,
@@ -78,7 +77,7 @@ def _completed(agreed: Failure, reports: Sequence[Report], hosts: Sequence[HostS
     same = (r.failure for r in reports if r.failure.host == agreed.host)
     if agreed.rank is None:
         # The script of a host that was lost may know what became of its agent.
-        killed = [h.name for h in hosts if _exit_record(h.run_dir).get("phase") == "agent"]
+        killed = [h.name for h in hosts if h.exit_record().get("phase") == "agent"]
         found = (f for f in same if f.rank is None and f.host in killed)
     else:
         # The same exception, with the exit code that its host has seen meanwhile. How the agents
@@ -92,7 +91,7 @@ def is_settled(hosts: Sequence[HostState]) -> bool:
     """Whether the agents have agreed on the first failure. Before, as long as they live, another
     host's report may name a rank that failed earlier: one that was killed says nothing itself,
     and the exceptions of those that lost it are heard of first."""
-    if not hosts or _exit_record(hosts[0].run_dir):
+    if not hosts or hosts[0].exit_record():
         return True
     job = job_record(hosts)
     phase = str(job.get("phase", "running"))
@@ -110,16 +109,12 @@ def is_settled(hosts: Sequence[HostState]) -> bool:
 def _agreed(hosts: Sequence[HostState]) -> Failure | None:
     """The verdict of all agents together: of host 0, which heard of all of them, or else what
     another one saw of its end."""
-    ended = [_exit_record(host.run_dir) for host in hosts]
+    ended = [host.exit_record() for host in hosts]
     live = [job_record(hosts)] if ended and not ended[0] else []
     # An agent that was killed is the cause of what the others saw, and its own file says so.
     if any(record.get("phase") in ("agent", "before_start") for record in ended):
         live, ended = [], ended[:1]
     return next((f for r in (*ended, *live) if (f := Failure.from_record(r.get("failure")))), None)
-
-
-def _exit_record(run_dir: Path) -> dict[str, Any]:
-    return read_json(run_dir / EXIT_FILE) or {}
 
 
 def _host_report(host: HostState, events: Mapping[int, Sequence[Event]]) -> Report | None:

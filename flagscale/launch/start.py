@@ -20,7 +20,7 @@ from flagscale.launch.failures import Failure, first_failure, job_record, last_l
 from flagscale.launch.files import read_json
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.folding import fold
-from flagscale.launch.runners.base import Runner
+from flagscale.launch.runners.base import Runner, some
 from flagscale.launch.snapshot import EventReader
 from flagscale.launch.state import RunState
 
@@ -149,8 +149,7 @@ class _Start:
         """The ranks that are waited for, shortened."""
         stage = "ready" if self._joined_at is not None and self._wait_for == "ready" else "joined"
         missing = sorted(set(range(self._state.world_size)) - self._reached(stage))
-        shown = ", ".join(map(str, missing[:10])) + (" …" if missing[10:] else "")
-        return f"; missing: {shown}" if missing else ""
+        return f"; missing: {some(missing)}" if missing else ""
 
     def _tell(self) -> None:
         now = time.monotonic()

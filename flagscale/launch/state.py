@@ -47,10 +47,14 @@ class HostState:
             return None
         return Process(self.pid, self.start_ticks)
 
+    def exit_record(self) -> dict[str, Any]:
+        """What agent or script have written of the end of this host's part; empty if nothing."""
+        return read_json(self.run_dir / EXIT_FILE) or {}
+
     def exit(self) -> Exit | None:
         """How the job of this host ended, if it did and could say so."""
-        record = read_json(self.run_dir / EXIT_FILE)
-        if record is None:
+        record = self.exit_record()
+        if not record:
             return None
         return Exit(
             code=int(record["code"]),

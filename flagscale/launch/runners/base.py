@@ -12,7 +12,7 @@ from typing import Protocol
 
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
-from flagscale.launch.layout import EXIT_FILE, Layout
+from flagscale.launch.layout import Layout
 from flagscale.launch.planning.folding import fold
 from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.processes import Swept
@@ -131,10 +131,15 @@ def killed_ranks(host: HostState, ranks: Mapping[int, int], swept: Swept) -> tup
     """Which of a host's ranks, given with their pids, were killed: by the agent, which has written
     down what it ended itself, or after it."""
     pids = set(swept.killed)
-    record = read_json(host.run_dir / EXIT_FILE) or {}
+    record = host.exit_record()
     if record.get("phase") == "job":
         pids.update(record.get("swept", ()))
     return tuple(sorted(rank for rank, pid in ranks.items() if pid in pids))
+
+
+def some(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence, the first of many."""
+    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (" …" if ranks[_SHOWN_RANKS:] else "")
 
 
 def cost(state: RunState, stopped: Stopped, since: float) -> str:
@@ -149,9 +154,8 @@ def cost(state: RunState, stopped: Stopped, since: float) -> str:
     }
     who = []
     if ranks:
-        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (" …" if ranks[_SHOWN_RANKS:] else "")
         hosts = fold(host for host, some in stopped.killed.items() if some)
-        who.append(f"rank{'s' if ranks[1:] else ''} {shown} on {hosts}")
+        who.append(f"rank{'s' if ranks[1:] else ''} {some(ranks)} on {hosts}")
     if others:
         who.append(f"{sum(others.values())} process(es) on {fold(others)}")
     if not who:

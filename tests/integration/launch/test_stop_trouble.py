@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -62,15 +61,7 @@ def test_a_full_disk_does_not_keep_a_run_alive(lab: Lab, disk: Path) -> None:
 
 def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: Lab) -> None:
     start(lab)
-    done = subprocess.run(
-        ["prlimit", "--fsize=0", *lab.command("action=stop")],
-        cwd=lab.root,
-        env=lab.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = lab.do("stop", under=["prlimit", "--fsize=0"])
     assert lab.members() == []
     assert done.returncode == 1
     assert "stopped in" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 
 import pytest
 from ssh_lab import STEADY, SshLab
@@ -51,16 +50,7 @@ def test_a_rank_that_had_to_be_killed_is_named(lab: SshLab, shared: bool) -> Non
 
 def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: SshLab) -> None:
     start(lab)
-    done = subprocess.run(
-        ["prlimit", "--fsize=0", *lab.command("action=stop")],
-        cwd=lab.root,
-        env=lab.bed.environment(COLUMNS="200"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = lab.do("stop", under=["prlimit", "--fsize=0"])
     assert lab.orphans() == {}
     assert done.returncode == 1
     assert "stopped in" in done.stdout

@@ -3,6 +3,7 @@
 #include "messenger.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fsccl {
 
@@ -125,16 +126,14 @@ void Messenger::match(Incoming& m, RequestPtr request) {
   const size_t expected = m.request->memory.bytes();
   const int who = m.request->peer;
   if (expected != m.total) {
-    m.bad =
-        std::make_unique<Error>(Fault::kMismatch, who,
-                                name(who) + " sent " + std::to_string(m.total) +
-                                    " bytes where this rank expects " + std::to_string(expected));
+    m.request->fail(Error(Fault::kMismatch, who,
+                          name(who) + " sent " + std::to_string(m.total) +
+                              " bytes where this rank expects " + std::to_string(expected)));
   } else if (m.digest != m.request->digest) {
-    m.bad = std::make_unique<Error>(
-        Fault::kMismatch, who,
-        name(who) + " called another operation, or the sizes of the ranks' parts differ");
+    m.request->fail(
+        Error(Fault::kMismatch, who,
+              name(who) + " called another operation, or the sizes of the ranks' parts differ"));
   }
-  if (m.bad) m.request->fail(*m.bad);
   if (!m.asks) return;
   Frame clear;
   clear.kind = FrameKind::kClear;
@@ -143,7 +142,7 @@ void Messenger::match(Incoming& m, RequestPtr request) {
 }
 
 Body Messenger::target_of(Link& link, Incoming& m, Interval range) {
-  if (m.bad) return link.filler(range.size());
+  if (m.request && m.request->over()) return link.filler(range.size());  // not what it expects
   if (m.request && !m.keeps) return {m.request->memory.slice(range), m.request, nullptr};
   if (!m.keeps) m.kept.reset(new std::byte[m.total]);
   m.keeps = true;
@@ -151,7 +150,7 @@ Body Messenger::target_of(Link& link, Incoming& m, Interval range) {
 }
 
 // Somebody who waits for a message of this peer's may have to take in others before.
-bool Messenger::keeps_enough(Peer& from, const Frame& frame) const {
+bool Messenger::keeps_enough(const Peer& from, const Frame& frame) const {
   const bool awaited = !from.posted.empty() || !any_.empty();
   if (awaited || frame.total == 0 || (frame.flags & kAsks) != 0) return false;
   size_t kept = 0;
@@ -161,6 +160,7 @@ bool Messenger::keeps_enough(Peer& from, const Frame& frame) const {
 
 // Connections of a peer's that could not go on may be able to now.
 void Messenger::resume(int rank) {
+  if (!std::exchange(peer(rank).stalled, false)) return;
   for (auto& [fd, link] : links_) {
     if (link->peer() != rank || !link->stalled()) continue;
     link->resume();
@@ -199,7 +199,7 @@ void Messenger::finish(Peer& from, std::list<Incoming>::iterator m, Hold& hold) 
   const Incoming done = std::move(*m);
   from.incoming.erase(m);
   Request& request = *done.request;
-  if (done.bad) return request.fail(*done.bad);
+  if (request.over()) return;
   if (done.keeps) {
     const Body body{request.memory, done.request, done.kept};
     hold.copy(body, done.total, [&] { body.memory.copy_from(done.kept.get(), {0, done.total}); });
@@ -221,7 +221,6 @@ RequestPtr Messenger::ask(int rank) {
 }
 
 void Messenger::on_ask(Link& link, const Frame& frame) {
-  if (link.peer() < 0) return;
   Frame f;
   f.kind = FrameKind::kAnswer;
   f.tag = frame.tag;

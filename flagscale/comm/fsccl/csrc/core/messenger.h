@@ -110,8 +110,7 @@ class Messenger : private LinkOwner {
     Link* link = nullptr;  // where it was announced
     RequestPtr request;    // null until a receive matches
     std::shared_ptr<std::byte[]> kept;
-    bool keeps = false;          // the body goes to `kept`
-    std::unique_ptr<Error> bad;  // not what is expected: swallow the body, then fail
+    bool keeps = false;  // the body goes to `kept`
   };
   struct Posted {
     uint64_t order;
@@ -124,6 +123,7 @@ class Messenger : private LinkOwner {
     std::map<uint64_t, RequestPtr> held;  // sends that wait for kClear
     uint64_t next_message = 0;
     uint64_t byes_expected = 0, closed_in = 0;
+    bool stalled = false;           // some of its connections may be
     std::unique_ptr<Error> ending;  // it will be gone once all that it has sent has come
     std::unique_ptr<Error> gone;
   };
@@ -131,14 +131,14 @@ class Messenger : private LinkOwner {
   Answer on_frame(Link& link, const Frame& frame, Body* into) override;
   void on_body(Link& link, const Frame& frame, Hold& hold) override;
   Answer on_stripe(Link& link, const Frame& frame, Body* into);
-  bool known(const Link& link, const Frame& hello) const;
+  bool known(const Frame& hello) const;
   void on_hello(Link& link, const Frame& frame);
   void on_clear(Link& link, const Frame& frame);
   void on_ask(Link& link, const Frame& frame);
   void on_answer(const Frame& frame);
   RequestPtr ask(int rank);
   Answer on_announced(Link& link, const Frame& frame, Body* into);
-  bool keeps_enough(Peer& from, const Frame& frame) const;
+  bool keeps_enough(const Peer& from, const Frame& frame) const;
   void resume(int rank);
   Body target_of(Link& link, Incoming& m, Interval range);
   void received(Peer& peer, const Frame& frame, Hold& hold);
@@ -152,7 +152,7 @@ class Messenger : private LinkOwner {
   void tell_failure(const LinkPtr& link);
   Body room_for_words(Link& link, size_t bytes);
   bool connect(int rank);
-  void watch_listeners();
+  void watch_listeners(int op);
   void accept_all();
   void send_stripes(Peer& to, uint64_t message, const RequestPtr& request);
   void queue(const LinkPtr& link, const Frame& frame, Body body = {});

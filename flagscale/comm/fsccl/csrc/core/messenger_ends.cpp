@@ -1,4 +1,5 @@
 // How a messenger's connections, peers and the messenger itself end.
+#include <sys/epoll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -105,7 +106,7 @@ void Messenger::look_for_ends() {
 void Messenger::look_around() {
   if (deaf_) {
     deaf_ = false;
-    watch_listeners();
+    watch_listeners(EPOLL_CTL_ADD);
     accept_all();
   }
   const Link::Clock::time_point now = Link::Clock::now();
@@ -153,8 +154,6 @@ void Messenger::abort_locked(const Error& why, const Link* told_by) {
     if (link.get() != told_by) tell_failure(link);
   }
   for (size_t r = 0; r < peers_.size(); ++r) lost(static_cast<int>(r), *failed_);
-  for (Posted& posted : any_) posted.request->fail(*failed_);
-  any_.clear();
 }
 
 void Messenger::close() {
@@ -195,8 +194,6 @@ void Messenger::forget_all() {
   if (!failed_) failed_ = std::make_unique<Error>(over);
   for (auto& [fd, link] : links_) link->let_go(over);
   for (size_t r = 0; r < peers_.size(); ++r) lost(static_cast<int>(r), over);
-  for (Posted& posted : any_) posted.request->fail(over);
-  any_.clear();
   hold.wait_for_copies();
   for (Peer& p : peers_) p.out.clear();
   // A child that was forked meanwhile has them too, and peers would wait for it.

@@ -33,13 +33,11 @@ Messenger::Messenger(MessengerConfig config, std::vector<Fd> listeners)
       look_every_(std::min(kLook, config_.tcp.user_timeout / 4)),
       listeners_(std::move(listeners)),
       peers_(config_.addresses.size()) {
-  watch_listeners();
+  watch_listeners(EPOLL_CTL_ADD);
 }
 
-void Messenger::watch_listeners() {
-  for (const Fd& l : listeners_) {
-    watch_fd(opened_by_peers_.epoll.get(), EPOLL_CTL_ADD, l.get(), EPOLLIN);
-  }
+void Messenger::watch_listeners(int op) {
+  for (const Fd& l : listeners_) watch_fd(opened_by_peers_.epoll.get(), op, l.get(), EPOLLIN);
 }
 
 Messenger::~Messenger() { stop_threads(); }
@@ -145,9 +143,7 @@ void Messenger::accept_all() {
     const bool full = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
     if (full && !deaf_) {
       deaf_ = true;
-      for (const Fd& ear : listeners_) {
-        watch_fd(opened_by_peers_.epoll.get(), EPOLL_CTL_DEL, ear.get(), 0);
-      }
+      watch_listeners(EPOLL_CTL_DEL);
     }
   }
 }
@@ -234,7 +230,8 @@ void Messenger::handle(const LinkPtr& link, uint32_t events, Hold& hold) {
 }
 
 LinkOwner::Answer Messenger::on_frame(Link& link, const Frame& frame, Body* into) {
-  if (link.peer() < 0 && !known(link, frame)) return Answer::kRefuse;
+  // All else that comes is therefore of a peer.
+  if (link.peer() < 0 && !known(frame)) return Answer::kRefuse;
   if (frame.kind == FrameKind::kAbort) {
     *into = room_for_words(link, frame.bytes);
     return Answer::kBody;
@@ -243,13 +240,14 @@ LinkOwner::Answer Messenger::on_frame(Link& link, const Frame& frame, Body* into
     *into = link.filler(frame.bytes);
     return Answer::kBody;
   }
+  Answer answer = Answer::kBody;
   if (frame.kind == FrameKind::kMessage || frame.kind == FrameKind::kAnnounce) {
-    return on_announced(link, frame, into);
+    answer = on_announced(link, frame, into);
+  } else if (frame.kind == FrameKind::kStripe) {
+    answer = on_stripe(link, frame, into);
   }
-  if (frame.kind == FrameKind::kStripe) {
-    return on_stripe(link, frame, into);
-  }
-  return Answer::kBody;
+  if (answer == Answer::kStall) peer(link.peer()).stalled = true;
+  return answer;
 }
 
 LinkOwner::Answer Messenger::on_stripe(Link& link, const Frame& frame, Body* into) {
@@ -275,10 +273,10 @@ void Messenger::on_body(Link& link, const Frame& frame, Hold& hold) {
       return on_answer(frame);
     case FrameKind::kMessage:
     case FrameKind::kStripe:
-      if (!failed_ && link.peer() >= 0) received(peer(link.peer()), frame, hold);
+      if (!failed_) received(peer(link.peer()), frame, hold);
       return;
     case FrameKind::kAbort:
-      if (!failed_ && link.peer() >= 0) {
+      if (!failed_) {
         const int at_fault = static_cast<int>(static_cast<int64_t>(frame.tag));
         abort_locked(Error(Fault::kAborted, at_fault, link.text_in), &link);
         heard_ = std::make_unique<Error>(*failed_);
@@ -286,7 +284,7 @@ void Messenger::on_body(Link& link, const Frame& frame, Hold& hold) {
       return;
     case FrameKind::kBye:
       link.said_bye = true;
-      if (link.peer() >= 0) peer(link.peer()).byes_expected = frame.offset;
+      peer(link.peer()).byes_expected = frame.offset;
       return;
     case FrameKind::kAnnounce:
       return;
@@ -294,9 +292,9 @@ void Messenger::on_body(Link& link, const Frame& frame, Hold& hold) {
 }
 
 // Whether a stranger is one of us.
-bool Messenger::known(const Link& link, const Frame& hello) const {
+bool Messenger::known(const Frame& hello) const {
   return hello.kind == FrameKind::kHello && hello.bytes == 0 && hello.tag == config_.token &&
-         hello.total == kProtocolVersion && hello.message < peers_.size() && !link.opened_here();
+         hello.total == kProtocolVersion && hello.message < peers_.size();
 }
 
 void Messenger::on_hello(Link& link, const Frame& frame) {
@@ -308,7 +306,6 @@ void Messenger::on_hello(Link& link, const Frame& frame) {
 }
 
 void Messenger::on_clear(Link& link, const Frame& frame) {
-  if (link.peer() < 0) return;
   Peer& p = peer(link.peer());
   const auto held = p.held.find(frame.message);
   if (held == p.held.end()) return;

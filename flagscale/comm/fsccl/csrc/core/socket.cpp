@@ -2,11 +2,11 @@
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
+#include <linux/sockios.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <linux/sockios.h>
 #include <sys/ioctl.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -154,6 +154,12 @@ Fd listen_on(Address a, const std::string& what) {
   return fd;
 }
 
+// False of a socket that is none of TCP's.
+bool read_tcp_info(int fd, tcp_info* info) {
+  socklen_t size = sizeof *info;
+  return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0;
+}
+
 }  // namespace
 
 Fd::~Fd() {
@@ -212,18 +218,16 @@ int pending_error(int fd) {
 
 bool unheard(int fd, std::chrono::milliseconds for_so_long) {
   tcp_info info{};
-  socklen_t size = sizeof info;
-  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  if (!read_tcp_info(fd, &info)) return false;
   const bool waits = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
   return waits && std::chrono::milliseconds(info.tcpi_last_ack_recv) >= for_so_long;
 }
 
 bool under_way(int fd) {
   tcp_info info{};
-  socklen_t size = sizeof info;
   int bytes = 0;
-  return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
-         info.tcpi_state == TCP_ESTABLISHED && ioctl(fd, SIOCOUTQ, &bytes) == 0 && bytes > 0;
+  return read_tcp_info(fd, &info) && info.tcpi_state == TCP_ESTABLISHED &&
+         ioctl(fd, SIOCOUTQ, &bytes) == 0 && bytes > 0;
 }
 
 void hang_up(int fd) { shutdown(fd, SHUT_RDWR); }

@@ -32,7 +32,10 @@ class HostKernels {
   // Puts such an operation on its stream.
   void run(const nvlink::Call& call) { group_.run(call); }
   // What each of `ranks` writes at most, the bus being what it waits for: a measure of its time.
-  static size_t written(const nvlink::Call& call, size_t ranks);
+  static size_t written(const nvlink::Call& call, size_t ranks) {
+    const size_t to_others = call.bytes * (ranks - 1);
+    return call.collective == nvlink::Collective::kAllReduce ? 2 * to_others / ranks : to_others;
+  }
 
   // Throws what a kernel has found out: a rank that did not come.
   void check() const {
@@ -62,10 +65,5 @@ class HostKernels {
   std::shared_ptr<void> adopted_;
   nvlink::Communicator group_;
 };
-
-inline size_t HostKernels::written(const nvlink::Call& call, size_t ranks) {
-  const size_t to_others = call.bytes * (ranks - 1);
-  return call.collective == nvlink::Collective::kAllReduce ? 2 * to_others / ranks : to_others;
-}
 
 }  // namespace fsccl
