@@ -51,6 +51,20 @@ def run_world(
     return dict(json.loads(line) for line in answer.splitlines())
 
 
+def forget_layout() -> None:
+    """Destroy every process group but the world, for another layout to be laid out.
+
+    megatron.core only forgets its groups; with hundreds of them each operation is slower.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def _live(life: Callable[[], Iterable[Record]], sending: int | None) -> NoReturn:
     code = 0
     try:

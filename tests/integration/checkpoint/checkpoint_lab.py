@@ -71,15 +71,15 @@ def case(name: str, do: str, layout: Layout, flags: object = "", **more: Any) ->
 class Lab:
     """Plans cases under one directory and runs them in as few processes as it can."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, backend: str = "gloo") -> None:
+        self.root, self.backend = root, backend
         self.stages: list[dict[str, Any]] = []
 
     def stage(self, world: int, *cases: dict[str, Any]) -> None:
         cache = ["--data-cache-path", str(self.root / "cache")]
         for item in cases:
             item["argv"] += cache
-        self.stages.append({"world": world, "cases": list(cases)})
+        self.stages.append({"world": world, "backend": self.backend, "cases": list(cases)})
 
     def run(self) -> dict[str, Any]:
         plan, answers = self.root / "plan.json", self.root / "results.json"

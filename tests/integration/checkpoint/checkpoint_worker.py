@@ -2,9 +2,9 @@
 
 usage: checkpoint_worker.py PLAN.json RESULTS.json
 
-PLAN is a list of stages {"world": ranks, "cases": [...]}, run one after the other; cases of a
-stage share their ranks. A case {"id", "do", "argv", ...} names a function below. The process
-imports torch and megatron.core once and forks the ranks.
+PLAN is a list of stages {"world": ranks, "backend": name, "cases": [...]}, run one after the other;
+cases of a stage share their ranks. A case {"id", "do", "argv", ...} names a function below. The
+process imports torch and megatron.core once and forks the ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from forked_ranks import Record, run_world
+from forked_ranks import Record, forget_layout, run_world
 
 RESULTS: dict[str, Any] = {}
 
@@ -43,14 +43,14 @@ def main() -> None:
     import flagscale.train.step  # noqa: F401
 
     for stage in plan:
-        RESULTS.update(run_world(stage["world"], partial(run_rank, stage["cases"])))
+        life = partial(run_rank, stage["cases"], stage["backend"])
+        RESULTS.update(run_world(stage["world"], life))
         Path(sys.argv[2]).write_text(json.dumps(RESULTS))
 
 
-def run_rank(cases: list[dict[str, Any]]) -> Iterator[Record]:
+def run_rank(cases: list[dict[str, Any]], backend: str) -> Iterator[Record]:
     """The life of a rank: each case in turn, with what every rank found."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from flagscale.errors import FlagscaleError
     from flagscale.train import distributed
@@ -58,13 +58,13 @@ def run_rank(cases: list[dict[str, Any]]) -> Iterator[Record]:
 
     rank = distributed.Rank.from_environment()
     device = choose("cpu", rank.local_rank)
-    distributed.join(rank, device, backend="gloo", timeout_minutes=1)
+    distributed.join(rank, device, backend=backend, timeout_minutes=1)
     for case in cases:
         try:
             found = globals()[case["do"]](Run(case, rank, device))
         except FlagscaleError as error:
             found = {"error": str(error), "kind": type(error).__name__}
-        parallel_state.destroy_model_parallel()
+        forget_layout()
         everyone: list[Any] = [None] * rank.world_size
         dist.all_gather_object(everyone, found)
         yield case["id"], {**everyone[0], "ranks": everyone}

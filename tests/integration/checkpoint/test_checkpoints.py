@@ -38,7 +38,8 @@ RESHARD = (
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every layout: six steps without a break, with a checkpoint after three, and three more
     steps from that by itself and by other layouts."""
-    lab = Lab(tmp_path_factory.mktemp("checkpoints"))
+    # The operations of gloo, of which tensor-parallel steps have hundreds, take half of the time.
+    lab = Lab(tmp_path_factory.mktemp("checkpoints"), backend="fsccl")
     saves: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     loads: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     for name, layout in LAYOUTS.items():

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from forked_ranks import Record, run_world
+from forked_ranks import Record, forget_layout, run_world
 
 STEPS = 3
 
@@ -72,8 +72,6 @@ def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterat
 def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     """Spread and mean of the initial weights, losses and gradient norms of the first steps, and
     the validation loss after them."""
-    from megatron.core import parallel_state
-
     from flagscale.config.arguments.parser import parse_arguments
     from flagscale.train import distributed
     from flagscale.train.build import build_state, model_vocabulary
@@ -102,7 +100,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     routers = stepper.routers.take(STEPS)
     with gathered(args, state.chunks):
         validation = stepper.evaluate(data.valid, 1)
-    parallel_state.destroy_model_parallel()
+    forget_layout()
     return {
         "initial": spread,
         "by_hand": by_hand,

@@ -71,30 +71,34 @@ def test_jump_hosts_in_a_chain_serve_many_hosts_over_one_connection(bed: Bed) ->
 def test_a_last_word_that_comes_late_ends_nobody_elses_connection(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a connection's thread still sends through the jump host when it is closed already."""
+    """What a thread decides to send through the jump host, and sends when another one has closed its
+    connection."""
     for host in bed.hosts[1:]:
         hide(host)
     config = configure(bed, "Host n1 n2\n  ProxyJump gate\n")
     send = paramiko.Transport._send_user_message  # type: ignore[attr-defined]
-    closed, held = threading.Event(), []
+    decided, closed = threading.Event(), threading.Event()
 
     def send_late(through: paramiko.Transport, message: Any) -> None:
-        thread = threading.current_thread()
-        late = isinstance(thread, paramiko.Transport) and thread is not through
-        if late and message.asbytes()[0] == MSG_CHANNEL_DATA:
-            assert closed.wait(20)
-            send(through, message)
-            held.append(message)
-        else:
-            send(through, message)
+        if threading.current_thread() is late and message.asbytes()[0] == MSG_CHANNEL_DATA:
+            decided.set()
+            closed.wait(60)
+        send(through, message)
 
     with Dialer() as dialer:
         one, two = (dialer.connect(config.target(name)) for name in ("n1", "n2"))
         monkeypatch.setattr(paramiko.Transport, "_send_user_message", send_late)
-        assert two.run(["hostname"]).text == "n2\n"
+        late = threading.Thread(target=two.transport.send_ignore)
+        late.start()
+        assert decided.wait(60)
+        through_gate: Any = two.transport.sock
+        gate, number = through_gate.get_transport(), through_gate.get_id()
         two.close()
+        # Once gate has answered, and then anything else, it knows nothing of the channel any more.
+        until(lambda: gate._channels.get(number) is None)
+        assert one.run(["hostname"]).text == "n1\n"
         closed.set()
-        until(lambda: held)
+        late.join()
         assert one.run(["hostname"]).text == "n1\n"
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from compiled import program as program_of
 
 HERE = Path(__file__).parent / "core"
 CORE = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
-BUILDS = {
-    "fast": ("-O2",),
-    "threads": ("-O1", "-fsanitize=thread"),
-    # Unoptimised: checking for undefined behaviour makes the optimiser very slow.
-    "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-}
 SHAPES = ["1", "4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
 # Clusters, k, nelem: sends that divide a chunk and that do not, rings of every stride.
 PIPELINES = [("5", 6, 1000), ("3,2", 4, 777), ("1,1,1,1", 3, 900)]
@@ -28,31 +22,14 @@ pytestmark = [
 ]
 
 
-def build(name: str, source: Path, parts: tuple[str, ...] = ("core.cpp",)) -> Path:
-    """Compiles a test with parts of the core, unless it is there for the very same sources."""
-    flags = BUILDS[name]
-    digest = hashlib.sha256(" ".join(flags).encode())
-    for path in sorted([*CORE.iterdir(), *HERE.glob("*.h"), source]):
-        digest.update(path.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagscale" / "tests"
-    program = cache / f"{source.stem}-{name}-{digest.hexdigest()[:16]}"
-    if not program.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        for old in cache.glob(f"{source.stem}-{name}-*"):
-            old.unlink()
-        part = program.with_name(f"{program.name}.{os.getpid()}")
-        command = ["g++", "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", *flags]
-        files = [*(str(CORE / part) for part in parts), str(source)]
-        subprocess.run(
-            [*command, f"-I{CORE}", *files, "-o", str(part), "-pthread"], check=True, timeout=240
-        )
-        part.rename(program)
-    return program
+def build(kind: str, test: str, parts: tuple[str, ...] = ("core.cpp",)) -> Path:
+    sources = [HERE / test, *(CORE / part for part in parts)]
+    return program_of(kind, sources, include=CORE, reads=[*CORE.iterdir(), *HERE.glob("*.h")])
 
 
 @pytest.fixture(scope="module", params=["threads", "memory"])
 def program(request: pytest.FixtureRequest) -> Path:
-    return build(request.param, HERE / "ranks_test.cpp")
+    return build(request.param, "ranks_test.cpp")
 
 
 def run(program: Path, *words: str, seconds: float = 120) -> None:
@@ -86,12 +63,12 @@ def test_pipelined_schedules(program: Path, shape: str, k: int, nelem: int) -> N
 
 @pytest.mark.parametrize("kind", ["threads", "memory"])
 def test_messages_of_threads(kind: str) -> None:
-    run(build(kind, HERE / "messages_test.cpp"), "1")
+    run(build(kind, "messages_test.cpp"), "1")
 
 
 def test_small_parts() -> None:
     parts = ("types.cpp", "reduce.cpp", "schedule.cpp", "segment.cpp")
-    program = build("memory", HERE / "parts_test.cpp", parts)
+    program = build("memory", "parts_test.cpp", parts)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -103,4 +80,4 @@ def test_small_parts() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("clusters", "k"), [("2", 0), ("2", 2), ("1,1", 0), ("1,1", 2)])
 def test_more_than_four_gibibytes(clusters: str, k: int) -> None:
-    run(build("fast", HERE / "large_test.cpp"), clusters, str(k), seconds=800)
+    run(build("fast", "large_test.cpp"), clusters, str(k), seconds=800)

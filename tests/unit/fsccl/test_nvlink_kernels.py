@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from compiled import program
 
 HERE = Path(__file__).parent / "nvlink"
 CSRC = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc"
-SANITIZERS = {
-    "none": ("-O1",),
-    "threads": ("-O1", "-fsanitize=thread"),
-    # Unoptimised: checking for undefined behaviour makes the optimiser very slow.
-    "memory": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-}
 NVLINK = CSRC / "nvlink"
 REGISTRATION = CSRC / "torch" / "registration.h"
 SOURCES = (
@@ -33,33 +27,14 @@ pytestmark = [
 ]
 
 
-def build(name: str, source: str = "kernels_test.cpp") -> Path:
-    """Compiles a test, unless it is there for the very same sources."""
-    flags = SANITIZERS[name]
-    digest = hashlib.sha256(" ".join(flags).encode())
-    headers = [*NVLINK.glob("*.h"), *(CSRC / "core").glob("*.h"), REGISTRATION]
-    for path in sorted([*HERE.iterdir(), *headers, *SOURCES]):
-        digest.update(path.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flagscale" / "tests"
-    stem = Path(source).stem
-    program = cache / f"nvlink-{stem}-{name}-{digest.hexdigest()[:16]}"
-    if not program.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        for old in cache.glob(f"nvlink-{stem}-{name}-*"):
-            old.unlink()
-        part = program.with_name(f"{program.name}.{os.getpid()}")
-        command = ["g++", "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", *flags]
-        files = [str(HERE / source), *map(str, SOURCES)]
-        subprocess.run(
-            [*command, f"-I{CSRC}", *files, "-o", str(part), "-pthread"], check=True, timeout=240
-        )
-        part.rename(program)
-    return program
+def build(kind: str, test: str = "kernels_test.cpp") -> Path:
+    headers = [*NVLINK.glob("*.h"), *(CSRC / "core").glob("*.h"), *HERE.glob("*.h"), REGISTRATION]
+    return program(kind, [HERE / test, *SOURCES], include=CSRC, reads=headers)
 
 
-def run(program: Path, *words: object) -> tuple[int, str, str]:
+def run(path: Path, *words: object) -> tuple[int, str, str]:
     done = subprocess.run(
-        [str(program), *map(str, words)],
+        [str(path), *map(str, words)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -73,7 +48,7 @@ def run(program: Path, *words: object) -> tuple[int, str, str]:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_interleaving_loses_data(ranks: int, seed: int) -> None:
     """Accesses interleaved by chance, with ranks held back while others run ahead."""
-    assert run(build("none"), "fibers", ranks, 400, seed) == (0, "ok\n", "")
+    assert run(build("plain"), "fibers", ranks, 400, seed) == (0, "ok\n", "")
 
 
 @pytest.mark.parametrize("sanitizer", ["threads", "memory"])
@@ -90,7 +65,7 @@ def test_ranks_as_processes() -> None:
 def test_a_broken_protocol_is_noticed(broken: tuple[int, ...]) -> None:
     """Ranks that believe in flags before they are set, and lines that come in parts: what the test
     above must be able to see."""
-    code, out, err = run(build("none"), "fibers", 3, 300, 1, *broken)
+    code, out, err = run(build("plain"), "fibers", 3, 300, 1, *broken)
     assert (code, out) == (1, "")
     assert "wrong result" in err
 

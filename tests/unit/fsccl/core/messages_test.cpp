@@ -255,7 +255,7 @@ void another_size_is_told_at_once() {
   const RequestPtr request = peer.messenger->recv(1, kTag, all_of(in));
   const Fd fd = peer.connect();
   Frame header = Stranger::message();
-  header.bytes = header.total = size_t{1} << 40;
+  header.bytes = header.total = size_t{1} << 34;
   Stranger::write_all(fd, &header, sizeof header);
   expect(failure_of(*peer.messenger, request, &in).fault == Fault::kMismatch, "another reason");
   peer.messenger->close();
