@@ -81,8 +81,8 @@ REFERENCES = (
     Case("moe-balanced", 1, BALANCED, "", ""),
     Case("bf16", 1, BF16, "", ""),
 )
-# A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time: where
-# the case is not about them, fsccl does them.
+# A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time:
+# where the case is not about them, fsccl does them.
 CASES = (
     Case("local-attention", 1, LLAMA, "--attention-backend local", "llama"),
     Case("recompute-full", 1, LLAMA, "--recompute-granularity full --recompute-method uniform "

@@ -71,8 +71,8 @@ def test_jump_hosts_in_a_chain_serve_many_hosts_over_one_connection(bed: Bed) ->
 def test_a_last_word_that_comes_late_ends_nobody_elses_connection(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a thread decides to send through the jump host, and sends when another one has closed its
-    connection."""
+    """What a thread decides to send through the jump host, and sends when another one has closed
+    its connection."""
     for host in bed.hosts[1:]:
         hide(host)
     config = configure(bed, "Host n1 n2\n  ProxyJump gate\n")
