@@ -52,13 +52,15 @@ def run_world(
 
 
 def forget_layout() -> None:
-    """Destroy every process group but the world, for another layout to be laid out.
+    """Forget what megatron.core keeps for the process: its process groups, losses of routers.
 
-    megatron.core only forgets its groups; with hundreds of them each operation is slower.
+    It lets go of its groups only, and with hundreds of them each operation is slower.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
+    get_moe_layer_wise_logging_tracker().clear()
     parallel_state.destroy_model_parallel()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

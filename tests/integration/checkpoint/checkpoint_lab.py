@@ -15,7 +15,7 @@ ROOT = WORKER.parents[3]
 
 LLAMA = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
---seq-length 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 6 --lr 2e-3
+--seq-length 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 6 --lr 2e-3
 --vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --num-workers 0 --clip-grad 0.5

@@ -95,8 +95,13 @@ def test_figures_are_left_out_until_there_is_room(
     assert back - 1 not in shown
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("board", ["disk/board", "board"], ids=["board-on-it", "board-elsewhere"])
+@pytest.mark.parametrize(
+    ("board", "unbuffered"),
+    [
+        pytest.param("disk/board", "1", id="board-on-it-unbuffered"),
+        pytest.param("board", "", id="board-elsewhere-buffered"),
+    ],
+)
 def test_a_disk_that_fills_up_ends_no_training(
     board: str, unbuffered: str, disk: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ ROOT = WORKER.parents[3]
 
 LLAMA = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
---seq-length 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 2e-3
+--seq-length 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 2e-3
 --vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --clip-grad 0.5
@@ -28,7 +28,7 @@ LLAMA = """
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
 GPT2 = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
---global-batch-size 8 --train-iters 3 --lr 2e-3 --vocab-size 500 --mock-data --qk-layernorm
+--global-batch-size 4 --train-iters 3 --lr 2e-3 --vocab-size 500 --mock-data --qk-layernorm
 --make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1
 --num-workers 0 --lr-decay-style constant --init-method-std 0.1
 """
@@ -63,11 +63,12 @@ class Case:
     backend: str = "auto"
     clusters: str = ""
 
-    def record(self) -> dict[str, Any]:
+    def record(self, cache: Path) -> dict[str, Any]:
+        """What the worker reads. Cases find the shuffled mock data of others in ``cache``."""
         return {
             "id": self.name,
             "world": self.world,
-            "argv": f"{self.model} {self.layout}".split(),
+            "argv": [*f"{self.model} {self.layout}".split(), "--data-cache-path", str(cache)],
             "backend": self.backend,
             "clusters": self.clusters,
         }
@@ -148,7 +149,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Loss, gradient norm and validation loss of every case, trained once for all tests."""
     directory = tmp_path_factory.mktemp("layouts")
     cases, answers = directory / "cases.json", directory / "results.json"
-    cases.write_text(json.dumps([case.record() for case in (*REFERENCES, *CASES, *FSCCL_CASES)]))
+    every = (*REFERENCES, *CASES, *FSCCL_CASES)
+    cases.write_text(json.dumps([case.record(directory / "cache") for case in every]))
     path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
