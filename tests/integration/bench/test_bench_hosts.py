@@ -175,7 +175,7 @@ def test_nothing_is_left_on_the_hosts_when_the_command_ends(
 ) -> None:
     with _long_run(bed, tmp_path) as process:
         process.send_signal(number)
-        process.wait(timeout=30)
+        process.wait(timeout=90)
         killed = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
         assert process.returncode == killed
         _until(lambda: not _ranks(bed), "no rank is left")

@@ -246,7 +246,7 @@ def test_a_run_that_ends_takes_its_ranks_along(tmp_path: Path, number: signal.Si
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
     killed = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
-    assert process.wait(timeout=30) == killed
+    assert process.wait(timeout=90) == killed
     _until(lambda: not any(_lives(child) for child in children))
     assert list(scratch.glob("flagscale-bench-*")) == []
 

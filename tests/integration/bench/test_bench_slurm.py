@@ -91,6 +91,6 @@ def test_an_interrupted_run_gives_its_allocation_back(slurm: Slurm, tmp_path: Pa
     while not result.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert process.wait(timeout=90) == 128 + signal.SIGTERM
     slurm.wait_empty()
     assert not [p for host in slurm.bed.hosts for p in host.find("flagscale.bench")]

@@ -95,7 +95,7 @@ class Lab:
             cwd=self.root,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=500,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]

@@ -46,7 +46,7 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )

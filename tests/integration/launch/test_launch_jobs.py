@@ -116,9 +116,9 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
     assert lab.members() == []
     assert "stopped in" in stopped.stdout
     assert "nothing to stop" in lab.do("stop").stdout
-    assert "hello from 0" in follower.communicate(timeout=20)[0]
+    assert "hello from 0" in follower.communicate(timeout=90)[0]
     assert follower.returncode == 0
-    assert "stopped" in watcher.communicate(timeout=20)[0]
+    assert "stopped" in watcher.communicate(timeout=90)[0]
     assert watcher.returncode == 0
     seen = query(lab)
     assert (seen["state"], seen["exit_code"], seen["failure"]) == ("stopped", 143, None)
@@ -140,7 +140,7 @@ def test_stop_lets_ranks_save_and_leaves_their_helpers_to_them(lab: Lab) -> None
 
 def test_a_failure_at_the_start_is_told_at_once(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "hang,raise"})
-    done = lab.do("run", timeout=40)
+    done = lab.do("run", timeout=120)
     assert done.returncode == 1
     assert "localhost: rank 1 failed: ValueError: bad data in shard 7 (exit code 1)" in done.stderr
     assert "Traceback (most recent call last)" in done.stderr
@@ -153,7 +153,7 @@ def test_a_failure_at_the_start_is_told_at_once(lab: Lab) -> None:
 
 def test_a_silent_program_that_fails_at_the_start(lab: Lab) -> None:
     lab.configure(SILENT, envs={"TOY_FAIL": "1"})
-    done = lab.do("run", timeout=40)
+    done = lab.do("run", timeout=120)
     assert done.returncode == 1
     assert "localhost: rank 1 ended with exit code 3" in done.stderr
     lab.gone()
@@ -199,7 +199,7 @@ def test_the_foreground_is_interrupted(lab: Lab, number: signal.Signals, code: i
         if "silent" in line:
             break
     launcher.send_signal(number)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=90)
     assert launcher.returncode == code
     if number is signal.SIGKILL:
         lab.gone()
@@ -213,7 +213,7 @@ def test_the_foreground_tells_a_stop_from_a_good_end(lab: Lab) -> None:
     launcher = lab.start("test")
     until(lambda: lab.layout.state.exists() and lab.output().count("ready") == 2)
     assert lab.do("stop").returncode == 0
-    said, _ = launcher.communicate(timeout=30)
+    said, _ = launcher.communicate(timeout=90)
     assert launcher.returncode == 143
     assert f"run {lab.state().run_id} was stopped" in said
 
@@ -293,7 +293,7 @@ def test_stop_leaves_another_runs_torchrun_alone(lab: Lab) -> None:
         assert processes.identify(other.pid) is not None
     finally:
         other.terminate()
-        other.communicate(timeout=20)
+        other.communicate(timeout=90)
 
 
 def test_a_space_in_every_path(spaced_lab: Lab) -> None:

@@ -85,7 +85,7 @@ def test_the_first_step_is_waited_for(lab: Lab) -> None:
     assert "waiting for the first step" in shown
     assert launcher.poll() is None
     (lab.root / "go").touch()
-    assert "2 rank(s) joined and are past the first step" in launcher.communicate(timeout=30)[0]
+    assert "2 rank(s) joined and are past the first step" in launcher.communicate(timeout=90)[0]
     assert launcher.returncode == 0
 
 

@@ -68,7 +68,7 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
     assert again.stdout is not None
     until(lambda: "ready" in again.stdout.readline())
     processes.sweep(state.run_id, 10)
-    again.communicate(timeout=30)
+    again.communicate(timeout=90)
 
 
 def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
@@ -84,7 +84,7 @@ def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
         if script.poll() is None:
             assert script.pid == int(planned.hosts[0].pid_file.read_text())
             script.terminate()
-        script.communicate(timeout=30)
+        script.communicate(timeout=90)
     assert sorted(script.returncode for script in scripts) == [1] * 7 + [143]
     assert processes.members(planned.run_id) == []
 

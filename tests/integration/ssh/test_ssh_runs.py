@@ -52,7 +52,7 @@ class Screen:
         while self._read(0.5) and self._process.poll() is None:
             pass
         os.close(self._master)
-        return self._process.wait(timeout=30)
+        return self._process.wait(timeout=90)
 
 
 def test_run_query_logs_stop(lab: SshLab) -> None:

@@ -159,7 +159,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
