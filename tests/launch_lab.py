@@ -74,8 +74,7 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 def rank_processes(state: RunState) -> dict[int, Process]:
     """The living ranks of a run on this machine, by rank."""
-    ranks = [process for process in state.alive() if processes.is_rank(process.pid)]
-    return {int(processes.environment(rank.pid)[b"RANK"]): rank for rank in ranks}
+    return processes.ranks(state.alive())
 
 
 @dataclass

@@ -84,6 +84,16 @@ def is_rank(pid: int) -> bool:
     return above is not None and b"RANK" not in environment(above)
 
 
+def ranks(among: Iterable[Process]) -> dict[int, Process]:
+    """Those of these processes that torchrun started as ranks, by rank."""
+    found = {}
+    for process in among:
+        rank = environment(process.pid).get(b"RANK", b"")
+        if rank.isdigit() and is_rank(process.pid):
+            found[int(rank)] = process
+    return found
+
+
 def belongs(pid: int, run_id: str) -> bool:
     """Whether this process carries the run's identity."""
     try:

@@ -145,7 +145,7 @@ def some(ranks: Sequence[int]) -> str:
 def cost(state: RunState, stopped: Stopped, since: float) -> str:
     """What was lost by a stop that was asked for at ``since``, in Unix seconds; empty where all
     ranks have ended by themselves."""
-    ranks = sorted(rank for some in stopped.killed.values() for rank in some)
+    ranks = sorted(rank for killed in stopped.killed.values() for rank in killed)
     # Of hosts whose ranks are not known: whatever had to be killed there.
     others = {
         host: len(swept.killed)
@@ -154,7 +154,7 @@ def cost(state: RunState, stopped: Stopped, since: float) -> str:
     }
     who = []
     if ranks:
-        hosts = fold(host for host, some in stopped.killed.items() if some)
+        hosts = fold(host for host, killed in stopped.killed.items() if killed)
         who.append(f"rank{'s' if ranks[1:] else ''} {some(ranks)} on {hosts}")
     if others:
         who.append(f"{sum(others.values())} process(es) on {fold(others)}")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -132,7 +131,7 @@ class LocalRunner:
         alive = state.alive()
         if closed or not alive:
             return Stopped(closed)
-        ranks = _ranks(alive)
+        ranks = {rank: one.pid for rank, one in processes.ranks(alive).items()}
         stopping = replace(state, stop_requested=round(time.time(), 3))
         unrecorded = record_stop(stopping)
         for host in state.hosts:
@@ -157,16 +156,6 @@ class LocalRunner:
             return not state.is_alive()
 
         processes.wait_until(over, state.stop_grace + _AGENT_SECONDS)
-
-
-def _ranks(alive: Iterable[processes.Process]) -> dict[int, int]:
-    """The ranks among these processes, each with its pid."""
-    found = {}
-    for process in alive:
-        rank = processes.environment(process.pid).get(b"RANK", b"")
-        if rank.isdigit() and processes.is_rank(process.pid):
-            found[int(rank)] = process.pid
-    return found
 
 
 def _closed(host: HostState) -> Swept | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from full_disk import fill, small_disk
-from integration.train.test_train_gpt import ADAPTED, PROGRAM, ROOT, TINY
+from integration.train.test_train_gpt import Job
 
 from flagscale.config.arguments.parser import parse_arguments
-from flagscale.status import STATUS_DIR_VARIABLE, Event, StatusWriter, read_events
+from flagscale.status import Event, StatusWriter, read_events
 from flagscale.train import report
 from flagscale.train.readings import Reading, StepNumbers
 from flagscale.train.report import Reporter
@@ -50,7 +49,7 @@ def latest_step(status: Path) -> int:
     return max((e.get("step") for e in events(status) if e.event == "progress"), default=0)
 
 
-def wait_for_step(training: subprocess.Popen[bytes], status: Path, step: int) -> None:
+def wait_for_step(training: subprocess.Popen[str], status: Path, step: int) -> None:
     for _ in range(1200):
         if latest_step(status) >= step:
             return
@@ -107,23 +106,10 @@ def test_a_disk_that_fills_up_ends_no_training(
 ) -> None:
     """The output is a file on the disk, as the launcher's logs are. It stays full to the end."""
     status = tmp_path / "status"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ADAPTED}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": unbuffered,
-        STATUS_DIR_VARIABLE: str(status),
-    }
-    arguments = f"{TINY} --train-iters 20000 --exit-signal-handler --tensorboard-queue-size 1 "
+    arguments = "--train-iters 20000 --exit-signal-handler --tensorboard-queue-size 1 "
     arguments += f"--tensorboard-dir {tmp_path / board} --data-cache-path {tmp_path / 'cache'}"
     with (disk / "output").open("wb") as output:
-        training = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *arguments.split()],
-            env=environment,
-            cwd=tmp_path,
-            stdout=output,
-            stderr=output,
-        )
+        training = Job(tmp_path, arguments, output=output, PYTHONUNBUFFERED=unbuffered).process
     try:
         wait_for_step(training, status, 1)
         fill(disk)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -32,7 +32,14 @@ class Job:
     """A running training program of ``ranks`` ranks."""
 
     def __init__(
-        self, directory: Path, arguments: str, *, ranks: int = 1, path: tuple[Path, ...] = ()
+        self,
+        directory: Path,
+        arguments: str,
+        *,
+        ranks: int = 1,
+        path: tuple[Path, ...] = (),
+        output: IO[bytes] | int = subprocess.PIPE,
+        **variables: str,
     ) -> None:
         self.status = directory / "status"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -42,14 +49,14 @@ class Job:
         environment.update(
             PYTHONPATH=":".join(map(str, path or (ROOT, ADAPTED))),
             OMP_NUM_THREADS="1",
-            **{STATUS_DIR_VARIABLE: str(self.status)},
+            **{STATUS_DIR_VARIABLE: str(self.status), **variables},
         )
         self.process = subprocess.Popen(
             [*command, *f"{TINY} {arguments}".split()],
             env=environment,
             cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             text=True,
         )
 
