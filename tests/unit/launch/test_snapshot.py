@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_lab import until
 from rich.console import Console
 
 from flagscale.launch import processes
@@ -168,6 +169,8 @@ def test_what_a_rank_said_is_told_where_nobody_is_left_to_agree(state: RunState)
     fails(state, "ending")
     of_the_run = {**os.environ, RUN_ID_VARIABLE: state.run_id}
     with subprocess.Popen(["sleep", "60"], env=of_the_run) as rank:
+        # A process that has just become another program shows no environment for a moment.
+        until(lambda: processes.members(state.run_id))
         snapshot = take(dead(state))
         rank.kill()
     assert (snapshot.phase, snapshot.warnings) == (Phase.RUNNING, ())
