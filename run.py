@@ -1,6 +1,6 @@
-"""The door: ``python run.py --config-path DIR --config-name NAME action=run``. No logic here."""
+"""The entry point: ``python run.py --config-path DIR --config-name NAME action=run``. No logic here."""
 
-from flagscale.launch.door import main
+from flagscale.launch.entry import main
 
 if __name__ == "__main__":
     main()

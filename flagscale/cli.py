@@ -1,4 +1,4 @@
-"""The ``flagscale`` command: the launcher's door with one verb an action, and the tools."""
+"""The ``flagscale`` command: one verb an action, and the tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import NoReturn
 
 from flagscale import __version__
 from flagscale.errors import ConfigError
-from flagscale.launch.door import act, guard
+from flagscale.guard import guard
+from flagscale.launch.entry import act
 
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\

@@ -71,7 +71,7 @@ class Rank:
             except queue.Empty:
                 if ended:
                     code = self.process.returncode
-                    raise AssertionError(f"the rank ended with code {code}, unasked") from None
+                    raise AssertionError(f"the rank ended with code {code}, unprobed") from None
                 if time.monotonic() >= end:
                     raise
 

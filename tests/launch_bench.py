@@ -13,8 +13,8 @@ from typing import Any
 from launch_lab import PROJECT, until
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
-from flagscale.launch import processes
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts import processes
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.plan import LaunchPlan, Machine, plan
 from flagscale.launch.runners.local import LocalRunner
 from flagscale.launch.state import RunState, load_state, new_run_id
@@ -40,7 +40,7 @@ class Bench:
         given: dict[str, Any] = {
             "name": "bench",
             "exp_dir": self.root / "exp",
-            "task": Task(entrypoint=entrypoint, foreign=True),
+            "task": Task(entrypoint=entrypoint, external=True),
             "runner": Runner(stop_grace=1.0),
             "envs": Environments(),
             "cmds": Commands(),

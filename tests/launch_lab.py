@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from flagscale.launch import processes
+from flagscale.hosts import processes
+from flagscale.hosts.processes import Process
 from flagscale.launch.layout import Layout
-from flagscale.launch.processes import Process
 from flagscale.launch.state import RunState, load_state
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from typing import Any
 
 from launch_lab import PROJECT, light_torchrun, until
 
-from flagscale.launch import processes
+from flagscale.hosts import processes
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.ports import free_port

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from flagscale.bench.spawn import Share, spawn, unheard
-from flagscale.launch.door import guard
+from flagscale.guard import guard
 
 # A host may hear some time after the others that the command has gone away.
 _NOTICE_SECONDS = 3.0

@@ -17,7 +17,7 @@ from flagscale.bench.collectives.plots import (
 from flagscale.bench.files import read_object
 from flagscale.comm.fsccl.tune import Timing, best
 from flagscale.errors import ConfigError
-from flagscale.launch.door import guard
+from flagscale.guard import guard
 
 _DESCRIPTION = "Draw the times of NCCL and of fsccl's NVLink engine over the size of messages."
 _LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers", "--"))

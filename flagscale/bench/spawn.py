@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from flagscale.bench.world import MEETING_VARIABLE, STARTER_VARIABLE
-from flagscale.launch.liveness.kernel import die_with
+from flagscale.hosts.kernel import die_with
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 4.0

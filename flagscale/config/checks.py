@@ -1,7 +1,7 @@
 """What must hold between the values of an experiment, before anything starts.
 
 Pure: nothing here looks at the machine. Every check yields problems whose key is the argument as
-the YAML gives it. A foreign training program's own rules are its own; only what holds for any
+the YAML gives it. A external training program's own rules are its own; only what holds for any
 Megatron (ranks and batches divide evenly) is checked for it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from flagscale.config.arguments import paths, rules
 from flagscale.config.arguments.flatten import leaves
-from flagscale.config.arguments.parser import fold
+from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.registry import arguments, registry
 from flagscale.config.schema import Experiment
 from flagscale.errors import Problem
@@ -27,7 +27,7 @@ def _defaults() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of an experiment, aliases folded, defaults filled in."""
+    """The arguments of an experiment, aliases canonical, defaults filled in."""
 
     given: Mapping[str, Any]
     keys: Mapping[str, str]
@@ -49,14 +49,14 @@ class Arguments:
         written: dict[str, Any] = {}
         for path, name, value in leaves(sections, "train."):
             try:
-                folded = fold(name, value)
+                canonical = canonicalise(name, value)
             except ValueError:
                 continue
             written[name] = value
             keys[name] = path
-            if folded is not None:
-                given[folded[0]] = folded[1]
-                keys[folded[0]] = path
+            if canonical is not None:
+                given[canonical[0]] = canonical[1]
+                keys[canonical[0]] = path
         return cls(given, keys, written, sources)
 
     def __getitem__(self, name: str) -> Any:
@@ -74,7 +74,7 @@ class Arguments:
 
 def check_arguments(experiment: Experiment) -> list[Problem]:
     """Problems that do not depend on the number of ranks."""
-    if experiment.task.foreign:
+    if experiment.task.external:
         return []
     args = Arguments.of(experiment)
     broken = rules.broken(args.values())
@@ -113,7 +113,7 @@ def check_world(experiment: Experiment, world_size: int) -> list[Problem]:
 def notes(experiment: Experiment, world_size: int) -> list[str]:
     """What is worth saying about an experiment that is not wrong."""
     found = []
-    if experiment.task.foreign:
+    if experiment.task.external:
         found.append(
             f"{experiment.task.entrypoint.name} is not this project's training program: its own "
             "parser judges the arguments"

@@ -27,7 +27,7 @@ def read_task(reader: Reader, data: Mapping[Any, Any]) -> schema.Task:
         found["entrypoint"] = entrypoint = beside if beside.is_file() else entrypoint
     if not entrypoint.is_file():
         reader.problem("experiment.task.entrypoint", f"no file {short(entrypoint)}")
-    return schema.Task(**found, foreign=entrypoint.resolve() != schema.OWN_PROGRAM)
+    return schema.Task(**found, external=entrypoint.resolve() != schema.OWN_PROGRAM)
 
 
 def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:

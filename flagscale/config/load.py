@@ -16,7 +16,7 @@ from flagscale.config import schema
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
-from flagscale.config.arguments.parser import fold
+from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.checks import check_arguments, check_places
 from flagscale.config.experiment_reader import (
     read_commands,
@@ -99,9 +99,9 @@ def load_options(
 def missing_paths(experiment: schema.Experiment) -> list[Problem]:
     """Data sets and tokenizers that an experiment names and that are not on this machine.
 
-    A foreign program may give those arguments another meaning, so nothing is missing for it.
+    A external program may give those arguments another meaning, so nothing is missing for it.
     """
-    if experiment.task.foreign:
+    if experiment.task.external:
         return []
     places = experiment.sources
     return [
@@ -152,9 +152,9 @@ def _read_experiment(
     runner = read_runner(reader, reader.mapping(given, "runner", prefix))
     envs = read_environments(reader, reader.mapping(given, "envs", prefix))
     cmds = read_commands(reader, reader.mapping(given, "cmds", prefix))
-    train = _read_train(reader, reader.mapping(data, "train"), task.foreign)
+    train = _read_train(reader, reader.mapping(data, "train"), task.external)
     by_type, by_host = (
-        read_specifics(reader, data, section, foreign=task.foreign)
+        read_specifics(reader, data, section, external=task.external)
         for section in schema.SPECIFIC_SECTIONS
     )
     if not {"name", "exp_dir"} <= found.keys():
@@ -175,12 +175,12 @@ def _read_experiment(
     )
 
 
-def _read_train(reader: Reader, data: Mapping[Any, Any], foreign: bool) -> schema.Train:
+def _read_train(reader: Reader, data: Mapping[Any, Any], external: bool) -> schema.Train:
     for name in data:
         if name not in schema.SECTIONS:
             reader.unknown(f"train.{name}", name, schema.SECTIONS)
     sections = {name: as_words(reader.mapping(data, name, "train.")) for name in schema.SECTIONS}
-    return schema.Train(**{k: with_absolute_paths(v, foreign) for k, v in sections.items()})
+    return schema.Train(**{k: with_absolute_paths(v, external) for k, v in sections.items()})
 
 
 def _train_problems(reader: Reader, experiment: schema.Experiment) -> list[Problem]:
@@ -188,7 +188,7 @@ def _train_problems(reader: Reader, experiment: schema.Experiment) -> list[Probl
     sections = experiment.train.sections()
     try:
         problems = collisions(sections, "train.")
-        if not experiment.task.foreign:
+        if not experiment.task.external:
             problems += _argument_problems(sections)
         problems += specific_problems(experiment)
     except ConfigError as error:
@@ -203,13 +203,13 @@ def _argument_problems(sections: Mapping[str, Any]) -> list[Problem]:
     seen: dict[str, tuple[str, Any]] = {}
     for key, name, value in leaves(sections, "train."):
         try:
-            folded = fold(name, value)
+            canonical = canonicalise(name, value)
         except ValueError as error:
             problems.append(Problem(key, str(error)))
             continue
-        if folded is None:
+        if canonical is None:
             continue
-        target, meaning = folded
+        target, meaning = canonical
         other, earlier = seen.setdefault(target, (key, meaning))
         # One name in two sections is a collision, which has its own message.
         if earlier != meaning and other.rpartition(".")[2] != key.rpartition(".")[2]:

@@ -61,7 +61,7 @@ class Task:
     backend: str = field(
         default="megatron", metadata=doc("The training backend.", choices=TASK_BACKENDS)
     )
-    foreign: bool = False
+    external: bool = False
     """Whether ``entrypoint`` is a program other than this project's own."""
 
 

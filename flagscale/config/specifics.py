@@ -10,7 +10,7 @@ from flagscale.config import schema
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
-from flagscale.config.arguments.parser import fold
+from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.reader import Reader
 from flagscale.config.secrets import is_secret
 from flagscale.errors import Problem
@@ -30,34 +30,34 @@ SAME_EVERYWHERE = frozenset(
 other for ever."""
 
 
-def with_absolute_paths(section: Mapping[Any, Any], foreign: bool) -> dict[Any, Any]:
+def with_absolute_paths(section: Mapping[Any, Any], external: bool) -> dict[Any, Any]:
     """A section of arguments in which the paths no longer depend on the working directory."""
     made: dict[Any, Any] = {}
     for key, value in section.items():
         if isinstance(value, Mapping):
-            made[key] = with_absolute_paths(value, foreign)
+            made[key] = with_absolute_paths(value, external)
         elif value is None:
             made[key] = None
         else:
             name = str(key).replace("-", "_")
-            made[key] = paths.absolute_value(name, value, foreign=foreign)
+            made[key] = paths.absolute_value(name, value, external=external)
     return made
 
 
 def read_specifics(
-    reader: Reader, data: Mapping[Any, Any], section: str, *, foreign: bool
+    reader: Reader, data: Mapping[Any, Any], section: str, *, external: bool
 ) -> dict[str, schema.Specific]:
     """``device_type_specific`` or ``node_specific``, by type or host."""
     parts = reader.mapping(data, section)
     return {
         str(name): _read(
-            reader, reader.mapping(parts, name, f"{section}."), f"{section}.{name}.", foreign
+            reader, reader.mapping(parts, name, f"{section}."), f"{section}.{name}.", external
         )
         for name in parts
     }
 
 
-def _read(reader: Reader, data: Mapping[Any, Any], prefix: str, foreign: bool) -> schema.Specific:
+def _read(reader: Reader, data: Mapping[Any, Any], prefix: str, external: bool) -> schema.Specific:
     found = reader.fields(schema.Specific, data, prefix, others=True)
     cmds = reader.mapping(data, "cmds", prefix)
     commands = reader.fields(schema.Commands, cmds, f"{prefix}cmds.")
@@ -65,7 +65,7 @@ def _read(reader: Reader, data: Mapping[Any, Any], prefix: str, foreign: bool) -
     # In sections or not, as a user likes.
     within = {k: as_words(v) for k, v in arguments.items() if _is_section(k, v)}
     arguments = as_words({**arguments, **within})
-    return schema.Specific(**found, **commands, arguments=with_absolute_paths(arguments, foreign))
+    return schema.Specific(**found, **commands, arguments=with_absolute_paths(arguments, external))
 
 
 def _is_section(name: Any, value: Any) -> bool:
@@ -88,21 +88,21 @@ def specific_problems(experiment: schema.Experiment) -> list[Problem]:
     for key, specific in specifics(experiment):
         problems += collisions(specific.arguments, f"{key}.")
         for path, name, value in leaves(specific.arguments, f"{key}."):
-            complaint = _complaint(name, value, experiment.task.foreign)
+            complaint = _complaint(name, value, experiment.task.external)
             if complaint:
                 problems.append(Problem(path, complaint))
     return [replace(p, where=experiment.sources.get(p.key)) for p in problems]
 
 
-def _complaint(name: str, value: Any, foreign: bool) -> str | None:
+def _complaint(name: str, value: Any, external: bool) -> str | None:
     if is_secret(name, value):
         return "looks like a secret, which a script and the process list would show"
-    if foreign:
+    if external:
         return None
     try:
-        folded = fold(name, value)
+        canonical = canonicalise(name, value)
     except ValueError as error:
         return str(error)
-    if folded is not None and folded[0] in SAME_EVERYWHERE:
+    if canonical is not None and canonical[0] in SAME_EVERYWHERE:
         return "has to be the same on every host of a job: give it in `train`"
     return None

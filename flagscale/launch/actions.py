@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NoReturn
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import HIDDEN, is_secret_name, redact, without_passwords
 from flagscale.errors import ConfigError, RunStateError
+from flagscale.hosts.names import compress
 from flagscale.launch import logs
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.folding import fold
-from flagscale.launch.preparing import Prepared, hosts_of, prepared, unasked_plan
+from flagscale.launch.preparing import Prepared, hosts_of, prepared, unprobed_plan
 from flagscale.launch.show import places
 from flagscale.launch.state import RunState, load_state
 
@@ -38,7 +38,7 @@ class Interrupted(KeyboardInterrupt):
 
 def dryrun(experiment: Experiment, options: Options) -> int:
     """Print the plan that ``run`` would start, and its scripts. Writes nothing."""
-    made = unasked_plan(experiment)
+    made = unprobed_plan(experiment)
     if options.json:
         print(json.dumps(made.to_json(), indent=2, ensure_ascii=False))
         return 0
@@ -110,12 +110,12 @@ def _refuse_if_alive(experiment: Experiment) -> None:
     living = [row.host for row in rows if row.phase in (Phase.STARTING, Phase.RUNNING)]
     if living:
         raise RunStateError(
-            f"run {state.run_id} of {state.name} is alive on {fold(living)}",
+            f"run {state.run_id} of {state.name} is alive on {compress(living)}",
             hint="stop it with action=stop, or give this one another experiment.exp_dir",
         )
     silent = [row.host for row in rows if row.phase is Phase.UNREACHABLE]
     if silent:
-        text = f"note: run {state.run_id} may still live on {fold(silent)}, which do not answer"
+        text = f"note: run {state.run_id} may still live on {compress(silent)}, which do not answer"
         print(text, file=sys.stderr)
 
 

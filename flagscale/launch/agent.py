@@ -27,13 +27,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch import files, processes
+from flagscale import files
+from flagscale.hosts import processes
+from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kills
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
 from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.attempt import Stage
 from flagscale.launch.liveness.coordinator import Coordinator, Notice, Phase, unreached
 from flagscale.launch.liveness.diagnosis import Failure
-from flagscale.launch.liveness.kernel import become_subreaper, die_with, out_of_memory_kills
 from flagscale.launch.liveness.leftovers import sweep_after_agent
 from flagscale.launch.liveness.member import Member
 from flagscale.launch.liveness.network import Client, Server

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flagscale.launch.files import read_json
+from flagscale.files import read_json
 from flagscale.launch.layout import LIVENESS_FILE
 from flagscale.launch.liveness.diagnosis import (
     End,
     Failure,
     Report,
+    Severity,
     TableEntry,
-    Weight,
     choose_rank,
     describe_code,
     first_of,
@@ -130,10 +130,10 @@ def _host_report(host: HostState, events: Mapping[int, Sequence[Event]]) -> Repo
         reason = f"before_start {how}; the job was not started"
         shown = last_lines(host.output)
         failure = Failure(host.name, None, ended.code, reason, shown, host.output)
-        return Report(failure, ended.ended, Weight.KILLED)
+        return Report(failure, ended.ended, Severity.KILLED)
     if ended.phase == "agent" and len(host.ranks) and not failed:
         what = describe_code(ended.code)
         reason = f"lost its agent, which ended with {what}; what it watched was ended too"
         failure = Failure(host.name, None, ended.code, reason, "", host.output)
-        return Report(failure, ended.ended, Weight.KILLED)
+        return Report(failure, ended.ended, Severity.KILLED)
     return host_report(host, events, End(ended.code, ended.ended, ended.out_of_memory_kills))

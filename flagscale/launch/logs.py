@@ -92,7 +92,7 @@ def _from_rank_files(state: RunState, rank: int | None) -> Iterator[str]:
 def follow(output: RunOutput, ended: Callable[[], bool], show: Callable[[str], None]) -> None:
     """Show lines as they come until ``ended``, then the rest. Polls: a run's files may lie on a
     file system that tells nobody of changes."""
-    from flagscale.launch.processes import wait_until
+    from flagscale.hosts.processes import wait_until
 
     def step() -> bool:
         over = ended()

@@ -23,8 +23,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from flagscale.hosts.kernel import die_with
 from flagscale.launch.liveness.coordinator import Notice
-from flagscale.launch.liveness.kernel import die_with
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
 from flagscale.status import RUN_ID_VARIABLE

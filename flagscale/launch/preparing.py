@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from flagscale.config.checks import check_world, notes
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
-from flagscale.launch.planning import ports
-from flagscale.launch.planning.backends import backend_problems
-from flagscale.launch.planning.hosts import (
+from flagscale.hosts.hostfile import (
     Host,
     choose_hosts,
     is_local_only,
     is_loopback,
     read_hostfile,
 )
+from flagscale.launch.planning import ports
+from flagscale.launch.planning.backends import backend_problems
 from flagscale.launch.planning.machines import remote_machines, this_machine, with_settings
 from flagscale.launch.planning.naming import idle_names, unknown_names
 from flagscale.launch.planning.per_host import settings
@@ -55,7 +55,7 @@ def hosts_of(experiment: Experiment) -> tuple[Host, ...]:
     return choose_hosts(runner.hostfile, runner.nnodes, runner.type)
 
 
-def unasked_plan(experiment: Experiment) -> LaunchPlan:
+def unprobed_plan(experiment: Experiment) -> LaunchPlan:
     """The plan as far as this machine can tell, without a word to any other."""
     hosts = hosts_of(experiment)
     if is_local_only(hosts):

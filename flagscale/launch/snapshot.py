@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from flagscale.launch import processes
+from flagscale.files import read_json
+from flagscale.hosts import processes
 from flagscale.launch.failures import (
     Failure,
     first_failure,
@@ -18,7 +19,6 @@ from flagscale.launch.failures import (
     job_record,
     last_lines,
 )
-from flagscale.launch.files import read_json
 from flagscale.launch.layout import latest_status
 from flagscale.launch.state import Exit, HostState, RunState
 from flagscale.status import Event, read_events, status_files
@@ -167,7 +167,7 @@ def take(
     events = reader.refresh()
     joined = [row.time for rows in events.values() for row in rows if row.event == "joined"]
     ranks_joined = reader.ranks("joined")
-    everybody = (state.foreign and not events) or len(ranks_joined) >= state.world_size
+    everybody = (state.external and not events) or len(ranks_joined) >= state.world_size
     rows = [
         _row(state, host, exits[host.rank], (seen or {}).get(host.rank), ranks_joined, everybody)
         for host in state.hosts

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from flagscale.errors import JobError
-from flagscale.launch import processes
+from flagscale.files import read_json
+from flagscale.hosts import processes
+from flagscale.hosts.names import compress
 from flagscale.launch.failures import Failure, first_failure, job_record, last_lines
-from flagscale.launch.files import read_json
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.folding import fold
 from flagscale.launch.runners.base import Runner, some
 from flagscale.launch.snapshot import EventReader
 from flagscale.launch.state import RunState
 
-FOREIGN_SECONDS = 3.0
+EXTERNAL_SECONDS = 3.0
 # torchrun needs a moment to see that a rank failed, and to write its table.
 _FAILURE_SECONDS = 5.0
 _SCAN_SECONDS = 0.25
@@ -42,7 +42,7 @@ _WAITED_FOR = {
 
 
 @dataclass
-class _Foreign:
+class _External:
     """Watches the rank processes of a program that reports nothing."""
 
     state: RunState
@@ -59,7 +59,7 @@ class _Foreign:
             self.since = None
         elif self.since is None:
             self.since = now
-        return self.since is not None and now - self.since >= FOREIGN_SECONDS
+        return self.since is not None and now - self.since >= EXTERNAL_SECONDS
 
 
 def wait_until_started(
@@ -85,10 +85,10 @@ class _Start:
         self._state = state
         self._runner = runner
         self._timeout = timeout
-        joining = wait_for == "joined" or (wait_for == "ready" and state.foreign)
+        joining = wait_for == "joined" or (wait_for == "ready" and state.external)
         self._wait_for = "joined" if joining else wait_for
         self._reader = EventReader(state.hosts)
-        self._foreign = _Foreign(state, runner)
+        self._foreign = _External(state, runner)
         self._began = self._attempt_began = time.monotonic()
         self._joined_at: float | None = None
         self._told_at = self._began
@@ -112,7 +112,7 @@ class _Start:
     def _seen(self) -> str:
         """What there is to say of a start that is as far as it is waited for; empty before."""
         world, events = self._state.world_size, self._reader.events
-        if self._state.foreign and not events and self._foreign.started():
+        if self._state.external and not events and self._foreign.started():
             return f"{world} rank process(es) are running"
         if len(self._reached("joined")) < world:
             return ""
@@ -247,7 +247,7 @@ def _half_ended(state: RunState, runner: Runner) -> NoReturn:
     ended = next((host for host in state.hosts if host.name in gone), state.hosts[0])
     runner.stop(state)
     raise JobError(
-        f"run {state.run_id}: the script ended on {fold(gone)} before every rank had joined. "
+        f"run {state.run_id}: the script ended on {compress(gone)} before every rank had joined. "
         f"The run was stopped\n{last_lines(ended.output)}\n  log: {ended.output}"
     )
 

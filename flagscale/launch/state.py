@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.errors import RunStateError
-from flagscale.launch import processes
-from flagscale.launch.files import make_private_directory, plain, read_json, write_json
+from flagscale.files import make_private_directory, plain, read_json, write_json
+from flagscale.hosts import processes
+from flagscale.hosts.processes import Process
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, Layout
-from flagscale.launch.planning.plan import HostPlan, LaunchPlan, SshPlace
-from flagscale.launch.processes import Process
+from flagscale.launch.planning.plan import Endpoint, HostPlan, LaunchPlan
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class HostState:
     start_ticks: int | None = None
     boot_id: str | None = None
     """Of the host at the start; None where the run's own holds: on this machine."""
-    ssh: SshPlace | None = None
+    ssh: Endpoint | None = None
     """How SSH reaches the host; None for this machine."""
 
     @property
@@ -101,7 +101,7 @@ class RunState:
     started: float
     boot_id: str
     world_size: int
-    foreign: bool
+    external: bool
     stop_grace: float
     hosts: tuple[HostState, ...] = ()
     stop_requested: float | None = field(default=None)
@@ -156,7 +156,7 @@ def load_state(path: Path) -> RunState | None:
 def _with_paths(record: dict[str, Any]) -> dict[str, Any]:
     read = {key: Path(value) if key in _PATHS else value for key, value in record.items()}
     ssh = record.get("ssh")
-    return {**read, "ssh": SshPlace(**ssh)} if ssh else read
+    return {**read, "ssh": Endpoint(**ssh)} if ssh else read
 
 
 def new_run_id() -> str:
@@ -173,7 +173,7 @@ def state_of(plan: LaunchPlan) -> RunState:
         started=round(time.time(), 3),
         boot_id=processes.boot_id(),
         world_size=plan.world_size,
-        foreign=plan.foreign,
+        external=plan.external,
         stop_grace=plan.stop_grace,
         hosts=tuple(_host_state(host) for host in plan.hosts),
         shared_fs=plan.shared_fs,

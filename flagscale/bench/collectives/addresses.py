@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from flagscale.bench.collectives.spec import Placement
 from flagscale.bench.host import Prepared, look_up
 from flagscale.errors import UnreachableError
-from flagscale.launch.planning.folding import fold
+from flagscale.hosts.names import compress
+from flagscale.hosts.ssh import SshConfig
 from flagscale.launch.planning.plan import meeting_address
-from flagscale.launch.transport import SshConfig
 
 
 def candidates(place: Placement) -> tuple[str, ...]:
@@ -49,8 +49,10 @@ def agreed(addresses: Sequence[str], prepared: Sequence[Prepared], names: Sequen
         ]
         if not lost and not itself:
             return address
-        complaints += [f"{address} means nothing on {fold(lost)}"] if lost else []
-        complaints += [f"{address} is {fold(itself)} itself on {fold(itself)}"] if itself else []
+        complaints += [f"{address} means nothing on {compress(lost)}"] if lost else []
+        complaints += (
+            [f"{address} is {compress(itself)} itself on {compress(itself)}"] if itself else []
+        )
     raise UnreachableError(
         f"nothing was measured: the ranks cannot meet on {names[0]}: {'; '.join(complaints)}",
         hint="give an address of it that every host reaches: --data-collector-host, or addr= in "

@@ -21,7 +21,7 @@ from flagscale.bench.spawn import spawn
 from flagscale.bench.starting import is_elsewhere, start_elsewhere
 from flagscale.bench.world import World, detect
 from flagscale.errors import ConfigError
-from flagscale.launch.door import guard
+from flagscale.guard import guard
 
 MODULE = "flagscale.bench.collectives"
 

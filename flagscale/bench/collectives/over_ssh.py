@@ -21,8 +21,8 @@ from flagscale.bench.collectives.spec import Placement
 from flagscale.bench.host import Order, Prepared
 from flagscale.bench.spawn import Share, handed_on, interruptible, python_path
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
-from flagscale.launch.remote.hosts import describe, require_all
-from flagscale.launch.transport import (
+from flagscale.hosts.reach import describe, require_all
+from flagscale.hosts.ssh import (
     Connection,
     DialOptions,
     Fleet,
@@ -31,7 +31,7 @@ from flagscale.launch.transport import (
     SshConfig,
     SshTarget,
 )
-from flagscale.launch.transport.files import RemoteFiles
+from flagscale.hosts.ssh.files import RemoteFiles
 
 # Longer than a host takes to end its own ranks, so that it can still say why.
 _GRACE_SECONDS = 12.0

@@ -10,8 +10,8 @@ from pathlib import Path
 from flagscale.bench.collectives.spec import Placement
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
-from flagscale.launch.planning.folding import expand
-from flagscale.launch.planning.hosts import Host, parse_hostfile
+from flagscale.hosts.hostfile import Host, parse_hostfile
+from flagscale.hosts.names import expand
 
 
 def at_least(flag: str, value: int | None, least: int) -> None:

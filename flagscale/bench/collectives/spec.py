@@ -13,7 +13,7 @@ from flagscale.bench.collectives.operations import Operation
 from flagscale.bench.collectives.statistics import Statistic
 from flagscale.comm.options import OptionValue, OptionValues
 from flagscale.errors import ConfigError
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts.hostfile import Host
 
 Format = Literal["nccom", "nccl-tests", "flagcx"]
 BandwidthUnit = Literal["GB", "GiB"]

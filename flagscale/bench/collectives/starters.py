@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from flagscale.bench.collectives.spec import Placement
 from flagscale.bench.spawn import call, handed_on, interruptible, show_log
 from flagscale.errors import ConfigError, UnreachableError
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts.hostfile import Host
 
 # With a value, or none: what says where to start must not start again over there.
 _STARTING = {

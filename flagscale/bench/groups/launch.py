@@ -20,7 +20,7 @@ from flagscale.bench.starting import is_elsewhere, start_elsewhere
 from flagscale.bench.world import World, detect
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
-from flagscale.launch.door import guard
+from flagscale.guard import guard
 
 MODULE = "flagscale.bench.groups"
 STUCK_SECONDS = 600.0

@@ -26,7 +26,7 @@ from flagscale.bench.pipeline.plan import (
 from flagscale.bench.spawn import spawn
 from flagscale.bench.world import detect
 from flagscale.errors import ConfigError
-from flagscale.launch.door import guard
+from flagscale.guard import guard
 
 _DESCRIPTION = """\
 Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. A block a rank is cut in k

@@ -48,10 +48,10 @@ def collisions(sections: Mapping[Any, Any], prefix: str = "") -> list[Problem]:
     return problems
 
 
-def flatten(sections: Mapping[str, Any], *, foreign: bool = False, prefix: str = "") -> list[str]:
+def flatten(sections: Mapping[str, Any], *, external: bool = False, prefix: str = "") -> list[str]:
     """The command line of nested sections, in their order.
 
-    ``foreign`` is for a training program that is not this project's: its own parser judges the
+    ``external`` is for a training program that is not this project's: its own parser judges the
     arguments. ``prefix`` is put in front of keys in messages. Raises ConfigError with every
     problem.
     """
@@ -59,7 +59,7 @@ def flatten(sections: Mapping[str, Any], *, foreign: bool = False, prefix: str =
     argv: list[str] = []
     for path, name, value in leaves(sections, prefix):
         try:
-            argv += _words(name, value, foreign)
+            argv += _words(name, value, external)
         except ValueError as error:
             problems.append(Problem(path, str(error)))
     if problems:
@@ -67,10 +67,10 @@ def flatten(sections: Mapping[str, Any], *, foreign: bool = False, prefix: str =
     return argv
 
 
-def _words(name: str, value: Any, foreign: bool) -> list[str]:
+def _words(name: str, value: Any, external: bool) -> list[str]:
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
-        return [flag] if value else _switched_off(name, foreign)
+        return [flag] if value else _switched_off(name, external)
     if isinstance(value, (list, tuple)):
         return [flag, *_items(value)]
     text = word(value)
@@ -79,13 +79,13 @@ def _words(name: str, value: Any, foreign: bool) -> list[str]:
     return [f"{flag}={text}"] if dashed else [flag, text]
 
 
-def _switched_off(name: str, foreign: bool) -> list[str]:
+def _switched_off(name: str, external: bool) -> list[str]:
     found = lookup(name)
     if found is None or found[0].kind != "bool":
         return []
     default = found[0].default
     has_switch = default is True and name not in _NO_OFF_SWITCH
-    needed = has_switch if foreign else default is not False
+    needed = has_switch if external else default is not False
     return ["--no-" + name.replace("_", "-")] if needed else []
 
 

@@ -38,7 +38,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
     """The arguments of ``argv`` (the process's own without it).
 
     Every argument of the registry is an attribute in snake case: its given value or its default.
-    Aliases are folded into the argument they stand for. ``many`` arguments are lists, or None.
+    Aliases are canonical into the argument they stand for. ``many`` arguments are lists, or None.
     Of a flag given twice the last counts. ``--help`` prints all arguments and exits.
 
     Raises ConfigError with every problem: unknown flags, wrong types and values, two spellings of
@@ -120,7 +120,7 @@ def _value(argument: Argument, words: tuple[str, ...]) -> Any:
     return convert(argument, words[0])
 
 
-def fold(name: str, value: Any) -> tuple[str, Any] | None:
+def canonicalise(name: str, value: Any) -> tuple[str, Any] | None:
     """The argument and the value that a name with a YAML value stands for.
 
     None when it has no effect. Raises ValueError for an unknown name or an unfit value.

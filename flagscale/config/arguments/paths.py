@@ -95,10 +95,10 @@ def prefixes(value: Any) -> list[str]:
     return [word for word in blend(value) if not is_weight(word)]
 
 
-def absolute_value(name: str, value: Any, *, foreign: bool) -> Any:
+def absolute_value(name: str, value: Any, *, external: bool) -> Any:
     """An argument's value with its paths made absolute; other arguments' values as they are.
 
-    A foreign program may take a tokenizer's name for a path, so there only what exists changes.
+    A external program may take a tokenizer's name for a path, so there only what exists changes.
     """
     if name in DATA:
         if not _is_blend(value):
@@ -110,7 +110,7 @@ def absolute_value(name: str, value: Any, *, foreign: bool) -> Any:
         return value
     if name in WRITTEN:
         return _absolute(value)
-    if name in TOKENIZER and (not foreign or Path(value).exists()):
+    if name in TOKENIZER and (not external or Path(value).exists()):
         return _absolute(value)
     return value
 

@@ -10,9 +10,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
-from flagscale.launch import processes
-from flagscale.launch.liveness import kernel
-from flagscale.launch.processes import Process
+from flagscale.hosts import kernel, processes
+from flagscale.hosts.processes import Process
 
 # How long after the order to end ranks are still looked for: torchrun may be starting them.
 TELL_SECONDS = 1.0

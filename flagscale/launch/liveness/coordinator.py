@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from flagscale.launch.liveness.diagnosis import Failure, Report, Weight, first_of
+from flagscale.launch.liveness.diagnosis import Failure, Report, Severity, first_of
 from flagscale.launch.liveness.policy import Policy
 from flagscale.launch.liveness.protocol import Message
 from flagscale.launch.liveness.stall import Place, stalled_report
@@ -117,7 +117,7 @@ class Coordinator:
         self._dumped_at: float | None = None
         self._fruitful = False
         self._reports_status = False
-        self._barren = 0
+        self._never_joined = 0
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Coordinator:
         if self.phase is Phase.STOPPING:
             return
         failure = Failure(host.name, None, None, reason, "", self.policy.output)
-        self._reports.append(Report(failure, moment, Weight.LOST))
+        self._reports.append(Report(failure, moment, Severity.LOST))
         self._choose()
         self._fail()
 
@@ -290,7 +290,7 @@ class Coordinator:
         host = min(alive, key=lambda host: host.joined - host.nproc)
         reason = f"has ranks that did not join within {self.policy.start_timeout:g} s of a restart"
         failure = Failure(host.name, None, None, reason, "", self.policy.output)
-        self._reports.append(Report(failure, now, Weight.UNNAMED))
+        self._reports.append(Report(failure, now, Severity.UNNAMED))
         self._choose()
         self._fail()
 
@@ -332,13 +332,13 @@ class Coordinator:
     def _may_restart(self) -> bool:
         """Whether another attempt is left and makes sense: not where a host is lost, and not
         where the job has never got as far as joining, or twice in a row not."""
-        self._barren = 0 if self._fruitful else self._barren + 1
-        first_was_barren = self._barren > 0 and self._barren == self.attempt + 1
+        self._never_joined = 0 if self._fruitful else self._never_joined + 1
+        first_never_joined = self._never_joined > 0 and self._never_joined == self.attempt + 1
         return (
             self.attempt + 1 < self.policy.attempts
             and not any(host.lost for host in self.hosts)
-            and not first_was_barren
-            and self._barren < 2
+            and not first_never_joined
+            and self._never_joined < 2
         )
 
     def _start(self, now: float) -> None:

@@ -48,7 +48,7 @@ _PEER_WORDS = re.compile(
 )
 
 
-class Weight(IntEnum):
+class Severity(IntEnum):
     """How much a report says about the cause; the least is believed."""
 
     KILLED = 0
@@ -116,10 +116,10 @@ class Report:
 
     failure: Failure
     time: float
-    weight: Weight
+    severity: Severity
 
     def to_record(self) -> dict[str, Any]:
-        return {**self.failure.to_record(), "time": self.time, "weight": int(self.weight)}
+        return {**self.failure.to_record(), "time": self.time, "severity": int(self.severity)}
 
     @classmethod
     def from_record(cls, record: object) -> Report | None:
@@ -127,7 +127,7 @@ class Report:
         if failure is None or not isinstance(record, Mapping):
             return None
         try:
-            return cls(failure, float(record["time"]), Weight(int(record["weight"])))
+            return cls(failure, float(record["time"]), Severity(int(record["severity"])))
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -136,12 +136,12 @@ def first_of(reports: Iterable[Report]) -> Report | None:
     """The report of the cause: no consequence if there is anything else, and of those of about
     the same moment the one that says most."""
     known = list(reports)
-    named = [report for report in known if report.weight < Weight.CONSEQUENCE] or known
+    named = [report for report in known if report.severity < Severity.CONSEQUENCE] or known
     if not named:
         return None
     first = min(report.time for report in named)
     same_moment = [report for report in named if report.time - first <= SAME_MOMENT_SECONDS]
-    return min(same_moment, key=lambda report: (report.weight, report.time))
+    return min(same_moment, key=lambda report: (report.severity, report.time))
 
 
 class HostFiles(Protocol):
@@ -233,8 +233,10 @@ def host_report(
     what = "the job" if started else "torchrun"
     reason = f"{what} ended with {describe_code(end.code)}; no rank said why"
     shown = last_lines(host.output, start=output_start)
-    weight = Weight.KILLED if end.code == 128 + signal.SIGKILL else Weight.UNNAMED
-    return Report(Failure(host.name, None, end.code, reason, shown, host.output), end.time, weight)
+    severity = Severity.KILLED if end.code == 128 + signal.SIGKILL else Severity.UNNAMED
+    return Report(
+        Failure(host.name, None, end.code, reason, shown, host.output), end.time, severity
+    )
 
 
 def choose_rank(table: Sequence[TableEntry], failed: Mapping[int, Event]) -> int | None:
@@ -273,8 +275,8 @@ def _rank_report(
         # Where the message says what to do, the traceback would only hide it.
         trace = "" if event.get("explained") else str(event.get("traceback", ""))
         failure = Failure(host.name, rank, code, _reason(event, code), trace, log)
-        weight = Weight.CONSEQUENCE if lost_a_peer(event) else Weight.FAILED
-        return Report(failure, event.time, weight)
+        severity = Severity.CONSEQUENCE if lost_a_peer(event) else Severity.FAILED
+        return Report(failure, event.time, severity)
     reason = f"ended with {describe_code(code)}" if code is not None else "failed"
     if code == -signal.SIGKILL:
         reason += f": {_explain_kill(end.out_of_memory_kills if end else None)}"
@@ -294,12 +296,12 @@ def _reason(event: Event, code: int | None) -> str:
     return f"{reason}\n{others}" if others else reason
 
 
-def _weight(code: int | None) -> Weight:
+def _weight(code: int | None) -> Severity:
     if code is not None and -code in _CAUSES:
-        return Weight.KILLED
+        return Severity.KILLED
     if code in (-signal.SIGTERM, -signal.SIGABRT):
-        return Weight.CONSEQUENCE
-    return Weight.FAILED
+        return Severity.CONSEQUENCE
+    return Severity.FAILED
 
 
 def _explain_kill(kills: int | None) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flagscale.launch import processes
+from flagscale.hosts import processes
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE
 from flagscale.launch.liveness.telling import keep
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch import files
+from flagscale import files
+from flagscale.hosts.kernel import out_of_memory_kills
 from flagscale.launch.layout import status_directory
 from flagscale.launch.liveness.attempt import Attempt, Stage
-from flagscale.launch.liveness.diagnosis import End, Failure, Report, Weight, host_report
-from flagscale.launch.liveness.kernel import out_of_memory_kills
+from flagscale.launch.liveness.diagnosis import End, Failure, Report, Severity, host_report
 from flagscale.launch.liveness.protocol import Message
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
@@ -178,7 +178,7 @@ class Member:
         }
         end = End(attempt.code, attempt.ended_at, counted, attempt.killed, late)
         report = host_report(self.host, events, end, output_start=self._output_start)
-        if report is not None and attempt.ending and report.weight >= Weight.UNNAMED:
+        if report is not None and attempt.ending and report.severity >= Severity.UNNAMED:
             return None
         return _short(report)
 
@@ -264,7 +264,7 @@ def _short(report: Report | None) -> Report | None:
     shortened = Failure(
         failure.host, failure.rank, failure.exit_code, failure.reason[:4000], trace, failure.log
     )
-    return Report(shortened, report.time, report.weight)
+    return Report(shortened, report.time, report.severity)
 
 
 def _size(path: Path) -> int:

@@ -1,7 +1,7 @@
 """The sockets of the coordinator and of the agents that talk to it. Nothing here waits.
 
-A stranger at the port learns a random number and nothing else: whoever does not prove within a few
-seconds that it knows the run's secret is hung up on, and no more than a few may try at once.
+An unauthenticated peer learns a random number and nothing else: whoever does not prove within a
+few seconds that it knows the run's secret is hung up on, and no more than a few may try at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 from flagscale.launch.liveness.protocol import Channel, Message, ProtocolError
 
 ADMISSION_SECONDS = 5.0
-MAX_STRANGERS = 64
-MAX_STRANGER_BYTES = 256
+MAX_UNAUTHENTICATED = 64
+MAX_UNAUTHENTICATED_BYTES = 256
 FIRST_RETRY_SECONDS = 0.1
 RETRY_SECONDS = 1.0
 _READ_BYTES = 1 << 16
@@ -45,7 +45,7 @@ class Connection:
             while data := self.socket.recv(_READ_BYTES):
                 self._received += len(data)
                 messages += self.channel.receive(data)
-                if not self.channel.ready and self._received > MAX_STRANGER_BYTES:
+                if not self.channel.ready and self._received > MAX_UNAUTHENTICATED_BYTES:
                     break
             self.close()
         except BlockingIOError:
@@ -132,9 +132,9 @@ class Server:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     return
                 raise
-            strangers = [c for c in self._connections if not c.channel.ready]
-            if len(strangers) >= MAX_STRANGERS:
-                strangers[0].close()
+            unauthenticated = [c for c in self._connections if not c.channel.ready]
+            if len(unauthenticated) >= MAX_UNAUTHENTICATED:
+                unauthenticated[0].close()
                 self._forget()
             connection = Connection(sock, Channel(self._secret, server=True))
             self._connections.append(connection)

@@ -13,7 +13,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from flagscale.launch.files import make_private_directory, write_atomic
+from flagscale.files import make_private_directory, write_atomic
 
 VARIABLE = "FLAGSCALE_RUN_SECRET"
 FILE = "secret"

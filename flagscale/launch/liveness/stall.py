@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch.liveness.diagnosis import Failure, Report, Weight
+from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
 
 MAX_STACK_CHARACTERS = 4000
 # In a stack: this rank is in a collective or at a barrier, so it waits for another one.
@@ -76,7 +76,7 @@ def stalled_report(places: Sequence[Place], seconds: float, host: str, output: P
     place = behind(places)
     if place is None:
         reason = f"stalled: no rank has got on for {seconds:.0f} s"
-        return Report(Failure(host, None, None, reason, "", output), 0.0, Weight.KILLED)
+        return Report(Failure(host, None, None, reason, "", output), 0.0, Severity.KILLED)
     at = f" {place.doing}" if place.doing else ""
     at += f" at step {place.step}" if place.step is not None else ""
     reason = f"stalled: no rank has got on for {seconds:.0f} s, and this one is behind{at}"
@@ -85,4 +85,4 @@ def stalled_report(places: Sequence[Place], seconds: float, host: str, output: P
     elif not place.answered:
         reason += "; it did not say where it is"
     failure = Failure(place.host, place.rank, None, reason, place.stack, Path(place.log))
-    return Report(failure, 0.0, Weight.KILLED)
+    return Report(failure, 0.0, Severity.KILLED)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch.files import write_json
+from flagscale.files import write_json
 
 
 def say(text: str) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flagscale.launch import processes
-from flagscale.launch.liveness import kernel
+from flagscale.hosts import kernel, processes
+from flagscale.hosts.processes import Process
 from flagscale.launch.liveness.diagnosis import rank_log
 from flagscale.launch.liveness.stall import MAX_STACK_CHARACTERS, Place
-from flagscale.launch.processes import Process
 from flagscale.status import BUSY, Event, read_events, read_place, status_files
 
 STACK_SIGNAL = signal.SIGUSR2

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flagscale.comm import registry
 from flagscale.config.arguments.backend_options import NAME as OPTIONS
 from flagscale.config.arguments.flatten import leaves
-from flagscale.config.arguments.parser import fold
+from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.config.specifics import specifics
@@ -21,7 +21,7 @@ def chooses_here(experiment: Experiment) -> bool:
     """Whether the program takes its backend from :mod:`flagscale.comm.registry`: this project's
     own and its examples do, another's has a parser and a choice of its own."""
     task = experiment.task
-    return not task.foreign or task.entrypoint.is_relative_to(_OWN_EXAMPLES)
+    return not task.external or task.entrypoint.is_relative_to(_OWN_EXAMPLES)
 
 
 def backend_problems(experiment: Experiment) -> list[Problem]:
@@ -53,9 +53,9 @@ def _specific_problems(experiment: Experiment, name: str) -> Iterator[Problem]:
     for key, specific in specifics(experiment):
         for path, leaf, value in leaves(specific.arguments, f"{key}."):
             try:
-                folded = fold(leaf, value)
+                canonical = canonicalise(leaf, value)
             except ValueError:
                 continue  # reported when the YAML was read
-            if folded is not None and folded[0] == OPTIONS:
-                for text in _complaints(name, folded[1]):
+            if canonical is not None and canonical[0] == OPTIONS:
+                for text in _complaints(name, canonical[1]):
                     yield Problem(path, text, experiment.sources.get(path))

@@ -10,8 +10,8 @@ from pathlib import Path
 from flagscale.config.schema import Experiment
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.liveness import secret
-from flagscale.launch.planning.hosts import Host
 from flagscale.status import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flagscale.config.schema import PROJECT, Experiment
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning import devices
-from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.per_host import Settings, settings
 from flagscale.launch.planning.plan import Machine
 
 if TYPE_CHECKING:
-    from flagscale.launch.remote.facts import Facts
+    from flagscale.hosts.facts import Facts
 
 
 def this_machine() -> Machine:

@@ -9,8 +9,8 @@ from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
 from flagscale.config.sources import place_of
 from flagscale.config.yaml_file import short
 from flagscale.errors import Problem
-from flagscale.launch.planning.folding import fold
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts.hostfile import Host
+from flagscale.hosts.names import compress
 
 
 def unknown_names(experiment: Experiment, listed: Sequence[Host]) -> list[Problem]:
@@ -23,7 +23,7 @@ def unknown_names(experiment: Experiment, listed: Sequence[Host]) -> list[Proble
     problems = []
     for key, name, by_type in _unmatched(experiment, types, names):
         known, what = (types, "type") if by_type else (names, "name")
-        there = f"it has {fold(known)}" if known else "its lines have no type="
+        there = f"it has {compress(known)}" if known else "its lines have no type="
         near = did_you_mean(name, known) or f"; {there}"
         message = f"no host in {where} has this {what}{near}"
         problems.append(Problem(key, message, place_of(experiment.sources, key)))
@@ -38,7 +38,7 @@ def idle_names(experiment: Experiment, names: Sequence[str]) -> str:
         return ""
     return (
         f"{', '.join(keys)}: not used, since without experiment.runner.hostfile the only host is "
-        f"{fold(names)}, of no type"
+        f"{compress(names)}, of no type"
     )
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flagscale.config.arguments.parser import fold
+from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.schema import PROJECT, Experiment, Specific
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts.hostfile import Host
 
 # The sections of `train` that hold what a layer adds, and that no YAML can name.
 _ADDED = "specific"
@@ -152,10 +152,10 @@ def _sections(section: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _meaning(name: str, value: Any) -> str:
     """The argument that a name stands for: its own, or an alias's target."""
     try:
-        folded = fold(name, value) if value is not None else None
+        canonical = canonicalise(name, value) if value is not None else None
     except ValueError:
-        folded = None
-    return folded[0] if folded is not None else name
+        canonical = None
+    return canonical[0] if canonical is not None else name
 
 
 def rebased(path: Path, project: Path) -> Path:

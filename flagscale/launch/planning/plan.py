@@ -16,11 +16,11 @@ from flagscale.config.arguments.flatten import flatten, leaves
 from flagscale.config.schema import Experiment, Runner
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
-from flagscale.launch.files import plain
+from flagscale.files import plain
+from flagscale.hosts.hostfile import Host, count_ranks
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launch.planning import devices
 from flagscale.launch.planning.environment import EnvValue, build_environment
-from flagscale.launch.planning.hosts import Host, count_ranks
 from flagscale.launch.planning.per_host import rebased, settings
 from flagscale.launch.planning.supervision import supervised
 
@@ -46,7 +46,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class SshPlace:
+class Endpoint:
     """How SSH reaches a host where that differs from the user's SSH configuration."""
 
     user: str | None = None
@@ -79,9 +79,9 @@ class HostPlan:
     after_stop: str = ""
     origins: tuple[tuple[str, str], ...] = ()
     """What this host's type or name changed: dotted key and value."""
-    ssh: SshPlace | None = None
+    ssh: Endpoint | None = None
     """How SSH reaches it; None for this machine."""
-    unasked: bool = False
+    unprobed: bool = False
     """Whether its script has to find out by itself what the host is like."""
 
     @property
@@ -100,7 +100,7 @@ class LaunchPlan:
     master_addr: str
     master_port: int
     hosts: tuple[HostPlan, ...]
-    foreign: bool
+    external: bool
     """Whether the program may not be ours, and so may report no status."""
     start_timeout: float
     stop_grace: float
@@ -153,7 +153,7 @@ def plan(
         master_addr=master_address(runner, hosts),
         master_port=master_port,
         hosts=(),
-        foreign=experiment.task.foreign,
+        external=experiment.task.external,
         start_timeout=runner.start_timeout,
         stop_grace=runner.stop_grace,
         shared_fs=not (over_ssh and runner.no_shared_fs),
@@ -164,7 +164,7 @@ def plan(
         nproc = ranks_of(experiment, host, machine)
         first = sum(before.nproc for before in planned)
         made = _plan_host(draft, experiment, machine, host, (rank, nproc, first))
-        place = SshPlace(host.user, host.port or runner.ssh_port, host.proxy)
+        place = Endpoint(host.user, host.port or runner.ssh_port, host.proxy)
         planned.append(replace(made, ssh=place) if over_ssh else made)
     whole = replace(draft, hosts=tuple(_with_node_count(planned)))
     return supervised(whole, runner, run_secret)
@@ -226,7 +226,7 @@ def program_arguments(
         raise ConfigError(problems, hint="give it as an environment variable: experiment.envs")
     directories = unnamed_directories(layout, sections)
     arguments = flatten(
-        {**sections, "directories": directories}, foreign=experiment.task.foreign, prefix="train."
+        {**sections, "directories": directories}, external=experiment.task.external, prefix="train."
     )
     return (str(rebased(experiment.task.entrypoint, project)), *arguments)
 
@@ -299,7 +299,7 @@ def _plan_host(
         before_start=own.commands_before,
         after_stop=own.after_stop,
         origins=own.origins,
-        unasked=machine.cpus is None,
+        unprobed=machine.cpus is None,
     )
 
 

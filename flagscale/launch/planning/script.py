@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from flagscale import __version__
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
-from flagscale.launch.planning import unasked
+from flagscale.launch.planning import unprobed
 from flagscale.launch.planning.environment import EnvValue
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan
 from flagscale.launch.planning.supervision import AGENT_SECRETS
@@ -214,7 +214,7 @@ def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
         yield from _hide(secret)
     yield ""
     yield "# experiment.cmds, verbatim."
-    looks = unasked.text(plan, host)
+    looks = unprobed.text(plan, host)
     yield from _verbatim("before_start", "\n".join(filter(None, (host.before_start, looks))))
     yield from _verbatim("after_stop", host.after_stop)
     yield ""

@@ -12,12 +12,12 @@ from typing import Any
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.config.secrets import is_secret
+from flagscale.hosts import probe
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.backends import chooses_here
 from flagscale.launch.planning.devices import hidden
-from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.per_host import Settings
 from flagscale.launch.preflight.local import Check
-from flagscale.launch.remote import probe
 
 CHECK = "communication"
 _WITH_TORCH = ("auto", "nccl", "gloo")

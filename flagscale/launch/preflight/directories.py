@@ -13,11 +13,11 @@ from pathlib import Path
 from flagscale.config.arguments import paths, rules
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
+from flagscale.hosts.place import NOT_WRITABLE, Place, look
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.per_host import Settings
 from flagscale.launch.planning.plan import LaunchPlan, unnamed_directories
 from flagscale.launch.preflight.local import Check, check_space
-from flagscale.launch.remote.place import NOT_WRITABLE, Place, look
 
 _CACHE = "data_cache_path"
 
@@ -35,8 +35,8 @@ class Wanted:
 
 def wanted(experiment: Experiment, layout: Layout, own: Settings, *, first: bool) -> Wanted:
     """What a host with these settings uses; the rank that reports is on the ``first``. Nothing is
-    known of a foreign program, which may give the arguments another meaning."""
-    if experiment.task.foreign:
+    known of a external program, which may give the arguments another meaning."""
+    if experiment.task.external:
         return Wanted()
     args = Arguments.of_sections(own.sections, experiment.sources)
     values = {**args.values(), **unnamed_directories(layout, own.sections)}

@@ -11,7 +11,10 @@ from dataclasses import replace
 
 from flagscale.config.schema import Experiment
 from flagscale.errors import FlagscaleError, UnreachableError
-from flagscale.launch.planning.folding import fold
+from flagscale.hosts.facts import Facts, packages_of
+from flagscale.hosts.names import compress
+from flagscale.hosts.python_world import World
+from flagscale.hosts.reach import describe
 from flagscale.launch.planning.per_host import settings
 from flagscale.launch.planning.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
 from flagscale.launch.preflight import backend, directories
@@ -22,9 +25,6 @@ from flagscale.launch.preflight.local import (
     port_origin,
 )
 from flagscale.launch.preflight.survey import Survey, syncs
-from flagscale.launch.remote.facts import Facts, packages_of
-from flagscale.launch.remote.hosts import describe
-from flagscale.launch.remote.world import World
 
 _SKEW_FAILS = 30.0
 _SKEW_WARNS = 2.0
@@ -76,7 +76,7 @@ def _folded(rows: list[tuple[str, Check]]) -> Iterator[Check]:
     for name, check in rows:
         groups.setdefault(check, []).append(name)
     for check, names in groups.items():
-        yield replace(check, hosts=fold(names))
+        yield replace(check, hosts=compress(names))
 
 
 def _reachable(found: Survey) -> Iterator[Check]:
@@ -86,12 +86,12 @@ def _reachable(found: Survey) -> Iterator[Check]:
         groups.setdefault((summary, error.hint or ""), []).append(rank)
     for (_, hint), ranks in groups.items():
         errors: Mapping[int, FlagscaleError] = {rank: found.errors[rank] for rank in ranks}
-        names = fold(found.names[rank] for rank in ranks)
+        names = compress(found.names[rank] for rank in ranks)
         # Names are a column of their own.
         text = describe(errors, found.names).splitlines()[0].removeprefix(f"{names}: ")
         yield Check(REACHABLE, False, text, hint, hosts=names)
     if found.facts:
-        names = fold(found.names[rank] for rank in sorted(found.facts))
+        names = compress(found.names[rank] for rank in sorted(found.facts))
         yield Check(REACHABLE, True, f"{len(found.facts)} host(s)", hosts=names)
 
 

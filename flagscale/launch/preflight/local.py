@@ -109,7 +109,7 @@ def _wandb(experiment: Experiment) -> Iterator[Check]:
     wanted = any(
         name == "wandb_project" and value for _, name, value in leaves(experiment.train.sections())
     )
-    if wanted and not experiment.task.foreign:
+    if wanted and not experiment.task.external:
         yield _package("wandb", "pip install wandb, or remove wandb_project")
 
 
@@ -118,7 +118,7 @@ def _backend(experiment: Experiment, machine: Machine) -> Check:
     name, directory = "training backend", machine.project / BACKEND_DIRECTORY
     if (directory / "megatron" / "core").is_dir():
         return Check(name, True, str(directory))
-    if experiment.task.foreign:
+    if experiment.task.external:
         return Check(name, True, "not adapted; the entrypoint is not this project's own")
     hint = "run: python tools/patch/unpatch.py --backend Megatron-LM"
     return Check(name, False, f"there is no adapted Megatron-LM in {directory}", hint)

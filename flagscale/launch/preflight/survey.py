@@ -10,18 +10,18 @@ from flagscale.config.arguments import paths
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import ConfigError, FlagscaleError, Problem
+from flagscale.hosts import facts as asking
+from flagscale.hosts import probe
+from flagscale.hosts.facts import Facts, Need, Question
+from flagscale.hosts.hostfile import Host
+from flagscale.hosts.reach import Hosts, require_all
+from flagscale.hosts.ssh import Connection
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.machines import remote_machines
 from flagscale.launch.planning.per_host import Settings, rebased, settings
-from flagscale.launch.planning.plan import LaunchPlan, SshPlace, master_address, plan, wanted_port
+from flagscale.launch.planning.plan import Endpoint, LaunchPlan, master_address, plan, wanted_port
 from flagscale.launch.planning.supervision import liveness_port
 from flagscale.launch.preflight import backend, directories
-from flagscale.launch.remote import facts as asking
-from flagscale.launch.remote import probe
-from flagscale.launch.remote.facts import Facts, Need, Question
-from flagscale.launch.remote.hosts import Hosts, require_all
-from flagscale.launch.transport import Connection
 
 
 @dataclass
@@ -43,7 +43,7 @@ def connect(experiment: Experiment, hosts: Sequence[Host]) -> Hosts:
     """The hosts, to be connected to when they are first asked."""
     runner = experiment.runner
     places = [
-        (host.name, SshPlace(host.user, host.port or runner.ssh_port, host.proxy)) for host in hosts
+        (host.name, Endpoint(host.user, host.port or runner.ssh_port, host.proxy)) for host in hosts
     ]
     return Hosts(places, runner.ssh_config)
 
@@ -79,7 +79,7 @@ def survey(
 def sync(experiment: Experiment, found: Survey, connections: Hosts) -> int:
     """Copy the code to every host whose code differs, where the runner is to do that; how many
     hosts it was copied to."""
-    from flagscale.launch.remote import code
+    from flagscale.launch.runners.programs import code
 
     if not syncs(experiment):
         return 0
@@ -145,7 +145,7 @@ def _python(own: Settings) -> str:
 
 def _need(experiment: Experiment, host: Host, own: Settings, fresh: bool, *, first: bool) -> Need:
     project = own.build_dir or PROJECT
-    reads = [] if experiment.task.foreign else list(leaves(own.sections))
+    reads = [] if experiment.task.external else list(leaves(own.sections))
     needed = [path for _, name, value in reads for path in paths.needed(name, value)]
     program = experiment.task.entrypoint
     if not (syncs(experiment) and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
-from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.hosts.names import compress
+from flagscale.hosts.processes import Swept
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.folding import fold
 from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.processes import Swept
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import HostState, RunState
 
@@ -154,10 +154,10 @@ def cost(state: RunState, stopped: Stopped, since: float) -> str:
     }
     who = []
     if ranks:
-        hosts = fold(host for host, killed in stopped.killed.items() if killed)
+        hosts = compress(host for host, killed in stopped.killed.items() if killed)
         who.append(f"rank{'s' if ranks[1:] else ''} {some(ranks)} on {hosts}")
     if others:
-        who.append(f"{sum(others.values())} process(es) on {fold(others)}")
+        who.append(f"{sum(others.values())} process(es) on {compress(others)}")
     if not who:
         return ""
     were = "was" if len(ranks) == 1 and not others else "were"
@@ -175,7 +175,7 @@ def _saved(state: RunState, since: float) -> str:
     if steps:
         return f"the checkpoint of step {steps[-1]} was saved on the way"
     # Only the project's own program is known to tell of every checkpoint.
-    return "what was not saved is lost" if state.foreign else "no checkpoint was saved on the way"
+    return "what was not saved is lost" if state.external else "no checkpoint was saved on the way"
 
 
 def keep_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:

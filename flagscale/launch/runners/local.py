@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from flagscale.errors import RunStateError
-from flagscale.launch import agent, logs, processes, snapshot
-from flagscale.launch.files import make_private_directory, write_atomic
+from flagscale.files import make_private_directory, write_atomic
+from flagscale.hosts import processes
+from flagscale.hosts.processes import Swept
+from flagscale.launch import agent, logs, snapshot
 from flagscale.launch.layout import OLD_OUTPUT_FILE
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan
 from flagscale.launch.planning.script import render
-from flagscale.launch.processes import Swept
 from flagscale.launch.runners.base import Stopped, keep_plan, killed_ranks, record_stop
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import (

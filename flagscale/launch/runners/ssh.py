@@ -1,8 +1,8 @@
 """Runs a plan on other machines, reached by SSH: one connection and one command a host an action.
 
 The files of a run are read on this machine: where they are shared they lie here, and where they
-are not each look brings what is new, see :mod:`flagscale.launch.remote.look`. What SSH alone can
-tell is whether anything of the run lives.
+are not each look brings what is new, see :mod:`.programs.look`. What SSH alone
+can tell is whether anything of the run lives.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from flagscale.errors import FlagscaleError, UnreachableError
+from flagscale.files import make_private_directory, write_atomic
+from flagscale.hosts.processes import Process, Swept
+from flagscale.hosts.reach import Hosts, describe
+from flagscale.hosts.ssh import Connection
 from flagscale.launch import logs, snapshot
 from flagscale.launch.failures import first_failure
-from flagscale.launch.files import make_private_directory, write_atomic
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
-from flagscale.launch.planning.plan import LaunchPlan, SshPlace
+from flagscale.launch.planning.plan import Endpoint, LaunchPlan
 from flagscale.launch.planning.script import render
-from flagscale.launch.processes import Process, Swept
-from flagscale.launch.remote import look as looking
-from flagscale.launch.remote import start, stop
-from flagscale.launch.remote.hosts import Hosts, describe
-from flagscale.launch.remote.look import Look, Wish
 from flagscale.launch.runners.base import Stopped, keep_plan, killed_ranks, record_stop
+from flagscale.launch.runners.programs import look as looking
+from flagscale.launch.runners.programs import start, stop
+from flagscale.launch.runners.programs.look import Look, Wish
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import RunState, load_state, start_lock, state_of, with_process
-from flagscale.launch.transport import Connection
 
 # Between looks at hosts that nobody asked for; more hosts are looked at less often.
 _PAUSE_SECONDS = 1.0
@@ -266,6 +266,6 @@ class SshRunner:
 
     def _reach(self, state: RunState) -> Hosts:
         if self._hosts is None:
-            places = [(host.name, host.ssh or SshPlace()) for host in state.hosts]
+            places = [(host.name, host.ssh or Endpoint()) for host in state.hosts]
             self._hosts = Hosts(places, state.ssh_config)
         return self._hosts

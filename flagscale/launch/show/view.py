@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flagscale.launch.planning.folding import fold
+from flagscale.hosts.names import compress
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan
 from flagscale.launch.planning.script import render
 from flagscale.launch.preflight.local import Check
@@ -77,7 +77,7 @@ def _table(snapshot: Snapshot, with_lines: bool) -> Table:
     figures = [_figures(snapshot, rows[0]) for rows in groups]
     # A column that tells nothing, such as the memory of a CPU, takes no room from the others.
     told = [i for i in range(len(_FIGURES)) if any(cells[i] for cells in figures)]
-    longest = max((len(fold(row.host for row in rows)) for rows in groups), default=0)
+    longest = max((len(compress(row.host for row in rows)) for rows in groups), default=0)
     table.add_column("host", min_width=min(longest, _HOST_WIDTH))
     for heading in ("state", "since", "ranks", *(_FIGURES[i] for i in told)):
         table.add_column(heading, justify="left" if heading == "state" else "right", no_wrap=True)
@@ -94,7 +94,7 @@ def _table(snapshot: Snapshot, with_lines: bool) -> Table:
 def _below(snapshot: Snapshot) -> list[Text]:
     below = [Text(f"warning: {message}", "yellow") for message in snapshot.warnings]
     below += [
-        Text(f"{fold(row.host for row in rows)}: {rows[0].trouble}", "bold red")
+        Text(f"{compress(row.host for row in rows)}: {rows[0].trouble}", "bold red")
         for rows in _equal_rows(snapshot.hosts)
         if rows[0].trouble
     ]
@@ -116,7 +116,7 @@ def _host_cells(snapshot: Snapshot, rows: Sequence[HostRow]) -> tuple[Text, Text
     phase = rows[0].phase
     ranks, joined = sum(row.ranks for row in rows), sum(row.joined for row in rows)
     shown = f"{joined}/{ranks}" if phase is Phase.STARTING else f"{ranks}"
-    names = Text(fold(row.host for row in rows))
+    names = Text(compress(row.host for row in rows))
     return names, Text(phase.value, _STYLES[phase]), _clock(snapshot.since), shown
 
 

@@ -24,7 +24,7 @@ from flagscale.train.checkpoint.agreement import agree, describe, on_rank_0
 from flagscale.train.checkpoint.store import CheckpointStore, Found
 from flagscale.train.state import TrainState
 
-# What reading a damaged or foreign file raises, through torch and megatron.core.
+# What reading a damaged or external file raises, through torch and megatron.core.
 _UNREADABLE = (
     CheckpointingException,
     EOFError,

@@ -147,12 +147,12 @@ def handled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         case("from-bare", "load_only", one, f"--load {root / 'bare'}"),
         case("ruin", "damage", one, edits=[[str(root / "bare/iter_0000001/manifest.json"), "{"]]),
         case("ruined", "load_only", one, f"--load {root / 'bare'}"),
-        case("foreign", "damage", one,
+        case("external", "damage", one,
              edits=[[str(root / "async/iter_0000004/manifest.json"), None]]),
-        case("from-foreign", "load_only", LAYOUTS["one-do"], f"--load {root / 'async'}"),
-        case("foreign-cut", "damage", one,
+        case("from-external", "load_only", LAYOUTS["one-do"], f"--load {root / 'async'}"),
+        case("external-cut", "damage", one,
              edits=[[str(root / "async/iter_0000004/__0_0.distcp"), 1000]]),
-        case("from-foreign-cut", "load_only", LAYOUTS["one-do"], f"--load {root / 'async'}"),
+        case("from-external-cut", "load_only", LAYOUTS["one-do"], f"--load {root / 'async'}"),
         case("moe", "train_and_save", LAYOUTS["moe-one"], f"--save {root / 'moe'}", steps=1),
         case("no-save-dir", "train_and_save", one, steps=0),
     )  # fmt: skip
@@ -240,7 +240,7 @@ def test_weights_alone(handled: dict[str, Any]) -> None:
         ("from-bare", ["holds no optimizer state", "finetune: true"]),
         ("ruined", ["holds no whole checkpoint", "manifest.json cannot be read"]),
         ("experts", ["expert_model_parallel_size 1, this run has 2"]),
-        ("from-foreign-cut", ["__0_0.distcp has 1000 bytes, expected"]),
+        ("from-external-cut", ["__0_0.distcp has 1000 bytes, expected"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -253,6 +253,6 @@ def test_what_is_refused(name: str, parts: list[str], handled: dict[str, Any]) -
 
 def test_what_is_let_through(handled: dict[str, Any]) -> None:
     assert handled["override"]["progress"]["iteration"] == 4
-    assert handled["from-foreign"]["progress"]["iteration"] == 4
+    assert handled["from-external"]["progress"]["iteration"] == 4
     assert handled["bare"]["names"] == names(1)
     assert handled["no-save-dir"]["warnings"] == []

@@ -10,7 +10,7 @@ import pytest
 from launch_bench import Bench
 from launch_lab import Lab
 
-from flagscale.launch import processes
+from flagscale.hosts import processes
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launch_lab import Lab, rank_processes, until
 
-from flagscale.launch import processes
+from flagscale.hosts import processes
 
 pytestmark = pytest.mark.integration
 

@@ -16,7 +16,7 @@ from launch_lab import until
 
 from flagscale.config.schema import Commands, Environments, Runner, Train
 from flagscale.errors import RunStateError
-from flagscale.launch import processes
+from flagscale.hosts import processes
 from flagscale.launch.runners.base import Stopped
 from flagscale.launch.runners.local import LocalRunner
 from flagscale.launch.snapshot import Phase

@@ -12,7 +12,7 @@ from launch_bench import SLEEP, Bench
 from launch_lab import until
 
 from flagscale.config.schema import Commands, Environments
-from flagscale.launch import processes
+from flagscale.hosts import processes
 from flagscale.launch.runners.local import LocalRunner
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ import pytest
 from launch_lab import until
 from liveness_lab import Stations, stations
 
-from flagscale.launch import processes
+from flagscale.hosts import processes
 from flagscale.launch.liveness.protocol import MAGIC
 
 pytestmark = pytest.mark.integration
@@ -157,21 +157,21 @@ def test_left_alone_after_a_failure(two: Stations) -> None:
 def test_strangers_at_the_port_are_ignored(two: Stations) -> None:
     two.start(light=True)
     two.joined()
-    strangers = []
+    peers = []
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC + bytes(64), MAGIC + os.urandom(5000)):
-        stranger = socket.create_connection(("127.0.0.1", two.port))
-        stranger.sendall(data)
-        strangers.append(stranger)
+        peer = socket.create_connection(("127.0.0.1", two.port))
+        peer.sendall(data)
+        peers.append(peer)
     for _ in range(200):
-        strangers.append(socket.create_connection(("127.0.0.1", two.port)))
+        peers.append(socket.create_connection(("127.0.0.1", two.port)))
     time.sleep(1)
     # At most the greeting: whoever does not know the secret is hung up on.
-    for stranger in strangers[:4]:
+    for peer in peers[:4]:
         with suppress(ConnectionResetError):
-            answer = stranger.recv(1000)
+            answer = peer.recv(1000)
             assert answer == b"" or (answer.startswith(MAGIC) and len(answer) == len(MAGIC) + 32)
-    for stranger in strangers:
-        stranger.close()
+    for peer in peers:
+        peer.close()
     assert [station.agent.poll() for station in two.stations] == [None, None]
     assert two.job()["hosts"] == {"0": "running", "1": "running"}
     two[0].agent.terminate()

@@ -13,11 +13,11 @@ import pytest
 from flagscale.config.compose import compose, config_file
 from flagscale.config.load import load_experiment
 from flagscale.config.schema import PROJECT, Experiment
+from flagscale.hosts import probe
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.backends import backend_problems
-from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.per_host import settings
 from flagscale.launch.preflight import backend
-from flagscale.launch.remote import probe
 
 _YAML = """\
 experiment:
@@ -62,9 +62,9 @@ def test_options_of_single_hosts_are_judged_with_the_plan(load: Load) -> None:
 
 
 def test_an_example_is_judged_and_a_foreign_program_is_not(load: Load, tmp_path: Path) -> None:
-    foreign = tmp_path / "pretrain.py"
-    foreign.write_text("")
-    assert backend_problems(load("hccl", str(foreign))) == []
+    external = tmp_path / "pretrain.py"
+    external.write_text("")
+    assert backend_problems(load("hccl", str(external))) == []
     (problem,) = backend_problems(load("hccl", str(PROJECT / "examples/comm/torch_api.py")))
     assert (problem.key, "'hccl' is not a known" in problem.message) == (
         "train.system.distributed_backend",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.arguments.parser import fold, parse_arguments
+from flagscale.config.arguments.parser import canonicalise, parse_arguments
 from flagscale.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "folded"),
+    ("name", "value", "canonical"),
     [
         ("num_layers", "4", ("num_layers", 4)),
         ("split", 1, ("split", "1")),
@@ -105,5 +105,5 @@ def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
         ("moe_layer_freq", [2], ("moe_layer_freq", [2])),
     ],
 )
-def test_fold(name: str, value: Any, folded: tuple[str, Any] | None) -> None:
-    assert fold(name, value) == folded
+def test_fold(name: str, value: Any, canonical: tuple[str, Any] | None) -> None:
+    assert canonicalise(name, value) == canonical

@@ -22,12 +22,12 @@ GOOD: dict[str, Any] = {
 }
 
 
-def _experiment(values: dict[str, Any], *, foreign: bool = False) -> Experiment:
+def _experiment(values: dict[str, Any], *, external: bool = False) -> Experiment:
     given = {name: value for name, value in {**GOOD, **values}.items() if value is not None}
     return Experiment(
         name="x",
         exp_dir=Path("/x"),
-        task=Task(entrypoint=Path("/x.py"), foreign=foreign),
+        task=Task(entrypoint=Path("/x.py"), external=external),
         runner=Runner(),
         envs=Environments(),
         cmds=Commands(),
@@ -241,7 +241,7 @@ def test_world(values: dict[str, Any], world: int, message: str | None) -> None:
 
 
 def test_a_foreign_program_checks_its_own_model() -> None:
-    experiment = _experiment({"num_layers": None, "context_parallel_size": 2}, foreign=True)
+    experiment = _experiment({"num_layers": None, "context_parallel_size": 2}, external=True)
     assert check_arguments(experiment) == []
     assert "context 2" in check_world(experiment, 3)[0].message
     assert "its own parser" in notes(experiment, 2)[0]

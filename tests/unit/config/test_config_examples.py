@@ -14,7 +14,7 @@ from flagscale.config.explain import explain
 from flagscale.config.load import load_experiment
 from flagscale.config.reference import render
 from flagscale.errors import ConfigError
-from flagscale.launch.planning.hosts import read_hostfile
+from flagscale.hosts.hostfile import read_hostfile
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONF = REPOSITORY / "examples" / "llama3" / "conf"

@@ -71,16 +71,16 @@ def test_every_problem_is_told() -> None:
 @pytest.mark.parametrize("name", ["exit_signal_handler", "use_mcore_models"])
 def test_a_foreign_parser_gets_no_switch_it_does_not_have(name: str) -> None:
     assert flatten({name: False}) == [f"--no-{name.replace('_', '-')}"]
-    assert flatten({name: False}, foreign=True) == []
+    assert flatten({name: False}, external=True) == []
 
 
 def test_argparse_reads_it_too() -> None:
-    """A foreign training program parses with argparse."""
+    """A external training program parses with argparse."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--text")
     parser.add_argument("--numbers", nargs="+", type=float)
     parser.add_argument("--on", action="store_true")
-    argv = flatten({"text": "--x y", "numbers": [-1, 2.5], "on": True}, foreign=True)
+    argv = flatten({"text": "--x y", "numbers": [-1, 2.5], "on": True}, external=True)
     parsed = parser.parse_args(argv)
     assert vars(parsed) == {"text": "--x y", "numbers": [-1.0, 2.5], "on": True}
 

@@ -23,7 +23,7 @@ def test_a_whole_experiment(workspace: Workspace) -> None:
     assert experiment.name == "demo"
     assert experiment.exp_dir == workspace.root / "outputs demo"
     assert experiment.task.entrypoint == OWN_PROGRAM
-    assert not experiment.task.foreign
+    assert not experiment.task.external
     assert (experiment.runner.nnodes, experiment.runner.nproc_per_node) == (1, 2)
     assert experiment.envs == Environments({"CUDA_VISIBLE_DEVICES": "0,1"})
     assert experiment.cmds == Commands()
@@ -327,7 +327,7 @@ def test_a_foreign_program_judges_its_own_arguments(workspace: Workspace) -> Non
     )
     workspace.replace("conf/train/tiny.yaml", "data/tokenizer", "meta-llama/Llama-3-8B")
     experiment = workspace.load()
-    assert experiment.task.foreign
+    assert experiment.task.external
     assert experiment.task.entrypoint == program
     assert experiment.train.model["their_own"] == 4
     assert experiment.train.data["tokenizer"]["tokenizer_path"] == "meta-llama/Llama-3-8B"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.plan import LaunchPlan, Machine, plan
 
 MakePlan = Callable[..., LaunchPlan]
@@ -32,7 +32,7 @@ def make_experiment() -> Callable[..., Experiment]:
         given: dict[str, Any] = {
             "name": "tiny llama",
             "exp_dir": Path("/data/runs/tiny"),
-            "task": Task(entrypoint=Path("/opt/program.py"), foreign=True),
+            "task": Task(entrypoint=Path("/opt/program.py"), external=True),
             "runner": Runner(nproc_per_node=2),
             "envs": Environments(),
             "cmds": Commands(),

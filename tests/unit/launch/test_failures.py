@@ -19,7 +19,7 @@ from flagscale.launch.failures import (
     parse_table,
 )
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
-from flagscale.launch.liveness.diagnosis import End, Failure, Weight, host_report
+from flagscale.launch.liveness.diagnosis import End, Failure, Severity, host_report
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import Event
 
@@ -69,22 +69,22 @@ def test_table_of_torchrun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "rank", "weight"),
+    ("late", "rank", "severity"),
     [
-        pytest.param(set(), 1, Weight.FAILED, id="a-cause"),
-        pytest.param({1}, 0, Weight.CONSEQUENCE, id="after-the-order-to-end"),
-        pytest.param({0, 1}, None, Weight.UNNAMED, id="all-after-it"),
+        pytest.param(set(), 1, Severity.FAILED, id="a-cause"),
+        pytest.param({1}, 0, Severity.CONSEQUENCE, id="after-the-order-to-end"),
+        pytest.param({0, 1}, None, Severity.UNNAMED, id="all-after-it"),
     ],
 )
 def test_a_rank_that_failed_late_is_no_cause(
-    state: RunState, late: set[int], rank: int | None, weight: Weight
+    state: RunState, late: set[int], rank: int | None, severity: Severity
 ) -> None:
     """torchrun's table tells no more of it than of a rank that ended first."""
     host = state.hosts[0]
     host.output.write_text(TABLE, encoding="utf-8")
     report = host_report(host, {}, End(1, 200.0, late=late))
     assert report is not None
-    assert (report.failure.rank, report.weight) == (rank, weight)
+    assert (report.failure.rank, report.severity) == (rank, severity)
 
 
 @pytest.mark.parametrize("text", ["", "Failures:\n", "\nFailures:\nnothing\n"])

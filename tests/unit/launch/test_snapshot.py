@@ -12,10 +12,10 @@ import pytest
 from launch_lab import until
 from rich.console import Console
 
-from flagscale.launch import processes
+from flagscale.hosts import processes
 from flagscale.launch.failures import Failure
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
-from flagscale.launch.remote.look import Look
+from flagscale.launch.runners.programs.look import Look
 from flagscale.launch.show import view
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot, take
 from flagscale.launch.state import HostState, RunState
@@ -66,7 +66,7 @@ def test_starting_until_every_rank_has_joined(state: RunState) -> None:
 
 
 def test_a_program_that_reports_nothing_runs_while_it_lives(state: RunState) -> None:
-    assert take(replace(state, foreign=True)).phase is Phase.RUNNING
+    assert take(replace(state, external=True)).phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from flagscale.errors import JobError
+from flagscale.files import make_private_directory, write_json
+from flagscale.hosts.hostfile import Host
 from flagscale.launch import snapshot, start
-from flagscale.launch.files import make_private_directory, write_json
 from flagscale.launch.layout import EXIT_FILE
-from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.runners.local import LocalRunner
 from flagscale.launch.state import RunState, state_of

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from flagscale.errors import ConfigError, RunStateError
-from flagscale.launch.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.files import make_private_directory, read_json, write_atomic, write_json
+from flagscale.hosts.processes import Process
 from flagscale.launch.layout import Layout, host_label
 from flagscale.launch.planning import ports
 from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.processes import Process
 from flagscale.launch.state import load_state, new_run_id, state_of, with_process
 
 MakePlan = Callable[..., LaunchPlan]

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from flagscale.errors import RunStateError
-from flagscale.launch.files import write_json
+from flagscale.files import write_json
+from flagscale.hosts.hostfile import Host
+from flagscale.hosts.processes import Swept
 from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY, Layout
-from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.processes import Swept
 from flagscale.launch.runners.base import (
     Stopped,
     cost,
@@ -62,7 +62,7 @@ def test_who_was_killed(
 
 
 @pytest.mark.parametrize(
-    ("foreign", "since", "expected"),
+    ("external", "since", "expected"),
     [
         (False, 100.0, "the checkpoint of step 5 was saved on the way"),
         (True, 100.0, "the checkpoint of step 5 was saved on the way"),
@@ -70,10 +70,10 @@ def test_who_was_killed(
         (True, 101.0, "what was not saved is lost"),
     ],
 )
-def test_what_was_saved(state: RunState, foreign: bool, since: float, expected: str) -> None:
+def test_what_was_saved(state: RunState, external: bool, since: float, expected: str) -> None:
     path = state.hosts[1].run_dir / STATUS_DIRECTORY / "rank_3.jsonl"
     path.write_text(json.dumps({"time": 100.5, "event": "checkpoint", "step": 5}) + "\n")
-    said = cost(replace(state, foreign=foreign), Stopped(killed={"h1": (1,)}), since)
+    said = cost(replace(state, external=external), Stopped(killed={"h1": (1,)}), since)
     assert said.endswith(f" and was killed; {expected}")
 
 

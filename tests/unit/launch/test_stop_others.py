@@ -14,13 +14,14 @@ import pytest
 
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import RunStateError
-from flagscale.launch import actions, processes
+from flagscale.hosts import processes
+from flagscale.hosts.answer import parse
+from flagscale.hosts.processes import Swept
+from flagscale.launch import actions
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.processes import Swept
-from flagscale.launch.remote import stop
-from flagscale.launch.remote.answer import parse
 from flagscale.launch.runners import base, local
+from flagscale.launch.runners.programs import stop
 from flagscale.launch.state import RunState, state_of, with_process
 from flagscale.status import RUN_ID_VARIABLE
 

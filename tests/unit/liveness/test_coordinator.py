@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.launch.liveness.coordinator import Coordinator, Phase
-from flagscale.launch.liveness.diagnosis import Failure, Report, Weight
+from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
 from flagscale.launch.liveness.policy import Policy
 from flagscale.launch.liveness.stall import Place
 
@@ -53,10 +53,10 @@ class Job:
         self.brain.notices.clear()
 
     def fail(
-        self, host: int, rank: int, weight: Weight = Weight.FAILED, after: float = 0.0
+        self, host: int, rank: int, severity: Severity = Severity.FAILED, after: float = 0.0
     ) -> None:
         failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
-        report = Report(failure, self.clock[host] + self.now + after, weight)
+        report = Report(failure, self.clock[host] + self.now + after, severity)
         self.say(host, "report", report=report.to_record())
 
     def end(self, host: int, code: int = 1) -> None:
@@ -102,30 +102,32 @@ def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
 @pytest.mark.parametrize(
     ("reports", "expected"),
     [
-        pytest.param([(0, 0, Weight.FAILED, 0), (1, 1, Weight.FAILED, -2)], 1, id="earliest"),
+        pytest.param([(0, 0, Severity.FAILED, 0), (1, 1, Severity.FAILED, -2)], 1, id="earliest"),
         pytest.param(
-            [(0, 0, Weight.CONSEQUENCE, -9), (1, 1, Weight.FAILED, 0)], 1, id="no-consequence"
+            [(0, 0, Severity.CONSEQUENCE, -9), (1, 1, Severity.FAILED, 0)], 1, id="no-consequence"
         ),
         pytest.param(
-            [(0, 0, Weight.FAILED, -1), (1, 1, Weight.KILLED, 0)], 1, id="killed-at-that-moment"
+            [(0, 0, Severity.FAILED, -1), (1, 1, Severity.KILLED, 0)], 1, id="killed-at-that-moment"
         ),
         pytest.param(
-            [(0, 0, Weight.FAILED, -9), (1, 1, Weight.KILLED, 0)], 0, id="killed-much-later"
+            [(0, 0, Severity.FAILED, -9), (1, 1, Severity.KILLED, 0)], 0, id="killed-much-later"
         ),
-        pytest.param([(0, 0, Weight.CONSEQUENCE, 0)], 0, id="nothing-else-is-known"),
+        pytest.param([(0, 0, Severity.CONSEQUENCE, 0)], 0, id="nothing-else-is-known"),
         pytest.param(
-            [(0, None, Weight.UNNAMED, -1), (1, 1, Weight.FAILED, 0)], 1, id="a-rank-before-none"
+            [(0, None, Severity.UNNAMED, -1), (1, 1, Severity.FAILED, 0)],
+            1,
+            id="a-rank-before-none",
         ),
     ],
 )
 def test_the_first_failure_across_hosts_whose_clocks_differ(
-    reports: list[tuple[int, int, Weight, float]], expected: int
+    reports: list[tuple[int, int, Severity, float]], expected: int
 ) -> None:
     """The hosts' clocks are weeks apart."""
     job = Job()
     job.run(10)
-    for host, rank, weight, after in reports:
-        job.fail(host, rank, weight, after)
+    for host, rank, severity, after in reports:
+        job.fail(host, rank, severity, after)
     for host in (0, 1):
         job.end(host)
     job.run(1)
@@ -137,7 +139,7 @@ def test_a_later_report_of_the_same_rank_knows_more() -> None:
     job.run(5)
     job.fail(1, 1)
     failure = Failure("h1", 1, 9, "failed (exit code 9)", "", Path("log"))
-    record = Report(failure, job.clock[1] + job.now, Weight.FAILED).to_record()
+    record = Report(failure, job.clock[1] + job.now, Severity.FAILED).to_record()
     job.say(1, "ended", ended=1, report=record, joined=1, nproc=1)
     job.end(0)
     job.run(1)
@@ -149,7 +151,7 @@ def test_a_lost_host_is_named_unless_a_cause_is_known() -> None:
     job.run(5)
     job.silent.add(1)
     job.run(9)
-    job.fail(0, 0, Weight.CONSEQUENCE)
+    job.fail(0, 0, Severity.CONSEQUENCE)
     job.end(0)
     job.run(5)
     assert job.first == ("h1", None)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.launch.liveness.diagnosis import Weight
+from flagscale.launch.liveness.diagnosis import Severity
 from flagscale.launch.liveness.stall import Place, behind, stalled_report
 
 IN_COLLECTIVE = 'File "/v/torch/distributed/distributed_c10d.py", line 2810 in all_reduce'
@@ -44,7 +44,7 @@ def test_a_place_survives_the_wire_and_nonsense_does_not() -> None:
 
 def test_the_report_names_rank_step_and_stack() -> None:
     report = stalled_report([place(0), place(1, 4, stopped=True)], 61.2, "h", Path("out"))
-    assert report.weight is Weight.KILLED
+    assert report.severity is Severity.KILLED
     assert report.failure.headline() == (
         "h: rank 1 stalled: no rank has got on for 61 s, and this one is behind in training at "
         "step 4; its process is stopped (SIGSTOP)"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from launch_lab import until
 
-from flagscale.launch import processes
+from flagscale.hosts import kernel, processes
 from flagscale.launch.layout import latest_status, status_directory
-from flagscale.launch.liveness import kernel, secret
+from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.attempt import Attempt, Stage
 from flagscale.launch.liveness.options import parse
 from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall

@@ -187,7 +187,7 @@ def test_what_cannot_be_opened(spec: TokenizerSpec, message: str) -> None:
         pytest.param(
             {"tokenizer.json": None, "tokenizer_config.json": '{"eos_token": "<x>"}'},
             "eos_token '<x>' is not in the vocabulary",
-            id="foreign-eos",
+            id="external-eos",
         ),
     ],
 )

@@ -10,11 +10,11 @@ from flagscale.config.schema import Commands, Environments, Experiment, Runner, 
 from flagscale.launch.planning.backends import backend_problems
 
 
-def _experiment(name: str, *, foreign: bool = False) -> Experiment:
+def _experiment(name: str, *, external: bool = False) -> Experiment:
     return Experiment(
         name="x",
         exp_dir=Path("/x"),
-        task=Task(entrypoint=Path("/x.py"), foreign=foreign),
+        task=Task(entrypoint=Path("/x.py"), external=external),
         runner=Runner(),
         envs=Environments(),
         cmds=Commands(),
@@ -37,4 +37,4 @@ def test_unknown() -> None:
 
 
 def test_a_foreign_program_has_backends_of_its_own() -> None:
-    assert backend_problems(_experiment("hccl", foreign=True)) == []
+    assert backend_problems(_experiment("hccl", external=True)) == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flagscale.config.schema import PROJECT, Commands, Experiment, Runner, Specific, Train
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.per_host import merge, rebased, settings
 
 MakeExperiment = Callable[..., Experiment]

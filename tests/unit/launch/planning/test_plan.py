@@ -10,7 +10,7 @@ import pytest
 
 from flagscale.config.schema import Environments, Runner, Task, Train
 from flagscale.errors import ConfigError
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan, Machine
 
 MakePlan = Callable[..., LaunchPlan]
@@ -227,7 +227,7 @@ def test_python_path_puts_the_adapted_backend_first(make_plan: MakePlan) -> None
 
 
 def test_the_programs_own_arguments(make_plan: MakePlan) -> None:
-    task = Task(entrypoint=Path("/x y/program.py"), foreign=True)
+    task = Task(entrypoint=Path("/x y/program.py"), external=True)
     train = Train(model={"a_b": 1, "c": {"d_e": True, "f": False, "g": None}, "h": [1, "x y"]})
     words = make_plan(task=task, train=train).hosts[0].program
     assert words[:7] == ("/x y/program.py", "--a-b", "1", "--d-e", "--h", "1", "x y")

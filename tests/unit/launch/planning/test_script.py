@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.config.schema import Commands, Environments, Notify, Runner, Task, Train
+from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning import script as script_module
 from flagscale.launch.planning.environment import EnvValue
-from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan
 from flagscale.launch.planning.script import render
 
@@ -49,7 +49,7 @@ CASES = {
     "hostile": {
         "name": "evil\nname; rm -rf $HOME",
         "exp_dir": Path("/data/a 'b' \"c\" $HOME `id`\nü"),
-        "task": Task(entrypoint=Path("/x y/$(id)/program's.py"), foreign=True),
+        "task": Task(entrypoint=Path("/x y/$(id)/program's.py"), external=True),
         "envs": Environments({"EVIL": HOSTILE, "EMPTY": "", "COMMA": "0,1"}),
         "cmds": Commands("echo \"END_BEFORE_START\"\necho 'it''s $HOME'", "END_AFTER_STOP"),
         "train": Train(model={"label": HOSTILE, "many": ["x y", "$z"]}),
@@ -188,7 +188,7 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         master_addr="127.0.0.1",
         master_port=1,
         hosts=(host,),
-        foreign=True,
+        external=True,
         start_timeout=1,
         stop_grace=1,
     )

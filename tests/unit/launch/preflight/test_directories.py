@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from flagscale.config.schema import Experiment, Runner, Task, Train
+from flagscale.hosts.facts import Facts
+from flagscale.hosts.hostfile import Host
+from flagscale.hosts.place import NOT_A_DIRECTORY, NOT_WRITABLE, Place
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.hosts import Host
 from flagscale.launch.planning.per_host import settings
 from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.preflight.directories import Wanted, check_here, judge, wanted
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.local import Check
 from flagscale.launch.preflight.survey import Survey
-from flagscale.launch.remote.facts import Facts
-from flagscale.launch.remote.place import NOT_A_DIRECTORY, NOT_WRITABLE, Place
 
 OWN = "/data/runs/tiny"
 ROOM = Place("/", user="trainer", free=1 << 40)
@@ -77,8 +77,8 @@ def test_what_is_written(
 
 
 def test_nothing_is_known_of_a_foreign_program(make_experiment: MakeExperiment) -> None:
-    foreign = make_experiment(train=Train(system={"save": "/a", "load": "/b", "finetune": True}))
-    assert list(judge(of(foreign), {}, holds=False)) == []
+    external = make_experiment(train=Train(system={"save": "/a", "load": "/b", "finetune": True}))
+    assert list(judge(of(external), {}, holds=False)) == []
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ import pytest
 
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, UnreachableError
-from flagscale.launch.planning.hosts import Host
+from flagscale.hosts.errors import ChangedHostKeyError, NoRouteError
+from flagscale.hosts.facts import Facts
+from flagscale.hosts.hostfile import Host
+from flagscale.hosts.place import NOT_WRITABLE, Place
+from flagscale.hosts.python_world import World
 from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.local import Check, exit_code, require
 from flagscale.launch.preflight.survey import Survey, plan_of
-from flagscale.launch.remote.facts import Facts
-from flagscale.launch.remote.place import NOT_WRITABLE, Place
-from flagscale.launch.remote.world import World
-from flagscale.launch.transport.errors import ChangedHostKeyError, NoRouteError
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
 PYTHON = World("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})

@@ -1,0 +1,256 @@
+"""The hosts of a run: the hostfile, and how many hosts and ranks it comes to.
+
+A hostfile has a line a host, ``host slots=N [type=T] [port=] [user=] [addr=] [proxy=]``; a name
+may be a range such as ``node[01-16]``; blank lines and ``#`` comments are skipped. Every line is
+checked as a whole and every bad one is reported, with its number.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from flagscale.errors import ConfigError, Problem
+from flagscale.hosts.names import compress, expand
+
+_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._\-]*[A-Za-z0-9])?|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
+_NUMBER = re.compile(r"[1-9][0-9]*")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]*")
+_USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*[$]?")
+_PROXY = re.compile(r"[A-Za-z0-9_.\-@:\[\],]+")
+_KEYS = ("slots", "type", "port", "user", "addr", "proxy")
+_EXPECTED = "expected `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J]`"
+_LARGEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a run. ``slots`` is None where nobody said how many ranks it takes.
+
+    ``port``, ``user`` and ``proxy`` (as ``ssh -J`` takes it) are how SSH reaches it, where they
+    differ from the user's SSH configuration; ``addr`` is its address in the network over which
+    ranks talk, where that is not the name SSH uses.
+    """
+
+    name: str
+    slots: int | None = None
+    device_type: str | None = None
+    port: int | None = None
+    user: str | None = None
+    addr: str | None = None
+    proxy: str | None = None
+
+
+def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]:
+    """The hosts of a hostfile's text, in order.
+
+    Raises :class:`ConfigError` with every bad line: what isn't understood, slots that are no
+    positive number, a host or an address named twice, hosts with and without a type, no host at
+    all.
+    """
+    hosts: dict[str, Host] = {}
+    problems: list[Problem] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            for host in _parse_line(words):
+                _add(host, hosts)
+        except ValueError as error:
+            problems.append(Problem("", str(error), f"{path}:{number}"))
+    if not problems and not hosts:
+        problems.append(Problem("", f"no host in it; {_EXPECTED}", str(path)))
+    problems.extend(_mixed_types(tuple(hosts.values()), path))
+    if problems:
+        raise ConfigError(problems)
+    return tuple(hosts.values())
+
+
+def _add(host: Host, hosts: dict[str, Host]) -> None:
+    if host.name in hosts:
+        raise ValueError(f"host {host.name!r} is named twice")
+    if host.addr is not None:
+        same = next((other.name for other in hosts.values() if other.addr == host.addr), None)
+        if same is not None:
+            raise ValueError(f"addr={host.addr} is {same}'s already")
+    hosts[host.name] = host
+
+
+def _parse_line(words: list[str]) -> list[Host]:
+    """The hosts of a line's words. Raises :class:`ValueError` with what is wrong with them."""
+    pattern, *options = words
+    try:
+        names = expand(pattern)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_EXPECTED}") from None
+    bad = next((name for name in names if not _HOST.fullmatch(name)), None)
+    if bad is not None:
+        raise ValueError(f"{bad!r} is no host name; {_EXPECTED}")
+    values: dict[str, str] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals or key not in _KEYS:
+            raise ValueError(f"{option!r} is not understood; {_EXPECTED}")
+        if key in values:
+            raise ValueError(f"{key} is given twice")
+        values[key] = value
+    addresses = _addresses(values.get("addr"), len(names))
+    common = _checked(values)
+    return [
+        Host(name, common[0], *common[1:4], addr=address, proxy=values.get("proxy"))
+        for name, address in zip(names, addresses, strict=True)
+    ]
+
+
+def _checked(values: dict[str, str]) -> tuple[int, str | None, int | None, str | None]:
+    """Slots, type, port and user of a line."""
+    slots, device_type = values.get("slots"), values.get("type")
+    port, user, proxy = values.get("port"), values.get("user"), values.get("proxy")
+    if slots is None:
+        raise ValueError(f"slots is missing; {_EXPECTED}")
+    if not _NUMBER.fullmatch(slots):
+        raise ValueError(f"slots={slots}: expected a whole number of at least 1")
+    if device_type is not None and not _WORD.fullmatch(device_type):
+        raise ValueError(f"type={device_type}: expected a word such as A800")
+    if port is not None and not (_NUMBER.fullmatch(port) and int(port) <= _LARGEST_PORT):
+        raise ValueError(f"port={port}: expected a number from 1 to {_LARGEST_PORT}")
+    if user is not None and not _USER.fullmatch(user):
+        raise ValueError(f"user={user}: expected the name of an account")
+    if proxy is not None and not _PROXY.fullmatch(proxy):
+        raise ValueError(f"proxy={proxy}: expected [user@]host[:port], as for ssh -J")
+    return int(slots), device_type, int(port) if port else None, user
+
+
+def _addresses(addr: str | None, count: int) -> list[str | None]:
+    """One fabric address a host; a range of names needs a range of as many addresses."""
+    if addr is None:
+        return [None] * count
+    found = expand(addr)
+    bad = next((one for one in found if not _HOST.fullmatch(one)), None)
+    if bad is not None:
+        raise ValueError(f"addr={bad}: expected an address or a host name")
+    if len(found) != count:
+        raise ValueError(f"addr={addr} is {len(found)} address(es) for {count} host(s)")
+    return list(found)
+
+
+def _mixed_types(hosts: tuple[Host, ...], path: Path | str) -> list[Problem]:
+    untyped = [host.name for host in hosts if host.device_type is None]
+    if not untyped or len(untyped) == len(hosts):
+        return []
+    message = f"either every host has a type or none; without one: {', '.join(untyped)}"
+    return [Problem("", message, str(path))]
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a hostfile. A missing file is an error: training on this machine alone is
+    never what its absence means."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            Problem("experiment.runner.hostfile", f"no such file: {path}"),
+            hint="write it, or leave the key out to train on this machine",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(
+            Problem("experiment.runner.hostfile", f"cannot read {path}: {reason}")
+        ) from error
+    return parse_hostfile(text, path)
+
+
+def count_nodes(in_hostfile: int | None, in_yaml: int | str | None) -> int:
+    """How many hosts take part: the smaller of the hostfile's number and the YAML's, where
+    ``a:b`` means ``a``; 1 if neither is given."""
+    wanted = int(str(in_yaml).partition(":")[0]) if in_yaml is not None else None
+    given = [number for number in (in_hostfile, wanted) if number is not None]
+    return min(given, default=1)
+
+
+def count_ranks(slots: int | None, in_yaml: int | str | None, visible: int | None) -> int:
+    """How many ranks a host takes: the smallest of its slots, the YAML's number and its visible
+    devices, of those that are given; 1 if none is."""
+    wanted = int(in_yaml) if in_yaml is not None else None
+    return min((number for number in (slots, wanted, visible) if number is not None), default=1)
+
+
+@lru_cache(maxsize=256)
+def is_this_machine(name: str) -> bool:
+    """Whether a host's name or address is this machine: a socket can be bound to it."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, *_, address in found)
+
+
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True
+
+
+def choose_hosts(
+    hostfile: Path | None, nnodes: int | None, runner_type: str | None = None
+) -> tuple[Host, ...]:
+    """The hosts that take part in a run.
+
+    Raises :class:`ConfigError` where nobody names them, where they are all this machine, and
+    where the runner's type does not reach them.
+    """
+    if hostfile is None:
+        if count_nodes(None, nnodes) > 1:
+            raise ConfigError(
+                Problem(
+                    "experiment.runner.nnodes",
+                    f"{nnodes} hosts, but there is no hostfile that names them",
+                ),
+                hint="set experiment.runner.hostfile, or nnodes: 1 for this machine",
+            )
+        return (Host("localhost"),)
+    listed = read_hostfile(hostfile)
+    hosts = listed[: count_nodes(len(listed), nnodes)]
+    # Asking the resolver for each of many names could take minutes; nobody needs the answer.
+    ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else _sounds_local
+    here = [host.name for host in hosts if ask(host.name)]
+    key = "experiment.runner.hostfile"
+    if len(here) > 1:
+        raise ConfigError(
+            Problem(key, f"{hostfile}: all of {_some(here)} are this machine"),
+            hint="name it once, with as many slots as it has devices",
+        )
+    if runner_type == "local" and len(here) < len(hosts):
+        others = [host.name for host in hosts if host.name not in here]
+        raise ConfigError(
+            Problem(key, f"{hostfile}: other machines: {_some(others)}"),
+            hint="experiment.runner.type: ssh starts there; local is this machine only",
+        )
+    return hosts
+
+
+def _sounds_local(name: str) -> bool:
+    return name == socket.gethostname() or is_loopback(name)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or address means each machine itself, whichever it is said to."""
+    return name in ("localhost", "::1") or name.startswith("127.")
+
+
+def is_local_only(hosts: tuple[Host, ...]) -> bool:
+    """Whether a run's only host is this machine: then no SSH is involved."""
+    return len(hosts) == 1 and is_this_machine(hosts[0].name)
+
+
+def _some(names: list[str]) -> str:
+    return compress(names)

@@ -1,0 +1,101 @@
+"""Ranges in host names: ``node[01-16]`` in a hostfile, and the same in tables. Pure.
+
+A range keeps its leading zeros: ``[08-10]`` is 08, 09, 10. Brackets hold numbers and ranges with
+commas between them; a name may have several, the last of which counts fastest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+MOST_NAMES = 16384
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_PART = re.compile(r"(\d+)(?:-(\d+))?")
+_NUMBER = re.compile(r"\d+")
+
+
+def expand(pattern: str) -> list[str]:
+    """The names that a pattern stands for, in order.
+
+    Raises :class:`ValueError` for a bracket that isn't closed or holds anything but ranges, for
+    a range that runs backwards and for more than :data:`MOST_NAMES` names.
+    """
+    pieces = _BRACKET.split(pattern)
+    texts, ranges = pieces[::2], pieces[1::2]
+    if any("[" in text or "]" in text for text in texts):
+        raise ValueError(f"{pattern!r}: a bracket without its other half")
+    choices = [list(_numbers(inner)) for inner in ranges]
+    total = 1
+    for numbers in choices:
+        total *= len(numbers)
+    if total > MOST_NAMES:
+        raise ValueError(f"{pattern!r} stands for {total} names; at most {MOST_NAMES} are taken")
+    names = []
+    for chosen in product(*choices):
+        tail = "".join(number + text for number, text in zip(chosen, texts[1:], strict=True))
+        names.append(texts[0] + tail)
+    return names
+
+
+def _numbers(inner: str) -> Iterator[str]:
+    for part in inner.split(","):
+        found = _PART.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(f"[{inner}]: expected numbers and ranges such as 01-16")
+        first, last = found[1], found[2] or found[1]
+        if len(last) > 9 or int(last) < int(first):
+            raise ValueError(f"[{inner}]: {first}-{last} is no range")
+        padded = any(len(number) > 1 and number[0] == "0" for number in (first, last))
+        if padded and len(first) != len(last):
+            raise ValueError(f"[{inner}]: {first} and {last} have different widths")
+        if int(last) - int(first) >= MOST_NAMES:
+            raise ValueError(f"[{inner}]: at most {MOST_NAMES} names are taken")
+        width = len(first) if first[0] == "0" else 0
+        for number in range(int(first), int(last) + 1):
+            yield f"{number:0{width}}"
+
+
+def compress(names: Iterable[str]) -> str:
+    """Names in short: ``node[1-3,7],login``. Names that differ in one number are folded, in the
+    order in which they first come; :func:`expand` turns each back."""
+    groups: dict[tuple[str, str, int], list[int]] = {}
+    order: dict[tuple[str, str, int] | str, None] = {}
+    for name in dict.fromkeys(names):
+        found = list(_NUMBER.finditer(name))
+        if not found or len(found[-1][0]) > 9:
+            order[name] = None
+            continue
+        last = found[-1]
+        # Zeros in front belong to the number's width; without them every width is one group.
+        width = len(last[0]) if last[0][0] == "0" else 0
+        key = (name[: last.start()], name[last.end() :], width)
+        key = _joinable(key, last[0], groups)
+        groups.setdefault(key, []).append(int(last[0]))
+        order[key] = None
+    return ",".join(
+        item if isinstance(item, str) else _folded(item, groups[item]) for item in order
+    )
+
+
+def _joinable(
+    key: tuple[str, str, int], digits: str, groups: dict[tuple[str, str, int], list[int]]
+) -> tuple[str, str, int]:
+    """``10`` goes with ``08`` and ``09``: the group of padded numbers of the same width."""
+    padded = (key[0], key[1], len(digits))
+    return padded if key[2] == 0 and padded in groups else key
+
+
+def _folded(key: tuple[str, str, int], numbers: Sequence[int]) -> str:
+    before, after, width = key
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(runs) == 1 and runs[0][0] == runs[0][1]:
+        return f"{before}{runs[0][0]:0{width}}{after}"
+    parts = [f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in runs]
+    return f"{before}[{','.join(parts)}]{after}"

@@ -1,0 +1,160 @@
+"""One command's input, output and end.
+
+Nothing here waits for ever: output that stops coming is followed by a question to the SSH server,
+and a command may have a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import paramiko
+
+from flagscale.hosts.errors import (
+    CommandTimeoutError,
+    ConnectionLostError,
+    HostError,
+    LoginShellError,
+)
+from flagscale.hosts.ssh.command import AfterMarker, Result
+
+if TYPE_CHECKING:
+    from flagscale.hosts.ssh.connection import Connection
+
+_CHUNK = 1 << 16
+#: sshd takes this much input before the command has read any of it.
+SAFE_INPUT = 1 << 20
+
+#: Seconds of quiet after a command's end that output which others hold open is waited for.
+_LINGER = 2.0
+
+#: Seconds between looks at whether a command that says nothing has ended.
+_GLANCE = 0.25
+
+OnOutput = Callable[[bytes], object]
+
+
+class Exchange:
+    """One command's input, output and end."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        channel: paramiko.Channel,
+        deadline: float | None,
+        on_stdout: OnOutput | None = None,
+        on_stderr: OnOutput | None = None,
+    ) -> None:
+        self._connection = connection
+        self._channel = channel
+        self._deadline = deadline
+        self._stdout, self._stderr = bytearray(), bytearray()
+        self._to_stdout = on_stdout or self._stdout.extend
+        self._to_stderr = on_stderr or self._stderr.extend
+        self._out, self._err = AfterMarker(), AfterMarker()
+
+    def run(self, stdin: bytes) -> Result:
+        """Give the command its input and wait for its end."""
+        self._feed(stdin, last=True)
+        self._collect()
+        return self._result()
+
+    def _result(self) -> Result:
+        status = self._exit_status()
+        if not self._out.seen:
+            raise self._never_started(status)
+        return Result(status, bytes(self._stdout), bytes(self._stderr))
+
+    def _feed(self, stdin: bytes, *, last: bool) -> None:
+        if len(stdin) <= SAFE_INPUT:
+            self._send(stdin, last)
+        else:
+            # A command that writes before it has read everything would wait for us for ever.
+            threading.Thread(target=self._send, args=(stdin, last), daemon=True).start()
+
+    def _send(self, stdin: bytes, last: bool) -> None:
+        # A command may end without reading its input; how it ended is what counts.
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            self._channel.sendall(stdin)
+            if last:
+                self._channel.shutdown_write()
+
+    def _over(self) -> bool:
+        """Whether there is no more to come."""
+        return bool(self._channel.closed or self._channel.eof_received)
+
+    def _collect(self) -> None:
+        """Hand on output until both streams have ended, or the command has and they are quiet.
+
+        A command that leaves a process behind which holds on to its output would keep the streams
+        open for as long as that process lives.
+        """
+        poller = select.poll()
+        poller.register(self._channel.fileno(), select.POLLIN)
+        heard = time.monotonic()
+        while True:
+            self._drain()
+            if self._over():
+                self._drain()
+                return
+            if poller.poll(1000 * self._patience(_GLANCE)):
+                heard = time.monotonic()
+            elif self._channel.exit_status_ready():
+                # The last output of a busy host may come after the status.
+                if time.monotonic() - heard >= _LINGER:
+                    return
+            else:
+                self._check_time()
+                if time.monotonic() - heard >= self._connection.idle_limit:
+                    self._connection.check_alive()
+                    heard = time.monotonic()
+
+    def _drain(self) -> None:
+        channel = self._channel
+        while channel.recv_ready():
+            self._to_stdout(self._out.feed(channel.recv(_CHUNK)))
+        while channel.recv_stderr_ready():
+            self._to_stderr(self._err.feed(channel.recv_stderr(_CHUNK)))
+
+    def _exit_status(self) -> int:
+        while not self._channel.status_event.wait(self._patience(self._connection.idle_limit)):
+            self._check_time()
+            self._connection.check_alive()
+        status = self._channel.recv_exit_status()
+        if status >= 0:
+            return status
+        if not self._connection.stands():
+            raise self._connection.lost()
+        raise ConnectionLostError(
+            self._connection.target.name,
+            "the session was killed on the host before the command's exit status was known",
+        )
+
+    def _patience(self, most: float) -> float:
+        """How long, in seconds, to wait before looking at the clock again."""
+        if self._deadline is None:
+            return most
+        return max(0.0, min(most, self._deadline - time.monotonic()))
+
+    def _check_time(self) -> None:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            said = bytes(self._stderr or self._stdout)[-500:].decode(errors="replace").strip()
+            raise CommandTimeoutError(
+                self._connection.target.name,
+                "the command did not end in time; it may still run"
+                + (f". Its last output: {said}" if said else ""),
+            )
+
+    def _never_started(self, status: int) -> HostError:
+        said = bytes(self._out.before + self._err.before)[-500:].decode(errors="replace").strip()
+        target = self._connection.target
+        return LoginShellError(
+            target.name,
+            f"the login shell of {target.user} ended with status {status} before it ran anything"
+            + (f": {said}" if said else ""),
+        )

@@ -1,0 +1,223 @@
+"""The user's SSH configuration, turned into targets.
+
+paramiko parses and matches; this module adds ``Include``, file and line in errors, and the
+meaning of the options. Read once for all hosts of an action.
+"""
+
+from __future__ import annotations
+
+import getpass
+import glob
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import paramiko
+
+from flagscale.errors import ConfigError, Problem
+from flagscale.hosts.ssh.match import Parsed
+from flagscale.hosts.ssh.target import SSH_PORT, SshTarget
+
+SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
+USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
+USUAL_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
+
+DEEPEST_INCLUDE = 16
+MOST_JUMPS = 8
+
+_SETTING = re.compile(r"(\w+)(?:\s*=\s*|\s+)(.+)")
+
+
+@dataclass(frozen=True)
+class SshConfig:
+    """A parsed configuration. :meth:`target` looks a host up in it."""
+
+    _parsed: Parsed
+    source: str
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> SshConfig:
+        """Read ``path`` alone, as ``ssh -F`` does, or the user's file and the system's.
+
+        Raises :class:`ConfigError` for a named file that is not there and for lines that cannot
+        be understood.
+        """
+        if path is not None:
+            if not path.is_file():
+                raise ConfigError(f"SSH configuration {path} does not exist")
+            return cls.from_lines(list(_lines(path, path.parent, 0)), str(path))
+        user = Path.home() / ".ssh" / "config"
+        lines = list(_lines(user, user.parent, 0)) if user.is_file() else []
+        if SYSTEM_CONFIG.is_file():
+            lines += ["Host *", *_lines(SYSTEM_CONFIG, SYSTEM_CONFIG.parent, 0)]
+        return cls.from_lines(lines, str(user))
+
+    @classmethod
+    def from_lines(cls, lines: list[str], source: str) -> SshConfig:
+        try:
+            return cls(Parsed.from_text("\n".join(lines)), source)
+        except paramiko.ConfigParseError as error:
+            raise ConfigError(f"SSH configuration {source}: {error}") from error
+
+    def target(
+        self,
+        name: str,
+        *,
+        user: str | None = None,
+        port: int | None = None,
+        proxy: str | None = None,
+        identity_file: Path | None = None,
+    ) -> SshTarget:
+        """How to reach ``name``, a host or an alias. What is given here wins over the files.
+
+        ``proxy`` is written as for ``ssh -J``: ``[user@]host[:port]``, several with commas in the
+        order they are passed through; ``none`` for a direct connection.
+        """
+        target = self._target(name, user, port, proxy, ())
+        if identity_file is None:
+            return target
+        return replace(target, identity_files=(identity_file,), default_identities=False)
+
+    def _target(
+        self,
+        name: str,
+        user: str | None,
+        port: int | None,
+        proxy: str | None,
+        seen: tuple[str, ...],
+    ) -> SshTarget:
+        if name in seen or len(seen) > MOST_JUMPS:
+            raise self._wrong("ProxyJump", f"goes in a circle: {' -> '.join((*seen, name))}")
+        options = self._lookup(name)
+        identities = options.get("identityfile")
+        direct = SshTarget(
+            name=name,
+            address=options["hostname"],
+            user=user or options.get("user") or getpass.getuser(),
+            port=port or self._number(options, "port", SSH_PORT),
+            host_key_alias=options.get("hostkeyalias"),
+            known_hosts=_known_hosts(options),
+            remember_new_keys=options.get("stricthostkeychecking", "ask").lower()
+            in ("no", "off", "accept-new"),
+            revoked_keys=_revoked_keys(options.get("revokedhostkeys")),
+            connect_timeout=self._number(options, "connecttimeout", 0) or None,
+            agent_socket=_agent_socket(options.get("identityagent")),
+            identities_only=options.get("identitiesonly", "no").lower() == "yes",
+            identity_files=_usual_identities() if identities is None else _files(identities),
+            default_identities=identities is None,
+        )
+        jumps = proxy if proxy is not None else options.get("proxyjump")
+        if jumps and jumps.lower() != "none":
+            return replace(direct, via=self._chain(jumps, direct, (*seen, name)))
+        command = None if proxy is not None else options.get("proxycommand")
+        return replace(direct, proxy_command=command or None)
+
+    def _chain(self, jumps: str, last: SshTarget, seen: tuple[str, ...]) -> SshTarget | None:
+        via: SshTarget | None = None
+        for index, jump in enumerate(jumps.split(",")):
+            user, host, port = self._jump(jump.strip())
+            # Only the first hop is reached by its own ProxyJump; the others through the chain.
+            hop = (
+                self._target(host, user, port, None if index == 0 else "none", seen)
+                if (host != last.name)
+                else None
+            )
+            if hop is None or (hop.address, hop.port) == (last.address, last.port):
+                # `Host *` with a ProxyJump covers the jump host too: it is reached directly.
+                return via
+            via = hop if index == 0 else replace(hop, via=via)
+        return via
+
+    def _jump(self, jump: str) -> tuple[str | None, str, int | None]:
+        user, _, place = jump.removeprefix("ssh://").rpartition("@")
+        bracketed = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?", place)
+        found = bracketed or re.fullmatch(r"([^:\s]+)(?::(\d+))?", place)
+        if found is None:
+            raise self._wrong("ProxyJump", f"{jump!r} is not [user@]host[:port]")
+        return user or None, found[1], int(found[2]) if found[2] else None
+
+    def _lookup(self, name: str) -> Mapping[str, str]:
+        try:
+            return self._parsed.lookup(name)
+        except paramiko.SSHException as error:
+            raise ConfigError(f"SSH configuration {self.source}: {error}") from error
+
+    def _number(self, options: Mapping[str, str], key: str, default: int) -> int:
+        text = options.get(key)
+        if text is None or text.lower() == "none":
+            return default
+        if not text.isdigit():
+            raise self._wrong(key, f"expected a number, found {text!r}")
+        return int(text)
+
+    def _wrong(self, key: str, message: str) -> ConfigError:
+        return ConfigError(Problem(key=key, message=message, where=self.source))
+
+
+def _lines(path: Path, base: Path, depth: int) -> Iterator[str]:
+    """The file's lines with those of the files it includes in their place."""
+    if depth > DEEPEST_INCLUDE:
+        raise ConfigError(f"SSH configuration {path}: Include goes deeper than {DEEPEST_INCLUDE}")
+    try:
+        text = path.read_text(errors="surrogateescape")
+    except OSError as error:
+        raise ConfigError(f"SSH configuration {path} cannot be read: {error.strerror}") from error
+    block = "Host *"
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        setting = _SETTING.match(stripped)
+        if setting is None:
+            where = f"{path}:{number}"
+            raise ConfigError(Problem("", f"not an SSH setting: {stripped!r}", where))
+        keyword = setting[1].lower()
+        if keyword == "include":
+            for pattern in setting[2].split():
+                # Path.glob takes no absolute patterns.
+                wanted = base / Path(pattern.strip('"')).expanduser()
+                for found in sorted(glob.glob(str(wanted))):  # noqa: PTH207
+                    yield from _lines(Path(found), base, depth + 1)
+            # What follows belongs to this file's block again, not to the included file's last.
+            yield block
+            continue
+        if keyword in ("host", "match"):
+            block = stripped
+        yield stripped
+
+
+def _known_hosts(options: Mapping[str, str]) -> tuple[Path, ...]:
+    names = (
+        options.get("userknownhostsfile", USER_KNOWN_HOSTS),
+        options.get("globalknownhostsfile", SYSTEM_KNOWN_HOSTS),
+    )
+    words = (word for name in names if name.lower() != "none" for word in name.split())
+    return tuple(Path(word.replace("%d", str(Path.home()))).expanduser() for word in words)
+
+
+def _revoked_keys(option: str | None) -> Path | None:
+    return None if option is None or option.lower() == "none" else Path(option).expanduser()
+
+
+def _agent_socket(option: str | None) -> str | None:
+    if option is None or option == "SSH_AUTH_SOCK":
+        return os.environ.get("SSH_AUTH_SOCK") or None
+    if option.lower() == "none":
+        return None
+    if option.startswith("$"):
+        return os.environ.get(option.strip("${}")) or None
+    return str(Path(option).expanduser())
+
+
+def _files(names: object) -> tuple[Path, ...]:
+    """paramiko gives this one option as a list."""
+    words = [str(name) for name in names] if isinstance(names, list) else []
+    return tuple(Path(word).expanduser() for word in words if word.lower() != "none")
+
+
+def _usual_identities() -> tuple[Path, ...]:
+    usual = (Path.home() / ".ssh" / name for name in USUAL_IDENTITIES)
+    return tuple(path for path in usual if path.is_file())

@@ -1,0 +1,128 @@
+"""Many hosts at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from bed.lab import Bed
+
+from flagscale.errors import JobError
+from flagscale.hosts import errors as e
+from flagscale.hosts.ssh import Connection, DialOptions, Fleet, SshConfig, fan_out
+
+pytestmark = pytest.mark.integration
+
+
+def hostname(connection: Connection) -> str:
+    return connection.run(["hostname"]).text.strip()
+
+
+@pytest.mark.bed(hosts=64)
+def test_sixty_four_hosts(bed: Bed, config: SshConfig) -> None:
+    bed["h07"].stop_sshd()
+    targets = [config.target(name) for name in bed.names]
+    # Stopping sshd closes its port; everything else is healthy and given time.
+    outcomes = fan_out(targets, hostname, options=DialOptions(connect=30, greeting=60, login=60))
+    assert [outcome.target.name for outcome in outcomes] == bed.names
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    assert [type(outcome.error) for outcome in failed] == [e.ConnectionRefusedByHostError]
+    assert failed[0].target.name == "h07"
+    assert all(outcome.value == outcome.target.name for outcome in outcomes if outcome.ok)
+
+
+@pytest.mark.bed(hosts=1)
+def test_a_burst_on_a_strict_sshd_gets_through(bed: Bed, config: SshConfig) -> None:
+    """sshd drops every second connection beyond two that have not logged in yet."""
+    bed[0].restart_sshd(MaxStartups="2:50:10")
+    log = bed[0].directory / "sshd.log"
+    count = 40
+    outcomes = fan_out(
+        [config.target("h00")] * count, hostname, limit=20, options=DialOptions(attempts=12)
+    )
+    assert [outcome.get() for outcome in outcomes] == ["h00"] * count
+    assert "past MaxStartups" in log.read_text()
+
+
+@pytest.mark.bed(hosts=3)
+def test_an_action_runs_once_and_its_errors_are_outcomes(bed: Bed, config: SshConfig) -> None:
+    calls: list[str] = []
+
+    def action(connection: Connection) -> str:
+        calls.append(connection.target.name)
+        if connection.target.name == "h01":
+            raise JobError("the job said no")
+        return hostname(connection)
+
+    targets = [config.target(name) for name in bed.names]
+    outcomes = fan_out(targets, action)
+    assert sorted(calls) == bed.names
+    assert [outcome.value for outcome in outcomes] == ["h00", None, "h02"]
+    with pytest.raises(JobError, match="the job said no"):
+        outcomes[1].get()
+
+    def broken(connection: Connection) -> str:
+        raise KeyError(connection.target.name)
+
+    with pytest.raises(KeyError):
+        fan_out(targets, broken)
+    assert fan_out([], hostname) == []
+
+
+@pytest.mark.bed(hosts=3)
+def test_a_fleet_keeps_its_connections_and_mends_them(bed: Bed, config: SshConfig) -> None:
+    def logins() -> list[int]:
+        logs = [(host.directory / "sshd.log").read_text() for host in bed.hosts]
+        return [log.count("Accepted publickey") for log in logs]
+
+    with Fleet([config.target(name) for name in bed.names]) as fleet:
+        for _ in range(3):
+            assert [outcome.get() for outcome in fleet.map(hostname)] == bed.names
+        assert logins() == [1, 1, 1]
+        for session in bed[1].sessions():
+            os.kill(session.pid, signal.SIGKILL)
+        outcomes = fleet.map(hostname)
+        if not outcomes[1].ok:  # the break was not noticed before the command was sent
+            assert isinstance(outcomes[1].error, e.HostError)
+            outcomes = fleet.map(hostname)
+        assert [outcome.get() for outcome in outcomes] == bed.names
+        assert logins() == [1, 2, 1]
+        assert [o.get() for o in fleet.map(hostname, targets=fleet.targets[2:])] == ["h02"]
+
+
+@pytest.mark.bed(hosts=4)
+def test_interrupting_ends_at_once(bed: Bed, tmp_path: Path) -> None:
+    """Some hosts are in a command, one does not answer: Ctrl-C waits for none of them."""
+    bed[3].drop()
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "from flagscale.hosts.ssh import DialOptions, SshConfig, fan_out\n"
+        f"config = SshConfig.load(Path({str(bed.ssh_config)!r}))\n"
+        f"targets = [config.target(name) for name in {bed.names!r}]\n"
+        "options = DialOptions(connect=600)\n"
+        "say = lambda _: os.write(1, b'running\\n')\n"  # a line whole, whatever other threads do
+        "wait = ['sh', '-c', 'echo go; exec sleep 600']\n"
+        "def action(c): c.run(wait, timeout=None, on_stdout=lambda data: data and say(data))\n"
+        "try:\n"
+        "    fan_out(targets, action, options=options)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(3)] == ["running\n"] * 3
+    process.send_signal(signal.SIGINT)
+    killer = threading.Timer(100, process.kill)
+    killer.start()
+    stdout, stderr = process.communicate()
+    killer.cancel()
+    assert (stdout, stderr, process.returncode) == ("interrupted\n", "", 0)

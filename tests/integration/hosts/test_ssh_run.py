@@ -1,0 +1,187 @@
+"""What is sent to a host is what arrives there, and what it answers is what comes back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+from bed.lab import Bed
+from launch_lab import until
+
+from flagscale.hosts import errors as e
+from flagscale.hosts.ssh import Connection, SshConfig, connect
+from flagscale.hosts.ssh.files import RemoteFiles
+
+pytestmark = pytest.mark.integration
+
+HOSTILE = [
+    "",
+    " two  spaces ",
+    'it\'s "quoted"',
+    "$HOME `id` $(id) ${PATH}",
+    "line\nbreak\r\ttab",
+    "a,b;c&d|e>f<g",
+    "*?[a-z]{1,2}~",
+    "-n",
+    "--",
+    "!history \\ back\\\\slash",
+    "naïve 机器学习 🚀",
+    "x" * 60_000,
+]
+
+
+@pytest.mark.bed(hosts=1)
+def test_arguments_and_input_arrive_as_they_are(bed: Bed, config: SshConfig) -> None:
+    show = "import sys, json; print(json.dumps([sys.argv[1:], sys.stdin.buffer.read().hex()]))"
+    data = bytes(range(256)) * 8
+    with connect(config.target("h00")) as connection:
+        result = connection.run(["python3", "-c", show, *HOSTILE], stdin=data)
+        printed = connection.run(["printf", r"%s\0", *HOSTILE])
+        script = "#!/bin/bash\n# a comment\nprintf '%s\\0' \"$@\"\n# the end"
+        scripted = connection.run_script(script, HOSTILE)
+        assert json.loads(result.text) == [HOSTILE, data.hex()]
+        assert printed.text.split("\0") == [*HOSTILE, ""]
+        assert scripted.text.split("\0") == [*HOSTILE, ""]
+        assert connection.run(["sh", "-c", "echo err >&2; exit 7"]).error_text == "err\n"
+        for wrong in ([], ["a\0b"], ["x" * 200_000]):
+            with pytest.raises(ValueError, match=r"needs|NUL|too long"):
+                connection.run(wrong)
+
+
+@pytest.mark.bed(hosts=1)
+def test_exit_statuses(bed: Bed, config: SshConfig) -> None:
+    def status(connection: Connection, script: str) -> int:
+        result = connection.run_script(script)
+        assert result.exit_status == connection.run(["bash", "-c", script]).exit_status
+        return result.exit_status
+
+    with connect(config.target("h00")) as connection:
+        assert status(connection, "") == 0
+        assert status(connection, "exit 41") == 41
+        assert status(connection, "set -e\nfalse\nexit 3") == 1
+        assert status(connection, "kill -9 $BASHPID") == 137
+        assert status(connection, "no-such-command") == 127
+        killed = connection.run(["bash", "-c", "kill -TERM $$"])
+        assert killed.signal is signal.SIGTERM
+        assert connection.run(["true"]).signal is None
+        # Line numbers in messages are the script's own, and its stdin is empty.
+        failed = connection.run_script("\n\nno-such-command; cat; echo end")
+        assert "line 3" in failed.error_text
+        assert failed.text == "end\n"
+        # They shared one session; one that loses it is told so, and the next gets another.
+        assert len(bed["h00"].find("bash", "turn")) == 1
+        with pytest.raises(e.ConnectionLostError, match="was killed"):
+            connection.run_script("kill -9 $$")
+        assert connection.run_script("echo again").text == "again\n"
+
+
+@pytest.mark.bed(hosts=1)
+def test_secrets_stay_out_of_the_process_table(bed: Bed, config: SshConfig) -> None:
+    secret = "correct-horse-battery"
+    script = f"export TOKEN={shlex.quote(secret)}\nsleep 300 </dev/null >/dev/null 2>&1 &\n"
+    with connect(config.target("h00")) as connection:
+        assert connection.run_script(script).ok
+    # The job goes on without the connection.
+    job = until(lambda: [p for p in bed[0].processes() if p.argv[:1] == ("sleep",)])[0]
+    assert job.environment()["TOKEN"] == secret
+    assert bed[0].find(secret) == []
+
+
+@pytest.mark.bed(hosts=1)
+def test_a_script_that_was_cut_off_does_not_run(bed: Bed, config: SshConfig) -> None:
+    from flagscale.hosts.ssh.shell import LINE, script_input
+
+    whole = script_input("t", "touch /tmp/one\ntouch /tmp/two\n")
+    with connect(config.target("h00")) as connection:
+        for end in range(0, len(whole)):
+            if end % 7 == 0 or end > len(whole) - 6:
+                connection.run(["sh", "-c", LINE], stdin=whole[:end])
+        assert connection.run(["ls", "/tmp/one", "/tmp/two"]).text == ""
+        connection.run(["sh", "-c", LINE], stdin=whole)
+        assert connection.run(["ls", "/tmp/one", "/tmp/two"]).text == "/tmp/one\n/tmp/two\n"
+
+
+@pytest.mark.bed(hosts=1)
+def test_much_data_both_ways_and_output_as_it_comes(bed: Bed, config: SshConfig) -> None:
+    data = os.urandom(6_000_000)
+    with connect(config.target("h00")) as connection:
+        # cat writes while it reads: whoever sent everything first would wait for ever.
+        assert connection.run(["cat"], stdin=data).stdout == data
+        # A command need not read its input.
+        assert connection.run(["true"], stdin=data).exit_status == 0
+        noisy = "head -c 3000000 /dev/zero >&2; head -c 3000000 /dev/zero"
+        both = connection.run(["sh", "-c", noisy])
+        assert (len(both.stdout), len(both.stderr)) == (3_000_000, 3_000_000)
+        chunks: list[bytes] = []
+
+        def on_stdout(chunk: bytes) -> None:
+            chunks.append(chunk)
+            if chunk:
+                (bed[0].path("/tmp/go")).touch()
+
+        wait = "echo first; until [ -e /tmp/go ]; do sleep 0.05; done; echo second"
+        result = connection.run(["sh", "-c", wait], on_stdout=on_stdout)
+        assert result.stdout == b""
+        assert b"".join(chunks) == b"first\nsecond\n"
+
+
+@pytest.mark.bed(hosts=1)
+def test_files_travel_whole(bed: Bed, config: SshConfig, tmp_path: Path) -> None:
+    local = tmp_path / "a b"
+    local.write_bytes(os.urandom(1_500_000))
+    local.chmod(0o640)
+    digest = hashlib.sha256(local.read_bytes()).hexdigest()
+    with connect(config.target("h00")) as connection, RemoteFiles(connection) as files:
+        remote = "/tmp/x/y/it's a\nfile"
+        files.put(local, remote)
+        shown = connection.run(["sh", "-c", 'sha256sum <"$1"; stat -c %a "$1"', "sh", remote])
+        assert shown.text.split() == [digest, "-", "640"]
+        files.get(remote, tmp_path / "back")
+        assert (tmp_path / "back").read_bytes() == local.read_bytes()
+        assert files.read(remote, offset=10, most=5) == local.read_bytes()[10:15]
+        assert files.size(remote) == 1_500_000
+        assert files.size("/tmp/none") is None
+        assert files.names("/tmp/x/y") == ["it's a\nfile"]
+        files.remove(remote)
+        files.remove(remote)
+        assert files.names("/tmp/x/y") == files.names("/tmp/none") == []
+
+
+@pytest.mark.bed(hosts=1)
+def test_a_process_left_behind_does_not_hold_the_command(bed: Bed, config: SshConfig) -> None:
+    with connect(config.target("h00")) as connection:
+        result = connection.run(["sh", "-c", "sleep 300 & echo started; exit 5"], timeout=None)
+    assert (result.exit_status, result.text) == (5, "started\n")
+    assert len(bed[0].find("sleep", "300")) == 1
+
+
+@pytest.mark.bed(hosts=1)
+def test_a_time_limit_ends_the_wait_and_not_the_connection(bed: Bed, config: SshConfig) -> None:
+    with connect(config.target("h00")) as connection:
+        with pytest.raises(e.CommandTimeoutError, match="Its last output: so far") as caught:
+            connection.run(["sh", "-c", "echo so far; exec sleep 300"], timeout=2)
+        assert caught.value.exit_code == 3
+        assert connection.run(["echo", "on"]).text == "on\n"
+        connection.check_alive()
+
+
+@pytest.mark.bed(hosts=["chatty", "closed"], root="private", users=["trainer"])
+def test_login_shells_that_talk_or_refuse(bed: Bed, config: SshConfig) -> None:
+    bed["chatty"].path("/root/chatty").write_text("echo Welcome; echo to the cluster >&2\n")
+    bed["chatty"].run(["mount", "--bind", "/root/chatty", "/root/.bashrc"])
+    with connect(config.target("chatty")) as connection:
+        result = connection.run(["echo", "answer"])
+        assert (result.text, result.error_text) == ("answer\n", "")
+    accounts = bed["closed"].path("/etc/passwd")
+    accounts.write_text(accounts.read_text().replace(":/bin/sh\n", ":/usr/sbin/nologin\n"))
+    with (
+        connect(config.target("closed", user="trainer")) as connection,
+        pytest.raises(e.LoginShellError, match="not available") as caught,
+    ):
+        connection.run(["true"])
+    assert caught.value.exit_code == 3

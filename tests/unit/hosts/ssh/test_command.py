@@ -1,0 +1,108 @@
+"""The line a login shell gets to see, checked with real shells."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flagscale.hosts.errors import ProxyCommandError
+from flagscale.hosts.ssh import SshTarget
+from flagscale.hosts.ssh.command import (
+    LONGEST,
+    MARKER,
+    AfterMarker,
+    Result,
+    command_line,
+)
+from flagscale.hosts.ssh.proxy import expand
+from flagscale.hosts.ssh.shell import LINE, script_input
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
+
+
+SHELLS = [shell for shell in ("sh", "bash", "zsh", "fish", "tcsh") if shutil.which(shell)]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_login_shells_pass_arguments_on(shell: str) -> None:
+    argv = ["printf", r"%s\0", "", "a'b\"c", "$HOME `id`", "*", "é"]
+    if shell != "tcsh":  # which has no way to quote a newline
+        argv.append("x\ny")
+    done = subprocess.run([shell, "-c", command_line(argv)], capture_output=True, check=True)
+    assert done.stdout == MARKER + b"".join(word.encode() + b"\0" for word in argv[2:])
+    assert done.stderr == MARKER
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(words, min_size=1, max_size=5))
+def test_any_arguments_arrive(arguments: list[str]) -> None:
+    line = command_line(["printf", r"%s\0", *arguments])
+    done = subprocess.run(["sh", "-c", line], capture_output=True, check=True)
+    assert done.stdout == MARKER + b"".join(word.encode() + b"\0" for word in arguments)
+
+
+@settings(max_examples=25, deadline=None)
+@given(words)
+def test_any_value_in_a_script_arrives(value: str) -> None:
+    script = "cat <<'the end of it'\n" + value.replace("\r", "") + "\nthe end of it"
+    done = subprocess.run(
+        ["sh", "-c", LINE], input=script_input("t", script), capture_output=True, check=True
+    )
+    assert done.stdout == MARKER + value.replace("\r", "").encode() + b"\n\2t 0\3"
+    assert done.stderr == MARKER + b"\2t\3"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_one_script_after_another_in_shells_of_their_own(shell: str) -> None:
+    scripts = [("a", "x=1; umask 077; exit 3"), ("b", 'echo "$x$(umask)"; cat'), ("c", "")]
+    given = b"".join(script_input(*one) for one in scripts)
+    done = subprocess.run([shell, "-c", LINE], input=given, capture_output=True, check=True)
+    ends = done.stdout.removeprefix(MARKER)
+    assert ends == b"\2a 3\3" + f"{_umask():04o}\n".encode() + b"\2b 0\3\2c 0\3"
+    assert done.stderr == MARKER + b"\2a\3\2b\3\2c\3"
+
+
+def _umask() -> int:
+    now = os.umask(0o022)
+    os.umask(now)
+    return now
+
+
+def test_limits() -> None:
+    room = LONGEST - len(command_line(["echo", "x"]))
+    assert len(command_line(["echo", "x" * (room + 1)])) == LONGEST
+    for argv, message in (([], "name"), (["a\0"], "NUL"), (["echo", "x" * (room + 2)], "too long")):
+        with pytest.raises(ValueError, match=message):
+            command_line(argv)
+    with pytest.raises(ValueError, match="NUL"):
+        script_input("t", "\0")
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.integers(1, 7))
+def test_noise_before_the_marker_is_dropped(noise: bytes, output: bytes, step: int) -> None:
+    noise = noise.replace(b"\x02", b"")
+    stream, after = noise + MARKER + output, AfterMarker()
+    got = b"".join(after.feed(stream[i : i + step]) for i in range(0, len(stream), step))
+    assert (got, bytes(after.before), after.seen) == (output, noise, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "name"), [(0, None), (1, None), (128, None), (137, "SIGKILL"), (255, None)]
+)
+def test_signals(status: int, name: str | None) -> None:
+    found = Result(status, b"\xff", b"").signal
+    assert (found.name if found else None) == name
+
+
+def test_proxy_command_tokens() -> None:
+    target = SshTarget("alias", "10.0.0.1", "me", 2222)
+    assert expand(target, "nc %h %p # %r@%n 100%%") == "nc 10.0.0.1 2222 # me@alias 100%"
+    with pytest.raises(ProxyCommandError, match="unknown token '%x'"):
+        expand(target, "nc %x")
+    with pytest.raises(ProxyCommandError, match="has no place in a ProxyCommand"):
+        expand(SshTarget("a", "$(reboot)", "me"), "nc %h")

@@ -1,0 +1,101 @@
+"""known_hosts files, and what a host's key is judged by."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flagscale.hosts.ssh.known_hosts import (
+    Verdict,
+    judge,
+    known_kinds,
+    lookup,
+    parse,
+    read,
+)
+
+KEY, OTHER = b"key", b"other"
+ED, RSA = "ssh-ed25519", "ssh-rsa"
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def hashed(name: str) -> str:
+    salt = b"s" * 20
+    return f"|1|{b64(salt)}|{b64(hmac.digest(salt, name.encode(), 'sha1'))}"
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "known"),
+    [
+        ("node", "node", True),
+        ("node,10.0.0.1", "10.0.0.1", True),
+        ("Node", "node", True),
+        ("node", "node2", False),
+        ("[node]:2222", "[node]:2222", True),
+        ("[node]:2222", "node", False),
+        ("node*.example", "node7.example", True),
+        ("node?.example", "node77.example", False),
+        ("*,!bad", "good", True),
+        ("*,!bad", "bad", False),
+        ("[n*]:2222", "[n1]:2222", True),
+        (hashed("node"), "node", True),
+        (hashed("node"), "nodes", False),
+        ("|1|broken", "node", False),
+    ],
+)
+def test_how_lines_name_hosts(names: str, name: str, known: bool) -> None:
+    found = parse(f"# comment\n\n{names} {ED} {b64(KEY)} a comment\n", "f").keys_of(name)
+    assert [key.where for key in found] == (["f:3"] if known else [])
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdict", "line"),
+    [
+        pytest.param([], Verdict.UNKNOWN, None, id="empty"),
+        pytest.param([f"h {ED} {b64(KEY)}"], Verdict.KNOWN, "f:1", id="known"),
+        pytest.param([f"h {ED} {b64(OTHER)}"], Verdict.CHANGED, "f:1", id="changed"),
+        pytest.param(
+            [f"h {ED} {b64(OTHER)}", f"h {ED} {b64(KEY)}"], Verdict.KNOWN, "f:2", id="two-keys"
+        ),
+        pytest.param([f"h {RSA} {b64(OTHER)}"], Verdict.UNKNOWN, "f:1", id="only-another-type"),
+        pytest.param(
+            [f"h {ED} {b64(KEY)}", f"@revoked * {ED} {b64(KEY)}"],
+            Verdict.REVOKED,
+            "f:2",
+            id="revoked",
+        ),
+        pytest.param(
+            [f"@cert-authority * {ED} {b64(KEY)}"], Verdict.UNKNOWN, "f:1", id="authority"
+        ),
+        pytest.param([f"h {ED} not*base64"], Verdict.CHANGED, "f:1", id="damaged"),
+    ],
+)
+def test_verdicts(lines: list[str], verdict: Verdict, line: str | None) -> None:
+    found = parse("\n".join(lines), "f").keys_of("h")
+    decided, by = judge(found, ED, KEY)
+    assert (decided, by.where if by else None) == (verdict, line)
+
+
+def test_files_are_read_again_after_a_change(tmp_path: Path) -> None:
+    path, none = tmp_path / "known_hosts", tmp_path / "none"
+    assert lookup([path, none], "h") == []
+    path.write_text(f"h {RSA} {b64(OTHER)}\n")
+    assert known_kinds(lookup([path, none], "h")) == [RSA]
+    assert read(path) is read(path)
+    with path.open("a") as file:
+        file.write(f"h {ED} {b64(KEY)}\nh {ED} {b64(OTHER)}\n")
+    assert known_kinds(lookup([path, none], "h")) == [RSA, ED]
+
+
+@given(st.text())
+def test_no_text_breaks_the_reader(text: str) -> None:
+    for key in parse(text, "f").keys_of("h"):
+        assert key.matches(KEY) in (True, False)

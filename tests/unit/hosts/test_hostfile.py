@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flagscale.errors import ConfigError
+from flagscale.hosts.hostfile import (
+    Host,
+    choose_hosts,
+    count_nodes,
+    count_ranks,
+    is_this_machine,
+    parse_hostfile,
+    read_hostfile,
+)
+from flagscale.hosts.names import compress, expand
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("h0 slots=8", [Host("h0", 8)], id="plain"),
+        pytest.param("  h0\tslots=8  # eight\n\n# all\n", [Host("h0", 8)], id="comments"),
+        pytest.param(
+            "h0 slots=8 type=A800\nh1 type=BI slots=2",
+            [Host("h0", 8, "A800"), Host("h1", 2, "BI")],
+            id="types",
+        ),
+        pytest.param("10.0.0.1 slots=1", [Host("10.0.0.1", 1)], id="address"),
+        pytest.param("fe80::1 slots=1", [Host("fe80::1", 1)], id="ipv6"),
+        pytest.param("a.b-c_d.example slots=1\r\n", [Host("a.b-c_d.example", 1)], id="crlf"),
+    ],
+)
+def test_hostfile(text: str, expected: list[Host]) -> None:
+    assert list(parse_hostfile(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("", "hosts.txt: no host in it", id="empty"),
+        pytest.param("# only words\n\n", "hosts.txt: no host in it", id="only-comments"),
+        pytest.param("h0 slots=8\ninvalid line", "hosts.txt:2: 'line' is not", id="invalid-line"),
+        pytest.param("h0", "hosts.txt:1: slots is missing", id="no-slots"),
+        pytest.param("h0 slots=8 garbage", "hosts.txt:1: 'garbage' is not", id="garbage-after"),
+        pytest.param("h0 slots=0", "hosts.txt:1: slots=0: expected", id="zero"),
+        pytest.param("h0 slots=-1", "slots=-1: expected", id="negative"),
+        pytest.param("h0 slots=8type=A", "slots=8type=A: expected", id="run-together"),
+        pytest.param("h0 slots=\u0664", "slots=\u0664: expected", id="external-digit"),
+        pytest.param("h0 slots=2 slots=4", "slots is given twice", id="slots-twice"),
+        pytest.param("h0 slots=2\nh0 slots=2", "hosts.txt:2: host 'h0' is named twice", id="twice"),
+        pytest.param("h$0 slots=2", "'h$0' is no host name", id="host-name"),
+        pytest.param("-oProxyCommand=x slots=2", "is no host name", id="option-as-host"),
+        pytest.param("h0 slots=2 type=a;b", "type=a;b: expected a word", id="type"),
+        pytest.param("h0 slots=1 type=A\nh1 slots=1", "without one: h1", id="mixed-types"),
+    ],
+)
+def test_bad_hostfile(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_hostfile(text, "hosts.txt")
+    assert message in str(raised.value)
+
+
+def test_every_bad_line_is_told() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_hostfile("a slots=x\nb slots=1\nc", "f")
+    assert [problem.where for problem in raised.value.problems] == ["f:1", "f:3"]
+
+
+@given(st.text())
+def test_any_text_is_hosts_or_a_config_error(text: str) -> None:
+    try:
+        hosts = parse_hostfile(text)
+    except ConfigError as error:
+        assert error.problems
+    else:
+        assert all(host.slots is not None and host.slots > 0 for host in hosts)
+
+
+def test_missing_hostfile_is_an_error_with_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "no such"
+    with pytest.raises(ConfigError) as raised:
+        choose_hosts(path, None)
+    assert str(path) in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+def test_hostfile_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xff\xfe\x00h0")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_hostfile(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_hostfile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "yaml", "expected"),
+    [(8, None, 8), (None, 4, 4), (8, "2:4", 2), (2, 8, 2), (None, None, 1)],
+)
+def test_count_nodes(hostfile: int | None, yaml: int | str | None, expected: int) -> None:
+    assert count_nodes(hostfile, yaml) == expected
+
+
+@pytest.mark.parametrize(
+    ("slots", "yaml", "visible", "expected"),
+    [
+        (8, 4, 2, 2),
+        (8, None, 4, 4),
+        (None, 8, 4, 4),
+        (None, None, None, 1),
+        (None, "4", None, 4),
+        (2, 8, None, 2),
+    ],
+)
+def test_count_ranks(
+    slots: int | None, yaml: int | str | None, visible: int | None, expected: int
+) -> None:
+    assert count_ranks(slots, yaml, visible) == expected
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "127.0.0.53", socket.gethostname()])
+def test_names_of_this_machine(name: str) -> None:
+    assert is_this_machine(name)
+
+
+@pytest.mark.parametrize("name", ["192.0.2.1", "no-such-host.invalid"])
+def test_names_of_other_machines(name: str) -> None:
+    assert not is_this_machine(name)
+
+
+def test_choose_this_machine(tmp_path: Path) -> None:
+    assert choose_hosts(None, None) == (Host("localhost"),)
+    path = tmp_path / "hosts"
+    path.write_text("127.0.0.1 slots=2 type=CPU\nlocalhost slots=2 type=CPU\n", encoding="utf-8")
+    assert choose_hosts(path, 1) == (Host("127.0.0.1", 2, "CPU"),)
+    with pytest.raises(ConfigError, match="are this machine"):
+        choose_hosts(path, None)
+
+
+def test_other_hosts_need_ssh_and_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("localhost slots=1\n198.51.100.[1-3] slots=1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"198\.51\.100\.\[1-3\]") as raised:
+        choose_hosts(path, None, "local")
+    assert "type: ssh" in str(raised.value)
+    assert len(choose_hosts(path, None)) == 4
+    with pytest.raises(ConfigError, match="no hostfile"):
+        choose_hosts(None, 4)
+
+
+def test_a_line_with_everything() -> None:
+    (first, second) = parse_hostfile(
+        "node[08-09] slots=8 type=A800 port=2222 user=me addr=10.0.0.[1-2] proxy=me@gate:22"
+    )
+    assert first == Host("node08", 8, "A800", 2222, "me", "10.0.0.1", "me@gate:22")
+    assert (second.name, second.addr) == ("node09", "10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("h[1-3]", ["h1", "h2", "h3"]),
+        ("h[08-10,20].x", ["h08.x", "h09.x", "h10.x", "h20.x"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("plain", ["plain"]),
+    ],
+)
+def test_names_unfold_and_fold(pattern: str, names: list[str]) -> None:
+    assert expand(pattern) == names
+    assert [name for part in _parts(compress(names)) for name in expand(part)] == names
+
+
+def _parts(folded: str) -> list[str]:
+    """The patterns of a folded list: commas inside brackets separate nothing."""
+    return re.split(r",(?![^\[]*\])", folded)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a1", "a2", "a4", "b"], "a[1-2,4],b"),
+        (["n08", "n09", "n10", "n11"], "n[08-11]"),
+        (["n9", "n10"], "n[9-10]"),
+        (["10.0.0.1", "10.0.0.2"], "10.0.0.[1-2]"),
+        (["x"], "x"),
+        ([], ""),
+    ],
+)
+def test_fold(names: list[str], expected: str) -> None:
+    assert compress(names) == expected
+
+
+@given(
+    st.lists(st.from_regex(r"[a-z]{1,2}[0-9]{0,3}[a-z]?", fullmatch=True), min_size=1, max_size=20)
+)
+def test_folding_loses_no_name(names: list[str]) -> None:
+    found = [name for part in _parts(compress(names)) for name in expand(part)]
+    assert sorted(found) == sorted(set(names))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["h[", "h[1-", "h]1", "h[a]", "h[3-1]", "h[1-003]", "h[]", "h[0-99999]", "h[1--2]"]
+)
+def test_bad_ranges(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="f:1"):
+        parse_hostfile(f"{pattern} slots=1", "f")

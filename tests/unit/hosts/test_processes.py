@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from flagscale.hosts import processes
+from flagscale.hosts.processes import Process
+
+RUN = "20250102-030405-0f0f0f"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the run whose command has a space and a parenthesis in its name."""
+    code = (
+        "import ctypes, sys, time; ctypes.CDLL(None).prctl(15, b'a) R (b c', 0, 0, 0);"
+        "print(flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FLAGSCALE_RUN_ID": RUN},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_identity(child: subprocess.Popen[bytes]) -> None:
+    process = processes.identify(child.pid)
+    assert process is not None
+    assert processes.is_alive(process)
+    assert processes.parent(child.pid) == os.getpid()
+    assert processes.belongs(child.pid, RUN)
+    assert not processes.belongs(child.pid, RUN[:-1])
+    assert not processes.belongs(child.pid, RUN + "0")
+    assert processes.environment(child.pid)[b"FLAGSCALE_RUN_ID"] == RUN.encode()
+    assert process in processes.members(RUN)
+    assert process not in processes.members(RUN, exclude=[child.pid])
+
+
+def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
+    process = processes.identify(child.pid)
+    assert process is not None
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not processes.is_alive(process)
+    assert processes.members(RUN) == []
+
+
+def test_a_signal_reaches_only_the_very_process(child: subprocess.Popen[bytes]) -> None:
+    process = processes.identify(child.pid)
+    assert process is not None
+    earlier = Process(process.pid, process.start_ticks - 1)
+    assert not processes.send(earlier, signal.SIGKILL)
+    assert not processes.send(process, signal.SIGKILL, run_id="another run")
+    assert processes.is_alive(process)
+    assert processes.send(process, signal.SIGKILL, run_id=RUN)
+    child.wait()
+    assert not processes.send(process, signal.SIGKILL, run_id=RUN)
+
+
+def test_sweep(child: subprocess.Popen[bytes]) -> None:
+    assert processes.sweep(RUN, 5, exclude=[child.pid]) == processes.Swept()
+    swept = processes.sweep(RUN, 5)
+    assert swept.terminated == (child.pid,)
+    assert swept.killed == swept.left == ()
+    assert processes.sweep(RUN, 5) == processes.Swept()
+
+
+def test_nobody() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert processes.identify(gone.pid) is None
+    assert processes.parent(gone.pid) is None
+    assert processes.environment(gone.pid) == {}
+
+
+def test_ancestors_end_before_init() -> None:
+    found = processes.ancestors(os.getpid())
+    assert 1 not in found
+    assert os.getpid() not in found
