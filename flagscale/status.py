@@ -43,6 +43,9 @@ RUN_ID_VARIABLE = "FLAGSCALE_RUN_ID"
 ATTEMPT_VARIABLE = "FLAGSCALE_ATTEMPT"
 """How often the job was started before, from 0: after a failure it is started again as a whole."""
 
+RUN_VARIABLES = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE)
+"""What the processes of a run carry."""
+
 STEP = "in training"
 BUSY = ("starting", "evaluating", "saving a checkpoint", "ending")
 """What a rank may be doing that moves no step."""

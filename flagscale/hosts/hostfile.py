@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -201,14 +202,17 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
 
 
 def choose_hosts(
-    hostfile: Path | None, nnodes: int | None, runner_type: str | None = None
+    listed: Sequence[Host] | None,
+    hostfile: Path | None,
+    nnodes: int | None,
+    runner_type: str | None = None,
 ) -> tuple[Host, ...]:
-    """The hosts that take part in a run.
+    """The hosts of a run, of those that are ``listed`` in the ``hostfile``; None without one.
 
     Raises :class:`ConfigError` where nobody names them, where they are all this machine, and
     where the runner's type does not reach them.
     """
-    if hostfile is None:
+    if listed is None:
         if count_nodes(None, nnodes) > 1:
             raise ConfigError(
                 Problem(
@@ -218,8 +222,7 @@ def choose_hosts(
                 hint="set experiment.runner.hostfile, or nnodes: 1 for this machine",
             )
         return (Host("localhost"),)
-    listed = read_hostfile(hostfile)
-    hosts = listed[: count_nodes(len(listed), nnodes)]
+    hosts = tuple(listed)[: count_nodes(len(listed), nnodes)]
     # Asking the resolver for each of many names could take minutes; nobody needs the answer.
     ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else _sounds_local
     here = [host.name for host in hosts if ask(host.name)]
@@ -247,7 +250,7 @@ def is_loopback(name: str) -> bool:
     return name in ("localhost", "::1") or name.startswith("127.")
 
 
-def is_local_only(hosts: tuple[Host, ...]) -> bool:
+def is_local_only(hosts: Sequence[Host]) -> bool:
     """Whether a run's only host is this machine: then no SSH is involved."""
     return len(hosts) == 1 and is_this_machine(hosts[0].name)
 

@@ -99,3 +99,8 @@ def _folded(key: tuple[str, str, int], numbers: Sequence[int]) -> str:
         return f"{before}{runs[0][0]:0{width}}{after}"
     parts = [f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in runs]
     return f"{before}[{','.join(parts)}]{after}"
+
+
+def some(items: Sequence[object], most: int = 10) -> str:
+    """Items in a sentence, the first of many."""
+    return ", ".join(map(str, items[:most])) + (" …" if items[most:] else "")

@@ -29,6 +29,7 @@ PACKAGES = (
     "sentencepiece",
     "einops",
     "triton",
+    "wandb",
 )
 BACKEND_SECONDS = 50
 CODE_ROOTS = ("flagscale", os.path.join("third_party", "Megatron-LM"))

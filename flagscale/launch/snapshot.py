@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flagscale.files import read_json
-from flagscale.hosts import processes
 from flagscale.launch.failures import (
     Failure,
     first_failure,
@@ -130,8 +129,8 @@ class EventReader:
         """All events of the ranks in the latest attempt at the job."""
         for host in self._hosts:
             directory = latest_status(host.run_dir)
-            if self._directories.setdefault(host.rank, directory) != directory:
-                self._directories[host.rank] = directory
+            if self._directories.setdefault(host.node_rank, directory) != directory:
+                self._directories[host.node_rank] = directory
                 for rank in host.ranks:
                     self.events.pop(rank, None)
             for path in status_files(directory):
@@ -154,22 +153,21 @@ class EventReader:
 
 def take(
     state: RunState,
+    seen: Mapping[int, Seen],
     reader: EventReader | None = None,
-    seen: Mapping[int, Seen] | None = None,
     *,
     with_lines: bool = False,
 ) -> Snapshot:
-    """The run now. ``seen`` is what hosts were seen to do, by rank, where they are not this
-    machine."""
+    """The run now. ``seen`` is what the hosts were seen to do, by node rank."""
     reader = reader or EventReader(state.hosts)
     # Exits first: a run that ends in between then shows as alive once more, never as lost.
-    exits = {host.rank: host.exit() for host in state.hosts}
+    exits = {host.node_rank: host.exit() for host in state.hosts}
     events = reader.refresh()
     joined = [row.time for rows in events.values() for row in rows if row.event == "joined"]
     ranks_joined = reader.ranks("joined")
     everybody = (state.external and not events) or len(ranks_joined) >= state.world_size
     rows = [
-        _row(state, host, exits[host.rank], (seen or {}).get(host.rank), ranks_joined, everybody)
+        _row(state, host, exits[host.node_rank], seen.get(host.node_rank), ranks_joined, everybody)
         for host in state.hosts
     ]
     if with_lines:
@@ -187,7 +185,7 @@ def take(
     first = failure.host if failure is not None else None
     # The host that failed first knows the job's code; others may have been told to end.
     hosts = sorted(state.hosts, key=lambda host: host.name != first)
-    codes = [ended.code for host in hosts if (ended := exits[host.rank]) is not None]
+    codes = [ended.code for host in hosts if (ended := exits[host.node_rank]) is not None]
     job = job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,
@@ -245,7 +243,7 @@ def _with_line(row: HostRow, host: HostState) -> HostRow:
     return replace(row, last_line=lines[-1]) if lines else row
 
 
-def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | None = None) -> Phase:
+def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | None) -> Phase:
     if ended is not None:
         if ended.signal is not None and ended.phase == "job":
             return Phase.STOPPED
@@ -254,27 +252,16 @@ def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | No
         return Phase.FAILED if ended.code else Phase.COMPLETED
     if seen is not None and seen.trouble:
         return Phase.UNREACHABLE
-    if _lives(state, seen):
+    if seen is not None and seen.alive:
         return Phase.RUNNING if everybody else Phase.STARTING
     return Phase.STOPPED if state.stop_requested is not None else Phase.LOST
 
 
-def _lives(state: RunState, seen: Seen | None) -> bool:
-    if seen is not None:
-        return bool(seen.alive)
-    return state.boot_id == processes.boot_id() and state.is_alive()
-
-
-def _to_be_settled(state: RunState, seen: Mapping[int, Seen] | None) -> bool:
+def _to_be_settled(state: RunState, seen: Mapping[int, Seen]) -> bool:
     """Whether the first failure is not agreed on yet, and those who will agree on it are alive:
-    the agent of the first host, or the script that tells what became of it."""
-    host = state.hosts[0]
-    look = (seen or {}).get(host.rank)
-    if look is not None:
-        alive = look.alive == "script"
-    else:
-        script = host.process()
-        alive = host.agent() is not None or (script is not None and processes.is_alive(script))
+    the script of the first host tells what became of its agent."""
+    look = seen.get(0)
+    alive = look is not None and look.alive == "script"
     return alive and not is_settled(state.hosts)
 
 

@@ -21,9 +21,10 @@ from flagscale.hosts.errors import (
     ConnectionLostError,
     HostError,
 )
-from flagscale.hosts.ssh.closing import Closing
-from flagscale.hosts.ssh.command import Result, command_line
-from flagscale.hosts.ssh.exchange import Exchange, OnOutput
+from flagscale.hosts.closing import Closing
+from flagscale.hosts.executor import OnOutput, Result
+from flagscale.hosts.ssh.command import command_line
+from flagscale.hosts.ssh.exchange import Exchange
 from flagscale.hosts.ssh.shell import LINE, Shell
 from flagscale.hosts.ssh.target import SshTarget
 
@@ -50,6 +51,10 @@ class Connection(Closing):
         self._on_close: list[Callable[[], object]] = [lambda: on_close(self)]
         # A shell that is at rest; whoever runs a script takes it away for as long as it runs.
         self._shells: list[Shell] = []
+
+    @property
+    def name(self) -> str:
+        return self.target.name
 
     @property
     def alive(self) -> bool:

@@ -27,7 +27,7 @@ from flagscale.hosts.errors import (
     HostKeyError,
 )
 from flagscale.hosts.ssh import faults, proxy
-from flagscale.hosts.ssh.closing import Closing
+from flagscale.hosts.closing import Closing
 from flagscale.hosts.ssh.connection import Connection
 from flagscale.hosts.ssh.identities import Identities
 from flagscale.hosts.ssh.known_hosts import (

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import paramiko
 
 from flagscale.hosts.errors import HostError, RemoteFileError
-from flagscale.hosts.ssh.closing import Closing
+from flagscale.hosts.closing import Closing
 from flagscale.hosts.ssh.connection import Connection
 
 

@@ -1,0 +1,125 @@
+"""What is done with a run that was started before, whoever found it. Each function that stands for
+a command returns its exit code."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from flagscale.config.schema import Options
+from flagscale.errors import ConfigError, RunStateError
+from flagscale.launch import logs
+from flagscale.launch.ending import Stopped, cost, require_recorded, require_stopped
+from flagscale.launch.layout import Layout
+from flagscale.launch.runners.base import Runner, runner_of
+from flagscale.launch.state import RunState, load_state
+
+if TYPE_CHECKING:
+    from flagscale.launch.snapshot import Snapshot
+
+_FOLLOW_SECONDS = 1.0
+_FOLLOW_LINES = 100
+
+
+def query(state: RunState, options: Options) -> int:
+    """Tell the state of a run; with ``follow`` until it ends. 1 if it failed while it was
+    followed, 3 if a host does not answer."""
+    from flagscale.launch.show.watch import watch
+    from flagscale.launch.snapshot import Phase
+
+    runner = runner_of(state)
+
+    def look() -> Snapshot:
+        # A stop is told by the state.
+        return runner.query(_latest(state), with_lines=options.follow)
+
+    try:
+        last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
+    finally:
+        runner.close()
+    if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
+        return 1
+    return 3 if any(row.phase is Phase.UNREACHABLE for row in last.hosts) else 0
+
+
+def _latest(state: RunState) -> RunState:
+    """The state of the same run as it is on disk now."""
+    now = load_state(Layout(state.exp_dir).state)
+    return now if now is not None and now.run_id == state.run_id else state
+
+
+def show_logs(state: RunState, options: Options) -> int:
+    """Print the output of a run, every line with host and rank."""
+    if options.rank is not None and options.rank >= state.world_size:
+        ranks = f"ranks 0 to {state.world_size - 1}"
+        raise ConfigError(f"rank={options.rank}: run {state.run_id} has {ranks}")
+    runner = runner_of(state)
+    try:
+        runner.bring_output(state)
+        if options.follow:
+            _follow(runner, state, options)
+            return 0
+        found = logs.lines_of(state, options.rank)
+    finally:
+        runner.close()
+    for line in _last(found, options.lines):
+        print(line)
+    return 0
+
+
+def _follow(runner: Runner, state: RunState, options: Options) -> None:
+    output = logs.RunOutput(state, options.rank)
+    lines = _FOLLOW_LINES if options.lines is None else options.lines
+    for line in _last(list(output.read()), lines):
+        print(line)
+    sys.stdout.flush()
+    logs.follow(output, lambda: runner.ended(state), lambda line: print(line, flush=True))
+
+
+def _last(lines: list[str], count: int | None) -> list[str]:
+    return lines if count is None else lines[len(lines) - count :] if count < len(lines) else lines
+
+
+def stop(state: RunState, _options: Options) -> int:
+    """End a run, if it lives; 3 if that is not known of every host. What keeps the disk from
+    recording it is told once the run has ended."""
+    runner = runner_of(state)
+    began = time.monotonic()
+    try:
+        stopped = end(runner, state)
+        require_stopped(state, stopped)
+        if stopped.swept:
+            seconds = time.monotonic() - began
+            print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s", flush=True)
+            require_recorded(state, stopped)
+            return 0
+        phase = runner.query(state).phase
+    finally:
+        runner.close()
+    if not phase.ended:
+        raise RunStateError(
+            f"run {state.run_id} of {state.name} is {phase.value}, but none of its processes was "
+            "found to end",
+            hint="stop it again, as the user who started it",
+        )
+    print(f"run {state.run_id} of {state.name} has ended already ({phase.value}); nothing to stop")
+    return 0
+
+
+def end(runner: Runner, state: RunState) -> Stopped:
+    """End a run, and warn of what that has cost."""
+    since = time.time()
+    stopped = runner.stop(state)
+    lost = cost(state, stopped, since)
+    if lost:
+        print(f"warning: {lost}", file=sys.stderr, flush=True)
+    return stopped
+
+
+def interrupt(runner: Runner, state: RunState) -> None:
+    """End a run on whose launcher a signal has called: no error may take its place."""
+    try:
+        require_recorded(state, end(runner, state))
+    except RunStateError as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
