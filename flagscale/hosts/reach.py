@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,9 +11,17 @@ from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
 from flagscale.hosts.names import compress
 from flagscale.hosts.ssh import Connection, DialOptions, Fleet, Outcome, SshConfig
 from flagscale.hosts.ssh.closing import Closing
-from flagscale.launch.planning.plan import Endpoint
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """How SSH reaches a host where that differs from the user's SSH configuration."""
+
+    user: str | None = None
+    port: int | None = None
+    proxy: str | None = None
 
 
 class Hosts(Closing):

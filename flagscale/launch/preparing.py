@@ -17,12 +17,15 @@ from flagscale.hosts.hostfile import (
     is_loopback,
     read_hostfile,
 )
+from flagscale.launch.liveness import secret
 from flagscale.launch.planning import ports
 from flagscale.launch.planning.backends import backend_problems
-from flagscale.launch.planning.machines import remote_machines, this_machine, with_settings
+from flagscale.launch.planning.machines import remote_machines, this_machine
+from flagscale.launch.planning.model import LaunchPlan, RunnerHandle, Slot
 from flagscale.launch.planning.naming import idle_names, unknown_names
-from flagscale.launch.planning.per_host import settings
-from flagscale.launch.planning.plan import LaunchPlan, plan, wanted_port
+from flagscale.launch.planning.plan import plan, wanted_port
+from flagscale.launch.planning.slots import slots
+from flagscale.launch.runners import ssh_handle
 from flagscale.launch.state import new_run_id
 
 if TYPE_CHECKING:
@@ -59,14 +62,16 @@ def unprobed_plan(experiment: Experiment) -> LaunchPlan:
     """The plan as far as this machine can tell, without a word to any other."""
     hosts = hosts_of(experiment)
     if is_local_only(hosts):
-        return _checked(experiment, _local_plan(experiment, hosts))
+        return _checked(experiment, _local_plan(experiment, _local_slot(experiment, hosts)))
+    runner = experiment.runner
     made = plan(
         experiment,
-        hosts,
-        remote_machines(experiment, hosts, {}),
+        slots(experiment, hosts, remote_machines(experiment, hosts, {})),
         run_id=new_run_id(),
-        master_port=wanted_port(experiment.runner) or _DRY_PORT,
-        over_ssh=True,
+        master_port=wanted_port(runner) or _DRY_PORT,
+        runner=ssh_handle(runner, hosts),
+        shared_fs=not runner.no_shared_fs,
+        run_secret=secret.new(),
     )
     notes = []
     if wanted_port(experiment.runner) is None:
@@ -114,10 +119,13 @@ def prepared(
         yield ready
 
 
-def _local_plan(experiment: Experiment, hosts: tuple[Host, ...]) -> LaunchPlan:
-    machine = with_settings(this_machine(), settings(experiment, hosts[0]))
-    port = wanted_port(experiment.runner) or ports.free_port()
-    return plan(experiment, hosts, machine, run_id=new_run_id(), master_port=port)
+def _local_slot(experiment: Experiment, hosts: tuple[Host, ...]) -> Slot:
+    return slots(experiment, hosts, [this_machine()])[0]
+
+
+def _local_plan(experiment: Experiment, slot: Slot) -> LaunchPlan:
+    port, runner = wanted_port(experiment.runner) or ports.free_port(), RunnerHandle("local")
+    return plan(experiment, [slot], run_id=new_run_id(), master_port=port, runner=runner)
 
 
 def _prepare_local(
@@ -127,9 +135,9 @@ def _prepare_local(
     from flagscale.launch.preflight.local import preflight
     from flagscale.launch.runners.local import LocalRunner
 
-    own = settings(experiment, hosts[0])
-    machine = with_settings(this_machine(), own)
-    made = _checked(experiment, _local_plan(experiment, hosts))
+    slot = _local_slot(experiment, hosts)
+    own, machine = slot.settings, slot.machine
+    made = _checked(experiment, _local_plan(experiment, slot))
     checks = preflight(experiment, made, machine) if checking else []
     if checking:
         checks += directories.check_here(experiment, made, own)

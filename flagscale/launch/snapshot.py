@@ -130,8 +130,8 @@ class EventReader:
         """All events of the ranks in the latest attempt at the job."""
         for host in self._hosts:
             directory = latest_status(host.run_dir)
-            if self._directories.setdefault(host.rank, directory) != directory:
-                self._directories[host.rank] = directory
+            if self._directories.setdefault(host.node_rank, directory) != directory:
+                self._directories[host.node_rank] = directory
                 for rank in host.ranks:
                     self.events.pop(rank, None)
             for path in status_files(directory):
@@ -163,13 +163,20 @@ def take(
     machine."""
     reader = reader or EventReader(state.hosts)
     # Exits first: a run that ends in between then shows as alive once more, never as lost.
-    exits = {host.rank: host.exit() for host in state.hosts}
+    exits = {host.node_rank: host.exit() for host in state.hosts}
     events = reader.refresh()
     joined = [row.time for rows in events.values() for row in rows if row.event == "joined"]
     ranks_joined = reader.ranks("joined")
     everybody = (state.external and not events) or len(ranks_joined) >= state.world_size
     rows = [
-        _row(state, host, exits[host.rank], (seen or {}).get(host.rank), ranks_joined, everybody)
+        _row(
+            state,
+            host,
+            exits[host.node_rank],
+            (seen or {}).get(host.node_rank),
+            ranks_joined,
+            everybody,
+        )
         for host in state.hosts
     ]
     if with_lines:
@@ -187,7 +194,7 @@ def take(
     first = failure.host if failure is not None else None
     # The host that failed first knows the job's code; others may have been told to end.
     hosts = sorted(state.hosts, key=lambda host: host.name != first)
-    codes = [ended.code for host in hosts if (ended := exits[host.rank]) is not None]
+    codes = [ended.code for host in hosts if (ended := exits[host.node_rank]) is not None]
     job = job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,
@@ -269,7 +276,7 @@ def _to_be_settled(state: RunState, seen: Mapping[int, Seen] | None) -> bool:
     """Whether the first failure is not agreed on yet, and those who will agree on it are alive:
     the agent of the first host, or the script that tells what became of it."""
     host = state.hosts[0]
-    look = (seen or {}).get(host.rank)
+    look = (seen or {}).get(host.node_rank)
     if look is not None:
         alive = look.alive == "script"
     else:

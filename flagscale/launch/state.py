@@ -15,14 +15,14 @@ from flagscale.files import make_private_directory, plain, read_json, write_json
 from flagscale.hosts import processes
 from flagscale.hosts.processes import Process
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, Layout
-from flagscale.launch.planning.plan import Endpoint, HostPlan, LaunchPlan
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
 
 
 @dataclass(frozen=True)
 class HostState:
     """One host of a started run."""
 
-    rank: int
+    node_rank: int
     name: str
     nproc: int
     first_rank: int
@@ -34,8 +34,6 @@ class HostState:
     start_ticks: int | None = None
     boot_id: str | None = None
     """Of the host at the start; None where the run's own holds: on this machine."""
-    ssh: Endpoint | None = None
-    """How SSH reaches the host; None for this machine."""
 
     @property
     def ranks(self) -> range:
@@ -106,12 +104,13 @@ class RunState:
     hosts: tuple[HostState, ...] = ()
     stop_requested: float | None = field(default=None)
     shared_fs: bool = True
-    ssh_config: Path | None = None
+    runner: RunnerHandle = field(default=RunnerHandle("local"))
+    """Who looks after it."""
 
     @property
     def over_ssh(self) -> bool:
         """Whether its hosts are reached by SSH: then this machine's processes tell nothing."""
-        return any(host.ssh is not None for host in self.hosts)
+        return self.runner.type == "ssh"
 
     def save(self, path: Path) -> None:
         write_json(path, plain(self))
@@ -145,18 +144,26 @@ def load_state(path: Path) -> RunState | None:
             raise RunStateError(f"{path} is damaged", hint="remove it once the run has ended")
         return None
     try:
+        if "runner" not in record:
+            record = _modern(record)
         hosts = tuple(HostState(**_with_paths(host)) for host in record.pop("hosts"))
-        exp_dir, ssh_config = Path(record.pop("exp_dir")), record.pop("ssh_config", None)
-        config = Path(ssh_config) if ssh_config else None
-        return RunState(hosts=hosts, exp_dir=exp_dir, ssh_config=config, **record)
+        exp_dir, runner = Path(record.pop("exp_dir")), RunnerHandle(**record.pop("runner"))
+        return RunState(hosts=hosts, exp_dir=exp_dir, runner=runner, **record)
     except (KeyError, TypeError, AttributeError) as error:
         raise RunStateError(f"{path} was written by another version: {error}") from error
 
 
 def _with_paths(record: dict[str, Any]) -> dict[str, Any]:
-    read = {key: Path(value) if key in _PATHS else value for key, value in record.items()}
-    ssh = record.get("ssh")
-    return {**read, "ssh": Endpoint(**ssh)} if ssh else read
+    return {key: Path(value) if key in _PATHS else value for key, value in record.items()}
+
+
+def _modern(record: dict[str, Any]) -> dict[str, Any]:
+    """A state as it was written before it named its runner: such a run is to be stopped too."""
+    hosts = [{"node_rank" if k == "rank" else k: v for k, v in h.items()} for h in record["hosts"]]
+    ssh = [host.pop("ssh", None) for host in hosts]
+    handle = {"ssh_config": record.pop("ssh_config", None), "hosts": ssh}
+    runner = {"type": "ssh", "handle": handle} if any(ssh) else {"type": "local", "handle": {}}
+    return {**record, "hosts": hosts, "runner": runner}
 
 
 def new_run_id() -> str:
@@ -177,13 +184,13 @@ def state_of(plan: LaunchPlan) -> RunState:
         stop_grace=plan.stop_grace,
         hosts=tuple(_host_state(host) for host in plan.hosts),
         shared_fs=plan.shared_fs,
-        ssh_config=plan.ssh_config,
+        runner=plan.runner,
     )
 
 
 def _host_state(host: HostPlan) -> HostState:
     return HostState(
-        rank=host.rank,
+        node_rank=host.node_rank,
         name=host.name,
         nproc=host.nproc,
         first_rank=host.first_rank,
@@ -191,21 +198,18 @@ def _host_state(host: HostPlan) -> HostState:
         script=host.script,
         output=host.output,
         pid_file=host.pid_file,
-        ssh=host.ssh,
     )
 
 
 def with_process(
-    state: RunState, rank: int, process: Process, boot_id: str | None = None
+    state: RunState, node_rank: int, process: Process, boot_id: str | None = None
 ) -> RunState:
     """The state with the started script of one host."""
-    hosts = tuple(
-        replace(host, pid=process.pid, start_ticks=process.start_ticks, boot_id=boot_id)
-        if host.rank == rank
-        else host
-        for host in state.hosts
+    hosts = list(state.hosts)
+    hosts[node_rank] = replace(
+        hosts[node_rank], pid=process.pid, start_ticks=process.start_ticks, boot_id=boot_id
     )
-    return replace(state, hosts=hosts)
+    return replace(state, hosts=tuple(hosts))
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
 from flagscale.hosts.place import NOT_WRITABLE, Place, look
 from flagscale.launch.layout import Layout
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.planning.per_host import Settings
-from flagscale.launch.planning.plan import LaunchPlan, unnamed_directories
+from flagscale.launch.planning.plan import unnamed_directories
 from flagscale.launch.preflight.local import Check, check_space
 
 _CACHE = "data_cache_path"

@@ -15,8 +15,8 @@ from flagscale.hosts.facts import Facts, packages_of
 from flagscale.hosts.names import compress
 from flagscale.hosts.python_world import World
 from flagscale.hosts.reach import describe
-from flagscale.launch.planning.per_host import settings
-from flagscale.launch.planning.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
+from flagscale.launch.planning.model import HostPlan, LaunchPlan
+from flagscale.launch.planning.plan import BACKEND_DIRECTORY
 from flagscale.launch.preflight import backend, directories
 from flagscale.launch.preflight.local import (
     REACHABLE,
@@ -35,13 +35,13 @@ def check_hosts(experiment: Experiment, plan: LaunchPlan, found: Survey) -> list
     usual = _usual(found)
     per_host: tuple[Callable[[HostPlan, Facts], Check], ...] = (
         lambda host, facts: _python(facts, usual),
-        lambda host, facts: _packages(found, facts, usual),
+        lambda host, facts: _packages(facts, usual),
         lambda host, facts: _code(experiment, found, facts),
         lambda host, facts: _paths(facts),
         lambda host, facts: check_devices(experiment, facts.gpus or 0, host.nproc),
         lambda host, facts: backend.judge(
             experiment,
-            found.hosts[host.rank],
+            found.hosts[host.node_rank],
             facts.python.backend if facts.python else None,
             facts.gpus or 0,
         ),
@@ -120,10 +120,10 @@ def _python(facts: Facts, usual: Mapping[str, str]) -> Check:
     return Check("python", True, found, warning=version != usual["version"])
 
 
-def _packages(found: Survey, facts: Facts, usual: Mapping[str, str]) -> Check:
+def _packages(facts: Facts, usual: Mapping[str, str]) -> Check:
     if facts.python is None:
         return Check("packages", False, "its Python did not answer")
-    names = packages_of(list(found.facts.values()))
+    names = [name for name in usual if name != "version"]
     own = {name: _version(facts.python, name) for name in names}
     if own.get("torch", "none") == "none":
         return Check(
@@ -188,7 +188,7 @@ def _directories(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Ite
     """What training starts from and writes to. Hosts may differ in what they use."""
     rows: dict[str, list[tuple[str, Check]]] = {}
     for rank, facts in sorted(found.facts.items()):
-        own = settings(experiment, found.hosts[rank])
+        own = found.settings[rank]
         want = directories.wanted(experiment, plan.layout, own, first=rank == 0)
         for check in directories.judge(want, facts.written, holds=facts.checkpoint):
             row = _rounded(check, want.written.get(check.name, ""))

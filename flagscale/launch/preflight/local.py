@@ -22,7 +22,8 @@ from flagscale.errors import (
     UnreachableError,
 )
 from flagscale.launch.planning import ports
-from flagscale.launch.planning.plan import BACKEND_DIRECTORY, LaunchPlan, Machine, wanted_port
+from flagscale.launch.planning.model import LaunchPlan, Machine
+from flagscale.launch.planning.plan import BACKEND_DIRECTORY, wanted_port
 from flagscale.launch.state import load_state, refuse_if_alive
 
 REACHABLE = "reachable"

@@ -14,14 +14,18 @@ from flagscale.hosts import facts as asking
 from flagscale.hosts import probe
 from flagscale.hosts.facts import Facts, Need, Question
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.reach import Hosts, require_all
+from flagscale.hosts.reach import Endpoint, Hosts, require_all
 from flagscale.hosts.ssh import Connection
 from flagscale.launch.layout import Layout
+from flagscale.launch.liveness import secret
 from flagscale.launch.planning.machines import remote_machines
-from flagscale.launch.planning.per_host import Settings, rebased, settings
-from flagscale.launch.planning.plan import Endpoint, LaunchPlan, master_address, plan, wanted_port
+from flagscale.launch.planning.model import LaunchPlan
+from flagscale.launch.planning.per_host import Settings, all_settings, rebased
+from flagscale.launch.planning.plan import master_address, plan, wanted_port
+from flagscale.launch.planning.slots import slots
 from flagscale.launch.planning.supervision import liveness_port
 from flagscale.launch.preflight import backend, directories
+from flagscale.launch.runners import ssh_handle
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Survey:
     """What the hosts answered, by rank, and the errors of those that did not."""
 
     hosts: tuple[Host, ...]
+    settings: tuple[Settings, ...]
     facts: dict[int, Facts] = field(default_factory=dict)
     errors: dict[int, FlagscaleError] = field(default_factory=dict)
     code: str = ""
@@ -59,10 +64,10 @@ def survey(
     """Ask every host for a preflight, and its Python too: ``fresh``, or only if something has
     changed since it answered last. Otherwise only the master host is asked, for a port: the
     scripts of hosts that nobody asked look for themselves."""
-    made = Survey(tuple(hosts))
+    made = Survey(tuple(hosts), all_settings(experiment, hosts))
     if thorough and compares_code(experiment):
         made.code = probe.digest_of(probe.manifest(str(PROJECT)))
-    questions = list(_questions(experiment, hosts, thorough, fresh))
+    questions = list(_questions(experiment, made, thorough, fresh))
 
     def ask(rank: int, connection: Connection) -> Facts:
         return asking.ask(connection, questions[rank])
@@ -90,7 +95,7 @@ def sync(experiment: Experiment, found: Survey, connections: Hosts) -> int:
     ]
 
     def copy(rank: int, connection: Connection) -> int:
-        own = settings(experiment, found.hosts[rank])
+        own = found.settings[rank]
         return code.sync(
             connection,
             PROJECT,
@@ -118,18 +123,17 @@ def compares_code(experiment: Experiment) -> bool:
 
 
 def _questions(
-    experiment: Experiment, hosts: Sequence[Host], thorough: bool, fresh: bool
+    experiment: Experiment, made: Survey, thorough: bool, fresh: bool
 ) -> Iterator[Question]:
     runner = experiment.runner
     layout = Layout(experiment.exp_dir, runner.log_dir)
     # Alone, a host needs neither an interface nor a port for agents.
-    alone = len(hosts) == 1
+    alone = len(made.hosts) == 1
     wanted = wanted_port(runner)
     agents_port = liveness_port(runner, wanted) if wanted else runner.liveness_port
-    for rank, host in enumerate(hosts):
-        own = settings(experiment, host)
+    for rank, (host, own) in enumerate(zip(made.hosts, made.settings, strict=True)):
         yield Question(
-            master="" if alone else master_address(runner, hosts),
+            master="" if alone else master_address(runner, made.hosts),
             log_root=str(layout.log_dir or layout.logs / "details"),
             python=_python(own),
             setup=own.setup,
@@ -172,13 +176,15 @@ def plan_of(experiment: Experiment, found: Survey, run_id: str) -> LaunchPlan:
     if master is not None and (port is None or master.busy_port is not None):
         raise _port_in_use(experiment, master, found.names[0])
     machines = remote_machines(experiment, found.hosts, found.facts)
+    runner = experiment.runner
     return plan(
         experiment,
-        found.hosts,
-        machines,
+        slots(experiment, found.hosts, machines, found.settings),
         run_id=run_id,
-        master_port=port or wanted_port(experiment.runner) or 0,
-        over_ssh=True,
+        master_port=port or wanted_port(runner) or 0,
+        runner=ssh_handle(runner, found.hosts),
+        shared_fs=not runner.no_shared_fs,
+        run_secret=secret.new(),
     )
 
 

@@ -15,7 +15,7 @@ from flagscale.files import make_private_directory, read_json, write_atomic, wri
 from flagscale.hosts.names import compress
 from flagscale.hosts.processes import Swept
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import HostState, RunState
 

@@ -15,7 +15,7 @@ from flagscale.hosts import processes
 from flagscale.hosts.processes import Swept
 from flagscale.launch import agent, logs, snapshot
 from flagscale.launch.layout import OLD_OUTPUT_FILE
-from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.model import HostPlan, LaunchPlan
 from flagscale.launch.planning.script import render
 from flagscale.launch.runners.base import Stopped, keep_plan, killed_ranks, record_stop
 from flagscale.launch.snapshot import EventReader, Snapshot
@@ -60,7 +60,7 @@ class LocalRunner:
             state.save(layout.state)
             for host in plan.hosts:
                 process = self._start(plan, host, foreground=foreground)
-                state = with_process(state, host.rank, process)
+                state = with_process(state, host.node_rank, process)
             state.save(layout.state)
         return state
 
@@ -88,7 +88,7 @@ class LocalRunner:
             raise RunStateError("there is no bash on this machine's PATH") from None
         finally:
             os.close(descriptor)
-        self._scripts[host.rank] = child
+        self._scripts[host.node_rank] = child
         return processes.identify(child.pid) or processes.Process(child.pid, 0)
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:

@@ -17,12 +17,12 @@ from pathlib import Path
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.files import make_private_directory, write_atomic
 from flagscale.hosts.processes import Process, Swept
-from flagscale.hosts.reach import Hosts, describe
+from flagscale.hosts.reach import Endpoint, Hosts, describe
 from flagscale.hosts.ssh import Connection
 from flagscale.launch import logs, snapshot
 from flagscale.launch.failures import first_failure
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
-from flagscale.launch.planning.plan import Endpoint, LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.planning.script import render
 from flagscale.launch.runners.base import Stopped, keep_plan, killed_ranks, record_stop
 from flagscale.launch.runners.programs import look as looking
@@ -266,6 +266,11 @@ class SshRunner:
 
     def _reach(self, state: RunState) -> Hosts:
         if self._hosts is None:
-            places = [(host.name, host.ssh or Endpoint()) for host in state.hosts]
-            self._hosts = Hosts(places, state.ssh_config)
+            handle = state.runner.handle
+            places = [
+                (host.name, Endpoint(**place))
+                for host, place in zip(state.hosts, handle["hosts"], strict=True)
+            ]
+            config = handle["ssh_config"]
+            self._hosts = Hosts(places, Path(config) if config else None)
         return self._hosts
