@@ -149,6 +149,10 @@ class Options:
     lines: int | None = field(
         default=None, metadata=doc("`logs` shows this many last lines.", minimum=0)
     )
+    host: str | None = field(
+        default=None,
+        metadata=doc("`dryrun` shows the script of this host alone, and not one for all alike."),
+    )
     json: bool = field(default=False, metadata=doc("`query`, `dryrun` and `check` print JSON."))
 
 

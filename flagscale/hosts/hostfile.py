@@ -53,6 +53,7 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
     all.
     """
     hosts: dict[str, Host] = {}
+    addresses: dict[str, str] = {}
     problems: list[Problem] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -60,7 +61,7 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
             continue
         try:
             for host in _parse_line(words):
-                _add(host, hosts)
+                _add(host, hosts, addresses)
         except ValueError as error:
             problems.append(Problem("", str(error), f"{path}:{number}"))
     if not problems and not hosts:
@@ -71,13 +72,14 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
     return tuple(hosts.values())
 
 
-def _add(host: Host, hosts: dict[str, Host]) -> None:
+def _add(host: Host, hosts: dict[str, Host], addresses: dict[str, str]) -> None:
+    """Add a host by its name, and to ``addresses`` its name by its address."""
     if host.name in hosts:
         raise ValueError(f"host {host.name!r} is named twice")
     if host.addr is not None:
-        same = next((other.name for other in hosts.values() if other.addr == host.addr), None)
-        if same is not None:
-            raise ValueError(f"addr={host.addr} is {same}'s already")
+        if host.addr in addresses:
+            raise ValueError(f"addr={host.addr} is {addresses[host.addr]}'s already")
+        addresses[host.addr] = host.name
     hosts[host.name] = host
 
 
@@ -143,7 +145,7 @@ def _mixed_types(hosts: tuple[Host, ...], path: Path | str) -> list[Problem]:
     untyped = [host.name for host in hosts if host.device_type is None]
     if not untyped or len(untyped) == len(hosts):
         return []
-    message = f"either every host has a type or none; without one: {', '.join(untyped)}"
+    message = f"either every host has a type or none; without one: {compress(untyped)}"
     return [Problem("", message, str(path))]
 
 
@@ -239,6 +241,12 @@ def choose_hosts(
             hint="experiment.runner.type: ssh starts there; local is this machine only",
         )
     return hosts
+
+
+def meeting_address(given: str | None, hosts: Sequence[Host]) -> str:
+    """Where ranks on ``hosts`` meet, unless the user has ``given`` an address."""
+    alone = "127.0.0.1" if len(hosts) == 1 else None
+    return given or alone or hosts[0].addr or hosts[0].name
 
 
 def _sounds_local(name: str) -> bool:

@@ -132,7 +132,8 @@ class _Exchange:
         """Give the process its input and hand on its output, until both streams have ended."""
         process, unsent = self._process, memoryview(stdin)
         with selectors.DefaultSelector() as selector:
-            for stream, hand_on in zip((process.stdout, process.stderr), self._hand_on, strict=True):
+            streams = (process.stdout, process.stderr)
+            for stream, hand_on in zip(streams, self._hand_on, strict=True):
                 selector.register(_descriptor(stream), selectors.EVENT_READ, hand_on)
             feeding = _descriptor(process.stdin)
             os.set_blocking(feeding, False)

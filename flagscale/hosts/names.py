@@ -57,6 +57,32 @@ def _numbers(inner: str) -> Iterator[str]:
             yield f"{number:0{width}}"
 
 
+def ranges(names: Iterable[str]) -> list[str]:
+    """Names in short and in their order, those that count up as one range: what :func:`expand`
+    makes of each is the names again."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and name == _after(runs[-1]):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [compress(run) for run in runs]
+
+
+def _after(run: Sequence[str]) -> str | None:
+    """The name that makes a run longer by one, if any could."""
+    found = list(_NUMBER.finditer(run[-1]))
+    if not found or len(run) == MOST_NAMES:
+        return None
+    last = found[-1]
+    digits = f"{int(last[0]) + 1:0{len(last[0])}}"
+    # One more digit is one more number only where none of them has zeros in front.
+    wider = len(digits) > len(last[0])
+    if len(digits) > 9 or (wider and run[0][last.start()] == "0"):
+        return None
+    return run[-1][: last.start()] + digits + run[-1][last.end() :]
+
+
 def compress(names: Iterable[str]) -> str:
     """Names in short: ``node[1-3,7],login``. Names that differ in one number are folded, in the
     order in which they first come; :func:`expand` turns each back."""

@@ -31,7 +31,6 @@ from flagscale.hosts.program import PROGRAMS, Value, source
 _PROBE = Path(probe.__file__)
 
 
-
 @dataclass(frozen=True)
 class World:
     """What a host's Python answered. ``code`` is the digest of the code there, empty where it was

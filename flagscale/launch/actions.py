@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import HIDDEN, is_secret_name, redact, without_passwords
-from flagscale.errors import RunStateError
+from flagscale.errors import ConfigError, Problem, RunStateError
+from flagscale.files import json_text
 from flagscale.hosts.names import compress
 from flagscale.launch import attending, logs, runs
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.model import LaunchPlan
+from flagscale.launch.planning.model import HostPlan, LaunchPlan
 from flagscale.launch.runners.base import Prepared, Runner, Texts, runner_for, runner_of
 from flagscale.launch.show import places
 from flagscale.launch.state import RunState, alive_message, load_state
@@ -35,13 +37,25 @@ class Interrupted(KeyboardInterrupt):
 def dryrun(experiment: Experiment, options: Options) -> int:
     """Print the plan that ``run`` would start, and its scripts. Writes nothing."""
     made = runner_for(experiment).plan(experiment)
+    hosts = made.hosts if options.host is None else (_named(options.host, made.hosts),)
     if options.json:
-        print(json.dumps(made.to_json(), indent=2, ensure_ascii=False))
+        record = {**made.to_json(), "hosts": (host.to_json() for host in hosts)}
+        print(json_text(record), end="")
         return 0
-    from flagscale.launch.show.view import plan_text
+    from flagscale.launch.show.plan import plan_text
 
-    print(plan_text(made), end="")
+    print(plan_text(made, hosts), end="")
     return 0
+
+
+def _named(name: str, hosts: Sequence[HostPlan]) -> HostPlan:
+    """The host of this name."""
+    for host in hosts:
+        if host.name == name:
+            return host
+    names = [host.name for host in hosts]
+    near = did_you_mean(name, names) or f"; the plan has {compress(names)}"
+    raise ConfigError(Problem("host", f"no host of the plan is called {name}{near}"))
 
 
 def check(experiment: Experiment, options: Options) -> int:

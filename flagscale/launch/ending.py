@@ -13,6 +13,7 @@ from flagscale.launch.layout import Layout
 from flagscale.launch.snapshot import EventReader
 from flagscale.launch.state import HostState, RunState
 
+
 @dataclass(frozen=True)
 class Stopped:
     """What ending a run took: for each host on which something lived, what was ended there, and

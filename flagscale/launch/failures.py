@@ -102,7 +102,7 @@ def is_settled(hosts: Sequence[HostState]) -> bool:
     failure = Failure.from_record(job.get("failure"))
     states = job.get("hosts", {})
     return failure is not None and any(
-        states.get(str(host.rank)) in _OVER for host in hosts if host.name == failure.host
+        states.get(str(host.node_rank)) in _OVER for host in hosts if host.name == failure.host
     )
 
 

@@ -9,12 +9,13 @@ from flagscale.config.checks import check_world, notes
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostfile
+from flagscale.launch.liveness import secret
 from flagscale.launch.planning.backends import backend_problems
 from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.planning.naming import idle_names, unknown_names
-from flagscale.launch.planning.plan import plan, slots, wanted_port
-from flagscale.launch.planning.supervision import new_secret
+from flagscale.launch.planning.plan import plan, wanted_port
+from flagscale.launch.planning.slots import slots
 from flagscale.launch.state import new_run_id
 
 # What a dry run shows where only the master host could tell.
@@ -47,7 +48,7 @@ def unprobed_plan(
         master_port=asked_port or _DRY_PORT,
         runner=runner,
         shared_fs=here or not experiment.runner.no_shared_fs,
-        run_secret=new_secret(),
+        run_secret=secret.new(),
     )
     told = []
     if asked_port is None:

@@ -1,9 +1,9 @@
 """The user's runs: a small file each, whatever becomes of the directory that a run writes to.
 
-``${XDG_STATE_HOME:-~/.local/state}/flagscale/runs/<run id>.json`` holds the state of a run as it was
-started, and of what it was started. It is written before anything starts, whole or not at all, and
-under a name that no other run has, so that two launchers get on beside each other. What a run's own
-directory says goes before it.
+``${XDG_STATE_HOME:-~/.local/state}/flagscale/runs/<run id>.json`` holds the state of a run as it
+was started, and of what it was started. It is written before anything starts, whole or not at
+all, and under a name that no other run has, so that two launchers get on beside each other. What a
+run's own directory says goes before it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def _directory() -> Path:
 
 
 @contextmanager
-def registered(
-    plan: LaunchPlan, experiment: Experiment
-) -> Iterator[Callable[[RunState], None]]:
+def registered(plan: LaunchPlan, experiment: Experiment) -> Iterator[Callable[[RunState], None]]:
     """Register a run before its scripts are started; what the block gets registers its state once
     they are. A run that is not started after all is forgotten."""
     given = str(experiment.resolved.get("experiment", {}).get("exp_dir", ""))

@@ -122,7 +122,9 @@ def read_state(record: dict[str, Any], path: Path) -> RunState:
     try:
         if "runner" not in record:
             record = _modern(record)
-        hosts = [{k: Path(v) if k in _PATHS else v for k, v in h.items()} for h in record["hosts"]]
+        hosts: list[dict[str, Any]] = [
+            {k: Path(v) if k in _PATHS else v for k, v in host.items()} for host in record["hosts"]
+        ]
         given = {
             "hosts": tuple(HostState(**host) for host in hosts),
             "exp_dir": Path(record["exp_dir"]),
@@ -136,7 +138,7 @@ def read_state(record: dict[str, Any], path: Path) -> RunState:
 def _modern(record: dict[str, Any]) -> dict[str, Any]:
     """A state as it was written before it named its runner: such a run is to be stopped, too."""
     older = {k: v for k, v in record.items() if k not in ("boot_id", "ssh_config", "foreign")}
-    hosts = [{("node_rank" if k == "rank" else k): v for k, v in h.items()} for h in record["hosts"]]
+    hosts = [dict(host) for host in record["hosts"]]
     ways = [host.pop("ssh", None) for host in hosts]
     runner: dict[str, Any] = {"type": "local", "handle": {}}
     if any(way is not None for way in ways):
@@ -145,6 +147,7 @@ def _modern(record: dict[str, Any]) -> dict[str, Any]:
         if record.get("ssh_config"):
             runner["handle"]["config"] = record["ssh_config"]
     for host in hosts:
+        host["node_rank"] = host.pop("rank")
         host["boot_id"] = host.get("boot_id") or record.get("boot_id")
     external = record.get("foreign", False)
     return {**older, "external": external, "hosts": hosts, "runner": runner}
@@ -186,13 +189,11 @@ def _host_state(host: HostPlan) -> HostState:
 
 def with_process(state: RunState, node_rank: int, process: Process, boot_id: str) -> RunState:
     """The state with the started script of one host."""
-    hosts = tuple(
-        replace(host, pid=process.pid, start_ticks=process.start_ticks, boot_id=boot_id)
-        if host.node_rank == node_rank
-        else host
-        for host in state.hosts
+    hosts = list(state.hosts)
+    hosts[node_rank] = replace(
+        hosts[node_rank], pid=process.pid, start_ticks=process.start_ticks, boot_id=boot_id
     )
-    return replace(state, hosts=hosts)
+    return replace(state, hosts=tuple(hosts))
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from flagscale.bench.collectives.spec import Placement
 from flagscale.bench.host import Prepared, look_up
 from flagscale.errors import UnreachableError
+from flagscale.hosts.hostfile import meeting_address
 from flagscale.hosts.names import compress
 from flagscale.hosts.ssh import SshConfig
-from flagscale.launch.planning.plan import meeting_address
 
 
 def candidates(place: Placement) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import paramiko
 
+from flagscale.hosts.closing import Closing
 from flagscale.hosts.errors import (
     ChannelRefusedError,
     ConnectionLostError,
     HostError,
 )
-from flagscale.hosts.closing import Closing
 from flagscale.hosts.executor import OnOutput, Result
 from flagscale.hosts.ssh.command import command_line
 from flagscale.hosts.ssh.exchange import Exchange

@@ -34,6 +34,7 @@ _LINGER = 2.0
 #: Seconds between looks at whether a command that says nothing has ended.
 _GLANCE = 0.25
 
+
 class Link(Protocol):
     """What carries a command: a connection, as its exchanges know it."""
 

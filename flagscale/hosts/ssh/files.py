@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 import paramiko
 
-from flagscale.hosts.errors import HostError, RemoteFileError
 from flagscale.hosts.closing import Closing
+from flagscale.hosts.errors import HostError, RemoteFileError
 from flagscale.hosts.ssh.connection import Connection
 
 

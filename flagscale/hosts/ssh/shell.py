@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
+
 import paramiko
 
 from flagscale.hosts.executor import Result

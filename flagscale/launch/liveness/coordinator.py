@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity, first_of
@@ -92,12 +93,19 @@ def unreached(port: int | None) -> str:
 
 
 class Coordinator:
-    """The state of a job. ``verdict`` is set when it is over. ``port`` is where hosts report."""
+    """The state of a job. ``verdict`` is set when it is over. ``port`` is where hosts report;
+    ``output`` is host 0's, for failures that have no log of their own."""
 
     def __init__(
-        self, policy: Policy, names: Sequence[str], now: float, port: int | None = None
+        self,
+        policy: Policy,
+        names: Sequence[str],
+        now: float,
+        output: Path,
+        port: int | None = None,
     ) -> None:
         self.policy = policy
+        self._output = output
         self._port = port
         self.hosts = [Host(name) for name in names]
         self.phase = Phase.RUNNING
@@ -252,7 +260,7 @@ class Coordinator:
         host.lost, host.state = True, "lost"
         if self.phase is Phase.STOPPING:
             return
-        failure = Failure(host.name, None, None, reason, "", self.policy.output)
+        failure = Failure(host.name, None, None, reason, "", self._output)
         self._reports.append(Report(failure, moment, Severity.LOST))
         self._choose()
         self._fail()
@@ -275,7 +283,7 @@ class Coordinator:
             now - self._dumped_at > STACK_SECONDS
         ):
             places = [place for host in alive for place in host.places or ()]
-            report = stalled_report(places, now - self._moved, alive[0].name, self.policy.output)
+            report = stalled_report(places, now - self._moved, alive[0].name, self._output)
             self._dumped_at = None
             self._reports.append(replace(report, time=now))
             self._choose()
@@ -289,7 +297,7 @@ class Coordinator:
             return
         host = min(alive, key=lambda host: host.joined - host.nproc)
         reason = f"has ranks that did not join within {self.policy.start_timeout:g} s of a restart"
-        failure = Failure(host.name, None, None, reason, "", self.policy.output)
+        failure = Failure(host.name, None, None, reason, "", self._output)
         self._reports.append(Report(failure, now, Severity.UNNAMED))
         self._choose()
         self._fail()

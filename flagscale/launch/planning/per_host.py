@@ -9,7 +9,7 @@ the next.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -85,6 +85,19 @@ def settings(experiment: Experiment, host: Host) -> Settings:
     arguments = [(origin, layer.arguments) for origin, layer in layers]
     sections, found = merge(experiment.train.sections(), arguments)
     return Settings(**values, sections=sections, origins=(*origins, *found))
+
+
+def all_settings(experiment: Experiment, hosts: Iterable[Host]) -> tuple[Settings, ...]:
+    """What it says of each host. Hosts of one type that have nothing of their own share theirs:
+    of thousands, few are worked out."""
+    made: dict[tuple[str | None, str | None], Settings] = {}
+    every = []
+    for host in hosts:
+        key = (host.device_type, host.name if host.name in experiment.by_host else None)
+        if key not in made:
+            made[key] = settings(experiment, host)
+        every.append(made[key])
+    return tuple(every)
 
 
 _COMMANDS = ("before_start", "after_stop")

@@ -14,7 +14,7 @@ from flagscale import __version__
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
 from flagscale.launch.planning import unprobed
 from flagscale.launch.planning.environment import EnvValue
-from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.model import HostPlan, LaunchPlan
 from flagscale.launch.planning.supervision import AGENT_SECRETS
 
 # What happens around the job. It holds no value of a plan: those are in the variables above it.
@@ -121,14 +121,14 @@ def render(plan: LaunchPlan, host: HostPlan) -> str:
     """The script of one host."""
     secret = _agent_secrets(host)
     start = f"(give_secrets && exec {_START}) &\n" if secret else f"{_START} &\n"
-    parts = (*_head(plan, host), *_environment(host), *_words(plan, host))
+    parts = (*_head(plan, host), *_environment(host), *_argvs(plan, host))
     return "\n".join((*parts, _FRAME + start + _REST))
 
 
 def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     ranks = f"ranks {host.ranks.start} to {host.ranks.stop - 1} of {plan.world_size}"
     yield "#!/usr/bin/env bash"
-    yield f"# {_one_line(plan.name)}: host {host.rank} of {len(plan.hosts)}, {ranks}."
+    yield f"# {_one_line(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {ranks}."
     yield f"# Written by flagscale {__version__} for run {plan.run_id}; also runs by hand."
     yield "# shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions"
     yield "set -uo pipefail"
@@ -205,9 +205,9 @@ def _require(value: EnvValue) -> str:
     return f': "${{{value.name}:?is a secret: export it, then run this script}}"'
 
 
-def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
+def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield "# Supervisor, launcher of the ranks, training program."
-    yield _array("agent", host.agent)
+    yield _array("agent", _agent(host))
     yield _array("torchrun", host.torchrun)
     yield _array("program", host.program)
     if secret := _agent_secrets(host):
@@ -220,19 +220,21 @@ def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield ""
 
 
-def _array(name: str, words: Sequence[str]) -> str:
+def _agent(host: HostPlan) -> tuple[str, ...]:
+    # JSON has no line ends within its texts: its lines may be set in as those of the array are.
+    options = host.agent.to_json().replace("\n", "\n    ")
+    return (host.python, "-m", "flagscale.launch.agent", "--options", options)
+
+
+def _array(name: str, argv: Sequence[str]) -> str:
     """A bash array, an option and its values a line."""
     lines: list[list[str]] = []
-    for word in words:
-        if not lines or _starts_line(word):
+    for word in argv:
+        if not lines or word.startswith("--"):
             lines.append([])
         lines[-1].append(_quote(word))
     body = "\n".join(f"    {' '.join(line)}" for line in lines)
     return f"{name}=(\n{body}\n)"
-
-
-def _starts_line(word: str) -> bool:
-    return word.startswith("--")
 
 
 def _verbatim(name: str, text: str) -> Iterator[str]:

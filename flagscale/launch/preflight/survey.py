@@ -17,11 +17,13 @@ from flagscale.hosts.facts import Facts, Need, Question
 from flagscale.hosts.fan_out import Hosts, require_all
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.machines import BACKEND_DIRECTORY, machines
+from flagscale.launch.liveness import secret
+from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
-from flagscale.launch.planning.per_host import Settings, rebased, settings
-from flagscale.launch.planning.plan import master_address, plan, slots, wanted_port
-from flagscale.launch.planning.supervision import liveness_port, new_secret
+from flagscale.launch.planning.per_host import Settings, all_settings, rebased
+from flagscale.launch.planning.plan import BACKEND_DIRECTORY, master_address, plan, wanted_port
+from flagscale.launch.planning.slots import slots
+from flagscale.launch.planning.supervision import liveness_port
 from flagscale.launch.preflight import backend, directories
 
 BACKEND = "the adapted training backend"
@@ -61,7 +63,7 @@ def survey(
     """Ask every host for a preflight, and its Python too: ``fresh``, or only if something has
     changed since it answered last. Otherwise only the master host is asked, for a port: the
     scripts of hosts that nobody asked look for themselves."""
-    made = Survey(tuple(hosts), tuple(settings(experiment, host) for host in hosts), here)
+    made = Survey(tuple(hosts), all_settings(experiment, hosts), here)
     if thorough:
         made.needed = tuple(_needed(experiment, own, here=here) for own in made.settings)
         if compares_code(experiment, here=here):
@@ -173,26 +175,23 @@ def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Nee
     )
 
 
-def plan_of(
-    experiment: Experiment, found: Survey, run_id: str, runner: RunnerHandle
-) -> LaunchPlan:
+def plan_of(experiment: Experiment, found: Survey, run_id: str, runner: RunnerHandle) -> LaunchPlan:
     """The plan that follows from the answers. Raises :class:`ConfigError` for a port that is
     taken on the master host."""
     master = found.facts.get(0)
     port = master.port if master is not None else None
     # What holds it may be the run that is alive there, which is told with the checks.
-    taken = master is not None and (port is None or master.busy_port is not None)
-    if taken and not master.alive:
+    if master is not None and (port is None or master.busy_port is not None) and not master.alive:
         raise _port_in_use(experiment, master, found.names[0])
-    made = slots(experiment, found.hosts, machines(experiment, found.hosts, found.facts, here=found.here))
+    known = machines(experiment, found.hosts, found.facts, here=found.here)
     return plan(
         experiment,
-        made,
+        slots(experiment, found.hosts, known, found.settings),
         run_id=run_id,
         master_port=port or wanted_port(experiment.runner) or 0,
         runner=runner,
         shared_fs=found.here or not experiment.runner.no_shared_fs,
-        run_secret=new_secret(),
+        run_secret=secret.new(),
     )
 
 

@@ -86,9 +86,7 @@ class HostRunner:
         handle = reaching.handle(experiment, hosts)
         with reaching.reach(handle, [host.name for host in hosts]) as reached:
             here = reaching.is_here(handle)
-            found = survey(
-                experiment, hosts, reached, here=here, thorough=checking, fresh=fresh
-            )
+            found = survey(experiment, hosts, reached, here=here, thorough=checking, fresh=fresh)
             made = plan_of(experiment, found, new_run_id(), handle)
             # A preflight knows whether the hosts are one machine.
             made = checked(experiment, made, *(() if checking else loopback_notes(made)))
@@ -268,9 +266,8 @@ class HostRunner:
         reached = self._reach(state)
         swept, errors = reached.each(end)
         self._looked = float("-inf")
-        found = {
-            state.hosts[number].name: one for number, one in sorted(swept.items()) if one is not None
-        }
+        ended = [(number, one) for number, one in sorted(swept.items()) if one is not None]
+        found = {state.hosts[number].name: one for number, one in ended}
         if not found and not errors:
             # It had ended before: whoever looks at it later must not take that for a stop.
             record_stop(state)

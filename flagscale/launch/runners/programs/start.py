@@ -16,7 +16,7 @@ from flagscale.hosts.answer import parse
 from flagscale.hosts.executor import Result
 from flagscale.hosts.program import assignment, program
 from flagscale.launch.layout import OLD_OUTPUT_FILE
-from flagscale.launch.planning.plan import HostPlan
+from flagscale.launch.planning.model import HostPlan
 from flagscale.launch.state import HostState
 from flagscale.status import RUN_ID_VARIABLE
 

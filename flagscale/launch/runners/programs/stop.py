@@ -24,7 +24,6 @@ _KILL_SECONDS = 5
 _MARGIN_SECONDS = 20
 
 
-
 _BODY = Path(__file__).with_name("stop.sh")
 
 
