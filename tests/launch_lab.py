@@ -74,7 +74,7 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 def rank_processes(state: RunState) -> dict[int, Process]:
     """The living ranks of a run on this machine, by rank."""
-    return processes.ranks(state.alive())
+    return processes.ranks(processes.members(state.run_id))
 
 
 @dataclass

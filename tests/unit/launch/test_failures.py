@@ -20,6 +20,7 @@ from flagscale.launch.failures import (
 )
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness.diagnosis import End, Failure, Severity, host_report
+from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import Event
 
@@ -148,7 +149,7 @@ def test_last_traceback_without_what_follows() -> None:
 @pytest.fixture
 def state(tmp_path: Path) -> RunState:
     host = HostState(
-        rank=0,
+        node_rank=0,
         name="node",
         nproc=2,
         first_rank=0,
@@ -158,7 +159,7 @@ def state(tmp_path: Path) -> RunState:
         pid_file=tmp_path / "pid",
     )
     host.run_dir.mkdir()
-    return RunState("r", "n", tmp_path, time.time(), "boot", 2, True, 1.0, (host,))
+    return RunState("r", "n", tmp_path, time.time(), 2, True, 1.0, RunnerHandle("local"), (host,))
 
 
 def end(state: RunState, **record: Any) -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from flagscale.launch.logs import RunOutput, Tail, lines_of
+from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.state import HostState, RunState
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> RunState:
     host = HostState(
-        rank=0,
+        node_rank=0,
         name="node.a",
         nproc=12,
         first_rank=0,
@@ -21,7 +22,7 @@ def state(tmp_path: Path) -> RunState:
         output=tmp_path / "output",
         pid_file=tmp_path / "pid",
     )
-    return RunState("r", "n", tmp_path, time.time(), "boot", 12, True, 1.0, (host,))
+    return RunState("r", "n", tmp_path, time.time(), 12, True, 1.0, RunnerHandle("local"), (host,))
 
 
 OUTPUT = "starting\nnode.a:0: zero\nnode.a:1: one\nnode.a:11: eleven\nnodeXa:1: fake\nhalf"

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagscale.hosts.place import NOT_A_DIRECTORY, NOT_WRITABLE, Place
+from flagscale.launch.preflight.local import Check
 
 from flagscale.config.schema import Experiment, Runner, Task, Train
 from flagscale.hosts.facts import Facts
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.place import NOT_A_DIRECTORY, NOT_WRITABLE, Place
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.per_host import settings
 from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.preflight.directories import Wanted, check_here, judge, wanted
 from flagscale.launch.preflight.hosts import check_hosts
-from flagscale.launch.preflight.local import Check
 from flagscale.launch.preflight.survey import Survey
 
 OWN = "/data/runs/tiny"

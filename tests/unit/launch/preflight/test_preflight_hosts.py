@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from flagscale.hosts.place import NOT_WRITABLE, Place
+from flagscale.launch.preflight.local import Check, exit_code, require
 
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, UnreachableError
 from flagscale.hosts.errors import ChangedHostKeyError, NoRouteError
 from flagscale.hosts.facts import Facts
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.place import NOT_WRITABLE, Place
 from flagscale.hosts.python_world import World
 from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.preflight.hosts import check_hosts
-from flagscale.launch.preflight.local import Check, exit_code, require
 from flagscale.launch.preflight.survey import Survey, plan_of
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
