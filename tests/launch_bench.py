@@ -15,7 +15,9 @@ from launch_lab import PROJECT, until
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.plan import LaunchPlan, Machine, plan
+from flagscale.launch.planning.model import LaunchPlan, Machine, RunnerHandle
+from flagscale.launch.planning.plan import plan
+from flagscale.launch.planning.slots import slots
 from flagscale.launch.runners.local import LocalRunner
 from flagscale.launch.state import RunState, load_state, new_run_id
 
@@ -49,7 +51,13 @@ class Bench:
         }
         experiment = Experiment(**{**given, **changes})
         machine = Machine(sys.executable, PROJECT, self.root, 2, 0)
-        made = plan(experiment, [Host("localhost")], machine, run_id=new_run_id(), master_port=1)
+        made = plan(
+            experiment,
+            slots(experiment, [Host("localhost")], [machine]),
+            run_id=new_run_id(),
+            master_port=1,
+            runner=RunnerHandle("local"),
+        )
         host = replace(made.hosts[0], torchrun=(sys.executable, "-u"))
         self.plans.append(replace(made, hosts=(host,)))
         return self.plans[-1]

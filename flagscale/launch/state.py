@@ -160,10 +160,11 @@ def _with_paths(record: dict[str, Any]) -> dict[str, Any]:
 def _modern(record: dict[str, Any]) -> dict[str, Any]:
     """A state as it was written before it named its runner: such a run is to be stopped too."""
     hosts = [{"node_rank" if k == "rank" else k: v for k, v in h.items()} for h in record["hosts"]]
-    ssh = [host.pop("ssh", None) for host in hosts]
-    handle = {"ssh_config": record.pop("ssh_config", None), "hosts": ssh}
-    runner = {"type": "ssh", "handle": handle} if any(ssh) else {"type": "local", "handle": {}}
-    return {**record, "hosts": hosts, "runner": runner}
+    ssh, config = [host.pop("ssh", None) for host in hosts], record.pop("ssh_config", None)
+    places = [{k: v for k, v in (place or {}).items() if v is not None} for place in ssh]
+    over_ssh = any(place is not None for place in ssh)
+    runner = {"type": "ssh", "handle": {"ssh_config": config, "hosts": places}}
+    return {**record, "hosts": hosts, "runner": runner if over_ssh else {"type": "local"}}
 
 
 def new_run_id() -> str:

@@ -13,18 +13,14 @@ from flagscale.launch.planning.per_host import Settings, all_settings
 
 
 def slots(
-    experiment: Experiment,
-    hosts: Sequence[Host],
-    machines: Sequence[Machine],
-    settings: Sequence[Settings] | None = None,
+    experiment: Experiment, hosts: Sequence[Host], machines: Sequence[Machine]
 ) -> tuple[Slot, ...]:
     """The hosts' places in a plan, numbered in their order, as their ranks are. ``machines`` are
-    what the hosts are like; ``settings``, where they are worked out already, are theirs."""
+    what the hosts are like before anything of the experiment holds there."""
     made: list[Slot] = []
     first = 0
     on: dict[tuple[int, int], Machine] = {}
-    settings = all_settings(experiment, hosts) if settings is None else settings
-    for host, bare, own in zip(hosts, machines, settings, strict=True):
+    for host, bare, own in zip(hosts, machines, all_settings(experiment, hosts), strict=True):
         # Hosts of which nothing is different share one machine, as they share their settings.
         key = (id(bare), id(own))
         if key not in on:

@@ -16,6 +16,7 @@ from flagscale.hosts.names import compress
 from flagscale.hosts.python_world import World
 from flagscale.hosts.reach import describe
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
+from flagscale.launch.planning.per_host import all_settings
 from flagscale.launch.planning.plan import BACKEND_DIRECTORY
 from flagscale.launch.preflight import backend, directories
 from flagscale.launch.preflight.local import (
@@ -186,9 +187,10 @@ def _disk(plan: LaunchPlan, facts: Facts) -> Check:
 
 def _directories(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Iterator[Check]:
     """What training starts from and writes to. Hosts may differ in what they use."""
+    every = all_settings(experiment, found.hosts)
     rows: dict[str, list[tuple[str, Check]]] = {}
     for rank, facts in sorted(found.facts.items()):
-        own = found.settings[rank]
+        own = every[rank]
         want = directories.wanted(experiment, plan.layout, own, first=rank == 0)
         for check in directories.judge(want, facts.written, holds=facts.checkpoint):
             row = _rounded(check, want.written.get(check.name, ""))

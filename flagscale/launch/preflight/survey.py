@@ -33,7 +33,6 @@ class Survey:
     """What the hosts answered, by rank, and the errors of those that did not."""
 
     hosts: tuple[Host, ...]
-    settings: tuple[Settings, ...]
     facts: dict[int, Facts] = field(default_factory=dict)
     errors: dict[int, FlagscaleError] = field(default_factory=dict)
     code: str = ""
@@ -64,10 +63,10 @@ def survey(
     """Ask every host for a preflight, and its Python too: ``fresh``, or only if something has
     changed since it answered last. Otherwise only the master host is asked, for a port: the
     scripts of hosts that nobody asked look for themselves."""
-    made = Survey(tuple(hosts), all_settings(experiment, hosts))
+    made = Survey(tuple(hosts))
     if thorough and compares_code(experiment):
         made.code = probe.digest_of(probe.manifest(str(PROJECT)))
-    questions = list(_questions(experiment, made, thorough, fresh))
+    questions = list(_questions(experiment, hosts, thorough, fresh))
 
     def ask(rank: int, connection: Connection) -> Facts:
         return asking.ask(connection, questions[rank])
@@ -94,8 +93,10 @@ def sync(experiment: Experiment, found: Survey, connections: Hosts) -> int:
         rank for rank, f in found.facts.items() if f.python is None or f.python.code != digest
     ]
 
+    every = all_settings(experiment, found.hosts)
+
     def copy(rank: int, connection: Connection) -> int:
-        own = found.settings[rank]
+        own = every[rank]
         return code.sync(
             connection,
             PROJECT,
@@ -123,17 +124,18 @@ def compares_code(experiment: Experiment) -> bool:
 
 
 def _questions(
-    experiment: Experiment, made: Survey, thorough: bool, fresh: bool
+    experiment: Experiment, hosts: Sequence[Host], thorough: bool, fresh: bool
 ) -> Iterator[Question]:
     runner = experiment.runner
     layout = Layout(experiment.exp_dir, runner.log_dir)
     # Alone, a host needs neither an interface nor a port for agents.
-    alone = len(made.hosts) == 1
+    alone = len(hosts) == 1
     wanted = wanted_port(runner)
     agents_port = liveness_port(runner, wanted) if wanted else runner.liveness_port
-    for rank, (host, own) in enumerate(zip(made.hosts, made.settings, strict=True)):
+    every = all_settings(experiment, hosts)
+    for rank, (host, own) in enumerate(zip(hosts, every, strict=True)):
         yield Question(
-            master="" if alone else master_address(runner, made.hosts),
+            master="" if alone else master_address(runner, hosts),
             log_root=str(layout.log_dir or layout.logs / "details"),
             python=_python(own),
             setup=own.setup,
@@ -179,7 +181,7 @@ def plan_of(experiment: Experiment, found: Survey, run_id: str) -> LaunchPlan:
     runner = experiment.runner
     return plan(
         experiment,
-        slots(experiment, found.hosts, machines, found.settings),
+        slots(experiment, found.hosts, machines),
         run_id=run_id,
         master_port=port or wanted_port(runner) or 0,
         runner=ssh_handle(runner, found.hosts),

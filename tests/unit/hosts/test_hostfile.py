@@ -18,7 +18,7 @@ from flagscale.hosts.hostfile import (
     parse_hostfile,
     read_hostfile,
 )
-from flagscale.hosts.names import compress, expand
+from flagscale.hosts.names import compress, expand, ranges
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,16 @@ def test_a_line_with_everything() -> None:
     assert (second.name, second.addr) == ("node09", "10.0.0.2")
 
 
+def test_of_thousands_of_problems_the_first_are_shown_with_a_count() -> None:
+    text = "".join(f"h{n} slots=0\n" for n in range(3000))
+    with pytest.raises(ConfigError) as raised:
+        parse_hostfile(text)
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("hostfile:1: slots=0")
+    assert lines[50:] == ["and 2950 more problems"]
+    assert len(raised.value.problems) == 3000
+
+
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
@@ -174,6 +184,38 @@ def test_a_line_with_everything() -> None:
 def test_names_unfold_and_fold(pattern: str, names: list[str]) -> None:
     assert expand(pattern) == names
     assert [name for part in _parts(compress(names)) for name in expand(part)] == names
+    assert [name for part in ranges(names) for name in expand(part)] == names
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a1", "a2", "a4", "b", "a3"], ["a[1-2]", "a4", "b", "a3"]),
+        (["b1", "a1", "b2"], ["b1", "a1", "b2"]),
+        (["n08", "n09", "n10"], ["n[08-10]"]),
+        (["n98", "n99", "n100"], ["n[98-100]"]),
+        (["n08", "n09", "n10", "n11", "n012"], ["n[08-11]", "n012"]),
+        (["n0", "n1"], ["n[0-1]"]),
+        (["n0", *(f"n{n}" for n in range(1, 11))], ["n[0-9]", "n10"]),
+        (["n099", "n100"], ["n[099-100]"]),
+        (
+            ["n999999999", "n1000000000", "n1000000001"],
+            ["n999999999", "n1000000000", "n1000000001"],
+        ),
+        ([f"h{n}" for n in range(20000)], ["h[0-9]", "h[10-16393]", "h[16394-19999]"]),
+    ],
+)
+def test_ranges_keep_the_order(names: list[str], expected: list[str]) -> None:
+    assert ranges(names) == expected
+    assert [name for part in expected for name in expand(part)] == names
+
+
+NAMES = st.from_regex(r"[a-z]{1,2}[0-9]{0,3}[a-z]?", fullmatch=True)
+
+
+@given(st.lists(NAMES | st.integers(0, 120).map("n{:02}".format), max_size=20, unique=True))
+def test_any_names_come_back_out_of_ranges(names: list[str]) -> None:
+    assert [name for part in ranges(names) for name in expand(part)] == names
 
 
 def _parts(folded: str) -> list[str]:

@@ -12,7 +12,7 @@ from flagscale.launch.state import HostState, RunState
 @pytest.fixture
 def state(tmp_path: Path) -> RunState:
     host = HostState(
-        rank=0,
+        node_rank=0,
         name="node.a",
         nproc=12,
         first_rank=0,

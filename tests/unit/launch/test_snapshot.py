@@ -28,7 +28,7 @@ def state(tmp_path: Path) -> RunState:
     own = processes.identify(os.getpid())
     assert own is not None
     host = HostState(
-        rank=0,
+        node_rank=0,
         name="node",
         nproc=2,
         first_rank=0,

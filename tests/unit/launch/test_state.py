@@ -5,6 +5,7 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from flagscale.files import make_private_directory, read_json, write_atomic, wri
 from flagscale.hosts.processes import Process
 from flagscale.launch.layout import Layout, host_label
 from flagscale.launch.planning import ports
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.state import load_state, new_run_id, state_of, with_process
 
 MakePlan = Callable[..., LaunchPlan]
@@ -25,6 +26,34 @@ def test_a_state_is_read_as_it_was_written(make_plan: MakePlan, tmp_path: Path) 
     state.save(path)
     assert load_state(path) == state
     assert state.hosts[0].process() == Process(7, 8)
+
+
+@pytest.mark.parametrize(
+    ("ssh", "expected"),
+    [
+        pytest.param(None, RunnerHandle("local", {}), id="local"),
+        pytest.param(
+            {"user": "u", "port": 7, "proxy": None},
+            RunnerHandle("ssh", {"ssh_config": "/c", "hosts": [{"user": "u", "port": 7}]}),
+            id="ssh",
+        ),
+    ],
+)
+def test_a_state_that_names_no_runner_is_read(
+    make_plan: MakePlan, tmp_path: Path, ssh: dict[str, Any] | None, expected: RunnerHandle
+) -> None:
+    """A run that an older version has started is to be stopped too."""
+    path = tmp_path / "state.json"
+    state_of(make_plan(exp_dir=tmp_path)).save(path)
+    record = read_json(path) or {}
+    del record["runner"]
+    host = record["hosts"][0]
+    host["rank"] = host.pop("node_rank")
+    old = {**record, "hosts": [{**host, "ssh": ssh}], "ssh_config": "/c" if ssh else None}
+    write_json(path, old)
+    state = load_state(path)
+    assert state is not None
+    assert (state.runner, state.over_ssh, state.hosts[0].node_rank) == (expected, bool(ssh), 0)
 
 
 @pytest.mark.parametrize(

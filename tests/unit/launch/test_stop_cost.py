@@ -15,7 +15,7 @@ from flagscale.files import write_json
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.processes import Swept
 from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY, Layout
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.base import (
     Stopped,
     cost,

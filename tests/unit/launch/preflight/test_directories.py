@@ -13,8 +13,8 @@ from flagscale.hosts.facts import Facts
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.place import NOT_A_DIRECTORY, NOT_WRITABLE, Place
 from flagscale.launch.layout import Layout
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.planning.per_host import settings
-from flagscale.launch.planning.plan import LaunchPlan
 from flagscale.launch.preflight.directories import Wanted, check_here, judge, wanted
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.local import Check

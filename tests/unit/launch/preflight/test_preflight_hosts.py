@@ -15,7 +15,7 @@ from flagscale.hosts.facts import Facts
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.place import NOT_WRITABLE, Place
 from flagscale.hosts.python_world import World
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.local import Check, exit_code, require
 from flagscale.launch.preflight.survey import Survey, plan_of

@@ -22,7 +22,7 @@ from flagscale.hosts import answer, facts, place, probe
 from flagscale.hosts.answer import Answer, Piece, parse
 from flagscale.hosts.facts import Need, Question
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.plan import LaunchPlan, Machine
+from flagscale.launch.planning.model import LaunchPlan, Machine
 from flagscale.launch.planning.script import render
 from flagscale.launch.runners.programs import code, look, start, stop
 from flagscale.launch.runners.programs.look import Wish
