@@ -14,17 +14,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagscale.launch.planning.ports import free_port
 from launch_lab import PROJECT, light_torchrun, until
 
 from flagscale.hosts import processes
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness import secret
-from flagscale.launch.planning.ports import free_port
+from flagscale.launch.liveness.options import AgentOptions
 from flagscale.status import RUN_ID_VARIABLE
 
 TOY = r'''
@@ -151,12 +152,13 @@ class Stations:
 
     def start(
         self,
-        *words: str,
+        told: Mapping[str, Any] | None = None,
+        *,
         command: list[str] | None = None,
         light: bool = False,
         **environment: str,
     ) -> None:
-        """Start every agent; ``words`` are added to their command lines. ``light``: under a
+        """Start every agent; ``told`` are options that all of them get. ``light``: under a
         torchrun that needs no torch, which starts in a fraction of the time."""
         path = [str(PROJECT)] if not light else [str(light_torchrun(self.root)), str(PROJECT)]
         self.port, meeting, toy = free_port(), free_port(), free_port()
@@ -172,12 +174,7 @@ class Stations:
             torchrun += ["--nproc_per_node", "1", "--rdzv_id", mark, "--master_addr", "127.0.0.1"]
             torchrun += ["--master_port", str(meeting), "--log_dir", str(run_dir / "ranks")]
             torchrun += ["--redirects", "3", str(program)]
-            options = ["--run-dir", str(run_dir), "--grace", "3", "--name", station.name]
-            options += ["--first-rank", str(number), "--nproc", "1", "--run-name", "toy"]
-            if self.count > 1:
-                options += ["--host", str(number), "--coordinator", f"127.0.0.1:{self.port}"]
-                options += ["--hosts", *(f"h{n}" for n in range(self.count))]
-                options += ["--master-name", "h0", "--lost-host-timeout", "3"]
+            options = self.options(number, told or {}).to_json()
             given = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path),
@@ -190,7 +187,7 @@ class Stations:
             }
             with station.output.open("wb") as output:
                 station.process = subprocess.Popen(
-                    [sys.executable, "-m", "flagscale.launch.agent", *options, *words, "--"]
+                    [sys.executable, "-m", "flagscale.launch.agent", "--options", options, "--"]
                     + (command or torchrun),
                     env=given,
                     stdin=subprocess.DEVNULL,
@@ -199,6 +196,24 @@ class Stations:
                     start_new_session=True,
                 )
             self.stations.append(station)
+
+    def options(self, number: int, told: Mapping[str, Any]) -> AgentOptions:
+        """What the agent of a host is told."""
+        given: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop", "lost_host_timeout": 60.0}
+        given |= {"start_timeout": 600.0, "hang_detection_timeout": 0.0, "stop_grace": 3.0}
+        if self.count > 1:
+            given |= {"master_addr": "127.0.0.1", "liveness_port": self.port}
+            given |= {"lost_host_timeout": 3.0, "master_name": "h0"}
+            given |= {"hosts": (f"h[0-{self.count - 1}]",)}
+        return AgentOptions(
+            run_name="toy",
+            run_dir=self.root / f"h{number}",
+            name=f"h{number}",
+            node_rank=number,
+            first_rank=number,
+            nproc=1,
+            **{**given, **told},
+        )
 
     def joined(self) -> None:
         """Wait until every rank works."""

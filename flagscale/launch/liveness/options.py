@@ -56,8 +56,8 @@ class AgentOptions(Policy):
         return [name for names in self.hosts for name in expand(names)] or [self.name]
 
     def to_json(self) -> str:
-        """A line for each option that says something."""
-        told = {name: value for name, value in vars(self).items() if value not in ("", (), None)}
+        """A line for each option that is given."""
+        told = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
         return json_text(plain(told)).rstrip("\n")
 
     @classmethod

@@ -42,8 +42,8 @@ def require(checks: list[Check]) -> None:
         lines = [f"{check.hosts}: {check.found}" for check in unreachable]
         advice = dict.fromkeys(check.hint for check in unreachable if check.hint)
         raise UnreachableError("\n".join(lines), hint="; ".join(advice) or None)
-    if failed and all(check.name == EARLIER_RUN for check in failed):
-        raise RunStateError("\n".join(check.found for check in failed), hint=failed[0].hint)
+    if [(check.name, check.hosts) for check in failed] == [(EARLIER_RUN, "")]:
+        raise RunStateError(failed[0].found, hint=failed[0].hint)
     if failed:
         problems = [
             Problem(f"{check.name} ({check.hosts})" if check.hosts else check.name, check.found)

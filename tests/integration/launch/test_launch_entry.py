@@ -44,6 +44,27 @@ def test_dryrun_as_json(lab: Lab) -> None:
     assert plan["hosts"][0]["program"][0] == str(lab.root / "program.py")
 
 
+def test_dryrun_of_a_thousand_hosts(lab: Lab) -> None:
+    """All at once, one of them, or whole for a program; a name that is none's is told."""
+    (lab.root / "hosts").write_text("node[0001-1024] slots=8\n", encoding="utf-8")
+    lab.configure(PROGRAM, runner={"hostfile": "hosts", "nproc_per_node": 8})
+    text = lab.do("dryrun").stdout
+    assert "# 1024 hosts node[0001-1024]: 8 rank(s) each" in text
+    assert text.count("#!/usr/bin/env bash") == 1
+    one = lab.do("dryrun", "host=node0512").stdout
+    assert "# host 511 node0512: ranks 4088-4095" in one
+    assert '"node_rank": 511' in one
+    plan = json.loads(lab.do("dryrun", "json=true").stdout)
+    assert [host["name"] for host in plan["hosts"]] == [f"node{n:04}" for n in range(1, 1025)]
+    assert plan["hosts"][0]["agent"]["hosts"] == ["node[0001-1024]"]
+    picked = json.loads(lab.do("dryrun", "json=true", "host=node0512").stdout)
+    assert [host["node_rank"] for host in picked["hosts"]] == [511]
+    assert (picked["world_size"], picked["runner"]["type"]) == (8192, "ssh")
+    wrong = lab.do("dryrun", "host=node512")
+    assert wrong.returncode == 2
+    assert "host: no host of the plan is called node512; did you mean" in wrong.stderr
+
+
 def test_dryrun_imports_no_torch(lab: Lab) -> None:
     lab.configure(PROGRAM)
     code = (

@@ -276,7 +276,9 @@ def test_what_became_of_the_agent_of_a_lost_host(
     state: RunState, phase: str, expected: str
 ) -> None:
     first = state.hosts[0]
-    second = replace(first, rank=1, name="other", first_rank=2, run_dir=first.run_dir / "other")
+    second = replace(
+        first, node_rank=1, name="other", first_rank=2, run_dir=first.run_dir / "other"
+    )
     second.run_dir.mkdir()
     hosts = replace(state, hosts=(first, second))
     lost = Failure("other", None, None, "was lost: no word from its agent", "", first.output)

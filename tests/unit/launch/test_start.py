@@ -13,7 +13,7 @@ from flagscale.files import make_private_directory, write_json
 from flagscale.hosts.hostfile import Host
 from flagscale.launch import snapshot, start
 from flagscale.launch.layout import EXIT_FILE
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.hosts import HostRunner
 from flagscale.launch.state import RunState, state_of
 

@@ -22,7 +22,7 @@ from flagscale.launch.ending import (
     require_recorded,
 )
 from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY, Layout
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.state import RunState, load_state, state_of
 
 # Of the first host, with their pids.

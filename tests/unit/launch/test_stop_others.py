@@ -20,7 +20,7 @@ from flagscale.hosts.processes import Swept
 from flagscale.launch import actions
 from flagscale.launch.ending import Stopped
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.hosts import HostRunner
 from flagscale.launch.runners.programs import stop
 from flagscale.launch.state import RunState, state_of, with_process

@@ -19,10 +19,12 @@ class Job:
     """Hosts that send what a test says, beside their heartbeats."""
 
     def __init__(self, hosts: int = 2, **policy: Any) -> None:
-        given = {"lost_host_timeout": 10.0, "start_timeout": 100.0, "hang_timeout": 50.0}
+        given: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
+        given |= {"lost_host_timeout": 10.0, "start_timeout": 100.0, "hang_detection_timeout": 50.0}
         self.names = [f"h{n}" for n in range(hosts)]
         self.now = 1000.0
-        self.brain = Coordinator(Policy(Path("out"), **{**given, **policy}), self.names, self.now)
+        told = Policy(**{**given, **policy})
+        self.brain = Coordinator(told, self.names, self.now, Path("out"))
         self.silent: set[int] = set()
         self.moving = True
         self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
@@ -340,7 +342,7 @@ def test_a_stall_of_which_no_host_can_say_more() -> None:
     [
         pytest.param({"busy": True}, {}, id="a-checkpoint"),
         pytest.param({"joined": 0}, {}, id="not-joined"),
-        pytest.param({}, {"hang_timeout": 0.0}, id="not-looked-for"),
+        pytest.param({}, {"hang_detection_timeout": 0.0}, id="not-looked-for"),
     ],
 )
 def test_no_stall(fields: dict[str, Any], policy: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ from flagscale.hosts import kernel, processes
 from flagscale.launch.layout import latest_status, status_directory
 from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.attempt import Attempt, Stage
-from flagscale.launch.liveness.options import parse
 from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
 from flagscale.status import BUSY, RUN_ID_VARIABLE, STEP, StatusWriter, read_place
 
@@ -139,21 +138,6 @@ def test_a_secret_leaves_the_environment_and_is_kept_for_later(
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv(secret.VARIABLE, "short")
     assert secret.take(tmp_path / "other") is None
-
-
-def test_the_command_line_ends_where_the_command_begins(tmp_path: Path) -> None:
-    words = ["--run-dir", str(tmp_path), "--grace", "3", "--run-name=--odd", "--hosts", "a", "b"]
-    command = ["prog", "--hosts", "--", "--grace"]
-    options = parse([*words, "--coordinator", "[::1]:70", "--", *command], "r")
-    assert options.command == tuple(command)
-    assert (options.hosts, options.run_name) == (("a", "b"), "--odd")
-    assert options.coordinator == ("::1", 70)
-    with pytest.raises(SystemExit):
-        parse(words, "r")
-    with pytest.raises(SystemExit):
-        parse([*words, "--coordinator", "nowhere", "--", "x"], "r")
-    with pytest.raises(SystemExit):
-        parse([*words, "--", "x"], "")
 
 
 def test_a_rank_that_ends_by_itself_is_not_told_to(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -140,6 +141,22 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert found.python.packages["torch"] == metadata.version("torch")
     assert found.python_error == ""
     assert found.alive == ""
+
+
+def test_ports_of_this_machine(tmp_path: Path) -> None:
+    question = Question("", str(tmp_path), sys.executable, port=0)
+    found = facts.read(ask(question, tmp_path), question, 0, 0)
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert found.port is not None
+    assert 20_000 <= found.port < low
+    with socket.create_server(("127.0.0.1", found.port)):
+        taken = replace(question, port=found.port)
+        busy = facts.read(ask(taken, tmp_path), taken, 0, 0)
+        assert (busy.port, busy.busy_port) == (None, found.port)
+        if shutil.which("ss"):
+            assert f"process {os.getpid()} (" in busy.port_holder
+    free = facts.read(ask(taken, tmp_path), taken, 0, 0)
+    assert (free.port, free.busy_port) == (found.port, None)
 
 
 def test_directories_of_this_machine(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from flagscale.launch.preflight.local import EARLIER_RUN, Check, require
 
 from flagscale.errors import ConfigError, RunStateError
+from flagscale.launch.preflight.checks import EARLIER_RUN, Check, require
 
 FINE = Check("torch", True, "found")
 ALIVE = Check(EARLIER_RUN, False, "run r of n is alive in /x", "stop it")
