@@ -216,7 +216,7 @@ def test_script_and_agent_are_killed_at_once(bench: Bench) -> None:
         processes.send(process, signal.SIGSTOP)
     for process in (script, agent):
         processes.send(process, signal.SIGKILL)
-    bench.runner.wait(state)
+    until(lambda: not processes.is_alive(script) and not processes.is_alive(agent))
     assert processes.members(state.run_id) != []
     assert bench.runner.query(bench.runner_state()).phase is Phase.RUNNING
     bench.runner.stop(state)

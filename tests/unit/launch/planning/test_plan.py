@@ -22,7 +22,7 @@ from flagscale.errors import ConfigError
 from flagscale.files import json_text
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.liveness.policy import Policy
-from flagscale.launch.planning.machines import remote_machines
+from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launch.planning.plan import plan
 from flagscale.launch.planning.slots import slots
@@ -179,7 +179,7 @@ def test_the_working_directory_of_another_host(
 ) -> None:
     runner = Runner(no_shared_fs=no_shared_fs, build_dir=build_dir)
     experiment, hosts = make_experiment(runner=runner), [Host("a", 1), Host("b", 1)]
-    every = slots(experiment, hosts, remote_machines(experiment, hosts, {}))
+    every = slots(experiment, hosts, machines(experiment, hosts, {}, here=False))
     made = plan(experiment, every, run_id="r", master_port=1, runner=RunnerHandle("ssh"))
     assert [host.workdir for host in made.hosts] == [expected] * 2
 
