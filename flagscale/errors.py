@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-
 # A hostfile of thousands of lines may have a mistake in each.
 _MOST_PROBLEMS = 50
 
