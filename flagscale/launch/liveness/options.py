@@ -141,7 +141,8 @@ def parse(arguments: Sequence[str], run_id: str) -> CommandLine:
     parser = argparse.ArgumentParser(
         prog="flagscale.launch.agent", description="Supervises one host's part of a run."
     )
-    parser.add_argument("--options", required=True, help="what it is told, as JSON")
+    told = "what it is told, as JSON, in one piece or several"
+    parser.add_argument("--options", required=True, nargs="+", metavar="JSON", help=told)
     parser.add_argument("--sweep", action="store_true", help="end what a killed agent left")
     given = parser.parse_args(argv[:at])
     command = tuple(argv[at + 1 :])
@@ -150,7 +151,7 @@ def parse(arguments: Sequence[str], run_id: str) -> CommandLine:
     if not command and not given.sweep:
         parser.error("no command given after --")
     try:
-        options = AgentOptions.from_json(given.options)
+        options = AgentOptions.from_json("\n".join(given.options))
     except ValueError as error:
         parser.error(f"--options: {error}")
     return CommandLine(options, command, given.sweep)

@@ -99,6 +99,8 @@ fi
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
 """
+# The kernel takes words of up to 128 KiB: thousands of names without an order are more than that.
+_PIECE_LINES = 256
 _START = '"${agent[@]}" -- "${torchrun[@]}" "${program[@]}"'
 _REST = """\
 agent_pid=$!
@@ -222,8 +224,10 @@ def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
 
 def _agent(host: HostPlan) -> tuple[str, ...]:
     # JSON has no line ends within its texts: its lines may be set in as those of the array are.
-    options = host.agent.to_json().replace("\n", "\n    ")
-    return (host.python, "-m", "flagscale.launch.agent", "--options", options)
+    lines = host.agent.to_json().split("\n")
+    pieces = range(0, len(lines), _PIECE_LINES)
+    options = ("\n    ".join(lines[at : at + _PIECE_LINES]) for at in pieces)
+    return (host.python, "-m", "flagscale.launch.agent", "--options", *options)
 
 
 def _array(name: str, argv: Sequence[str]) -> str:

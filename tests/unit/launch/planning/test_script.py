@@ -24,7 +24,7 @@ from flagscale.hosts.hostfile import Host
 from flagscale.launch.liveness.options import AgentOptions
 from flagscale.launch.planning import script as script_module
 from flagscale.launch.planning.environment import EnvValue
-from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launch.planning.script import render
 
 MakePlan = Callable[..., LaunchPlan]
@@ -228,6 +228,27 @@ def test_a_very_long_path_and_list(make_plan: MakePlan, tmp_path: Path) -> None:
     path = tmp_path / "script.sh"
     path.write_text(render(made, made.hosts[0]), encoding="utf-8")
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_thousands_of_names_without_an_order_reach_the_agent(
+    make_plan: MakePlan, tmp_path: Path
+) -> None:
+    """One word of a command line holds 128 KiB, and these are more."""
+    names = [f"ip-10-{n % 7}-{n % 251}-{n}.us-west-2.compute.internal" for n in range(5000)]
+    made = make_plan(
+        hosts=tuple(Host(name, 1) for name in names),
+        machine=Machine("python", tmp_path, tmp_path, cpus=8, gpus=0),
+    )
+    host = made.hosts[0]
+    assert len(host.agent.to_json()) > 1 << 17
+    path = tmp_path / "script.sh"
+    show = '/usr/bin/env printf "%s\\n" "${agent[@]:3}"\n'
+    path.write_text(render(made, host).partition(FRAME)[0] + show, encoding="utf-8")
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
+    option, _, told = done.stdout.partition("\n")
+    assert option == "--options"
+    assert AgentOptions.from_json(told) == host.agent
+    assert AgentOptions.from_json(told).names == names
 
 
 def test_rendering_changes_nothing_but_the_host(make_plan: MakePlan) -> None:
