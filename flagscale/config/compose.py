@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import yaml
 
 from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.interpolation import interpolation_hint, register
 from flagscale.config.overrides import did_you_mean_key, normalize, parse
 from flagscale.config.sources import OVERRIDE, trace
 from flagscale.config.yaml_file import short
@@ -87,6 +88,7 @@ def _compose(file: Path, overrides: list[str]) -> DictConfig:
     from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
 
+    register()
     try:
         with initialize_config_dir(config_dir=str(file.parent), version_base=None):
             config = hydra_compose(file.stem, overrides=overrides, return_hydra_config=True)
@@ -124,7 +126,8 @@ def _translate(error: Exception, file: Path) -> NoReturn:
         key = message.split("'")[1].partition("=")[0]
         message = f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text"
         raise ConfigError(Problem(key.lstrip("+"), message, OVERRIDE)) from error
-    raise ConfigError(Problem("", message, short(file))) from error
+    problem = Problem("", message + interpolation_hint(message), short(file))
+    raise ConfigError(problem) from error
 
 
 def _culprits(error: BaseException | None, words: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from flagscale.hosts.hostfile import (
 )
 from flagscale.launch.planning import ports
 from flagscale.launch.planning.backends import backend_problems
+from flagscale.launch.planning.environment import shell_notes
 from flagscale.launch.planning.machines import remote_machines, this_machine, with_settings
 from flagscale.launch.planning.naming import idle_names, unknown_names
 from flagscale.launch.planning.per_host import settings
@@ -144,7 +145,12 @@ def _checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan
     problems = [*backend_problems(experiment), *check_world(experiment, made.world_size)]
     if problems:
         raise ConfigError(problems)
-    told = (*notes(experiment, made.world_size), *_notes_on_hosts(experiment, made), *more)
+    told = (
+        *notes(experiment, made.world_size),
+        *shell_notes(experiment),
+        *_notes_on_hosts(experiment, made),
+        *more,
+    )
     return replace(made, notes=told)
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config.arguments.flatten import flatten, leaves
+from flagscale.config.interpolation import parts
 from flagscale.config.schema import Experiment, Runner
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
 from flagscale.files import plain
+from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host, count_ranks
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launch.planning import devices
@@ -66,6 +68,7 @@ class HostPlan:
     first_rank: int
     environment: tuple[EnvValue, ...]
     python_path: tuple[str, ...]
+    """What stands first in PYTHONPATH, before the user's own entries in ``environment``."""
     workdir: Path
     agent: tuple[str, ...]
     torchrun: tuple[str, ...]
@@ -201,7 +204,9 @@ def wanted_port(runner: Runner) -> int | None:
 
 def ranks_of(experiment: Experiment, host: Host, machine: Machine) -> int:
     """How many ranks this host takes."""
-    given = {**machine.environment, **experiment.envs.for_host(host.name, host.device_type)}
+    own = machine.environment
+    envs = experiment.envs.for_host(host.name, host.device_type)
+    given = {**own, **{k: probe.filled(parts(k, v), own) for k, v in envs.items()}}
     wanted = experiment.runner.nproc_per_node
     if wanted == "auto":
         visible = devices.visible_devices(given)
@@ -264,7 +269,7 @@ def _plan_host(
     own = settings(experiment, host)
     layout = draft.layout
     run_dir = layout.run_dir(rank, host.name, draft.run_id)
-    environment, own_python_path = build_environment(
+    environment = build_environment(
         experiment,
         host,
         machine.environment,
@@ -283,7 +288,7 @@ def _plan_host(
         nproc=nproc,
         first_rank=first_rank,
         environment=environment,
-        python_path=(str(backend), str(machine.project), *own_python_path),
+        python_path=(str(backend), str(machine.project)),
         workdir=machine.workdir,
         agent=(
             *(machine.python, "-m", "flagscale.launch.agent"),

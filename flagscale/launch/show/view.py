@@ -199,7 +199,7 @@ def _host_lines(host: HostPlan) -> Iterator[str]:
         shown = given.replace("\n", "\\n").replace("\r", "\\r") if given else "(taken away)"
         yield f"#   {origin:{width}}  {shown}"
     for value in host.environment:
-        shown = "<secret, not written>" if value.secret else shlex.quote(value.value)
+        shown = "<secret, not written>" if value.secret else shlex.quote(value.shown)
         # A value may have line ends, which would end the comment.
         shown = shown.replace("\n", "\\n").replace("\r", "\\r")
         yield f"#   {value.origin:{width}}  {value.name}={shown}"

@@ -4,6 +4,9 @@
 # shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions
 set -uo pipefail
 
+# This host's own variables, to which `experiment.envs` refers.
+host_PATH=${PATH-}
+
 # The run's name, its directory on this host, and what prints them.
 who='run 20250102-030405-abcdef on localhost'
 run_dir=/data/runs/tiny/logs/details/host_0_localhost/20250102-030405-abcdef
@@ -23,6 +26,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
 export OMP_NUM_THREADS=1
 export TORCHDYNAMO_DISABLE=1
 # experiment.envs
+export PATH=/opt/x/bin"${host_PATH:+:$host_PATH}"
 export CUDA_VISIBLE_DEVICES='0,1,2,3,4,5,6,7'
 # experiment.envs.device_type_specific.A800
 export NCCL_IB_HCA='mlx5_0,mlx5_1'

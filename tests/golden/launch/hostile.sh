@@ -4,6 +4,11 @@
 # shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions
 set -uo pipefail
 
+# This host's own variables, to which `experiment.envs` refers.
+host__EVIL=${EVIL-}
+host__host_x=${host_x-}
+host__PYTHONPATH=${PYTHONPATH-}
+
 # The run's name, its directory on this host, and what prints them.
 who='run 20250102-030405-abcdef on localhost'
 run_dir='/data/a '"'"'b'"'"' "c" $HOME `id`
@@ -31,9 +36,16 @@ line 2
 '
 export EMPTY=''
 export COMMA='0,1'
+export TYPED='${host:EVIL}'
+export AROUND='a '"'"'b'"'"' "c" $HOME `id` $(id) \ , ; & | > * ? ~ ! {x,y} [z] # ü 🦙 -- 	 end
+line 2
+'"$host__EVIL"'a '"'"'b'"'"' "c" $HOME `id` $(id) \ , ; & | > * ? ~ ! {x,y} [z] # ü 🦙 -- 	 end
+line 2
+'"$host__host_x"
+export host_x='none of the script'"'"'s'
 
 # The adapted training backend first, then this project.
-export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale:/own"${host__PYTHONPATH:+:$host__PYTHONPATH}":/last
 
 # Supervisor, launcher of the ranks, training program.
 agent=(
