@@ -103,7 +103,7 @@ def _compose(file: Path, overrides: list[str]) -> DictConfig:
 def _translate(error: Exception, file: Path) -> NoReturn:
     """Raises a ConfigError for what Hydra or OmegaConf found."""
     from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError
 
     if isinstance(error, MissingConfigException):
         raise ConfigError(_missing_group(error.missing_cfg_file, error.options, file)) from error
@@ -113,6 +113,10 @@ def _translate(error: Exception, file: Path) -> NoReturn:
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
         raise ConfigError(Problem(key, _not_there(key), OVERRIDE)) from error
+    if isinstance(cause, GrammarParseError):
+        key, message = str(cause.full_key), str(cause).partition("\n")[0]
+        message += interpolation_hint(message, key)
+        raise ConfigError(Problem(key, message, trace(file, ()).place(key))) from error
     if isinstance(error, TypeError):
         message = f"Hydra cannot use these overrides: {error}; a config group takes names: train=8b"
         raise ConfigError(Problem("", message, OVERRIDE)) from error
@@ -126,8 +130,7 @@ def _translate(error: Exception, file: Path) -> NoReturn:
         key = message.split("'")[1].partition("=")[0]
         message = f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text"
         raise ConfigError(Problem(key.lstrip("+"), message, OVERRIDE)) from error
-    problem = Problem("", message + interpolation_hint(message), short(file))
-    raise ConfigError(problem) from error
+    raise ConfigError(Problem("", message, short(file))) from error
 
 
 def _culprits(error: BaseException | None, words: Sequence[str]) -> list[str]:
