@@ -198,6 +198,11 @@ EXPERIMENT_PROBLEMS = {
         "node_specific: {h1: {model: {num_layers: 2}}}",
         "node_specific.h1.model.num_layers: has to be the same on every host",
     ),
+    "argument-taken-from-one-host": (
+        "action: run",
+        "node_specific: {h1: {save: null}}",
+        "node_specific.h1.save: has to be the same on every host",
+    ),
     "secret-of-one-host": (
         "action: run",
         "node_specific: {h1: {wandb_api_key: abc}}",
