@@ -7,7 +7,8 @@ like values, and stop together with a checkpoint.
 
 Left out, though they look harmless: paths of data, since rank 0 alone builds the index cache,
 which is found by the data's path; ``save`` and ``load``, whose value on rank 0 counts for all;
-``tensorboard_dir``, beside which the cache may lie; recomputation and the fused loss, which call
+``tensorboard_dir``, beside which the cache may lie; W&B's, which only the rank that reports reads;
+recomputation and the fused loss, which call
 tensor- and expert-parallel collectives of their own; fused dropout, which draws other numbers than
 its tensor-parallel partners; fused GELU, which is another function; ``transformer_impl``, which
 orders parameters in another way; what Megatron-LM's timers gather across ranks; and of logging
@@ -44,10 +45,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "log_learning_rate_to_tensorboard": _RANK_0,
         "log_validation_ppl_to_tensorboard": _RANK_0,
         "tensorboard_queue_size": _RANK_0,
-        "wandb_project": _RANK_0,
-        "wandb_exp_name": _RANK_0,
-        "wandb_entity": _RANK_0,
-        "wandb_save_dir": _RANK_0,
     },
     "Tuning of communication": {
         "comm": "of its options `socket_ifname`, `ib_hca` and `debug`: names of a host's own "
