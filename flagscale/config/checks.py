@@ -17,6 +17,7 @@ from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.registry import arguments, registry
 from flagscale.config.schema import Experiment
+from flagscale.config.specifics import specific_notes
 from flagscale.errors import Problem
 
 
@@ -118,6 +119,7 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
             f"{experiment.task.entrypoint.name} is not this project's training program: its own "
             "parser judges the arguments"
         )
+    found += specific_notes(experiment)
     args = Arguments.of(experiment)
     samples, batch = args["train_samples"], args["global_batch_size"]
     if batch is None and samples:

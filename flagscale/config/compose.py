@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import yaml
 
 from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.interpolation import interpolation_hint, register
 from flagscale.config.overrides import did_you_mean_key, normalize, parse
 from flagscale.config.sources import OVERRIDE, trace
 from flagscale.config.yaml_file import short
@@ -87,6 +88,7 @@ def _compose(file: Path, overrides: list[str]) -> DictConfig:
     from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
 
+    register()
     try:
         with initialize_config_dir(config_dir=str(file.parent), version_base=None):
             config = hydra_compose(file.stem, overrides=overrides, return_hydra_config=True)
@@ -101,7 +103,7 @@ def _compose(file: Path, overrides: list[str]) -> DictConfig:
 def _translate(error: Exception, file: Path) -> NoReturn:
     """Raises a ConfigError for what Hydra or OmegaConf found."""
     from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError
 
     if isinstance(error, MissingConfigException):
         raise ConfigError(_missing_group(error.missing_cfg_file, error.options, file)) from error
@@ -111,6 +113,10 @@ def _translate(error: Exception, file: Path) -> NoReturn:
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
         raise ConfigError(Problem(key, _not_there(key), OVERRIDE)) from error
+    if isinstance(cause, GrammarParseError):
+        key, message = str(cause.full_key), str(cause).partition("\n")[0]
+        message += interpolation_hint(message, key)
+        raise ConfigError(Problem(key, message, trace(file, ()).place(key))) from error
     if isinstance(error, TypeError):
         message = f"Hydra cannot use these overrides: {error}; a config group takes names: train=8b"
         raise ConfigError(Problem("", message, OVERRIDE)) from error

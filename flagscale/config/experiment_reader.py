@@ -9,6 +9,7 @@ from typing import Any
 
 from flagscale.config import schema
 from flagscale.config.arguments.values import did_you_mean, shown
+from flagscale.config.interpolation import literal
 from flagscale.config.reader import Reader
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.config.yaml_file import short
@@ -129,7 +130,7 @@ def _variables(reader: Reader, data: Mapping[Any, Any], prefix: str) -> dict[str
             reader.problem(key, f"{shown(str(name))} cannot be the name of a variable")
         elif value is not None:
             text = reader.text(key, value)
-            if "\0" in text:
+            if "\0" in literal(text) or "\0" in (reader.sources.texts.get(key) or ""):
                 reader.problem(key, "a value cannot hold a NUL character")
             found[str(name)] = text
     return found

@@ -84,7 +84,11 @@ def experiment_entries() -> tuple[Entry, ...]:
             "experiment.envs",
             "variables and their values",
             "",
-            "Environment of every rank. Values reach it exactly as the YAML writes them.",
+            "Environment of every rank. Values reach it exactly as the YAML writes them: no shell "
+            "fills in a `$NAME`. `${host:NAME}` stands for the host's own variable, whatever this "
+            "section gives it: `PATH: /opt/x/bin:${host:PATH}`. One that is unset is empty, and in "
+            "a variable whose name ends in PATH the `:` beside it goes too. `\\${host:NAME}` is "
+            "meant literally.",
         ),
         Entry(
             "experiment.envs.device_type_specific",
@@ -107,7 +111,8 @@ def experiment_entries() -> tuple[Entry, ...]:
             "a section for each device type",
             "",
             "What is different on hosts whose hostfile line has that `type=`: arguments of the "
-            "training program (null takes one away), `build_dir`, `python`, `conda` and `cmds`. "
+            "training program that may differ by host, which docs/configuration.md lists (null "
+            "takes one away), `build_dir`, `python`, `conda` and `cmds`. "
             "Wins over `train`, `experiment.runner` and `experiment.cmds`. A type that no line of "
             "the hostfile has is refused.",
         ),

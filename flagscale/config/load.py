@@ -6,7 +6,6 @@ place, its key, what was found and what was expected.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from flagscale.config.experiment_reader import (
     read_runner,
     read_task,
 )
+from flagscale.config.interpolation import interpolation_hint
 from flagscale.config.overrides import SUBSECTIONS, TOP_LEVEL, sections_of
 from flagscale.config.reader import Reader
 from flagscale.config.sources import trace
@@ -32,8 +32,6 @@ from flagscale.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-_UNRESOLVED = re.compile(r"Interpolation key '(\w+)' not found")
 
 Purpose = Literal["launch", "plan", "find"]
 """What an experiment is loaded for: to start it (everything must be right), to plan it (data and
@@ -122,9 +120,7 @@ def _resolve(config: DictConfig, reader: Reader) -> dict[Any, Any]:
         message = (error.msg or str(error)).splitlines()[0]
         if "Missing mandatory value" in message:
             message = "is required: replace ??? by a value"
-        elif unresolved := _UNRESOLVED.fullmatch(message):
-            name = unresolved[1]
-            message += f"; for the shell's variable write ${name} or \\${{{name}}}"
+        message += interpolation_hint(message, key)
         raise ConfigError(Problem(key, message, reader.sources.place(key))) from error
     return data if isinstance(data, dict) else {}
 

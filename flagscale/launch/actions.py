@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.interpolation import readable
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import HIDDEN, is_secret_name, redact, without_passwords
 from flagscale.errors import ConfigError, Problem, RunStateError
@@ -195,7 +196,8 @@ def _config_text(experiment: Experiment) -> str:
     """The resolved configuration without its secrets."""
     import yaml
 
-    return yaml.safe_dump(redact(experiment.resolved), sort_keys=False, allow_unicode=True)
+    shown = redact(readable(experiment.resolved))
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
 def _overrides_text(experiment: Experiment) -> str:

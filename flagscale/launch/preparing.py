@@ -11,6 +11,7 @@ from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostfile
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.backends import backend_problems
+from flagscale.launch.planning.environment import shell_notes
 from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.planning.naming import idle_names, unknown_names
@@ -63,7 +64,12 @@ def checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan:
     problems = [*backend_problems(experiment), *check_world(experiment, made.world_size)]
     if problems:
         raise ConfigError(problems)
-    told = (*notes(experiment, made.world_size), *_notes_on_hosts(experiment, made), *more)
+    told = (
+        *notes(experiment, made.world_size),
+        *shell_notes(experiment),
+        *_notes_on_hosts(experiment, made),
+        *more,
+    )
     return replace(made, notes=told)
 
 

@@ -71,6 +71,7 @@ class HostPlan:
     first_rank: int
     environment: tuple[EnvValue, ...]
     python_path: tuple[str, ...]
+    """What stands first in PYTHONPATH, before the user's own entries in ``environment``."""
     workdir: Path
     python: str
     agent: AgentOptions

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.schema import PROJECT, Experiment, Specific
 from flagscale.hosts.hostfile import Host
@@ -121,7 +122,7 @@ def merge(
     made = _copy(sections)
     origins: list[tuple[str, str]] = []
     for origin, layer in layers:
-        for path, name, value in _leaves(layer, origin):
+        for path, name, value in leaves(layer, f"{origin}.", nulls=True):
             _put(made, name, value)
             origins.append((path, "" if value is None else f"{value}"))
     return made, origins
@@ -129,15 +130,6 @@ def merge(
 
 def _copy(sections: Mapping[Any, Any]) -> dict[Any, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in sections.items()}
-
-
-def _leaves(section: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str, Any]]:
-    """As :func:`flagscale.config.arguments.flatten.leaves`, with the nulls."""
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}.{key}")
-        else:
-            yield f"{prefix}.{key}", str(key).replace("-", "_"), value
 
 
 def _put(made: dict[str, Any], name: str, value: Any) -> None:

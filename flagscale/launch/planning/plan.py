@@ -154,7 +154,7 @@ class _Job:
         runner = self.experiment.runner
         layout = Layout(self.experiment.exp_dir, runner.log_dir)
         run_dir = layout.run_dir(slot.node_rank, host.name, self.run_id)
-        environment, own_python_path = build_environment(
+        environment = build_environment(
             self.experiment,
             host,
             machine.environment,
@@ -173,7 +173,7 @@ class _Job:
             nproc=slot.nproc,
             first_rank=slot.first_rank,
             environment=(*environment, *agent_environment(runner, slot, self.meeting)),
-            python_path=(str(backend), str(machine.project), *own_python_path),
+            python_path=(str(backend), str(machine.project)),
             workdir=machine.workdir or machine.project,
             python=machine.python,
             agent=agent_options(runner, self.experiment.name, slot, run_dir, self.meeting),

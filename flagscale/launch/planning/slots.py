@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flagscale.config.interpolation import parts
 from flagscale.config.schema import Experiment
+from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host, count_ranks
 from flagscale.launch.planning import devices
 from flagscale.launch.planning.model import Machine, Slot
@@ -44,7 +46,9 @@ def _with_settings(machine: Machine, own: Settings) -> Machine:
 
 def ranks_of(experiment: Experiment, host: Host, machine: Machine) -> int:
     """How many ranks this host takes."""
-    given = {**machine.environment, **experiment.envs.for_host(host.name, host.device_type)}
+    own = machine.environment
+    envs = experiment.envs.for_host(host.name, host.device_type)
+    given = {**own, **{k: probe.filled(parts(k, v), own) for k, v in envs.items()}}
     wanted = experiment.runner.nproc_per_node
     if wanted == "auto":
         visible = devices.visible_devices(given)

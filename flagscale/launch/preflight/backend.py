@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagscale.config.checks import Arguments
+from flagscale.config.interpolation import parts
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.config.secrets import is_secret
 from flagscale.hosts.hostfile import Host
@@ -32,7 +33,8 @@ def question(experiment: Experiment, host: Host, own: Settings) -> dict[str, Any
     return {
         "words": [name, device],
         "project": str(own.build_dir or PROJECT),
-        "environment": {k: v for k, v in variables.items() if not is_secret(k, v)},
+        # Taken apart, since what refers to the host's own variables is put together there.
+        "environment": {k: parts(k, v) for k, v in variables.items() if not is_secret(k, v)},
     }
 
 

@@ -136,7 +136,7 @@ def _settings(host: HostPlan) -> Iterator[str]:
     for origin, given in host.origins:
         yield f"#   {origin:{width}}  {_one_line(given) if given else '(taken away)'}"
     for value in host.environment:
-        shown = "<secret, not written>" if value.secret else shlex.quote(value.value)
+        shown = "<secret, not written>" if value.secret else shlex.quote(value.shown)
         yield f"#   {value.origin:{width}}  {value.name}={_one_line(shown)}"
 
 

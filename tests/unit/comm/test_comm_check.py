@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flagscale.config.compose import compose, config_file
+from flagscale.config.interpolation import parts, reference
 from flagscale.config.load import load_experiment
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
@@ -85,7 +86,7 @@ def test_what_is_asked_of_a_host(load: Load) -> None:
     assert asked["words"] == ["flagcx", "auto"]
     # A secret stays here; the host's own variables count.
     assert set(asked["environment"]) == {"X", "PYTHONPATH"}
-    assert asked["environment"]["X"] == "2"
+    assert asked["environment"]["X"] == ["2"]
     for name in ("auto", "nccl", "gloo"):
         assert backend.question(load(name), HERE, settings(experiment, HERE)) is None
 
@@ -111,7 +112,9 @@ def test_what_an_answer_comes_to(
 
 
 @pytest.mark.torch
-def test_a_python_answers_for_its_own_packages(tmp_path: Path) -> None:
+def test_a_python_answers_for_its_own_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "fastlib.py").write_text(
         "from flagscale.comm.base import CommBackend\n"
         "class Fast(CommBackend):\n"
@@ -123,7 +126,8 @@ def test_a_python_answers_for_its_own_packages(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastlib\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[flagscale.comm_backends]\nfast = fastlib:Fast\n")
-    own = {"PYTHONPATH": str(tmp_path)}
+    own = {"PYTHONPATH": parts("PYTHONPATH", f"/nowhere:{reference('FAST_PLACE')}")}
+    monkeypatch.setenv("FAST_PLACE", str(tmp_path))
     asked = {"words": ["fast", "cpu"], "project": str(PROJECT), "environment": own}
     assert probe.backend(asked, [sys.executable]) == {"device": "cpu", "version": "7.1"}
     asked["environment"] = {}

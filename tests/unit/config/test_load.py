@@ -153,10 +153,10 @@ EXPERIMENT_PROBLEMS = {
     "slurm": ("nnodes: 1", "type: slurm", "slurm: this version launches with `local` and `ssh`"),
     "empty-exp-dir": ("exp_dir: ./outputs demo", "exp_dir: ''", "expected a path, found an empty"),
     "near-action": ("action: run", "action: stopp", "found 'stopp'; did you mean 'stop'?"),
-    "shell-variable": (
+    "machines-variable": (
         "exp_name: demo",
         "exp_name: ${HOME}",
-        "for the shell's variable write $HOME or \\${HOME}",
+        "for this machine's variable write ${oc.env:HOME}",
     ),
     "runner-type": ("nnodes: 1", "type: shh", "expected one of local, ssh"),
     "runner-backend": ("nnodes: 1", "backend: deepspeed", "expected one of torchrun"),
@@ -197,6 +197,11 @@ EXPERIMENT_PROBLEMS = {
         "action: run",
         "node_specific: {h1: {model: {num_layers: 2}}}",
         "node_specific.h1.model.num_layers: has to be the same on every host",
+    ),
+    "argument-taken-from-one-host": (
+        "action: run",
+        "node_specific: {h1: {save: null}}",
+        "node_specific.h1.save: has to be the same on every host",
     ),
     "secret-of-one-host": (
         "action: run",

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flagscale.config.interpolation import reference
 from flagscale.config.schema import Commands, Environments, Notify, Runner, Task, Train
 from flagscale.files import json_text
 from flagscale.hosts.hostfile import Host
@@ -40,7 +41,11 @@ CASES = {
         "hosts": (Host("localhost", 8, "A800"),),
         "runner": Runner(nproc_per_node=8, master_port=29500, max_restarts=1),
         "envs": Environments(
-            {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "WANDB_API_KEY": "s3cr3t"},
+            {
+                "PATH": f"/opt/x/bin:{reference('PATH')}",
+                "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+                "WANDB_API_KEY": "s3cr3t",
+            },
             {"A800": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}},
             {"localhost": {"NCCL_DEBUG": "INFO"}},
         ),
@@ -55,7 +60,14 @@ CASES = {
         "name": "evil\nname; rm -rf $HOME",
         "exp_dir": Path("/data/a 'b' \"c\" $HOME `id`\nü"),
         "task": Task(entrypoint=Path("/x y/$(id)/program's.py"), external=True),
-        "envs": Environments({"EVIL": HOSTILE, "EMPTY": "", "COMMA": "0,1"}),
+        "envs": Environments(
+            {
+                **{"EVIL": HOSTILE, "EMPTY": "", "COMMA": "0,1", "TYPED": "${host:EVIL}"},
+                "AROUND": f"{HOSTILE}{reference('EVIL')}{HOSTILE}{reference('host_x')}",
+                "PYTHONPATH": f"/own:{reference('PYTHONPATH')}:/last",
+                "host_x": "none of the script's",
+            }
+        ),
         "cmds": Commands("echo \"END_BEFORE_START\"\necho 'it''s $HOME'", "END_AFTER_STOP"),
         "train": Train(model={"label": HOSTILE, "many": ["x y", "$z"]}),
     },
