@@ -8,6 +8,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
 export OMP_NUM_THREADS=1
 export TORCHDYNAMO_DISABLE=1
 # experiment.envs
+export PATH=/opt/x/bin"${host_PATH:+:$host_PATH}"
 export CUDA_VISIBLE_DEVICES='0,1,2,3,4,5,6,7'
 # experiment.envs.device_type_specific.A800
 export NCCL_IB_HCA='mlx5_0,mlx5_1'

@@ -14,9 +14,16 @@ line 2
 '
 export EMPTY=''
 export COMMA='0,1'
+export TYPED='${host:EVIL}'
+export AROUND='a '"'"'b'"'"' "c" $HOME `id` $(id) \ , ; & | > * ? ~ ! {x,y} [z] # ü 🦙 -- 	 end
+line 2
+'"$host__EVIL"'a '"'"'b'"'"' "c" $HOME `id` $(id) \ , ; & | > * ? ~ ! {x,y} [z] # ü 🦙 -- 	 end
+line 2
+'"$host__host_x"
+export host_x='none of the script'"'"'s'
 
 # The adapted training backend first, then this project.
-export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale:/own"${host__PYTHONPATH:+:$host__PYTHONPATH}":/last
 
 # Supervisor, launcher of the ranks, training program.
 agent=(
