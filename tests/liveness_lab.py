@@ -73,7 +73,7 @@ def work():
     peers = meet()
     status.write("joined", backend="toy", seconds=0.1)
     for step in range(1, int(os.environ.get("TOY_STEPS", "100000"))):
-        status.place(step)
+        status.write_progress(step)
         if "raise" in plan and step == 5:
             raise ValueError("bad data in shard 7")
         if "exit" in plan and step == 5:
@@ -81,7 +81,7 @@ def work():
         if "stuck" in plan and step == 5:
             time.sleep(600)
         if "busy" in plan and step == 5:
-            status.place(step, "saving a checkpoint")
+            status.write_progress(step, "saving a checkpoint")
             time.sleep(6)
         barrier(peers)
         time.sleep(0.05)
