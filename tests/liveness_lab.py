@@ -25,7 +25,7 @@ from flagscale.hosts import processes
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.ports import free_port
-from flagscale.status import RUN_ID_VARIABLE
+from flagscale.status import RUN_ID_VARIABLE, read_progress
 
 TOY = r'''
 import faulthandler, os, signal, socket, struct, sys, time, traceback
@@ -143,7 +143,7 @@ class Stations:
     count: int = 2
     stations: list[Station] = field(default_factory=list)
     secret: str = field(default_factory=secret.new)
-    strange: bool = False
+    own_secrets: bool = False
     """Whether every host has a secret of its own."""
 
     def __getitem__(self, number: int) -> Station:
@@ -185,7 +185,7 @@ class Stations:
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
                 "TOY_PORT": str(toy),
                 RUN_ID_VARIABLE: station.run_id,
-                secret.VARIABLE: secret.new() if self.strange else self.secret,
+                secret.VARIABLE: secret.new() if self.own_secrets else self.secret,
                 **environment,
             }
             with station.output.open("wb") as output:
@@ -203,8 +203,8 @@ class Stations:
     def joined(self) -> None:
         """Wait until every rank works."""
         for number, station in enumerate(self.stations):
-            place = station.run_dir / "status" / f"rank_{number}.place"
-            until(lambda path=place: path.exists() and path.read_text().strip())
+            directory = station.run_dir / "status"
+            until(lambda path=directory, rank=number: read_progress(path, rank))
 
     def codes(self, seconds: float = 90) -> list[int]:
         """The agents' exit codes."""

@@ -187,7 +187,8 @@ class Member:
         }
         end = End(attempt.code, attempt.ended_at, counted, attempt.killed, late)
         report = host_report(self.host, events, end, output_start=self._output_start)
-        if report is not None and attempt.ending and report.severity >= Severity.UNNAMED:
+        ours = attempt.killed_command and report is not None and report.failure.rank is None
+        if report is not None and attempt.ending and (ours or report.severity >= Severity.UNNAMED):
             return None
         return _short(report)
 
