@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch.planning.ports import free_port
-from launch_lab import PROJECT, light_torchrun, until
+from launch_lab import PROJECT, free_port, light_torchrun, until
 
 from flagscale.hosts import processes
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.options import AgentOptions
-from flagscale.status import RUN_ID_VARIABLE
+from flagscale.status import RUN_ID_VARIABLE, read_progress
 
 TOY = r'''
 import faulthandler, os, signal, socket, struct, sys, time, traceback
@@ -74,7 +73,7 @@ def work():
     peers = meet()
     status.write("joined", backend="toy", seconds=0.1)
     for step in range(1, int(os.environ.get("TOY_STEPS", "100000"))):
-        status.place(step)
+        status.write_progress(step)
         if "raise" in plan and step == 5:
             raise ValueError("bad data in shard 7")
         if "exit" in plan and step == 5:
@@ -82,7 +81,7 @@ def work():
         if "stuck" in plan and step == 5:
             time.sleep(600)
         if "busy" in plan and step == 5:
-            status.place(step, "saving a checkpoint")
+            status.write_progress(step, "saving a checkpoint")
             time.sleep(6)
         barrier(peers)
         time.sleep(0.05)
@@ -144,7 +143,7 @@ class Stations:
     count: int = 2
     stations: list[Station] = field(default_factory=list)
     secret: str = field(default_factory=secret.new)
-    strange: bool = False
+    own_secrets: bool = False
     """Whether every host has a secret of its own."""
 
     def __getitem__(self, number: int) -> Station:
@@ -182,7 +181,7 @@ class Stations:
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
                 "TOY_PORT": str(toy),
                 RUN_ID_VARIABLE: station.run_id,
-                secret.VARIABLE: secret.new() if self.strange else self.secret,
+                secret.VARIABLE: secret.new() if self.own_secrets else self.secret,
                 **environment,
             }
             with station.output.open("wb") as output:
@@ -218,8 +217,8 @@ class Stations:
     def joined(self) -> None:
         """Wait until every rank works."""
         for number, station in enumerate(self.stations):
-            place = station.run_dir / "status" / f"rank_{number}.place"
-            until(lambda path=place: path.exists() and path.read_text().strip())
+            directory = station.run_dir / "status"
+            until(lambda path=directory, rank=number: read_progress(path, rank))
 
     def codes(self, seconds: float = 90) -> list[int]:
         """The agents' exit codes."""

@@ -39,7 +39,11 @@ class Notify:
     )
     on: tuple[str, ...] = field(
         default=("failed", "stalled", "restarted"),
-        metadata=doc("What to tell of.", choices=NOTICES),
+        metadata=doc(
+            "What to tell of. `finished` is told of the end, however it comes: `event` is then "
+            "`finished`, `failed` or `stopped`.",
+            choices=NOTICES,
+        ),
     )
 
 

@@ -26,7 +26,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from flagscale import files
 from flagscale.hosts import processes
@@ -34,13 +33,13 @@ from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kil
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
 from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.attempt import Stage
-from flagscale.launch.liveness.coordinator import Coordinator, Notice, Phase, unreached
+from flagscale.launch.liveness.coordinator import Coordinator, Notice, unreached
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.leftovers import sweep_after_agent
 from flagscale.launch.liveness.member import Member
-from flagscale.launch.liveness.network import Client, Server
+from flagscale.launch.liveness.messages import FromHost, JobPhase
+from flagscale.launch.liveness.network import Client, Ready, Server
 from flagscale.launch.liveness.options import CommandLine, own_output, parse
-from flagscale.launch.liveness.protocol import Message
 from flagscale.launch.liveness.signals import Signals
 from flagscale.launch.liveness.telling import keep, say
 from flagscale.launch.liveness.watch import HostView
@@ -52,6 +51,8 @@ __all__ = ["Agent", "already_alive", "die_with", "main", "sweep_after_agent"]
 IMPATIENCE_SECONDS = 1.0
 TICK_SECONDS = 0.1
 IDLE_SECONDS = 0.25
+# How often at most the launcher is told how the job stands.
+SUMMARY_SECONDS = 0.2
 # What is left at the end for peers to hear of it.
 FAREWELL_SECONDS = 3.0
 # What a host that never met host 0 takes to tell it that it has ended.
@@ -88,7 +89,7 @@ class Agent:
         self._began = self._heard = self._turned = now
         self._reached = self._met = False
         self._beat_at = 0.0
-        self._summary: dict[str, Any] = {}
+        self._summary_at = -SUMMARY_SECONDS
         self._script = 0
 
     def run(self) -> int:
@@ -119,7 +120,7 @@ class Agent:
     def _watch(self, wakeup: socket.socket) -> None:
         if self._coordinator is not None:
             # Before any rank can report a failure, so that people learn whether it is final.
-            self._write_summary(self._coordinator)
+            self._write_summary(self._coordinator, time.monotonic())
         self.member.begin(0)
         while not self.member.over:
             self._turn(wakeup)
@@ -165,10 +166,14 @@ class Agent:
         if options.node_rank:
             self._client = Client(self._key, (options.master_addr, port), self._selector)
             return None
+        count = len(options.names)
+        allowed = allow_files(count)
+        if allowed is not None:
+            say(f"{allowed} open files (ulimit -Hn) are too few for {count} hosts")
         deadline = time.monotonic() + _BIND_SECONDS
         while self._server is None:
             try:
-                self._server = Server(self._key, port, self._selector)
+                self._server = Server(self._key, port, self._selector, count)
             except OSError as error:
                 if time.monotonic() > deadline or self._signals.pending:
                     return (
@@ -183,21 +188,23 @@ class Agent:
     def _turn(self, wakeup: socket.socket) -> None:
         """Wait a moment and look at everything once."""
         quick = self.member.attempt.ending or self.member.attempt.stage is not Stage.RUNNING
-        self._wait(wakeup, TICK_SECONDS if quick else IDLE_SECONDS)
+        ready = self._wait(wakeup, TICK_SECONDS if quick else IDLE_SECONDS)
         now = time.monotonic()
         self._reap()
         self._take_signals(now)
-        self._hear(now)
+        self._hear(ready, now)
         self.member.step(now)
         self._speak(now)
         self._coordinate(now)
         self._notifier.step(now)
         self._turned = now
 
-    def _wait(self, wakeup: socket.socket, seconds: float) -> None:
-        self._selector.select(seconds)
-        with suppress(BlockingIOError):
+    def _wait(self, wakeup: socket.socket, seconds: float) -> Ready:
+        """What has become ready in this time."""
+        ready = self._selector.select(seconds)
+        if any(key.fileobj is wakeup for key, _ in ready):
             wakeup.recv(4096)
+        return ready
 
     def _reap(self) -> None:
         """Orphans of the run are children too: reap every one."""
@@ -232,10 +239,10 @@ class Agent:
         reason = "lost its script, which was killed; what it ran was ended too"
         return Failure(self._host.name, None, None, reason, "", self._host.output)
 
-    def _hear(self, now: float) -> None:
+    def _hear(self, ready: Ready, now: float) -> None:
         """Take what has come over the network."""
         if self._server is not None and self._coordinator is not None:
-            for host, message in self._server.poll(now):
+            for host, message in self._server.poll(ready, now):
                 self._coordinator.receive(host, message, now)
         if self._client is None:
             return
@@ -243,9 +250,9 @@ class Agent:
         if gap > self._options.beat_seconds * 2:
             # Time in which this process itself did not run is not held against the link.
             self._heard += gap
-        for message in self._client.poll(now):
+        for order in self._client.poll(ready, now):
             self._heard, self._reached = now, True
-            self.member.obey(message, now)
+            self.member.obey(order, now)
         if self._client.fresh:
             # Who has proven to be host 0 has to answer from now on, even if it never said a word.
             self._client.fresh, self._heard, self._reached = False, now, True
@@ -282,7 +289,7 @@ class Agent:
         for message in messages:
             self._pass_on(message, now)
 
-    def _pass_on(self, message: Message, now: float) -> None:
+    def _pass_on(self, message: FromHost, now: float) -> None:
         if self._coordinator is not None:
             self._coordinator.receive(self.member.number, message, now)
         elif self._client is not None:
@@ -293,7 +300,8 @@ class Agent:
         if coordinator is None:
             return
         coordinator.tick(now)
-        for host, order in coordinator.orders.take():
+        orders, coordinator.orders = coordinator.orders, []
+        for host, order in orders:
             if host in (None, self.member.number):
                 self.member.obey(order, now)
             if self._server is not None and host != self.member.number:
@@ -302,14 +310,15 @@ class Agent:
         for notice in notices:
             _report(notice)
             self._notifier.tell(notice)
-        self._write_summary(coordinator)
+        self._write_summary(coordinator, now)
 
-    def _write_summary(self, coordinator: Coordinator) -> None:
-        """Tell the launcher how the job stands, where that is news."""
-        summary = coordinator.summary()
-        if summary != self._summary:
-            self._summary = summary
-            keep(self._host.run_dir / LIVENESS_FILE, summary)
+    def _write_summary(self, coordinator: Coordinator, now: float) -> None:
+        """Tell the launcher how the job stands, where that is news. A thousand hosts that start
+        have much to tell."""
+        last = coordinator.phase is JobPhase.OVER
+        if coordinator.news and (last or now - self._summary_at >= SUMMARY_SECONDS):
+            coordinator.news, self._summary_at = False, now
+            keep(self._host.run_dir / LIVENESS_FILE, coordinator.summary())
 
     def _farewell(self, wakeup: socket.socket) -> None:
         """Let the others hear the end of it, and notifications end."""
@@ -319,9 +328,12 @@ class Agent:
         deadline = time.monotonic() + FAREWELL_SECONDS
         while self._server is not None and time.monotonic() < deadline:
             self._turn(wakeup)
-            over = self._coordinator is None or self._coordinator.phase is Phase.OVER
+            over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
             if over and not self._server.connected():
                 break
+        if self._coordinator is not None:
+            self._coordinator.leave(time.monotonic())
+            self._coordinate(time.monotonic())
         if self._client is not None:
             self._client.close()
         if self._server is not None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flagscale.launch.failures import rank_logs
+from flagscale.launch.liveness.diagnosis import rank_logs
 from flagscale.launch.state import HostState, RunState
 
 _READ_BYTES = 1 << 16

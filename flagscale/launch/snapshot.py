@@ -10,17 +10,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from flagscale.files import read_json
-from flagscale.launch.failures import (
-    Failure,
-    first_failure,
-    is_settled,
-    job_record,
-    last_lines,
-)
+from flagscale.launch.failures import earlier_failures, first_failure, is_settled, job_record
 from flagscale.launch.layout import latest_status
+from flagscale.launch.liveness.diagnosis import Failure, last_lines
 from flagscale.launch.state import Exit, HostState, RunState
-from flagscale.status import Event, read_events, status_files
+from flagscale.status import Event, read_events, read_progress, status_files
 
 _PACE_EVENTS = 20
 _UNSETTLED = "the hosts are still finding out what failed first"
@@ -104,6 +98,8 @@ class Snapshot:
     attempt: int = 1
     """Which start of the job this is, of ``attempts`` that there may be."""
     attempts: int = 1
+    earlier: tuple[tuple[int, Failure], ...] = ()
+    """What the attempts before this one failed by, each with its number."""
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
@@ -113,6 +109,7 @@ class Snapshot:
         record["hosts"] = [row.to_json() for row in self.hosts]
         if self.failure is not None:
             record["failure"]["log"] = str(self.failure.log)
+        record["earlier"] = [{"attempt": n, **f.to_record()} for n, f in self.earlier]
         return record
 
 
@@ -200,6 +197,7 @@ def take(
         warnings=tuple(warnings),
         attempt=int(job.get("attempt", 1)),
         attempts=int(job.get("attempts", 1)),
+        earlier=earlier_failures(state.hosts),
         **_progress(events, phase),
     )
 
@@ -213,27 +211,18 @@ def _row(
     everybody: bool,
 ) -> HostRow:
     here = [rank for rank in host.ranks if rank in joined]
-    places = [place for rank in host.ranks if (place := _place(host, rank)) is not None]
-    behind = min(places, default=None)
+    status = latest_status(host.run_dir)
+    behind = min(filter(None, (read_progress(status, rank) for rank in host.ranks)), default=None)
     return HostRow(
         host=host.name,
         phase=_phase(state, ended, everybody, seen),
         ranks=host.nproc,
         joined=len(here),
-        step=behind[0] if behind else None,
-        doing=behind[1] if behind else "",
+        step=behind.step if behind else None,
+        doing=behind.doing if behind else "",
         trouble=seen.trouble if seen is not None else "",
         last_line=seen.last_line if seen is not None else "",
     )
-
-
-def _place(host: HostState, rank: int) -> tuple[int, str] | None:
-    """The step at which a rank is and what it does there, as it wrote over its place file."""
-    record = read_json(latest_status(host.run_dir) / f"rank_{rank}.place")
-    if record is None:
-        return None
-    step = record.get("step")
-    return (step, str(record.get("doing", ""))) if isinstance(step, int) else None
 
 
 def _with_line(row: HostRow, host: HostState) -> HostRow:

@@ -95,6 +95,10 @@ def _below(snapshot: Snapshot) -> list[Text]:
         for rows in _equal_rows(snapshot.hosts)
         if rows[0].trouble
     ]
+    below += [
+        Text(f"attempt {number} failed: {failure.headline()}", "yellow")
+        for number, failure in snapshot.earlier
+    ]
     if snapshot.failure is not None:
         below.append(Text(f"first failure: {snapshot.failure.describe()}", "red"))
     return below

@@ -154,7 +154,19 @@ def test_left_alone_after_a_failure(two: Stations) -> None:
     assert two.job()["failure"]["host"] == "h1"
 
 
-def test_strangers_at_the_port_are_ignored(two: Stations) -> None:
+def test_a_command_that_an_agent_had_to_kill_is_no_first_failure(two: Stations) -> None:
+    program = (
+        "import os, signal, sys, time; first = '/h0/' in os.environ['FLAGSCALE_STATUS_DIR'];"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "time.sleep(600 if first else 2); sys.exit(3)"
+    )
+    two.start("--grace", "0.5", command=[sys.executable, "-c", program])
+    assert two.codes() == [1, 3]
+    failure = two[0].exit()["failure"]
+    assert (failure["host"], failure["exit_code"]) == ("h1", 3)
+
+
+def test_unauthenticated_peers_at_the_port_are_ignored(two: Stations) -> None:
     two.start(light=True)
     two.joined()
     peers = []
@@ -179,7 +191,7 @@ def test_strangers_at_the_port_are_ignored(two: Stations) -> None:
 
 
 def test_agents_that_do_not_share_the_secret_never_meet(two: Stations) -> None:
-    two.strange = True
+    two.own_secrets = True
     two.start({"start_timeout": 3.0}, command=["sleep", "60"])
     assert two.codes() == [1, 1]
     first, second = (two[number].exit()["failure"] for number in (0, 1))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from bed.host import Host
-from flagscale.launch.planning.ports import free_port
-from launch_lab import until
+from launch_lab import free_port, until
 from liveness_lab import TOY
 from ssh_lab import PROJECT, SshLab, bystanders, sleepers
 

@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
-from flagscale.launch.failures import (
+from flagscale.launch.failures import earlier_failures, first_failure, is_settled
+from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
+from flagscale.launch.liveness.diagnosis import (
+    End,
+    Failure,
+    Severity,
     TableEntry,
     choose_rank,
     describe_code,
-    first_failure,
-    is_settled,
+    host_report,
     last_traceback,
     parse_table,
 )
-from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
-from flagscale.launch.liveness.diagnosis import End, Failure, Severity, host_report
 from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import Event
@@ -318,6 +320,27 @@ def test_when_the_agents_have_agreed(
     assert is_settled(state.hosts) is expected
     end(state)
     assert is_settled(state.hosts)
+
+
+def test_what_earlier_attempts_failed_by(state: RunState) -> None:
+    assert earlier_failures(()) == earlier_failures(state.hosts) == ()
+    failure = Failure("node", 1, 3, "boom", "", state.hosts[0].output)
+    restarts = [{"attempt": n, "failure": f} for n, f in enumerate((failure.to_record(), None))]
+    record = {"phase": "running", "attempt": 3, "failure": None, "restarts": restarts}
+    (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    assert earlier_failures(state.hosts) == ((1, failure),)
+
+
+def test_a_message_with_what_is_no_character_can_be_shown(state: RunState) -> None:
+    """As of a file whose name is no UTF-8."""
+    said = Event(
+        1, 5.0, "failed", {"kind": "OSError", "message": "no \udcff", "traceback": "\udcfe"}
+    )
+    failure = first_failure(state, {1: [said]})
+    assert failure is not None
+    failure.describe().encode()
+    assert "no \\udcff" in failure.reason
+    assert failure.traceback == "\\udcfe"
 
 
 def test_before_start(state: RunState) -> None:

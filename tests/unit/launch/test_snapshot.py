@@ -14,8 +14,8 @@ from rich.console import Console
 
 from flagscale.hosts import processes
 from flagscale.launch import snapshot as snapshots
-from flagscale.launch.failures import Failure
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
+from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.runners.hosts import HostRunner
 from flagscale.launch.runners.programs.look import ProbeResult
@@ -187,6 +187,22 @@ def test_what_a_rank_said_is_told_where_nobody_is_left_to_agree(state: RunState)
     assert (snapshot.phase, snapshot.warnings) == (Phase.RUNNING, ())
     assert snapshot.failure is not None
     assert snapshot.failure.headline() == RESET
+
+
+def test_why_earlier_attempts_failed_is_shown(
+    state: RunState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = Failure("node", 1, 3, "failed: ValueError: bad data\nmore", "", Path("/x/e.log"))
+    restarts = [{"attempt": 0, "failure": failure.to_record()}]
+    record = {"phase": "running", "attempt": 2, "attempts": 3, "restarts": restarts}
+    (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    snapshot = take(state)
+    assert (snapshot.attempt, snapshot.earlier) == (2, ((1, failure),))
+    told = json.loads(json.dumps(snapshot.to_json()))["earlier"]
+    assert told == [{"attempt": 1, **failure.to_record()}]
+    view.show(snapshot)
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown == "attempt 1 failed: node: rank 1 failed: ValueError: bad data"
 
 
 def test_tables_show_names_as_they_are() -> None:
