@@ -38,7 +38,7 @@ from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.leftovers import sweep_after_agent
 from flagscale.launch.liveness.member import Member
 from flagscale.launch.liveness.messages import FromHost, JobPhase
-from flagscale.launch.liveness.network import Client, Ready, Server
+from flagscale.launch.liveness.network import Client, Ready, Server, allow_files
 from flagscale.launch.liveness.options import CommandLine, own_output, parse
 from flagscale.launch.liveness.signals import Signals
 from flagscale.launch.liveness.telling import keep, say
