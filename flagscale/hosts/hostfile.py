@@ -53,7 +53,8 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
     """
     hosts: dict[str, Host] = {}
     problems: list[Problem] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Editors of other systems put a byte-order mark in front.
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -71,13 +72,17 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
 
 
 def _add(host: Host, hosts: dict[str, Host]) -> None:
-    if host.name in hosts:
-        raise ValueError(f"host {host.name!r} is named twice")
+    """Keep a host under its name as DNS knows it, which has no case."""
+    same = hosts.get(host.name.lower())
+    if same is not None:
+        beside = "" if same.name == host.name else f": {same.name!r} is the same name"
+        raise ValueError(f"host {host.name!r} is named twice{beside}")
     if host.addr is not None:
-        same = next((other.name for other in hosts.values() if other.addr == host.addr), None)
-        if same is not None:
-            raise ValueError(f"addr={host.addr} is {same}'s already")
-    hosts[host.name] = host
+        addr = host.addr.lower()
+        taken = next((h.name for h in hosts.values() if h.addr and h.addr.lower() == addr), None)
+        if taken is not None:
+            raise ValueError(f"addr={host.addr} is {taken}'s already")
+    hosts[host.name.lower()] = host
 
 
 def _parse_line(words: list[str]) -> list[Host]:
@@ -89,7 +94,9 @@ def _parse_line(words: list[str]) -> list[Host]:
         raise ValueError(f"{error}; {_EXPECTED}") from None
     bad = next((name for name in names if not _HOST.fullmatch(name)), None)
     if bad is not None:
-        raise ValueError(f"{bad!r} is no host name; {_EXPECTED}")
+        user, at, host = pattern.partition("@")
+        meant = f"write {host} user={user}" if at and _USER.fullmatch(user) else _EXPECTED
+        raise ValueError(f"{bad!r} is no host name; {meant}")
     values: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")

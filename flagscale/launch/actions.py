@@ -6,12 +6,11 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from flagscale.config.schema import Experiment, Options
-from flagscale.config.secrets import HIDDEN, is_secret_name, redact, without_passwords
+from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.hosts.names import compress
 from flagscale.launch import logs
@@ -299,25 +298,4 @@ def _overrides_text(experiment: Experiment) -> str:
     """The overrides as a YAML list without their secrets."""
     import yaml
 
-    shown = []
-    for override in experiment.overrides:
-        key, equals, value = override.partition("=")
-        secret = bool(value) and is_secret_name(key.rpartition(".")[2])
-        shown.append(f"{key}{equals}{HIDDEN if secret else without_passwords(value)}")
-    return yaml.safe_dump(shown, allow_unicode=True)
-
-
-ACTIONS: dict[str, Callable[[Experiment, Options], int]] = {
-    "run": run,
-    "test": run,
-    "dryrun": dryrun,
-    "check": check,
-    "query": query,
-    "logs": show_logs,
-    "stop": stop,
-}
-
-
-def perform(experiment: Experiment, options: Options) -> int:
-    """Do ``options.action``."""
-    return ACTIONS[options.action](experiment, options)
+    return yaml.safe_dump(redact_overrides(experiment.overrides), allow_unicode=True)

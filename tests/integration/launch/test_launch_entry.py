@@ -273,7 +273,7 @@ def test_an_environment_that_is_not_activated_is_said(lab: Lab) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "has no module hydra" in done.stderr
+    assert "has no module yaml" in done.stderr
     assert ". .venv/bin/activate" in done.stderr
     assert "Traceback" not in done.stderr
 

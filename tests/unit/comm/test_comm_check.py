@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.compose import compose, config_file
-from flagscale.config.load import load_experiment
+from flagscale.config import load as loading
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host
@@ -47,8 +46,7 @@ def load(tmp_path: Path) -> Load:
         given = f", entrypoint: {entrypoint}" if entrypoint else ""
         text = _YAML.format(directory=tmp_path, name=name, entrypoint=given)
         (tmp_path / "x.yaml").write_text(text)
-        config = compose(tmp_path, "x", [])
-        return load_experiment(config, config_file=config_file(tmp_path, "x"), overrides=[])
+        return loading.load(tmp_path, "x", []).experiment
 
     return loaded
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from flagscale.config.compose import compose, config_file
+from flagscale.config import compose as composing
+from flagscale.config.compose import config_file
 from flagscale.config.overrides import normalize
 from flagscale.config.sources import trace
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from conftest import Workspace
+    from omegaconf import DictConfig
+
+
+def compose(conf: Path, name: str, overrides: Sequence[str]) -> DictConfig:
+    return composing.compose(trace(config_file(conf, name), overrides))
 
 
 def _select(workspace: Workspace, key: str, *overrides: str) -> Any:

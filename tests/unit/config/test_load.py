@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flagscale.config.compose import compose
-from flagscale.config.load import load_options, missing_paths
+from flagscale.config.load import load, missing_paths
 from flagscale.config.schema import OWN_PROGRAM, Commands, Environments, Options
 from flagscale.config.secrets import redact
 from flagscale.errors import ConfigError
@@ -118,8 +117,7 @@ def test_commands_and_options(workspace: Workspace) -> None:
         "    after_stop: null\n  envs:\n",
     )
     assert workspace.load().cmds == Commands(before_start='echo "$HOME"\ntrue\n')
-    config = compose(workspace.conf, "train", [])
-    options = load_options(config, config_file=workspace.conf / "train.yaml", overrides=[])
+    options = load(workspace.conf, "train", []).options
     assert options == Options(action="logs", follow=True, lines=5)
 
 
@@ -156,7 +154,8 @@ EXPERIMENT_PROBLEMS = {
     "shell-variable": (
         "exp_name: demo",
         "exp_name: ${HOME}",
-        "for the shell's variable write $HOME or \\${HOME}",
+        "conf/train.yaml:5: experiment.exp_name: Interpolation key 'HOME' not found; "
+        "write ${oc.env:HOME} for this machine's variable",
     ),
     "runner-type": ("nnodes: 1", "type: shh", "expected one of local, ssh"),
     "runner-backend": ("nnodes: 1", "backend: deepspeed", "expected one of torchrun"),
