@@ -122,4 +122,4 @@ def _complaint(text: str, base: type) -> str | None:
     """What is wrong with a text, or with the path that it is."""
     if base is Path and not text:
         return "expected a path, found an empty text"
-    return unfit(text) or (too_long(text) if base is Path else None)
+    return unfit(text) or (too_long(str(absolute(text))) if base is Path else None)

@@ -120,11 +120,11 @@ def _redacted_override(text: str) -> str:
     if value[0] not in "[{":
         return f"{key}={without_passwords(value)}"
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     try:
         data = OverridesParser.create().parse_override(text).value()
-    except OverrideParseException:
+    except HydraException:
         return f"{key}={HIDDEN}"  # nobody knows what is in it
     hidden = _redacted(data, False)
     return text if hidden == data else f"{key}={json.dumps(hidden, ensure_ascii=False)}"

@@ -98,6 +98,17 @@ def test_explain(key: str, part: str) -> None:
     assert part in explain(key)
 
 
+def test_explain_names_the_nearest_in_any_case() -> None:
+    with pytest.raises(ConfigError, match=r"the names that look most like it are \w+, \w+, \w+$"):
+        explain("nope")
+
+
+def test_the_name_of_the_example_follows_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    found = load(CONF, "train", ["train=8b", "action=dryrun"]).experiment
+    assert (found.name, found.exp_dir) == ("llama3_8b", REPOSITORY / "outputs_llama3_8b")
+
+
 def test_explain_unknown() -> None:
     with pytest.raises(ConfigError, match="did you mean 'num_layers'"):
         explain("num_layres")

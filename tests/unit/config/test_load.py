@@ -203,6 +203,62 @@ EXPERIMENT_PROBLEMS = {
         "node_specific.h1.wandb_api_key: looks like a secret",
     ),
     "train-section": ("action: run", "train: {modle: {}}", "did you mean 'model'"),
+    "nul-in-the-name": ("exp_name: demo", 'exp_name: "a\\0b"', "exp_name: cannot hold a NUL"),
+    "nul-in-a-path": ("exp_dir: ./outputs demo", 'exp_dir: "a\\0b"', "exp_dir: cannot hold a NUL"),
+    "nul-in-a-command": ("  envs:", '  cmds: {after_stop: "\\0"}\n  envs:', "cannot hold a NUL"),
+    "nul-in-a-variable": ("CUDA_VISIBLE_DEVICES: 0,1", 'X: "\\0"', "envs.X: cannot hold a NUL"),
+    "control-in-the-name": (
+        "exp_name: demo",
+        'exp_name: "a\\e[31mb"',
+        r"expected printable text, found the character '\x1b'",
+    ),
+    "bidirectional-name": (
+        "exp_name: demo",
+        'exp_name: "a\\u202Eb"',
+        r"expected printable text, found the character '\u202e'",
+    ),
+    "long-name": (
+        "exp_name: demo",
+        f"exp_name: {'é' * 128}",
+        "is 256 bytes long; expected at most",
+    ),
+    "very-long-name": ("exp_name: demo", f"exp_name: {'x' * 200_000}", "is 200,000 bytes long"),
+    "long-variable": (
+        "CUDA_VISIBLE_DEVICES: 0,1",
+        f"X: {'x' * 131_070}",
+        "envs.X: is 131,072 bytes long; a program can get 131,071 at most",
+    ),
+    "long-directory": (
+        "exp_dir: ./outputs demo",
+        f"exp_dir: a/{'x' * 256}/b",
+        "exp_dir: a name in it is 256 bytes long; file systems take 255 at most",
+    ),
+    "deep-directory": (
+        "exp_dir: ./outputs demo",
+        f"exp_dir: /{'x/' * 2000}",
+        "exp_dir: is 4,000 bytes long, which leaves no room",
+    ),
+    "no-program": ("type: train", "entrypoint: hostfile", "expected a Python program, *.py, found"),
+    "host-variable": (
+        "CUDA_VISIBLE_DEVICES: 0,1",
+        "PATH: /opt/x/bin:${PATH}",
+        "write ${host:PATH} for the host's own variable, ${oc.env:PATH} for this machine's",
+    ),
+    "shell-in-a-command": (
+        "  envs:",
+        "  cmds: {before_start: 'echo ${X:0:2}'}\n  envs:",
+        "for the shell's variable write \\${X:0:2}",
+    ),
+    "variable-in-a-command": (
+        "  envs:",
+        "  cmds: {before_start: 'echo ${X}'}\n  envs:",
+        "for the shell's variable write $X or \\${X}",
+    ),
+    "near-interpolation": (
+        "exp_name: demo",
+        "exp_name: ${experiment.exp_dri}",
+        "not found; did you mean 'exp_dir'",
+    ),
 }
 
 
@@ -217,6 +273,104 @@ def test_experiment_problem(workspace: Workspace, old: str, new: str, message: s
     assert error.value.exit_code == 2
     assert len(error.value.problems) == 1
     assert (error.value.problems[0].where or "").startswith("conf/train.yaml")
+
+
+@pytest.mark.parametrize("size", [131_069, 100_000])
+def test_a_long_variable_that_fits(workspace: Workspace, size: int) -> None:
+    workspace.replace("conf/train.yaml", "CUDA_VISIBLE_DEVICES: 0,1", f"X: {'x' * size}")
+    assert len(workspace.load().envs.common["X"]) == size
+
+
+def test_what_the_hint_for_a_command_proposes(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "  envs:", "  cmds: {after_stop: '\\${X:0:2}'}\n  envs:")
+    assert workspace.load().cmds.after_stop == "${X:0:2}"
+
+
+def test_every_interpolation_that_leads_nowhere(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "exp_name: demo", "exp_name: ${A}")
+    workspace.replace("conf/train.yaml", "0,1", "${B}\n    C: ???\n    FINE: ${experiment.exp_dir}")
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: ${model.layers}")
+    workspace.replace("conf/train/tiny.yaml", "data/text", "[0.5, a, 0.5, '${D}']")
+    with pytest.raises(ConfigError) as error:
+        workspace.load("+foo=1", "bar=2")
+    assert [p.key for p in error.value.problems] == [
+        "bar",
+        "experiment.exp_name",
+        "experiment.envs.CUDA_VISIBLE_DEVICES",
+        "experiment.envs.C",
+        "train.model.num_layers",
+        "train.data.data_path.3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "keys"),
+    [
+        pytest.param(
+            "  runner:\n    nnodes: 1\n    nproc_per_node: 2\n",
+            "  runner: [1]\n  exp_nmae: x\n",
+            ["experiment.exp_nmae", "experiment.runner", "train.model.num_layres"],
+            id="runner",
+        ),
+        pytest.param(
+            "  exp_name: demo\n",
+            "  exp_name: {a: 1}\n",
+            ["experiment.exp_name", "train.model.num_layres"],
+            id="name",
+        ),
+        pytest.param(
+            "  - train: tiny\n", "train: 5\n", ["train"], id="nothing-is-missing-in-no-section"
+        ),
+    ],
+)
+def test_a_wrong_type_hides_nothing(
+    workspace: Workspace, old: str, new: str, keys: list[str]
+) -> None:
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: 4\n  num_layres: 4")
+    workspace.replace("conf/train.yaml", old, new)
+    with pytest.raises(ConfigError) as error:
+        workspace.load()
+    assert [p.key for p in error.value.problems] == keys
+
+
+def test_an_experiment_that_is_no_section_hides_nothing(workspace: Workspace) -> None:
+    workspace.write(
+        "conf/train.yaml", "defaults:\n  - _self_\n  - train: tiny\nexperiment: 5\nfoo: 1\n"
+    )
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layres: 4")
+    with pytest.raises(ConfigError) as error:
+        workspace.load()
+    assert [p.key for p in error.value.problems] == ["foo", "experiment", "train.model.num_layres"]
+
+
+def test_wrong_overrides_hide_nothing(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError) as error:
+        workspace.load("experiment.exp_nmae=x", "experiment.runner=3", "train.model.num_layers=x")
+    assert [p.key for p in error.value.problems] == [
+        "experiment.exp_nmae",
+        "experiment.runner",
+        "train.model.num_layers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param('"a\\0b"', "cannot hold a NUL character", id="nul"),
+        pytest.param("x" * 200_000, r"is 200,\d\d\d bytes long", id="long"),
+    ],
+)
+def test_arguments_that_no_program_can_get(workspace: Workspace, text: str, message: str) -> None:
+    workspace.replace("conf/train/tiny.yaml", "data/tokenizer", text)
+    with pytest.raises(ConfigError, match=message) as error:
+        workspace.load(purpose="plan")
+    assert [p.key for p in error.value.problems] == ["train.data.tokenizer.tokenizer_path"]
+
+
+def test_a_directory_of_the_run_with_too_long_a_name(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError, match="a name in it is 256 bytes long") as error:
+        workspace.load(f"train.system.save=/a/{'x' * 256}")
+    assert [p.key for p in error.value.problems] == ["train.system.save"]
 
 
 def test_whom_to_notify(workspace: Workspace) -> None:
