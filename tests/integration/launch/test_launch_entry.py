@@ -26,6 +26,7 @@ def tree(directory: Path) -> set[str]:
 
 def test_dryrun_prints_what_run_would_start_and_writes_nothing(lab: Lab) -> None:
     secrets = {"HF_TOKEN": "s3cr3t", "GIT_PAT": "s3cr3t", "HTTPS_PROXY": "http://u:s3cr3t@h:1"}
+    secrets |= {"SESSION_COOKIE": "s3cr3t", "AZURE_CONN": "AccountName=me;AccountKey=s3cr3t;A=b"}
     lab.configure(PROGRAM, envs={**secrets, "NCCL_DEBUG": "WARN"})
     before = tree(lab.root)
     done = lab.do("dryrun")
