@@ -89,10 +89,13 @@ def check_places(experiment: Experiment) -> list[Problem]:
         ("experiment.exp_dir", experiment.exp_dir),
         ("experiment.runner.log_dir", experiment.runner.log_dir),
     ]
+    problems = []
     for key, name, value in leaves(experiment.train.sections(), "train."):
         if name in paths.WRITTEN and name != "load":
             written.append((key, value))
-    return [
+            if isinstance(value, str) and (complaint := paths.too_long(value)):
+                problems.append(Problem(key, complaint, experiment.sources.get(key)))
+    return problems + [
         Problem(
             key,
             f"{path} lies in {kernels}, whose files are the kernel's and no disk's; choose another "

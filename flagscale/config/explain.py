@@ -10,14 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
-from flagscale.config.arguments.registry import aliases, arguments, closest, lookup, refusal
+from flagscale.config.arguments.registry import (
+    aliases,
+    arguments,
+    closest,
+    lookup,
+    refusal,
+    registry,
+)
 from flagscale.config.arguments.spec import Argument
-from flagscale.config.arguments.values import did_you_mean, expected, word
+from flagscale.config.arguments.values import did_you_mean, expected, nearest, word
+from flagscale.config.documented import kinds
 from flagscale.config.overrides import SUBSECTIONS
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.errors import ConfigError, Problem
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    Path: "a path",
+}
 REQUIRED = "required"
 
 
@@ -50,12 +64,11 @@ def default_text(value: Any) -> str:
 
 def _schema_entries(kind: type, prefix: str) -> Iterator[Entry]:
     for key, item in schema.documented(kind).items():
-        text = str(item.type).removesuffix(" | None")
-        choices = item.metadata["choices"]
-        expects = "a path" if text == "Path" else _KINDS.get(text, "a whole number or auto")
+        found, choices = kinds(kind)[key], item.metadata["choices"]
+        expects = " or ".join([_KINDS[found.base], *found.literals])
         if choices:
             expects = "one of " + ", ".join(choices)
-        if text.startswith("tuple["):
+        if found.many:
             expects = f"a list, each item {expects}"
         default = REQUIRED if item.default is MISSING else default_text(item.default)
         yield Entry(f"{prefix}{key}", expects, default, item.metadata["doc"])
@@ -169,6 +182,9 @@ def explain(key: str) -> str:
     names = [e.name for e in experiment_entries()]
     near = closest(name)
     hint = did_you_mean(name, [*near, *names, *PASSED_ON])
+    if not hint:
+        some = nearest(name, [*names, *PASSED_ON, *registry()], least=0)
+        hint = f"; the names that look most like it are {', '.join(some)}"
     raise ConfigError(Problem(key, f"unknown key{hint}"))
 
 

@@ -17,8 +17,6 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = re.compile(rf"()\0host:({_NAME})\0()")
 _IN_A_PATH = re.compile(rf"\A()\0host:({_NAME})\0(:)|(:?)\0host:({_NAME})\0()")
 
-_UNRESOLVED = re.compile(r"Interpolation key '([^']*)' not found")
-_UNSUPPORTED = re.compile(r"Unsupported interpolation type (.*)")
 _UNREADABLE = re.compile(r"no viable alternative at|mismatched input|token recognition error")
 
 
@@ -91,25 +89,9 @@ def parts(name: str, text: str) -> list[str | tuple[str, str, str]]:
     return [part for part in (*found, text[end:]) if part]
 
 
-def interpolation_hint(message: str, key: str = "") -> str:
-    """What to write instead of an interpolation that OmegaConf's ``message`` is about, to stand
-    behind the message; empty where there is nothing to say. ``key`` is where it was found."""
-    if unresolved := _UNRESOLVED.search(message):
-        return _instead(unresolved[1], key)
-    if unsupported := _UNSUPPORTED.search(message):
-        return rf"; the shell's own is written with a backslash: \${{{unsupported[1]}:…}}"
+def interpolation_hint(message: str) -> str:
+    """What to say behind OmegaConf's ``message`` where it cannot read an interpolation; empty where
+    the message is about something else."""
     if _UNREADABLE.search(message):
         return r"; ${ begins an interpolation: what is not meant as one is written \${"
     return ""
-
-
-def _instead(name: str, key: str) -> str:
-    if not re.fullmatch(r"\w+", name):
-        if re.fullmatch(r"[\w.\[\]-]+", name):
-            return ""  # a key of the YAML, mistyped
-        return rf"; the shell's own is written with a backslash: \${{{name}}}"
-    if key.startswith(f"{ENVS}."):
-        return f"; for the host's own variable write ${{host:{name}}}"
-    if ".cmds." in f".{key}":
-        return f"; for the shell's variable write ${name} or \\${{{name}}}"
-    return f"; for this machine's variable write ${{oc.env:{name}}}"

@@ -55,7 +55,8 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
     hosts: dict[str, Host] = {}
     addresses: dict[str, str] = {}
     problems: list[Problem] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Editors of other systems put a byte-order mark in front.
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -73,14 +74,17 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
 
 
 def _add(host: Host, hosts: dict[str, Host], addresses: dict[str, str]) -> None:
-    """Add a host by its name, and to ``addresses`` its name by its address."""
-    if host.name in hosts:
-        raise ValueError(f"host {host.name!r} is named twice")
+    """Keep a host under its name as DNS knows it, which has no case, and in ``addresses`` its name
+    by its address."""
+    same = hosts.get(host.name.lower())
+    if same is not None:
+        beside = "" if same.name == host.name else f": {same.name!r} is the same name"
+        raise ValueError(f"host {host.name!r} is named twice{beside}")
     if host.addr is not None:
-        if host.addr in addresses:
-            raise ValueError(f"addr={host.addr} is {addresses[host.addr]}'s already")
-        addresses[host.addr] = host.name
-    hosts[host.name] = host
+        taken = addresses.setdefault(host.addr.lower(), host.name)
+        if taken != host.name:
+            raise ValueError(f"addr={host.addr} is {taken}'s already")
+    hosts[host.name.lower()] = host
 
 
 def _parse_line(words: list[str]) -> list[Host]:
@@ -92,7 +96,9 @@ def _parse_line(words: list[str]) -> list[Host]:
         raise ValueError(f"{error}; {_EXPECTED}") from None
     bad = next((name for name in names if not _HOST.fullmatch(name)), None)
     if bad is not None:
-        raise ValueError(f"{bad!r} is no host name; {_EXPECTED}")
+        user, at, host = pattern.partition("@")
+        meant = f"write {host} user={user}" if at and _USER.fullmatch(user) else _EXPECTED
+        raise ValueError(f"{bad!r} is no host name; {meant}")
     values: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.interpolation import readable
 from flagscale.config.schema import Experiment, Options
-from flagscale.config.secrets import HIDDEN, is_secret_name, redact, without_passwords
+from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import json_text
 from flagscale.hosts.names import compress
@@ -204,25 +204,4 @@ def _overrides_text(experiment: Experiment) -> str:
     """The overrides as a YAML list without their secrets."""
     import yaml
 
-    shown = []
-    for override in experiment.overrides:
-        key, equals, value = override.partition("=")
-        secret = bool(value) and is_secret_name(key.rpartition(".")[2])
-        shown.append(f"{key}{equals}{HIDDEN if secret else without_passwords(value)}")
-    return yaml.safe_dump(shown, allow_unicode=True)
-
-
-ACTIONS: dict[str, Callable[[Experiment, Options], int]] = {
-    "run": run,
-    "test": run,
-    "dryrun": dryrun,
-    "check": check,
-    "query": query,
-    "logs": show_logs,
-    "stop": stop,
-}
-
-
-def perform(experiment: Experiment, options: Options) -> int:
-    """Do ``options.action``."""
-    return ACTIONS[options.action](experiment, options)
+    return yaml.safe_dump(redact_overrides(experiment.overrides), allow_unicode=True)

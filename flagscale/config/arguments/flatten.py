@@ -61,7 +61,7 @@ def flatten(sections: Mapping[str, Any], *, external: bool = False, prefix: str 
     argv: list[str] = []
     for path, name, value in leaves(sections, prefix):
         try:
-            argv += _words(name, value, external)
+            argv += _argv(name, value, external)
         except ValueError as error:
             problems.append(Problem(path, str(error)))
     if problems:
@@ -69,7 +69,7 @@ def flatten(sections: Mapping[str, Any], *, external: bool = False, prefix: str 
     return argv
 
 
-def _words(name: str, value: Any, external: bool) -> list[str]:
+def _argv(name: str, value: Any, external: bool) -> list[str]:
     flag = "--" + name.replace("_", "-")
     value = _switch(name, value)
     if isinstance(value, bool):

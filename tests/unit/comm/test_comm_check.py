@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.compose import compose, config_file
+from flagscale.config import load as loading
 from flagscale.config.interpolation import parts, reference
-from flagscale.config.load import load_experiment
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host
@@ -48,8 +47,7 @@ def load(tmp_path: Path) -> Load:
         given = f", entrypoint: {entrypoint}" if entrypoint else ""
         text = _YAML.format(directory=tmp_path, name=name, entrypoint=given)
         (tmp_path / "x.yaml").write_text(text)
-        config = compose(tmp_path, "x", [])
-        return load_experiment(config, config_file=config_file(tmp_path, "x"), overrides=[])
+        return loading.load(tmp_path, "x", []).experiment
 
     return loaded
 

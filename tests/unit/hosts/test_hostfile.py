@@ -33,6 +33,7 @@ from flagscale.hosts.names import compress, expand, ranges
         ),
         pytest.param("10.0.0.1 slots=1", [Host("10.0.0.1", 1)], id="address"),
         pytest.param("fe80::1 slots=1", [Host("fe80::1", 1)], id="ipv6"),
+        pytest.param("\ufeffh0 slots=8", [Host("h0", 8)], id="byte-order-mark"),
         pytest.param("a.b-c_d.example slots=1\r\n", [Host("a.b-c_d.example", 1)], id="crlf"),
     ],
 )
@@ -54,6 +55,13 @@ def test_hostfile(text: str, expected: list[Host]) -> None:
         pytest.param("h0 slots=\u0664", "slots=\u0664: expected", id="external-digit"),
         pytest.param("h0 slots=2 slots=4", "slots is given twice", id="slots-twice"),
         pytest.param("h0 slots=2\nh0 slots=2", "hosts.txt:2: host 'h0' is named twice", id="twice"),
+        pytest.param(
+            "H00 slots=2\nh00 slots=2",
+            "hosts.txt:2: host 'h00' is named twice: 'H00' is the same name",
+            id="twice-for-dns",
+        ),
+        pytest.param("h0 slots=1 addr=A\nh1 slots=1 addr=a", "addr=a is h0's already", id="addr"),
+        pytest.param("me@h[0-1] slots=2", "write h[0-1] user=me", id="user"),
         pytest.param("h$0 slots=2", "'h$0' is no host name", id="host-name"),
         pytest.param("-oProxyCommand=x slots=2", "is no host name", id="option-as-host"),
         pytest.param("h0 slots=2 type=a;b", "type=a;b: expected a word", id="type"),
