@@ -107,6 +107,7 @@ def ask(question: Question, home: Path, **variables: str) -> Answer:
     return parse(done.stdout)
 
 
+@pytest.mark.torch
 def test_facts_of_this_machine(tmp_path: Path) -> None:
     need = Need(str(tmp_path), str(tmp_path / "a/b"), ["/", "/no such"], fresh=True)
     question = Question("127.0.0.1", str(tmp_path), sys.executable, port=0, need=need)
