@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
+# shellcheck source=/dev/null
 suite=${SUITE:-$(. /etc/os-release && echo "$VERSION_CODENAME")}
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/flagscale/bare
 base=$cache/$suite

@@ -31,6 +31,7 @@ fi
 echo "== install ${need[*]}"
 # Servers are installed to be started by tests, not by their packages.
 if [[ ! -e /usr/sbin/policy-rc.d ]]; then
+    trap 'rm -f /usr/sbin/policy-rc.d' EXIT
     printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
     chmod 755 /usr/sbin/policy-rc.d
 fi
