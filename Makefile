@@ -12,18 +12,22 @@ TORCH  := torch==2.13.0
 
 CONFIG := --config-path ./examples/llama3/conf --config-name train
 
-.PHONY: help setup setup-dev backend data quickstart test test-fast lint format docs gpu-test bench clean
+.PHONY: help setup setup-dev system backend data quickstart test test-fast _fast test-bare lint format docs \
+	gpu-test bench clean
 
 help: ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else \
-	"flagscale needs Python 3.10 to 3.12, $(PYTHON) is %d.%d: make PYTHON=python3.11 ..." % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 10) else \
+	"flagscale needs Python 3.10 or newer, $(PYTHON) is %d.%d: make PYTHON=python3.11 ..." % v)'
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade "pip>=25"
 
 $(VENV)/.setup: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install --quiet --upgrade "pip>=25"
+	@$(RUN) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v <= (3, 13) else \
+	"training needs Python 3.10 to 3.13, for which megatron-core has wheels; $(VENV) has %d.%d: remove it, " \
+	"then make PYTHON=python3.13 ..." % v)'
 	$(RUN) -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(TORCH)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[train]'
 	@touch $@
@@ -32,8 +36,14 @@ $(VENV)/.setup-dev: $(VENV)/.setup
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,bench,dev]'
 	@touch $@
 
+$(VENV)/.setup-fast: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
 setup: $(VENV)/.setup ## virtual environment with everything training needs
 setup-dev: $(VENV)/.setup-dev ## the same, and what tests and lint need
+system: ## the system packages that tests use, as root on Debian or Ubuntu
+	PYTHON=$(PYTHON) tools/dev/system.sh
 
 backend: setup ## fetch and adapt the training backend's source (idempotent)
 	$(RUN) tools/patch/unpatch.py --backend Megatron-LM
@@ -48,11 +58,20 @@ quickstart: setup backend data ## train a tiny Llama-3 on this machine, from not
 # they share what is expensive to start.
 TEST_WORKERS ?= 2
 
-test: setup-dev backend ## the whole test suite
+test: setup-dev backend ## the whole test suite; as root it brings the system packages it uses
+	PYTHON=$(PYTHON) tools/dev/system.sh --if-possible
 	$(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
-test-fast: setup-dev ## only the tests that need neither torch nor processes
-	$(RUN) -m pytest -m "not torch and not integration and not gpu"
+# An environment for each Python, without torch: what a login node that only launches has.
+test-fast: ## only the tests that need neither torch nor processes, for PYTHON=python3.10 to 3.14
+	@$(MAKE) --no-print-directory _fast \
+	VENV=.venv-fast-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+_fast: $(VENV)/.setup-fast
+	$(RUN) -m pytest --numprocesses $(TEST_WORKERS) -m "not torch and not integration and not gpu"
+
+test-bare: ## quickstart and test in a bare Debian of its own, as root and as a user (needs debootstrap)
+	tools/dev/bare.sh
 
 lint: setup-dev ## ruff, mypy, and generated files in step with their sources
 	$(RUN) -m ruff check .

@@ -4,11 +4,14 @@ import signal
 
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["bed.plugin"]
+pytest_plugins = ["needs", "bed.plugin"]
 
+# A shell starts what it runs in the background without the one, nohup without the other, and
+# programs of tests would inherit it. A handler goes no further than this process.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts what it runs in the background so, and programs of tests would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # How fast a machine makes up examples is no property of what they are for.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])

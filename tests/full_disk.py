@@ -19,7 +19,7 @@ def small_disk(parent: Path, size: str) -> Iterator[Path]:
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
+        pytest.skip("needs root, to mount a tmpfs")
     try:
         yield path
     finally:

@@ -91,6 +91,7 @@ def own_directories(world: World) -> list[str]:
                 words = [line.lower().split() for line in file]
             user = ["include-system-site-packages", "=", "true"] in words
             prefixes = [os.path.dirname(home), *(prefixes if user else [])]
+            sys.prefix = prefixes[0]  # without it Debian's site overlooks site-packages there
             break
     found = site.getsitepackages(prefixes)
     if user and site.check_enableusersite():

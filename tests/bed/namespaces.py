@@ -14,16 +14,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 CLONE_FS = 0x00000200
 CLONE_NEWNS = 0x00020000
 CLONE_NEWNET = 0x40000000
 
-# Debian's packages beyond what every system has.
-PACKAGES = "openssh-server iproute2 nftables faketime"
-PROGRAMS = ("ssh", "ip", "tc", "nft", "unshare", "nsenter", "setpriv", "mount", "faketime")
-SSHD = "/usr/sbin/sshd"
+PROGRAMS = ("ssh", "sshd", "ip", "tc", "nft", "unshare", "nsenter", "setpriv", "mount", "faketime")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,11 +33,11 @@ def _call(name: str, *arguments: int) -> None:
 @functools.cache
 def why_not() -> str | None:
     """Why a bed cannot be built on this machine, or None where it can."""
+    if os.geteuid() != 0:
+        return "needs root"
     missing = [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
-    if not Path(SSHD).exists():
-        missing.append("sshd")
     if missing:
-        return f"no {', '.join(missing)} on this machine (apt-get install {PACKAGES})"
+        return f"no {', '.join(missing)} on this machine (make system)"
     kinds = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc")
     # sshd gives up root before it talks to anybody, so another user must exist to become.
     nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "true")
@@ -49,7 +45,7 @@ def why_not() -> str | None:
         ["unshare", *kinds, *nobody], capture_output=True, text=True, check=False
     )
     if tried.returncode != 0:
-        return f"needs root with namespaces: {tried.stderr.strip()}"
+        return f"this machine allows no namespaces: {tried.stderr.strip()}"
     return None
 
 

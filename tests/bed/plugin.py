@@ -2,27 +2,24 @@
 
 A test asks for ``bed`` and gets two hosts of its own; ``@pytest.mark.bed(hosts=8, ...)`` passes
 arguments to :meth:`bed.lab.Bed.open`. ``make_bed`` builds one in the middle of a test. ``slurm`` is
-a Slurm on the test's bed. Where the machine does not allow a bed, or has no Slurm, the test is
-skipped with the reason, unless FLAGSCALE_REQUIRE_BED or FLAGSCALE_REQUIRE_SLURM is ``1``: then it
-fails.
+a Slurm on the test's bed. Where the machine does not allow a bed, or has no Slurm, the test is left
+out (see needs.py).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import leave_out, need_program
 
 from bed.lab import Bed
 from bed.namespaces import why_not
-from bed.slurm import Slurm, why_no_slurm
+from bed.slurm import PROGRAMS, Slurm
 
-REQUIRE = "FLAGSCALE_REQUIRE_BED"
-REQUIRE_SLURM = "FLAGSCALE_REQUIRE_SLURM"
 MakeBed = Callable[..., AbstractContextManager[Bed]]
 
 
@@ -31,13 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def need_bed() -> None:
-    """Skip the running test where no bed can be built; fail it where one must."""
-    reason = why_not()
-    if reason is None:
-        return
-    if os.environ.get(REQUIRE) == "1":
-        pytest.fail(f"{REQUIRE}=1, but the test bed cannot be built: {reason}", pytrace=False)
-    pytest.skip(f"test bed: {reason}")
+    """Leave the running test out where no bed can be built."""
+    if reason := why_not():
+        leave_out("bed", f"test bed: {reason}")
 
 
 @pytest.fixture
@@ -63,10 +56,7 @@ def bed(request: pytest.FixtureRequest, make_bed: MakeBed, tmp_path: Path) -> It
 @pytest.fixture
 def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm]:
     """A real Slurm whose nodes are the hosts of this test's ``bed``."""
-    reason = why_no_slurm()
-    if reason is not None:
-        if os.environ.get(REQUIRE_SLURM) == "1":
-            pytest.fail(f"{REQUIRE_SLURM}=1, but there is {reason}", pytrace=False)
-        pytest.skip(f"Slurm: {reason}")
+    for program in PROGRAMS:
+        need_program("slurm", program)
     with Slurm.open(request.getfixturevalue("bed")) as cluster:
         yield cluster

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -13,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bed.lab import HUB_ADDRESS, Bed
-from bed.namespaces import search_path
 
-PACKAGES = "slurm-wlm munge"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "salloc", "scancel", "squeue", "sinfo")
 
 _CONFIGURATION = """\
@@ -46,14 +43,6 @@ SlurmdParameters=config_overrides
 KillWait=2
 UnkillableStepTimeout=20
 """
-
-
-def why_no_slurm() -> str | None:
-    """Why this machine cannot run a Slurm of its own, or None where it can."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
-    if missing:
-        return f"no {', '.join(missing)} on this machine (apt-get install {PACKAGES})"
-    return None
 
 
 @dataclass(frozen=True)

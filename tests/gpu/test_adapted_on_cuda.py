@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from flagscale.patching.sources import Choice  # noqa: E402
-from flagscale.patching.spec import Layout  # noqa: E402
-from flagscale.patching.unpatch import unpatch  # noqa: E402
+from flagscale.patching.sources import Choice
+from flagscale.patching.spec import Layout
+from flagscale.patching.unpatch import unpatch
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "integration" / "patching" / "tiny_training.py"

@@ -14,10 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from fsccl_ranks import ROOT, Ranks  # noqa: E402
+import torch
+from fsccl_ranks import ROOT, Ranks
 
 pytestmark = [
     pytest.mark.gpu,

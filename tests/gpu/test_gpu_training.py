@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events  # noqa: E402
+from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
 
 pytestmark = [
     pytest.mark.gpu,

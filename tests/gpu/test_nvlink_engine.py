@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from flagscale.comm.fsccl import nvlink_check  # noqa: E402
+from flagscale.comm.fsccl import nvlink_check
 
 GPUS = torch.cuda.device_count()
 

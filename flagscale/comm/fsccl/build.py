@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,8 @@ def unavailable() -> str | None:
         return None
     path = _search_path()
     missing = [tool for tool in (_compiler(), "ninja") if shutil.which(tool, path=path) is None]
+    if not _header().exists():
+        missing.append(str(_header()))
     if not missing:
         return None
     return f"fsccl is compiled on first use, and this machine has no {' and no '.join(missing)}"
@@ -83,6 +86,11 @@ def _library() -> Path:
 
 def _compiler() -> str:
     return os.environ.get("CXX") or "c++"
+
+
+def _header() -> Path:
+    """Of this Python, which a distribution may keep in a package of its own."""
+    return Path(sysconfig.get_path("include"), "Python.h")
 
 
 def _sources() -> list[Path]:
@@ -197,6 +205,12 @@ def _check_tools() -> None:
         raise BuildError(
             "fsccl is compiled on first use, and there is no 'ninja' on PATH",
             hint="pip install ninja; distributed_backend: gloo needs none",
+        )
+    if not _header().exists():
+        raise BuildError(
+            f"fsccl is compiled on first use, and there is no {_header()}",
+            hint="install the headers of this Python (Debian: python3-dev); "
+            "distributed_backend: gloo needs none",
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from bed.lab import Bed
+from needs import need_program
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools" / "comm"
@@ -22,9 +22,7 @@ _SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
 
 def _environment(bed: Bed, directory: Path, name: str) -> dict[str, str]:
     """In which ``mpirun`` is the one called ``name``, where several are installed."""
-    program = shutil.which(name)
-    if program is None:
-        pytest.skip(f"{name} is not installed")
+    program = need_program("mpi", name)
     (directory / "bin").mkdir()
     wrapper = directory / "bin" / "mpirun"
     wrapper.write_text(f'#!/bin/sh\nexec {program} "$@"\n')

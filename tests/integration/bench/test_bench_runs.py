@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import need_program
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tools" / "comm" / "bench.py"
@@ -25,9 +25,7 @@ _GUIDE = "all_reduce -b 128K -e 256K -f 2 -p 1 -n 2 -w 1 -c"
 
 
 def _mpirun(name: str) -> list[str]:
-    program = shutil.which(name)
-    if program is None:
-        pytest.skip(f"{name} is not installed")
+    program = need_program("mpi", name)
     if "openmpi" in name:
         return [program, "--allow-run-as-root", "--oversubscribe"]
     return [program]

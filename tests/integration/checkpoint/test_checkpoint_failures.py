@@ -67,7 +67,7 @@ def test_a_full_disk_costs_one_checkpoint(
     name: str, troubled: dict[str, Any], small_disk: Path | None
 ) -> None:
     if small_disk is None:
-        pytest.skip("mounting a small file system needs root")
+        pytest.skip("needs root, to mount a small file system")
     assert name in troubled, troubled["stderr"][-4000:]
     check_survival(troubled[name], "No space left on device")
     assert troubled[name]["names"] == names(3)

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 from fsccl_ranks import ROOT, Ranks
+from needs import need
 
 
 @pytest.fixture(scope="session")
 def built() -> None:
     """The first test of all builds the extension; ranks then only load it."""
+    need("compiler")
     subprocess.run(
         [sys.executable, "-c", "import flagscale.comm.fsccl as f; f.load_extension()"],
         check=True,

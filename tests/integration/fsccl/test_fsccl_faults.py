@@ -239,7 +239,7 @@ def small_tmpfs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path
     """Too small for the slots of the first rank, of the second, or for those of a pipeline."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
+        pytest.skip("needs root, to mount a tmpfs")
     yield tmp_path
     subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -91,11 +91,13 @@ def script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.compiler
 def test_a_program_that_forgets_to_leave_ends_cleanly() -> None:
     done = script("dist.all_reduce(torch.ones(3), async_op=True).wait(); print('end')")
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
+@pytest.mark.compiler
 def test_debug_tells_the_algorithm() -> None:
     text = "dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(100000)); dist.barrier()"
     said = script(text, FSCCL_DEBUG="INFO").stderr

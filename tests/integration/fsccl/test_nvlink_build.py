@@ -8,13 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from flagscale.comm.fsccl import nvlink, nvlink_cases, nvlink_compile  # noqa: E402
-from flagscale.comm.fsccl.build import BuildError, load_extension  # noqa: E402
-from flagscale.comm.fsccl.nvlink_cases import Case  # noqa: E402
-from flagscale.errors import ConfigError  # noqa: E402
+from flagscale.comm.fsccl import nvlink, nvlink_cases, nvlink_compile
+from flagscale.comm.fsccl.build import BuildError, load_extension
+from flagscale.comm.fsccl.nvlink_cases import Case
+from flagscale.errors import ConfigError
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -68,6 +67,7 @@ def test_without_a_compiler_the_error_says_what_is_missing(
         nvlink_compile.kernels((9, 0))
 
 
+@pytest.mark.compiler
 def test_engine_without_a_gpu() -> None:
     engine = load_extension().nvlink
     assert not engine.installed(0)

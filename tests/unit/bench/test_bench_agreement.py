@@ -149,6 +149,7 @@ def test_what_cannot_be_drawn(
     line: str,
     said: str,
 ) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     Path("a.json").write_text(text)
     assert main(["--import", "a.json", *line.split()]) == 2

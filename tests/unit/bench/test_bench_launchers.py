@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ def test_files_of_a_batchs_lines_are_carried_too(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "allr -J '/d/2/my $HOME.json'",
         "",
-        f"permute --dump-dir /d/3/bad --dump-shown {own} --seed=3",
+        f"permute --dump-dir /d/3/bad --dump-shown {shlex.quote(str(own))} --seed=3",
     ]
     assert carried.directories == [(own, "3/bad"), (Path(shown), "4/bench-failures")]
 

@@ -279,6 +279,7 @@ def test_a_comparison_keeps_its_backends_apart() -> None:
 
 
 def _report(rows: list[Row], curves: list[Curve]) -> str:
+    pytest.importorskip("matplotlib")
     about = {"config": {"command": ["allr", "-J", "a <b>.json"]}, "environment": {"date": "2026"}}
     return render(rows, curves, ["head <i>"], about)
 

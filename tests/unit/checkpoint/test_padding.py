@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.torch
-
-torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize(

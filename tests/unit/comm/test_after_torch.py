@@ -45,7 +45,6 @@ def test_torch_is_not_imported() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("order", [FIRST, SECOND, ASKED], ids=["first", "second", "asked"])
 def test_fsccl_is_known_in_either_order(order: str) -> None:
-    pytest.importorskip("torch")
     python(order + KNOWN + UNCHANGED)
 
 
@@ -63,7 +62,6 @@ def test_without_torch_nothing_happens() -> None:
 
 @pytest.mark.torch
 def test_torch_survives_what_fails_after_it() -> None:
-    pytest.importorskip("torch")
     program = (
         "import warnings\n"
         "from flagscale.comm import after_torch\n"

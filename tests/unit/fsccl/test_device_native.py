@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from flagscale.comm import registry  # noqa: E402
-from flagscale.comm.fsccl import native, nvlink  # noqa: E402
-from flagscale.errors import ConfigError  # noqa: E402
+from flagscale.comm import registry
+from flagscale.comm.fsccl import native, nvlink
+from flagscale.errors import ConfigError
 
 pytestmark = pytest.mark.torch
 VARIABLES = ("FSCCL_CUDA", "FSCCL_DEVICE", "FSCCL_NATIVE", "FSCCL_REACH")
@@ -112,6 +111,7 @@ def test_the_nvlink_engine_needs_a_gpu_that_can(
     assert native.of_this_rank().library == library
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [

@@ -32,6 +32,16 @@ def test_no_compiler_is_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "set CXX" in str(error.value)
 
 
+def test_missing_headers_are_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # a program that is there
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: f"/no {name}")
+    assert build.unavailable().endswith("this machine has no /no include/Python.h")
+    with pytest.raises(build.BuildError, match=r"no /no include/Python\.h") as error:
+        build._build(build._library())
+    assert "install the headers of this Python" in str(error.value)
+
+
+@pytest.mark.compiler
 def test_a_failed_compilation_shows_the_compilers_words(
     build: Any,
     monkeypatch: pytest.MonkeyPatch,

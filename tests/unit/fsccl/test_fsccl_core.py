@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,10 +15,7 @@ SHAPES = ["1", "4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
 # Clusters, k, nelem: sends that divide a chunk and that do not, rings of every stride.
 PIPELINES = [("5", 6, 1000), ("3,2", 4, 777), ("1,1,1,1", 3, 900)]
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.compiler]
 
 
 def build(kind: str, test: str, parts: tuple[str, ...] = ("core.cpp",)) -> Path:

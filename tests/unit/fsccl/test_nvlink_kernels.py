@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,10 +20,7 @@ SOURCES = (
     CSRC / "core" / "types.cpp",
 )
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.compiler]
 
 
 def build(kind: str, test: str = "kernels_test.cpp") -> Path:

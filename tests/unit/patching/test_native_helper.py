@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +23,6 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "helper", "a helper", -1, nu
 extern "C" PyObject* PyInit_helper() { return PyModule_Create(&module); }
 """
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
-    reason="needs g++ and Python's headers",
-)
-
 
 @pytest.fixture
 def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +37,7 @@ def declare(project: Project) -> None:
     (project.layout.definition / "backend.yaml").write_text(text)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.usefixtures("headers")
 def test_is_built_and_importable(project: Project) -> None:
     declare(project)
@@ -59,7 +52,7 @@ def test_is_built_and_importable(project: Project) -> None:
     assert not project.unpatch().edits, "what we built is nobody's edit"
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.usefixtures("headers")
 def test_compiler_errors_are_a_warning(project: Project) -> None:
     declare(project)
@@ -69,7 +62,7 @@ def test_compiler_errors_are_a_warning(project: Project) -> None:
     assert "expected" in warning
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_missing_helper_is_provided_once_it_can_be(
     project: Project, headers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,9 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-from flagscale.train.optim.adam import FusedAdam  # noqa: E402
+from flagscale.train.optim.adam import FusedAdam
 
 pytestmark = pytest.mark.torch
 

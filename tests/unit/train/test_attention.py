@@ -4,14 +4,12 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from flagscale.errors import ConfigError  # noqa: E402
-from flagscale.train.model.attention import SDPAttention  # noqa: E402
+from flagscale.errors import ConfigError
+from flagscale.train.model.attention import SDPAttention
 
 pytestmark = pytest.mark.torch
 

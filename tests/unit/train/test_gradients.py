@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-from flagscale.train.optim.gradients import clip, gradient_norm  # noqa: E402
+from flagscale.train.optim.gradients import clip, gradient_norm
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_rank")]
 

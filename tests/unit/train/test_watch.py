@@ -3,12 +3,12 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from flagscale.errors import JobError
 from flagscale.train.readings import Reading, Readings, StepNumbers
 from flagscale.train.watch import LossWatch
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 

@@ -122,6 +122,7 @@ def test_shellcheck_reads_every_program_alone(path: Path) -> None:
     assert (found.stdout, found.returncode) == ("", 0)
 
 
+@pytest.mark.torch
 def test_facts_of_this_machine(tmp_path: Path) -> None:
     need = Need(str(tmp_path), str(tmp_path / "a/b"), ["/", "/no such"], fresh=True)
     question = Question("127.0.0.1", str(tmp_path), sys.executable, port=0, need=need)
