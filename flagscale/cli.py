@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +27,8 @@ examples
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
+  flagscale runs                                              what is running, and where?
+  flagscale stop 20261120                                     by the beginning of its id
   flagscale explain experiment.runner.nproc_per_node          what does this key mean?
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         which backends work here?
@@ -35,10 +36,7 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_RUNS = "flagscale.launch.runs"
-"""Module of the registry of runs. Where it is there, actions that find a run take the run's id, the
-beginning of it, or its directory in place of a YAML: ``act(text, options)`` does them, and returns
-the exit code."""
+_RUNS = "list your runs: state, step, age and place"
 _PATCHING = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
@@ -70,12 +68,8 @@ def _dispatch(argv: list[str]) -> int:
         parser.print_help()
         return 2
     options, overrides = parser.parse_known_args(argv)
-    if options.command == "version":
-        print(f"flagscale {__version__}")
-        return 0
-    if options.command == "explain":
-        return _explain(options.key)
-    return _act(options, overrides)
+    do: Callable[[argparse.Namespace, list[str]], int] = options.do
+    return do(options, overrides)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,12 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flagscale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for action in ACTIONS.values():
-        _add_action(
-            commands.add_parser(action.name, help=action.help, description=action.help), action
-        )
+        made = commands.add_parser(action.name, help=action.help, description=action.help)
+        made.set_defaults(do=_act)
+        _add_action(made, action)
     explain = commands.add_parser("explain", help="what a key of the configuration means")
     explain.add_argument("key", help="such as experiment.runner.tee or train.model.num_layers")
-    commands.add_parser("version", help="print the version")
+    explain.set_defaults(do=_explain)
+    runs = commands.add_parser("runs", help=_RUNS, description=_RUNS)
+    text = "an id, a directory or a YAML: every run of that experiment, with its attempts"
+    runs.add_argument("run", nargs="?", metavar="RUN", help=text)
+    runs.add_argument("--all", "-a", action="store_true", help="also what has ended long ago")
+    runs.add_argument("--json", action="store_true", help="print JSON, for programs")
+    runs.set_defaults(do=_runs)
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(do=_version)
     comm = "communication backends: list, bench, groups, pipeline, tune"
     commands.add_parser("comm", help=comm, add_help=False)
     for name, (_, text) in _PATCHING.items():
@@ -103,16 +105,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_action(parser: argparse.ArgumentParser, action: Action) -> None:
     if action.purpose is not None:
-        takes_runs = action.purpose == "find" and _has_runs()
+        takes_runs = action.purpose == "find"
         text = "the experiment's YAML" + (", or a run: its id or directory" if takes_runs else "")
         parser.add_argument("config", metavar="CONFIG", help=text)
     for name in action.options:
         option = OPTIONS[name]
         flags = [f"--{name}", *filter(None, (option.letter,))]
-        if kinds(Options)[name].base is bool:
+        base = kinds(Options)[name].base
+        if base is bool:
             parser.add_argument(*flags, action="store_const", const=True, help=option.help)
         else:
-            parser.add_argument(*flags, type=_natural, help=option.help)
+            parser.add_argument(*flags, type=_natural if base is int else str, help=option.help)
     if action.purpose is not None:
         # Without a default argparse would call them required.
         text = "overrides, as Hydra knows them"
@@ -136,10 +139,12 @@ def _act(options: argparse.Namespace, rest: list[str]) -> int:
     if action.purpose is None:
         return call(action.function, Options(action=action.name, **given))
     overrides = [*options.overrides, *rest]
-    if action.purpose == "find" and _has_runs() and not _is_yaml(options.config):
+    if action.purpose == "find" and not _is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: a run that is there has no overrides")
-        return call(f"{_RUNS}:act", options.config, Options(action=action.name, **given))
+        return call(
+            "flagscale.launch.runs:act", options.config, Options(action=action.name, **given)
+        )
     _refuse_action(overrides, action)
     overrides.append(f"action={action.name}")
     overrides += [f"{name}={word(value)}" for name, value in given.items()]
@@ -160,19 +165,26 @@ def _refuse_action(overrides: Sequence[str], action: Action) -> None:
             )
 
 
-def _has_runs() -> bool:
-    return find_spec(_RUNS) is not None
-
-
 def _is_yaml(text: str) -> bool:
     """Whether a text names a YAML, there or not; its suffix may be missing where it is there."""
     return text.endswith((".yaml", ".yml")) or Path(f"{text}.yaml").is_file()
 
 
-def _explain(key: str) -> int:
+def _explain(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.config.explain import explain
 
-    print(explain(key))
+    print(explain(options.key))
+    return 0
+
+
+def _runs(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.launch.listing import show
+
+    return show(options.run, everything=options.all, as_json=options.json)
+
+
+def _version(_options: argparse.Namespace, _rest: list[str]) -> int:
+    print(f"flagscale {__version__}")
     return 0
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import Experiment, Options
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.files import make_private_directory, plain, read_json, write_json
 from flagscale.hosts import processes
@@ -148,6 +148,23 @@ def require(experiment: Experiment) -> RunState:
             hint="start one with action=run; `flagscale runs` lists yours",
         )
     return state
+
+
+def act(text: str, options: Options) -> int:
+    """Do the action of ``options`` with the run that a text names, see :func:`find`; its exit
+    code."""
+    from flagscale.launch import attending
+
+    state = find(text)
+    if state is None:
+        ids = some([entry.state.run_id for entry in reversed(entries())], 3)
+        raise RunStateError(
+            f"{text!r} is no run's id, no beginning of one, no directory in which a run was "
+            "started, and no YAML",
+            hint=f"`flagscale runs` lists yours{f': {ids}' if ids else ''}",
+        )
+    actions = {"query": attending.query, "logs": attending.show_logs, "stop": attending.stop}
+    return actions[options.action](state, options)
 
 
 def find(text: str) -> RunState | None:

@@ -16,7 +16,7 @@ from flagscale.hosts.names import compress
 from flagscale.launch.preflight.checks import Check
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot
 
-_STYLES = {
+STYLES = {
     Phase.STARTING: "yellow",
     Phase.RUNNING: "green",
     Phase.COMPLETED: "bold green",
@@ -118,7 +118,7 @@ def _host_cells(snapshot: Snapshot, rows: Sequence[HostRow]) -> tuple[Text, Text
     ranks, joined = sum(row.ranks for row in rows), sum(row.joined for row in rows)
     shown = f"{joined}/{ranks}" if phase is Phase.STARTING else f"{ranks}"
     names = Text(compress(row.host for row in rows))
-    return names, Text(phase.value, _STYLES[phase]), _clock(snapshot.since), shown
+    return names, Text(phase.value, STYLES[phase]), _clock(snapshot.since), shown
 
 
 def _clock(moment: float) -> str:
