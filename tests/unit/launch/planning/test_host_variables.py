@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from flagscale.config.interpolation import parts, reference
 from flagscale.config.schema import Environments, Experiment, Runner
 from flagscale.errors import ConfigError
-from flagscale.hosts.hostfile import Host
 from flagscale.hosts.probe import filled
 from flagscale.launch.planning.environment import EnvValue, shell_notes
 from flagscale.launch.planning.plan import HostPlan, LaunchPlan, Machine
@@ -83,14 +82,20 @@ def test_a_plan_shows_references_as_a_yaml_has_them(make_plan: MakePlan) -> None
     assert "\0" not in plan_text(made)
 
 
-def test_a_hosts_own_devices_are_counted(make_plan: MakePlan, machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [({"MINE": "4,5,6"}, 3), ({}, 8)],
+    ids=["this-machine", "another-of-which-nothing-is-known"],
+)
+def test_a_hosts_own_devices_are_counted(
+    make_plan: MakePlan, machine: Machine, environment: dict[str, str], ranks: int
+) -> None:
     made = make_plan(
         envs=Environments({"CUDA_VISIBLE_DEVICES": reference("MINE")}),
         runner=Runner(nproc_per_node="auto"),
-        hosts=(Host("localhost"),),
-        machine=replace(machine, gpus=8, environment={"MINE": "4,5,6"}),
+        machine=replace(machine, gpus=8, environment=environment),
     )
-    assert made.hosts[0].nproc == 3
+    assert made.hosts[0].nproc == ranks
 
 
 def test_a_secret_of_the_host_may_have_another_name(make_plan: MakePlan) -> None:
