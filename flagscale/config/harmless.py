@@ -8,11 +8,11 @@ like values, and stop together with a checkpoint.
 Left out, though they look harmless: paths of data, since rank 0 alone builds the index cache,
 which is found by the data's path; ``save`` and ``load``, whose value on rank 0 counts for all;
 ``tensorboard_dir``, beside which the cache may lie; W&B's, which only the rank that reports reads;
-recomputation and the fused loss, which call
-tensor- and expert-parallel collectives of their own; fused dropout, which draws other numbers than
-its tensor-parallel partners; fused GELU, which is another function; ``transformer_impl``, which
-orders parameters in another way; what Megatron-LM's timers gather across ranks; and of logging
-what a rank has to take part in: ``log_interval``, ``log_params_norm``, ``log_num_zeros_in_grad``.
+recomputation and the fused loss, which call tensor- and expert-parallel collectives of their own;
+fused dropout, which draws other numbers than its tensor-parallel partners; fused GELU, which is
+another function; ``transformer_impl``, which orders parameters in another way; what Megatron-LM's
+timers gather across ranks; and of logging what a rank has to take part in: ``log_interval``,
+``log_params_norm``, ``log_num_zeros_in_grad``.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def _complaint(name: str, value: str) -> str | None:
 
 
 def _lost_references(given: Mapping[str, EnvValue]) -> Iterator[tuple[str, str, str]]:
-    """References to variables that have another value, or none to be told, where a host's script
-    starts: the launcher puts its own and all secrets into the environment of the script."""
+    """References to variables that no longer have the host's own value where its script starts: the
+    launcher puts its own and all secrets into the environment of the script."""
     taken = {*_LAUNCHERS, variables.WEBHOOK} | {v.name for v in given.values() if v.secret}
     for value in given.values():
         for name in references(value.value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flagscale.config.interpolation import parts
+from flagscale.config.interpolation import parts, references
 from flagscale.config.schema import Experiment
 from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host, count_ranks
@@ -48,7 +48,9 @@ def ranks_of(experiment: Experiment, host: Host, machine: Machine) -> int:
     """How many ranks this host takes."""
     own = machine.environment
     envs = experiment.envs.for_host(host.name, host.device_type)
-    given = {**own, **{k: probe.filled(parts(k, v), own) for k, v in envs.items()}}
+    # What another host has in its own environment is not known here, and limits nothing.
+    known = {k: parts(k, v) for k, v in envs.items() if own or not references(v)}
+    given = {**own, **{k: probe.filled(value, own) for k, value in known.items()}}
     wanted = experiment.runner.nproc_per_node
     if wanted == "auto":
         visible = devices.visible_devices(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_options_of_single_hosts_are_judged_with_the_plan(load: Load) -> None:
     message, where = found["device_type_specific.fast.comm"]
     assert "socket_ifnam: is no option of gloo; did you mean 'socket_ifname'?" in message
     assert where.endswith("x.yaml:13")
+
+
+def test_only_a_hosts_own_adapters_may_differ(load: Load) -> None:
+    """An option that chooses an algorithm is one for the job, and so is one that a host loses by
+    having options of its own."""
+    experiment = load("fsccl")
+    found = {p.key: p.message for p in backend_problems(experiment)}
+    assert found.keys() == {"device_type_specific.fast.comm", "node_specific.h1.system.comm"}
+    assert found["node_specific.h1.system.comm"].startswith("clusters: has to be the same on every")
+    train = replace(experiment.train, system={**experiment.train.system, "comm": ["clusters=4,4"]})
+    lost = {p.key for p in backend_problems(replace(experiment, train=train, by_type={}))}
+    assert lost == {"node_specific.h0.system.comm"}
 
 
 def test_an_example_is_judged_and_a_foreign_program_is_not(load: Load, tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ PROBLEMS = {
     "nobody's": ("X: ${host:}", "${host:} names no variable"),
     "no-name": ("X: ${host:A-B}", "${host:A-B} names no variable"),
     "two-names": ("X: ${host:A,B}", "${host:A,B} names no variable"),
-    "a-mark-by-hand": ('X: "\\0host:PATH\\0"', "X: a value cannot hold a NUL character"),
+    "a-mark-by-hand": ('X: "\\0host:PATH\\0"', "X: cannot hold a NUL character"),
     "shell-braces": ("PATH: /x:${PATH}", "write ${host:PATH}"),
-    "another-name": ("X: ${NAME}", "for the host's own variable write ${host:NAME}"),
-    "a-slice": ("X: ${Y:0:2}", r"written with a backslash: \${Y:…}"),
+    "another-name": ("X: ${NAME}", "write ${host:NAME} for the host's own variable"),
+    "a-slice": ("X: ${Y:0:2}", "write ${host:Y} for the host's own variable"),
 }
 
 
@@ -71,7 +71,7 @@ HINTS = {
         "exp_name: ${host:PATH}",
         "under experiment.envs alone; ${oc.env:NAME} is this machine's",
     ),
-    "elsewhere-unknown": ("exp_name: ${HOME}", "for this machine's variable write ${oc.env:HOME}"),
+    "elsewhere-unknown": ("exp_name: ${HOME}", "write ${oc.env:HOME} for this machine's variable"),
     "a-key": ("exp_name: ${train.model.none}", "'train.model.none' not found"),
     "commands": (
         "exp_name: a\n  cmds: {before_start: 'cd ${HOME}'}",
@@ -79,12 +79,11 @@ HINTS = {
     ),
     "slice": (
         "exp_name: a\n  cmds: {before_start: 'echo ${HOME:0:2}'}",
-        r"Unsupported interpolation type HOME; the shell's own is written with a backslash: "
-        r"\${HOME:…}",
+        r"Unsupported interpolation type HOME; for the shell's variable write \${HOME:0:2}",
     ),
     "suffix": (
         "exp_name: a\n  cmds: {before_start: 'echo ${HOME%%/*}'}",
-        r"the shell's own is written with a backslash: \${HOME%%/*}",
+        r"for the shell's variable write \${HOME%%/*}",
     ),
     "begun": (
         "exp_name: a\n  cmds: {before_start: 'echo ${HOME'}",

@@ -14,8 +14,7 @@ from flagscale.config import harmless
 from flagscale.config.arguments.aliases import REFUSED
 from flagscale.config.arguments.registry import arguments, lookup, registry
 from flagscale.config.checks import notes
-from flagscale.config.compose import compose
-from flagscale.config.load import load_experiment
+from flagscale.config.load import load
 from flagscale.config.schema import PROJECT, Experiment, Specific
 from flagscale.config.specifics import specific_problems
 from flagscale.errors import ConfigError
@@ -122,10 +121,7 @@ def test_the_examples_own_example_is_right(tmp_path: Path) -> None:
     shutil.copytree(conf, tmp_path / "conf")
     (tmp_path / "conf" / "train.yaml").write_text(text)
     overrides = [f"experiment.runner.hostfile={conf.parent / 'hostfile'}"]
-    config = compose(tmp_path / "conf", "train", overrides)
-    experiment = load_experiment(
-        config, config_file=tmp_path / "conf" / "train.yaml", overrides=overrides, purpose="plan"
-    )
+    experiment = load(tmp_path / "conf", "train", overrides, "plan").experiment
     assert experiment.by_type["BI"].arguments
     assert experiment.by_host["node04"].conda == "train"
     listed = read_hostfile(conf.parent / "hostfile")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -16,12 +15,13 @@ from hypothesis import strategies as st
 from flagscale.config.interpolation import parts, reference
 from flagscale.config.schema import Environments, Experiment, Runner
 from flagscale.errors import ConfigError
-from flagscale.hosts.hostfile import Host
+from flagscale.files import json_text
 from flagscale.hosts.probe import filled
+from flagscale.launch.liveness.options import AgentOptions
 from flagscale.launch.planning.environment import EnvValue, shell_notes
-from flagscale.launch.planning.plan import HostPlan, LaunchPlan, Machine
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine
 from flagscale.launch.planning.script import render
-from flagscale.launch.show.view import plan_text
+from flagscale.launch.show.plan import plan_text
 
 MakePlan = Callable[..., LaunchPlan]
 PATH = reference("PATH")
@@ -74,23 +74,29 @@ def test_a_plan_shows_references_as_a_yaml_has_them(make_plan: MakePlan) -> None
     made = make_plan(
         envs=Environments({"PATH": f"/x:{PATH}", "TYPED": "${host:X}", "PYTHONPATH": f"/p:{PATH}"})
     )
-    shown = {value["name"]: value for value in made.to_json()["hosts"][0]["environment"]}
+    shown = {value["name"]: value for value in made.hosts[0].to_json()["environment"]}
     assert shown["PATH"]["value"] == "/x:${host:PATH}"
     assert shown["PYTHONPATH"]["value"] == "/p:${host:PATH}"
     assert shown["TYPED"]["value"] == r"\${host:X}"
     assert "PATH='/x:${host:PATH}'" in plan_text(made)
-    assert "\\u0000" not in json.dumps(made.to_json())
+    assert "\\u0000" not in json_text(made.to_json())
     assert "\0" not in plan_text(made)
 
 
-def test_a_hosts_own_devices_are_counted(make_plan: MakePlan, machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [({"MINE": "4,5,6"}, 3), ({}, 8)],
+    ids=["this-machine", "another-of-which-nothing-is-known"],
+)
+def test_a_hosts_own_devices_are_counted(
+    make_plan: MakePlan, machine: Machine, environment: dict[str, str], ranks: int
+) -> None:
     made = make_plan(
         envs=Environments({"CUDA_VISIBLE_DEVICES": reference("MINE")}),
         runner=Runner(nproc_per_node="auto"),
-        hosts=(Host("localhost"),),
-        machine=replace(machine, gpus=8, environment={"MINE": "4,5,6"}),
+        machine=replace(machine, gpus=8, environment=environment),
     )
-    assert made.hosts[0].nproc == 3
+    assert made.hosts[0].nproc == ranks
 
 
 def test_a_secret_of_the_host_may_have_another_name(make_plan: MakePlan) -> None:
@@ -148,7 +154,7 @@ def test_any_reference_comes_back_out_of_bash(
 
 def _host(directory: Path, environment: tuple[EnvValue, ...]) -> HostPlan:
     return HostPlan(
-        rank=0,
+        node_rank=0,
         name="localhost",
         device_type=None,
         address="localhost",
@@ -157,7 +163,8 @@ def _host(directory: Path, environment: tuple[EnvValue, ...]) -> HostPlan:
         environment=environment,
         python_path=("/b", "/p"),
         workdir=directory,
-        agent=("agent",),
+        python="python3",
+        agent=AgentOptions("r", directory, "localhost", 0, 0, 1, 1.0),
         torchrun=("torchrun",),
         program=("program",),
         run_dir=directory,
