@@ -115,8 +115,15 @@ def test_the_whole_job_starts_again_and_people_are_told(two: Stations, tmp_path:
     assert (second["event"], second["name"]) == ("finished", "toy")
 
 
-def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations) -> None:
-    two.start({"stop_grace": 30.0, "max_restarts": 3}, light=True, TOY_0_0="save", TOY_1_0="save")
+def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    two.start(
+        {"stop_grace": 30.0, "max_restarts": 3, "notify_on": ["finished"]},
+        light=True,
+        FLAGSCALE_NOTIFY_COMMAND=f"cat >> {told}",
+        TOY_0_0="save",
+        TOY_1_0="save",
+    )
     two.joined()
     two[1].agent.terminate()
     assert two.codes() == [0, 0]
@@ -125,6 +132,8 @@ def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations) -> None:
         assert "saved" in next(logs).read_text()
         assert two[number].exit()["signal"] == signal.SIGTERM
         assert two[number].exit()["failure"] is None
+    notice = json.loads(told.read_text())
+    assert (notice["event"], notice["text"].rpartition(" run ")[0]) == ("stopped", "toy:")
     two.gone(1)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ def read(run_dir: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((run_dir / name).read_text()))
 
 
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """The limit of open files that many systems begin with, for this process and its children."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("few_files")
 def test_a_thousand_agents_share_one_fate(tmp_path: Path) -> None:
     key = secret.new()
     words = ["--lost-host-timeout", f"{SILENCE}", "--max-restarts", "1"]
