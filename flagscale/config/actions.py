@@ -7,17 +7,15 @@ check a configuration load none of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Purpose = Literal["launch", "plan", "find"]
 """What an experiment is loaded for: to start it (everything must be right), to plan it (data and
 tokenizer may be elsewhere), or to find a run of it (only ``experiment`` must be right)."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """An option of the launcher; its type and default are those of the field of ``Options``."""
 
     help: str
@@ -36,8 +34,7 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One action.
 
     ``function`` is ``module:name``; it is called with the experiment and the options, and returns

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from functools import cache
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
 def doc(
@@ -29,8 +29,7 @@ def documented(schema: type) -> dict[str, Field[Any]]:
     return {f.metadata["key"] or f.name: f for f in fields(schema) if "doc" in f.metadata}
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What a key takes: a ``base`` (str, int, float, bool, Path), or a list of them; or one of
     ``literals`` in its place, as in ``int | Literal["auto"]``."""
 

@@ -7,9 +7,9 @@ place, its key, what was found and what was expected.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flagscale.config import schema
 from flagscale.config.actions import ACTIONS, Purpose
@@ -41,8 +41,7 @@ _BACKEND = (
 )
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What a command line asks for, checked."""
 
     options: schema.Options

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
     from omegaconf.errors import OmegaConfBaseException
 
-_NOT_FOUND = re.compile(
-    r"Interpolation key '(?P<name>.+)' not found|Unsupported interpolation type (?P<kind>\w+)"
-)
+_NOT_FOUND = r"Interpolation key '(.+)' not found|Unsupported interpolation type (\w+)"
 
 
 def resolve(config: DictConfig, sources: Sources) -> dict[Any, Any]:
@@ -58,8 +56,8 @@ def _problem(error: OmegaConfBaseException, key: str, sources: Sources) -> Probl
     message = (error.msg or str(error)).splitlines()[0]
     if "Missing mandatory value" in message:
         message = "is required: replace ??? by a value"
-    elif found := _NOT_FOUND.fullmatch(message):
-        message += _hint(found["name"] or found["kind"], key, sources.texts.get(key, ""))
+    elif found := re.fullmatch(_NOT_FOUND, message):
+        message += _hint(found[1] or found[2], key, sources.texts.get(key, ""))
     else:
         message += interpolation_hint(message)
     return Problem(key, message, sources.place(key))

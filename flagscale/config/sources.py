@@ -113,9 +113,10 @@ class _Walk:
         return f"{named}." if named else ""
 
     def _record(self, file: YamlFile, prefix: str) -> None:
+        name = short(file.path)
         for key, leaf in file.leaves.items():
             full = f"{prefix}{key}"
-            self.sources.places[full] = f"{short(file.path)}:{leaf.line}"
+            self.sources.places[full] = f"{name}:{leaf.line}"
             if leaf.text is None:
                 self.sources.texts.pop(full, None)
             else:
