@@ -1,5 +1,6 @@
 # One place for the commands people and CI run. `make help` lists them.
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
