@@ -25,7 +25,7 @@ from flagscale.bench.groups.summary import Results, findings, table
 from flagscale.bench.groups.trial import measure, members_of
 from flagscale.bench.machine import facts
 from flagscale.bench.rank import Job
-from flagscale.bench.spawn import interruptible, run_job
+from flagscale.bench.spawn import interruptible, python_path, run_job
 from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
@@ -159,6 +159,7 @@ class _Starter:
             "LOCAL_WORLD_SIZE": str(world.local_size),
             "MASTER_ADDR": "127.0.0.1" if world.one_host else host,
             "MASTER_PORT": port,
+            "PYTHONPATH": python_path(),
         }
         environment.pop(RENDEZVOUS_VARIABLE, None)
         given = codec.encode(job).encode()
