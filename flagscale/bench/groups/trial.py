@@ -1,6 +1,6 @@
 """One measurement on one rank: the default group, further groups, their first two operations.
 
-The arms differ in one thing each:
+The variants differ in one thing each:
 
 =====  ==========================================================================================
 bound  the default group is bound to a device (``device_id``), which connects it at once and lets
@@ -17,50 +17,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.world import World
+from flagscale.bench.groups.plan import ON_ACCELERATORS, Sample, Variant
+from flagscale.bench.world import BenchWorld
 from flagscale.comm.base import CommBackend
 from flagscale.comm.options import OptionValues
 
-Arm = Literal["bound", "cold", "warm", "split"]
 _TIMEOUT = timedelta(minutes=10)
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measurement: seconds, of each the most over the ranks."""
-
-    world: float
-    """Creating the default group."""
-    create: float
-    """Creating all further groups."""
-    first: float
-    """The first all_reduce on each of them."""
-    second: float
-    """The second."""
-    memory: float
-    """MiB of device memory that all of it holds, on the rank that holds most; 0 on a CPU."""
-    splits: int
-    """How many communicators the backend says it split off; -1 where it does not tell."""
-
-    @property
-    def usable(self) -> float:
-        """Seconds until the further groups can be used: created, and run once."""
-        return self.create + self.first
-
-
-def needs_device(arm: Arm) -> bool:
-    """Whether an arm has a meaning on accelerators alone."""
-    return arm in ("bound", "split")
 
 
 def members_of(count: int, members: int, world: int) -> list[list[int]]:
@@ -69,33 +41,33 @@ def members_of(count: int, members: int, world: int) -> list[list[int]]:
 
 
 def measure(
-    arm: Arm,
+    variant: Variant,
     groups: list[list[int]],
-    world: World,
+    world: BenchWorld,
     store: Store,
     device: BenchDevice,
     backend: CommBackend,
     options: OptionValues,
 ) -> Sample:
-    """Measure one arm in this fresh process; every rank of ``world`` calls it."""
+    """Measure one variant in this fresh process; every rank of ``world`` calls it."""
     before = _used(device)
-    _meet(store, world, "start")
+    _together(store, world, "start")
     begin = time.perf_counter()
     with backend.creating():
         given = backend.init_options(device.torch_device, options).get("pg_options")
-        _create_world(arm, world, store, device, backend, given)
+        _create_world(variant, world, store, device, backend, given)
         created_world = time.perf_counter() - begin
-        if arm == "warm":
+        if variant == "warm":
             _all_reduce(None, device)
-        _meet(store, world, "create")
+        _together(store, world, "create")
         begin = time.perf_counter()
-        handles = [_create(arm, ranks, device, backend, given) for ranks in groups]
+        handles = [_create(variant, ranks, device, backend, given) for ranks in groups]
     device.synchronize()
     create = time.perf_counter() - begin
     mine = [h for h, ranks in zip(handles, groups, strict=True) if world.rank in ranks]
     turns = []
     for turn in ("first", "second"):
-        _meet(store, world, turn)
+        _together(store, world, turn)
         begin = time.perf_counter()
         for handle in mine:
             _all_reduce(handle, device)
@@ -112,14 +84,14 @@ def measure(
 
 
 def _create_world(
-    arm: Arm,
-    world: World,
+    variant: Variant,
+    world: BenchWorld,
     store: Store,
     device: BenchDevice,
     backend: CommBackend,
     options: Any,
 ) -> None:
-    bound: dict[str, Any] = {"device_id": device.torch_device} if needs_device(arm) else {}
+    bound: dict[str, Any] = {"device_id": device.torch_device} if variant in ON_ACCELERATORS else {}
     dist.init_process_group(
         backend.torch_backend(device.kind),
         store=PrefixStore("world", store),
@@ -132,9 +104,9 @@ def _create_world(
 
 
 def _create(
-    arm: Arm, ranks: list[int], device: BenchDevice, backend: CommBackend, options: Any
+    variant: Variant, ranks: list[int], device: BenchDevice, backend: CommBackend, options: Any
 ) -> dist.ProcessGroup | None:
-    if arm == "split":
+    if variant == "split":
         return dist.split_group(None, [ranks], timeout=_TIMEOUT, pg_options=options)
     handle: dist.ProcessGroup | None = dist.new_group(
         ranks,
@@ -150,11 +122,11 @@ def _all_reduce(group: dist.ProcessGroup | None, device: BenchDevice) -> None:
     device.synchronize()
 
 
-def _meet(store: Store, world: World, name: str) -> None:
+def _together(store: Store, world: BenchWorld, name: str) -> None:
     """All ranks are here. Through the store: a collective would warm what is to be measured."""
-    if store.add(f"meet/{name}", 1) == world.size:
-        store.set(f"met/{name}", "1")
-    store.wait([f"met/{name}"], _TIMEOUT)
+    if store.add(f"here/{name}", 1) == world.size:
+        store.set(f"all/{name}", "1")
+    store.wait([f"all/{name}"], _TIMEOUT)
 
 
 def _used(device: BenchDevice) -> float:
@@ -174,9 +146,9 @@ def _splits(device: BenchDevice) -> int:
     return int(count()) if count is not None else -1
 
 
-def _most(own: Sample, world: World, store: Store) -> Sample:
+def _most(own: Sample, world: BenchWorld, store: Store) -> Sample:
     """Of every number the most over the ranks."""
     store.set(f"sample/{world.rank}", json.dumps(asdict(own)))
     samples = [json.loads(store.get(f"sample/{rank}")) for rank in range(world.size)]
-    _meet(store, world, "end")
+    _together(store, world, "end")
     return Sample(**{name: max(s[name] for s in samples) for name in samples[0]})

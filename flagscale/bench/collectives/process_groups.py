@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from flagscale.comm.options import OptionValues
 
 
 @dataclass(frozen=True)
-class Team:
+class RankGroup:
     """The ranks that one operation joins, as this rank sees them."""
 
     backend: str
@@ -23,7 +24,11 @@ class Team:
     """Global ranks, in the order of the group."""
     index: int
     """This rank's place in ``ranks``; -1 when it has none."""
-    group: dist.ProcessGroup
+    process_group: dist.ProcessGroup
+
+    def backend_on(self, device: BenchDevice) -> Any:
+        """torch's object of the backend for tensors of ``device``."""
+        return self.process_group._get_backend(device.torch_device)
 
     @property
     def size(self) -> int:
@@ -41,33 +46,32 @@ def form(
     device: BenchDevice,
     seconds: float,
     options: OptionValues,
-) -> Team:
-    """The team of ``rank`` among ``groups``; every rank calls this with the same groups. The
+) -> RankGroup:
+    """The group of ``rank`` among ``groups``; every rank calls this with the same groups. The
     variables that ``options`` amount to are set already.
 
-    A rank outside of all groups gets a team it is no member of.
+    A rank outside of all groups gets one it is no member of.
     """
-    mine: Team | None = None
+    mine: RankGroup | None = None
     given = backend.init_options(device.torch_device, options)
     for ranks in groups:
         with backend.creating():
-            group: dist.ProcessGroup = dist.new_group(
+            process_group: dist.ProcessGroup = dist.new_group(
                 list(ranks),
                 timeout=timedelta(seconds=seconds),
                 backend=backend.torch_backend(device.kind),
                 pg_options=given.get("pg_options"),
             )
         if rank in ranks:
-            mine = Team(backend.name, ranks, ranks.index(rank), group)
-            _connect(group, device)
+            mine = RankGroup(backend.name, ranks, ranks.index(rank), process_group)
+            _connect(process_group, device)
     if mine is None:
-        everyone = _get_default_group()
-        return Team(backend.name, groups[0], -1, everyone)
+        return RankGroup(backend.name, groups[0], -1, _get_default_group())
     return mine
 
 
-def _connect(group: dist.ProcessGroup, device: BenchDevice) -> None:
+def _connect(process_group: dist.ProcessGroup, device: BenchDevice) -> None:
     """Communicators on a GPU are made by the first operation; registering memory needs one."""
     if device.is_cuda:
-        dist.all_reduce(torch.zeros(1, device=device.torch_device), group=group)
+        dist.all_reduce(torch.zeros(1, device=device.torch_device), group=process_group)
         device.synchronize()

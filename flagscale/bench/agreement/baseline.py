@@ -1,8 +1,8 @@
-"""The bare side: calls as nccl-tests makes them, and its loop around them.
+"""The baseline: calls as nccl-tests makes them, and its loop around them.
 
-The loop is that of nccl-tests' ``BenchTime``: warm up, meet, issue all iterations, wait for the
-device, divide; with graphs, capture the iterations once and launch the graph many times. On a CPU
-the calls go to gloo's own object, below ``torch.distributed``.
+The loop is that of nccl-tests' ``BenchTime``: warm up, meet at a barrier, issue all iterations,
+wait for the device, divide; with graphs, capture the iterations once and launch the graph many
+times. On a CPU the calls go to gloo's own object, below ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Issue = Callable[[], None]
 ROOT = 0
 
 
-class Bare(ABC):
+class Baseline(ABC):
     """Makes calls on buffers of its own."""
 
     operations: tuple[str, ...]
@@ -36,7 +36,7 @@ class Bare(ABC):
         current when it is asked."""
 
 
-class BareNccl(Bare):
+class NcclBaseline(Baseline):
     """NCCL through ctypes, on a communicator of its own."""
 
     operations = definitions.OPERATIONS
@@ -117,7 +117,7 @@ class BareNccl(Bare):
         return issue
 
 
-class BareGloo(Bare):
+class GlooBaseline(Baseline):
     """gloo's process group itself, for what needs no lists of tensors."""
 
     operations = ("all_reduce", "all_gather", "broadcast")
@@ -149,7 +149,7 @@ def time_of(
     iterations: int,
     warmup: int,
     launches: int | None,
-    meet: Callable[[], None],
+    together: Callable[[], None],
 ) -> float:
     """Seconds of one call, by nccl-tests' loop; with ``launches`` of a graph of the iterations."""
     issue = make()
@@ -167,7 +167,7 @@ def time_of(
         work, count = device.capture(captured), launches
         work()
         device.synchronize()
-    meet()
+    together()
     begin = time.perf_counter()
     for _ in range(count):
         work()

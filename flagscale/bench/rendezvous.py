@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from flagscale.bench.pmi import Pmi
-from flagscale.bench.world import World
+from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError, UnreachableError
 
 _POLL_SECONDS = 0.02
@@ -23,7 +23,9 @@ _KEY = "flagscale_bench"
 _LEFT = "left"
 
 
-def meet(world: World, *, address: str | None, port: int | None, seconds: float) -> Store:
+def rendezvous(
+    world: BenchWorld, seconds: float, address: str | None = None, port: int | None = None
+) -> Store:
     """A store shared by all ranks of ``world``. ``address`` and ``port`` override the launcher's.
 
     Raises:
@@ -39,8 +41,8 @@ def meet(world: World, *, address: str | None, port: int | None, seconds: float)
             return _tcp(host, port or world.port or 0, world, timeout)
         if world.launcher == "MPICH":
             return _by_pmi(world, address, port, timeout)
-        if world.meeting:
-            return _by_file(world, _meeting_file(world), port or 0, timeout)
+        if world.rendezvous:
+            return _by_file(world, _file_of(world), port or 0, timeout)
     except (dist.DistError, RuntimeError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnreachableError(f"rank {world.rank} could not meet the others: {first}") from error
@@ -51,17 +53,17 @@ def meet(world: World, *, address: str | None, port: int | None, seconds: float)
 
 
 def _by_torchrun(timeout: timedelta) -> Store:
-    store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
+    store: Store = next(iter(torch_rendezvous("env://", timeout=timeout)))[0]
     return store
 
 
-def _tcp(host: str, port: int, world: World, timeout: timedelta) -> TCPStore:
+def _tcp(host: str, port: int, world: BenchWorld, timeout: timedelta) -> TCPStore:
     """``wait_for_workers`` is off: whoever needs the others waits for their keys."""
     leads = world.rank == 0
     return TCPStore(host, port, world.size, leads, timeout, wait_for_workers=False)
 
 
-def _by_pmi(world: World, address: str | None, port: int | None, timeout: timedelta) -> Store:
+def _by_pmi(world: BenchWorld, address: str | None, port: int | None, timeout: timedelta) -> Store:
     with Pmi(int(os.environ["PMI_FD"])) as pmi:
         store = None
         if world.rank == 0:
@@ -73,9 +75,9 @@ def _by_pmi(world: World, address: str | None, port: int | None, timeout: timede
     return store or _tcp(found, int(number), world, timeout)
 
 
-def _meeting_file(world: World) -> Path:
+def _file_of(world: BenchWorld) -> Path:
     """A path of this user's alone, so that nobody else can send the ranks astray."""
-    given = Path(world.meeting or "")
+    given = Path(world.rendezvous or "")
     if given.is_absolute():
         return given
     directory = Path(tempfile.gettempdir()) / f"flagscale-bench-{os.getuid()}"
@@ -85,7 +87,7 @@ def _meeting_file(world: World) -> Path:
     return directory / given
 
 
-def _by_file(world: World, path: Path, port: int, timeout: timedelta) -> Store:
+def _by_file(world: BenchWorld, path: Path, port: int, timeout: timedelta) -> Store:
     host = "127.0.0.1"
     if world.rank == 0:
         store = _tcp(host, port, world, timeout)
@@ -104,18 +106,18 @@ def _by_file(world: World, path: Path, port: int, timeout: timedelta) -> Store:
     raise UnreachableError(f"rank {world.rank} waited for rank 0 in vain")
 
 
-def leave(world: World) -> None:
-    """Remove what the meeting left on disk. Call on rank 0 once all ranks have met."""
-    if world.rank == 0 and world.meeting:
-        file = _meeting_file(world)
+def clean_up(world: BenchWorld) -> None:
+    """Remove what the rendezvous left on disk. Call on rank 0 once all ranks have met."""
+    if world.rank == 0 and world.rendezvous:
+        file = _file_of(world)
         file.unlink(missing_ok=True)
         if world.launcher == "local":
-            # Made for this meeting alone, by a process that may be killed before it removes it.
+            # Made for this rendezvous alone, by a process that may be killed before it removes it.
             with suppress(OSError):
                 file.parent.rmdir()
 
 
-def part(store: Store, world: World, seconds: float) -> None:
+def exit_store(store: Store, world: BenchWorld, seconds: float) -> None:
     """Leave a store that all ranks of ``world`` have met at; rank 0, whose store it is, goes last,
     or after ``seconds``."""
     if world.rank:

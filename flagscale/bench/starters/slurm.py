@@ -12,22 +12,24 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from flagscale.bench.collectives.spec import Placement
-from flagscale.bench.spawn import call, interruptible, python_path, show_log
+from flagscale.bench.files import read_text
+from flagscale.bench.placement import Placement
+from flagscale.bench.rank import Job
+from flagscale.bench.spawn import call, interruptible, log_path, own_code, python_path
+from flagscale.bench.starters import call_starter
 from flagscale.errors import ConfigError, JobError, UnreachableError
 
 _PROGRAMS = ("srun", "salloc", "squeue", "scancel")
 _ANSWER_SECONDS = 30.0
 # Ranks end within moments of each other; one that is still there after this hangs.
 _LAST_RANK_SECONDS = 30
-_LARGEST_CODE = 4
 _LONGEST_SCRIPT = 100 * 1024
 
 
 def run_in_slurm(
-    place: Placement, program: Sequence[str], environment: Mapping[str, str], *, note: bool = True
+    place: Placement, job: Job, environment: Mapping[str, str], *, note: bool = True
 ) -> int:
-    """Run ``program`` as the ranks of ``place``; the exit code.
+    """Carry out ``job`` as the ranks of ``place``; the exit code.
 
     An allocation made here is given back at the end, also when a signal ends this process.
 
@@ -39,20 +41,16 @@ def run_in_slurm(
     missing = [n for n in _PROGRAMS if shutil.which(n, path=environment.get("PATH")) is None]
     if missing:
         raise UnreachableError(f"--slurm-mode: {', '.join(missing)} is not installed here")
-    if place.workers is None:
-        raise ConfigError("--slurm-mode: the number of ranks is missing: -r 16 -N 2")
     setup = _setup_text(place)
-    environment = {**environment, "PYTHONPATH": python_path()}
-    with interruptible(), _job(place, environment) as job:
-        if setup is not None and call(setup_argv(place, job, setup), environment):
+    environment = {**environment, **job.variable(), "PYTHONPATH": python_path()}
+    with interruptible(), _allocation(place, environment) as allocation:
+        if setup is not None and call(setup_argv(place, allocation, setup), environment):
             raise JobError(f"--slurm-setup-script {place.slurm_setup} failed; nothing was measured")
         if note:
-            print(f"# Slurm job {job}", flush=True)
-        if place.log_dir is not None:
-            place.log_dir.mkdir(parents=True, exist_ok=True)
-        code = call(srun_argv(place, job, program), environment)
-        show_log(place.log_dir)
-        return _own_code(code)
+            print(f"# Slurm job {allocation}", flush=True)
+        # srun returns its tasks' largest code.
+        line = srun_argv(place, allocation, job.command)
+        return own_code(call_starter(line, environment, place.log_dir))
 
 
 def srun_argv(place: Placement, job: str, program: Sequence[str]) -> list[str]:
@@ -64,7 +62,7 @@ def srun_argv(place: Placement, job: str, program: Sequence[str]) -> list[str]:
     command = ["srun", f"--jobid={job}", "--overlap", *_shape(place)]
     command += ["--kill-on-bad-exit=0", f"--wait={_LAST_RANK_SECONDS}"]
     if place.log_dir is not None:
-        command.append(f"--output={place.log_dir.absolute() / 'rank_%t.log'}")
+        command.append(f"--output={log_path(place.log_dir.absolute(), '%t')}")
     return [*command, *program]
 
 
@@ -95,10 +93,7 @@ def _shape(place: Placement) -> list[str]:
 def _setup_text(place: Placement) -> str | None:
     if place.slurm_setup is None:
         return None
-    try:
-        text = place.slurm_setup.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--slurm-setup-script {place.slurm_setup}: {error}") from error
+    text = read_text(place.slurm_setup, f"--slurm-setup-script {place.slurm_setup}")
     if len(text.encode()) > _LONGEST_SCRIPT:
         raise ConfigError(
             f"--slurm-setup-script {place.slurm_setup}: longer than {_LONGEST_SCRIPT} bytes",
@@ -108,7 +103,7 @@ def _setup_text(place: Placement) -> str | None:
 
 
 @contextmanager
-def _job(place: Placement, environment: Mapping[str, str]) -> Iterator[str]:
+def _allocation(place: Placement, environment: Mapping[str, str]) -> Iterator[str]:
     """The id of the job to run in: the one asked for, the one around this process, or a new one
     for the length of the block."""
     given = place.slurm_job or environment.get("SLURM_JOB_ID")
@@ -159,11 +154,6 @@ def _ask(
         )
     except subprocess.TimeoutExpired as error:
         raise UnreachableError(f"{words[0]} does not answer within {seconds:g} s") from error
-
-
-def _own_code(code: int) -> int:
-    """srun returns its tasks' largest code; a signal's 128+n among them is a failed run."""
-    return code if 0 <= code <= _LARGEST_CODE else 1
 
 
 def _last_line(text: str) -> str:

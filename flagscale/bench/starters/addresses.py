@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flagscale.bench.collectives.spec import Placement
-from flagscale.bench.host import Prepared, look_up
+from flagscale.bench.host import PreparedHost, look_up
+from flagscale.bench.placement import Placement
 from flagscale.errors import UnreachableError
 from flagscale.hosts.hostfile import meeting_address
 from flagscale.hosts.names import compress
@@ -19,11 +19,11 @@ def candidates(place: Placement) -> tuple[str, ...]:
     """What the ranks may meet at, the first choice first: what the user says or the first host's
     name, then what the SSH configuration has for that name."""
     first = place.hosts[0]
-    chosen = meeting_address(place.address, place.hosts)
-    if chosen != first.name:
-        return (chosen,)
+    given = place.address or ("127.0.0.1" if len(place.hosts) == 1 else first.addr)
+    if given:
+        return (given,)
     address = SshConfig.load(place.ssh_config).target(first.name).address
-    return tuple(dict.fromkeys((chosen, address)))
+    return tuple(dict.fromkeys((first.name, address)))
 
 
 def known_here(addresses: Sequence[str]) -> str:
@@ -31,7 +31,7 @@ def known_here(addresses: Sequence[str]) -> str:
     return next(iter(look_up(addresses)), addresses[0])
 
 
-def agreed(addresses: Sequence[str], prepared: Sequence[Prepared], names: Sequence[str]) -> str:
+def agreed(addresses: Sequence[str], prepared: Sequence[PreparedHost], names: Sequence[str]) -> str:
     """The first address that every host can resolve, and that no host but the first takes for
     itself. ``names`` are what the user calls the hosts.
 
