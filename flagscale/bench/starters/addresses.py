@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from flagscale.bench.host import PreparedHost, look_up
 from flagscale.bench.placement import Placement
 from flagscale.errors import UnreachableError
-from flagscale.hosts.hostfile import meeting_address
 from flagscale.hosts.names import compress
 from flagscale.hosts.ssh import SshConfig
 

@@ -12,7 +12,7 @@ import sys
 import tarfile
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
@@ -23,14 +23,14 @@ from flagscale.bench.rank import Job
 from flagscale.bench.spawn import RankRange, handed_on, interruptible, own_code, python_path
 from flagscale.bench.starters import addresses
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
-from flagscale.hosts.reach import describe, require_all
-from flagscale.hosts.ssh import Connection, Fleet, HostError, SshConfig
+from flagscale.hosts.errors import HostError
+from flagscale.hosts.executor import Endpoint, Executor
+from flagscale.hosts.fan_out import Hosts, describe, require_all
 
 # Longer than a host takes to end its own ranks, so that it can still say why.
 _GRACE_SECONDS = 12.0
 _PREPARE_SECONDS = 60.0
 P = TypeVar("P")
-T = TypeVar("T")
 
 
 def run_over_ssh(
@@ -46,7 +46,7 @@ def run_over_ssh(
             middle.
         ConfigError: a host has no flagscale at this machine's path, or no room for its ranks.
     """
-    with interruptible(), _Hosts(place) as hosts:
+    with interruptible(), _reach(place) as hosts:
         prepared, address = _prepare(hosts, place)
         port = place.port or prepared[0].port
         orders: list[Order] = []
@@ -85,40 +85,12 @@ def carried(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
     return moved, {name: local for local, name in names.items()}
 
 
-class _Hosts:
-    """The hosts of a placement, by number, with the connections that stay open to them."""
-
-    def __init__(self, place: Placement) -> None:
-        config = SshConfig.load(place.ssh_config)
-        self.names = [host.name for host in place.hosts]
-        targets = [
-            config.target(host.name, user=host.user, port=host.port, proxy=host.proxy)
-            for host in place.hosts
-        ]
-        self._numbers = {target: number for number, target in enumerate(targets)}
-        self._fleet = Fleet(targets)
-
-    def __enter__(self) -> _Hosts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._fleet.close()
-
-    def each(
-        self, action: Callable[[int, Connection], T], only: Collection[int] | None = None
-    ) -> tuple[dict[int, T], dict[int, FlagscaleError]]:
-        """Do ``action`` on every host, or on ``only`` these: what it returned, and the errors of
-        those that failed."""
-        numbers = self._numbers
-        outcomes = self._fleet.map(
-            lambda host: action(numbers[host.target], host),
-            targets=[target for target, n in numbers.items() if only is None or n in only],
-        )
-        errors = {numbers[o.target]: o.error for o in outcomes if o.error is not None}
-        return {numbers[o.target]: o.get() for o in outcomes if o.ok}, errors
+def _reach(place: Placement) -> Hosts:
+    endpoints = [
+        Endpoint(host.name, user=host.user, port=host.port, proxy=host.proxy)
+        for host in place.hosts
+    ]
+    return Hosts(endpoints, {"ssh": {"config": place.ssh_config}})
 
 
 def _command(*words: str) -> list[str]:
@@ -126,12 +98,12 @@ def _command(*words: str) -> list[str]:
     return [*python, "-m", "flagscale.bench.host", *words]
 
 
-def _prepare(hosts: _Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
+def _prepare(hosts: Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
     """Every host's port and directory, and an address that all of them can meet at. Where a host
     fails, all are clean again."""
     choices = addresses.candidates(place)
 
-    def prepare(number: int, host: Connection) -> PreparedHost:
+    def prepare(number: int, host: Executor) -> PreparedHost:
         done = host.run(_command("prepare", *choices), timeout=_PREPARE_SECONDS)
         if done.ok:
             return codec.decode(PreparedHost, done.stdout)
@@ -149,16 +121,16 @@ def _prepare(hosts: _Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
             require_room(count, host.cores, place, name)
         return found, addresses.agreed(choices, found, hosts.names)
     except FlagscaleError:
-        hosts.each(lambda n, host: _bring(host, prepared[n].scratch), only=prepared)
+        hosts.each(lambda n, host: _bring(host, prepared[n].scratch), list(prepared))
         raise
 
 
-def _bring(host: Connection, scratch: str, into: IO[bytes] | None = None) -> None:
+def _bring(host: Executor, scratch: str, into: IO[bytes] | None = None) -> None:
     """The tar file of a run's directory, which is gone then."""
     write = into.write if into is not None else lambda _: 0
     done = host.run(_command("bring", scratch), timeout=None, on_stdout=write)
     if not done.ok:
-        raise HostError(host.target.name, f"{scratch} cannot be read: {done.error_text.strip()}")
+        raise HostError(host.name, f"{scratch} cannot be read: {done.error_text.strip()}")
 
 
 def unpack(archive: IO[bytes], files: Mapping[str, Path]) -> None:
@@ -183,7 +155,7 @@ def unpack(archive: IO[bytes], files: Mapping[str, Path]) -> None:
 class _Run:
     """All hosts at work, until the last has ended or the first has failed."""
 
-    def __init__(self, hosts: _Hosts, orders: Sequence[Order], files: Mapping[str, Path]) -> None:
+    def __init__(self, hosts: Hosts, orders: Sequence[Order], files: Mapping[str, Path]) -> None:
         self._hosts, self._orders, self._files = hosts, orders, files
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
@@ -202,7 +174,7 @@ class _Run:
             raise UnreachableError(f"lost in the middle:\n{lost}")
         return own_code(next((codes[n] for n in sorted(codes) if codes[n]), 0))
 
-    def _one(self, number: int, host: Connection) -> int:
+    def _one(self, number: int, host: Executor) -> int:
         """Runs in a thread of the host."""
         code = 1
         try:

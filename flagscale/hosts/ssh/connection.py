@@ -30,7 +30,6 @@ from flagscale.hosts.ssh.target import SshTarget
 
 # Seconds that paramiko's thread gets to end after it reported an error.
 _LAST_WORDS = 0.5
-_SFTP_HINT = "give the host's sshd_config the line `Subsystem sftp internal-sftp`, and reload sshd"
 
 
 class Connection(Closing):
@@ -147,14 +146,6 @@ class Connection(Closing):
             channel = self._session()
             channel.exec_command(line.encode("utf-8", "surrogateescape"))
         return channel
-
-    def open_sftp(self) -> paramiko.SFTPClient:
-        """An SFTP client whose operations give up on a silent host; see :mod:`.files`."""
-        with self._answer_within(self._lost, "start a file transfer over SFTP", _SFTP_HINT):
-            channel = self._session()
-            channel.invoke_subsystem("sftp")
-            channel.settimeout(self._lost)
-            return paramiko.SFTPClient(channel)
 
     def check_alive(self) -> None:
         """Ask the SSH server for a sign of life; raises :class:`ConnectionLostError`."""
