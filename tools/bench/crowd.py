@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flagscale.errors import JobError
 from flagscale.launch.liveness import secret
@@ -32,6 +33,7 @@ from flagscale.launch.liveness.messages import (
     Reported,
 )
 from flagscale.launch.liveness.network import Client, Ready, allow_files
+from flagscale.launch.liveness.options import AgentOptions
 from flagscale.status import RUN_ID_VARIABLE
 
 _TURN_SECONDS = 0.02
@@ -130,15 +132,31 @@ class Crowd:
 
 @contextmanager
 def coordinator(
-    scratch: Path, count: int, key: str, *words: str
+    scratch: Path, count: int, key: str, **changes: Any
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The agent of host 0 of a run of ``count`` others, whose own job does nothing, and the port
-    at which it listens. ``words`` are added to its command line."""
+    at which it listens. ``changes`` are options of it."""
     port, run_id = _free_port(), f"crowd-{secrets.token_hex(4)}"
-    names = [f"h{n}" for n in range(count + 1)]
-    command = [sys.executable, "-m", "flagscale.launch.agent", "--run-dir", str(scratch / "h0")]
-    command += ["--grace", "0.5", "--name", "h0", "--nproc", "1", *words]
-    command += ["--coordinator", f"127.0.0.1:{port}", "--hosts", *names, "--", "sleep", "3600"]
+    options: dict[str, Any] = {
+        "max_restarts": 0,
+        "on_failure": "stop",
+        "lost_host_timeout": 60.0,
+        "start_timeout": 600.0,
+        "hang_detection_timeout": 0.0,
+        "run_name": "crowd",
+        "run_dir": scratch / "h0",
+        "name": "h0",
+        "node_rank": 0,
+        "first_rank": 0,
+        "nproc": 1,
+        "stop_grace": 0.5,
+        "master_addr": "127.0.0.1",
+        "liveness_port": port,
+        "hosts": (f"h[0-{count}]",),
+    }
+    told = AgentOptions(**{**options, **changes})
+    command = [sys.executable, "-m", "flagscale.launch.agent", "--options", told.to_json()]
+    command += ["--", "sleep", "3600"]
     given = {**os.environ, RUN_ID_VARIABLE: run_id, secret.VARIABLE: key}
     with (scratch / "output").open("wb") as output:
         agent = subprocess.Popen(

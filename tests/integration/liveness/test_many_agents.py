@@ -45,8 +45,8 @@ def few_files() -> Iterator[None]:
 @pytest.mark.usefixtures("few_files")
 def test_a_thousand_agents_share_one_fate(tmp_path: Path) -> None:
     key = secret.new()
-    words = ["--lost-host-timeout", f"{SILENCE}", "--max-restarts", "1"]
-    with coordinator(tmp_path, COUNT, key, *words) as (process, port):
+    told_of = {"lost_host_timeout": float(SILENCE), "max_restarts": 1}
+    with coordinator(tmp_path, COUNT, key, **told_of) as (process, port):
         crowd = Crowd(COUNT, key, port, beat_seconds=SILENCE / 5)
         run_dir = tmp_path / "h0"
 
