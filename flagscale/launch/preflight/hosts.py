@@ -26,7 +26,7 @@ from flagscale.launch.preflight.checks import (
     check_devices,
     port_origin,
 )
-from flagscale.launch.preflight.survey import BACKEND, Survey, syncs
+from flagscale.launch.preflight.survey import BACKEND, Survey, port_in_use, syncs
 from flagscale.launch.state import RunState, alive_message
 
 _SKEW_FAILS = 30.0
@@ -67,15 +67,19 @@ def check_hosts(
         checks += _compressed(rows)
     checks += _directories(experiment, plan, found)
     if 0 in found.facts:
-        checks += _ports(experiment, plan)
+        checks += _ports(experiment, plan, found)
     return [replace(check, hosts="") for check in checks] if found.here else checks
 
 
-def require_reachable(found: Survey) -> None:
-    """Raise :class:`UnreachableError` that names every host that did not answer."""
+def require_usable(experiment: Experiment, found: Survey) -> None:
+    """Raise :class:`UnreachableError` that names every host that did not answer, or
+    :class:`ConfigError` for a port that is taken: what is known without a preflight."""
     if found.errors:
         count = f"{len(found.errors)} of {len(found.hosts)} host(s) cannot be used"
         raise UnreachableError(f"{count}\n{describe(found.errors, found.names)}")
+    taken = port_in_use(experiment, found)
+    if taken is not None:
+        raise taken
 
 
 def _compressed(rows: list[tuple[str, Check]]) -> Iterator[Check]:
@@ -248,9 +252,13 @@ def _earlier_run(facts: Facts, previous: RunState | None) -> Check:
     return Check(EARLIER_RUN, False, f"{facts.alive} is alive there", hint)
 
 
-def _ports(experiment: Experiment, plan: LaunchPlan) -> Iterator[Check]:
-    """The ports of the master's host, which its answer has found free, and why it is these."""
+def _ports(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Iterator[Check]:
+    """The ports of the master's host, and why it is these where its answer has found them free."""
     runner, host = experiment.runner, plan.hosts[0].name
+    taken = port_in_use(experiment, found)
+    if taken is not None:
+        yield Check("master port", False, taken.message, taken.hint or "", hosts=host)
+        return
     origin = port_origin(runner)
     yield Check("master port", True, f"{plan.master_port}, free, {origin}", hosts=host)
     if plan.liveness_port is None:

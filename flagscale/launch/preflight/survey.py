@@ -176,13 +176,9 @@ def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Nee
 
 
 def plan_of(experiment: Experiment, found: Survey, run_id: str, runner: RunnerHandle) -> LaunchPlan:
-    """The plan that follows from the answers. Raises :class:`ConfigError` for a port that is
-    taken on the master host."""
+    """The plan that follows from the answers."""
     master = found.facts.get(0)
     port = master.port if master is not None else None
-    # What holds it may be the run that is alive there, which is told with the checks.
-    if master is not None and (port is None or master.busy_port is not None) and not master.alive:
-        raise _port_in_use(experiment, master, found.names[0])
     known = machines(experiment, found.hosts, found.facts, here=found.here)
     return plan(
         experiment,
@@ -195,11 +191,14 @@ def plan_of(experiment: Experiment, found: Survey, run_id: str, runner: RunnerHa
     )
 
 
-def _port_in_use(experiment: Experiment, master: Facts, name: str) -> ConfigError:
-    runner = experiment.runner
-    text = (
-        f"port {master.busy_port} of {name} is in use by {master.port_holder or 'another process'}"
-    )
+def port_in_use(experiment: Experiment, found: Survey) -> ConfigError | None:
+    """What there is to say of a port that is taken on the master host, unless by the run that is
+    alive there, which is told by itself."""
+    runner, master = experiment.runner, found.facts.get(0)
+    if master is None or master.alive or (master.port is not None and master.busy_port is None):
+        return None
+    holder = master.port_holder or "another process"
+    text = f"port {master.busy_port} of {found.names[0]} is in use by {holder}"
     key, what = "master_port", "choose another one"
     if master.busy_port != wanted_port(runner):
         key = "liveness_port"

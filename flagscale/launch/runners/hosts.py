@@ -29,7 +29,7 @@ from flagscale.launch.failures import first_failure
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.planning.script import render
-from flagscale.launch.preflight.hosts import check_hosts, require_reachable
+from flagscale.launch.preflight.hosts import check_hosts, require_usable
 from flagscale.launch.preflight.survey import plan_of, survey, sync
 from flagscale.launch.preparing import checked, hosts_of, loopback_notes, unprobed_plan
 from flagscale.launch.runners import reaching
@@ -95,7 +95,7 @@ class HostRunner:
                 previous = load_state(made.layout.state)
                 ready.checks = check_hosts(experiment, made, found, previous)
             else:
-                require_reachable(found)
+                require_usable(experiment, found)
             self._hosts = reached
             yield ready
 

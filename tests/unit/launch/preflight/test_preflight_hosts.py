@@ -14,11 +14,11 @@ from flagscale.hosts.errors import ChangedHostKeyError, NoRouteError
 from flagscale.hosts.facts import NOT_WRITABLE, Facts, PathState
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.python_world import World
-from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.planning.per_host import all_settings
 from flagscale.launch.preflight.checks import Check, exit_code, require
-from flagscale.launch.preflight.hosts import check_hosts
-from flagscale.launch.preflight.survey import Survey, plan_of
+from flagscale.launch.preflight.hosts import check_hosts, require_usable
+from flagscale.launch.preflight.survey import Survey
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
 PYTHON = World("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
@@ -222,5 +222,5 @@ def test_a_taken_port_is_told_by_the_key_that_it_comes_from(
     experiment = make_experiment(runner=Runner(nproc_per_node=1, **runner))
     found = survey_of(experiment, dict.fromkeys(range(len(HOSTS)), facts))
     with pytest.raises(ConfigError, match=advice) as raised:
-        plan_of(experiment, found, "r", RunnerHandle("ssh"))
+        require_usable(experiment, found)
     assert f"runner.{key}: port {busy} of n01 is in use by process 7 (nc)" in str(raised.value)
