@@ -24,7 +24,7 @@ from flagscale.hosts.errors import (
 )
 from flagscale.hosts.executor import OnOutput, Result
 from flagscale.hosts.ssh.command import command_line
-from flagscale.hosts.ssh.exchange import Exchange
+from flagscale.hosts.ssh.exchange import Exchange, close_channel
 from flagscale.hosts.ssh.shell import LINE, Shell
 from flagscale.hosts.ssh.target import SshTarget
 
@@ -105,8 +105,11 @@ class Connection(Closing):
         """
         line = command_line(argv)
         deadline = None if timeout is None else time.monotonic() + timeout
-        with contextlib.closing(self._execute(line, timeout)) as channel:
+        channel = self._execute(line, timeout)
+        try:
             return Exchange(self, channel, deadline, on_stdout, on_stderr).run(stdin)
+        finally:
+            close_channel(channel)
 
     def run_script(
         self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60

@@ -56,6 +56,12 @@ class Link(Protocol):
         """The error for a connection that broke."""
 
 
+def close_channel(channel: paramiko.Channel) -> None:
+    """Close a channel, whose connection may be lost: what was said of that stands."""
+    with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+        channel.close()
+
+
 class Exchange:
     """One command's input, output and end."""
 

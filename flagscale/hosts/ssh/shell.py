@@ -14,7 +14,7 @@ import paramiko
 
 from flagscale.hosts.executor import Result
 from flagscale.hosts.ssh.command import MARK, AfterMarker
-from flagscale.hosts.ssh.exchange import Exchange, Link
+from flagscale.hosts.ssh.exchange import Exchange, Link, close_channel
 
 # Whole scripts are read, counted in bytes, before their first command runs: one that was cut off
 # on its way does not run. Nothing of them shows in a process table. One line: tcsh, which may be
@@ -53,7 +53,7 @@ class Shell:
 
     def close(self) -> None:
         """End it. A script that still runs may go on running."""
-        self._channel.close()
+        close_channel(self._channel)
 
     def run(self, script: str, deadline: float | None) -> Result:
         """Run a script until its end; where that is not known, the shell is of no more use."""
