@@ -145,7 +145,7 @@ def _stay(runner: Runner, state: RunState) -> int:
     from flagscale.launch.show import ticker
     from flagscale.launch.snapshot import Phase
 
-    output = logs.RunOutput(state)
+    outputs = logs.of_hosts(state)
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise Interrupted(number)
@@ -154,12 +154,12 @@ def _stay(runner: Runner, state: RunState) -> int:
         signal.signal(number, interrupt)
     try:
         with ticker.shown(lambda: runner.query(state)) as show:
-            logs.follow(output, lambda: runner.ended(state), show)
+            logs.follow(outputs, lambda: runner.ended(state), show)
     except KeyboardInterrupt:
         print(f"flagscale: stopping run {state.run_id}", file=sys.stderr, flush=True)
         attending.interrupt(runner, state)
         runner.bring_output(state)
-        for line in output.read(final=True):
+        for line in (line for output in outputs for line in output.read(final=True)):
             print(line, flush=True)
         raise
     code = runner.wait(state)

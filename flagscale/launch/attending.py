@@ -60,25 +60,26 @@ def show_logs(state: RunState, options: Options) -> int:
         if options.follow:
             _follow(runner, state, options)
             return 0
-        found = logs.lines_of(state, options.rank)
+        silent = True
+        for line in logs.lines_of(state, options.rank, options.lines):
+            silent = False
+            print(line)
     finally:
         runner.close()
-    for line in _last(found, options.lines):
-        print(line)
+    if silent and options.lines != 0:
+        who = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
+        files = ", ".join(str(output.path) for output in logs.of_hosts(state, options.rank))
+        print(f"note: {who} has written nothing so far; its log is {files}", file=sys.stderr)
     return 0
 
 
 def _follow(runner: Runner, state: RunState, options: Options) -> None:
-    output = logs.RunOutput(state, options.rank)
-    lines = _FOLLOW_LINES if options.lines is None else options.lines
-    for line in _last(list(output.read()), lines):
-        print(line)
+    outputs = logs.of_hosts(state, options.rank)
+    for output in outputs:
+        for line in output.last(_FOLLOW_LINES if options.lines is None else options.lines):
+            print(line)
     sys.stdout.flush()
-    logs.follow(output, lambda: runner.ended(state), lambda line: print(line, flush=True))
-
-
-def _last(lines: list[str], count: int | None) -> list[str]:
-    return lines if count is None else lines[len(lines) - count :] if count < len(lines) else lines
+    logs.follow(outputs, lambda: runner.ended(state), lambda line: print(line, flush=True))
 
 
 def stop(state: RunState, _options: Options) -> int:
