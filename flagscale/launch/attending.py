@@ -5,48 +5,45 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from flagscale.config.schema import Options
 from flagscale.errors import ConfigError, RunStateError
-from flagscale.launch import logs
+from flagscale.launch import logs, runs, snapshot
 from flagscale.launch.ending import Stopped, cost, require_recorded, require_stopped
-from flagscale.launch.layout import Layout
 from flagscale.launch.runners.base import Runner, runner_of
-from flagscale.launch.state import RunState, load_state
-
-if TYPE_CHECKING:
-    from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.snapshot import Phase, Snapshot
+from flagscale.launch.state import RunState, latest
 
 _FOLLOW_SECONDS = 1.0
 _FOLLOW_LINES = 100
+
+
+def act(text: str, options: Options) -> int:
+    """Do the action of ``options`` with the run that a text names, see :func:`.runs.find`."""
+    actions = {"query": query, "logs": show_logs, "stop": stop}
+    return actions[options.action](runs.named(text), options)
 
 
 def query(state: RunState, options: Options) -> int:
     """Tell the state of a run; with ``follow`` until it ends. 1 if it failed while it was
     followed, 3 if a host does not answer."""
     from flagscale.launch.show.watch import watch
-    from flagscale.launch.snapshot import Phase
 
     runner = runner_of(state)
 
     def look() -> Snapshot:
         # A stop is told by the state.
-        return runner.query(_latest(state), with_lines=options.follow)
+        return runner.query(latest(state), with_lines=options.follow)
 
     try:
         last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
     finally:
         runner.close()
+    runs.remember(latest(state), last)
     if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
         return 1
     return 3 if any(row.phase is Phase.UNREACHABLE for row in last.hosts) else 0
-
-
-def _latest(state: RunState) -> RunState:
-    """The state of the same run as it is on disk now."""
-    now = load_state(Layout(state.exp_dir).state)
-    return now if now is not None and now.run_id == state.run_id else state
 
 
 def show_logs(state: RunState, options: Options) -> int:
@@ -93,6 +90,8 @@ def stop(state: RunState, _options: Options) -> int:
         if stopped.swept:
             seconds = time.monotonic() - began
             print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s", flush=True)
+            now = replace(latest(state), stop_requested=time.time())
+            runs.remember(now, snapshot.take(now, {}))
             require_recorded(state, stopped)
             return 0
         phase = runner.query(state).phase
