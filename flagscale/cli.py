@@ -142,9 +142,8 @@ def _act(options: argparse.Namespace, rest: list[str]) -> int:
     if action.purpose == "find" and not _is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: a run that is there has no overrides")
-        return call(
-            "flagscale.launch.runs:act", options.config, Options(action=action.name, **given)
-        )
+        named = Options(action=action.name, **given)
+        return call("flagscale.launch.attending:act", options.config, named)
     _refuse_action(overrides, action)
     overrides.append(f"action={action.name}")
     overrides += [f"{name}={word(value)}" for name, value in given.items()]

@@ -28,7 +28,7 @@ class Option(NamedTuple):
 OPTIONS = {
     "follow": Option("keep on until the run ends", "follow=true", "-f"),
     "rank": Option("only this rank's lines", "rank=0"),
-    "lines": Option("only the last so many lines", "lines=50", "-n"),
+    "lines": Option("only the last so many lines of each host", "lines=50", "-n"),
     "host": Option("the script of this host alone, not one for all alike", "host=node07"),
     "json": Option("print JSON, for programs", "json=true"),
 }

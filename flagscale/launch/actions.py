@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.interpolation import readable
@@ -17,14 +17,11 @@ from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import json_text
 from flagscale.hosts.names import compress
 from flagscale.launch import attending, logs, runs
-from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
-from flagscale.launch.runners.base import Prepared, Runner, Texts, runner_for, runner_of
+from flagscale.launch.runners.base import Prepared, Runner, Texts, runner_for
 from flagscale.launch.show import places
-from flagscale.launch.state import RunState, alive_message, load_state
-
-if TYPE_CHECKING:
-    from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.snapshot import Phase
+from flagscale.launch.state import RunState, alive_message, latest
 
 
 class Interrupted(KeyboardInterrupt):
@@ -87,11 +84,13 @@ def run(experiment: Experiment, options: Options) -> int:
     runner = runner_for(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
         # The one thing that is no mistake in the configuration, so it comes first.
-        _refuse_elsewhere(ready.plan)
+        _refuse_beside(ready.plan)
         require(ready.checks)
         ready.copy_code()
         for text in (*ready.plan.notes, *warnings(ready.checks)):
-            print(f"note: {text}", file=sys.stderr)
+            _note(text)
+        for other in runs.elsewhere(experiment):
+            _note(f"run {other.run_id} of this configuration lives in {other.exp_dir}")
         with runs.registered(ready.plan, experiment) as update:
             state = runner.submit(ready.plan, texts, foreground=foreground)
             update(state)
@@ -104,28 +103,27 @@ def run(experiment: Experiment, options: Options) -> int:
     return code
 
 
-def _refuse_elsewhere(plan: LaunchPlan) -> None:
-    """Refuse to start beside a run of this directory on hosts that take no part any more; those
-    that do are asked with everything else."""
-    from flagscale.launch.snapshot import Phase
-
+def _refuse_beside(plan: LaunchPlan) -> None:
+    """Refuse to start beside a run of this directory whose files are gone, or on hosts that take
+    no part any more; the others are asked with everything else."""
     state = runs.of_directory(plan.exp_dir)
     if state is None:
         return
     asked = {host.name for host in plan.hosts} if state.runner.type == plan.runner.type else set()
-    if asked.issuperset(host.name for host in state.hosts):
+    if plan.layout.state.exists() and asked.issuperset(host.name for host in state.hosts):
         return
-    runner = runner_of(state)
-    rows = runner.query(state).hosts
-    runner.close()
+    rows = runs.query(state).hosts
     living = [row.host for row in rows if row.phase in (Phase.STARTING, Phase.RUNNING)]
     if living:
         message, hint = alive_message(state, living)
         raise RunStateError(message, hint=hint)
     silent = [row.host for row in rows if row.phase is Phase.UNREACHABLE]
     if silent:
-        text = f"note: run {state.run_id} may still live on {compress(silent)}, which do not answer"
-        print(text, file=sys.stderr)
+        _note(f"run {state.run_id} may still live on {compress(silent)}, which do not answer")
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _await_start(runner: Runner, ready: Prepared, state: RunState, wait_for: str) -> int:
@@ -143,9 +141,8 @@ def _await_start(runner: Runner, ready: Prepared, state: RunState, wait_for: str
 def _stay(runner: Runner, state: RunState) -> int:
     """Show the output until the job ends; Ctrl-C ends the job."""
     from flagscale.launch.show import ticker
-    from flagscale.launch.snapshot import Phase
 
-    output = logs.RunOutput(state)
+    outputs = logs.of_hosts(state)
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise Interrupted(number)
@@ -154,16 +151,16 @@ def _stay(runner: Runner, state: RunState) -> int:
         signal.signal(number, interrupt)
     try:
         with ticker.shown(lambda: runner.query(state)) as show:
-            logs.follow(output, lambda: runner.ended(state), show)
+            logs.follow(outputs, lambda: runner.ended(state), show)
     except KeyboardInterrupt:
         print(f"flagscale: stopping run {state.run_id}", file=sys.stderr, flush=True)
         attending.interrupt(runner, state)
         runner.bring_output(state)
-        for line in output.read(final=True):
+        for line in (line for output in outputs for line in output.read(final=True)):
             print(line, flush=True)
         raise
     code = runner.wait(state)
-    end: Snapshot = runner.query(load_state(Layout(state.exp_dir).state) or state)
+    end = runner.query(latest(state))
     if end.failure is not None:
         print(f"first failure: {end.failure.describe()}", file=sys.stderr)
     if end.phase is Phase.STOPPED:

@@ -5,48 +5,45 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from flagscale.config.schema import Options
 from flagscale.errors import ConfigError, RunStateError
-from flagscale.launch import logs
+from flagscale.launch import logs, runs, snapshot
 from flagscale.launch.ending import Stopped, cost, require_recorded, require_stopped
-from flagscale.launch.layout import Layout
 from flagscale.launch.runners.base import Runner, runner_of
-from flagscale.launch.state import RunState, load_state
-
-if TYPE_CHECKING:
-    from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.snapshot import Phase, Snapshot
+from flagscale.launch.state import RunState, latest
 
 _FOLLOW_SECONDS = 1.0
 _FOLLOW_LINES = 100
+
+
+def act(text: str, options: Options) -> int:
+    """Do the action of ``options`` with the run that a text names, see :func:`.runs.find`."""
+    actions = {"query": query, "logs": show_logs, "stop": stop}
+    return actions[options.action](runs.named(text), options)
 
 
 def query(state: RunState, options: Options) -> int:
     """Tell the state of a run; with ``follow`` until it ends. 1 if it failed while it was
     followed, 3 if a host does not answer."""
     from flagscale.launch.show.watch import watch
-    from flagscale.launch.snapshot import Phase
 
     runner = runner_of(state)
 
     def look() -> Snapshot:
         # A stop is told by the state.
-        return runner.query(_latest(state), with_lines=options.follow)
+        return runner.query(latest(state), with_lines=options.follow)
 
     try:
         last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
     finally:
         runner.close()
+    runs.remember(latest(state), last)
     if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
         return 1
     return 3 if any(row.phase is Phase.UNREACHABLE for row in last.hosts) else 0
-
-
-def _latest(state: RunState) -> RunState:
-    """The state of the same run as it is on disk now."""
-    now = load_state(Layout(state.exp_dir).state)
-    return now if now is not None and now.run_id == state.run_id else state
 
 
 def show_logs(state: RunState, options: Options) -> int:
@@ -60,25 +57,26 @@ def show_logs(state: RunState, options: Options) -> int:
         if options.follow:
             _follow(runner, state, options)
             return 0
-        found = logs.lines_of(state, options.rank)
+        silent = True
+        for line in logs.lines_of(state, options.rank, options.lines):
+            silent = False
+            print(line)
     finally:
         runner.close()
-    for line in _last(found, options.lines):
-        print(line)
+    if silent and options.lines != 0:
+        who = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
+        files = ", ".join(str(output.path) for output in logs.of_hosts(state, options.rank))
+        print(f"note: {who} has written nothing so far; its log is {files}", file=sys.stderr)
     return 0
 
 
 def _follow(runner: Runner, state: RunState, options: Options) -> None:
-    output = logs.RunOutput(state, options.rank)
-    lines = _FOLLOW_LINES if options.lines is None else options.lines
-    for line in _last(list(output.read()), lines):
-        print(line)
+    outputs = logs.of_hosts(state, options.rank)
+    for output in outputs:
+        for line in output.last(_FOLLOW_LINES if options.lines is None else options.lines):
+            print(line)
     sys.stdout.flush()
-    logs.follow(output, lambda: runner.ended(state), lambda line: print(line, flush=True))
-
-
-def _last(lines: list[str], count: int | None) -> list[str]:
-    return lines if count is None else lines[len(lines) - count :] if count < len(lines) else lines
+    logs.follow(outputs, lambda: runner.ended(state), lambda line: print(line, flush=True))
 
 
 def stop(state: RunState, _options: Options) -> int:
@@ -92,6 +90,8 @@ def stop(state: RunState, _options: Options) -> int:
         if stopped.swept:
             seconds = time.monotonic() - began
             print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s", flush=True)
+            now = replace(latest(state), stop_requested=time.time())
+            runs.remember(now, snapshot.take(now, {}))
             require_recorded(state, stopped)
             return 0
         phase = runner.query(state).phase

@@ -7,18 +7,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flagscale.errors import FlagscaleError
 from flagscale.hosts.names import compress
 from flagscale.launch import runs
-from flagscale.launch.failures import earlier_failures
-from flagscale.launch.runners.base import runner_of
-from flagscale.launch.snapshot import Phase, Snapshot
-from flagscale.launch.state import RunState
+from flagscale.launch.runs import Outcome
+from flagscale.launch.snapshot import Phase
+from flagscale.launch.state import RunState, latest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,28 +28,31 @@ _RECENT_SECONDS = 2 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Row:
-    """A run as it is now; ``failures``: the number of each attempt that failed, and by what."""
+    """A run as it is now; ``trouble``: why that could not be found out."""
 
     state: RunState
-    phase: str
-    since: float
-    step: str = ""
-    failures: tuple[tuple[int, str], ...] = ()
+    seen: Outcome
+    trouble: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        state = self.state
+        state, seen = self.state, self.seen
         return {
             "run_id": state.run_id,
             "name": state.name,
-            "state": self.phase,
-            "since": self.since,
+            "state": seen.phase,
+            "since": seen.since,
             "started": state.started,
-            "step": self.step,
+            "step": seen.step,
             "hosts": [host.name for host in state.hosts],
             "exp_dir": str(state.exp_dir),
             "there": state.exp_dir.exists(),
-            "failures": [{"attempt": n, "failure": text} for n, text in self.failures],
+            "failures": [{"attempt": n, "failure": text} for n, text in seen.failures],
+            "trouble": self.trouble,
         }
+
+    @property
+    def is_over(self) -> bool:
+        return Phase(self.seen.phase).ended
 
 
 def show(run: str | None, *, everything: bool, as_json: bool) -> int:
@@ -65,7 +66,7 @@ def show(run: str | None, *, everything: bool, as_json: bool) -> int:
         rows = list(pool.map(_row, found))
     if run is None and not everything:
         now = time.time()
-        rows = [row for row in rows if _lives(row) or now - row.since < _RECENT_SECONDS]
+        rows = [row for row in rows if not row.is_over or now - row.seen.since < _RECENT_SECONDS]
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=2, ensure_ascii=False))
         return 0
@@ -78,16 +79,9 @@ def show(run: str | None, *, everything: bool, as_json: bool) -> int:
     return 0
 
 
-def _lives(row: Row) -> bool:
-    return row.phase in (Phase.STARTING, Phase.RUNNING, Phase.UNREACHABLE)
-
-
 def _chosen(run: str | None) -> Iterator[runs.Entry]:
     """The runs to list, the oldest first; those of this machine that are not registered, too."""
-    registered = runs.entries()
-    known = {entry.state.run_id for entry in registered}
-    strays = [runs.Entry(state) for state in runs.living_here() if state.run_id not in known]
-    every = [*registered, *strays]
+    every = runs.known()
     if run is None:
         yield from every
         return
@@ -101,38 +95,13 @@ def _chosen(run: str | None) -> Iterator[runs.Entry]:
 
 def _row(entry: runs.Entry) -> Row:
     """A run as it is, asked of its hosts unless it is known to have ended."""
-    state = runs.latest(entry)
-    failures = _failures(state)
+    state = latest(entry.state)
     if entry.ended is not None:
-        return Row(state, entry.ended["phase"], entry.ended["since"], entry.ended["step"], failures)
+        return Row(state, entry.ended)
     try:
-        runner = runner_of(state)
-        try:
-            seen = runner.query(state)
-        finally:
-            runner.close()
+        return Row(state, Outcome.of(runs.query(state)))
     except FlagscaleError as error:
-        return Row(state, Phase.UNREACHABLE.value, state.started, error.message)
-    row = Row(state, seen.phase.value, seen.since, _step(seen), failures or _failures(state))
-    if seen.failure is not None:
-        row = replace(row, failures=(*row.failures, (seen.attempt, seen.failure.headline())))
-    if seen.phase.ended and entry.config:
-        # It will not change any more, and its directory may go.
-        ended = {"phase": row.phase, "since": row.since, "step": row.step}
-        with suppress(OSError):
-            replace(entry, state=state, ended=ended).save()
-    return row
-
-
-def _step(seen: Snapshot) -> str:
-    if seen.step is None:
-        return ""
-    return f"{seen.step}/{seen.train_steps}" if seen.train_steps else str(seen.step)
-
-
-def _failures(state: RunState) -> tuple[tuple[int, str], ...]:
-    """What the attempts before the last one failed by."""
-    return tuple((number, one.headline()) for number, one in earlier_failures(state.hosts))
+        return Row(state, Outcome(Phase.UNREACHABLE.value, state.started), error.message)
 
 
 def _print(rows: Sequence[Row], *, with_failures: bool) -> None:
@@ -140,8 +109,10 @@ def _print(rows: Sequence[Row], *, with_failures: bool) -> None:
 
     shown = view.console()
     shown.print(_table(rows))
-    for row in rows if with_failures else ():
-        for number, text in row.failures:
+    for row in rows:
+        if row.trouble:
+            print(f"note: {row.state.run_id}: {row.trouble}", file=sys.stderr)
+        for number, text in row.seen.failures if with_failures else ():
             shown.print(f"{row.state.run_id} attempt {number}: {text}", soft_wrap=True)
 
 
@@ -161,8 +132,8 @@ def _table(rows: Sequence[Row]) -> Table:
         table.add_row(
             state.run_id,
             Text(state.name),
-            Text(row.phase, view.STYLES[Phase(row.phase)]),
-            row.step,
+            Text(row.seen.phase, view.STYLES[Phase(row.seen.phase)]),
+            row.seen.step,
             view.duration(time.time() - state.started) if state.started else "?",
             Text(compress(host.name for host in state.hosts)),
             Text(f"{state.exp_dir}{gone}"),

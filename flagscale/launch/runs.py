@@ -10,61 +10,95 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from flagscale.config.schema import Experiment, Options
-from flagscale.errors import ConfigError, RunStateError
+from flagscale.config.schema import Experiment
+from flagscale.errors import ConfigError, FlagscaleError, RunStateError
 from flagscale.files import make_private_directory, plain, read_json, write_json
 from flagscale.hosts import processes
 from flagscale.hosts.names import some
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
-from flagscale.launch.state import HostState, RunState, load_state, read_state, state_of
+from flagscale.launch.runners.base import runner_of
+from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.state import HostState, RunState, latest, load_state, read_state, state_of
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _MOST_KEPT = 300
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a run was last seen to do: ``since`` in Unix seconds, ``step`` as it is shown, and
+    ``failures``: the number of each attempt that failed, and by what."""
+
+    phase: str
+    since: float
+    step: str = ""
+    failures: Sequence[tuple[int, str]] = ()
+
+    @classmethod
+    def of(cls, seen: Snapshot) -> Outcome:
+        failures = [(number, failure.headline()) for number, failure in seen.earlier]
+        if seen.failure is not None:
+            failures.append((seen.attempt, seen.failure.headline()))
+        return cls(seen.phase.value, seen.since, seen.steps(), failures)
+
+
+@dataclass(frozen=True)
 class Entry:
     """A run that is registered. ``given`` is its directory as the YAML has it, which may mean
-    another one elsewhere; ``ended``: how it was last seen to have ended, where that is known."""
+    another one elsewhere; ``ended``: what is known of its end, if anything."""
 
     state: RunState
     config: str = ""
     given: str = ""
-    ended: dict[str, Any] | None = None
+    ended: Outcome | None = None
 
     def save(self) -> None:
         """Raises :class:`OSError` where that is not possible."""
-        directory = _directory()
-        make_private_directory(directory)
-        write_json(directory / f"{self.state.run_id}.json", plain(self), durable=False)
+        path = _path(self.state.run_id)
+        make_private_directory(path.parent)
+        write_json(path, plain(self), durable=False)
 
 
 def _directory() -> Path:
     given = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(given) if given.startswith("/") else Path.home() / ".local" / "state"
-    return base / "flagscale" / "runs"
+    # A user without a home has none of these files: nobody writes to "/~".
+    home = os.path.expanduser("~/.local/state")  # noqa: PTH111
+    return Path("/", given if given.startswith("/") else home, "flagscale", "runs")
+
+
+def _path(run_id: str) -> Path:
+    return _directory() / f"{run_id}.json"
+
+
+def _paths() -> list[Path]:
+    """The files of all runs, the oldest first."""
+    with suppress(OSError):
+        return sorted(_directory().glob("*.json"))
+    return []
 
 
 @contextmanager
 def registered(plan: LaunchPlan, experiment: Experiment) -> Iterator[Callable[[RunState], None]]:
     """Register a run before its scripts are started; what the block gets registers its state once
     they are. A run that is not started after all is forgotten."""
-    given = str(experiment.resolved.get("experiment", {}).get("exp_dir", ""))
-    entry = Entry(state_of(plan), str(experiment.config_file), given)
+    entry = Entry(state_of(plan), str(experiment.config_file), _given(experiment))
     _keep(entry)
     try:
         yield lambda state: _keep(replace(entry, state=state))
     except (ConfigError, RunStateError):
         with suppress(OSError):
-            (_directory() / f"{plan.run_id}.json").unlink(missing_ok=True)
+            _path(plan.run_id).unlink(missing_ok=True)
         raise
+
+
+def _given(experiment: Experiment) -> str:
+    return str(experiment.resolved.get("experiment", {}).get("exp_dir", ""))
 
 
 def _keep(entry: Entry) -> None:
@@ -79,16 +113,20 @@ def _keep(entry: Entry) -> None:
 
 def _prune() -> None:
     """Forget the oldest runs that have ended, once there are many."""
-    paths = sorted(_directory().glob("*.json"))
+    paths = _paths()
     for path in paths[: max(0, len(paths) - _MOST_KEPT)]:
         found = _read(path)
-        if found is None or found.ended is not None:
+        if (
+            found is None
+            or found.ended is not None
+            or all(host.exit_record() for host in found.state.hosts)
+        ):
             path.unlink(missing_ok=True)
 
 
 def entries() -> list[Entry]:
-    """Every registered run, the oldest first. What cannot be read is left out."""
-    found = (_read(path) for path in sorted(_directory().glob("*.json")))
+    """Every run that is registered, the oldest first. What cannot be read is left out."""
+    found = (_read(path) for path in _paths())
     return [entry for entry in found if entry is not None]
 
 
@@ -97,46 +135,92 @@ def _read(path: Path) -> Entry | None:
         record = read_json(path)
         if record is None:
             return None
-        return Entry(**{**record, "state": read_state(record["state"], path)})
+        state = read_state(record["state"], path)
+        ended = Outcome(**record["ended"]) if record["ended"] is not None else None
+        return Entry(**{**record, "state": state, "ended": ended})
     except (OSError, RunStateError, TypeError, KeyError):
         return None
 
 
-def latest(entry: Entry) -> RunState:
-    """The state of a registered run, as its own directory tells it where that is still there."""
-    with suppress(RunStateError, OSError):
-        state = load_state(Layout(entry.state.exp_dir).state)
-        if state is not None and state.run_id == entry.state.run_id:
-            return state
-    return entry.state
+def known() -> list[Entry]:
+    """Every registered run, and those that nothing but their processes on this machine tell of."""
+    registered = entries()
+    ids = {entry.state.run_id for entry in registered}
+    return [*registered, *(Entry(run) for run in _living_here() if run.run_id not in ids)]
+
+
+def query(state: RunState) -> Snapshot:
+    """What a run is doing now, as its hosts tell. Raises :class:`FlagscaleError` where they cannot
+    be asked."""
+    runner = runner_of(state)
+    try:
+        seen = runner.query(state)
+    finally:
+        runner.close()
+    remember(state, seen)
+    return seen
+
+
+def remember(state: RunState, seen: Snapshot) -> None:
+    """Register the end of a run: it will not change any more, and its directory may go."""
+    if not seen.phase.ended:
+        return
+    entry = _read(_path(state.run_id))
+    if entry is not None and entry.ended is None:
+        with suppress(OSError):
+            replace(entry, state=state, ended=Outcome.of(seen)).save()
 
 
 def of_directory(exp_dir: Path) -> RunState | None:
     """The run that was last started in a directory, though that may be gone."""
     state = load_state(Layout(exp_dir).state)
-    if state is not None:
-        return state
-    found = [entry.state for entry in entries() if entry.state.exp_dir == exp_dir]
-    return found[-1] if found else _unregistered(lambda run: run.exp_dir == exp_dir)
+    if state is None:
+        real = exp_dir.resolve()
+        found = [entry.state for entry in known() if entry.state.exp_dir.resolve() == real]
+        state = found[-1] if found else None
+    return state
+
+
+def elsewhere(experiment: Experiment) -> list[RunState]:
+    """The runs of the same YAML that may live in other directories: what is given relatively is
+    another one wherever the launcher is called."""
+    config, given = str(experiment.config_file), _given(experiment)
+    if Path(given).is_absolute():
+        return []
+    return [
+        latest(entry.state)
+        for entry in entries()
+        if (entry.config, entry.given, entry.ended) == (config, given, None)
+        and entry.state.exp_dir != experiment.exp_dir
+        and _may_live(latest(entry.state))
+    ]
+
+
+def _may_live(state: RunState) -> bool:
+    try:
+        return not query(state).phase.ended
+    except FlagscaleError:
+        return True
 
 
 def of(experiment: Experiment) -> RunState | None:
-    """The run of an experiment: of its directory, else one of the same YAML whose directory, given
-    relatively, was another one where it was started."""
+    """The run of an experiment: of its directory, else the one of :func:`elsewhere`. Raises
+    :class:`RunStateError` where there are several."""
     state = of_directory(experiment.exp_dir)
     if state is not None:
         return state
-    given = str(experiment.resolved.get("experiment", {}).get("exp_dir", ""))
-    config = str(experiment.config_file)
-    found = [
-        entry.state
-        for entry in entries()
-        if entry.ended is None and (entry.config, entry.given) == (config, given)
-    ]
-    if not found or Path(given).is_absolute():
-        return None
-    print(f"note: run {found[-1].run_id} was started in {found[-1].exp_dir}", file=sys.stderr)
-    return found[-1]
+    others = elsewhere(experiment)
+    if len(others) > 1:
+        lines = "".join(f"\n  {one.run_id} in {one.exp_dir}" for one in others)
+        raise RunStateError(
+            f"no run was started in {experiment.exp_dir}, and {len(others)} of this configuration "
+            f"may live elsewhere:{lines}",
+            hint="name one by its id",
+        )
+    for one in others:
+        print(f"note: run {one.run_id} was started in {one.exp_dir}", file=sys.stderr)
+        return one
+    return None
 
 
 def require(experiment: Experiment) -> RunState:
@@ -150,11 +234,8 @@ def require(experiment: Experiment) -> RunState:
     return state
 
 
-def act(text: str, options: Options) -> int:
-    """Do the action of ``options`` with the run that a text names, see :func:`find`; its exit
-    code."""
-    from flagscale.launch import attending
-
+def named(text: str) -> RunState:
+    """The run that a text names, as :func:`find`. Raises :class:`RunStateError` for none."""
     state = find(text)
     if state is None:
         ids = some([entry.state.run_id for entry in reversed(entries())], 3)
@@ -163,8 +244,7 @@ def act(text: str, options: Options) -> int:
             "started, and no YAML",
             hint=f"`flagscale runs` lists yours{f': {ids}' if ids else ''}",
         )
-    actions = {"query": attending.query, "logs": attending.show_logs, "stop": attending.stop}
-    return actions[options.action](state, options)
+    return state
 
 
 def find(text: str) -> RunState | None:
@@ -172,22 +252,15 @@ def find(text: str) -> RunState | None:
     where it names none. Raises :class:`ConfigError` for the beginning of several."""
     if "/" in text or Path(text).is_dir():
         return of_directory(Path(text).absolute())
-    matching = [entry for entry in entries() if entry.state.run_id.startswith(text)]
-    exact = [entry for entry in matching if entry.state.run_id == text] or matching
-    if len(exact) > 1:
-        ids = some([entry.state.run_id for entry in exact], 5)
-        raise ConfigError(f"{text}: {len(exact)} runs begin so: {ids}", hint="give more of it")
-    if exact:
-        return latest(exact[0])
-    return _unregistered(lambda run: run.run_id.startswith(text)) if text else None
+    found = [entry.state for entry in known() if text and entry.state.run_id.startswith(text)]
+    found = [state for state in found if state.run_id == text] or found
+    if len(found) > 1:
+        ids = some([state.run_id for state in found], 5)
+        raise ConfigError(f"{text}: {len(found)} runs begin so: {ids}", hint="give more of it")
+    return latest(found[0]) if found else None
 
 
-def _unregistered(wanted: Callable[[RunState], bool]) -> RunState | None:
-    """A living run on this machine that nothing but its processes tells of."""
-    return next((run for run in living_here() if wanted(run)), None)
-
-
-def living_here() -> list[RunState]:
+def _living_here() -> list[RunState]:
     """The runs of which processes live on this machine, as far as those tell."""
     found: dict[str, RunState] = {}
     for pid in processes.pids():
@@ -200,8 +273,11 @@ def living_here() -> list[RunState]:
 
 
 def _state_here(run_id: str, run_dir: Path) -> RunState:
-    # <exp_dir>/logs/details/<host>/<run id>
-    exp_dir = run_dir.parents[3] if len(run_dir.parents) > 3 else run_dir
+    # <exp_dir>/logs/details/<host>/<run id>, or runner.log_dir in place of the first three.
+    above = run_dir.parents
+    usual = len(above) > 3 and (above[1].name, above[2].name) == ("details", "logs")
+    exp_dir = above[3] if usual else run_dir
     nothing = run_dir / "none"
     host = HostState(0, "localhost", 0, 0, run_dir, nothing, nothing, nothing)
-    return RunState(run_id, "?", exp_dir, 0.0, 0, True, 10.0, RunnerHandle("local"), (host,))
+    runner = RunnerHandle("local")
+    return latest(RunState(run_id, exp_dir.name, exp_dir, 0.0, 0, True, 10.0, runner, (host,)))

@@ -101,6 +101,12 @@ class Snapshot:
     earlier: tuple[tuple[int, Failure], ...] = ()
     """What the attempts before this one failed by, each with its number."""
 
+    def steps(self) -> str:
+        """How far it is, for people: ``7/100``; empty where that is not known."""
+        if self.step is None:
+            return ""
+        return f"{self.step}/{self.train_steps}" if self.train_steps else str(self.step)
+
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
         del record["phase"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,15 @@ def load_state(path: Path) -> RunState | None:
             raise RunStateError(f"{path} is damaged", hint="remove it once the run has ended")
         return None
     return read_state(record, path)
+
+
+def latest(state: RunState) -> RunState:
+    """The same run as its own directory tells it now, where that is still there."""
+    with suppress(RunStateError, OSError):
+        now = load_state(Layout(state.exp_dir).state)
+        if now is not None and now.run_id == state.run_id:
+            return now
+    return state
 
 
 def read_state(record: dict[str, Any], path: Path) -> RunState:

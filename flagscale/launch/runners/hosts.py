@@ -290,6 +290,8 @@ class HostRunner:
 
     def _reach(self, state: RunState) -> Hosts:
         if self._hosts is None:
+            if reaching.is_here(state.runner):
+                reaching.require_here(state)
             self._hosts = reaching.reach(state.runner, [host.name for host in state.hosts])
         return self._hosts
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from flagscale.config.schema import Experiment
+from flagscale.errors import UnreachableError
+from flagscale.hosts import processes
 from flagscale.hosts.executor import Endpoint
 from flagscale.hosts.fan_out import Hosts
 from flagscale.hosts.hostfile import Host, is_local_only
 from flagscale.launch.planning.model import RunnerHandle
+from flagscale.launch.state import RunState
 
 
 def handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
@@ -18,7 +22,7 @@ def handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
     runner = experiment.runner
     asked = runner.type == "ssh" and runner.hostfile is not None
     if is_local_only(hosts) and not asked:
-        return RunnerHandle("local")
+        return RunnerHandle("local", {"machine": os.uname().nodename})
     ways = [
         _without_none(user=host.user, port=host.port or runner.ssh_port, proxy=host.proxy)
         for host in hosts
@@ -36,6 +40,19 @@ def _without_none(**values: Any) -> dict[str, Any]:
 def is_here(runner: RunnerHandle) -> bool:
     """Whether the only host is this machine, reached without SSH."""
     return runner.type == "local"
+
+
+def require_here(state: RunState) -> None:
+    """Raise :class:`UnreachableError` for a run of another machine's own, of which only files that
+    machines share tell here."""
+    machine = state.runner.handle.get("machine")
+    boots = {host.boot_id for host in state.hosts} - {None}
+    if machine not in (None, os.uname().nodename) and boots.isdisjoint({processes.boot_id()}):
+        raise UnreachableError(
+            f"run {state.run_id} was started on {machine}, which this machine, "
+            f"{os.uname().nodename}, cannot ask",
+            hint=f"give the command on {machine}",
+        )
 
 
 def reach(runner: RunnerHandle, names: Sequence[str]) -> Hosts:

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 # Does anything of a run live on this host, and what is new in its files?
 alive=
-if [[ $boot == "$wanted_boot" ]]; then
+if [[ -z $wanted_boot || $boot == "$wanted_boot" ]]; then
     started_at "$pid"
     [[ -n $ticks && $ticks == "$start_ticks" ]] && alive=script
     # Without its script, something of the run may still live: found by what it carries.
