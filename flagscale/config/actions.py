@@ -52,6 +52,7 @@ class Action(NamedTuple):
 
 
 _LAUNCH = "flagscale.launch.actions"
+_PREVIEW = "flagscale.launch.preview"
 
 ACTIONS = {
     action.name: action
@@ -66,7 +67,7 @@ ACTIONS = {
             "dryrun",
             "print the plan and the scripts; start nothing",
             "plan",
-            f"{_LAUNCH}:dryrun",
+            f"{_PREVIEW}:dryrun",
             ("host", "json"),
         ),
         Action(
@@ -79,7 +80,7 @@ ACTIONS = {
             "check",
             "look for what would keep a run from starting",
             "plan",
-            f"{_LAUNCH}:check",
+            f"{_PREVIEW}:check",
             ("json",),
         ),
         Action(
