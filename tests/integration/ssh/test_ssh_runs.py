@@ -69,10 +69,10 @@ def test_run_query_logs_stop(lab: SshLab) -> None:
     assert [sum(f"rank {rank} works" in line for line in lines) for rank in (0, 1)] == [1, 1]
     again = lab.do("run")
     assert again.returncode == 2
-    assert "is alive there" in again.stderr
+    assert f"is alive in {lab.exp_dir} (since" in again.stderr
     unchecked = lab.do("run", "experiment.runner.preflight=false")
-    assert unchecked.returncode == 3
-    assert "the run before is alive there" in unchecked.stderr
+    assert unchecked.returncode == 1
+    assert f"is alive on h[00-01] in {lab.exp_dir} (since" in unchecked.stderr
     assert lab.query()["state"] == "running"
     stopped = lab.do("stop")
     assert stopped.returncode == 0, stopped.stderr

@@ -51,7 +51,7 @@ def test_an_ordinary_user_runs_queries_and_stops(lab: SshLab) -> None:
     # This one finds what the first preflight has left.
     again = lab.do("run")
     assert again.returncode == 2
-    assert "is alive there" in again.stderr
+    assert f"is alive in {lab.exp_dir} (since" in again.stderr
     stopped = lab.do("stop")
     assert stopped.returncode == 0, stopped.stderr
     assert lab.orphans() == {}
