@@ -72,6 +72,8 @@ def dispatch(words: list[str]) -> int:
         return 0 if words else 2
     from hydra._internal.utils import get_args_parser
 
+    # Python 3.14 looks into the help of options, and one of Hydra's is no text until it is shown.
+    argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
     options = get_args_parser().parse_args(words)
     if options.multirun:
         raise ConfigError(
