@@ -116,7 +116,7 @@ def test_the_test_returns_to_its_own_network(make_bed: MakeBed, tmp_path: Path) 
 def test_without_a_bed_tests_are_skipped_or_fail(
     monkeypatch: pytest.MonkeyPatch, required: str, outcome: str
 ) -> None:
-    monkeypatch.setenv(plugin.REQUIRE, required)
+    monkeypatch.setenv("FLAGSCALE_REQUIRE_BED", required)
     monkeypatch.setattr(plugin, "why_not", lambda: "no namespaces here")
     with pytest.raises(BaseException, match="no namespaces here") as caught:
         plugin.need_bed()
