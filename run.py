@@ -1,4 +1,4 @@
-"""The entry point: ``python run.py --config-path DIR --config-name NAME action=run``. No logic here."""
+"""The entry point: ``python run.py --config-path DIR --config-name NAME action=run``."""
 
 from flagscale.launch.entry import main
 

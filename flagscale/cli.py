@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from flagscale import __version__
+from flagscale.config.actions import ACTIONS, OPTIONS, Action, call
+from flagscale.config.arguments.values import word
+from flagscale.config.documented import kinds
+from flagscale.config.schema import Options
 from flagscale.errors import ConfigError
 from flagscale.guard import guard
 from flagscale.launch.entry import act
@@ -23,6 +27,8 @@ examples
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
+  flagscale runs                                              what is running, and where?
+  flagscale stop 20261120                                     by the beginning of its id
   flagscale explain experiment.runner.nproc_per_node          what does this key mean?
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         which backends work here?
@@ -30,15 +36,7 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_ACTIONS = {
-    "run": "start in the background; return when every rank is ready",
-    "test": "run in the foreground, show every line, exit with the job's code",
-    "dryrun": "print the plan and the scripts; start nothing",
-    "check": "look for what would keep a run from starting",
-    "query": "tell state, step, loss, speed and the first failure",
-    "logs": "show the output, host:rank in front of every line",
-    "stop": "end the run that was last started with this configuration",
-}
+_RUNS = "list your runs: state, step, age and place"
 _PATCHING = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
@@ -48,34 +46,30 @@ _PATCHING = {
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(guard(lambda: _dispatch(words)))
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(guard(lambda: _dispatch(argv)))
 
 
-def _dispatch(words: list[str]) -> int:
-    if words[:2] == ["config", "explain"]:
-        words = words[1:]
-    if words[:1] and words[0] in _PATCHING:
+def _dispatch(argv: list[str]) -> int:
+    if argv[:2] == ["config", "explain"]:
+        argv = argv[1:]
+    if argv[:1] and argv[0] in _PATCHING:
         # These parse their own options.
         function: Callable[[list[str]], int] = getattr(
-            import_module("flagscale.patching.cli"), _PATCHING[words[0]][0]
+            import_module("flagscale.patching.cli"), _PATCHING[argv[0]][0]
         )
-        return function(words[1:])
-    if words[:1] == ["comm"]:
+        return function(argv[1:])
+    if argv[:1] == ["comm"]:
         from flagscale.bench.cli import main_comm
 
-        return main_comm(words[1:])
+        return main_comm(argv[1:])
     parser = _parser()
-    if not words:
+    if not argv:
         parser.print_help()
         return 2
-    options, overrides = parser.parse_known_args(words)
-    if options.command == "version":
-        print(f"flagscale {__version__}")
-        return 0
-    if options.command == "explain":
-        return _explain(options.key)
-    return _act(options, overrides)
+    options, overrides = parser.parse_known_args(argv)
+    do: Callable[[argparse.Namespace, list[str]], int] = options.do
+    return do(options, overrides)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,11 +81,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flagscale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in _ACTIONS.items():
-        _add_action(commands.add_parser(name, help=text, description=text), name)
+    for action in ACTIONS.values():
+        made = commands.add_parser(action.name, help=action.help, description=action.help)
+        made.set_defaults(do=_act)
+        _add_action(made, action)
     explain = commands.add_parser("explain", help="what a key of the configuration means")
     explain.add_argument("key", help="such as experiment.runner.tee or train.model.num_layers")
-    commands.add_parser("version", help="print the version")
+    explain.set_defaults(do=_explain)
+    runs = commands.add_parser("runs", help=_RUNS, description=_RUNS)
+    text = "an id, a directory or a YAML: every run of that experiment, with its attempts"
+    runs.add_argument("run", nargs="?", metavar="RUN", help=text)
+    runs.add_argument("--all", "-a", action="store_true", help="also what has ended long ago")
+    runs.add_argument("--json", action="store_true", help="print JSON, for programs")
+    runs.set_defaults(do=_runs)
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(do=_version)
     comm = "communication backends: list, bench, groups, pipeline, tune"
     commands.add_parser("comm", help=comm, add_help=False)
     for name, (_, text) in _PATCHING.items():
@@ -99,56 +103,87 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_action(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the experiment's YAML")
-    if name in ("query", "logs"):
-        parser.add_argument("--follow", "-f", action="store_true", help="keep on until it ends")
-    if name in ("query", "dryrun", "check"):
-        parser.add_argument("--json", action="store_true", help="for programs")
-    if name == "logs":
-        parser.add_argument("--rank", type=int, help="only this rank's lines")
-        parser.add_argument("--lines", "-n", type=int, help="only the last so many lines")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
+def _add_action(parser: argparse.ArgumentParser, action: Action) -> None:
+    if action.purpose is not None:
+        takes_runs = action.purpose == "find"
+        text = "the experiment's YAML" + (", or a run: its id or directory" if takes_runs else "")
+        parser.add_argument("config", metavar="CONFIG", help=text)
+    for name in action.options:
+        option = OPTIONS[name]
+        flags = [f"--{name}", *filter(None, (option.letter,))]
+        base = kinds(Options)[name].base
+        if base is bool:
+            parser.add_argument(*flags, action="store_const", const=True, help=option.help)
+        else:
+            parser.add_argument(*flags, type=_natural if base is int else str, help=option.help)
+    if action.purpose is not None:
         # Without a default argparse would call them required.
-        default=[],
-        metavar="key=value",
-        help="overrides, as Hydra knows them",
-    )
+        text = "overrides, as Hydra knows them"
+        parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0, found {text!r}")
+    return int(text)
 
 
 def _act(options: argparse.Namespace, rest: list[str]) -> int:
     # argparse takes neither overrides after an option nor `~key` for positional arguments alone.
-    unknown = [word for word in rest if word.startswith("-")]
+    action = ACTIONS[options.command]
+    unknown = [text for text in rest if text.startswith("-") or action.purpose is None]
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}", hint=f"flagscale {options.command} -h")
+        raise ConfigError(f"unknown option {unknown[0]}", hint=f"flagscale {action.name} -h")
+    values = {name: getattr(options, name) for name in action.options}
+    given = {name: value for name, value in values.items() if value is not None}
+    if action.purpose is None:
+        return call(action.function, Options(action=action.name, **given))
+    overrides = [*options.overrides, *rest]
+    if action.purpose == "find" and not _is_yaml(options.config):
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: a run that is there has no overrides")
+        named = Options(action=action.name, **given)
+        return call("flagscale.launch.attending:act", options.config, named)
+    _refuse_action(overrides, action)
+    overrides.append(f"action={action.name}")
+    overrides += [f"{name}={word(value)}" for name, value in given.items()]
+    config = Path(options.config)
+    return act(config.parent.absolute(), config.name, overrides)
+
+
+def _refuse_action(overrides: Sequence[str], action: Action) -> None:
+    """Refuse an ``action=…`` beside the one that the command is."""
     from flagscale.config.overrides import parse
 
-    overrides = [*options.overrides, *rest]
     for override in overrides:
         parsed = parse(override)
         if parsed is not None and parsed.key == "action":
             raise ConfigError(
-                f"{override}: `flagscale {options.command}` is an action already",
+                f"{override}: `flagscale {action.name}` is an action already",
                 hint="leave it out, or give another command",
             )
-    overrides.append(f"action={options.command}")
-    for name in ("follow", "json"):
-        if getattr(options, name, False):
-            overrides.append(f"{name}=true")
-    for name in ("rank", "lines"):
-        value = getattr(options, name, None)
-        if value is not None:
-            overrides.append(f"{name}={value}")
-    config: Path = options.config
-    return act(config.parent.absolute(), config.name, overrides)
 
 
-def _explain(key: str) -> int:
+def _is_yaml(text: str) -> bool:
+    """Whether a text names a YAML, there or not; its suffix may be missing where it is there."""
+    return text.endswith((".yaml", ".yml")) or Path(f"{text}.yaml").is_file()
+
+
+def _explain(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.config.explain import explain
 
-    print(explain(key))
+    print(explain(options.key))
+    return 0
+
+
+def _runs(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.launch.listing import show
+
+    return show(options.run, everything=options.all, as_json=options.json)
+
+
+def _version(_options: argparse.Namespace, _rest: list[str]) -> int:
+    print(f"flagscale {__version__}")
     return 0
 
 

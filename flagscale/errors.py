@@ -20,6 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+# A hostfile of thousands of lines may have a mistake in each.
+_MOST_PROBLEMS = 50
+
 
 class FlagscaleError(Exception):
     """Base of all errors that are printed as one message and never as a traceback."""
@@ -65,7 +68,10 @@ class ConfigError(FlagscaleError):
             problems = Problem(key="", message=problems)
         found = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.problems: tuple[Problem, ...] = found
-        super().__init__("\n".join(str(p) for p in found), hint=hint)
+        lines = [str(problem) for problem in found[:_MOST_PROBLEMS]]
+        if len(found) > _MOST_PROBLEMS:
+            lines.append(f"and {len(found) - _MOST_PROBLEMS} more problems")
+        super().__init__("\n".join(lines), hint=hint)
 
 
 class JobError(FlagscaleError):

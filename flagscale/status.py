@@ -22,7 +22,7 @@ finished    step, reason: ``completed``, ``signal`` or ``exit-interval``
 
 A field that is not known is left out, never written as null.
 
-Beside its events a rank says where it is: ``rank_<rank>.place`` holds one line of JSON, ``step``
+Beside its events a rank says how far it is: ``rank_<rank>.place`` holds one line of JSON, ``step``
 and ``doing``, written over in place. That is how the launcher tells a job that hangs, and the rank
 that is behind, without a line for every step. What moves no step but may take long is told by one
 of :data:`BUSY`, so that it is not taken for a hang.
@@ -36,18 +36,21 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 STATUS_DIR_VARIABLE = "FLAGSCALE_STATUS_DIR"
 RUN_ID_VARIABLE = "FLAGSCALE_RUN_ID"
 ATTEMPT_VARIABLE = "FLAGSCALE_ATTEMPT"
 """How often the job was started before, from 0: after a failure it is started again as a whole."""
 
+RUN_VARIABLES = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE)
+"""What the processes of a run carry."""
+
 STEP = "in training"
 BUSY = ("starting", "evaluating", "saving a checkpoint", "ending")
 """What a rank may be doing that moves no step."""
 
-_PLACE_BYTES = 96
+_PROGRESS_BYTES = 96
 
 EVENTS = (
     "started",
@@ -81,13 +84,13 @@ class StatusWriter:
 
     def __init__(self, directory: Path | None, rank: int) -> None:
         self._descriptor: int | None = None
-        self._place: int | None = None
+        self._progress: int | None = None
         if directory is None:
             return
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = directory / f"rank_{rank}.jsonl"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._place = os.open(path.with_suffix(".place"), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._progress = os.open(progress_file(directory, rank), os.O_WRONLY | os.O_CREAT, 0o600)
 
     @classmethod
     def from_environment(cls, rank: int) -> StatusWriter:
@@ -107,25 +110,37 @@ class StatusWriter:
         except OSError:
             return
 
-    def place(self, step: int, doing: str = STEP) -> None:
+    def write_progress(self, step: int, doing: str = STEP) -> None:
         """Say which step this rank is at and what it is doing: :data:`STEP` or one of
         :data:`BUSY`. Costs one small write to a file in memory, so call it at every step."""
-        if self._place is None:
+        if self._progress is None:
             return
-        line = json.dumps({"step": step, "doing": doing}).encode().ljust(_PLACE_BYTES - 1)
+        line = json.dumps({"step": step, "doing": doing}).encode().ljust(_PROGRESS_BYTES - 1)
         try:
-            os.pwrite(self._place, line[: _PLACE_BYTES - 1] + b"\n", 0)
+            os.pwrite(self._progress, line[: _PROGRESS_BYTES - 1] + b"\n", 0)
         except OSError:
             return
 
 
-def read_place(path: Path) -> tuple[int, str] | None:
-    """The step and what a rank is doing, from its ``.place`` file; None if it has not said."""
+class Progress(NamedTuple):
+    """The step that a rank is at, and what it is doing there."""
+
+    step: int
+    doing: str
+
+
+def read_progress(directory: Path, rank: int) -> Progress | None:
+    """How far a rank says it is, in its status directory; None if it has not said."""
     try:
-        record = json.loads(path.read_bytes())
-        return int(record["step"]), str(record["doing"])
+        record = json.loads(progress_file(directory, rank).read_bytes())
+        step, doing = record["step"], record["doing"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return Progress(step, doing) if type(step) is int and isinstance(doing, str) else None
+
+
+def progress_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank}.place"
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

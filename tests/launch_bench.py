@@ -13,11 +13,16 @@ from typing import Any
 from launch_lab import PROJECT, until
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
+from flagscale.files import read_json, write_atomic
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.plan import LaunchPlan, Machine, plan
-from flagscale.launch.runners.local import LocalRunner
-from flagscale.launch.state import RunState, load_state, new_run_id
+from flagscale.launch.planning.model import LaunchPlan, Machine, RunnerHandle
+from flagscale.launch.planning.plan import plan
+from flagscale.launch.planning.script import render
+from flagscale.launch.planning.slots import slots
+from flagscale.launch.runners.base import Texts
+from flagscale.launch.runners.hosts import HostRunner
+from flagscale.launch.state import RunState, keep_plan, load_state, new_run_id
 
 SLEEP = """
     import time
@@ -31,7 +36,7 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.runner = LocalRunner("config: 1\n", "[]\n")
+        self.runner = HostRunner()
         self.plans: list[LaunchPlan] = []
 
     def plan(self, program: str, **changes: Any) -> LaunchPlan:
@@ -49,18 +54,33 @@ class Bench:
         }
         experiment = Experiment(**{**given, **changes})
         machine = Machine(sys.executable, PROJECT, self.root, 2, 0)
-        made = plan(experiment, [Host("localhost")], machine, run_id=new_run_id(), master_port=1)
+        made = plan(
+            experiment,
+            slots(experiment, [Host("localhost")], [machine]),
+            run_id=new_run_id(),
+            master_port=1,
+            runner=RunnerHandle("local"),
+        )
         host = replace(made.hosts[0], torchrun=(sys.executable, "-u"))
         self.plans.append(replace(made, hosts=(host,)))
         return self.plans[-1]
 
     def run(self, program: str, **changes: Any) -> int:
         """Run a program to its end; the script's code."""
-        return self.runner.wait(self.runner.submit(self.plan(program, **changes)))
+        return self.runner.wait(self.submit(self.plan(program, **changes)))
+
+    def submit(self, plan: LaunchPlan) -> RunState:
+        return self.runner.submit(plan, Texts("config: 1\n", "[]\n"))
+
+    @staticmethod
+    def write(plan: LaunchPlan) -> None:
+        """Write a plan's script, for those who run it by hand."""
+        keep_plan(plan, "config: 1\n", "[]\n")
+        write_atomic(plan.hosts[0].script, render(plan, plan.hosts[0]), mode=0o700)
 
     def start(self, program: str, ready: str = "ready", **changes: Any) -> RunState:
         """Start a program and wait for it to print ``ready``."""
-        state = self.runner.submit(self.plan(program, **changes))
+        state = self.submit(self.plan(program, **changes))
         until(lambda: ready in self.output)
         return state
 
@@ -79,4 +99,6 @@ class Bench:
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
     def agent(self, state: RunState) -> processes.Process:
-        return until(state.hosts[0].agent)
+        path = state.hosts[0].run_dir / "agent.json"
+        record = until(lambda: read_json(path))
+        return processes.Process(record["pid"], record["start_ticks"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +62,18 @@ def light_torchrun(root: Path) -> Path:
     return package.parents[1]
 
 
+def free_port() -> int:
+    """A port that is free, and that no connection is given: below those."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(20_000, max(low, 32_000))
+        try:
+            with socket.create_server(("", port), dualstack_ipv6=False):
+                return port
+        except OSError:
+            continue
+
+
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What the condition returns once it is true."""
     deadline = time.monotonic() + seconds
@@ -74,7 +88,7 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 def rank_processes(state: RunState) -> dict[int, Process]:
     """The living ranks of a run on this machine, by rank."""
-    return processes.ranks(state.alive())
+    return processes.ranks(processes.members(state.run_id))
 
 
 @dataclass

@@ -14,18 +14,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch_lab import PROJECT, light_torchrun, until
+from launch_lab import PROJECT, free_port, light_torchrun, until
 
 from flagscale.hosts import processes
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness import secret
-from flagscale.launch.planning.ports import free_port
-from flagscale.status import RUN_ID_VARIABLE
+from flagscale.launch.liveness.options import AgentOptions
+from flagscale.status import RUN_ID_VARIABLE, read_progress
 
 TOY = r'''
 import faulthandler, os, signal, socket, struct, sys, time, traceback
@@ -73,7 +73,7 @@ def work():
     peers = meet()
     status.write("joined", backend="toy", seconds=0.1)
     for step in range(1, int(os.environ.get("TOY_STEPS", "100000"))):
-        status.place(step)
+        status.write_progress(step)
         if "raise" in plan and step == 5:
             raise ValueError("bad data in shard 7")
         if "exit" in plan and step == 5:
@@ -81,7 +81,7 @@ def work():
         if "stuck" in plan and step == 5:
             time.sleep(600)
         if "busy" in plan and step == 5:
-            status.place(step, "saving a checkpoint")
+            status.write_progress(step, "saving a checkpoint")
             time.sleep(6)
         barrier(peers)
         time.sleep(0.05)
@@ -143,7 +143,7 @@ class Stations:
     count: int = 2
     stations: list[Station] = field(default_factory=list)
     secret: str = field(default_factory=secret.new)
-    strange: bool = False
+    own_secrets: bool = False
     """Whether every host has a secret of its own."""
 
     def __getitem__(self, number: int) -> Station:
@@ -151,12 +151,13 @@ class Stations:
 
     def start(
         self,
-        *words: str,
+        told: Mapping[str, Any] | None = None,
+        *,
         command: list[str] | None = None,
         light: bool = False,
         **environment: str,
     ) -> None:
-        """Start every agent; ``words`` are added to their command lines. ``light``: under a
+        """Start every agent; ``told`` are options that all of them get. ``light``: under a
         torchrun that needs no torch, which starts in a fraction of the time."""
         path = [str(PROJECT)] if not light else [str(light_torchrun(self.root)), str(PROJECT)]
         self.port, meeting, toy = free_port(), free_port(), free_port()
@@ -172,12 +173,7 @@ class Stations:
             torchrun += ["--nproc_per_node", "1", "--rdzv_id", mark, "--master_addr", "127.0.0.1"]
             torchrun += ["--master_port", str(meeting), "--log_dir", str(run_dir / "ranks")]
             torchrun += ["--redirects", "3", str(program)]
-            options = ["--run-dir", str(run_dir), "--grace", "3", "--name", station.name]
-            options += ["--first-rank", str(number), "--nproc", "1", "--run-name", "toy"]
-            if self.count > 1:
-                options += ["--host", str(number), "--coordinator", f"127.0.0.1:{self.port}"]
-                options += ["--hosts", *(f"h{n}" for n in range(self.count))]
-                options += ["--master-name", "h0", "--lost-host-timeout", "3"]
+            options = self.options(number, told or {}).to_json()
             given = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path),
@@ -185,12 +181,12 @@ class Stations:
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
                 "TOY_PORT": str(toy),
                 RUN_ID_VARIABLE: station.run_id,
-                secret.VARIABLE: secret.new() if self.strange else self.secret,
+                secret.VARIABLE: secret.new() if self.own_secrets else self.secret,
                 **environment,
             }
             with station.output.open("wb") as output:
                 station.process = subprocess.Popen(
-                    [sys.executable, "-m", "flagscale.launch.agent", *options, *words, "--"]
+                    [sys.executable, "-m", "flagscale.launch.agent", "--options", options, "--"]
                     + (command or torchrun),
                     env=given,
                     stdin=subprocess.DEVNULL,
@@ -200,11 +196,29 @@ class Stations:
                 )
             self.stations.append(station)
 
+    def options(self, number: int, told: Mapping[str, Any]) -> AgentOptions:
+        """What the agent of a host is told."""
+        given: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop", "lost_host_timeout": 60.0}
+        given |= {"start_timeout": 600.0, "hang_detection_timeout": 0.0, "stop_grace": 3.0}
+        if self.count > 1:
+            given |= {"master_addr": "127.0.0.1", "liveness_port": self.port}
+            given |= {"lost_host_timeout": 3.0, "master_name": "h0"}
+            given |= {"hosts": (f"h[0-{self.count - 1}]",)}
+        return AgentOptions(
+            run_name="toy",
+            run_dir=self.root / f"h{number}",
+            name=f"h{number}",
+            node_rank=number,
+            first_rank=number,
+            nproc=1,
+            **{**given, **told},
+        )
+
     def joined(self) -> None:
         """Wait until every rank works."""
         for number, station in enumerate(self.stations):
-            place = station.run_dir / "status" / f"rank_{number}.place"
-            until(lambda path=place: path.exists() and path.read_text().strip())
+            directory = station.run_dir / "status"
+            until(lambda path=directory, rank=number: read_progress(path, rank))
 
     def codes(self, seconds: float = 90) -> list[int]:
         """The agents' exit codes."""

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 
 from flagscale.comm.base import missing_torch
 from flagscale.errors import ConfigError
 
+_COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "bench": ("flagscale.bench.collectives.launch", (), "measure collectives"),
+    "groups": ("flagscale.bench.groups.launch", (), "measure the creation of process groups"),
+    "pipeline": ("flagscale.bench.pipeline.launch", (), "measure fsccl's pipelined schedules"),
+    "tune": (
+        *("flagscale.comm.fsccl.nvlink_check", ("--store", "--quick")),
+        "measure fsccl's NVLink kernels and keep the table",
+    ),
+}
+"""Of each command its module, whose ``main`` it is, the words it begins with, and what it does."""
+
+_LINES = [f"  {name + ' ...':15} {about[2]}" for name, about in _COMMANDS.items()]
 _EPILOG = """\
 commands
   list [--json]   every backend a YAML can name, and what is missing for it on this machine
-  bench ...       measure collectives; flagscale comm bench --help
-  groups ...      measure the creation of process groups; flagscale comm groups --help
-  tune ...        measure fsccl's NVLink kernels and keep the table; flagscale comm tune --help
-  pipeline ...    measure fsccl's pipelined schedules; flagscale comm pipeline --help
-"""
+{lines}
+each has a --help of its own"""
 
 
 def main_comm(words: Sequence[str]) -> int:
@@ -27,36 +37,28 @@ def main_comm(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flagscale comm",
         description="Communication backends: list and measure them.",
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(lines="\n".join(_LINES)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("list", "bench", "groups", "pipeline", "tune"))
+    parser.add_argument("command", choices=("list", *_COMMANDS))
     if not words:
         parser.print_help()
         return 2
     # What follows belongs to the command, which parses it itself.
     command, rest = parser.parse_args(words[:1]).command, list(words[1:])
-    if command == "bench":
-        from flagscale.bench.collectives.launch import main
+    if command == "list":
+        return _list(rest)
+    if command == "tune" and (missing := missing_torch()):
+        raise ConfigError(f"flagscale comm tune measures GPUs: {missing}")
+    module, first, _ = _COMMANDS[command]
+    code: int = import_module(module).main([*first, *rest], prog=f"flagscale comm {command}")
+    return code
 
-        return main(rest, prog="flagscale comm bench")
-    if command == "groups":
-        from flagscale.bench.groups.launch import main as main_groups
 
-        return main_groups(rest, prog="flagscale comm groups")
-    if command == "pipeline":
-        from flagscale.bench.pipeline.launch import main as main_pipeline
-
-        return main_pipeline(rest, prog="flagscale comm pipeline")
-    if command == "tune":
-        if missing := missing_torch():
-            raise ConfigError(f"flagscale comm tune measures GPUs: {missing}")
-        from flagscale.comm.fsccl.nvlink_check import main as main_tune
-
-        return main_tune(["--store", "--quick", *rest], prog="flagscale comm tune")
+def _list(words: list[str]) -> int:
     options = argparse.ArgumentParser(prog="flagscale comm list")
     options.add_argument("--json", action="store_true", help="for programs")
     from flagscale.comm.listing import show
 
-    show("json" if options.parse_args(rest).json else "table")
+    show("json" if options.parse_args(words).json else "table")
     return 0

@@ -1,32 +1,36 @@
 """What the benchmark runs on each host that it reaches by SSH; its orders come on stdin.
 
 ``prepare`` answers with a free port, a directory for files and the addresses it knows; ``run`` is
-a host's ranks.
+a host's ranks; ``bring`` gives back what they have left there, as a tar file on stdout.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import shutil
 import socket
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from flagscale.bench.spawn import Share, spawn, unheard
+from flagscale.bench import codec
+from flagscale.bench.rank import Job
+from flagscale.bench.spawn import RankRange, cores_here, run_job, unheard
 from flagscale.guard import guard
 
+LOGS = "logs"
+"""The directory of the ranks' output, in that of the run."""
 # A host may hear some time after the others that the command has gone away.
 _NOTICE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedHost:
     """What a host offers."""
 
     port: int
@@ -35,6 +39,7 @@ class Prepared:
     """A new directory for the files of this run."""
     machine: str = ""
     """What the host calls itself."""
+    cores: int = 1
     known: dict[str, bool] = field(default_factory=dict)
     """The addresses it was asked about and can resolve: whether to more than itself."""
 
@@ -43,28 +48,19 @@ class Prepared:
 class Order:
     """What a host shall run."""
 
-    command: tuple[str, ...]
-    """What follows the interpreter."""
+    job: Job
     count: int
-    share: Share
+    ranks: RankRange
     environment: dict[str, str]
     directory: str
     """Where to run, if there is such a directory on the host."""
     scratch: str
-    log_dir: str | None = None
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, text: bytes) -> Order:
-        """The reverse of :meth:`encode`."""
-        given = json.loads(text)
-        share = Share(**given.pop("share"))
-        return cls(share=share, command=tuple(given.pop("command")), **given)
+    files: tuple[str, ...]
+    """What the ranks may write, in the directory of the run."""
+    logs: bool = False
 
 
-def prepare(addresses: Sequence[str] = ()) -> Prepared:
+def prepare(addresses: Sequence[str] = ()) -> PreparedHost:
     """A free port of this host and a directory that is its owner's alone; which of ``addresses``
     it knows."""
     with socket.socket() as probe:
@@ -72,7 +68,7 @@ def prepare(addresses: Sequence[str] = ()) -> Prepared:
         port = int(probe.getsockname()[1])
     known = look_up(addresses)
     scratch = tempfile.mkdtemp(prefix="flagscale-bench-")
-    return Prepared(port, scratch, socket.gethostname(), known)
+    return PreparedHost(port, scratch, socket.gethostname(), cores_here(), known)
 
 
 def look_up(addresses: Sequence[str]) -> dict[str, bool]:
@@ -91,16 +87,18 @@ def look_up(addresses: Sequence[str]) -> dict[str, bool]:
 def run(order: Order) -> int:
     """The ranks of this host; the exit code."""
     os.environ.update(order.environment)
-    os.chdir(order.directory if Path(order.directory).is_dir() else order.scratch)
-    log_dir = None if order.log_dir is None else Path(order.log_dir)
-    command = [sys.executable, *order.command]
+    scratch = Path(order.scratch)
+    os.chdir(order.directory if Path(order.directory).is_dir() else scratch)
+    for name in order.files:
+        (scratch / name).parent.mkdir(parents=True, exist_ok=True)
     code = 1
     try:
-        code = spawn(command, order.count, log_dir=log_dir, share=order.share)
+        log_dir = scratch / LOGS if order.logs else None
+        code = run_job(order.job, order.count, log_dir=log_dir, ranks=order.ranks)
     finally:
         # Also where a line of a rank could not be passed on: nobody reads any more.
         if _abandoned(code):
-            shutil.rmtree(order.scratch, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
     return code
 
 
@@ -115,17 +113,26 @@ def _abandoned(code: int) -> bool:
     return True
 
 
+def bring(scratch: Path) -> None:
+    """Write all that is in the directory of a run to stdout, and remove it."""
+    try:
+        with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
+            archive.add(scratch, arcname=".")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def main(words: list[str]) -> int:
-    """``prepare ADDRESS ...``, ``run`` or ``clean DIRECTORY``; the exit code."""
+    """``prepare ADDRESS ...``, ``run`` or ``bring DIRECTORY``; the exit code."""
     if words[:1] == ["prepare"]:
-        print(json.dumps(asdict(prepare(words[1:]))))
+        print(codec.encode(prepare(words[1:])))
         return 0
     if words == ["run"]:
-        return run(Order.decode(sys.stdin.buffer.read()))
-    if len(words) == 2 and words[0] == "clean":
-        shutil.rmtree(words[1], ignore_errors=True)
+        return run(codec.decode(Order, sys.stdin.buffer.read()))
+    if len(words) == 2 and words[0] == "bring":
+        bring(Path(words[1]))
         return 0
-    usage = "prepare ADDRESS ...|run|clean DIRECTORY"
+    usage = "prepare ADDRESS ...|run|bring DIRECTORY"
     print(f"usage: python -m flagscale.bench.host {usage}", file=sys.stderr)
     return 2
 

@@ -59,17 +59,17 @@ def judge(backends: Sequence[str], words: Sequence[str]) -> dict[str, OptionValu
     """
     names = tuple(dict.fromkeys(backends))
     problems: list[Problem] = []
-    shares: dict[str, list[str]] = {name: [] for name in names}
+    of_each: dict[str, list[str]] = {name: [] for name in names}
     for word in words:
-        owners, bare, complaint = _owners(names, word)
+        owners, own, complaint = _owners(names, word)
         if complaint:
             problems.append(Problem(f"{FLAG} {word.partition('=')[0]}", complaint))
         for owner in owners:
-            shares[owner].append(bare)
+            of_each[owner].append(own)
     found: dict[str, OptionValues] = {}
-    for name, share in shares.items():
+    for name, own_words in of_each.items():
         try:
-            found[name] = registry.options_of(name, share)
+            found[name] = registry.options_of(name, own_words)
         except ConfigError as error:
             problems += [replace(p, key=f"{FLAG} {p.key}") for p in error.problems]
     if problems:
@@ -82,8 +82,8 @@ def _owners(names: Sequence[str], word: str) -> tuple[Sequence[str], str, str]:
     key, equals, value = word.partition("=")
     owner, dot, option = key.rpartition(".")
     if dot:
-        bare = f"{option}{equals}{value}"
-        return ((owner,), bare, "") if owner in names else ((), bare, f"{owner} is not measured")
+        own = f"{option}{equals}{value}"
+        return ((owner,), own, "") if owner in names else ((), own, f"{owner} is not measured")
     if len(names) == 1:
         return names, word, ""
     having = [name for name in names if key in _options(name)]

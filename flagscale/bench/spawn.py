@@ -1,4 +1,4 @@
-"""Start ranks on this host, and end all of them when one fails."""
+"""Start processes on this host, and end all of them when one fails."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from flagscale.bench.world import MEETING_VARIABLE, STARTER_VARIABLE
+from flagscale.bench import codec
+from flagscale.bench.rank import Job
+from flagscale.bench.world import RENDEZVOUS_VARIABLE, STARTER_VARIABLE
 from flagscale.hosts.kernel import die_with
 
 _POLL_SECONDS = 0.05
@@ -26,10 +27,17 @@ _LAUNCHER_SECONDS = 10.0
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _UNWIND_SECONDS = 60
 """More than a launcher, a lost host and Slurm together may take to end what was started."""
+_LARGEST_CODE = 4
+
+
+def own_code(code: int) -> int:
+    """The code of the whole, of one that starters and hosts report: a measurement's own, or 1 for
+    a rank that a signal ended and for what a starter has made of that."""
+    return code if 0 <= code <= _LARGEST_CODE else 1
 
 
 @dataclass(frozen=True)
-class Share:
+class RankRange:
     """What one host runs of a world on several: its first rank, and where rank 0 is met."""
 
     first: int
@@ -38,20 +46,36 @@ class Share:
     port: int
 
 
+def run_job(
+    job: Job, count: int, *, log_dir: Path | None = None, ranks: RankRange | None = None
+) -> int:
+    """Run a job as ``count`` ranks and wait; see :func:`spawn`."""
+    given = codec.encode(job).encode()
+    return spawn(job.command, count, log_dir=log_dir, ranks=ranks, stdin=given)
+
+
 def spawn(
-    command: Sequence[str], count: int, *, log_dir: Path | None = None, share: Share | None = None
+    command: Sequence[str],
+    count: int,
+    *,
+    log_dir: Path | None = None,
+    ranks: RankRange | None = None,
+    stdin: bytes = b"",
 ) -> int:
     """Run ``command`` as ``count`` ranks and wait; the exit code of the whole.
 
-    Output is this process's own, or ``rank_<n>.log`` of ``log_dir``, of which rank 0's is shown as
-    well. A signal that would end this process ends the ranks, and so does its death. With ``share``
-    they are a host's ranks of a larger world, and end as well when nobody reads this process's
-    output any more: the connection that brought it has gone.
+    Each gets ``stdin``. Output is this process's own, or ``rank_<n>.log`` of ``log_dir``, of which
+    rank 0's is shown as well. A signal that would end this process ends the ranks, and so does its
+    death. With ``ranks`` they are a host's ranks of a larger world, and end as well when nobody
+    reads this process's output any more: the connection that brought it has gone.
     """
-    first = 0 if share is None else share.first
+    first = 0 if ranks is None else ranks.first
     with tempfile.TemporaryDirectory(prefix="flagscale-bench-") as directory, ExitStack() as stack:
-        ranks: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[bytes]] = []
         stack.enter_context(interruptible())
+        given = stack.enter_context(tempfile.TemporaryFile())
+        given.write(stdin)
+        given.flush()
         try:
             if log_dir is not None:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -59,52 +83,42 @@ def spawn(
                 output = None
                 if log_dir is not None:
                     output = stack.enter_context(log_path(log_dir, first + local).open("wb"))
-                environment = _environment(local, count, Path(directory), share)
-                ranks.append(
-                    subprocess.Popen(
+                # Opened anew, each is read from its beginning.
+                with Path(f"/proc/self/fd/{given.fileno()}").open("rb") as source:
+                    process = subprocess.Popen(
                         command,
-                        env=environment,
+                        env=_environment(local, count, Path(directory), ranks),
+                        stdin=source,
                         stdout=output,
                         stderr=output,
                         preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509 - no lock
                     )
-                )
+                processes.append(process)
             shown = log_path(log_dir, 0) if log_dir is not None and first == 0 else None
-            with _Follower(shown) as follower:
-                return _wait(ranks, first, follower, tied=share is not None)
+            with _following(shown) as follow:
+                return _wait(processes, first, follow, tied=ranks is not None)
         finally:
-            _end(ranks)
+            _end(processes)
 
 
-def log_path(directory: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
+def log_path(directory: Path, rank: int | str) -> Path:
+    """Where a rank's output goes; starters put a pattern in the place of the number."""
     return directory / f"rank_{rank}.log"
 
 
-class _Follower:
-    """Copies what a growing file gets to standard output."""
+@contextmanager
+def _following(path: Path | None) -> Iterator[Callable[[], None]]:
+    """What copies to standard output what a growing file has got; it is done at the end, too."""
+    with ExitStack() as stack:
+        file = None if path is None else stack.enter_context(path.open("rb"))
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("rb")
+        def copy() -> None:
+            if file is not None and (new := file.read()):
+                sys.stdout.buffer.write(new)
+                sys.stdout.flush()
 
-    def __enter__(self) -> _Follower:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._file is not None:
-            self.copy()
-            self._file.close()
-
-    def copy(self) -> None:
-        """Copy what is new."""
-        if self._file is not None and (new := self._file.read()):
-            sys.stdout.buffer.write(new)
-            sys.stdout.flush()
+        stack.callback(copy)
+        yield copy
 
 
 def call(words: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -148,6 +162,11 @@ def interruptible() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+def cores_here() -> int:
+    """Cores of this host that its processes may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def python_path() -> str:
     """PYTHONPATH for a process that shall import what this one can."""
     return os.pathsep.join(path for path in sys.path if path)
@@ -161,12 +180,6 @@ def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that ranks on other hosts get of this process's."""
     chosen = {k: v for k, v in environment.items() if k.startswith(_HANDED_ON)}
     return {**chosen, "PYTHONPATH": python_path()}
-
-
-def show_log(directory: Path | None) -> None:
-    """Print what rank 0 has written, where a launcher puts all output into files."""
-    if directory is not None and log_path(directory, 0).is_file():
-        print(log_path(directory, 0).read_text(encoding="utf-8", errors="replace"), end="")
 
 
 class _Ended(KeyboardInterrupt):
@@ -185,17 +198,19 @@ def _interrupt(number: int, _frame: object) -> None:
     raise ended
 
 
-def _environment(local: int, count: int, directory: Path, share: Share | None) -> dict[str, str]:
-    if share is None:
-        place = {MEETING_VARIABLE: str(directory / "meeting")}
+def _environment(
+    local: int, count: int, directory: Path, ranks: RankRange | None
+) -> dict[str, str]:
+    if ranks is None:
+        place = {RENDEZVOUS_VARIABLE: str(directory / "meeting")}
     else:
-        place = {STARTER_VARIABLE: "SSH", "MASTER_ADDR": share.address}
-        place["MASTER_PORT"] = str(share.port)
+        place = {STARTER_VARIABLE: "SSH", "MASTER_ADDR": ranks.address}
+        place["MASTER_PORT"] = str(ranks.port)
     return {
         **os.environ,
         **place,
-        "RANK": str(local if share is None else share.first + local),
-        "WORLD_SIZE": str(count if share is None else share.world),
+        "RANK": str(local if ranks is None else ranks.first + local),
+        "WORLD_SIZE": str(count if ranks is None else ranks.world),
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(count),
         # Each rank is one of several on this host.
@@ -205,29 +220,33 @@ def _environment(local: int, count: int, directory: Path, share: Share | None) -
 
 
 def _wait(
-    ranks: Sequence[subprocess.Popen[bytes]], first: int, follower: _Follower, *, tied: bool
+    processes: Sequence[subprocess.Popen[bytes]],
+    first: int,
+    follow: Callable[[], None],
+    *,
+    tied: bool,
 ) -> int:
     deadline: float | None = None
-    told: set[int] = set()
+    told = False
     while True:
-        codes = [process.poll() for process in ranks]
-        follower.copy()
+        codes = [process.poll() for process in processes]
+        follow()
         for rank, code in enumerate(codes, start=first):
             # After the first failure the rest end because of it, some by our own hand.
             if code is not None and code < 0 and not told:
                 name = signal.Signals(-code).name
                 print(f"error: rank {rank} was ended by {name}", file=sys.stderr)
-                told.add(rank)
+                told = True
         if all(code is not None for code in codes):
             return _overall([code or 0 for code in codes])
         if tied and unheard():
-            _end(ranks)
+            _end(processes)
             return 1
         if deadline is None and any(codes):
             deadline = time.monotonic() + _GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
-            _end(ranks)
-            return _overall([process.returncode for process in ranks])
+            _end(processes)
+            return _overall([process.returncode for process in processes])
         time.sleep(_POLL_SECONDS)
 
 
@@ -240,21 +259,18 @@ def unheard() -> bool:
 
 def _overall(codes: Sequence[int]) -> int:
     """Rank 0's own code where it has one, else any rank's; 1 for a rank that a signal ended."""
-    own = [code for code in codes if code > 0]
-    if own:
-        return own[0]
-    return 1 if any(codes) else 0
+    return own_code(next((code for code in codes if code > 0), min(codes)))
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End our own children, by their ids: first asked, then forced."""
-    for process in ranks:
+    for process in processes:
         if process.poll() is None:
             process.terminate()
             # One that is stopped would only see the request when it goes on.
             process.send_signal(signal.SIGCONT)
     deadline = time.monotonic() + _KILL_SECONDS
-    for process in ranks:
+    for process in processes:
         try:
             process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

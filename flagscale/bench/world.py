@@ -11,7 +11,7 @@ from flagscale.errors import ConfigError
 
 Launcher = Literal["local", "SSH", "torchrun", "OpenMPI", "MPICH", "Slurm"]
 
-MEETING_VARIABLE = "FLAGSCALE_BENCH_MEETING"
+RENDEZVOUS_VARIABLE = "FLAGSCALE_BENCH_MEETING"
 """Set for ranks that the benchmark starts itself: the file in which rank 0 says where it is."""
 
 STARTER_VARIABLE = "FLAGSCALE_BENCH_STARTER"
@@ -19,15 +19,15 @@ STARTER_VARIABLE = "FLAGSCALE_BENCH_STARTER"
 
 
 @dataclass(frozen=True)
-class World:
-    """This process among all ranks."""
+class BenchWorld:
+    """This process among all ranks of a measurement."""
 
     launcher: Launcher
     rank: int
     size: int
     local_rank: int
     local_size: int
-    meeting: str | None = None
+    rendezvous: str | None = None
     """A name that only the ranks of this job share, where all of them are on one host."""
     address: str | None = None
     port: int | None = None
@@ -51,7 +51,7 @@ _VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
 }
 
 
-def detect(environment: Mapping[str, str]) -> World | None:
+def detect(environment: Mapping[str, str]) -> BenchWorld | None:
     """The rank that the environment describes; None outside of any launcher.
 
     An inner launcher (mpirun within a Slurm job) goes before an outer one. A Slurm allocation
@@ -74,22 +74,22 @@ def detect(environment: Mapping[str, str]) -> World | None:
         raise ConfigError(f"{launcher}: {names[0]}={rank} is no rank of {names[1]}={size}")
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if launcher == "Slurm" and address is None and local_size != size:
-        address, port = _slurm_meeting_place(environment)
-    return World(
+        address, port = _slurm_endpoint(environment)
+    return BenchWorld(
         launcher=launcher,
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        meeting=_meeting(launcher, environment) if local_size == size else None,
+        rendezvous=_rendezvous(launcher, environment) if local_size == size else None,
         address=address,
         port=_port(port) if address else None,
     )
 
 
 def _launcher(environment: Mapping[str, str]) -> Launcher | None:
-    if MEETING_VARIABLE in environment or environment.get(STARTER_VARIABLE) == "SSH":
-        return "local" if MEETING_VARIABLE in environment else "SSH"
+    if RENDEZVOUS_VARIABLE in environment or environment.get(STARTER_VARIABLE) == "SSH":
+        return "local" if RENDEZVOUS_VARIABLE in environment else "SSH"
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return "torchrun"
     if "OMPI_COMM_WORLD_RANK" in environment:
@@ -119,10 +119,10 @@ def _port(text: str | None) -> int:
     return int(text)
 
 
-def _meeting(launcher: Launcher, environment: Mapping[str, str]) -> str | None:
+def _rendezvous(launcher: Launcher, environment: Mapping[str, str]) -> str | None:
     get = environment.get
     if launcher == "local":
-        return environment[MEETING_VARIABLE]
+        return environment[RENDEZVOUS_VARIABLE]
     if launcher == "OpenMPI":
         # The port of the daemon tells two runs apart whose process ids repeat.
         daemon = get("PMIX_SERVER_URI2", "") or get("OMPI_MCA_orte_hnp_uri", "")
@@ -136,7 +136,7 @@ def _file_name(*words: str) -> str:
     return "-".join(re.sub(r"[^0-9A-Za-z]+", "_", word) for word in words)
 
 
-def _slurm_meeting_place(environment: Mapping[str, str]) -> tuple[str | None, str]:
+def _slurm_endpoint(environment: Mapping[str, str]) -> tuple[str | None, str]:
     """The step's first host, where task 0 runs, and a port that its number gives."""
     nodes = environment.get("SLURM_STEP_NODELIST", "")
     job = environment.get("SLURM_JOB_ID", "0")

@@ -17,6 +17,7 @@ from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.registry import arguments, registry
 from flagscale.config.schema import Experiment
+from flagscale.config.specifics import specific_notes
 from flagscale.errors import Problem
 
 
@@ -88,10 +89,13 @@ def check_places(experiment: Experiment) -> list[Problem]:
         ("experiment.exp_dir", experiment.exp_dir),
         ("experiment.runner.log_dir", experiment.runner.log_dir),
     ]
+    problems = []
     for key, name, value in leaves(experiment.train.sections(), "train."):
         if name in paths.WRITTEN and name != "load":
             written.append((key, value))
-    return [
+            if isinstance(value, str) and (complaint := paths.too_long(value)):
+                problems.append(Problem(key, complaint, experiment.sources.get(key)))
+    return problems + [
         Problem(
             key,
             f"{path} lies in {kernels}, whose files are the kernel's and no disk's; choose another "
@@ -118,6 +122,7 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
             f"{experiment.task.entrypoint.name} is not this project's training program: its own "
             "parser judges the arguments"
         )
+    found += specific_notes(experiment)
     args = Arguments.of(experiment)
     samples, batch = args["train_samples"], args["global_batch_size"]
     if batch is None and samples:

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 import yaml
 
 from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.experiment_reader import find_program
+from flagscale.config.interpolation import interpolation_hint, register
 from flagscale.config.overrides import did_you_mean_key, normalize, parse
-from flagscale.config.sources import OVERRIDE, trace
+from flagscale.config.schema import OWN_PROGRAM
+from flagscale.config.sources import OVERRIDE, Sources
 from flagscale.config.yaml_file import short
 from flagscale.errors import ConfigError, Problem
 
@@ -53,64 +56,78 @@ def _yaml_files(directory: Path) -> list[str]:
     return sorted(path.stem for path in found if not path.name.startswith("."))
 
 
-def compose(config_path: Path, config_name: str, overrides: Sequence[str]) -> DictConfig:
+def compose(sources: Sources) -> DictConfig:
     """The composed configuration, interpolations unresolved, without the ``hydra`` section.
 
-    Overrides of keys that the schema knows need no ``+``. Raises ConfigError for a file that
-    cannot be read (every mistake of every file at once), an unknown config group, and every
-    override of an unknown key or that cannot be understood.
+    Overrides of keys that the schema knows need no ``+``. Raises ConfigError for an unknown config
+    group, and every override of an unknown key or that cannot be understood.
     """
-    file = config_file(config_path, config_name)
-    trace(file, overrides)
-    words = normalize(overrides)
+    config, problems = composed(sources)
+    if problems:
+        raise ConfigError(problems)
+    del config["hydra"]
+    return config
+
+
+def composed(sources: Sources) -> tuple[DictConfig, list[Problem]]:
+    """The configuration with its ``hydra`` section, composed without the overrides that are wrong,
+    and what is wrong with them. Raises ConfigError where nothing can be composed."""
+    overrides = normalize(sources.overrides)
     problems: list[Problem] = []
     while True:
         try:
-            config = _compose(file, words)
+            return _compose(sources, overrides), problems
         except ConfigError as error:
             problems += error.problems
-            wrong = _culprits(error.__cause__, words)
+            wrong = _culprits(error.__cause__, overrides)
+            if not wrong:
+                raise ConfigError(problems) from error
             # Hydra tells of one at a time: without it, the next one shows.
-            words = [word for word in words if word not in wrong]
-            if wrong:
-                continue
-        if problems:
-            raise ConfigError(problems)
-        return config
+            overrides = [text for text in overrides if text not in wrong]
 
 
-def _compose(file: Path, overrides: list[str]) -> DictConfig:
+def _compose(sources: Sources, overrides: list[str]) -> DictConfig:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
-    from omegaconf import open_dict
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    register()
+    file = sources.file
     try:
         with initialize_config_dir(config_dir=str(file.parent), version_base=None):
             config = hydra_compose(file.stem, overrides=overrides, return_hydra_config=True)
             HydraConfig.instance().set_config(config)  # so that ${hydra:...} resolves later
+    except RecursionError as error:
+        deepest = max(overrides, key=lambda text: text.count("[") + text.count("{"), default="")
+        key = deepest.lstrip("+~").partition("=")[0]
+        raise ConfigError(Problem(key, "nests too deep", OVERRIDE)) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
-        _translate(error, file)  # Hydra raises the last two for some odd overrides
-    with open_dict(config):
-        del config["hydra"]
+        _translate(error, sources)  # Hydra raises the last two for some odd overrides
+    OmegaConf.set_struct(config, False)
     return config
 
 
-def _translate(error: Exception, file: Path) -> NoReturn:
+def _translate(error: Exception, sources: Sources) -> NoReturn:
     """Raises a ConfigError for what Hydra or OmegaConf found."""
     from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError
 
     if isinstance(error, MissingConfigException):
-        raise ConfigError(_missing_group(error.missing_cfg_file, error.options, file)) from error
+        missing = _missing_group(error.missing_cfg_file, error.options, sources.file)
+        raise ConfigError(missing) from error
     if isinstance(error, OverrideParseException):
         raise ConfigError(_unreadable(error.override, str(error))) from error
     cause = error.__cause__
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
-        raise ConfigError(Problem(key, _not_there(key), OVERRIDE)) from error
+        raise ConfigError(Problem(key, _not_there(key, sources), OVERRIDE)) from error
+    if isinstance(cause, GrammarParseError):
+        key, message = str(cause.full_key), str(cause).partition("\n")[0]
+        message += interpolation_hint(message)
+        raise ConfigError(Problem(key, message, sources.place(key))) from error
     if isinstance(error, TypeError):
         message = f"Hydra cannot use these overrides: {error}; a config group takes names: train=8b"
         raise ConfigError(Problem("", message, OVERRIDE)) from error
@@ -124,21 +141,21 @@ def _translate(error: Exception, file: Path) -> NoReturn:
         key = message.split("'")[1].partition("=")[0]
         message = f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text"
         raise ConfigError(Problem(key.lstrip("+"), message, OVERRIDE)) from error
-    raise ConfigError(Problem("", message, short(file))) from error
+    raise ConfigError(Problem("", message, short(sources.file))) from error
 
 
-def _culprits(error: BaseException | None, words: Sequence[str]) -> list[str]:
+def _culprits(error: BaseException | None, overrides: Sequence[str]) -> list[str]:
     """The overrides that an error of Hydra is about. None where others may follow from it: what is
     in a config group that is not there, nobody knows."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     if isinstance(error, OverrideParseException):
-        return [word for word in words if word == error.override]
+        return [text for text in overrides if text == error.override]
     named = _NAMED.search(str(error))
     if isinstance(error, MissingConfigException) or named is None:
         return []
     key = named["key"].lstrip("+~")
-    return [word for word in words if (found := parse(word)) is not None and found.key == key]
+    return [text for text in overrides if (found := parse(text)) is not None and found.key == key]
 
 
 def _missing_group(missing: str | None, options: Iterable[str] | None, file: Path) -> Problem:
@@ -161,7 +178,13 @@ def _unreadable(override: str, message: str) -> Problem:
     return Problem(found.key, f"Hydra cannot read this value ({complaint}); {advice}", OVERRIDE)
 
 
-def _not_there(key: str) -> str:
+def _not_there(key: str, sources: Sources) -> str:
     # Another's program may know arguments that we do not; there is nothing to add elsewhere.
-    more = f" (`+{key}=...` adds a new one)" if key.startswith("train.") else ""
+    adds = key.startswith("train.") and _is_external(sources)
+    more = f" (`+{key}=...` adds a new one)" if adds else ""
     return f"no such key{did_you_mean_key(key)}{more}"
+
+
+def _is_external(sources: Sources) -> bool:
+    program = sources.texts.get("experiment.task.entrypoint", "${")
+    return "${" not in program and find_program(program).resolve() != OWN_PROGRAM

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
-from flagscale.config.arguments.values import did_you_mean, shown
-from flagscale.config.reader import Reader
+from flagscale.config.arguments.values import did_you_mean, shown, unfit
+from flagscale.config.interpolation import literal
+from flagscale.config.reader import Reader, absolute
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.config.yaml_file import short
 
@@ -21,13 +22,22 @@ _SCOPES = ("device_type_specific", "node_specific")
 def read_task(reader: Reader, data: Mapping[Any, Any]) -> schema.Task:
     """``experiment.task``."""
     found = reader.fields(schema.Task, data, "experiment.task.")
+    key = "experiment.task.entrypoint"
+    if "entrypoint" in found:
+        found["entrypoint"] = find_program(reader.text(key, data["entrypoint"]))
     entrypoint: Path = found.get("entrypoint", schema.OWN_PROGRAM)
-    if not entrypoint.is_file() and isinstance(data.get("entrypoint"), str):
-        beside = schema.PROJECT / data["entrypoint"]
-        found["entrypoint"] = entrypoint = beside if beside.is_file() else entrypoint
     if not entrypoint.is_file():
-        reader.problem("experiment.task.entrypoint", f"no file {short(entrypoint)}")
+        reader.problem(key, f"no file {short(entrypoint)}")
+    elif entrypoint.suffix != ".py":
+        reader.problem(key, f"expected a Python program, *.py, found {short(entrypoint)}")
     return schema.Task(**found, external=entrypoint.resolve() != schema.OWN_PROGRAM)
+
+
+def find_program(text: str) -> Path:
+    """The training program of this name: in the working directory, or else in this project; the
+    former where it is in neither."""
+    path, beside = absolute(text), schema.PROJECT / text
+    return path if path.is_file() or not beside.is_file() else beside
 
 
 def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
@@ -129,8 +139,9 @@ def _variables(reader: Reader, data: Mapping[Any, Any], prefix: str) -> dict[str
             reader.problem(key, f"{shown(str(name))} cannot be the name of a variable")
         elif value is not None:
             text = reader.text(key, value)
-            if "\0" in text:
-                reader.problem(key, "a value cannot hold a NUL character")
+            typed = reader.sources.texts.get(key) or ""
+            if complaint := unfit(f"{name}={literal(text)}") or unfit(typed):
+                reader.problem(key, complaint)
             found[str(name)] = text
     return found
 

@@ -10,14 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
-from flagscale.config.arguments.registry import aliases, arguments, closest, lookup, refusal
+from flagscale.config.arguments.registry import (
+    aliases,
+    arguments,
+    closest,
+    lookup,
+    refusal,
+    registry,
+)
 from flagscale.config.arguments.spec import Argument
-from flagscale.config.arguments.values import did_you_mean, expected, word
+from flagscale.config.arguments.values import did_you_mean, expected, nearest, word
+from flagscale.config.documented import kinds
 from flagscale.config.overrides import SUBSECTIONS
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.errors import ConfigError, Problem
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    Path: "a path",
+}
 REQUIRED = "required"
 
 
@@ -50,12 +64,11 @@ def default_text(value: Any) -> str:
 
 def _schema_entries(kind: type, prefix: str) -> Iterator[Entry]:
     for key, item in schema.documented(kind).items():
-        text = str(item.type).removesuffix(" | None")
-        choices = item.metadata["choices"]
-        expects = "a path" if text == "Path" else _KINDS.get(text, "a whole number or auto")
+        found, choices = kinds(kind)[key], item.metadata["choices"]
+        expects = " or ".join([_KINDS[found.base], *found.literals])
         if choices:
             expects = "one of " + ", ".join(choices)
-        if text.startswith("tuple["):
+        if found.many:
             expects = f"a list, each item {expects}"
         default = REQUIRED if item.default is MISSING else default_text(item.default)
         yield Entry(f"{prefix}{key}", expects, default, item.metadata["doc"])
@@ -84,7 +97,11 @@ def experiment_entries() -> tuple[Entry, ...]:
             "experiment.envs",
             "variables and their values",
             "",
-            "Environment of every rank. Values reach it exactly as the YAML writes them.",
+            "Environment of every rank. Values reach it exactly as the YAML writes them: no shell "
+            "fills in a `$NAME`. `${host:NAME}` stands for the host's own variable, whatever this "
+            "section gives it: `PATH: /opt/x/bin:${host:PATH}`. One that is unset is empty, and in "
+            "a variable whose name ends in PATH the `:` beside it goes too. `\\${host:NAME}` is "
+            "meant literally.",
         ),
         Entry(
             "experiment.envs.device_type_specific",
@@ -107,7 +124,8 @@ def experiment_entries() -> tuple[Entry, ...]:
             "a section for each device type",
             "",
             "What is different on hosts whose hostfile line has that `type=`: arguments of the "
-            "training program (null takes one away), `build_dir`, `python`, `conda` and `cmds`. "
+            "training program that may differ by host, which docs/configuration.md lists (null "
+            "takes one away), `build_dir`, `python`, `conda` and `cmds`. "
             "Wins over `train`, `experiment.runner` and `experiment.cmds`. A type that no line of "
             "the hostfile has is refused.",
         ),
@@ -164,6 +182,9 @@ def explain(key: str) -> str:
     names = [e.name for e in experiment_entries()]
     near = closest(name)
     hint = did_you_mean(name, [*near, *names, *PASSED_ON])
+    if not hint:
+        some = nearest(name, [*names, *PASSED_ON, *registry()], least=0)
+        hint = f"; the names that look most like it are {', '.join(some)}"
     raise ConfigError(Problem(key, f"unknown key{hint}"))
 
 

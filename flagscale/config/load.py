@@ -1,4 +1,4 @@
-"""From a composed configuration to a checked :class:`Experiment`.
+"""From a configuration's files and overrides to a checked :class:`Experiment`.
 
 Every problem is collected, so that one run of the launcher tells all that is wrong, each with its
 place, its key, what was found and what was expected.
@@ -6,18 +6,20 @@ place, its key, what was found and what was expected.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, NamedTuple
 
 from flagscale.config import schema
+from flagscale.config.actions import ACTIONS, Purpose
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
 from flagscale.config.arguments.parser import canonicalise
+from flagscale.config.arguments.values import MAX_NAME, size, unfit
 from flagscale.config.checks import check_arguments, check_places
+from flagscale.config.compose import composed, config_file
 from flagscale.config.experiment_reader import (
     read_commands,
     read_environments,
@@ -26,74 +28,77 @@ from flagscale.config.experiment_reader import (
 )
 from flagscale.config.overrides import SUBSECTIONS, TOP_LEVEL, sections_of
 from flagscale.config.reader import Reader
+from flagscale.config.resolve import resolve
 from flagscale.config.sources import trace
 from flagscale.config.specifics import read_specifics, specific_problems, with_absolute_paths
+from flagscale.config.yaml_file import short
 from flagscale.errors import ConfigError, Problem
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-_UNRESOLVED = re.compile(r"Interpolation key '(\w+)' not found")
-
-Purpose = Literal["launch", "plan", "find"]
-"""What an experiment is loaded for: to start it (everything must be right), to plan it (data and
-tokenizer may be elsewhere), or to find a run of it (only ``experiment`` must be right)."""
-
-_PURPOSES: dict[str, Purpose] = {
-    "dryrun": "plan",
-    "check": "plan",
-    "query": "find",
-    "logs": "find",
-    "stop": "find",
-}
+_QUICKSTART = "`make data` (tools/data/quickstart.py) makes the quickstart's data and tokenizer"
+_BACKEND = (
+    "`make backend` (tools/patch/unpatch.py --backend Megatron-LM) fetches and adapts the training "
+    "backend"
+)
 
 
-def load_experiment(
-    config: DictConfig,
-    *,
-    config_file: Path,
-    overrides: Sequence[str],
-    purpose: Purpose | None = None,
-) -> schema.Experiment:
-    """The experiment that a composed configuration describes, checked.
+class Loaded(NamedTuple):
+    """What a command line asks for, checked."""
 
-    ``config_file`` and ``overrides`` are what it was composed of; messages name their places.
-    Without a ``purpose`` the configuration's ``action`` decides. Raises ConfigError with every
-    problem.
+    options: schema.Options
+    experiment: schema.Experiment
+
+
+def load(
+    directory: Path, name: str, overrides: Sequence[str], purpose: Purpose | None = None
+) -> Loaded:
+    """The options and the experiment of a configuration in a directory, each file read once.
+
+    Without a ``purpose`` that of the configuration's action decides. Raises ConfigError with
+    every problem.
     """
-    reader = Reader(trace(config_file, overrides))
-    data = _resolve(config, reader)
+    sources = trace(config_file(directory, name), overrides)
+    config, problems = composed(sources)
+    del config["hydra"]
+    reader = Reader(sources, problems)
+    try:
+        data = resolve(config, sources)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
     _check_top_level(reader, data)
-    options = _read_options(reader, data)
+    found = reader.fields(schema.Options, data, "", others=True)
+    options = schema.Options(**found)
     if purpose is None:
-        purpose = _PURPOSES.get(options.action, "launch")
-    experiment = _read_experiment(reader, data, config_file, overrides)
-    if experiment is not None and purpose != "find":
-        reader.problems += check_places(experiment)
-        reader.problems += _train_problems(reader, experiment)
-        # Where files are not shared, the hosts are asked instead.
-        if purpose == "launch" and not experiment.runner.no_shared_fs:
-            reader.problems += missing_paths(experiment)
-    if reader.problems or experiment is None:
-        raise ConfigError(reader.problems, hint=_hint(reader.problems))
-    return experiment
+        # What an unknown action would need is unknown; any other is better than a run's all.
+        unknown = "action" not in found and data.get("action") is not None
+        purpose = "find" if unknown else ACTIONS[options.action].purpose
+    experiment = _read_experiment(reader, data)
+    if purpose != "find":
+        _check(reader, experiment, purpose)
+    problems = reader.causes()
+    if problems:
+        raise ConfigError(problems, hint=_hint(problems))
+    return Loaded(options, experiment)
+
+
+def _check(reader: Reader, experiment: schema.Experiment, purpose: Purpose | None) -> None:
+    reader.problems += check_places(experiment)
+    reader.problems += _train_problems(reader, experiment)
+    # Where files are not shared, the hosts are asked instead.
+    if purpose != "launch" or experiment.runner.no_shared_fs:
+        return
+    missing = missing_paths(experiment)
+    if missing and not (schema.BACKEND_SOURCE / "megatron" / "core").is_dir():
+        message = f"there is no adapted Megatron-LM in {short(schema.BACKEND_SOURCE)}"
+        missing.append(Problem("", message))
+    reader.problems += missing
 
 
 def _hint(problems: Sequence[Problem]) -> str | None:
-    if any("data/quickstart/" in problem.message for problem in problems):
-        return "`python tools/data/quickstart.py` makes the quickstart's data and tokenizer"
-    return None
-
-
-def load_options(
-    config: DictConfig, *, config_file: Path, overrides: Sequence[str]
-) -> schema.Options:
-    """The launcher's own options: action, follow, rank, lines, json. Raises ConfigError."""
-    reader = Reader(trace(config_file, overrides))
-    options = _read_options(reader, _resolve(config, reader))
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    return options
+    asked = {"data/quickstart/": _QUICKSTART, "no adapted Megatron-LM": _BACKEND}
+    hints = [
+        hint for text, hint in asked.items() if any(text in problem.message for problem in problems)
+    ]
+    return "\n  hint: ".join(hints) or None
 
 
 def missing_paths(experiment: schema.Experiment) -> list[Problem]:
@@ -107,26 +112,9 @@ def missing_paths(experiment: schema.Experiment) -> list[Problem]:
     return [
         Problem(key, message, places.get(key))
         for key, name, value in leaves(experiment.train.sections(), "train.")
+        if unfit(str(value)) is None
         for message in paths.missing(name, value)
     ]
-
-
-def _resolve(config: DictConfig, reader: Reader) -> dict[Any, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        data = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        key = str(error.full_key or "")
-        message = (error.msg or str(error)).splitlines()[0]
-        if "Missing mandatory value" in message:
-            message = "is required: replace ??? by a value"
-        elif unresolved := _UNRESOLVED.fullmatch(message):
-            name = unresolved[1]
-            message += f"; for the shell's variable write ${name} or \\${{{name}}}"
-        raise ConfigError(Problem(key, message, reader.sources.place(key))) from error
-    return data if isinstance(data, dict) else {}
 
 
 def _check_top_level(reader: Reader, data: Mapping[Any, Any]) -> None:
@@ -136,18 +124,15 @@ def _check_top_level(reader: Reader, data: Mapping[Any, Any]) -> None:
             reader.unknown(str(name), name, [*known, *schema.SPECIFIC_SECTIONS])
 
 
-def _read_options(reader: Reader, data: Mapping[Any, Any]) -> schema.Options:
-    return schema.Options(**reader.fields(schema.Options, data, "", others=True))
-
-
-def _read_experiment(
-    reader: Reader, data: Mapping[Any, Any], config_file: Path, overrides: Sequence[str]
-) -> schema.Experiment | None:
-    """The experiment, unchecked between its values; None when parts of it cannot be read."""
+def _read_experiment(reader: Reader, data: Mapping[Any, Any]) -> schema.Experiment:
+    """The experiment, unchecked between its values. Where its name or directory cannot be read,
+    which is noted, others stand in, so that the rest can be checked."""
     given = reader.mapping(data, "experiment")
     prefix = "experiment."
     own = {key: value for key, value in given.items() if key not in (*SUBSECTIONS, "envs")}
     found = reader.fields(schema.Experiment, own, prefix, beside=sections_of(""))
+    if complaint := _unfit_name(found.get("name", "")):
+        reader.problem("experiment.exp_name", complaint)
     task = read_task(reader, reader.mapping(given, "task", prefix))
     runner = read_runner(reader, reader.mapping(given, "runner", prefix))
     envs = read_environments(reader, reader.mapping(given, "envs", prefix))
@@ -157,22 +142,31 @@ def _read_experiment(
         read_specifics(reader, data, section, external=task.external)
         for section in schema.SPECIFIC_SECTIONS
     )
-    if not {"name", "exp_dir"} <= found.keys():
-        return None
     return schema.Experiment(
-        **found,
+        name=found.get("name", ""),
+        exp_dir=found.get("exp_dir", Path.cwd()),
         task=task,
         runner=runner,
         envs=envs,
         cmds=cmds,
         train=train,
-        config_file=config_file.absolute(),
+        config_file=reader.sources.file,
         by_type=by_type,
         by_host=by_host,
-        overrides=tuple(overrides),
+        overrides=reader.sources.overrides,
         resolved=data,
         sources=reader.sources.places,
     )
+
+
+def _unfit_name(name: str) -> str | None:
+    """Why a name cannot be shown in one line of a terminal, nor be a file's."""
+    odd = next((character for character in name if not character.isprintable()), None)
+    if odd is not None:
+        return f"expected printable text, found the character {odd!a}"
+    if size(name) > MAX_NAME:
+        return f"is {size(name):,} bytes long; expected at most {MAX_NAME}"
+    return None
 
 
 def _read_train(reader: Reader, data: Mapping[Any, Any], external: bool) -> schema.Train:
@@ -187,7 +181,7 @@ def _train_problems(reader: Reader, experiment: schema.Experiment) -> list[Probl
     """Problems of the arguments one by one and, when there are none, between them."""
     sections = experiment.train.sections()
     try:
-        problems = collisions(sections, "train.")
+        problems = [*collisions(sections, "train."), *_unfit_texts(sections)]
         if not experiment.task.external:
             problems += _argument_problems(sections)
         problems += specific_problems(experiment)
@@ -195,6 +189,16 @@ def _train_problems(reader: Reader, experiment: schema.Experiment) -> list[Probl
         problems = list(error.problems)
     problems = [replace(p, where=reader.sources.place(p.key)) for p in problems]
     return problems or check_arguments(experiment)
+
+
+def _unfit_texts(sections: Mapping[str, Any]) -> Iterator[Problem]:
+    for key, _, value in leaves(sections, "train."):
+        texts = value if isinstance(value, list) else [value]
+        complaint = next(
+            filter(None, (unfit(text) for text in texts if isinstance(text, str))), None
+        )
+        if complaint:
+            yield Problem(key, complaint)
 
 
 def _argument_problems(sections: Mapping[str, Any]) -> list[Problem]:

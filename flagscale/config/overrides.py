@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from flagscale.config import schema
 from flagscale.config.arguments.backend_options import NAME as BACKEND_OPTIONS
 from flagscale.config.arguments.registry import lookup, registry
 from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.documented import kinds
 from flagscale.config.torchrun import PASSED_ON
 
 TOP_LEVEL = ("experiment", "train", "action", "hydra")
@@ -137,8 +139,8 @@ def _takes_text(key: str) -> bool:
     if key.startswith("experiment."):
         section, _, name = key.removeprefix("experiment.").rpartition(".")
         kind = SUBSECTIONS.get(section) if section else schema.Experiment
-        item = schema.documented(kind).get(name) if kind is not None else None
-        return item is not None and str(item.type).startswith(("str", "Path"))
+        item = kinds(kind).get(name) if kind is not None else None
+        return item is not None and item.base in (str, Path) and not item.many
     found = lookup(key.rpartition(".")[2]) if key.startswith("train.") else None
     return found is not None and found[0].kind == "str" and not found[0].many
 

@@ -8,9 +8,10 @@ from dataclasses import MISSING, Field, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.config import schema
+from flagscale.config.arguments.paths import too_long
 from flagscale.config.arguments.spec import Argument
-from flagscale.config.arguments.values import convert, did_you_mean, shown, word
+from flagscale.config.arguments.values import convert, did_you_mean, shown, unfit, word
+from flagscale.config.documented import Kind, documented, kinds
 from flagscale.config.sources import Sources
 from flagscale.errors import Problem
 
@@ -26,6 +27,9 @@ class Reader:
 
     sources: Sources
     problems: list[Problem] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    """Keys of what should be sections and is something else: nothing that follows from it is a
+    problem of its own."""
 
     def problem(self, key: str, message: str) -> None:
         """Notes a problem with the place of its key."""
@@ -37,7 +41,13 @@ class Reader:
         if value is None or isinstance(value, Mapping):
             return dict(value or {})
         self.problem(f"{prefix}{key}", f"expected a section with keys, found {shown(value)}")
+        self.unreadable.append(f"{prefix}{key}")
         return {}
+
+    def causes(self) -> list[Problem]:
+        """The problems, but for those of keys in what is no section."""
+        within = tuple(f"{key}." for key in self.unreadable)
+        return [problem for problem in self.problems if not problem.key.startswith(within)]
 
     def text(self, key: str, value: Any) -> str:
         """A scalar as its YAML writes it (``010``, ``1.50``, ``yes``), not as it was read."""
@@ -64,12 +74,12 @@ class Reader:
         A field whose value is wrong is noted and left out. Unless ``others`` is set, keys that
         the schema does not have are noted too; ``beside`` are sections that may be meant by them.
         """
-        known = schema.documented(kind)
+        known = documented(kind)
         found: dict[str, Any] = {}
         for key, item in known.items():
             value = data.get(key)
             if value is not None:
-                self._read(f"{prefix}{key}", item, value, found)
+                self._read(f"{prefix}{key}", item, kinds(kind)[key], value, found)
             elif item.default is MISSING:
                 self.problem(f"{prefix}{key}", "is required")
         for name in data:
@@ -77,22 +87,20 @@ class Reader:
                 self.unknown(f"{prefix}{name}", name, [*known, *beside])
         return found
 
-    def _read(self, key: str, item: Field[Any], value: Any, found: dict[str, Any]) -> None:
-        kind = str(item.type).removesuffix(" | None")
-        if kind.endswith('Literal["auto"]') or kind.endswith("Literal['auto']"):
-            if value == "auto":
-                found[item.name] = value
-                return
-            kind = "int"
-        many = kind.startswith("tuple[")
-        kind = kind.removeprefix("tuple[").partition(",")[0]
-        if kind in ("str", "Path") and not isinstance(value, (Mapping, list)):
+    def _read(
+        self, key: str, item: Field[Any], kind: Kind, value: Any, found: dict[str, Any]
+    ) -> None:
+        if value in kind.literals:
+            found[item.name] = value
+            return
+        is_text = kind.base in (str, Path)
+        if is_text and not isinstance(value, (Mapping, list)):
             value = self.text(key, value)
         argument = Argument(
             name=item.name,
-            kind="str" if kind == "Path" else kind,  # type: ignore[arg-type]
+            kind="str" if is_text else kind.base.__name__,  # type: ignore[arg-type]
             doc="",
-            many=many,
+            many=kind.many,
             choices=item.metadata["choices"],
             minimum=item.metadata["minimum"],
             maximum=item.metadata["maximum"],
@@ -102,9 +110,16 @@ class Reader:
         except ValueError as error:
             self.problem(key, str(error))
             return
-        if kind == "Path" and not converted:
-            self.problem(key, "expected a path, found an empty text")
+        if isinstance(converted, str) and (complaint := _complaint(converted, kind.base)):
+            self.problem(key, complaint)
             return
-        if many:
+        if kind.many:
             converted = tuple(converted)
-        found[item.name] = absolute(converted) if kind == "Path" else converted
+        found[item.name] = absolute(converted) if kind.base is Path else converted
+
+
+def _complaint(text: str, base: type) -> str | None:
+    """What is wrong with a text, or with the path that it is."""
+    if base is Path and not text:
+        return "expected a path, found an empty text"
+    return unfit(text) or (too_long(str(absolute(text))) if base is Path else None)

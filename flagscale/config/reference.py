@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from flagscale.config import schema
+from flagscale.config import harmless, schema
 from flagscale.config.arguments.aliases import REFUSED
 from flagscale.config.arguments.registry import arguments
 from flagscale.config.arguments.spec import Argument
@@ -65,11 +65,22 @@ Of megatron.core's own arguments, whose names and meanings come from its source,
 the first sentence.
 """
 
+_DIFFERING = """\
+### Arguments that may differ by host
+
+`device_type_specific` and `node_specific` may give these, under any of their names. Every other
+argument has one value for the job, given in `train`: with two, ranks wait for each other for ever
+or train unlike weights without a word. A test trains with all of these unlike at once, and ends
+with equal weights. An external program's arguments are held to the same list, and what only that
+program knows passes with a note. What else a host needs is mostly a variable
+(`experiment.envs.node_specific`).
+"""
+
 
 def render() -> str:
     """The whole page."""
     parts = [_INTRODUCTION, *_experiment_parts(), _TRAIN, *_argument_parts()]
-    parts += [_alias_part(), _refused_part()]
+    parts += [_alias_part(), _differing_part(), _refused_part()]
     return "\n".join(parts)
 
 
@@ -138,6 +149,15 @@ def _argument_parts() -> list[str]:
 def _alias_part() -> str:
     rows = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in alias_rows())
     return f"### Other spellings\n\n| key | stands for |\n|---|---|\n{rows}\n"
+
+
+def _differing_part() -> str:
+    rows = "\n".join(
+        f"| `{name}` | {_cell(why)} | {group} |"
+        for group, members in harmless.GROUPS.items()
+        for name, why in members.items()
+    )
+    return f"{_DIFFERING}\n| key | why it is harmless | |\n|---|---|---|\n{rows}\n"
 
 
 def _refused_part() -> str:

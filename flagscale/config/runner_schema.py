@@ -39,7 +39,11 @@ class Notify:
     )
     on: tuple[str, ...] = field(
         default=("failed", "stalled", "restarted"),
-        metadata=doc("What to tell of.", choices=NOTICES),
+        metadata=doc(
+            "What to tell of. `finished` is told of the end, however it comes: `event` is then "
+            "`finished`, `failed` or `stopped`.",
+            choices=NOTICES,
+        ),
     )
 
 
@@ -50,14 +54,18 @@ class Runner:
     type: str | None = field(
         default=None,
         metadata=doc(
-            "How hosts are reached. Without it: `ssh` where the hostfile names other machines, "
-            "`local` where there is none or it names this machine alone.",
+            "How hosts are reached. `local`: this machine alone, by itself. `ssh`: every host by "
+            "SSH, this machine too where it is the only one. Without it: `ssh` where the hostfile "
+            "names other machines, `local` where there is none or it names this machine alone.",
             choices=RUNNER_TYPES,
         ),
     )
     backend: str = field(
         default="torchrun",
-        metadata=doc("What starts the ranks of a host.", choices=TORCHRUN_BACKENDS),
+        metadata=doc(
+            "Accepted for compatibility: ranks of a host are always started by `torchrun`.",
+            choices=TORCHRUN_BACKENDS,
+        ),
     )
     nnodes: int | None = field(
         default=None,

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagscale.config import actions
 from flagscale.config.documented import doc, documented
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
 
 __all__ = [
-    "ACTIONS",
+    "BACKEND_SOURCE",
     "NOTICES",
     "OWN_PROGRAM",
     "PROJECT",
@@ -37,8 +38,9 @@ __all__ = [
 
 PROJECT = Path(__file__).resolve().parents[2]
 OWN_PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
+BACKEND_SOURCE = PROJECT / "third_party" / "Megatron-LM"
+"""Where the training backend's adapted source is."""
 
-ACTIONS = ("run", "dryrun", "test", "check", "query", "logs", "stop")
 SECTIONS = ("system", "model", "data")
 SPECIFIC_SECTIONS = ("device_type_specific", "node_specific")
 TASK_TYPES = ("train",)
@@ -53,13 +55,22 @@ class Task:
         default=OWN_PROGRAM,
         metadata=doc(
             "The training program: this project's own unless given, looked for in the working "
-            "directory, then in this project. A script that is another's (a Megatron-LM "
+            "directory, then in this project. A Python script that is another's (a Megatron-LM "
             "checkout's `pretrain_gpt.py`) gets the same arguments, judged by its own parser.",
         ),
     )
-    type: str = field(default="train", metadata=doc("The kind of task.", choices=TASK_TYPES))
+    type: str = field(
+        default="train",
+        metadata=doc(
+            "Accepted for compatibility: `train` is the only kind of task.", choices=TASK_TYPES
+        ),
+    )
     backend: str = field(
-        default="megatron", metadata=doc("The training backend.", choices=TASK_BACKENDS)
+        default="megatron",
+        metadata=doc(
+            "Accepted for compatibility: `megatron` is the only training backend.",
+            choices=TASK_BACKENDS,
+        ),
     )
     external: bool = False
     """Whether ``entrypoint`` is a program other than this project's own."""
@@ -132,24 +143,12 @@ class Train:
 class Options:
     """Options of the launcher itself, given on the command line or at the YAML's top level."""
 
-    action: str = field(
-        default="run",
-        metadata=doc(
-            "`run` starts in the background and returns when every rank is ready; `dryrun` "
-            "prints the plan and the scripts; `test` runs in the foreground; `check` looks for "
-            "what would keep a run from starting; `query` tells the state; `logs` shows the "
-            "output; `stop` ends the run.",
-            choices=ACTIONS,
-        ),
-    )
-    follow: bool = field(
-        default=False, metadata=doc("`query` and `logs` keep on until the run ends.")
-    )
-    rank: int | None = field(default=None, metadata=doc("`logs` of this rank alone.", minimum=0))
-    lines: int | None = field(
-        default=None, metadata=doc("`logs` shows this many last lines.", minimum=0)
-    )
-    json: bool = field(default=False, metadata=doc("`query`, `dryrun` and `check` print JSON."))
+    action: str = field(default="run", metadata=doc(actions.actions_doc(), choices=actions.names()))
+    follow: bool = field(default=False, metadata=doc(actions.option_doc("follow")))
+    rank: int | None = field(default=None, metadata=doc(actions.option_doc("rank"), minimum=0))
+    lines: int | None = field(default=None, metadata=doc(actions.option_doc("lines"), minimum=0))
+    host: str | None = field(default=None, metadata=doc(actions.option_doc("host")))
+    json: bool = field(default=False, metadata=doc(actions.option_doc("json")))
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,11 @@ class Experiment:
     """A whole experiment, checked. Every path in it is absolute."""
 
     name: str = field(
-        metadata=doc("Name of the experiment; a word for people, also used in W&B.", key="exp_name")
+        metadata=doc(
+            "Name of the experiment; a word for people, also used in W&B. At most 255 bytes of "
+            "printable text.",
+            key="exp_name",
+        )
     )
     exp_dir: Path = field(
         metadata=doc(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
@@ -16,7 +17,7 @@ _ALWAYS = (
     *("accesskey", "sshkey"),
 )
 """A word of a name that ends in one of these, as in ``PGPASSWORD``, tells a secret."""
-_LAST = ("auth", "authorization", "bearer", "jwt", "pass", "pwd")
+_LAST = ("auth", "authorization", "bearer", "cookie", "cookies", "jwt", "pass", "pwd")
 """The last word of a name that ends in one of these, as in ``SSHPASS``, tells a secret."""
 _NOT_LAST = frozenset(
     {"allpass", "askpass", "backwardpass", "bandpass", "bypass", "compass", "encompass"}
@@ -33,7 +34,13 @@ _PLAIN_SHORT = frozenset({("pwd",), ("old", "pwd"), ("forward", "pass"), ("backw
 _PASSWORD = re.compile(r"(?P<user>[A-Za-z][A-Za-z0-9+.\-]*://[^/?#\s:@]*:)[^/?#\s]+@")
 _QUERY = re.compile(r"(?<=://)[^\s?#]*[?#]\S+")
 _PARAMETER = re.compile(r"(?P<upto>[?&;#](?P<name>[^=&;#?\s]+)=)(?:[^&;#\s]|;(?![^=&;#?\s]+=))+")
-_SIGNATURES = frozenset({"sig", "signature"})
+_PAIR = re.compile(
+    r"""(?<![^\s;,"'({\[])(?P<upto>(?P<name>[A-Za-z_\-][\w.\-]*)\s*=\s*)"""
+    r"""(?:"[^"]*"|'[^']*'|[^;\s]+(?:[^\S\n]+[^;=\s]+)*(?=\s*(?:;|$))|[^;\s]+)"""
+)
+"""``name=value`` in a text, as in the string that tells how to reach a database; a value holds
+spaces only up to a semicolon or the end."""
+_IN_PAIRS = frozenset({"sig", "signature", "pwd"})
 _KEY_KINDS = frozenset({"access", "api", "auth", "encryption", "private", "signing", "ssh"})
 _PLAIN_KEYS = frozenset({"foreign", "json", "primary", "public", "query", "sort", "text"})
 _PLAIN_TOKENS = frozenset(
@@ -78,16 +85,18 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def without_passwords(text: str) -> str:
-    """A text in which the passwords of addresses are hidden, and of their queries what lets one
-    in: tokens, keys and signatures, as in ``https://host/data?sig=…``."""
+    """A text in which the passwords of addresses are hidden, and of their queries and of all
+    pairs ``name=value`` what lets one in: tokens, keys and signatures, as in
+    ``https://host/data?sig=…`` and ``AccountName=me;AccountKey=…``."""
     hidden = _PASSWORD.sub(rf"\g<user>{HIDDEN}@", text)
-    return _QUERY.sub(lambda query: _PARAMETER.sub(_without_value, query[0]), hidden)
+    hidden = _QUERY.sub(lambda query: _PARAMETER.sub(_without_value, query[0]), hidden)
+    return _PAIR.sub(_without_value, hidden)
 
 
 def _without_value(parameter: re.Match[str]) -> str:
     name = parameter["name"]
     words = [word.lower() for word in _WORDS.findall(name)]
-    secret = is_secret_name(name) or (bool(words) and words[-1] in _SIGNATURES)
+    secret = is_secret_name(name) or (bool(words) and words[-1] in _IN_PAIRS)
     return f"{parameter['upto']}{HIDDEN}" if secret else parameter[0]
 
 
@@ -95,6 +104,30 @@ def redact(data: Mapping[Any, Any]) -> dict[Any, Any]:
     """A copy of nested plain data in which the values of secret names are hidden, and passwords and
     tokens of addresses everywhere."""
     return {key: _redacted(value, is_secret_name(str(key))) for key, value in data.items()}
+
+
+def redact_overrides(overrides: Iterable[str]) -> list[str]:
+    """Hydra overrides without their secrets; those that hold none stay as they were typed."""
+    return [_redacted_override(text) for text in overrides]
+
+
+def _redacted_override(text: str) -> str:
+    key, _, value = text.partition("=")
+    if not value:
+        return text
+    if any(is_secret_name(part) for part in key.split(".")):
+        return f"{key}={HIDDEN}"
+    if value[0] not in "[{":
+        return f"{key}={without_passwords(value)}"
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        data = OverridesParser.create().parse_override(text).value()
+    except HydraException:
+        return f"{key}={HIDDEN}"  # nobody knows what is in it
+    hidden = _redacted(data, False)
+    return text if hidden == data else f"{key}={json.dumps(hidden, ensure_ascii=False)}"
 
 
 def _redacted(value: Any, secret: bool) -> Any:

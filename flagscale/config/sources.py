@@ -29,9 +29,12 @@ def place_of(places: Mapping[str, str], key: str) -> str | None:
 
 @dataclass
 class Sources:
-    """Places and texts by dotted key of the composed configuration."""
+    """Places and texts by dotted key of the composed configuration, from files read once."""
 
-    files: list[Path] = field(default_factory=list)
+    file: Path
+    """The YAML that the user named."""
+    overrides: tuple[str, ...] = ()
+    """As the user typed them."""
     places: dict[str, str] = field(default_factory=dict)
     """``file:line``, or ``override`` for a key set on the command line."""
     texts: dict[str, str] = field(default_factory=dict)
@@ -43,14 +46,12 @@ class Sources:
         while place is None and key:
             key = key.rpartition(".")[0]
             place = self.places.get(key)
-        if place is not None:
-            return place
-        return short(self.files[0]) if self.files else None
+        return short(self.file) if place is None else place
 
 
 def trace(config_file: Path, overrides: Sequence[str]) -> Sources:
     """The sources of a configuration. Raises ConfigError with the problems of all files."""
-    walk = _Walk(config_file.parent, _choices(overrides))
+    walk = _Walk(Sources(config_file, tuple(overrides)), _choices(overrides))
     walk.visit(config_file, "")
     if walk.problems:
         raise ConfigError(walk.problems)
@@ -77,10 +78,10 @@ def _forget(sources: Sources, key: str) -> None:
 class _Walk:
     """Visits files in the order in which they are composed, so that the last place wins."""
 
-    def __init__(self, root: Path, choices: Mapping[str, str]) -> None:
-        self.root = root
+    def __init__(self, sources: Sources, choices: Mapping[str, str]) -> None:
+        self.root = sources.file.parent
         self.choices = choices
-        self.sources = Sources()
+        self.sources = sources
         self.problems: list[Problem] = []
         self._visited: set[Path] = set()
 
@@ -89,7 +90,6 @@ class _Walk:
         if path in self._visited or not path.is_file():
             return
         self._visited.add(path)
-        self.sources.files.append(path)
         try:
             file = read(path)
         except ConfigError as error:
@@ -113,9 +113,10 @@ class _Walk:
         return f"{named}." if named else ""
 
     def _record(self, file: YamlFile, prefix: str) -> None:
+        name = short(file.path)
         for key, leaf in file.leaves.items():
             full = f"{prefix}{key}"
-            self.sources.places[full] = f"{short(file.path)}:{leaf.line}"
+            self.sources.places[full] = f"{name}:{leaf.line}"
             if leaf.text is None:
                 self.sources.texts.pop(full, None)
             else:

@@ -6,28 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flagscale.config import schema
+from flagscale.config import harmless, schema
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
-from flagscale.config.arguments.parser import canonicalise
+from flagscale.config.arguments.parser import canonicalise, unknown
+from flagscale.config.arguments.registry import lookup, refusal
 from flagscale.config.reader import Reader
 from flagscale.config.secrets import is_secret
 from flagscale.errors import Problem
 
 _OWN = ("build_dir", "python", "conda", "cmds")
-
-SAME_EVERYWHERE = frozenset(
-    {
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-        *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-        *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size"),
-        *("global_batch_size", "train_iters", "train_samples", "seed", "distributed_backend"),
-        *("use_distributed_optimizer", "sequence_parallel", "num_experts", "save_interval"),
-    }
-)
-"""Arguments on which all ranks of a job have to agree: with two values they would wait for each
-other for ever."""
 
 
 def with_absolute_paths(section: Mapping[Any, Any], external: bool) -> dict[Any, Any]:
@@ -87,22 +76,50 @@ def specific_problems(experiment: schema.Experiment) -> list[Problem]:
     problems: list[Problem] = []
     for key, specific in specifics(experiment):
         problems += collisions(specific.arguments, f"{key}.")
-        for path, name, value in leaves(specific.arguments, f"{key}."):
+        for path, name, value in leaves(specific.arguments, f"{key}.", nulls=True):
             complaint = _complaint(name, value, experiment.task.external)
             if complaint:
                 problems.append(Problem(path, complaint))
     return [replace(p, where=experiment.sources.get(p.key)) for p in problems]
 
 
+def specific_notes(experiment: schema.Experiment) -> Iterator[str]:
+    """A note of arguments that differ by host and that only another's program knows."""
+    found = [
+        path
+        for key, specific in specifics(experiment)
+        for path, name, _ in leaves(specific.arguments, f"{key}.", nulls=True)
+        if _is_anothers(name)
+    ]
+    if found:
+        yield (
+            f"{', '.join(found)}: whether its ranks may differ in them is for "
+            f"{experiment.task.entrypoint.name} to say"
+        )
+
+
 def _complaint(name: str, value: Any, external: bool) -> str | None:
     if is_secret(name, value):
         return "looks like a secret, which a script and the process list would show"
-    if external:
+    if external and _is_anothers(name):
         return None
+    found = lookup(name)
+    if found is None:
+        return unknown(name)
+    argument, alias = found
+    target = argument.name if alias is None else alias.target
+    if target not in harmless.ARGUMENTS:
+        why = harmless.INSTEAD.get(target, "ranks may hang or train unlike weights")
+        section = f"`train.{argument.section}`"
+        return f"has to be the same on every host of a job, else {why}: give it in {section}"
     try:
-        canonical = canonicalise(name, value)
+        if value is not None and not external:
+            canonicalise(name, value)
     except ValueError as error:
         return str(error)
-    if canonical is not None and canonical[0] in SAME_EVERYWHERE:
-        return "has to be the same on every host of a job: give it in `train`"
     return None
+
+
+def _is_anothers(name: str) -> bool:
+    """Whether a name is neither an argument here nor one of Megatron-LM's that cannot be given."""
+    return lookup(name) is None and refusal(name) is None

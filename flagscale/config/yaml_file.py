@@ -17,11 +17,14 @@ from typing import Any
 
 import yaml
 
+from flagscale.config.arguments.values import shown
 from flagscale.errors import ConfigError, Problem
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)\s*$")
 _MAX_NODES = 200_000
+_MAX_DEPTH = 32
+"""More than an experiment has, and less than Hydra's recursion and the parser's stack can take."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def read(path: Path) -> YamlFile:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise ConfigError(f"{short(path)}:{line}: not UTF-8 text") from error
     try:
+        _check_depth(path, text)
         root = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_problem(path, text, error)) from error
@@ -82,6 +86,24 @@ def read(path: Path) -> YamlFile:
     if problems:
         raise ConfigError(problems)
     return YamlFile(path, root, _package(text))
+
+
+def _check_depth(path: Path, text: str) -> None:
+    """Raises ConfigError for what nests too deep, before anything that recurses sees it."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > _MAX_DEPTH:
+                line = event.start_mark.line + 1 if event.start_mark else 1
+                raise ConfigError(_too_deep(path, "", line))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _too_deep(path: Path, key: str, line: int) -> Problem:
+    message = f"nests deeper than {_MAX_DEPTH} levels"
+    return Problem(key, message, f"{short(path)}:{line}")
 
 
 def _package(text: str) -> str | None:
@@ -108,7 +130,13 @@ def _syntax_problem(path: Path, text: str, error: yaml.MarkedYAMLError) -> Probl
 
 
 def _node_problems(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
-    """Duplicate keys and anchors that contain themselves, walking every node once a use."""
+    """Duplicate keys, anchors that contain themselves, aliases that nest too deep, and what is no
+    section at the top, walking every node once a use."""
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        found = "a list" if isinstance(root, yaml.SequenceNode) else f"only {shown(root.value)}"
+        line = root.start_mark.line + 1
+        yield Problem("", f"expected keys with values, found {found}", f"{short(path)}:{line}")
+        return
     stack: list[tuple[yaml.Node, str, frozenset[int]]] = [(root, "", frozenset())] if root else []
     for _ in range(_MAX_NODES):
         if not stack:
@@ -118,6 +146,9 @@ def _node_problems(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
             message = "an anchor contains an alias of itself"
             yield Problem(key.rstrip("."), message, f"{short(path)}:{node.start_mark.line + 1}")
             continue
+        if len(above) > _MAX_DEPTH:
+            yield _too_deep(path, key.split(".")[0], node.start_mark.line + 1)
+            return
         inner = above | {id(node)}
         if isinstance(node, yaml.MappingNode):
             yield from _duplicates(path, node, key)
@@ -125,9 +156,8 @@ def _node_problems(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
         elif isinstance(node, yaml.SequenceNode):
             stack += [(value, key, inner) for value in node.value]
     if stack:
-        yield Problem(
-            "", f"more than {_MAX_NODES} values once its aliases are filled in", short(path)
-        )
+        message = f"more than {_MAX_NODES} values, those that an alias stands for counted each time"
+        yield Problem("", message, short(path))
 
 
 def _duplicates(path: Path, node: yaml.MappingNode, key: str) -> Iterator[Problem]:

@@ -8,32 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from flagscale.hosts.ssh import Connection, HostError
+from flagscale.hosts.errors import HostError
+from flagscale.hosts.executor import Executor
 
-#: The last thing that every program says: what lacks it was cut off on its way.
-END = "\nsay end yes\ntell\n"
-
-#: The bash functions that the programs answer with: everything is said in one piece, since sshd
-#: and paramiko work for every piece.
-SAY = r"""answers=()
-say() { answers+=("$1=$2"); }
-tell() { printf '%s\0' "${answers[@]}"; }
-"""
-
-#: A bash function that finds processes by what stands in their environment. Bash reads it about
-#: as fast as grep would, and grep would be one more process on every host.
-CARRYING = r"""carrying() { # $1: text; sets `pids` to the processes whose environment holds it
-    local file environment LC_ALL=C
-    pids=()
-    for file in /proc/[0-9]*/environ; do
-        environment=
-        { read -r -N 8388608 environment <"$file"; } 2>/dev/null
-        [[ $environment == *"$1"* ]] || continue
-        file=${file#/proc/}
-        pids+=("${file%/environ}")
-    done
-}
-"""
 _FILE = "file"
 
 
@@ -68,15 +45,15 @@ class CutOffError(HostError):
     summary = "answered in part"
 
 
-def ask(connection: Connection, program: str, timeout: float) -> Answer:
+def ask(executor: Executor, program: str, timeout: float) -> Answer:
     """Run a program on a host and read its answer. Raises :class:`CutOffError` where the program
     did not come to its end."""
-    result = connection.run_script(program, timeout=timeout)
+    result = executor.run_script(program, timeout=timeout)
     answer = parse(result.stdout)
     if answer.get("end") != "yes":
         said = result.error_text.strip().splitlines()[-1:] or ["nothing on stderr"]
         what = f"its answer was cut off (exit code {result.exit_status}; {said[0]})"
-        raise CutOffError(connection.target.name, what)
+        raise CutOffError(executor.name, what)
     return answer
 
 

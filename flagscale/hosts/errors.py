@@ -131,9 +131,3 @@ class LoginShellError(HostError):
     """The account's login shell ended before it ran the command."""
 
     summary = "login shell failed"
-
-
-class RemoteFileError(HostError):
-    """A file on the host could not be written or read."""
-
-    summary = "file transfer failed"

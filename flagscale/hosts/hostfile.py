@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -52,14 +53,16 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
     all.
     """
     hosts: dict[str, Host] = {}
+    addresses: dict[str, str] = {}
     problems: list[Problem] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Editors of other systems put a byte-order mark in front.
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         try:
             for host in _parse_line(words):
-                _add(host, hosts)
+                _add(host, hosts, addresses)
         except ValueError as error:
             problems.append(Problem("", str(error), f"{path}:{number}"))
     if not problems and not hosts:
@@ -70,14 +73,18 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
     return tuple(hosts.values())
 
 
-def _add(host: Host, hosts: dict[str, Host]) -> None:
-    if host.name in hosts:
-        raise ValueError(f"host {host.name!r} is named twice")
+def _add(host: Host, hosts: dict[str, Host], addresses: dict[str, str]) -> None:
+    """Keep a host under its name as DNS knows it, which has no case, and in ``addresses`` its name
+    by its address."""
+    same = hosts.get(host.name.lower())
+    if same is not None:
+        beside = "" if same.name == host.name else f": {same.name!r} is the same name"
+        raise ValueError(f"host {host.name!r} is named twice{beside}")
     if host.addr is not None:
-        same = next((other.name for other in hosts.values() if other.addr == host.addr), None)
-        if same is not None:
-            raise ValueError(f"addr={host.addr} is {same}'s already")
-    hosts[host.name] = host
+        taken = addresses.setdefault(host.addr.lower(), host.name)
+        if taken != host.name:
+            raise ValueError(f"addr={host.addr} is {taken}'s already")
+    hosts[host.name.lower()] = host
 
 
 def _parse_line(words: list[str]) -> list[Host]:
@@ -89,7 +96,9 @@ def _parse_line(words: list[str]) -> list[Host]:
         raise ValueError(f"{error}; {_EXPECTED}") from None
     bad = next((name for name in names if not _HOST.fullmatch(name)), None)
     if bad is not None:
-        raise ValueError(f"{bad!r} is no host name; {_EXPECTED}")
+        user, at, host = pattern.partition("@")
+        meant = f"write {host} user={user}" if at and _USER.fullmatch(user) else _EXPECTED
+        raise ValueError(f"{bad!r} is no host name; {meant}")
     values: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")
@@ -142,7 +151,7 @@ def _mixed_types(hosts: tuple[Host, ...], path: Path | str) -> list[Problem]:
     untyped = [host.name for host in hosts if host.device_type is None]
     if not untyped or len(untyped) == len(hosts):
         return []
-    message = f"either every host has a type or none; without one: {', '.join(untyped)}"
+    message = f"either every host has a type or none; without one: {compress(untyped)}"
     return [Problem("", message, str(path))]
 
 
@@ -201,14 +210,17 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
 
 
 def choose_hosts(
-    hostfile: Path | None, nnodes: int | None, runner_type: str | None = None
+    listed: Sequence[Host] | None,
+    hostfile: Path | None,
+    nnodes: int | None,
+    runner_type: str | None = None,
 ) -> tuple[Host, ...]:
-    """The hosts that take part in a run.
+    """The hosts of a run, of those that are ``listed`` in the ``hostfile``; None without one.
 
     Raises :class:`ConfigError` where nobody names them, where they are all this machine, and
     where the runner's type does not reach them.
     """
-    if hostfile is None:
+    if listed is None:
         if count_nodes(None, nnodes) > 1:
             raise ConfigError(
                 Problem(
@@ -218,8 +230,7 @@ def choose_hosts(
                 hint="set experiment.runner.hostfile, or nnodes: 1 for this machine",
             )
         return (Host("localhost"),)
-    listed = read_hostfile(hostfile)
-    hosts = listed[: count_nodes(len(listed), nnodes)]
+    hosts = tuple(listed)[: count_nodes(len(listed), nnodes)]
     # Asking the resolver for each of many names could take minutes; nobody needs the answer.
     ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else _sounds_local
     here = [host.name for host in hosts if ask(host.name)]
@@ -238,6 +249,12 @@ def choose_hosts(
     return hosts
 
 
+def meeting_address(given: str | None, hosts: Sequence[Host]) -> str:
+    """Where ranks on ``hosts`` meet, unless the user has ``given`` an address."""
+    alone = "127.0.0.1" if len(hosts) == 1 else None
+    return given or alone or hosts[0].addr or hosts[0].name
+
+
 def _sounds_local(name: str) -> bool:
     return name == socket.gethostname() or is_loopback(name)
 
@@ -247,7 +264,7 @@ def is_loopback(name: str) -> bool:
     return name in ("localhost", "::1") or name.startswith("127.")
 
 
-def is_local_only(hosts: tuple[Host, ...]) -> bool:
+def is_local_only(hosts: Sequence[Host]) -> bool:
     """Whether a run's only host is this machine: then no SSH is involved."""
     return len(hosts) == 1 and is_this_machine(hosts[0].name)
 

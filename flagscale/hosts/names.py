@@ -57,6 +57,32 @@ def _numbers(inner: str) -> Iterator[str]:
             yield f"{number:0{width}}"
 
 
+def ranges(names: Iterable[str]) -> list[str]:
+    """Names in short and in their order, those that count up as one range: what :func:`expand`
+    makes of each is the names again."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and name == _after(runs[-1]):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [compress(run) for run in runs]
+
+
+def _after(run: Sequence[str]) -> str | None:
+    """The name that makes a run longer by one, if any could."""
+    found = list(_NUMBER.finditer(run[-1]))
+    if not found or len(run) == MOST_NAMES:
+        return None
+    last = found[-1]
+    digits = f"{int(last[0]) + 1:0{len(last[0])}}"
+    # One more digit is one more number only where none of them has zeros in front.
+    wider = len(digits) > len(last[0])
+    if len(digits) > 9 or (wider and run[0][last.start()] == "0"):
+        return None
+    return run[-1][: last.start()] + digits + run[-1][last.end() :]
+
+
 def compress(names: Iterable[str]) -> str:
     """Names in short: ``node[1-3,7],login``. Names that differ in one number are folded, in the
     order in which they first come; :func:`expand` turns each back."""
@@ -99,3 +125,8 @@ def _folded(key: tuple[str, str, int], numbers: Sequence[int]) -> str:
         return f"{before}{runs[0][0]:0{width}}{after}"
     parts = [f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in runs]
     return f"{before}[{','.join(parts)}]{after}"
+
+
+def some(items: Sequence[object], most: int = 10) -> str:
+    """Items in a sentence, the first of many."""
+    return ", ".join(map(str, items[:most])) + (" …" if items[most:] else "")

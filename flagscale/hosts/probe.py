@@ -29,6 +29,7 @@ PACKAGES = (
     "sentencepiece",
     "einops",
     "triton",
+    "wandb",
 )
 BACKEND_SECONDS = 50
 CODE_ROOTS = ("flagscale", os.path.join("third_party", "Megatron-LM"))
@@ -233,7 +234,7 @@ def backend(wish: dict[str, Any], python: list[str]) -> dict[str, Any]:
     import json
     import subprocess
 
-    own = wish["environment"]
+    own = {name: filled(parts, os.environ) for name, parts in wish["environment"].items()}
     path = [wish["project"], own.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, **own)
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
@@ -253,6 +254,18 @@ def backend(wish: dict[str, Any], python: list[str]) -> dict[str, Any]:
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])  # type: ignore[no-any-return]
     return {"problem": lines[-1] if lines else "its Python does not answer"}
+
+
+def filled(parts: list[Any], environment: Any) -> str:
+    """A value that :func:`flagscale.config.interpolation.parts` has taken apart, with the variables
+    of this environment in the place of references to them."""
+    text = ""
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        elif environment.get(part[1]):
+            text += part[0] + environment[part[1]] + part[2]
+    return text
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import os
 import pwd
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flagscale.status import RUN_ID_VARIABLE
@@ -136,7 +136,7 @@ def _entry(run_id: str) -> bytes:
 def members(run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
     """Every living process of the run on this machine, by pid."""
     found = []
-    for pid in _pids():
+    for pid in pids():
         if pid not in exclude and belongs(pid, run_id):
             process = identify(pid)
             if process is not None:
@@ -144,7 +144,8 @@ def members(run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
     return found
 
 
-def _pids() -> Iterator[int]:
+def pids() -> Iterator[int]:
+    """Every process of this machine."""
     yield from sorted(int(name) for name in os.listdir(PROC) if name.isdigit())  # noqa: PTH208
 
 
@@ -192,12 +193,13 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @dataclass(frozen=True)
 class Swept:
     """What ending a run's processes took. ``owner`` is whose those ``left`` are, where this user
-    may not end them."""
+    may not end them; ``ranks``: pids by rank, of those that were ranks."""
 
     terminated: tuple[int, ...] = ()
     killed: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
     owner: str = ""
+    ranks: Mapping[int, int] = field(default_factory=dict)
 
 
 def closed(candidates: Iterable[Process | None]) -> Swept | None:

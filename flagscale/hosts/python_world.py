@@ -20,62 +20,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flagscale.hosts import probe
+from flagscale.hosts.program import PROGRAMS, Value, source
 
 _PROBE = Path(probe.__file__)
-
-LOOK = r"""
-# What Python said before: one `stat` decides whether it still holds.
-kept_world() {
-    local line lines=() paths=("${kept%/*}" "$kept") marks=() now=() told=()
-    local private="^$EUID,[0-7]*[0145][0145],"
-    [[ -f $kept && ! -L $kept && ! -L ${kept%/*} ]] || return
-    { mapfile -t lines <"$kept"; } 2>/dev/null
-    [[ ${lines[0]-} == "$key" && ${lines[-1]} == end ]] || return
-    for line in "${lines[@]:1}"; do
-        case $line in
-            "made "*)
-                line=${line#made }
-                marks+=("${line%% *}")
-                paths+=("${line#* }")
-                ;;
-            "gone "*) [[ ! -e ${line#gone } ]] || return ;;
-            "= "*) told+=("$line") ;;
-        esac
-    done
-    mapfile -t now < <(LC_ALL=C stat -L -c '%u,%a,%d:%i:%s:%.9Y:%.9Z' -- "${paths[@]}" 2>/dev/null)
-    [[ ${now[0]-} =~ $private && ${now[1]-} =~ $private ]] || return
-    [[ ${now[*]:2} == "${marks[*]}" ]] || return
-    printf -v world '%s\n' "${told[@]}"
-}
-look_at_python() {
-    local tree='' key kept='' world='' cache=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}}
-    if [[ -n $compared ]]; then
-        # The files of its code as they are before Python reads them.
-        tree=$(find -L "${code_roots[@]}" \( -name __pycache__ -o -name .git \) -prune -o \
-            -printf '%p %D:%i %s %T@ %C@\n' 2>/dev/null | sha256sum)
-    fi
-    key="flagscale $question $tree $HOSTNAME $PATH"
-    key+=" ${PYTHONPATH-} ${PYTHONHOME-} ${PYTHONNOUSERSITE-}"
-    [[ $cache == /* && $key$cache != *$'\n'* ]] && kept=$cache/flagscale/hosts/$HOSTNAME-$kept_name
-    if [[ -n $kept && -z $fresh && -z $backend ]] && kept_world; then
-        say kept yes
-        say python "$world"
-    elif world=$(python_program look "$project" "$compared" "$backend" "$python" \
-        "$kept" "$key" 2>&1); then
-        say python "$world"
-    else
-        world=${world##*$'\n'}
-        say python_error "${world:-its environment cannot be activated}"
-    fi
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -111,20 +64,34 @@ def read(text: str) -> World | None:
     return World(values["version"], executable, packages, values.get("code", ""), backend)
 
 
-def program(
-    project: str, python: str, setup: str, *, compared: bool, fresh: bool, backend: Any
-) -> Iterator[str]:
-    """The parts of a bash program that give it ``look_at_python``."""
-    asked = json.dumps([probe_text(), project, python, setup, compared])
-    yield from (
-        f"question={_digest(asked)}",
-        f"kept_name={_digest(json.dumps([python, setup]))[:16]}",
-        f"compared={'yes' if compared else ''}",
-        f"fresh={'yes' if fresh else ''}",
-        f"backend={shlex.quote(json.dumps(backend) if backend is not None else '')}",
-        f"code_roots=({' '.join(shlex.quote(f'{project}/{root}') for root in probe.CODE_ROOTS)})",
-        LOOK,
-    )
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a host's Python: ``project`` is where this project is there, ``setup`` the
+    commands that make its ``python`` the right one, ``compared`` whether its code is told."""
+
+    project: str
+    python: str
+    setup: str
+    compared: bool
+
+
+def given(asked: Asked, *, fresh: bool, backend: Any) -> dict[str, Value]:
+    """The variables of :func:`look`. ``fresh``: nothing that is kept is believed; ``backend`` is a
+    question about the communication backend, or None."""
+    words = [asked.project, asked.python, asked.setup, asked.compared]
+    return {
+        "question": _digest(json.dumps([probe_text(), *words])),
+        "kept_name": _digest(json.dumps([asked.python, asked.setup]))[:16],
+        "compared": "yes" if asked.compared else "",
+        "fresh": "yes" if fresh else "",
+        "backend": json.dumps(backend) if backend is not None else "",
+        "code_roots": [f"{asked.project}/{root}" for root in probe.CODE_ROOTS],
+    }
+
+
+def look() -> str:
+    """The bash function ``look_at_python``."""
+    return source(PROGRAMS / "python_world.sh")
 
 
 def _digest(text: str) -> str:

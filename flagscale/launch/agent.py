@@ -1,7 +1,7 @@
 """The supervisor between a host's script and torchrun: standard library alone, one a host.
 
-``python -m flagscale.launch.agent --run-dir DIR --grace SECONDS … -- COMMAND …`` starts the command
-and sees to it that nothing of the run outlives it:
+``python -m flagscale.launch.agent --options JSON -- COMMAND …`` starts the command and sees to it
+that nothing of the run outlives it:
 
 - TERM, INT and HUP end the job in order: TERM to the ranks, then to torchrun, and after the grace
   period KILL. A second signal, later than a second, cuts the grace period short.
@@ -11,7 +11,8 @@ and sees to it that nothing of the run outlives it:
   does, and ``--sweep`` (called by the script) ends what is left.
 - The agents of a run share one fate (``liveness``): a failure anywhere ends the job everywhere, or
   starts it again everywhere; a host that cannot hear the others any more ends its part.
-- How it all ended is written to ``DIR/exit.json`` before the agent ends with the job's code.
+- How it all ended is written to ``exit.json`` in the run's directory before the agent ends with the
+  job's code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from flagscale import files
 from flagscale.hosts import processes
@@ -33,15 +33,16 @@ from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kil
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
 from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.attempt import Stage
-from flagscale.launch.liveness.coordinator import Coordinator, Notice, Phase, unreached
+from flagscale.launch.liveness.coordinator import Coordinator, Notice, unreached
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.leftovers import sweep_after_agent
 from flagscale.launch.liveness.member import Member
-from flagscale.launch.liveness.network import Client, Server
-from flagscale.launch.liveness.options import Options, parse
-from flagscale.launch.liveness.protocol import Message
+from flagscale.launch.liveness.messages import FromHost, JobPhase
+from flagscale.launch.liveness.network import Client, Ready, Server, allow_files
+from flagscale.launch.liveness.options import CommandLine, own_output, parse
 from flagscale.launch.liveness.signals import Signals
 from flagscale.launch.liveness.telling import keep, say
+from flagscale.launch.liveness.watch import HostView
 from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
@@ -50,6 +51,8 @@ __all__ = ["Agent", "already_alive", "die_with", "main", "sweep_after_agent"]
 IMPATIENCE_SECONDS = 1.0
 TICK_SECONDS = 0.1
 IDLE_SECONDS = 0.25
+# How often at most the launcher is told how the job stands.
+SUMMARY_SECONDS = 0.2
 # What is left at the end for peers to hear of it.
 FAREWELL_SECONDS = 3.0
 # What a host that never met host 0 takes to tell it that it has ended.
@@ -60,33 +63,33 @@ _BIND_SECONDS = 10.0
 class Agent:
     """One host's supervisor; on host 0 the job's coordinator too."""
 
-    def __init__(self, options: Options, run_id: str, key: bytes | None) -> None:
-        self._options = options
+    def __init__(self, line: CommandLine, run_id: str, key: bytes | None) -> None:
+        options = self._options = line.options
+        output = own_output(options.run_dir)
+        self._host = HostView(
+            options.name, options.first_rank, options.nproc, options.run_dir, output
+        )
         self._run_id = run_id
         self._key = key
         self._selector = selectors.DefaultSelector()
         self._signals = Signals([])
         self._signalled_at = 0.0
         now = time.monotonic()
-        alone = options.coordinator is None or key is None
-        self.member = Member(
-            0 if alone else options.host, options.view, run_id, options.grace, options.command
-        )
-        self._port = options.coordinator[1] if options.coordinator and not alone else None
+        self._port = options.liveness_port if key is not None else None
+        alone = self._port is None
+        number = 0 if alone else options.node_rank
+        self.member = Member(number, self._host, run_id, options.stop_grace, line.command)
         self._coordinator: Coordinator | None = None
-        if alone or options.host == 0:
-            names = [options.view.name] if alone else options.hosts
-            self._coordinator = Coordinator(options.policy, names, now, self._port)
+        if number == 0:
+            names = [options.name] if alone else options.names
+            self._coordinator = Coordinator(options, names, now, output, self._port)
         self._server: Server | None = None
         self._client: Client | None = None
-        self._alone = alone
-        self._notifier = Notifier(
-            options.notify_on, run_id, options.run_name, options.policy.attempts
-        )
+        self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._began = self._heard = self._turned = now
         self._reached = self._met = False
         self._beat_at = 0.0
-        self._summary: dict[str, Any] = {}
+        self._summary_at = -SUMMARY_SECONDS
         self._script = 0
 
     def run(self) -> int:
@@ -117,7 +120,7 @@ class Agent:
     def _watch(self, wakeup: socket.socket) -> None:
         if self._coordinator is not None:
             # Before any rank can report a failure, so that people learn whether it is final.
-            self._write_summary(self._coordinator)
+            self._write_summary(self._coordinator, time.monotonic())
         self.member.begin(0)
         while not self.member.over:
             self._turn(wakeup)
@@ -133,7 +136,7 @@ class Agent:
         return None
 
     def _write_identity(self) -> None:
-        run_dir = self._options.view.run_dir
+        run_dir = self._host.run_dir
         files.make_private_directory(run_dir / status_directory(0))
         for name in (EXIT_FILE, LIVENESS_FILE):
             (run_dir / name).unlink(missing_ok=True)
@@ -155,18 +158,22 @@ class Agent:
     def _open(self) -> str | None:
         """Listen for the other agents, or get ready to talk to host 0; what went wrong."""
         options = self._options
-        if self._alone or options.coordinator is None or self._key is None:
-            if options.coordinator is not None:
+        port = self._port
+        if port is None or self._key is None:
+            if options.liveness_port is not None:
                 say("no secret of this run: this host's job is watched by itself")
             return None
-        if options.host:
-            self._client = Client(self._key, options.coordinator, self._selector)
+        if options.node_rank:
+            self._client = Client(self._key, (options.master_addr, port), self._selector)
             return None
-        port = options.coordinator[1]
+        count = len(options.names)
+        allowed = allow_files(count)
+        if allowed is not None:
+            say(f"{allowed} open files (ulimit -Hn) are too few for {count} hosts")
         deadline = time.monotonic() + _BIND_SECONDS
         while self._server is None:
             try:
-                self._server = Server(self._key, port, self._selector)
+                self._server = Server(self._key, port, self._selector, count)
             except OSError as error:
                 if time.monotonic() > deadline or self._signals.pending:
                     return (
@@ -181,21 +188,23 @@ class Agent:
     def _turn(self, wakeup: socket.socket) -> None:
         """Wait a moment and look at everything once."""
         quick = self.member.attempt.ending or self.member.attempt.stage is not Stage.RUNNING
-        self._wait(wakeup, TICK_SECONDS if quick else IDLE_SECONDS)
+        ready = self._wait(wakeup, TICK_SECONDS if quick else IDLE_SECONDS)
         now = time.monotonic()
         self._reap()
         self._take_signals(now)
-        self._hear(now)
+        self._hear(ready, now)
         self.member.step(now)
         self._speak(now)
         self._coordinate(now)
         self._notifier.step(now)
         self._turned = now
 
-    def _wait(self, wakeup: socket.socket, seconds: float) -> None:
-        self._selector.select(seconds)
-        with suppress(BlockingIOError):
+    def _wait(self, wakeup: socket.socket, seconds: float) -> Ready:
+        """What has become ready in this time."""
+        ready = self._selector.select(seconds)
+        if any(key.fileobj is wakeup for key, _ in ready):
             wakeup.recv(4096)
+        return ready
 
     def _reap(self) -> None:
         """Orphans of the run are children too: reap every one."""
@@ -228,23 +237,22 @@ class Agent:
         if os.getppid() == self._script:
             return None
         reason = "lost its script, which was killed; what it ran was ended too"
-        options = self._options
-        return Failure(options.view.name, None, None, reason, "", options.policy.output)
+        return Failure(self._host.name, None, None, reason, "", self._host.output)
 
-    def _hear(self, now: float) -> None:
+    def _hear(self, ready: Ready, now: float) -> None:
         """Take what has come over the network."""
         if self._server is not None and self._coordinator is not None:
-            for host, message in self._server.poll(now):
+            for host, message in self._server.poll(ready, now):
                 self._coordinator.receive(host, message, now)
         if self._client is None:
             return
         gap = now - self._turned
-        if gap > self._options.policy.beat_seconds * 2:
+        if gap > self._options.beat_seconds * 2:
             # Time in which this process itself did not run is not held against the link.
             self._heard += gap
-        for message in self._client.poll(now):
+        for order in self._client.poll(ready, now):
             self._heard, self._reached = now, True
-            self.member.obey(message, now)
+            self.member.obey(order, now)
         if self._client.fresh:
             # Who has proven to be host 0 has to answer from now on, even if it never said a word.
             self._client.fresh, self._heard, self._reached = False, now, True
@@ -253,35 +261,35 @@ class Agent:
 
     def _look_at_link(self, now: float) -> None:
         """Whoever does not hear of the coordinator any more ends its part of the job."""
-        policy = self._options.policy
+        options = self._options
         if not self._reached and not self._met and self.member.met:
             # Host 0's agent has been there: from now on it has to answer.
             self._met, self._heard = True, now
         expected = self._reached or self._met
-        limit = policy.lost_host_timeout if expected else policy.start_timeout
+        limit = options.lost_host_timeout if expected else options.start_timeout
         if now - self._heard <= limit or self.member.lost or self.member.finished:
             return
         if expected:
             reason = f"was lost: no word from its agent for {limit:g} s"
         else:
             reason = f"was not reached within {limit:g} s of the start{unreached(self._port)}"
-        failure = Failure(self._options.master_name, None, None, reason, "", policy.output)
+        failure = Failure(options.master_name, None, None, reason, "", self._host.output)
         say(f"{failure.headline()}; the job of this host ends")
         self.member.lose(failure)
-        if self._options.host == 1:
+        if options.node_rank == 1:
             # Host 0, which tells people otherwise, is the one that cannot.
             self._notifier.tell(Notice("failed", self.member.attempt_number, failure))
 
     def _speak(self, now: float) -> None:
         """Pass on what this host has to say, and let the coordinator hear of it."""
-        if now - self._beat_at >= self._options.policy.beat_seconds:
+        if now - self._beat_at >= self._options.beat_seconds:
             self._beat_at = now
             self.member.out.append(self.member.beat())
         messages, self.member.out = self.member.out, []
         for message in messages:
             self._pass_on(message, now)
 
-    def _pass_on(self, message: Message, now: float) -> None:
+    def _pass_on(self, message: FromHost, now: float) -> None:
         if self._coordinator is not None:
             self._coordinator.receive(self.member.number, message, now)
         elif self._client is not None:
@@ -292,7 +300,8 @@ class Agent:
         if coordinator is None:
             return
         coordinator.tick(now)
-        for host, order in coordinator.orders.take():
+        orders, coordinator.orders = coordinator.orders, []
+        for host, order in orders:
             if host in (None, self.member.number):
                 self.member.obey(order, now)
             if self._server is not None and host != self.member.number:
@@ -301,14 +310,15 @@ class Agent:
         for notice in notices:
             _report(notice)
             self._notifier.tell(notice)
-        self._write_summary(coordinator)
+        self._write_summary(coordinator, now)
 
-    def _write_summary(self, coordinator: Coordinator) -> None:
-        """Tell the launcher how the job stands, where that is news."""
-        summary = coordinator.summary()
-        if summary != self._summary:
-            self._summary = summary
-            keep(self._options.view.run_dir / LIVENESS_FILE, summary)
+    def _write_summary(self, coordinator: Coordinator, now: float) -> None:
+        """Tell the launcher how the job stands, where that is news. A thousand hosts that start
+        have much to tell."""
+        last = coordinator.phase is JobPhase.OVER
+        if coordinator.news and (last or now - self._summary_at >= SUMMARY_SECONDS):
+            coordinator.news, self._summary_at = False, now
+            keep(self._host.run_dir / LIVENESS_FILE, coordinator.summary())
 
     def _farewell(self, wakeup: socket.socket) -> None:
         """Let the others hear the end of it, and notifications end."""
@@ -318,9 +328,12 @@ class Agent:
         deadline = time.monotonic() + FAREWELL_SECONDS
         while self._server is not None and time.monotonic() < deadline:
             self._turn(wakeup)
-            over = self._coordinator is None or self._coordinator.phase is Phase.OVER
+            over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
             if over and not self._server.connected():
                 break
+        if self._coordinator is not None:
+            self._coordinator.leave(time.monotonic())
+            self._coordinate(time.monotonic())
         if self._client is not None:
             self._client.close()
         if self._server is not None:
@@ -342,7 +355,7 @@ class Agent:
         if self._coordinator is not None and member.signal is None:
             failure = self._coordinator.failure
         swept = member.attempt.swept
-        run_dir = self._options.view.run_dir
+        run_dir = self._host.run_dir
         keep(
             run_dir / EXIT_FILE,
             {
@@ -382,16 +395,16 @@ def already_alive(run_id: str, run_dir: Path) -> int | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     run_id = os.environ.get(RUN_ID_VARIABLE, "")
-    options = parse(sys.argv[1:] if arguments is None else arguments, run_id)
-    run_dir = options.view.run_dir
-    if options.sweep:
-        return sweep_after_agent(run_id, run_dir, options.grace)
+    line = parse(sys.argv[1:] if arguments is None else arguments, run_id)
+    run_dir = line.options.run_dir
+    if line.sweep:
+        return sweep_after_agent(run_id, run_dir, line.options.stop_grace)
     other = already_alive(run_id, run_dir)
     if other is not None:
         say(f"run {run_id} is alive already (agent {other})")
         return 1
-    wanted = options.coordinator is not None
-    return Agent(options, run_id, secret.take(run_dir) if wanted else None).run()
+    wanted = line.options.liveness_port is not None
+    return Agent(line, run_id, secret.take(run_dir) if wanted else None).run()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from flagscale.config.actions import ACTIONS, OPTIONS, Action, call, names
 from flagscale.errors import ConfigError
 from flagscale.guard import guard
 
@@ -25,13 +25,7 @@ One YAML describes an experiment; action= says what to do with it.
   python run.py --config-path ./examples/llama3/conf --config-name train action=run
 
 actions
-  run      start in the background, return when every rank is ready (the default)
-  test     stay in the foreground and show every line; exit with the job's code
-  dryrun   print the plan and the scripts, start nothing
-  check    look for what would keep a run from starting
-  query    state, step, loss, speed, first failure    (follow=true, json=true)
-  logs     output, host:rank in front of every line   (follow=true, rank=0, lines=50)
-  stop     end this run, and nothing else
+{actions}
 
 overrides, as Hydra knows them
   train=8b                              another file of the config group `train`
@@ -40,56 +34,91 @@ overrides, as Hydra knows them
   ~train.data.split                     without this key
   +experiment.envs.NCCL_DEBUG=INFO      one more key
 
---cfg job prints the composed configuration; with --config-name, --help lists the config groups.
+--cfg job prints the composed configuration, its secrets hidden: --resolve with every interpolation
+filled in, --package KEY only what is there. With --config-name, --help lists the config groups.
 """
+
+_REFUSED = {
+    **dict.fromkeys(
+        ("--multirun", "-m"),
+        "an experiment directory holds one run at a time; start each with its own "
+        "experiment.exp_dir",
+    ),
+    **dict.fromkeys(
+        ("--config-dir", "-cd"), "every file is below --config-path, so that an error has one place"
+    ),
+    "--experimental-rerun": "the scripts of a run are started again by hand, or by action=run",
+    **dict.fromkeys(
+        ("--info", "-i", "--hydra-help"),
+        "only Hydra's own command line can tell; --cfg all prints what it composes, --help what "
+        "there is to choose",
+    ),
+    **dict.fromkeys(("--shell-completion", "-sc"), "is part of Hydra's own command line alone"),
+}
+"""Flags of Hydra that are not there, with the reason."""
 
 # New objects after which the garbage collector looks for cycles.
 _OBJECTS = 50_000
 
-# Hydra must not make directories or configure logging: the launcher's files are its own.
-_QUIET = (
-    "hydra.run.dir=.",
-    "hydra.output_subdir=null",
-    "hydra.job.chdir=false",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-)
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="python run.py --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Do what a command line says and exit."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     # What modules and plans are made of lives as long as this program: to look through all of it
     # for garbage over and over would take a tenth of the start.
     gc.set_threshold(_OBJECTS)
-    sys.exit(guard(lambda: dispatch(words)))
+    sys.exit(guard(lambda: dispatch(argv)))
 
 
-def dispatch(words: list[str]) -> int:
-    """Parse Hydra's command line and act on it."""
-    if not words or (words[0] in ("--help", "-h") and len(words) == 1):
-        print(_TEACHING)
-        return 0 if words else 2
-    from hydra._internal.utils import get_args_parser
-
-    # Python 3.14 looks into the help of options, and one of Hydra's is no text until it is shown.
-    argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
-    options = get_args_parser().parse_args(words)
-    if options.multirun:
-        raise ConfigError(
-            "--multirun: an experiment directory holds one run at a time",
-            hint="start each with its own experiment.exp_dir",
-        )
-    if options.config_dir or options.experimental_rerun:
-        raise ConfigError("--config-dir and --experimental-rerun are not supported")
-    if _only_shows(options):
+def dispatch(argv: list[str]) -> int:
+    """Parse a command line as Hydra has it and act on it."""
+    for flag in (text.partition("=")[0] for text in argv):
+        if flag in _REFUSED:
+            raise ConfigError(f"{flag}: {_REFUSED[flag]}")
+    options = _parser().parse_intermixed_args(argv)
+    if options.help or not argv:
+        print(_help(options))
+        return 0 if argv else 2
+    if options.cfg:
         return _show(options)
-    return act(_directory(options), options.config_name or "", options.overrides)
+    return act(_directory(options), options.config_name, options.overrides)
 
 
-def _only_shows(options: argparse.Namespace) -> bool:
-    shows = (options.help, options.hydra_help, options.shell_completion, options.cfg, options.info)
-    return any(shows)
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="run.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("overrides", nargs="*")
+    return parser
+
+
+def _help(options: argparse.Namespace) -> str:
+    text = _TEACHING.format(actions="\n".join(_taught(ACTIONS[name]) for name in names()))
+    if not options.config_name:
+        return text
+    from flagscale.config.compose import config_file
+    from flagscale.config.show import groups
+
+    file = config_file(_directory(options), options.config_name)
+    rows = (f"  {name}: {', '.join(found)}" for name, found in groups(file.parent).items())
+    return "\n".join([text, f"Config groups beside {file.name}", *rows])
+
+
+def _taught(action: Action) -> str:
+    from flagscale.config.schema import Options
+
+    examples = ", ".join(OPTIONS[name].example for name in action.options)
+    default = " (the default)" if action.name == Options.action else ""
+    return f"  {action.name:<8} {action.help}{default}{f' ({examples})' if examples else ''}"
 
 
 def _directory(options: argparse.Namespace) -> Path:
@@ -104,57 +133,22 @@ def _directory(options: argparse.Namespace) -> Path:
 
 def act(directory: Path, name: str, overrides: Sequence[str]) -> int:
     """Compose and check the experiment, then do its action."""
-    from flagscale.config.compose import compose, config_file
-    from flagscale.config.load import load_experiment, load_options
-    from flagscale.launch.actions import perform
+    from flagscale.config.load import load
 
-    config = compose(directory, name, overrides)
-    file = config_file(directory, name)
-    options = load_options(config, config_file=file, overrides=overrides)
-    experiment = load_experiment(config, config_file=file, overrides=overrides)
-    return perform(experiment, options)
+    loaded = load(directory, name, overrides)
+    function = ACTIONS[loaded.options.action].function
+    return call(function, loaded.experiment, loaded.options)
 
 
 def _show(options: argparse.Namespace) -> int:
-    """What Hydra itself prints: the configuration, its groups, its own help."""
-    from flagscale.config.compose import compose, config_file
-    from flagscale.config.overrides import normalize
+    """Print the composed configuration; that something in it is hidden, beside it."""
+    from flagscale.config.compose import config_file
+    from flagscale.config.show import shown
+    from flagscale.config.sources import trace
 
-    words = _words_for_hydra(options)
-    overrides = normalize(options.overrides)
-    if options.shell_completion:
-        overrides = options.overrides  # Hydra's own: install=bash and the like
-    elif not options.hydra_help:
-        directory = _directory(options)
-        # Composed by us first: a mistake then has our message.
-        compose(directory, options.config_name, options.overrides)
-        file = config_file(directory, options.config_name)
-        words += ["--config-path", str(file.parent), "--config-name", file.stem]
-    sys.argv = [sys.argv[0], *words, *_QUIET, *overrides]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    import hydra
-
-    hydra.main(version_base=None, config_path=None)(_never_run)()
+    sources = trace(config_file(_directory(options), options.config_name), options.overrides)
+    text, hidden = shown(sources, options.cfg, package=options.package, resolved=options.resolve)
+    print(text, end="")
+    if hidden:
+        print("note: what looks like a secret is shown as <hidden>", file=sys.stderr)
     return 0
-
-
-def _never_run(_config: object) -> None:
-    """Hydra wants a task; showing a configuration never comes to it."""
-
-
-def _words_for_hydra(options: argparse.Namespace) -> list[str]:
-    words = [
-        flag
-        for flag, given in (
-            ("--help", options.help),
-            ("--hydra-help", options.hydra_help),
-            ("--shell-completion", options.shell_completion),
-            ("--resolve", options.resolve),
-        )
-        if given
-    ]
-    for flag in ("cfg", "info", "package"):
-        value = getattr(options, flag)
-        if value:
-            words += [f"--{flag}", str(value)]
-    return words

@@ -16,45 +16,28 @@ from flagscale.launch.liveness.diagnosis import (
     Failure,
     Report,
     Severity,
-    TableEntry,
-    choose_rank,
     describe_code,
     first_of,
     host_report,
     last_lines,
-    last_traceback,
-    parse_table,
-    rank_log,
-    rank_logs,
-    read_tail,
 )
+from flagscale.launch.liveness.messages import OVER, JobPhase
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import Event
-
-__all__ = [
-    "Failure",
-    "TableEntry",
-    "choose_rank",
-    "describe_code",
-    "first_failure",
-    "is_settled",
-    "job_record",
-    "last_lines",
-    "last_traceback",
-    "parse_table",
-    "rank_log",
-    "rank_logs",
-    "read_tail",
-]
-
-# What the coordinator calls a host whose part of the attempt is over.
-_OVER = ("finished", "failed", "lost")
 
 
 def job_record(hosts: Sequence[HostState]) -> dict[str, Any]:
     """What the coordinator says of the job: ``phase``, ``attempt`` from 1, ``attempts``,
     ``failure``, ``hosts`` and ``restarts``; empty where it has not said anything yet."""
     return (hosts and read_json(hosts[0].run_dir / LIVENESS_FILE)) or {}
+
+
+def earlier_failures(hosts: Sequence[HostState]) -> tuple[tuple[int, Failure], ...]:
+    """What the attempts failed by that were followed by another one, each with its number from
+    1."""
+    restarts = job_record(hosts).get("restarts", [])
+    found = ((n, Failure.from_record(r.get("failure"))) for n, r in enumerate(restarts, 1))
+    return tuple((attempt, failure) for attempt, failure in found if failure is not None)
 
 
 def first_failure(state: RunState, events: Mapping[int, Sequence[Event]]) -> Failure | None:
@@ -94,15 +77,15 @@ def is_settled(hosts: Sequence[HostState]) -> bool:
     if not hosts or hosts[0].exit_record():
         return True
     job = job_record(hosts)
-    phase = str(job.get("phase", "running"))
-    if phase != "running":
-        return phase != "ending"
+    phase = job.get("phase", JobPhase.RUNNING)
+    if phase != JobPhase.RUNNING:
+        return bool(phase != JobPhase.ENDING)
     # Where a failed job is left alone, others may live on for long: how the host that the failure
     # is of has ended is enough.
     failure = Failure.from_record(job.get("failure"))
     states = job.get("hosts", {})
     return failure is not None and any(
-        states.get(str(host.rank)) in _OVER for host in hosts if host.name == failure.host
+        states.get(str(host.node_rank)) in OVER for host in hosts if host.name == failure.host
     )
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
-from flagscale.launch.failures import rank_logs
-from flagscale.launch.state import HostState, RunState
+from flagscale.hosts.processes import wait_until
+from flagscale.launch.liveness.diagnosis import rank_logs
+from flagscale.launch.state import RunState
 
 _READ_BYTES = 1 << 16
 
@@ -24,11 +29,7 @@ class Tail:
 
     def read(self, *, final: bool = False) -> Iterator[str]:
         """The lines that have come since the last call; the unfinished one too if ``final``."""
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return
-        with file:
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             while data := file.read(_READ_BYTES):
                 self._offset += len(data)
@@ -38,66 +39,109 @@ class Tail:
             yield self._rest
             self._rest = ""
 
+    def backwards(self) -> Iterator[str]:
+        """The whole lines so far, the last one first. To be called before :meth:`read`, which then
+        gives what comes after them."""
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            lines = _backwards(file, end)
+            self._offset = end - len(next(lines))
+            for line in lines:
+                yield line.decode("utf-8", "replace")
 
-class HostOutput:
-    """What one host's script and its ranks have printed, labelled.
 
-    torchrun already puts ``host:rank: `` in front of the lines of ranks; what the script, the
-    agent and torchrun say themselves gets ``host: ``.
-    """
+def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
+    """What the line ends before ``end`` part, the last piece first: nobody reads gigabytes to see
+    three lines."""
+    later: list[bytes] = []
+    while end:
+        begin = max(0, end - _READ_BYTES)
+        file.seek(begin)
+        first, *others = file.read(end - begin).split(b"\n")
+        for line in reversed(others):
+            yield b"".join((line, *reversed(later)))
+            later = []
+        later.append(first)
+        end = begin
+    yield b"".join(reversed(later))
 
-    def __init__(self, host: HostState, rank: int | None = None) -> None:
-        self._host = host.name
-        self._tail = Tail(host.output)
-        ranks = r"\d+" if rank is None else str(rank)
-        self._of_rank = re.compile(rf"{re.escape(host.name)}:{ranks}: ")
-        self._only_ranks = rank is not None
+
+class Output:
+    """A file that a host's script or a rank prints to. ``label`` puts in front of a line whose it
+    is; None for lines that are not wanted."""
+
+    def __init__(self, path: Path, label: Callable[[str], str | None]) -> None:
+        self.path = path
+        self._tail = Tail(path)
+        self._label = label
 
     def read(self, *, final: bool = False) -> Iterator[str]:
-        for line in self._tail.read(final=final):
-            if self._of_rank.match(line):
-                yield line
-            elif not self._only_ranks:
-                yield f"{self._host}: {line}"
+        """What has come since the last call, as :meth:`Tail.read`."""
+        return self._labelled(self._tail.read(final=final))
+
+    def last(self, count: int, *, final: bool = False) -> list[str]:
+        """The last so many lines so far, of which an unfinished one is one if ``final``."""
+        lines = list(islice(self._labelled(self._tail.backwards()), count))[::-1]
+        lines += self.read(final=final)
+        return lines[max(0, len(lines) - count) :]
+
+    def _labelled(self, lines: Iterator[str]) -> Iterator[str]:
+        return (found for line in lines if (found := self._label(line)) is not None)
 
 
-class RunOutput:
-    """The lines of all hosts of a run, in the order in which they are read."""
-
-    def __init__(self, state: RunState, rank: int | None = None) -> None:
-        hosts = [host for host in state.hosts if rank is None or rank in host.ranks]
-        self._outputs = [HostOutput(host, rank) for host in hosts]
-
-    def read(self, *, final: bool = False) -> Iterator[str]:
-        for output in self._outputs:
-            yield from output.read(final=final)
+def of_hosts(state: RunState, rank: int | None = None) -> list[Output]:
+    """What the hosts' scripts and their ranks print, or only that rank."""
+    hosts = (host for host in state.hosts if rank is None or rank in host.ranks)
+    return [Output(host.output, _of_host(host.name, rank)) for host in hosts]
 
 
-def lines_of(state: RunState, rank: int | None = None) -> list[str]:
-    """Every line of a run so far. A run without an output file, whose script was started by hand
-    in a terminal, has the files that torchrun writes for each rank."""
-    found = list(RunOutput(state, rank).read(final=True))
-    return found or list(_from_rank_files(state, rank))
+def _of_host(name: str, rank: int | None) -> Callable[[str], str | None]:
+    """torchrun already puts ``host:rank: `` in front of the lines of ranks; what the script, the
+    agent and torchrun say themselves gets ``host: ``."""
+    ranks = r"\d+" if rank is None else str(rank)
+    of_rank = re.compile(rf"{re.escape(name)}:{ranks}: ")
+
+    def label(line: str) -> str | None:
+        if of_rank.match(line):
+            return line
+        return f"{name}: {line}" if rank is None else None
+
+    return label
 
 
-def _from_rank_files(state: RunState, rank: int | None) -> Iterator[str]:
+def _of_ranks(state: RunState, rank: int | None) -> Iterator[Output]:
+    """The files that torchrun writes for each rank."""
     for host in state.hosts:
-        for number in host.ranks if rank is None else [r for r in host.ranks if r == rank]:
+        for number in host.ranks if rank is None else {rank}.intersection(host.ranks):
+            label = f"{host.name}:{number}: {{}}".format
             for name in ("stdout.log", "stderr.log"):
-                for path in rank_logs(host, number, name):
-                    for line in Tail(path).read(final=True):
-                        yield f"{host.name}:{number}: {line}"
+                yield from (Output(path, label) for path in rank_logs(host, number, name))
 
 
-def follow(output: RunOutput, ended: Callable[[], bool], show: Callable[[str], None]) -> None:
+def lines_of(state: RunState, rank: int | None = None, count: int | None = None) -> Iterator[str]:
+    """Every line of a run so far, one host after the other, or the last ``count`` of each. A run
+    without an output file, whose script was started by hand in a terminal, has the files that
+    torchrun writes for each rank."""
+    found = False
+    for outputs in (of_hosts(state, rank), _of_ranks(state, rank)):
+        for output in () if found else outputs:
+            read = output.read(final=True) if count is None else output.last(count, final=True)
+            for line in read:
+                found = True
+                yield line
+
+
+def follow(
+    outputs: Sequence[Output], ended: Callable[[], bool], show: Callable[[str], None]
+) -> None:
     """Show lines as they come until ``ended``, then the rest. Polls: a run's files may lie on a
     file system that tells nobody of changes."""
-    from flagscale.hosts.processes import wait_until
 
     def step() -> bool:
         over = ended()
-        for line in output.read(final=over):
-            show(line)
+        for output in outputs:
+            for line in output.read(final=over):
+                show(line)
         return over
 
     while not wait_until(step, 3600.0):

@@ -31,13 +31,15 @@ from flagscale.status import RUN_ID_VARIABLE
 
 TIMEOUT_SECONDS = 10.0
 _MARGIN_SECONDS = 2.0
+# Each is the end of a run: whoever asks for `finished` is told of it.
+_ENDS = ("finished", "stopped", "failed")
 
 
 def payload(notice: Notice, *, run: str, name: str, attempts: int) -> dict[str, Any]:
-    """What is sent: ``event`` (failed, stalled, restarted, finished), ``run``, ``name``, ``time``
-    (Unix seconds), ``attempt`` from 1 and ``attempts``, the first failure's ``host``, ``rank``,
-    ``exit_code``, ``reason``, ``traceback``, ``log``, and ``text``, all of it in a line or two, by
-    the name that chat services expect."""
+    """What is sent: ``event`` (failed, stalled, restarted, finished, stopped), ``run``, ``name``,
+    ``time`` (Unix seconds), ``attempt`` from 1 and ``attempts``, the first failure's ``host``,
+    ``rank``, ``exit_code``, ``reason``, ``traceback``, ``log``, and ``text``, all of it in a line
+    or two, by the name that chat services expect."""
     number = f" (attempt {notice.attempt + 1} of {attempts})" if attempts > 1 else ""
     text = f"{name}: run {run} {notice.event}{number}"
     record: dict[str, Any] = {
@@ -70,7 +72,8 @@ class Notifier:
 
     def tell(self, notice: Notice) -> None:
         """Start the notification of an event, if people want to be told of it."""
-        if notice.event not in self._wanted:
+        wanted = {notice.event, "finished"} if notice.event in _ENDS else {notice.event}
+        if wanted.isdisjoint(self._wanted):
             return
         record = payload(notice, **self._about, attempts=self._attempts)
         # Without the run's identity: this must survive the end of the attempt that it tells of.

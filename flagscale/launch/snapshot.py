@@ -10,18 +10,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from flagscale.files import read_json
-from flagscale.hosts import processes
-from flagscale.launch.failures import (
-    Failure,
-    first_failure,
-    is_settled,
-    job_record,
-    last_lines,
-)
+from flagscale.launch.failures import earlier_failures, first_failure, is_settled, job_record
 from flagscale.launch.layout import latest_status
+from flagscale.launch.liveness.diagnosis import Failure, last_lines
 from flagscale.launch.state import Exit, HostState, RunState
-from flagscale.status import Event, read_events, status_files
+from flagscale.status import Event, read_events, read_progress, status_files
 
 _PACE_EVENTS = 20
 _UNSETTLED = "the hosts are still finding out what failed first"
@@ -105,6 +98,14 @@ class Snapshot:
     attempt: int = 1
     """Which start of the job this is, of ``attempts`` that there may be."""
     attempts: int = 1
+    earlier: tuple[tuple[int, Failure], ...] = ()
+    """What the attempts before this one failed by, each with its number."""
+
+    def steps(self) -> str:
+        """How far it is, for people: ``7/100``; empty where that is not known."""
+        if self.step is None:
+            return ""
+        return f"{self.step}/{self.train_steps}" if self.train_steps else str(self.step)
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
@@ -114,6 +115,7 @@ class Snapshot:
         record["hosts"] = [row.to_json() for row in self.hosts]
         if self.failure is not None:
             record["failure"]["log"] = str(self.failure.log)
+        record["earlier"] = [{"attempt": n, **f.to_record()} for n, f in self.earlier]
         return record
 
 
@@ -130,8 +132,8 @@ class EventReader:
         """All events of the ranks in the latest attempt at the job."""
         for host in self._hosts:
             directory = latest_status(host.run_dir)
-            if self._directories.setdefault(host.rank, directory) != directory:
-                self._directories[host.rank] = directory
+            if self._directories.setdefault(host.node_rank, directory) != directory:
+                self._directories[host.node_rank] = directory
                 for rank in host.ranks:
                     self.events.pop(rank, None)
             for path in status_files(directory):
@@ -154,22 +156,21 @@ class EventReader:
 
 def take(
     state: RunState,
+    seen: Mapping[int, Seen],
     reader: EventReader | None = None,
-    seen: Mapping[int, Seen] | None = None,
     *,
     with_lines: bool = False,
 ) -> Snapshot:
-    """The run now. ``seen`` is what hosts were seen to do, by rank, where they are not this
-    machine."""
+    """The run now. ``seen`` is what the hosts were seen to do, by node rank."""
     reader = reader or EventReader(state.hosts)
     # Exits first: a run that ends in between then shows as alive once more, never as lost.
-    exits = {host.rank: host.exit() for host in state.hosts}
+    exits = {host.node_rank: host.exit() for host in state.hosts}
     events = reader.refresh()
     joined = [row.time for rows in events.values() for row in rows if row.event == "joined"]
     ranks_joined = reader.ranks("joined")
     everybody = (state.external and not events) or len(ranks_joined) >= state.world_size
     rows = [
-        _row(state, host, exits[host.rank], (seen or {}).get(host.rank), ranks_joined, everybody)
+        _row(state, host, exits[host.node_rank], seen.get(host.node_rank), ranks_joined, everybody)
         for host in state.hosts
     ]
     if with_lines:
@@ -187,7 +188,7 @@ def take(
     first = failure.host if failure is not None else None
     # The host that failed first knows the job's code; others may have been told to end.
     hosts = sorted(state.hosts, key=lambda host: host.name != first)
-    codes = [ended.code for host in hosts if (ended := exits[host.rank]) is not None]
+    codes = [ended.code for host in hosts if (ended := exits[host.node_rank]) is not None]
     job = job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,
@@ -202,6 +203,7 @@ def take(
         warnings=tuple(warnings),
         attempt=int(job.get("attempt", 1)),
         attempts=int(job.get("attempts", 1)),
+        earlier=earlier_failures(state.hosts),
         **_progress(events, phase),
     )
 
@@ -215,27 +217,18 @@ def _row(
     everybody: bool,
 ) -> HostRow:
     here = [rank for rank in host.ranks if rank in joined]
-    places = [place for rank in host.ranks if (place := _place(host, rank)) is not None]
-    behind = min(places, default=None)
+    status = latest_status(host.run_dir)
+    behind = min(filter(None, (read_progress(status, rank) for rank in host.ranks)), default=None)
     return HostRow(
         host=host.name,
         phase=_phase(state, ended, everybody, seen),
         ranks=host.nproc,
         joined=len(here),
-        step=behind[0] if behind else None,
-        doing=behind[1] if behind else "",
+        step=behind.step if behind else None,
+        doing=behind.doing if behind else "",
         trouble=seen.trouble if seen is not None else "",
         last_line=seen.last_line if seen is not None else "",
     )
-
-
-def _place(host: HostState, rank: int) -> tuple[int, str] | None:
-    """The step at which a rank is and what it does there, as it wrote over its place file."""
-    record = read_json(latest_status(host.run_dir) / f"rank_{rank}.place")
-    if record is None:
-        return None
-    step = record.get("step")
-    return (step, str(record.get("doing", ""))) if isinstance(step, int) else None
 
 
 def _with_line(row: HostRow, host: HostState) -> HostRow:
@@ -245,7 +238,7 @@ def _with_line(row: HostRow, host: HostState) -> HostRow:
     return replace(row, last_line=lines[-1]) if lines else row
 
 
-def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | None = None) -> Phase:
+def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | None) -> Phase:
     if ended is not None:
         if ended.signal is not None and ended.phase == "job":
             return Phase.STOPPED
@@ -254,27 +247,16 @@ def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | No
         return Phase.FAILED if ended.code else Phase.COMPLETED
     if seen is not None and seen.trouble:
         return Phase.UNREACHABLE
-    if _lives(state, seen):
+    if seen is not None and seen.alive:
         return Phase.RUNNING if everybody else Phase.STARTING
     return Phase.STOPPED if state.stop_requested is not None else Phase.LOST
 
 
-def _lives(state: RunState, seen: Seen | None) -> bool:
-    if seen is not None:
-        return bool(seen.alive)
-    return state.boot_id == processes.boot_id() and state.is_alive()
-
-
-def _to_be_settled(state: RunState, seen: Mapping[int, Seen] | None) -> bool:
+def _to_be_settled(state: RunState, seen: Mapping[int, Seen]) -> bool:
     """Whether the first failure is not agreed on yet, and those who will agree on it are alive:
-    the agent of the first host, or the script that tells what became of it."""
-    host = state.hosts[0]
-    look = (seen or {}).get(host.rank)
-    if look is not None:
-        alive = look.alive == "script"
-    else:
-        script = host.process()
-        alive = host.agent() is not None or (script is not None and processes.is_alive(script))
+    the script of the first host tells what became of its agent."""
+    look = seen.get(0)
+    alive = look is not None and look.alive == "script"
     return alive and not is_settled(state.hosts)
 
 

@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 from flagscale.errors import JobError
 from flagscale.files import read_json
 from flagscale.hosts import processes
-from flagscale.hosts.names import compress
-from flagscale.launch.failures import Failure, first_failure, job_record, last_lines
+from flagscale.hosts.names import compress, some
+from flagscale.launch.failures import first_failure, job_record
 from flagscale.launch.layout import Layout
-from flagscale.launch.runners.base import Runner, some
+from flagscale.launch.liveness.diagnosis import Failure, last_lines
+from flagscale.launch.runners.base import Runner
 from flagscale.launch.snapshot import EventReader
 from flagscale.launch.state import RunState
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flagscale.errors import RunStateError
-from flagscale.files import make_private_directory, plain, read_json, write_json
-from flagscale.hosts import processes
+from flagscale.files import make_private_directory, plain, read_json, write_atomic, write_json
+from flagscale.hosts.names import compress, some
 from flagscale.hosts.processes import Process
-from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, Layout
-from flagscale.launch.planning.plan import Endpoint, HostPlan, LaunchPlan
+from flagscale.launch.layout import EXIT_FILE, Layout
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
 
 
 @dataclass(frozen=True)
 class HostState:
     """One host of a started run."""
 
-    rank: int
+    node_rank: int
     name: str
     nproc: int
     first_rank: int
@@ -33,9 +33,7 @@ class HostState:
     pid: int | None = None
     start_ticks: int | None = None
     boot_id: str | None = None
-    """Of the host at the start; None where the run's own holds: on this machine."""
-    ssh: Endpoint | None = None
-    """How SSH reaches the host; None for this machine."""
+    """Of the host, once it has started the script."""
 
     @property
     def ranks(self) -> range:
@@ -66,14 +64,6 @@ class HostState:
             how=str(record.get("how", "")),
         )
 
-    def agent(self) -> Process | None:
-        """The agent that watches the job, if it is alive."""
-        record = read_json(self.run_dir / AGENT_FILE)
-        if record is None or record.get("boot_id") != processes.boot_id():
-            return None
-        process = Process(int(record["pid"]), int(record["start_ticks"]))
-        return process if processes.is_alive(process) else None
-
 
 @dataclass(frozen=True)
 class Exit:
@@ -99,36 +89,16 @@ class RunState:
     name: str
     exp_dir: Path
     started: float
-    boot_id: str
     world_size: int
     external: bool
     stop_grace: float
+    runner: RunnerHandle
     hosts: tuple[HostState, ...] = ()
     stop_requested: float | None = field(default=None)
     shared_fs: bool = True
-    ssh_config: Path | None = None
-
-    @property
-    def over_ssh(self) -> bool:
-        """Whether its hosts are reached by SSH: then this machine's processes tell nothing."""
-        return any(host.ssh is not None for host in self.hosts)
 
     def save(self, path: Path) -> None:
         write_json(path, plain(self))
-
-    def alive(self) -> list[Process]:
-        """Every living process of the run on this machine."""
-        return processes.members(self.run_id)
-
-    def is_alive(self) -> bool:
-        """Whether any process of the run lives. The script's own pid answers first: it spares
-        reading every process's environment."""
-        if self.boot_id == processes.boot_id():
-            for host in self.hosts:
-                script = host.process()
-                if script is not None and processes.is_alive(script):
-                    return True
-        return bool(self.alive())
 
 
 _PATHS = ("run_dir", "script", "output", "pid_file")
@@ -144,19 +114,52 @@ def load_state(path: Path) -> RunState | None:
         if path.exists():
             raise RunStateError(f"{path} is damaged", hint="remove it once the run has ended")
         return None
+    return read_state(record, path)
+
+
+def latest(state: RunState) -> RunState:
+    """The same run as its own directory tells it now, where that is still there."""
+    with suppress(RunStateError, OSError):
+        now = load_state(Layout(state.exp_dir).state)
+        if now is not None and now.run_id == state.run_id:
+            return now
+    return state
+
+
+def read_state(record: dict[str, Any], path: Path) -> RunState:
+    """The state in a JSON object of a file. Raises :class:`RunStateError` where it is none."""
     try:
-        hosts = tuple(HostState(**_with_paths(host)) for host in record.pop("hosts"))
-        exp_dir, ssh_config = Path(record.pop("exp_dir")), record.pop("ssh_config", None)
-        config = Path(ssh_config) if ssh_config else None
-        return RunState(hosts=hosts, exp_dir=exp_dir, ssh_config=config, **record)
+        if "runner" not in record:
+            record = _modern(record)
+        hosts: list[dict[str, Any]] = [
+            {k: Path(v) if k in _PATHS else v for k, v in host.items()} for host in record["hosts"]
+        ]
+        given = {
+            "hosts": tuple(HostState(**host) for host in hosts),
+            "exp_dir": Path(record["exp_dir"]),
+            "runner": RunnerHandle(**record["runner"]),
+        }
+        return RunState(**{**record, **given})
     except (KeyError, TypeError, AttributeError) as error:
         raise RunStateError(f"{path} was written by another version: {error}") from error
 
 
-def _with_paths(record: dict[str, Any]) -> dict[str, Any]:
-    read = {key: Path(value) if key in _PATHS else value for key, value in record.items()}
-    ssh = record.get("ssh")
-    return {**read, "ssh": Endpoint(**ssh)} if ssh else read
+def _modern(record: dict[str, Any]) -> dict[str, Any]:
+    """A state as it was written before it named its runner: such a run is to be stopped, too."""
+    older = {k: v for k, v in record.items() if k not in ("boot_id", "ssh_config", "foreign")}
+    hosts = [dict(host) for host in record["hosts"]]
+    ways = [host.pop("ssh", None) for host in hosts]
+    runner: dict[str, Any] = {"type": "local", "handle": {}}
+    if any(way is not None for way in ways):
+        known = [{k: v for k, v in (way or {}).items() if v is not None} for way in ways]
+        runner = {"type": "ssh", "handle": {"hosts": known}}
+        if record.get("ssh_config"):
+            runner["handle"]["config"] = record["ssh_config"]
+    for host in hosts:
+        host["node_rank"] = host.pop("rank")
+        host["boot_id"] = host.get("boot_id") or record.get("boot_id")
+    external = record.get("foreign", False)
+    return {**older, "external": external, "hosts": hosts, "runner": runner}
 
 
 def new_run_id() -> str:
@@ -171,19 +174,18 @@ def state_of(plan: LaunchPlan) -> RunState:
         name=plan.name,
         exp_dir=plan.exp_dir,
         started=round(time.time(), 3),
-        boot_id=processes.boot_id(),
         world_size=plan.world_size,
         external=plan.external,
         stop_grace=plan.stop_grace,
         hosts=tuple(_host_state(host) for host in plan.hosts),
+        runner=plan.runner,
         shared_fs=plan.shared_fs,
-        ssh_config=plan.ssh_config,
     )
 
 
 def _host_state(host: HostPlan) -> HostState:
     return HostState(
-        rank=host.rank,
+        node_rank=host.node_rank,
         name=host.name,
         nproc=host.nproc,
         first_rank=host.first_rank,
@@ -191,21 +193,16 @@ def _host_state(host: HostPlan) -> HostState:
         script=host.script,
         output=host.output,
         pid_file=host.pid_file,
-        ssh=host.ssh,
     )
 
 
-def with_process(
-    state: RunState, rank: int, process: Process, boot_id: str | None = None
-) -> RunState:
+def with_process(state: RunState, node_rank: int, process: Process, boot_id: str) -> RunState:
     """The state with the started script of one host."""
-    hosts = tuple(
-        replace(host, pid=process.pid, start_ticks=process.start_ticks, boot_id=boot_id)
-        if host.rank == rank
-        else host
-        for host in state.hosts
+    hosts = list(state.hosts)
+    hosts[node_rank] = replace(
+        hosts[node_rank], pid=process.pid, start_ticks=process.start_ticks, boot_id=boot_id
     )
-    return replace(state, hosts=hosts)
+    return replace(state, hosts=tuple(hosts))
 
 
 @contextmanager
@@ -222,14 +219,25 @@ def start_lock(layout: Layout) -> Iterator[None]:
         raise RunStateError(f"another launch is starting a run in {layout.exp_dir}") from None
 
 
-def refuse_if_alive(state: RunState | None) -> None:
-    """Raise :class:`RunStateError` naming the run that is alive in this directory."""
-    if state is None or not state.is_alive():
-        return
+def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]:
+    """What is said of a run that is alive where another is to start, on the hosts of these names;
+    and the hint."""
     pids = [str(host.pid) for host in state.hosts if host.pid is not None]
-    script = f"script pid {', '.join(pids)}" if pids else "just being started"
+    script = f"script pid {some(pids)}" if pids else "just being started"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
-    raise RunStateError(
-        f"run {state.run_id} of {state.name} is alive in {state.exp_dir} (since {since}, {script})",
-        hint="stop it with action=stop, or give this one another experiment.exp_dir",
+    where = f" on {compress(names)}" if names and len(state.hosts) > 1 else ""
+    return (
+        f"run {state.run_id} of {state.name} is alive in {state.exp_dir}{where} (since {since}, "
+        f"{script})",
+        "stop it with action=stop, or give this one another experiment.exp_dir",
     )
+
+
+def keep_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
+    """Write what the launching machine keeps beside the scripts: plan, configuration, overrides."""
+    layout = plan.layout
+    for directory in (layout.scripts, layout.logs / "pids"):
+        make_private_directory(directory)
+    write_json(layout.plan, plan.to_json(), durable=False)
+    write_atomic(layout.config, config_text, durable=False)
+    write_atomic(layout.overrides, overrides_text, durable=False)

@@ -74,9 +74,9 @@ class Reporter:
             self._wandb = _start_wandb(args)
 
     def place(self, step: int, doing: str = STEP) -> None:
-        """Where this rank is, for the launcher; see :meth:`StatusWriter.place`. Every rank says
-        it, so that the one that holds up the others is known."""
-        self._status.place(step, doing)
+        """How far this rank is, for the launcher; see :meth:`StatusWriter.write_progress`. Every
+        rank says it, so that the one that holds up the others is known."""
+        self._status.write_progress(step, doing)
 
     def say(self, text: str) -> None:
         """A line for the person at the console."""

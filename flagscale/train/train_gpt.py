@@ -70,7 +70,7 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         timeout_minutes=args.distributed_timeout_minutes,
         options=args.comm or (),
     )
-    status.place(0, "starting")
+    status.write_progress(0, "starting")
     status.write("joined", backend=backend, seconds=round(seconds, 3))
     joined = time.monotonic()
     # megatron.core reads the chosen device when it is imported.
@@ -79,7 +79,7 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
     trainer, state = prepare(args, rank, device, status)
     status.write("ready", seconds=round(time.monotonic() - joined, 3))
     reason = trainer.run()
-    status.place(state.progress.iteration, "ending")
+    status.write_progress(state.progress.iteration, "ending")
     distributed.leave()
     return reason, state.progress.iteration
 

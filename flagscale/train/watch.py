@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from statistics import median
 
 import torch.distributed as dist
 
@@ -12,13 +13,16 @@ from flagscale.train.readings import Reading
 
 _WINDOW = 50
 _ENOUGH = 10
+_LEAST_NATS = 0.5
 
 
 class LossWatch:
-    """Compares each step's loss with the mean of the steps before it.
+    """Compares each step's loss with the median of the steps before it.
 
-    ``spike_factor`` times that mean is a spike; 0 looks for none. ``fatal`` makes a loss or a
-    gradient norm that is not finite an error.
+    More than ``spike_factor`` times that median, and more than half a nat above it, is a spike: the
+    small losses of what a model knows by heart jump by factors that mean nothing. 0 looks for none.
+    Of spikes in a row the first is told. ``fatal`` makes a loss or a gradient norm that is not
+    finite an error.
     """
 
     def __init__(self, *, spike_factor: float, fatal: bool) -> None:
@@ -26,6 +30,7 @@ class LossWatch:
         self._fatal = fatal
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._skipping = False
+        self._spiking = False
 
     def observe(self, reading: Reading) -> str | None:
         """A warning about this step, or None.
@@ -44,16 +49,21 @@ class LossWatch:
         if self._skipping:
             overflow = "its gradients overflow at this loss scale, which is lowered until they fit"
             return None if before else f"step {step} is skipped: {overflow}"
-        warning = None
-        if self._factor and len(self._recent) >= _ENOUGH:
-            mean = sum(self._recent) / len(self._recent)
-            if loss > self._factor * mean:
-                warning = (
-                    f"loss spike at step {step}: {loss:.4f} is more than {self._factor:g} times "
-                    f"the mean of the last {len(self._recent)} steps, {mean:.4f}"
-                )
+        warning = self._spike(step, loss)
         self._recent.append(loss)
         return warning
+
+    def _spike(self, step: int, loss: float) -> str | None:
+        if not self._factor or len(self._recent) < _ENOUGH:
+            return None
+        usual = median(self._recent)
+        before, self._spiking = self._spiking, loss > max(self._factor * usual, usual + _LEAST_NATS)
+        if before or not self._spiking:
+            return None
+        return (
+            f"loss spike at step {step}: {loss:.4f} is more than {self._factor:g} times "
+            f"the median of the last {len(self._recent)} steps, {usual:.4f}"
+        )
 
 
 def _not_finite(reading: Reading) -> JobError:

@@ -118,13 +118,13 @@ def test_options_reach_nccl(tmp_path: Path) -> None:
     program = """
 import torch, torch.distributed as dist
 from flagscale.bench.collectives.devices import choose
-from flagscale.bench.collectives.teams import form
+from flagscale.bench.collectives.process_groups import form
 from flagscale.comm import registry
 device = choose("cuda", 0)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 values = registry.options_of("nccl", ["max_ctas=4", "is_high_priority_stream=true"])
-team = form(registry.backend("nccl"), ((0,),), 0, device, 60, values)
-options = team.group._get_backend(device.torch_device).options
+group = form(registry.backend("nccl"), ((0,),), 0, device, 60, values)
+options = group.backend_on(device).options
 assert options.config.max_ctas == 4, options.config.max_ctas
 assert options.is_high_priority_stream
 """

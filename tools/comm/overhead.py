@@ -27,16 +27,16 @@ from torch.multiprocessing.spawn import spawn
 
 from flagscale.bench.collectives.bodies import Shape, assemble, build
 from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.statistics import median_ratio
-from flagscale.bench.collectives.teams import Team
 from flagscale.bench.collectives.timing import Marks, measure
 
 LIMIT = 1.03
 
 
-def _bare(tensor: torch.Tensor, iterations: int) -> float:
+def _baseline(tensor: torch.Tensor, iterations: int) -> float:
     """Microseconds an iteration of a loop without anything else."""
     dist.barrier()
     begin = time.perf_counter_ns()
@@ -64,28 +64,28 @@ def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no default group")
-    team = Team("gloo", tuple(range(options.ranks)), rank, world)
+    group = RankGroup("gloo", tuple(range(options.ranks)), rank, world)
     elements = options.bytes // 4
-    part = build(case, Shape(elements, elements, elements), team, device)
-    steps = [assemble((part,), device, team, "all_reduce").step] * options.iters
+    part = build(case, Shape(elements, elements, elements), group, device)
+    steps = [assemble((part,), device, group, "all_reduce").step] * options.iters
     ours: list[float] = []
-    bare: list[float] = []
-    _bare(part.output, options.iters)
+    baseline: list[float] = []
+    _baseline(part.output, options.iters)
     # As the benchmark does, so that the collections before its loops look at little.
     gc.collect()
     gc.freeze()
     for number in range(options.rounds):
-        for which in ("ours", "bare") if number % 2 else ("bare", "ours"):
+        for which in ("ours", "baseline") if number % 2 else ("baseline", "ours"):
             if which == "ours":
                 ours.append(measure(steps, [], device, spec, Marks([]), dist.barrier).average)
             else:
-                bare.append(_bare(part.output, options.iters))
+                baseline.append(_baseline(part.output, options.iters))
     if rank == 0:
-        found = median_ratio(ours, bare)
+        found = median_ratio(ours, baseline)
         print(f"added by the loop itself: {_added(device, spec):.3f} us an iteration")
         print(
             f"all_reduce of {options.bytes} bytes over gloo, {options.ranks} ranks: "
-            f"{median(bare):.1f} us bare; ratio {found.value:.4f}, 95 % interval "
+            f"{median(baseline):.1f} us bare; ratio {found.value:.4f}, 95 % interval "
             f"{found.low:.4f} to {found.high:.4f} ({options.rounds} pairs of {options.iters})"
         )
         Path(f"{store}.verdict").write_text("1" if found.low > LIMIT else "0")

@@ -5,25 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.bench.agreement import plot
-from flagscale.bench.collectives.command import Parser, normalise
 from flagscale.bench.collectives.operations import operation
 from flagscale.bench.collectives.plots import require_image
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
-from flagscale.bench.files import read_object
+from flagscale.bench.command_line import Parser
+from flagscale.bench.files import read_object, require_writable
 from flagscale.bench.machine import facts
-from flagscale.bench.spawn import spawn
-from flagscale.bench.world import World, detect
+from flagscale.bench.placement import Placement
+from flagscale.bench.tool import Tool
+from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
-from flagscale.guard import guard
 
-MODULE = "flagscale.bench.agreement"
 EXIT_DIFFERS = 4
 _DESCRIPTION = """\
 Measure collectives by the benchmark and by a bare loop that does what nccl-tests does, by turns in
@@ -42,20 +39,81 @@ in C++, does not pay. On a CPU the bare loop calls gloo's own object.
 exit codes: 0 none differs, 2 usage, 4 some differ"""
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str = "agreement.py") -> int:
-    """Run the command; the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return guard(lambda: _main(words, prog))
+@dataclass(frozen=True)
+class AgreementPlan:
+    """What is held against each other."""
+
+    spec: BenchSpec
+    rounds: int
+    limit: float
+    """A fraction."""
+    json: Path | None
+    plot: Path | None
+
+
+class Agreement(Tool[AgreementPlan]):
+    """Holds the benchmark's figures against a baseline's."""
+
+    prog = "agreement.py"
+
+    def run_line(self, words: list[str], prog: str) -> int:
+        options = _parser(prog).parse(words)
+        if options.kept is None:
+            return super().run_line(words, prog)
+        return _draw(options.kept, options.plot)
+
+    def read(self, words: list[str], prog: str, *, keeps: bool) -> AgreementPlan:
+        options = _parser(prog).parse(words)
+        if keeps and options.plot is not None:
+            require_image(options.plot, "--plot")
+        if keeps and options.json is not None:
+            require_writable(options.json, "--json")
+        if options.rounds < 2 or not 0 < options.limit < math.inf:
+            raise ConfigError("--rounds must be at least 2, --limit above 0 per cent")
+        spec = _spec(options)
+        return AgreementPlan(spec, options.rounds, options.limit / 100, options.json, options.plot)
+
+    def placement(self, plan: AgreementPlan) -> Placement:
+        return plan.spec.placement
+
+    def check(self, plan: AgreementPlan, ranks: int) -> None:
+        if ranks < 2:
+            raise ConfigError("one rank moves nothing that could agree; expected at least -r 2")
+
+    @staticmethod
+    def run(plan: AgreementPlan, world: BenchWorld) -> int:
+        from flagscale.bench.agreement.rank import Sides
+        from flagscale.bench.agreement.verdict import conclusion, table
+
+        spec, limit = plan.spec, plan.limit
+        sides = Sides(spec, world, plan.rounds)
+        way = "graphs" if spec.iterations.replays and sides.device.is_cuda else "calls one by one"
+        about = facts("flagscale", "torch") | {
+            **{"library": sides.version, "device": sides.device.name, "ranks": world.size},
+            **{"type": spec.types[0].name, "way": way, "rounds": plan.rounds, "limit": limit},
+        }
+        pairs = []
+        if world.rank == 0:
+            print(f"# {world.size} ranks, {sides.device.name}, {sides.version}, {way}")
+            print(table([], limit)[0], flush=True)
+        for pair in sides.run():
+            pairs.append(pair)
+            if world.rank == 0:
+                print(table([pair], limit)[1], flush=True)
+        sides.close()
+        text, fine = conclusion(pairs, limit)
+        if world.rank == 0:
+            print(f"# {text}")
+            kept = {**about, "text": text, "rows": [pair.to_json(limit) for pair in pairs]}
+            if plan.json is not None:
+                plan.json.write_text(json.dumps(kept, indent=1) + "\n")
+            if plan.plot is not None:
+                plot.write(kept, plan.plot)
+        return 0 if fine else EXIT_DIFFERS
 
 
 def _parser(prog: str) -> Parser:
-    parser = Parser(
-        prog=prog,
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog, _DESCRIPTION)
     add = parser.add_argument
     add("-r", "--nworkers", type=int, metavar="N", help="number of ranks, all on this machine")
     add("--operations", metavar="A,B", help="which (all that nccl-tests has)")
@@ -76,28 +134,10 @@ def _parser(prog: str) -> Parser:
     return parser
 
 
-def _main(words: list[str], prog: str) -> int:
-    options = _parser(prog).parse(normalise(words))
-    if options.plot is not None:
-        require_image(options.plot, "--plot")
-    if options.kept is not None:
-        return _draw(options.kept, options.plot)
-    if options.rounds < 2 or not 0 < options.limit < math.inf:
-        raise ConfigError("--rounds must be at least 2, --limit above 0 per cent")
-    spec, world = _spec(options), detect(os.environ)
-    size = spec.placement.workers if world is None else world.size
-    if size is None:
-        raise ConfigError("the number of ranks is missing: -r 8, or start it under torchrun")
-    if size < 2:
-        raise ConfigError("one rank moves nothing that could agree; expected at least -r 2")
-    if world is None:
-        return spawn([sys.executable, "-m", MODULE, *words], size)
-    return _as_rank(spec, world, options)
-
-
 def _draw(kept: Path, figure: Path | None) -> int:
     if figure is None:
         raise ConfigError("--import is for drawing: --plot FILE is missing")
+    require_image(figure, "--plot")
     plot.write(read_object(kept, f"--import {kept}", "what --json of this command keeps"), figure)
     return 0
 
@@ -122,33 +162,4 @@ def _spec(options: argparse.Namespace) -> BenchSpec:
     return spec
 
 
-def _as_rank(spec: BenchSpec, world: World, options: argparse.Namespace) -> int:
-    from flagscale.bench.agreement.rank import Sides
-    from flagscale.bench.agreement.verdict import conclusion, table
-
-    limit = options.limit / 100
-    sides = Sides(spec, world, options.rounds)
-    way = "graphs" if spec.iterations.replays and sides.device.is_cuda else "calls one by one"
-    about = facts("flagscale", "torch") | {
-        **{"library": sides.version, "device": sides.device.name, "ranks": world.size},
-        **{"type": spec.types[0].name, "way": way, "rounds": options.rounds, "limit": limit},
-    }
-    pairs = []
-    if world.rank == 0:
-        print(f"# {world.size} ranks, {sides.device.name}, {sides.version}, {way}")
-        print(table([], limit)[0], flush=True)
-    for pair in sides.run():
-        pairs.append(pair)
-        if world.rank == 0:
-            print(table([pair], limit)[1], flush=True)
-    sides.close()
-    text, fine = conclusion(pairs, limit)
-    if world.rank:
-        return 0 if fine else EXIT_DIFFERS
-    print(f"# {text}")
-    result = {**about, "text": text, "rows": [pair.to_json(limit) for pair in pairs]}
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot is not None:
-        plot.write(result, options.plot)
-    return 0 if fine else EXIT_DIFFERS
+main = Agreement().main

@@ -11,7 +11,7 @@ from flagscale.bench.collectives.plots import image_kind, image_of, new_figure, 
 from flagscale.errors import ConfigError
 
 _COLUMNS = 3
-_SIDES = (("our_busbw", "this benchmark", "C0", "-"), ("bare_busbw", "bare loop", "black", ":"))
+_SIDES = (("our_busbw", "this benchmark", "C0", "-"), ("bare_busbw", "baseline", "black", ":"))
 
 
 def write(result: Mapping[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank's part: our measurement and the bare loop by turns, for each operation and size."""
+"""A rank's part: our measurement and the baseline's by turns, for each operation and size."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from flagscale.bench import meeting
+from flagscale.bench import rendezvous
 from flagscale.bench.agreement import definitions
-from flagscale.bench.agreement.bare import Bare, BareGloo, BareNccl, time_of
+from flagscale.bench.agreement.baseline import Baseline, GlooBaseline, NcclBaseline, time_of
 from flagscale.bench.agreement.nccl import Nccl
 from flagscale.bench.agreement.verdict import Pair
 from flagscale.bench.collectives import bodies, devices
-from flagscale.bench.collectives.buffers import Prepared, prepare, release
+from flagscale.bench.collectives.buffers import PreparedBuffers, prepare, release
 from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.process_groups import RankGroup, form
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.collectives.statistics import median_ratio
-from flagscale.bench.collectives.teams import Team, form
 from flagscale.bench.collectives.timing import Marks, measure
-from flagscale.bench.world import World
+from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 
 _SECONDS = 600.0
@@ -30,9 +30,9 @@ _SECONDS = 600.0
 class Sides:
     """Both sides on this rank, connected."""
 
-    def __init__(self, spec: BenchSpec, world: World, rounds: int) -> None:
+    def __init__(self, spec: BenchSpec, world: BenchWorld, rounds: int) -> None:
         self._spec, self._world, self._rounds = spec, world, rounds
-        store = meeting.meet(world, address=None, port=None, seconds=_SECONDS)
+        store = rendezvous.rendezvous(world, _SECONDS)
         self.device = devices.choose(spec.placement.device, world.local_rank)
         dist.init_process_group(
             "gloo",
@@ -44,27 +44,27 @@ class Sides:
         name = "nccl" if self.device.is_cuda else "gloo"
         everyone = (tuple(range(world.size)),)
         adapter = registry.usable(name, self.device.kind)
-        self._team = form(adapter, everyone, world.rank, self.device, _SECONDS, {})
-        self.bare, self.version = _bare(self.device, self._team, world, store)
+        self._group = form(adapter, everyone, world.rank, self.device, _SECONDS, {})
+        self.baseline, self.version = _baseline(self.device, self._group, world, store)
 
     def run(self) -> Iterator[Pair]:
         """Measure everything; every rank gets every pair."""
         for case in self._spec.cases(self._world.size):
-            if case.operation.name in self.bare.operations:
+            if case.operation.name in self.baseline.operations:
                 yield from (self._pair(case, size) for size in self._spec.sizes)
 
     def _pair(self, case: Case, size: int) -> Pair:
-        shapes, _ = bodies.shapes(case, size, self._team, self._spec)
-        ready = prepare(case, shapes, self._team, self.device, self._spec)
+        shapes, _ = bodies.shapes(case, size, self._group, self._spec)
+        ready = prepare(case, shapes, self._group, self.device, self._spec)
         name, element, ranks = case.operation.name, case.type.bytes, self._world.size
         actual = sum(shape.elements for shape in shapes) * element
-        calls = self.bare.calls(name, actual, case.type)
+        calls = self.baseline.calls(name, actual, case.type)
         loop = self._spec.iterations
         ours: list[float] = []
-        bare: list[float] = []
+        theirs: list[float] = []
         for number in range(self._rounds):
             # By turns, and each first as often as last: a drift hits both alike.
-            for side in ("ours", "bare") if number % 2 else ("bare", "ours"):
+            for side in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
                 if side == "ours":
                     ours.append(self._ours(ready))
                     continue
@@ -74,25 +74,25 @@ class Sides:
                     iterations=loop.measured,
                     warmup=loop.warmup,
                     launches=loop.replays if self.device.is_cuda else None,
-                    meet=self._meet,
+                    together=self._together,
                 )
-                bare.append(seconds * 1e6)
+                theirs.append(seconds * 1e6)
         release(ready, self.device)
-        our_turns, bare_turns = self._means(ours), self._means(bare)
-        time, other = statistics.median(our_turns), statistics.median(bare_turns)
+        our_turns, their_turns = self._means(ours), self._means(theirs)
+        time, other = statistics.median(our_turns), statistics.median(their_turns)
         count = definitions.counts(name, ranks, actual, element).count
         return Pair(
             *(name, actual, time, other),
             our_busbw=actual / time / 1e3 * case.operation.bus_factor(ranks),
-            bare_busbw=definitions.bandwidths(name, ranks, count, element, other / 1e6)[1],
-            ratio=median_ratio(our_turns, bare_turns),
+            baseline_busbw=definitions.bandwidths(name, ranks, count, element, other / 1e6)[1],
+            ratio=median_ratio(our_turns, their_turns),
         )
 
-    def _ours(self, ready: Prepared) -> float:
+    def _ours(self, ready: PreparedBuffers) -> float:
         """Microseconds of an operation as the benchmark reports them, on this rank."""
         loop = self._spec.iterations
         steps, warmup = ready.steps(loop.measured), ready.steps(loop.warmup)
-        return measure(steps, warmup, self.device, self._spec, Marks([]), self._meet).average
+        return measure(steps, warmup, self.device, self._spec, Marks([]), self._together).average
 
     def _means(self, own: list[float]) -> list[float]:
         """Of each turn the mean over the ranks, as both sides report it."""
@@ -100,24 +100,26 @@ class Sides:
         dist.all_gather_object(found, own)
         return [statistics.fmean(of_ranks) for of_ranks in zip(*found, strict=True)]
 
-    def _meet(self) -> None:
+    def _together(self) -> None:
         self.device.synchronize()
         dist.barrier()
 
     def close(self) -> None:
         """Leave, all ranks together."""
-        self._meet()
-        if isinstance(self.bare, BareNccl):
-            self.bare.close()
+        self._together()
+        if isinstance(self.baseline, NcclBaseline):
+            self.baseline.close()
         dist.destroy_process_group()
-        meeting.leave(self._world)
+        rendezvous.clean_up(self._world)
 
 
-def _bare(device: BenchDevice, team: Team, world: World, store: Store) -> tuple[Bare, str]:
+def _baseline(
+    device: BenchDevice, group: RankGroup, world: BenchWorld, store: Store
+) -> tuple[Baseline, str]:
     if not device.is_cuda:
-        return BareGloo(team.group), "gloo"
+        return GlooBaseline(group.process_group), "gloo"
     nccl = Nccl()
     if world.rank == 0:
         store.set("identity", nccl.unique_id().hex())
     identity = bytes.fromhex(store.get("identity").decode())
-    return BareNccl(nccl, identity, world.size, world.rank), f"NCCL {nccl.version()}"
+    return NcclBaseline(nccl, identity, world.size, world.rank), f"NCCL {nccl.version()}"

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from flagscale.bench.collectives import sizes
 from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.patterns import Exchange, Pairs, exchanges_for, pairs_for
-from flagscale.bench.collectives.spec import BenchSpec, Case, Groups
-from flagscale.bench.collectives.teams import Team
+from flagscale.bench.collectives.process_groups import RankGroup
+from flagscale.bench.collectives.spec import BenchSpec, Case, GroupsSpec
 
 # torch 2.13 renamed them and warns of the old names.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,7 +40,7 @@ Issue = Callable[[bool], Works]
 
 @dataclass(frozen=True)
 class Shape:
-    """The buffers of one operation for one size, in elements; equal on all ranks of a team but
+    """The buffers of one operation for one size, in elements; equal on all ranks of a group but
     for what ``exchanges`` says."""
 
     elements: int
@@ -49,8 +50,9 @@ class Shape:
     exchanges: tuple[Exchange, ...] = ()
     pairs: Pairs = ()
 
-    def share(self, team_size: int) -> int:
-        return self.elements // team_size
+    def shard(self, ranks: int) -> int:
+        """Elements of one rank's part."""
+        return self.elements // ranks
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Part:
     """One operation on one pair of buffers."""
 
     shape: Shape
-    input: torch.Tensor
-    output: torch.Tensor
+    input: Tensor
+    output: Tensor
     issue: Issue
     """Start it; ``True`` asks for handles to wait on."""
 
@@ -77,29 +79,31 @@ class Body:
 
 
 def shapes(
-    case: Case, size: int, team: Team, spec: BenchSpec
+    case: Case, size: int, group: RankGroup, spec: BenchSpec
 ) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
     """The shapes of the parts of about ``size`` bytes, by the coalescing ratio, and notes.
 
     Raises:
-        ConfigError: all-to-all-v counts or pairs do not fit the team.
+        ConfigError: all-to-all-v counts or pairs do not fit the group.
     """
     total = sum(spec.buffers.ratio)
     found, notes = [], []
-    for share in spec.buffers.ratio:
-        shape, said = _shape(case, round(size * share / total), team, spec.groups)
+    for ratio in spec.buffers.ratio:
+        shape, said = _shape(case, round(size * ratio / total), group, spec.groups)
         found.append(shape)
         notes += [note for note in said if note not in notes]
     return tuple(found), tuple(notes)
 
 
-def _shape(case: Case, size: int, team: Team, groups: Groups) -> tuple[Shape, tuple[str, ...]]:
-    op, n, element = case.operation, team.size, case.type.bytes
+def _shape(
+    case: Case, size: int, group: RankGroup, given: GroupsSpec
+) -> tuple[Shape, tuple[str, ...]]:
+    op, n, element = case.operation, group.size, case.type.bytes
     if op.name == "barrier":
         return Shape(0, 0, 0), ()
     if op.name == "all_to_all_v":
-        exchanges, notes = exchanges_for(n, groups.exchange, size, element)
-        mine = exchanges[max(team.index, 0)]
+        exchanges, notes = exchanges_for(n, given.exchange, size, element)
+        mine = exchanges[max(group.index, 0)]
         most = max(sum(e.send_counts) for e in exchanges)
         return Shape(most, mine.send_extent, mine.recv_extent, exchanges), notes
     elements = sizes.fit(size, element, n if op.parts else 1) // element
@@ -107,36 +111,36 @@ def _shape(case: Case, size: int, team: Team, groups: Groups) -> tuple[Shape, tu
     outputs = elements // n if op.output == "part" else elements
     pairs: Pairs = ()
     if op.name in ("sendrecv", "permute"):
-        pairs = pairs_for(n, groups.pairs if op.name == "permute" else None)
+        pairs = pairs_for(n, given.pairs if op.name == "permute" else None)
     return Shape(elements, inputs, outputs, pairs=pairs), ()
 
 
 def build(
-    case: Case, shape: Shape, team: Team, device: BenchDevice, output: torch.Tensor | None = None
+    case: Case, shape: Shape, group: RankGroup, device: BenchDevice, output: Tensor | None = None
 ) -> Part:
     """Buffers of zeros and the operation on them. ``output`` reuses an earlier output."""
     dtype = getattr(torch, case.type.torch)
 
-    def zeros(elements: int) -> torch.Tensor:
+    def zeros(elements: int) -> Tensor:
         return torch.zeros(elements, dtype=dtype, device=device.torch_device)
 
-    name, share = case.operation.name, shape.share(team.size)
-    if case.in_place and name == "all_gather":
-        output = zeros(shape.outputs) if output is None else output
-        source = output.narrow(0, team.index * share, share)
-    elif case.in_place and name == "reduce_scatter":
+    name, shard = case.operation.name, shape.shard(group.size)
+    if case.in_place and name == "reduce_scatter":
         source = zeros(shape.inputs)
-        output = source.narrow(0, team.index * share, share)
+        output = source.narrow(0, group.index * shard, shard)
     elif case.in_place:
-        source = output = zeros(shape.inputs) if output is None else output
+        output = zeros(shape.outputs) if output is None else output
+        source = output
+        if name == "all_gather":
+            source = output.narrow(0, group.index * shard, shard)
     else:
         source = zeros(shape.inputs)
         output = zeros(shape.outputs) if output is None else output
-    issue = _ISSUES[name](case, shape, team, _wire(case, source), _wire(case, output))
-    return Part(shape, source, output, issue)
+    ends = _Ends(case, shape, group, _wire(case, source), _wire(case, output))
+    return Part(shape, source, output, _ISSUES[name](ends))
 
 
-def _wire(case: Case, tensor: torch.Tensor) -> torch.Tensor:
+def _wire(case: Case, tensor: Tensor) -> Tensor:
     """The view of a buffer that torch.distributed can carry; the bytes are the same."""
     if not case.operation.reduces:
         # The buffer may be odd in bytes only for one-byte types, which need no view.
@@ -144,23 +148,18 @@ def _wire(case: Case, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_AS_SIGNED[tensor.dtype]) if tensor.dtype in _AS_SIGNED else tensor
 
 
-def assemble(parts: tuple[Part, ...], device: BenchDevice, team: Team, name: str) -> Body:
+def assemble(parts: tuple[Part, ...], device: BenchDevice, group: RankGroup, name: str) -> Body:
     """One iteration of ``parts``."""
     if len(parts) == 1:
-        issue = parts[0].issue
-
-        def single() -> None:
-            for work in issue(False):
-                work.wait()
-
-        return Body(parts, single)
+        return Body(parts, parts[0].run)
+    process_group = group.process_group
     # gloo moves GPU memory, too, and has no such launch.
-    grouping = device.is_cuda and team.group._get_backend(device.torch_device).supports_coalescing
+    grouping = device.is_cuda and group.backend_on(device).supports_coalescing
     if grouping and name in ("all_reduce", "all_gather", "reduce_scatter"):
 
         def grouped() -> None:
             # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.
-            with _coalescing_manager(team.group, device.torch_device):
+            with _coalescing_manager(process_group, device.torch_device):
                 for part in parts:
                     part.issue(False)
 
@@ -174,64 +173,61 @@ def assemble(parts: tuple[Part, ...], device: BenchDevice, team: Team, name: str
     return Body(parts, together)
 
 
-def _one(call: Callable[[bool], Any]) -> Issue:
+@dataclass(frozen=True)
+class _Ends:
+    """What an operation is issued on: this rank's buffers, as torch carries them."""
+
+    case: Case
+    shape: Shape
+    group: RankGroup
+    source: Tensor
+    out: Tensor
+
+    @property
+    def op(self) -> Any:
+        return REDUCE_OPS[self.case.reduction]
+
+    @property
+    def root(self) -> int:
+        """The root's global rank."""
+        return self.group.ranks[self.case.root]
+
+    def pieces_of_root(self, buffer: Tensor) -> list[Tensor] | None:
+        """A part for each rank, on the root alone."""
+        at_root = self.group.index == self.case.root
+        return list(buffer.chunk(self.group.size)) if at_root else None
+
+
+def _issue(call: Callable[..., Any], *arguments: Any) -> Issue:
     """Of a torch collective that returns a handle when asked for one, and else has finished."""
 
     def issue(handle: bool) -> Works:
-        work = call(handle)
+        work = call(*arguments, handle)
         return [] if work is None else [work]
 
     return issue
 
 
-def _reduce_op(case: Case) -> Any:
-    return REDUCE_OPS[case.reduction]
-
-
-def _all_reduce(case: Case, _s: Shape, team: Team, _i: torch.Tensor, out: torch.Tensor) -> Issue:
-    op, group = _reduce_op(case), team.group
-    return _one(lambda handle: dist.all_reduce(out, op, group, handle))
-
-
-def _all_gather(_c: Case, _s: Shape, team: Team, source: torch.Tensor, out: torch.Tensor) -> Issue:
-    group = team.group
-    return _one(lambda handle: _GATHER(out, source, group, handle))
-
-
-def _reduce_scatter(
-    case: Case, _s: Shape, team: Team, source: torch.Tensor, out: torch.Tensor
-) -> Issue:
-    op, group = _reduce_op(case), team.group
-    return _one(lambda handle: _REDUCE_SCATTER(out, source, op, group, handle))
-
-
-def _all_to_all(_c: Case, _s: Shape, team: Team, source: torch.Tensor, out: torch.Tensor) -> Issue:
-    group = team.group
-    return _one(lambda handle: dist.all_to_all_single(out, source, None, None, group, handle))
-
-
-def _all_to_all_v(
-    case: Case, shape: Shape, team: Team, source: torch.Tensor, out: torch.Tensor
-) -> Issue:
-    group, mine = team.group, shape.exchanges[team.index]
-    unit = case.type.bytes // source.element_size()
-    if mine.packed and all(e.packed for e in shape.exchanges):
+def _all_to_all_v(ends: _Ends) -> Issue:
+    exchanges, source, out = ends.shape.exchanges, ends.source, ends.out
+    mine = exchanges[ends.group.index]
+    unit = ends.case.type.bytes // source.element_size()
+    if all(e.packed for e in exchanges):
         received = [count * unit for count in mine.recv_counts]
         sent = [count * unit for count in mine.send_counts]
-        return _one(
-            lambda handle: dist.all_to_all_single(out, source, received, sent, group, handle)
-        )
+        group = ends.group.process_group
+        return _issue(dist.all_to_all_single, out, source, received, sent, group)
     # torch's list form wants equal pieces on some backends, so gaps go message by message.
     return _messages(
-        team,
+        ends.group,
         _pieces(source, mine.send_displs, mine.send_counts, unit),
         _pieces(out, mine.recv_displs, mine.recv_counts, unit),
     )
 
 
 def _pieces(
-    buffer: torch.Tensor, displs: tuple[int, ...], counts: tuple[int, ...], unit: int
-) -> list[torch.Tensor | None]:
+    buffer: Tensor, displs: tuple[int, ...], counts: tuple[int, ...], unit: int
+) -> list[Tensor | None]:
     """A view for each rank; None where there is nothing to move."""
     return [
         buffer.narrow(0, displ * unit, count * unit) if count else None
@@ -240,18 +236,15 @@ def _pieces(
 
 
 def _messages(
-    team: Team, send: Sequence[torch.Tensor | None], receive: Sequence[torch.Tensor | None]
+    group: RankGroup, send: Sequence[Tensor | None], receive: Sequence[Tensor | None]
 ) -> Issue:
-    """Point to point: a tensor for each rank of the team, None for no message."""
-    me, group = team.index, team.group
-    operations = []
-    for place, rank in enumerate(team.ranks):
+    """Point to point: a tensor for each rank of the group, None for no message."""
+    me, operations = group.index, []
+    for place, rank in enumerate(group.ranks):
         # A message to oneself is a copy; not every backend takes it.
-        outgoing, incoming = send[place], receive[place]
-        if outgoing is not None and place != me:
-            operations.append(dist.P2POp(dist.isend, outgoing, rank, group))
-        if incoming is not None and place != me:
-            operations.append(dist.P2POp(dist.irecv, incoming, rank, group))
+        for call, tensor in ((dist.isend, send[place]), (dist.irecv, receive[place])):
+            if tensor is not None and place != me:
+                operations.append(dist.P2POp(call, tensor, rank, group.process_group))
     mine, to_me = send[me], receive[me]
 
     def issue(_handle: bool) -> Works:
@@ -262,70 +255,49 @@ def _messages(
     return issue
 
 
-def _broadcast(case: Case, _s: Shape, team: Team, _i: torch.Tensor, out: torch.Tensor) -> Issue:
-    group, source = team.group, team.ranks[case.root]
-    return _one(lambda handle: dist.broadcast(out, source, group, handle))
-
-
-def _reduce(case: Case, _s: Shape, team: Team, _i: torch.Tensor, out: torch.Tensor) -> Issue:
-    op, group, target = _reduce_op(case), team.group, team.ranks[case.root]
-    return _one(lambda handle: dist.reduce(out, target, op, group, handle))
-
-
-def _gather(case: Case, _s: Shape, team: Team, source: torch.Tensor, out: torch.Tensor) -> Issue:
-    group, target = team.group, team.ranks[case.root]
-    pieces = list(out.chunk(team.size)) if team.index == case.root else None
-    return _one(lambda handle: dist.gather(source, pieces, target, group, handle))
-
-
-def _scatter(case: Case, _s: Shape, team: Team, source: torch.Tensor, out: torch.Tensor) -> Issue:
-    group, origin = team.group, team.ranks[case.root]
-    pieces = list(source.chunk(team.size)) if team.index == case.root else None
-    return _one(lambda handle: dist.scatter(out, pieces, origin, group, handle))
-
-
-def _along_pairs(
-    _c: Case, shape: Shape, team: Team, source: torch.Tensor, out: torch.Tensor
-) -> Issue:
-    me = team.index
-    targets = {receiver for sender, receiver in shape.pairs if sender == me}
-    sources = {sender for sender, receiver in shape.pairs if receiver == me}
-    places = range(team.size)
+def _along_pairs(ends: _Ends) -> Issue:
+    me, places = ends.group.index, range(ends.group.size)
+    targets = {receiver for sender, receiver in ends.shape.pairs if sender == me}
+    sources = {sender for sender, receiver in ends.shape.pairs if receiver == me}
     return _messages(
-        team,
-        [source if place in targets else None for place in places],
-        [out if place in sources else None for place in places],
+        ends.group,
+        [ends.source if place in targets else None for place in places],
+        [ends.out if place in sources else None for place in places],
     )
 
 
-def _barrier(_c: Case, _s: Shape, team: Team, source: torch.Tensor, _o: torch.Tensor) -> Issue:
-    group = team.group
-    devices = [source.device.index] if source.is_cuda else None
-    return _one(lambda handle: dist.barrier(group, handle, devices))
+def _barrier(ends: _Ends) -> Issue:
+    devices = [ends.source.device.index] if ends.source.is_cuda else None
+    group = ends.group.process_group
+    return _issue(lambda handle: dist.barrier(group, handle, devices))
 
 
-_ISSUES: dict[str, Callable[[Case, Shape, Team, torch.Tensor, torch.Tensor], Issue]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+def _of_group(call: Callable[..., Any], arguments: Callable[[_Ends], tuple[Any, ...]]) -> Any:
+    """Issues ``call`` with what it takes before its process group."""
+    return lambda e: _issue(call, *arguments(e), e.group.process_group)
+
+
+_ISSUES: dict[str, Callable[[_Ends], Issue]] = {
+    "all_reduce": _of_group(dist.all_reduce, lambda e: (e.out, e.op)),
+    "all_gather": _of_group(_GATHER, lambda e: (e.out, e.source)),
+    "reduce_scatter": _of_group(_REDUCE_SCATTER, lambda e: (e.out, e.source, e.op)),
+    "all_to_all": _of_group(dist.all_to_all_single, lambda e: (e.out, e.source, None, None)),
     "all_to_all_v": _all_to_all_v,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
+    "broadcast": _of_group(dist.broadcast, lambda e: (e.out, e.root)),
+    "reduce": _of_group(dist.reduce, lambda e: (e.out, e.root, e.op)),
+    "gather": _of_group(dist.gather, lambda e: (e.source, e.pieces_of_root(e.out), e.root)),
+    "scatter": _of_group(dist.scatter, lambda e: (e.out, e.pieces_of_root(e.source), e.root)),
     "sendrecv": _along_pairs,
     "permute": _along_pairs,
     "barrier": _barrier,
 }
 
 
-def algorithm(team: Team, device: BenchDevice) -> str:
+def algorithm(group: RankGroup, device: BenchDevice) -> str:
     """Which algorithm the backend chose for its last operation; ``n/a`` where it does not tell.
 
     A backend tells by a method ``last_algorithm() -> str``.
     """
     with suppress(RuntimeError, AttributeError):
-        found: Any = team.group._get_backend(device.torch_device)
-        return str(found.last_algorithm())
+        return str(group.backend_on(device).last_algorithm())
     return "n/a"

@@ -11,16 +11,16 @@ import torch
 
 from flagscale.bench.collectives.bodies import Body, Part, Shape, assemble, build
 from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case
-from flagscale.bench.collectives.teams import Team
 from flagscale.bench.collectives.timing import Step
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedBuffers:
     """One size on one backend, ready to run."""
 
-    team: Team
+    group: RankGroup
     bodies: tuple[Body, ...]
     """One, or one an iteration with unique buffers."""
     keep: Any = None
@@ -38,38 +38,38 @@ class Prepared:
 
 
 def prepare(
-    case: Case, shapes: tuple[Shape, ...], team: Team, device: BenchDevice, spec: BenchSpec
-) -> Prepared:
+    case: Case, shapes: tuple[Shape, ...], group: RankGroup, device: BenchDevice, spec: BenchSpec
+) -> PreparedBuffers:
     """Allocate all buffers of a size.
 
     Raises:
         RuntimeError: there is not enough memory, or the backend cannot register it.
     """
-    if not team.member:
-        return Prepared(team, ())
+    if not group.member:
+        return PreparedBuffers(group, ())
     iterations = spec.iterations
     count = iterations.measured + iterations.warmup if spec.buffers.unique else 1
     bodies: list[Body] = []
-    with _pool(team, device, spec.buffers.registered) as keep:
+    with _pool(group, device, spec.buffers.registered) as keep:
         for _ in range(count):
             shared = bodies[0].parts if bodies and spec.buffers.shared_output else ()
             parts = []
             for index, shape in enumerate(shapes * iterations.aggregated):
                 reuse = shared[index].output if shared and not case.in_place else None
-                parts.append(build(case, shape, team, device, reuse))
-            bodies.append(assemble(tuple(parts), device, team, case.operation.name))
-    return Prepared(team, tuple(bodies), keep)
+                parts.append(build(case, shape, group, device, reuse))
+            bodies.append(assemble(tuple(parts), device, group, case.operation.name))
+    return PreparedBuffers(group, tuple(bodies), keep)
 
 
 @contextmanager
-def _pool(team: Team, device: BenchDevice, registered: int) -> Iterator[Any]:
-    """Allocations within are registered with the backend of ``team`` at the end."""
+def _pool(group: RankGroup, device: BenchDevice, registered: int) -> Iterator[Any]:
+    """Allocations within are registered with the backend of ``group`` at the end."""
     if not registered or not device.is_cuda:
         yield None
         return
-    backend: Any = team.group._get_backend(device.torch_device)
+    backend: Any = group.backend_on(device)
     if not hasattr(backend, "register_mem_pool"):
-        raise RuntimeError(f"{team.backend} registers no memory: measure it without -R")
+        raise RuntimeError(f"{group.backend} registers no memory: measure it without -R")
     pool = _memory_pool(backend, registered)
     with torch.cuda.use_mem_pool(pool):
         yield pool
@@ -92,9 +92,9 @@ def _memory_pool(backend: Any, registered: int) -> Any:
         return torch.cuda.MemPool()
 
 
-def release(prepared: Prepared, device: BenchDevice) -> None:
+def release(prepared: PreparedBuffers, device: BenchDevice) -> None:
     """Undo the registration of a size's buffers before they go."""
     if prepared.keep is not None:
         device.synchronize()
-        backend: Any = prepared.team.group._get_backend(device.torch_device)
+        backend: Any = prepared.group.backend_on(device)
         backend.deregister_mem_pool(prepared.keep)

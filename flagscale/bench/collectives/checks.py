@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from flagscale.bench.collectives.bodies import Part
-from flagscale.bench.collectives.buffers import Prepared
+from flagscale.bench.collectives.buffers import PreparedBuffers
 from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.golden import Golden, Verdict, digest
 from flagscale.bench.collectives.spec import BenchSpec, Case
@@ -29,9 +29,9 @@ class Checked:
     """The first part that is wrong."""
 
 
-def check(case: Case, prepared: Prepared, device: BenchDevice, spec: BenchSpec) -> Checked:
+def check(case: Case, prepared: PreparedBuffers, device: BenchDevice, spec: BenchSpec) -> Checked:
     """Fill, run once, verify; leaves zeros in the buffers for the timing."""
-    if spec.check.mode is None or not prepared.team.member or case.operation.name == "barrier":
+    if spec.check.mode is None or not prepared.group.member or case.operation.name == "barrier":
         return Checked()
     verdicts: list[Verdict] = []
     prints: list[bytes] = []
@@ -57,7 +57,7 @@ def check(case: Case, prepared: Prepared, device: BenchDevice, spec: BenchSpec) 
     )
 
 
-def sample(case: Case, prepared: Prepared, device: BenchDevice, spec: BenchSpec) -> str:
+def sample(case: Case, prepared: PreparedBuffers, device: BenchDevice, spec: BenchSpec) -> str:
     """The first values of this rank's first buffers before and after an operation on known data;
     every rank calls this."""
     if not prepared.bodies:
@@ -77,7 +77,7 @@ def _first(values: torch.Tensor) -> str:
     return f"[{shown}{', ...' if values.numel() > _SHOWN else ''}]"
 
 
-def clear(prepared: Prepared) -> None:
+def clear(prepared: PreparedBuffers) -> None:
     """Zeros in all buffers: repeated sums in place would overflow, which is slower on a CPU."""
     for part in prepared.distinct:
         part.input.zero_()
@@ -85,15 +85,15 @@ def clear(prepared: Prepared) -> None:
 
 
 def _goldens(
-    case: Case, prepared: Prepared, spec: BenchSpec, parts: tuple[Part, ...]
+    case: Case, prepared: PreparedBuffers, spec: BenchSpec, parts: tuple[Part, ...]
 ) -> list[Golden]:
     mode = spec.check.mode or "random"
     # Parts differ in their data, so that one in the place of another shows.
-    return [Golden(case, prepared.team, mode, spec.check.seed + i) for i in range(len(parts))]
+    return [Golden(case, prepared.group, mode, spec.check.seed + i) for i in range(len(parts))]
 
 
 def dump(
-    case: Case, prepared: Prepared, spec: BenchSpec, size: int, rank: int, part_number: int
+    case: Case, prepared: PreparedBuffers, spec: BenchSpec, size: int, rank: int, part_number: int
 ) -> Path:
     """Save input, output and golden result of a failed check; returns the file.
 

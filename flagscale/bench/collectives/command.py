@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from flagscale.bench import options as comm
-from flagscale.bench.collectives.operations import OPERATIONS
+from flagscale.bench.collectives.operations import OPERATIONS, is_operation
 from flagscale.bench.collectives.statistics import is_statistic
-from flagscale.errors import ConfigError
+from flagscale.bench.command_line import Parser
+from flagscale.bench.placement import add_place
 
 CHECK_MODES = ("random", "all_ones")
 
@@ -46,38 +45,11 @@ exit codes: 0 ok, 1 a check or the run failed, 2 usage, 3 the environment (a lau
 a host cannot be reached), 4 worse than the baseline"""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are the project's errors, with the nearest flag named."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"{self.prog} --help")
-
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse a whole command line.
-
-        Raises:
-            ConfigError: a flag is unknown, lacks its value or has a wrong one.
-        """
-        options, rest = self.parse_known_args(normalise(arguments))
-        if rest:
-            word = rest[0].partition("=")[0]
-            flags = [flag for flag in self._option_string_actions if len(flag) > 2]
-            near = (
-                difflib.get_close_matches(word, flags, n=1, cutoff=0.7)
-                if word.startswith("-")
-                else []
-            )
-            what = "unknown flag" if word.startswith("-") else "unexpected argument"
-            meant = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"{what} {word}{meant}")
-        return options
-
-
 def normalise(arguments: Sequence[str]) -> list[str]:
     """Make what nccom-test leaves open definite, so that an operation may come anywhere.
 
     ``--check allg`` means ``--check=random allg``; ``--stats avg p50 allg`` ends its list at the
-    first word that is no statistic.
+    first word that is no statistic, and ``--hosts a b allg`` at a last one that is an operation.
     """
     words = list(arguments)
     result: list[str] = []
@@ -98,6 +70,11 @@ def normalise(arguments: Sequence[str]) -> list[str]:
             count = comm.own_words(words)
             # ``=`` binds a value to its flag: the operation behind it is none.
             result += [f"{word}={words.pop(0)}" for _ in range(count)] or [word]
+        elif word in ("-s", "--hosts"):
+            count = next((i for i, w in enumerate(words) if w.startswith("-")), len(words))
+            hosts, words = words[:count], words[count:]
+            operations = [hosts.pop()] if len(hosts) > 1 and is_operation(hosts[-1]) else []
+            result += [*(f"--hosts={host}" for host in hosts), *operations] or [word]
         else:
             result.append(word)
     return result
@@ -109,11 +86,9 @@ def build_parser(prog: str = "bench.py") -> Parser:
         f"  {', '.join((op.name, *op.aliases)):42} {op.summary}" for op in OPERATIONS.values()
     )
     parser = Parser(
-        prog=prog,
-        description=_DESCRIPTION,
-        epilog=_EPILOG.format(operations=operations),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog,
+        _DESCRIPTION,
+        _EPILOG.format(operations=operations),
     )
     parser.add_argument(
         "operation", nargs="?", metavar="OPERATION", help="see below; several with commas, or all"
@@ -187,7 +162,6 @@ def _data(parser: Parser) -> None:
     )
     add("--seed", type=int, help="of random data (the time; it is printed)")
     add("--dump-dir", type=Path, default=Path("bench-failures"), help="for data of a failed check")
-    add("--dump-shown", type=Path, help=argparse.SUPPRESS)
     add("--unique-buff", action="store_true", help="buffers of its own for every iteration")
     add("--shared-output-buff", action="store_true", help="with --unique-buff: one output")
     add(
@@ -204,30 +178,6 @@ def _place(parser: Parser) -> None:
     add = add_place(parser)
     add("-T", "--timeout", type=float, default=300, metavar="S", help="stuck after so long (300)")
     add("--vcpu-pin-mode", action="store_true", help="keep each rank on one CPU")
-
-
-def add_place(parser: Parser) -> Callable[..., object]:
-    """The flags that say which ranks run where, for every command that has ranks; what adds more
-    of them."""
-    add = parser.add_argument_group("where").add_argument
-    add(*("-r", "--nworkers", "-np", "--nproc"), type=int, metavar="N", help="number of ranks")
-    add("-N", "--nnodes", type=int, default=1, metavar="N", help="number of hosts (1)")
-    add("--backend", default="auto", metavar="NAME", help="as distributed_backend in a YAML (auto)")
-    comm.add_flag(add)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
-    add("-s", "--hosts", nargs="+", default=[], metavar="HOST", help="start there")
-    add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
-    add("--starter", choices=("ssh", "mpirun"), default="ssh", help="what reaches --hosts (ssh)")
-    add("--ssh-config", type=Path, metavar="FILE", help="instead of ~/.ssh/config")
-    add("--mpi-log-dir", type=Path, metavar="DIR", help="a file for every rank's output")
-    add("--data-collector-host", metavar="HOST", help="where rank 0 collects (its own)")
-    add("--data-collector-port", type=int, metavar="PORT", help="its port (a free one)")
-    add("-S", "--slurm-mode", action="store_true", help="start by srun")
-    add("--slurm-job-id", metavar="ID", help="in this allocation (a new one)")
-    add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs of a host (what it has)")
-    add("--slurm-setup-script", type=Path, metavar="FILE", help="run on each host before")
-    add("--slurm-wait", type=float, default=600, metavar="S", help="longest wait in queue (600)")
-    return add
 
 
 def _groups(parser: Parser) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.records import GB, GIB, Row
+from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
 
 
@@ -64,10 +65,7 @@ def read_results(path: Path) -> list[Curve]:
     Raises:
         ConfigError: it cannot be read, or holds no result that is known here.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--import {path}: cannot be read: {error}") from error
+    text = read_text(path, f"--import {path}")
     try:
         data = json.loads(text)
     except json.JSONDecodeError:

@@ -19,7 +19,7 @@ from flagscale.bench.collectives.records import allowed_environment
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.machine import hardware
 from flagscale.bench.options import shown as shown_options
-from flagscale.bench.world import World
+from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 
 
@@ -91,7 +91,11 @@ _AVERAGES = {
 
 
 def header(
-    spec: BenchSpec, world: World, facts: Sequence[Facts], backends: Sequence[str], groups: Groups
+    spec: BenchSpec,
+    world: BenchWorld,
+    facts: Sequence[Facts],
+    backends: Sequence[str],
+    groups: Groups,
 ) -> list[str]:
     """The lines about how a run was measured, without their comment sign."""
     size = "1e9" if spec.output.unit == "GB" else "2**30"
@@ -142,6 +146,7 @@ def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> d
     loop = spec.iterations
     return {
         "config": {
+            "prog": spec.prog,
             "command": list(spec.command),
             "backends": list(backends),
             "options": {found.name: dict(found.values) for found in spec.options},

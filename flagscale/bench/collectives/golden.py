@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from flagscale.bench.collectives.bodies import Part, Shape
+from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.spec import Case, CheckMode
-from flagscale.bench.collectives.teams import Team
 
 CHUNK = 2**20
 """Elements that are worked out at once."""
@@ -36,7 +36,7 @@ class Piece:
     start: int
     length: int
     source: int
-    """A place in the team, or all of them."""
+    """A place in the group, or all of them."""
     source_start: int
 
 
@@ -59,26 +59,26 @@ class Verdict:
         )
 
 
-def pieces(case: Case, shape: Shape, team: Team) -> Iterator[Piece]:
+def pieces(case: Case, shape: Shape, group: RankGroup) -> Iterator[Piece]:
     """What this rank's output must hold after the operation; nothing where it is undefined."""
-    name, n, me = case.operation.name, team.size, team.index
-    share = shape.share(n)
+    name, n, me = case.operation.name, group.size, group.index
+    shard = shape.shard(n)
     if case.operation.rooted and name in ("reduce", "gather") and me != case.root:
         return
     if name in ("all_reduce", "reduce", "reduce_scatter"):
-        start = me * share if name == "reduce_scatter" else 0
+        start = me * shard if name == "reduce_scatter" else 0
         yield Piece(0, shape.outputs, _ALL, start)
     elif name in ("all_gather", "gather", "all_to_all"):
-        start = me * share if name == "all_to_all" else 0
+        start = me * shard if name == "all_to_all" else 0
         for source in range(n):
-            yield Piece(source * share, share, source, start)
+            yield Piece(source * shard, shard, source, start)
     elif name == "all_to_all_v":
         mine = shape.exchanges[me]
         for source, sender in enumerate(shape.exchanges):
             length = mine.recv_counts[source]
             yield Piece(mine.recv_displs[source], length, source, sender.send_displs[me])
     elif name in ("broadcast", "scatter"):
-        yield Piece(0, shape.outputs, case.root, me * share if name == "scatter" else 0)
+        yield Piece(0, shape.outputs, case.root, me * shard if name == "scatter" else 0)
     else:
         for source, target in shape.pairs:
             if target == me:
@@ -90,7 +90,7 @@ class Golden:
     """The data of one check."""
 
     case: Case
-    team: Team
+    group: RankGroup
     mode: CheckMode
     seed: int
 
@@ -102,16 +102,16 @@ class Golden:
             part.output.zero_()
         for start in range(0, part.input.numel(), CHUNK):
             length = min(CHUNK, part.input.numel() - start)
-            part.input[start : start + length] = self.inputs(self.team.index, start, length).to(
+            part.input[start : start + length] = self.inputs(self.group.index, start, length).to(
                 part.input.device
             )
 
     def inputs(self, place: int, start: int, length: int) -> torch.Tensor:
-        """Elements of the input of the team's ``place``-th rank, in its own type."""
+        """Elements of the input of the group's ``place``-th rank, in its own type."""
         dtype = getattr(torch, self.case.type.torch)
         if self.mode == "all_ones":
             return torch.ones(length, dtype=torch.int64).to(dtype)
-        bits = _random_bits(self.seed, self.team.ranks[place], start, length)
+        bits = _random_bits(self.seed, self.group.ranks[place], start, length)
         if self.case.type.kind == "integer":
             return bits.to(dtype)
         unit = (bits & 0xFFFFFF).to(torch.float64) / 2**24
@@ -130,17 +130,17 @@ class Golden:
             return value, torch.zeros(length, dtype=torch.float64)
         value = self.inputs(0, place, length).to(wide)
         size = value.abs().to(torch.float64)
-        for source in range(1, self.team.size):
+        for source in range(1, self.group.size):
             other = self.inputs(source, place, length).to(wide)
             value = _reduce(self.case.reduction, value, other)
             size += other.abs().to(torch.float64)
         if self.case.reduction == "avg":
-            value = value / self.team.size
-            size = size / self.team.size
+            value = value / self.group.size
+            size = size / self.group.size
         return value, self._tolerance(value, size)
 
     def _tolerance(self, value: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        type_, ranks = self.case.type, self.team.size
+        type_, ranks = self.case.type, self.group.size
         if type_.kind == "integer" or self.case.reduction in ("min", "max"):
             return torch.zeros_like(size)
         # An average may scale every input before it adds; one rounding more for the result.
@@ -153,7 +153,7 @@ class Golden:
     def verify(self, part: Part) -> Verdict:
         """Compare this rank's output with the golden result."""
         wrong, first, expected, found = 0, -1, 0.0, 0.0
-        for piece in pieces(self.case, part.shape, self.team):
+        for piece in pieces(self.case, part.shape, self.group):
             for start in range(0, piece.length, CHUNK):
                 length = min(CHUNK, piece.length - start)
                 value, tolerance = self.expect(piece, start, length)
@@ -172,7 +172,7 @@ class Golden:
         """The golden output, in 64 bits; zero where nothing is defined. For dumps."""
         wide = torch.int64 if self.case.type.kind == "integer" else torch.float64
         result = torch.zeros(part.output.numel(), dtype=wide)
-        for piece in pieces(self.case, part.shape, self.team):
+        for piece in pieces(self.case, part.shape, self.group):
             for start in range(0, piece.length, CHUNK):
                 length = min(CHUNK, piece.length - start)
                 begin = piece.start + start

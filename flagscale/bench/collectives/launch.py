@@ -1,59 +1,59 @@
-"""The command: check the line, find the ranks or start them, measure."""
+"""The command: what its line, or the lines of its batch, ask for."""
 
 from __future__ import annotations
 
-import os
 import shlex
-import socket
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from flagscale.bench.collectives import patterns
-from flagscale.bench.collectives.command import build_parser
-from flagscale.bench.collectives.settings import from_options, parse_spec
-from flagscale.bench.collectives.spec import BenchSpec, Placement
-from flagscale.bench.collectives.starters import without
-from flagscale.bench.files import UnreadableFileError
+from flagscale.bench.collectives.command import build_parser, normalise
+from flagscale.bench.collectives.settings import from_options
+from flagscale.bench.collectives.spec import Batch, BenchSpec
+from flagscale.bench.files import read_text
 from flagscale.bench.options import FLAG
-from flagscale.bench.spawn import spawn
-from flagscale.bench.starting import is_elsewhere, start_elsewhere
-from flagscale.bench.world import World, detect
+from flagscale.bench.placement import Placement
+from flagscale.bench.tool import Tool
+from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
-from flagscale.guard import guard
-
-MODULE = "flagscale.bench.collectives"
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str = "bench.py") -> int:
-    """Run the benchmark that a command line describes; the exit code.
+class Bench(Tool[Batch]):
+    """Measures collectives."""
 
-    Under a launcher, every rank comes here with the same line.
-    """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return guard(lambda: _main(words, prog))
+    prog = "bench.py"
 
-
-def _main(words: list[str], prog: str) -> int:
-    if not words:
+    def run_line(self, words: list[str], prog: str) -> int:
+        if words:
+            return super().run_line(words, prog)
         build_parser(prog).print_help()
         return 2
-    world = detect(os.environ)
-    try:
-        specs = read_specs(words, prog, keeps=world is None or world.rank == 0)
-        if world is not None:
-            _check_world(specs, world)
-    except ConfigError as error:
-        if world is None or world.rank == 0:
-            raise
-        # Each rank finds the same mistake and one message is enough, but for what one host lacks.
-        if isinstance(error, UnreadableFileError) and world.local_rank == 0:
-            print(f"error: rank {world.rank} on {socket.gethostname()}: {error}", file=sys.stderr)
-        return ConfigError.exit_code
-    if world is None:
-        return _start(specs, words)
-    return _as_rank(specs, world)
+
+    def read(self, words: list[str], prog: str, *, keeps: bool) -> Batch:
+        return Batch(tuple(read_specs(words, prog, keeps=keeps)))
+
+    def placement(self, plan: Batch) -> Placement:
+        return plan.specs[0].placement
+
+    def check(self, plan: Batch, ranks: int) -> None:
+        for spec in plan.specs:
+            groups = patterns.groups_for(ranks, spec.groups.custom, spec.groups.dimension)
+            list(spec.cases(len(groups[0])))
+            if any(op.name == "permute" for op in spec.operations):
+                patterns.pairs_for(len(groups[0]), spec.groups.pairs)
+
+    def header(self, plan: Batch) -> bool:
+        return plan.specs[0].output.header
+
+    def debug(self, plan: Batch) -> bool:
+        return plan.specs[0].output.debug
+
+    @staticmethod
+    def run(plan: Batch, world: BenchWorld) -> int:
+        from flagscale.bench.collectives.ranks import run_rank
+
+        return run_rank(plan.specs, world)
 
 
 def read_specs(
@@ -65,24 +65,22 @@ def read_specs(
     Raises:
         ConfigError: a line is wrong; the message names it.
     """
-    options = build_parser(prog).parse(words)
+    parser = build_parser(prog)
+    options = parser.parse(normalise(words))
     if options.batch is None:
-        return [from_options(options, words, keeps=keeps)]
+        return [from_options(options, words, prog=prog, keeps=keeps)]
     if options.operation:
         raise ConfigError(f"--batch: the operation {options.operation!r} belongs into the file")
     specs: list[BenchSpec] = []
-    shared = without(words, {"--batch": "one"})
-    for number, line in enumerate(_lines(options.batch), start=1):
-        own = shlex.split(line, comments=True)
-        if not own:
-            continue
+    for where, own in _lines(options.batch):
         try:
-            spec = parse_spec([*shared, *own], prog=prog, keeps=keeps)
+            line = parser.parse(normalise([*words, *own]))
+            if line.batch != options.batch:
+                raise ConfigError(f"--batch {line.batch}: a line of a batch has none of its own")
+            spec = from_options(line, [*words, *own], prog=prog, keeps=keeps)
         except ConfigError as error:
-            raise type(error)(
-                f"--batch {options.batch}:{number}: {error.message}", hint=error.hint
-            ) from error
-        _require_same_ranks(spec, specs, f"--batch {options.batch}:{number}")
+            raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
+        _require_same_ranks(spec, specs, where)
         specs.append(spec)
     if not specs:
         raise ConfigError(f"--batch {options.batch}: it has no line to run")
@@ -93,7 +91,8 @@ def _require_same_ranks(spec: BenchSpec, before: Sequence[BenchSpec], where: str
     """Refuse a line of a batch that would need processes of its own."""
     for other in before:
         place = replace(other.placement, backend=spec.placement.backend)
-        differing = [f.name for f in fields(place) if _differs(place, spec.placement, f.name)]
+        names = [field.name for field in fields(place)]
+        differing = [n for n in names if getattr(place, n) != getattr(spec.placement, n)]
         if differing:
             raise ConfigError(
                 f"{where}: all lines run in the same ranks, and this one asks for others "
@@ -109,65 +108,16 @@ def _require_same_ranks(spec: BenchSpec, before: Sequence[BenchSpec], where: str
                 )
 
 
-def _differs(one: Placement, other: Placement, name: str) -> bool:
-    return bool(getattr(one, name) != getattr(other, name))
+def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Where each line of a batch is, and its words."""
+    for number, line in enumerate(read_text(path, f"--batch {path}").splitlines(), start=1):
+        where = f"--batch {path}:{number}"
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if words:
+            yield where, words
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UnreadableFileError(f"--batch {path}: {reason}") from error
-
-
-def _check_world(specs: Sequence[BenchSpec], world: World) -> None:
-    wanted = specs[0].placement.workers
-    if wanted is not None and wanted != world.size:
-        raise ConfigError(
-            f"-r asks for {wanted} ranks, and {world.launcher} has started {world.size}",
-            hint="leave -r out under a launcher, or make both equal",
-        )
-    for spec in specs:
-        groups = patterns.groups_for(world.size, spec.groups.custom, spec.groups.dimension)
-        list(spec.cases(len(groups[0])))
-        if any(op.name == "permute" for op in spec.operations):
-            patterns.pairs_for(len(groups[0]), spec.groups.pairs)
-
-
-def _start(specs: Sequence[BenchSpec], words: Sequence[str]) -> int:
-    place = specs[0].placement
-    if place.workers is None:
-        raise ConfigError(
-            "the number of ranks is missing: -r 2, or start this under torchrun, mpirun or srun"
-        )
-    if is_elsewhere(place):
-        header = specs[0].output.header
-        return start_elsewhere(place, MODULE, words, header=header, dumps=True)
-    if place.nodes > 1:
-        raise ConfigError(
-            f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
-        )
-    for spec in specs:
-        _check_world([spec], World("local", 0, place.workers, 0, place.workers))
-    command = [sys.executable, "-m", MODULE, *words]
-    return spawn(command, place.workers, log_dir=place.log_dir)
-
-
-def _as_rank(specs: Sequence[BenchSpec], world: World) -> int:
-    # Read by the libraries when they are loaded, so before the import of torch. Its warnings of a
-    # connection that broke are pages of addresses in libraries, around the one line that says why.
-    debug = specs[0].output.debug
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO" if debug else "ERROR")
-    if debug:
-        os.environ.setdefault("NCCL_DEBUG", "INFO")
-    from flagscale.bench.collectives.ranks import leave, run_rank
-
-    code = run_rank(specs, world)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == 0:
-        leave()
-        return 0
-    # Groups whose ranks died cannot be destroyed in order: it could wait for them for ever.
-    os._exit(code)
+main = Bench().main

@@ -13,7 +13,7 @@ from typing import Literal
 
 from flagscale.errors import ConfigError
 
-Share = Literal["whole", "part"]
+Extent = Literal["whole", "part"]
 """Whether a rank's buffer is the whole logical buffer or its n-th part."""
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
@@ -26,8 +26,8 @@ class Operation:
     name: str
     summary: str
     aliases: tuple[str, ...]
-    input: Share = "whole"
-    output: Share = "whole"
+    input: Extent = "whole"
+    output: Extent = "whole"
     factor: Literal["1", "(n-1)/n", "2(n-1)/n"] = "1"
     reduces: bool = False
     rooted: bool = False
@@ -142,6 +142,11 @@ OPERATIONS: dict[str, Operation] = {
     )
 }
 _NAMES = {name: o for o in OPERATIONS.values() for name in (o.name, *o.aliases)}
+
+
+def is_operation(words: str) -> bool:
+    """Whether a word of a command line names operations, with commas between them."""
+    return all(word in _NAMES or word == "all" for word in words.split(","))
 
 
 def operation(name: str) -> Operation:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.files import UnreadableFileError
+from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -28,11 +28,7 @@ def read_json(path: Path, flag: str, key: str) -> Any:
     Raises:
         ConfigError: the file cannot be read, is no JSON, or has no such key.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UnreadableFileError(f"{flag}: {path}: {reason}") from error
+    text = read_text(path, f"{flag}: {path}")
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:

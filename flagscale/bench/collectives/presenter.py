@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from flagscale.bench.collectives.finish import Kept
 from flagscale.bench.collectives.records import Row, write_json
 from flagscale.bench.collectives.session import Listener
 from flagscale.bench.collectives.spec import BenchSpec, Case
@@ -20,9 +21,11 @@ class Presenter(Listener):
     """Hears of every size as it is measured. Use as a context, so that files are written and the
     terminal is left in order however the run ends."""
 
-    def __init__(self, spec: BenchSpec, header: Sequence[str], about: Mapping[str, Any]) -> None:
+    def __init__(
+        self, spec: BenchSpec, kept: Kept, header: Sequence[str], about: Mapping[str, Any]
+    ) -> None:
         self.all_rows: list[Row] = []
-        self._spec, self._header, self._about = spec, header, about
+        self._spec, self._kept, self._header, self._about = spec, kept, header, about
         self._table: Table | None = None
         self._rows: list[Row] = []
         self._progress: Progress | None = None
@@ -33,8 +36,8 @@ class Presenter(Listener):
         if self._spec.output.header:
             for line in self._header:
                 print(f"# {line}")
-            for note in self._spec.notes:
-                self.note(note)
+        for note in self._spec.notes:
+            self.note(note)
         # The table itself must stay on a terminal and in a pipe alike, so progress goes elsewhere.
         if self._spec.output.interactive and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -58,8 +61,7 @@ class Presenter(Listener):
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        if self._spec.output.header:
-            self._print([f"# note: {text}"])
+        self._print([f"# note: {text}"])
 
     def sample(self, text: str) -> None:
         self._print([f"# {text}"])
@@ -83,6 +85,7 @@ class Presenter(Listener):
     def rows(self, rows: Sequence[Row]) -> None:
         self._rows += rows
         self.all_rows += rows
+        self._kept.add(rows, self._spec)
         if self._table is not None:
             self._print(self._table.lines(rows))
         if self._progress is not None:
@@ -112,4 +115,4 @@ class Presenter(Listener):
     def _save(self, *, complete: bool) -> None:
         path = self._spec.output.json
         if path is not None:
-            write_json(path, self.all_rows, self._about, complete=complete)
+            write_json(path, self._kept.of(path), self._about, complete=complete)

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from flagscale.bench import meeting
+from flagscale.bench import rendezvous
 from flagscale.bench.collectives import devices, patterns
 from flagscale.bench.collectives.facts import (
     Facts,
@@ -22,13 +22,13 @@ from flagscale.bench.collectives.facts import (
     header,
     rank_lines,
 )
-from flagscale.bench.collectives.finish import finish
+from flagscale.bench.collectives.finish import Kept, finish
 from flagscale.bench.collectives.presenter import Presenter
 from flagscale.bench.collectives.session import Listener, Session
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.statistics import warning
 from flagscale.bench.collectives.watch import Beat, Watch
-from flagscale.bench.world import World
+from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.comm.base import CommBackend, DeviceType
 from flagscale.errors import ConfigError, FlagscaleError, JobError
@@ -36,21 +36,36 @@ from flagscale.errors import ConfigError, FlagscaleError, JobError
 _START_SECONDS = 300.0
 
 
-def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
-    """Run ``specs`` as one rank of ``world``; the exit code.
+def run_rank(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
+    """Run ``specs`` as one rank of ``world``; the exit code. Where that is not 0, it ends the
+    process.
 
     Raises:
         FlagscaleError: on the rank that has the word; others end silently with its exit code.
     """
+    code = _measure(specs, world)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # Groups whose ranks died cannot be destroyed in order: it could wait for them for ever.
+        os._exit(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
     placement = specs[0].placement
     # Loading torch, and compiling a backend on its first use, may take longer than an iteration.
     patience = placement.timeout + _START_SECONDS
-    store = meeting.meet(world, address=placement.address, port=placement.port, seconds=patience)
+    store = rendezvous.rendezvous(
+        world, address=placement.address, port=placement.port, seconds=patience
+    )
     own, error = _prepare(specs, world)
     facts = _exchange(store, own, world, patience)
-    meeting.leave(world)
+    rendezvous.clean_up(world)
     if code := _refused(facts, world):
-        meeting.part(store, world, placement.timeout)
+        rendezvous.exit_store(store, world, placement.timeout)
         return code
     if error is not None:
         raise error
@@ -63,7 +78,8 @@ def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
         # What is loaded by now stays; collections before each loop then look at little.
         gc.collect()
         gc.freeze()
-        code = max(_run(spec, Session(world, device, watch), facts) for spec in specs)
+        kept = Kept()
+        code = max(_run(spec, Session(world, device, watch), facts, kept) for spec in specs)
         dist.barrier()
         watch.finish()
         return code
@@ -77,7 +93,7 @@ def run_rank(specs: Sequence[BenchSpec], world: World) -> int:
         return 1
 
 
-def _join(store: Store, world: World, seconds: float) -> None:
+def _join(store: Store, world: BenchWorld, seconds: float) -> None:
     """The group through which ranks tell each other what they measured; not the measured one."""
     dist.init_process_group(
         "gloo",
@@ -89,13 +105,7 @@ def _join(store: Store, world: World, seconds: float) -> None:
     )
 
 
-def leave() -> None:
-    """Destroy what is left of the process groups, as far as the others still answer."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _prepare(specs: Sequence[BenchSpec], world: World) -> tuple[Facts, FlagscaleError | None]:
+def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> tuple[Facts, FlagscaleError | None]:
     """This rank's facts, and what keeps it from taking part."""
     placement = specs[0].placement
     try:
@@ -149,7 +159,7 @@ def _possible(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
     return replace(spec, operations=kept, notes=(*spec.notes, *notes))
 
 
-def _exchange(store: Store, own: Facts, world: World, seconds: float) -> list[Facts]:
+def _exchange(store: Store, own: Facts, world: BenchWorld, seconds: float) -> list[Facts]:
     """Everyone's facts, through the store: no process group is needed to say what is wrong."""
     store.set(f"facts/{own.rank}", json.dumps(asdict(own)))
     keys = [f"facts/{rank}" for rank in range(world.size)]
@@ -168,7 +178,7 @@ def _exchange(store: Store, own: Facts, world: World, seconds: float) -> list[Fa
     return found
 
 
-def _refused(facts: Sequence[Facts], world: World) -> int:
+def _refused(facts: Sequence[Facts], world: BenchWorld) -> int:
     """Say, on rank 0, which ranks cannot take part; the exit code, 0 when all can."""
     bad = [fact for fact in facts if fact.error is not None]
     if not bad:
@@ -181,7 +191,7 @@ def _refused(facts: Sequence[Facts], world: World) -> int:
     return bad[0].exit_code
 
 
-def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts]) -> int:
+def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts], kept: Kept) -> int:
     world = session.world
     spec = _possible(spec, session.device.kind)
     # Without --seed every rank took its own clock.
@@ -205,9 +215,9 @@ def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts]) -> int:
     if spec.output.format == "nccl-tests":
         lines += rank_lines(facts)
     known = about(spec, facts, names)
-    with Presenter(spec, lines, known) as presenter:
+    with Presenter(spec, kept, lines, known) as presenter:
         session.run(spec, presenter)
-    return _from_first(finish(spec, presenter.all_rows, lines, known))
+    return _from_first(finish(spec, presenter.all_rows, kept, lines, known))
 
 
 def _without_meaning(spec: BenchSpec, kind: DeviceType) -> list[str]:

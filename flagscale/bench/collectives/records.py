@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.bench.collectives.statistics import Ratio
+from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
 
 GB = 1e9
@@ -61,7 +62,7 @@ class Row:
         return self.algbw * self.bus_factor
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> Key:
         """What makes two rows of different runs comparable."""
         return (
             *(self.operation, self.type, self.reduction, self.root, self.in_place),
@@ -164,26 +165,38 @@ def write_json(
         raise
 
 
-def read_baseline(path: Path) -> dict[tuple[Any, ...], float]:
-    """The times of an earlier run's JSON file, by :attr:`Row.key`.
+Key = tuple[str, str, str, int, bool, str, int, int]
+"""What makes rows of different runs comparable: see :attr:`Row.key`."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The times of an earlier run, in microseconds."""
+
+    path: Path
+    times: tuple[tuple[Key, float], ...]
+
+
+def read_baseline(path: Path) -> Baseline:
+    """The times of an earlier run's JSON file.
 
     Raises:
         ConfigError: it is no result file of this program.
     """
+    text = read_text(path, f"--baseline {path}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            (
-                *(row["operation"], row["type"], row["reduction"], row["root"], row["in_place"]),
-                *(row["backend"], row["ranks"], row["size(B)"]),
-            ): float(row["time:avg(us)"])
+        data = json.loads(text)
+        names = ("operation", "type", "reduction", "root", "in_place", "backend", "ranks")
+        times = tuple(
+            ((*(row[name] for name in names), row["size(B)"]), float(row["time:avg(us)"]))
             for row in data["results"]
             if row["time:avg(us)"] is not None and row["failure"] is None
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        )
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--baseline {path}: not a result of --report-to-json-file ({error!r})"
         ) from error
+    return Baseline(path, times)
 
 
 @dataclass(frozen=True)
@@ -194,11 +207,12 @@ class Held:
     worse: tuple[str, ...]
 
 
-def hold(rows: Sequence[Row], baseline: Mapping[tuple[Any, ...], float], tolerance: float) -> Held:
-    """Every row that took longer than the baseline by more than ``tolerance`` (a share)."""
+def hold(rows: Sequence[Row], baseline: Baseline, tolerance: float) -> Held:
+    """Every row that took longer than the baseline by more than ``tolerance``, a fraction of it."""
     worse, compared = [], 0
+    times = dict(baseline.times)
     for row in rows:
-        before = baseline.get(row.key)
+        before = times.get(row.key)
         if before is None or not row.ok:
             continue
         compared += 1

@@ -50,7 +50,8 @@ def render(
     is escaped."""
     names = list(dict.fromkeys(row.operation for row in rows))
     title = f"Collectives: {', '.join(names)}"
-    command = shlex.join(["bench.py", *about.get("config", {}).get("command", ())])
+    config = about.get("config", {})
+    command = f"{config.get('prog', 'bench.py')} {shlex.join(config.get('command', ()))}"
     date = str(about.get("environment", {}).get("date", ""))
     top = "\n".join(filter(None, [f"$ {command}", date, *header]))
     parts = [

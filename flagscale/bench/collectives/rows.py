@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from flagscale.bench.collectives.bodies import Shape
 from flagscale.bench.collectives.checks import Checked
+from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.spec import BenchSpec, Case
-from flagscale.bench.collectives.teams import Team
 from flagscale.bench.collectives.timing import Measured
 
 
@@ -19,13 +19,13 @@ class Report:
     """What one rank sends to rank 0 about one size on one backend."""
 
     member: bool
-    team: tuple[int, ...]
+    group: tuple[int, ...]
     turns: tuple[Measured, ...] = ()
     checks: tuple[Checked, ...] = ()
     algorithm: str = "n/a"
 
 
-def blank_row(case: Case, shapes: Sequence[Shape], team: Team, spec: BenchSpec) -> Row:
+def blank_row(case: Case, shapes: Sequence[Shape], group: RankGroup, spec: BenchSpec) -> Row:
     element = case.type.bytes
     count = sum(shape.elements for shape in shapes)
     return Row(
@@ -35,13 +35,13 @@ def blank_row(case: Case, shapes: Sequence[Shape], team: Team, spec: BenchSpec) 
         reduction=case.reduction,
         root=case.root,
         in_place=case.in_place,
-        backend=team.backend,
-        ranks=team.size,
+        backend=group.backend,
+        ranks=group.size,
         size=count * element,
         count=count,
         input_bytes=sum(shape.inputs for shape in shapes) * element,
         output_bytes=sum(shape.outputs for shape in shapes) * element,
-        bus_factor=case.operation.bus_factor(team.size),
+        bus_factor=case.operation.bus_factor(group.size),
     )
 
 
@@ -96,14 +96,17 @@ def _correctness(
     if wrong:
         first = next(c.first for report in members for c in report.checks if c.wrong)
         ranks = sum(any(c.wrong for c in report.checks) for report in members)
+        what = f"{wrong} wrong in all; {first}"
         where = f"data in {spec.check.dump_shown}"
-        return wrong, f"Check failed on {ranks} of {len(members)} ranks: {first} - {where}"
-    for team in {report.team for report in members}:
+        return wrong, f"Check failed on {ranks} of {len(members)} ranks: {what} - {where}"
+    for group in {report.group for report in members}:
         prints = {
-            tuple(c.fingerprint for c in report.checks) for report in members if report.team == team
+            tuple(c.fingerprint for c in report.checks)
+            for report in members
+            if report.group == group
         }
         if len(prints) > 1:
-            return 0, f"Check failed: ranks {team} ended with different bytes"
+            return 0, f"Check failed: ranks {group} ended with different bytes"
     return 0, None
 
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from flagscale.bench.collectives import bodies, checks, patterns
 from flagscale.bench.collectives.bodies import Shape
-from flagscale.bench.collectives.buffers import Prepared, prepare, release
+from flagscale.bench.collectives.buffers import PreparedBuffers, prepare, release
 from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.probe import probe_copies
+from flagscale.bench.collectives.process_groups import RankGroup, form
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.rows import (
     Report,
@@ -23,10 +24,9 @@ from flagscale.bench.collectives.rows import (
 )
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.collectives.statistics import paired_ratio
-from flagscale.bench.collectives.teams import Team, form
-from flagscale.bench.collectives.timing import Measured, measure, meetings
+from flagscale.bench.collectives.timing import Measured, gatherings, measure
 from flagscale.bench.collectives.watch import Watch
-from flagscale.bench.world import World
+from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 
 
@@ -51,12 +51,11 @@ class Listener:
 
 @dataclass
 class Session:
-    """All ranks, ready to run any number of specifications."""
+    """All ranks, ready to run a specification."""
 
-    world: World
+    world: BenchWorld
     device: BenchDevice
     watch: Watch
-    _teams: dict[tuple[str, int, patterns.Groups], Team] = field(default_factory=dict)
 
     def run(self, spec: BenchSpec, listener: Listener) -> None:
         """Measure everything that ``spec`` says. ``listener`` is rank 0's.
@@ -64,12 +63,12 @@ class Session:
         Raises:
             ConfigError: groups, pairs, counts or roots do not fit the world.
         """
-        groups = patterns.groups_for(self.world.size, spec.groups.custom, spec.groups.dimension)
-        teams = self._form(spec, groups)
-        cases = list(spec.cases(teams[0].size))
+        ranks = patterns.groups_for(self.world.size, spec.groups.custom, spec.groups.dimension)
+        groups = self._form(spec, ranks)
+        cases = list(spec.cases(groups[0].size))
         # Everything that can be wrong with the counts shows before the first measurement.
         said = [
-            n for c in cases for s in spec.sizes for n in bodies.shapes(c, s, teams[0], spec)[1]
+            n for c in cases for s in spec.sizes for n in bodies.shapes(c, s, groups[0], spec)[1]
         ]
         for note in dict.fromkeys(said):
             listener.note(note)
@@ -78,21 +77,16 @@ class Session:
             listener.note(text)
         for _ in range(spec.iterations.cycles):
             for series in _series(cases):
-                self._series(series, teams, spec, limits, listener)
+                self._series(series, groups, spec, limits, listener)
 
-    def _form(self, spec: BenchSpec, groups: patterns.Groups) -> list[Team]:
-        teams = []
-        for number, name in enumerate(spec.backends):
-            key = (name, number, groups)
-            if key not in self._teams:
-                self.watch.enter(f"the creation of {len(groups)} group(s) on {name}")
-                adapter = registry.usable(name, self.device.kind)
-                values = spec.options_of(name)
-                seconds = spec.placement.timeout * 2 + 60
-                team = form(adapter, groups, self.world.rank, self.device, seconds, values)
-                self._teams[key] = team
-            teams.append(self._teams[key])
-        return _named_apart(teams)
+    def _form(self, spec: BenchSpec, ranks: patterns.Groups) -> list[RankGroup]:
+        seconds = spec.placement.timeout * 2 + 60
+        groups = []
+        for name in spec.backends:
+            self.watch.enter(f"the creation of {len(ranks)} group(s) on {name}")
+            adapter, values = registry.usable(name, self.device.kind), spec.options_of(name)
+            groups.append(form(adapter, ranks, self.world.rank, self.device, seconds, values))
+        return _named_apart(groups)
 
     def _limits(self, spec: BenchSpec) -> tuple[float | None, float | None]:
         """The nominal and the measured limit of the bus bandwidth, in 1e9 bytes a second."""
@@ -100,87 +94,90 @@ class Session:
         if not spec.comparison.probe:
             return nominal, None
         self.watch.enter("the probe of plain copies")
-        self._together()
-        found = self._gather(probe_copies(self.device))
-        return nominal, min(found)
+        self.together()
+        return nominal, min(self.gather(probe_copies(self.device)))
 
     def _series(
         self,
         cases: Sequence[Case],
-        teams: Sequence[Team],
+        groups: Sequence[RankGroup],
         spec: BenchSpec,
         limits: tuple[float | None, float | None],
         listener: Listener,
     ) -> None:
-        sizes = (0,) if cases[0].operation.name == "barrier" else spec.sizes
-        done: set[int] = set()
-        plans = []
-        for size in sizes:
-            shapes = bodies.shapes(cases[0], size, teams[0], spec)[0]
-            actual = sum(shape.elements for shape in shapes)
+        sizes: dict[int, int] = {}
+        for size in (0,) if cases[0].operation.name == "barrier" else spec.sizes:
+            shapes = bodies.shapes(cases[0], size, groups[0], spec)[0]
             # Small sizes may be cut to the same one.
-            if actual not in done:
-                done.add(actual)
-                plans.append((size, shapes))
-        listener.series(cases, len(plans), len(teams))
-        for size, _ in plans:
+            sizes.setdefault(sum(shape.elements for shape in shapes), size)
+        listener.series(cases, len(sizes), len(groups))
+        for size in sizes.values():
             rows: list[Row] = []
             for case in cases:
-                shapes = bodies.shapes(case, size, teams[0], spec)[0]
-                rows += self._size(case, shapes, teams, spec, listener)
-            rows = [against_limits(row, limits) for row in rows]
-            listener.rows(rows)
+                shapes = bodies.shapes(case, size, groups[0], spec)[0]
+                blank = blank_row(case, shapes, groups[0], spec)
+                rows += _Size(self, spec, case, blank, groups, listener).rows(shapes)
+            listener.rows([against_limits(row, limits) for row in rows])
         listener.end_series()
 
-    def _size(
-        self,
-        case: Case,
-        shapes: tuple[Shape, ...],
-        teams: Sequence[Team],
-        spec: BenchSpec,
-        listener: Listener,
-    ) -> list[Row]:
-        """One size on all backends: a row each, on every rank (only rank 0's are shown)."""
-        blank = blank_row(case, shapes, teams[0], spec)
-        self.watch.enter(f"{case.label} {blank.size} B, preparation")
-        ready: list[Prepared] = []
+    def together(self) -> None:
+        """Every rank is here, and its device idle."""
+        self.device.synchronize()
+        dist.barrier()
 
-        def ready_all() -> None:
-            ready.extend(prepare(case, shapes, team, self.device, spec) for team in teams)
-            self.device.synchronize()
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        found: list[Any] = [None] * self.world.size
+        dist.all_gather_object(found, value)
+        return found
 
-        if failure := self._attempt(ready_all):
-            return self._failed(failure, blank, teams, ready)
-        first: list[checks.Checked] = []
-        samples: list[str] = []
 
-        def first_run() -> None:
-            for prepared in ready:
-                if spec.output.print_buffers and case.operation.name != "barrier":
-                    said = checks.sample(case, prepared, self.device, spec)
-                    samples.append(f"{prepared.team.backend}, rank {self.world.rank}: {said}")
-                first.append(checks.check(case, prepared, self.device, spec))
-                for step in prepared.steps(min(1, len(prepared.bodies))):
-                    step()
-            self.device.synchronize()
+@dataclass
+class _Size:
+    """One size of one case, on all backends."""
 
-        if failure := self._attempt(first_run):
-            return self._failed(failure, blank, teams, ready)
-        for text in samples:
-            listener.sample(f"{blank.size} B, {text}")
-        reports = self._timed(case, blank, ready, first, spec)
-        rows = self._judge(blank, reports, ready, case, spec)
-        for prepared in ready:
-            release(prepared, self.device)
+    session: Session
+    spec: BenchSpec
+    case: Case
+    blank: Row
+    groups: Sequence[RankGroup]
+    listener: Listener
+    ready: list[PreparedBuffers] = field(default_factory=list)
+    """Of each backend, as the following lists are."""
+    checked: list[checks.Checked] = field(default_factory=list)
+
+    def rows(self, shapes: tuple[Shape, ...]) -> list[Row]:
+        """A row of each backend, on every rank (only rank 0's are shown)."""
+        device = self.session.device
+        self.session.watch.enter(f"{self.case.label} {self.blank.size} B, preparation")
+        failure = self._attempt(lambda: self._prepare(shapes)) or self._attempt(self._first_run)
+        if failure:
+            rows = [replace(self.blank, backend=g.backend, failure=failure) for g in self.groups]
+        else:
+            turns = self._turns()
+            rows = self._judge(self._reports(turns))
+        for prepared in self.ready:
+            release(prepared, device)
         return rows
 
-    def _failed(
-        self, failure: str, blank: Row, teams: Sequence[Team], ready: Sequence[Prepared]
-    ) -> list[Row]:
-        """The rows of a size that could not be measured."""
-        for prepared in ready:
-            release(prepared, self.device)
-        return [replace(blank, backend=team.backend, failure=failure) for team in teams]
+    def _prepare(self, shapes: tuple[Shape, ...]) -> None:
+        device = self.session.device
+        for group in self.groups:
+            self.ready.append(prepare(self.case, shapes, group, device, self.spec))
+        device.synchronize()
+
+    def _first_run(self) -> None:
+        """The first check, and what the first call of all allocates or connects."""
+        case, device, spec = self.case, self.session.device, self.spec
+        for prepared in self.ready:
+            if spec.output.print_buffers and case.operation.name != "barrier":
+                said = checks.sample(case, prepared, device, spec)
+                whose = f"{prepared.group.backend}, rank {self.session.world.rank}"
+                self.listener.sample(f"{self.blank.size} B, {whose}: {said}")
+            self.checked.append(checks.check(case, prepared, device, spec))
+            for step in prepared.steps(min(1, len(prepared.bodies))):
+                step()
+        device.synchronize()
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Do ``work`` on every rank; what went wrong on the first rank where it did."""
@@ -189,115 +186,68 @@ class Session:
             work()
         except (RuntimeError, MemoryError, ValueError) as error:
             problem = _first_line(error)
-        found = self._gather(problem)
+        found = self.session.gather(problem)
         failed = [rank for rank, text in enumerate(found) if text]
-        if not failed:
-            return None
-        return f"Failure on rank {failed[0]}: {found[failed[0]]}"
+        return f"Failure on rank {failed[0]}: {found[failed[0]]}" if failed else None
 
-    def _timed(
-        self,
-        case: Case,
-        blank: Row,
-        ready: Sequence[Prepared],
-        first: Sequence[checks.Checked],
-        spec: BenchSpec,
-    ) -> list[list[Report]]:
-        """The reports of all ranks, for each backend."""
-        turns: list[list[Measured]] = [[] for _ in ready]
-        iterations = spec.iterations
-        rounds = spec.comparison.rounds if len(ready) > 1 else 1
-        count = -(-iterations.measured // rounds)
-        self.watch.enter(f"{case.label} {blank.size} B")
-        for prepared in ready:
+    def _turns(self) -> list[list[Measured]]:
+        """This rank's times, a turn after the other."""
+        session, spec = self.session, self.spec
+        turns: list[list[Measured]] = [[] for _ in self.ready]
+        warmups = spec.iterations.warmup
+        rounds = spec.comparison.rounds if len(self.ready) > 1 else 1
+        count = -(-spec.iterations.measured // rounds)
+        session.watch.enter(f"{self.case.label} {self.blank.size} B")
+        for prepared in self.ready:
             checks.clear(prepared)
         for number in range(rounds):
             # By turns, and each first as often as last: a drift hits all alike.
-            order = range(len(ready)) if number % 2 == 0 else reversed(range(len(ready)))
+            order = range(len(self.ready)) if number % 2 == 0 else reversed(range(len(self.ready)))
             for index in order:
-                prepared = ready[index]
-                steps = prepared.steps(count, iterations.warmup) if prepared.bodies else []
-                warmup = prepared.steps(iterations.warmup) if prepared.bodies else []
-                if steps:
-                    together = self._together
-                    marks = self.watch.marks
-                    turns[index].append(measure(steps, warmup, self.device, spec, marks, together))
-                else:
-                    self._idle(spec)
-        return self._reports(case, blank, ready, first, turns, spec)
+                prepared = self.ready[index]
+                if not prepared.bodies:
+                    # A rank outside of all groups keeps step with the others.
+                    for _ in range(gatherings(session.device, spec)):
+                        session.together()
+                    continue
+                steps, warmup = prepared.steps(count, warmups), prepared.steps(warmups)
+                marks, start = session.watch.marks, session.together
+                turns[index].append(measure(steps, warmup, session.device, spec, marks, start))
+        return turns
 
-    def _reports(
-        self,
-        case: Case,
-        blank: Row,
-        ready: Sequence[Prepared],
-        first: Sequence[checks.Checked],
-        turns: Sequence[Sequence[Measured]],
-        spec: BenchSpec,
-    ) -> list[list[Report]]:
-        """Check once more, after the timing, and tell everyone."""
-        self.watch.enter(f"{case.label} {blank.size} B, check")
+    def _reports(self, turns: Sequence[Sequence[Measured]]) -> list[list[Report]]:
+        """Check once more, after the timing, and tell everyone: all ranks' reports."""
+        session = self.session
+        session.watch.enter(f"{self.case.label} {self.blank.size} B, check")
         reports = []
-        for index, prepared in enumerate(ready):
-            second = checks.check(case, prepared, self.device, spec)
-            team = prepared.team
-            report = Report(
-                *(team.member, team.ranks, tuple(turns[index]), (first[index], second)),
-                algorithm=bodies.algorithm(team, self.device)
-                if spec.output.show_algorithm
-                else "n/a",
-            )
-            reports.append(self._gather(report))
+        for prepared, first, own in zip(self.ready, self.checked, turns, strict=True):
+            second = checks.check(self.case, prepared, session.device, self.spec)
+            group, shows = prepared.group, self.spec.output.show_algorithm
+            algorithm = bodies.algorithm(group, session.device) if shows else "n/a"
+            report = Report(group.member, group.ranks, tuple(own), (first, second), algorithm)
+            reports.append(session.gather(report))
         return reports
 
-    def _idle(self, spec: BenchSpec) -> None:
-        """A rank outside of all groups keeps step with the others' meetings."""
-        for _ in range(meetings(self.device, spec)):
-            self._together()
-
-    def _judge(
-        self,
-        blank: Row,
-        reports: Sequence[Sequence[Report]],
-        ready: Sequence[Prepared],
-        case: Case,
-        spec: BenchSpec,
-    ) -> list[Row]:
-        rows, bases = [], []
-        for index, of_ranks in enumerate(reports):
-            row = make_row(replace(blank, backend=ready[index].team.backend), of_ranks, spec)
-            times = turn_times(of_ranks, spec)
-            bases.append(times)
-            if index:
-                row = replace(row, ratio=paired_ratio(times, bases[0]))
+    def _judge(self, reports: Sequence[Sequence[Report]]) -> list[Row]:
+        rows: list[Row] = []
+        base = turn_times(reports[0], self.spec)
+        for prepared, of_ranks in zip(self.ready, reports, strict=True):
+            blank = replace(self.blank, backend=prepared.group.backend)
+            row = make_row(blank, of_ranks, self.spec)
+            if rows:
+                row = replace(row, ratio=paired_ratio(turn_times(of_ranks, self.spec), base))
             if row.failure is not None:
-                self._dump(case, ready[index], of_ranks, row, spec)
+                self._dump(prepared, of_ranks)
             rows.append(row)
         return rows
 
-    def _dump(
-        self,
-        case: Case,
-        prepared: Prepared,
-        reports: Sequence[Report],
-        row: Row,
-        spec: BenchSpec,
-    ) -> None:
-        """Ranks of a team where something is wrong save what they hold."""
-        mine = [reports[rank].checks for rank in prepared.team.ranks]
-        if prepared.team.member and any(c.wrong for found in mine for c in found):
-            part = reports[self.world.rank].checks[-1].part
-            checks.dump(case, prepared, spec, row.size, self.world.rank, part)
-
-    def _together(self) -> None:
-        """Every rank is here, and its device idle."""
-        self.device.synchronize()
-        dist.barrier()
-
-    def _gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, value)
-        return found
+    def _dump(self, prepared: PreparedBuffers, reports: Sequence[Report]) -> None:
+        """Ranks of a group where something is wrong save what they hold."""
+        mine = [reports[rank].checks for rank in prepared.group.ranks]
+        if prepared.group.member and any(c.wrong for found in mine for c in found):
+            rank = self.session.world.rank
+            part = reports[rank].checks[-1].part
+            checks.dump(self.case, prepared, self.spec, self.blank.size, rank, part)
 
 
 def _series(cases: Sequence[Case]) -> Iterator[list[Case]]:
@@ -309,14 +259,14 @@ def _series(cases: Sequence[Case]) -> Iterator[list[Case]]:
     yield from found.values()
 
 
-def _named_apart(teams: Sequence[Team]) -> list[Team]:
+def _named_apart(groups: Sequence[RankGroup]) -> list[RankGroup]:
     """One backend against itself, which shows the noise, needs two names."""
-    names = [team.backend for team in teams]
+    names = [group.backend for group in groups]
     return [
-        replace(team, backend=f"{team.backend}#{names[: i + 1].count(team.backend)}")
-        if names.count(team.backend) > 1
-        else team
-        for i, team in enumerate(teams)
+        replace(group, backend=f"{group.backend}#{names[: i + 1].count(group.backend)}")
+        if names.count(group.backend) > 1
+        else group
+        for i, group in enumerate(groups)
     ]
 
 

@@ -12,22 +12,25 @@ from typing import Any, Literal
 
 from flagscale.bench import options as comm
 from flagscale.bench.collectives import patterns, sizes
-from flagscale.bench.collectives.command import CHECK_MODES, build_parser
+from flagscale.bench.collectives.command import CHECK_MODES, build_parser, normalise
+from flagscale.bench.collectives.curves import read_results
 from flagscale.bench.collectives.datatypes import DATA_TYPES, DataType, data_type
 from flagscale.bench.collectives.operations import OPERATIONS, REDUCTIONS, Operation, operation
-from flagscale.bench.collectives.placing import at_least, placement
 from flagscale.bench.collectives.plots import image_kind, require_matplotlib
+from flagscale.bench.collectives.records import read_baseline
 from flagscale.bench.collectives.spec import (
     BackendOptions,
     BenchSpec,
     Buffers,
     Check,
     Comparison,
-    Groups,
+    GroupsSpec,
     Iterations,
     Output,
 )
 from flagscale.bench.collectives.statistics import parse_statistics
+from flagscale.bench.files import require_writable
+from flagscale.bench.placement import at_least, placement
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
 
@@ -51,18 +54,20 @@ def parse_spec(
     Raises:
         ConfigError: a flag or value is wrong; a file it names cannot be read or used.
     """
-    return from_options(build_parser(prog).parse(arguments), arguments, keeps=keeps)
+    options = build_parser(prog).parse(normalise(arguments))
+    return from_options(options, arguments, prog=prog, keeps=keeps)
 
 
 def from_options(
-    options: argparse.Namespace, arguments: Sequence[str] = (), *, keeps: bool = True
+    options: argparse.Namespace, arguments: Sequence[str], *, prog: str, keeps: bool
 ) -> BenchSpec:
     """The run that parsed flags describe; see :func:`parse_spec`. Unless it ``keeps`` results, a
     rank other than the first, its host need not have the files for and of them."""
     if not keeps:
         options = argparse.Namespace(**{**vars(options), **_KEEPS_NOTHING})
     operations = _operations(options.operation)
-    check, notes, comparison = _check(options), _notes(options), _comparison(options)
+    check, comparison = _check(options), _comparison(options)
+    notes = (*_notes(options), *_without_effect(options, operations))
     place = placement(options)
     judged = comm.judge(comparison.backends or (options.backend,), options.comm)
     return BenchSpec(
@@ -85,6 +90,7 @@ def from_options(
         blocking=_switch("-z/--blocking", options.blocking),
         cpu_time=_switch("-C/--report-cputime", options.report_cputime),
         notes=notes,
+        prog=prog,
         command=tuple(arguments),
     )
 
@@ -196,12 +202,12 @@ def _ratio(text: str | None) -> tuple[float, ...]:
     if text is None:
         return (1.0,)
     try:
-        shares = tuple(float(word) for word in _words(text.strip().strip("[]")))
+        ratio = tuple(float(word) for word in _words(text.strip().strip("[]")))
     except ValueError:
-        shares = ()
-    if not shares or not all(0 < share < math.inf for share in shares):
+        ratio = ()
+    if not ratio or not all(0 < part < math.inf for part in ratio):
         raise ConfigError(f"--coalesced-cc-size-ratio {text!r}; expected such as [1,2,1]")
-    return shares
+    return ratio
 
 
 def _check(options: argparse.Namespace) -> Check:
@@ -212,16 +218,16 @@ def _check(options: argparse.Namespace) -> Check:
     if not 0 <= seed < 2**62:
         raise ConfigError(f"--seed {seed}; expected 0 to 2**62 - 1")
     dump = options.dump_dir.absolute()
-    return Check(mode=mode, seed=seed, dump=dump, dump_shown=options.dump_shown or dump)
+    return Check(mode=mode, seed=seed, dump=dump, dump_shown=dump)
 
 
-def _groups(options: argparse.Namespace) -> Groups:
+def _groups(options: argparse.Namespace) -> GroupsSpec:
     dimension, file = options.data_parallel_dimension, options.custom_replica_group
     at_least("--data-parallel-dimension", dimension, 1)
     if dimension is not None and file is not None:
         raise ConfigError("--data-parallel-dimension and --custom-replica-group exclude each other")
     pairs, counts = options.custom_src_target_pairs, options.alltoallv_metadata
-    return Groups(
+    return GroupsSpec(
         custom=patterns.read_groups(file) if file else None,
         dimension=dimension,
         pairs=patterns.read_pairs(pairs) if pairs else None,
@@ -233,11 +239,7 @@ def _output(options: argparse.Namespace) -> Output:
     for path in options.plot:
         image_kind(path, f"--plot {path}")
     for flag, path in _written(options):
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {path}: its directory does not exist")
-    for path in options.imports:
-        if not path.is_file():
-            raise ConfigError(f"--import {path}: there is no such file")
+        require_writable(path, flag)
     for flag, path in _drawn(options):
         require_matplotlib(f"{flag} {path}")
     return Output(
@@ -253,7 +255,7 @@ def _output(options: argparse.Namespace) -> Output:
         json=options.report_to_json_file,
         plots=tuple(options.plot),
         report=options.report,
-        imports=tuple(options.imports),
+        imports=tuple(curve for path in options.imports for curve in read_results(path)),
     )
 
 
@@ -276,21 +278,19 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     for name in names:
         registry.backend(name, given_by="--compare")
     at_least("--compare-rounds", options.compare_rounds, 2)
-    if options.baseline is not None and not options.baseline.is_file():
-        raise ConfigError(f"--baseline {options.baseline}: there is no such file")
     if options.peak is not None and not 0 < options.peak < math.inf:
         raise ConfigError(f"--peak {options.peak:g}; expected above 0")
     return Comparison(
         backends=tuple(names),
         rounds=options.compare_rounds,
-        baseline=options.baseline,
-        tolerance=_share(options.tolerance),
+        baseline=read_baseline(options.baseline) if options.baseline else None,
+        tolerance=_fraction(options.tolerance),
         peak=options.peak,
         probe=options.probe,
     )
 
 
-def _share(text: str) -> float:
+def _fraction(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
     if found is None:
         raise ConfigError(f"--tolerance {text!r}; expected a share such as 5% or 0.05")
@@ -319,3 +319,23 @@ def _notes(options: argparse.Namespace) -> tuple[str, ...]:
     if options.slurm_use_head_node_neuron_bench:
         notes.append("--slurm-use-head-node-neuron-bench: the program must be on a shared path")
     return tuple(notes)
+
+
+def _without_effect(options: argparse.Namespace, operations: Sequence[Operation]) -> list[str]:
+    """What was asked for by name and does nothing."""
+    names = [op.name for op in operations]
+    files = {
+        "--custom-src-target-pairs": (options.custom_src_target_pairs, "permute"),
+        "--alltoallv-metadata": (options.alltoallv_metadata, "all_to_all_v"),
+    }
+    notes = [
+        f"{flag}: of no effect without {name}"
+        for flag, (given, name) in files.items()
+        if given is not None and name not in names
+    ]
+    reducing = any(op.reduces for op in operations)
+    if reducing and "all" not in (options.operation, options.datatype, options.redop):
+        types, reductions = _types(options.datatype), _reductions(options.redop)
+        absent = [f"{r} of {t.name}" for t in types for r in reductions if not t.reduces(r)]
+        notes += [f"left out: torch has no {', '.join(absent)}"] if absent else []
+    return notes

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from flagscale.bench.codec import WRITTEN
 from flagscale.bench.collectives import patterns
+from flagscale.bench.collectives.curves import Curve
 from flagscale.bench.collectives.datatypes import DataType
 from flagscale.bench.collectives.operations import Operation
+from flagscale.bench.collectives.records import Baseline
 from flagscale.bench.collectives.statistics import Statistic
+from flagscale.bench.placement import Placement
 from flagscale.comm.options import OptionValue, OptionValues
 from flagscale.errors import ConfigError
-from flagscale.hosts.hostfile import Host
 
 Format = Literal["nccom", "nccl-tests", "flagcx"]
 BandwidthUnit = Literal["GB", "GiB"]
@@ -57,14 +60,14 @@ class Check:
 
     mode: CheckMode | None = None
     seed: int = 0
-    dump: Path = Path("bench-failures")
+    dump: Path = field(default=Path("bench-failures"), metadata=WRITTEN)
     """Input, output and golden tensors of a failure go into a directory in here."""
     dump_shown: Path = Path("bench-failures")
     """Where they are in the end: files of other hosts are brought back."""
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupsSpec:
     """Which ranks take part with which."""
 
     custom: patterns.Groups | None = None
@@ -86,10 +89,15 @@ class Output:
     interactive: bool = True
     debug: bool = False
     print_buffers: bool = False
-    json: Path | None = None
-    plots: tuple[Path, ...] = ()
-    report: Path | None = None
-    imports: tuple[Path, ...] = ()
+    json: Path | None = field(default=None, metadata=WRITTEN)
+    plots: tuple[Path, ...] = field(default=(), metadata=WRITTEN)
+    report: Path | None = field(default=None, metadata=WRITTEN)
+    imports: tuple[Curve, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What is written of the results."""
+        return tuple(filter(None, (self.json, *self.plots, self.report)))
 
 
 @dataclass(frozen=True)
@@ -98,40 +106,13 @@ class Comparison:
 
     backends: tuple[str, ...] = ()
     rounds: int = 10
-    baseline: Path | None = None
+    baseline: Baseline | None = None
     tolerance: float = 0.05
     """Longer than the baseline by more than this share is worse."""
     peak: float | None = None
     """The nominal limit of the bus bandwidth, in 1e9 bytes a second."""
     probe: bool = False
     """Measure what plain copies between neighbours reach."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The ranks and what they run on."""
-
-    workers: int | None = None
-    nodes: int = 1
-    backend: str = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout: float = 300.0
-    """Seconds without a finished iteration after which a run counts as stuck."""
-    pin: bool = False
-    address: str | None = None
-    port: int | None = None
-    hosts: tuple[Host, ...] = ()
-    shares: tuple[int, ...] = ()
-    """Ranks of each of ``hosts``."""
-    starter: Literal["ssh", "mpirun"] = "ssh"
-    ssh_config: Path | None = None
-    log_dir: Path | None = None
-    slurm: bool = False
-    slurm_job: str | None = None
-    slurm_cpus: int | None = None
-    slurm_setup: Path | None = None
-    slurm_wait: float = 600.0
-    """Seconds in the queue before a new allocation is given up."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +160,7 @@ class BenchSpec:
     iterations: Iterations = Iterations()
     buffers: Buffers = Buffers()
     check: Check = Check()
-    groups: Groups = Groups()
+    groups: GroupsSpec = GroupsSpec()
     output: Output = Output()
     comparison: Comparison = Comparison()
     placement: Placement = field(default_factory=Placement)
@@ -192,7 +173,9 @@ class BenchSpec:
     """Report the time to issue an operation, not to finish it."""
     notes: tuple[str, ...] = ()
     """What the command line asked for and has no meaning here."""
+    prog: str = "bench.py"
     command: tuple[str, ...] = ()
+    """What followed it."""
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -231,7 +214,7 @@ class BenchSpec:
         reductions = self.reductions if op.reduces else ("none",)
         for reduction in reductions:
             if op.reduces and not type_.reduces(reduction):
-                # Among many types, the ones that can are meant.
+                # Of many, those that can are meant.
                 if len(self.types) == len(reductions) == len(self.operations) == 1:
                     raise ConfigError(f"{op.name}: torch has no {reduction} of {type_.name}")
                 continue
@@ -253,3 +236,10 @@ class BenchSpec:
 
     def _asked(self) -> str:
         return " and ".join("in place" if p == "in" else "out of place" for p in self.places or ())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs of the benchmark one after the other, in the same ranks."""
+
+    specs: tuple[BenchSpec, ...]

@@ -65,12 +65,15 @@ def measure(
 ) -> Measured:
     """Time ``steps`` after ``warmup``; ``start`` brings the ranks together before."""
     operations = len(steps) * spec.iterations.aggregated
+    loops = _Loops(device, spec, marks, start)
     with _undisturbed():
-        if device.is_cuda and not spec.blocking:
-            loop = _replays if spec.iterations.replays else _device_loop
-            total, issued, samples = loop(steps, warmup, device, spec, marks, start)
+        if not device.is_cuda or spec.blocking:
+            total, issued, samples = loops.on_host(steps, warmup)
+        elif spec.iterations.replays:
+            total, issued, samples = loops.replays(steps, warmup)
         else:
-            total, issued, samples = _host_loops(steps, warmup, device, spec, marks, start)
+            run_marked(warmup, marks)
+            total, issued, samples = loops.on_device(steps)
     scale = 1e3 * operations
     per_sample = 1e3 * spec.iterations.aggregated
     return Measured(
@@ -80,45 +83,15 @@ def measure(
     )
 
 
-def meetings(device: BenchDevice, spec: BenchSpec) -> int:
+def gatherings(device: BenchDevice, spec: BenchSpec) -> int:
     """How often :func:`measure` brings the ranks together."""
     if device.is_cuda and not spec.blocking:
-        return 2 if any(s.needs_samples for s in spec.output.statistics) else 1
+        return 2 if _needs_samples(spec) else 1
     return (spec.iterations.replays or 1) + spec.iterations.replay_warmup
 
 
-Loop = tuple[float, float, list[float]]
-"""Nanoseconds of one pass over the steps: until finished, until issued; and of each sample."""
-
-
-def _host_loops(
-    steps: Sequence[Step],
-    warmup: Sequence[Step],
-    device: BenchDevice,
-    spec: BenchSpec,
-    marks: Marks,
-    start: Callable[[], None],
-) -> Loop:
-    """Each step has finished when it returns, or is awaited here."""
-    if device.is_cuda:
-        steps, warmup = ([_awaited(step, device) for step in some] for some in (steps, warmup))
-    rounds = (spec.iterations.replays or 1) + spec.iterations.replay_warmup
-    totals: list[int] = []
-    samples: list[float] = []
-    for number in range(rounds):
-        run_marked(warmup, marks)
-        start()
-        # Ranks come out of their meeting apart by a millisecond where they share cores. An
-        # operation brings them closer than any meeting, and few iterations must not carry that.
-        run_marked(warmup[:1], marks)
-        run_marked(steps, marks)
-        if number < spec.iterations.replay_warmup:
-            continue
-        readings = marks.readings
-        totals.append(readings[-1] - readings[0])
-        samples += [b - a for a, b in pairwise(readings)]
-    mean = sum(totals) / len(totals)
-    return mean, mean, samples
+def _needs_samples(spec: BenchSpec) -> bool:
+    return any(statistic.needs_samples for statistic in spec.output.statistics)
 
 
 def run_marked(steps: Sequence[Step], marks: Marks) -> None:
@@ -132,97 +105,98 @@ def run_marked(steps: Sequence[Step], marks: Marks) -> None:
         read(clock())
 
 
-def _awaited(step: Step, device: BenchDevice) -> Step:
-    def run() -> None:
-        step()
-        device.synchronize()
-
-    return run
+Times = tuple[float, float, list[float]]
+"""Nanoseconds of one pass over the steps: until finished, until issued; and of each sample."""
 
 
-def _device_loop(
-    steps: Sequence[Step],
-    warmup: Sequence[Step],
-    device: BenchDevice,
-    spec: BenchSpec,
-    marks: Marks,
-    start: Callable[[], None],
-) -> Loop:
-    run_marked(warmup, marks)
-    total, issued = _pass(steps, device, spec, marks, start)
-    samples: list[float] = []
-    if any(s.needs_samples for s in spec.output.statistics):
-        samples = _event_samples(steps, device, marks, start)
-    return total, issued, samples
+@dataclass(frozen=True)
+class _Loops:
+    """The ways to time steps."""
 
+    device: BenchDevice
+    spec: BenchSpec
+    marks: Marks
+    start: Callable[[], None]
 
-def _pass(
-    steps: Sequence[Step],
-    device: BenchDevice,
-    spec: BenchSpec,
-    marks: Marks,
-    start: Callable[[], None],
-) -> tuple[float, float]:
-    """All steps issued, then the device awaited: until finished and until issued, in ns."""
-    events = _events(2) if spec.timing == "events" else []  # to record one takes some us
-    device.synchronize()
-    start()
-    begin = time.perf_counter_ns()
-    for event in events[:1]:
-        event.record()
-    for step in steps:
-        step()
-    issued = time.perf_counter_ns() - begin
-    for event in events[1:]:
-        event.record()
-    device.synchronize()
-    wall = time.perf_counter_ns() - begin
-    marks.readings = [0] * (len(steps) + 1)
-    return (events[0].elapsed_time(events[1]) * 1e6 if events else wall), issued
+    def on_host(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
+        """Each step has finished when it returns, or is awaited here."""
+        if self.device.is_cuda:
+            steps, warmup = ([self._awaited(step) for step in some] for some in (steps, warmup))
+        loop, marks = self.spec.iterations, self.marks
+        totals: list[int] = []
+        samples: list[float] = []
+        for number in range((loop.replays or 1) + loop.replay_warmup):
+            run_marked(warmup, marks)
+            self.start()
+            # Ranks leave a barrier apart by a millisecond where they share cores. An operation
+            # brings them closer than any barrier, and few iterations must not carry that.
+            run_marked(warmup[:1], marks)
+            run_marked(steps, marks)
+            if number >= loop.replay_warmup:
+                totals.append(marks.readings[-1] - marks.readings[0])
+                samples += [b - a for a, b in pairwise(marks.readings)]
+        mean = sum(totals) / len(totals)
+        return mean, mean, samples
+
+    def _awaited(self, step: Step) -> Step:
+        def run() -> None:
+            step()
+            self.device.synchronize()
+
+        return run
+
+    def on_device(self, steps: Sequence[Step]) -> Times:
+        """All steps issued, then the device awaited; single ones in a second pass, by events."""
+        total, issued = self._pass(steps)
+        return total, issued, self._samples(steps) if _needs_samples(self.spec) else []
+
+    def replays(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
+        """The steps captured in a CUDA graph; a sample is a replay over its number of steps."""
+        # What a first call allocates or connects must not happen within the capture.
+        run_marked(warmup or steps, self.marks)
+        self.device.synchronize()
+
+        def all_steps() -> None:
+            for step in steps:
+                step()
+
+        replay = self.device.capture(all_steps)
+        for _ in range(self.spec.iterations.replay_warmup or 1):
+            replay()
+        count = self.spec.iterations.replays or 1
+        total, issued, samples = self.on_device([replay] * count)
+        return total / count, issued / count, [s / len(steps) for s in samples]
+
+    def _pass(self, steps: Sequence[Step]) -> tuple[float, float]:
+        """Until all steps are finished and until they are issued."""
+        events = _events(2) if self.spec.timing == "events" else []  # to record one takes some us
+        self.device.synchronize()
+        self.start()
+        begin = time.perf_counter_ns()
+        for event in events[:1]:
+            event.record()
+        for step in steps:
+            step()
+        issued = time.perf_counter_ns() - begin
+        for event in events[1:]:
+            event.record()
+        self.device.synchronize()
+        wall = time.perf_counter_ns() - begin
+        self.marks.readings = [0] * (len(steps) + 1)
+        return (events[0].elapsed_time(events[1]) * 1e6 if events else wall), issued
+
+    def _samples(self, steps: Sequence[Step]) -> list[float]:
+        events = _events(len(steps) + 1)
+        self.device.synchronize()
+        self.start()
+        events[0].record()
+        for step, event in zip(steps, events[1:], strict=True):
+            step()
+            event.record()
+        self.device.synchronize()
+        self.marks.readings = [0] * (len(steps) + 2)
+        return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
 
 
 def _events(count: int) -> list[Any]:
     return [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
-
-
-def _event_samples(
-    steps: Sequence[Step], device: BenchDevice, marks: Marks, start: Callable[[], None]
-) -> list[float]:
-    events = _events(len(steps) + 1)
-    device.synchronize()
-    start()
-    events[0].record()
-    for step, event in zip(steps, events[1:], strict=True):
-        step()
-        event.record()
-    device.synchronize()
-    marks.readings = [0] * (len(steps) + 2)
-    return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
-
-
-def _replays(
-    steps: Sequence[Step],
-    warmup: Sequence[Step],
-    device: BenchDevice,
-    spec: BenchSpec,
-    marks: Marks,
-    start: Callable[[], None],
-) -> Loop:
-    """The steps captured in a CUDA graph; a sample is a replay over its number of steps."""
-    # What a first call allocates or connects must not happen within the capture.
-    run_marked(warmup or steps, marks)
-    device.synchronize()
-
-    def all_steps() -> None:
-        for step in steps:
-            step()
-
-    replay = device.capture(all_steps)
-    for _ in range(spec.iterations.replay_warmup or 1):
-        replay()
-    count = spec.iterations.replays or 1
-    total, issued = _pass([replay] * count, device, spec, marks, start)
-    samples: list[float] = []
-    if any(s.needs_samples for s in spec.output.statistics):
-        samples = _event_samples([replay] * count, device, marks, start)
-    return total / count, issued / count, [s / len(steps) for s in samples]

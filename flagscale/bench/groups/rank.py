@@ -12,66 +12,98 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from flagscale.bench import meeting
+from flagscale.bench import codec, rendezvous
 from flagscale.bench.collectives import devices
 from flagscale.bench.collectives.facts import folded
-from flagscale.bench.groups.arms import Arm, Sample, measure, members_of
-from flagscale.bench.spawn import spawn
-from flagscale.bench.world import MEETING_VARIABLE, World
+from flagscale.bench.groups.plan import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
+from flagscale.bench.groups.summary import Results, findings, table
+from flagscale.bench.groups.trial import measure, members_of
+from flagscale.bench.machine import facts
+from flagscale.bench.rank import Job
+from flagscale.bench.spawn import interruptible, python_path, run_job
+from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld
 from flagscale.comm import registry
-from flagscale.comm.base import DeviceType
-from flagscale.errors import JobError
-
-if TYPE_CHECKING:
-    from flagscale.bench.groups.launch import Plan
+from flagscale.errors import ConfigError, JobError
 
 
-def device_kind(wanted: str) -> DeviceType:
-    """The kind of device that ``wanted`` means on this machine."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if wanted == "cuda" else "cpu"
-
-
-def run_rank(arm: str, count: int, plan: Plan, world: World, result: Path) -> int:
-    """One measurement, as one of its ranks; rank 0 writes ``result``."""
-    store = meeting.meet(world, address=None, port=None, seconds=plan.place.timeout)
-    device = devices.choose(plan.place.device, world.local_rank)
-    name = plan.place.backend
-    values = registry.options_of(name, plan.comm)
-    backend = registry.usable(name, device.kind, given_by="--backend")
+def run_rank(plan: TrialPlan, world: BenchWorld) -> int:
+    """One measurement, as one of its ranks; rank 0 writes the result."""
+    place = plan.of.place
+    store = rendezvous.rendezvous(world, place.timeout)
+    device = devices.choose(place.device, world.local_rank)
+    values = registry.options_of(place.backend, plan.of.comm)
+    backend = registry.usable(place.backend, device.kind, given_by="--backend")
     backend.export(values)
     # All but one, as in a sub-group of a node; two ranks at least have something to say.
-    members = plan.members or max(min(2, world.size), world.size - 1)
-    groups = members_of(count, members, world.size)
-    sample = measure(cast(Arm, arm), groups, world, store, device, backend, values)
+    members = plan.of.members or max(min(2, world.size), world.size - 1)
+    groups = members_of(plan.count, members, world.size)
+    sample = measure(plan.variant, groups, world, store, device, backend, values)
     if world.rank == 0:
-        result.write_text(json.dumps(asdict(sample)))
+        plan.result.write_text(codec.encode(sample))
     dist.destroy_process_group()
-    meeting.leave(world)
-    meeting.part(store, world, plan.place.timeout)
+    rendezvous.clean_up(world)
+    rendezvous.exit_store(store, world, place.timeout)
     return 0
 
 
-class Starter:
+def measure_all(plan: GroupsPlan, size: int, world: BenchWorld | None) -> int:
+    """Everything, as one of the ranks of a launcher, or as their one starter; the exit code."""
+    with interruptible():
+        return _measure_all(plan, size, world)
+
+
+def _measure_all(plan: GroupsPlan, size: int, world: BenchWorld | None) -> int:
+    on_gpu = plan.place.device == "cuda" or (
+        plan.place.device == "auto" and torch.cuda.is_available()
+    )
+    backend = registry.usable(plan.place.backend, "cuda" if on_gpu else "cpu", given_by="--backend")
+    variants = [v for v in plan.variants if on_gpu or v not in ON_ACCELERATORS]
+    left_out = [v for v in plan.variants if v not in variants]
+    if not variants:
+        raise ConfigError(f"{', '.join(left_out)}: only accelerators can be bound")
+    speaks = world is None or world.rank == 0
+    starter = _Starter(plan, size, world)
+    hosts = starter.hosts()
+    if speaks:
+        given = f" ({', '.join(plan.comm)})" if plan.comm else ""
+        print(f"# {size} ranks, backend {backend.name} {backend.version() or ''}".rstrip() + given)
+        print(f"# {hosts}; started by {world.launcher if world is not None else 'local'}")
+        for variant in left_out:
+            print(f"# {variant}: left out, only accelerators can be bound")
+        sys.stdout.flush()
+    about = facts("flagscale", "torch") if plan.json is not None else {}
+    results = starter.run(variants)
+    if not speaks:
+        return 0
+    for line in (*table(results), "", *findings(results)):
+        print(line)
+    if plan.json is not None:
+        rows = [
+            {"arm": variant, "groups": count, "samples": [asdict(s) for s in samples]}
+            for (variant, count), samples in results.items()
+        ]
+        about |= {"ranks": size, "hosts": hosts.count(" ["), "backend": backend.name}
+        about |= {"options": list(plan.comm)} if plan.comm else {}
+        plan.json.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+    return 0
+
+
+class _Starter:
     """Starts the processes of every measurement: all of them here, or under a launcher each rank
     its own, which then meet at a port that rank 0 picks."""
 
-    def __init__(self, plan: Plan, size: int, world: World | None) -> None:
+    def __init__(self, plan: GroupsPlan, size: int, world: BenchWorld | None) -> None:
         self._plan, self._size, self._world = plan, size, world
         self._number = 0
-        place = plan.place
         self._store: Store | None = None
         if world is not None:
-            self._store = meeting.meet(
-                world, address=place.address, port=place.port, seconds=place.timeout
-            )
+            place = plan.place
+            self._store = rendezvous.rendezvous(world, place.timeout, place.address, place.port)
 
     def hosts(self) -> str:
         """Which ranks are on which host."""
@@ -84,39 +116,33 @@ class Starter:
             ranks.setdefault(host, []).append(rank)
         return ", ".join(f"{host} [{folded(some)}]" for host, some in ranks.items())
 
-    def run(self, arms: Sequence[str]) -> dict[tuple[Arm, int], list[Sample]]:
-        """All measurements, the arms by turns. Under a launcher every rank gets them."""
-        results: dict[tuple[Arm, int], list[Sample]] = {
-            (cast(Arm, arm), count): [] for arm in arms for count in self._plan.counts
+    def run(self, variants: Sequence[Variant]) -> Results:
+        """All measurements, the variants by turns. Under a launcher every rank gets them."""
+        results: dict[tuple[Variant, int], list[Sample]] = {
+            (variant, count): [] for variant in variants for count in self._plan.counts
         }
         for repeat in range(self._plan.repeats):
             turns = list(results)
-            for arm, count in turns if repeat % 2 == 0 else reversed(turns):
-                results[arm, count].append(self._once(arm, count))
+            for variant, count in turns if repeat % 2 == 0 else reversed(turns):
+                results[variant, count].append(self._once(variant, count))
         if self._world is not None and self._store is not None:
-            meeting.part(self._store, self._world, self._plan.place.timeout)
+            rendezvous.exit_store(self._store, self._world, self._plan.place.timeout)
         return results
 
-    def _once(self, arm: Arm, count: int) -> Sample:
+    def _once(self, variant: Variant, count: int) -> Sample:
         with tempfile.TemporaryDirectory(prefix="flagscale-groups-") as directory:
             result = Path(directory) / "result.json"
-            plan = self._plan
-            place = plan.place
-            command = [sys.executable, "-m", "flagscale.bench.groups", "--backend", place.backend]
-            command += ["--device", place.device, "--measure", arm, str(count)]
-            command += ["--comm", *plan.comm] if plan.comm else []
-            command += ["--members", str(plan.members)] if plan.members is not None else []
-            command += ["--result", str(result)]
+            job = Job.of(run_rank, TrialPlan(variant, count, self._plan, result))
             if self._world is None or self._store is None:
-                code = spawn(command, self._size)
+                code = run_job(job, self._size)
             else:
-                code = self._beside(command, self._world, self._store)
+                code = self._beside(job, self._world, self._store)
             if code:
-                raise JobError(f"the measurement of {count} group(s), {arm}, failed ({code})")
+                raise JobError(f"the measurement of {count} group(s), {variant}, failed ({code})")
             text = result.read_text() if result.exists() else None
         return self._shared(text)
 
-    def _beside(self, command: Sequence[str], world: World, store: Store) -> int:
+    def _beside(self, job: Job, world: BenchWorld, store: Store) -> int:
         """This rank's process of one measurement, under a launcher."""
         key = f"place/{self._number}"
         if world.rank == 0:
@@ -133,9 +159,11 @@ class Starter:
             "LOCAL_WORLD_SIZE": str(world.local_size),
             "MASTER_ADDR": "127.0.0.1" if world.one_host else host,
             "MASTER_PORT": port,
+            "PYTHONPATH": python_path(),
         }
-        environment.pop(MEETING_VARIABLE, None)
-        return subprocess.run(command, env=environment, check=False).returncode
+        environment.pop(RENDEZVOUS_VARIABLE, None)
+        given = codec.encode(job).encode()
+        return subprocess.run(job.command, env=environment, input=given, check=False).returncode
 
     def _shared(self, text: str | None) -> Sample:
         """The sample that rank 0's process has written, for every rank."""
@@ -148,4 +176,4 @@ class Starter:
             text = self._store.get(key).decode()
         if text is None:
             raise JobError("rank 0 left no result")
-        return Sample(**json.loads(text))
+        return codec.decode(Sample, text)

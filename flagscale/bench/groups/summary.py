@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from flagscale.bench.collectives.statistics import median_ratio
-from flagscale.bench.groups.arms import Arm, Sample
+from flagscale.bench.groups.plan import ON_ACCELERATORS, Sample, Variant
 
-Results = Mapping[tuple[Arm, int], Sequence[Sample]]
-"""The samples of each arm and number of groups, in the order they were taken."""
+Results = Mapping[tuple[Variant, int], Sequence[Sample]]
+"""The samples of each variant and number of groups, in the order they were taken."""
 
 _COLUMNS = ("world", "create", "first", "second")
 _ENOUGH = 10
@@ -18,11 +18,11 @@ _ENOUGH = 10
 def table(results: Results) -> list[str]:
     """Medians: milliseconds, and MiB of device memory."""
     lines = [
-        f"{'arm':>6}  {'groups':>6}  {'runs':>4}"
+        f"{'variant':>7}  {'groups':>6}  {'runs':>4}"
         + "".join(f"  {name + ' ms':>10}" for name in _COLUMNS)
         + f"  {'GPU MiB':>8}  {'splits':>6}"
     ]
-    for (arm, count), samples in results.items():
+    for (variant, count), samples in results.items():
         cells = "".join(
             f"  {statistics.median(getattr(s, name) for s in samples) * 1e3:>10.1f}"
             for name in _COLUMNS
@@ -30,7 +30,9 @@ def table(results: Results) -> list[str]:
         memory = statistics.median(s.memory for s in samples)
         splits = {s.splits for s in samples}
         shown = "n/a" if splits == {-1} else "/".join(str(s) for s in sorted(splits))
-        lines.append(f"{arm:>6}  {count:>6}  {len(samples):>4}{cells}  {memory:>8.0f}  {shown:>6}")
+        lines.append(
+            f"{variant:>7}  {count:>6}  {len(samples):>4}{cells}  {memory:>8.0f}  {shown:>6}"
+        )
     return lines
 
 
@@ -38,12 +40,14 @@ def findings(results: Results) -> list[str]:
     """What is proved, what is only the cost of a first communicator, and what is not shown."""
     lines = []
     for count in dict.fromkeys(count for _, count in results):
-        here = {arm: results[arm, count] for arm, c in results if c == count}
+        here = {variant: results[variant, count] for variant, c in results if c == count}
         lines += _of_count(here, count)
     fewest = min(len(samples) for samples in results.values())
     if fewest < _ENOUGH:
-        lines.append(f"{fewest} runs an arm: take at least {_ENOUGH} before you rely on a ratio.")
-    if any(arm in ("bound", "split") for arm, _ in results):
+        lines.append(
+            f"{fewest} runs a variant: take at least {_ENOUGH} before a ratio is relied on."
+        )
+    if any(variant in ON_ACCELERATORS for variant, _ in results):
         lines.append(
             "A bound default group runs unbatched sends and receives one after the other on one "
             "communicator: weigh that against the gain."
@@ -51,22 +55,22 @@ def findings(results: Results) -> list[str]:
     return lines
 
 
-def _of_count(here: Mapping[Arm, Sequence[Sample]], count: int) -> list[str]:
+def _of_count(here: Mapping[Variant, Sequence[Sample]], count: int) -> list[str]:
     groups = f"{count} group{'s' if count > 1 else ''}"
     lines = []
     control = here.get("warm")
-    for arm in ("bound", "split"):
-        samples = here.get(arm)
+    for variant in ON_ACCELERATORS:
+        samples = here.get(variant)
         if samples is None:
             continue
-        lines.append(f"{groups}, {arm}: {_proof(samples, count)}")
+        lines.append(f"{groups}, {variant}: {_proof(samples, count)}")
         if control is not None:
             lines.append(
-                f"{groups}, {arm} against the warmed control: {_against(control, samples)}"
+                f"{groups}, {variant} against the warmed control: {_against(control, samples)}"
             )
         if "cold" in here:
             lines.append(
-                f"{groups}, {arm} against cold: {_against(here['cold'], samples)}; this "
+                f"{groups}, {variant} against cold: {_against(here['cold'], samples)}; this "
                 "contains the process's first communicator and is no gain of splitting"
             )
     if control is not None and "cold" in here:
@@ -87,8 +91,9 @@ def _proof(samples: Sequence[Sample], count: int) -> str:
 def _against(slow: Sequence[Sample], fast: Sequence[Sample]) -> str:
     ratio = median_ratio([s.usable for s in slow], [s.usable for s in fast])
     saved = statistics.median(s.usable for s in slow) - statistics.median(s.usable for s in fast)
-    verdict = "" if ratio.clear else " (no difference shown)"
-    return (
-        f"usable {ratio.value:.2f} times as fast, 95 % interval {ratio.low:.2f} to "
-        f"{ratio.high:.2f}{verdict}; {saved * 1e3:+.1f} ms saved"
-    )
+    if min(len(slow), len(fast)) < 2:
+        shown = "in a single run each, which shows no difference"
+    else:
+        verdict = "" if ratio.clear else " (no difference shown)"
+        shown = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}{verdict}"
+    return f"usable {ratio.value:.2f} times as fast, {shown}; {saved * 1e3:+.1f} ms saved"

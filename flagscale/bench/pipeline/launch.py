@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from flagscale.bench.collectives.command import Parser
 from flagscale.bench.collectives.datatypes import data_type
 from flagscale.bench.collectives.plots import require_image
 from flagscale.bench.collectives.sizes import format_size, parse_size
+from flagscale.bench.command_line import Parser, did_you_mean
+from flagscale.bench.files import require_writable
 from flagscale.bench.pipeline.plan import (
     DEFAULTS,
     MOST_CHUNKS,
     MOST_ELEMENTS,
     TITLES,
     UNITS,
-    Plan,
+    PipelinePlan,
     Schedule,
 )
-from flagscale.bench.spawn import spawn
-from flagscale.bench.world import detect
+from flagscale.bench.placement import Placement, at_least
+from flagscale.bench.tool import Tool
+from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
-from flagscale.guard import guard
 
 _DESCRIPTION = """\
 Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. A block a rank is cut in k
@@ -51,19 +50,34 @@ _ONE_SHOT = 32768
 T = TypeVar("T")
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str = "pipeline.py") -> int:
-    """Run the command; the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return guard(lambda: _main(words, prog))
+class Pipeline(Tool[PipelinePlan]):
+    """Measures pipelined schedules."""
+
+    prog = "pipeline.py"
+
+    def read(self, words: list[str], prog: str, *, keeps: bool) -> PipelinePlan:
+        options = _parser(prog).parse(words)
+        if keeps and options.plot is not None:
+            require_image(options.plot, "--plot")
+        if keeps and options.json is not None:
+            require_writable(options.json, "--json")
+        return _plan(options)
+
+    def placement(self, plan: PipelinePlan) -> Placement:
+        return Placement(workers=plan.workers, device=plan.device)
+
+    def check(self, plan: PipelinePlan, ranks: int) -> None:
+        at_least("-r", ranks, 2)
+
+    @staticmethod
+    def run(plan: PipelinePlan, world: BenchWorld) -> int:
+        from flagscale.bench.pipeline.rank import run_rank
+
+        return run_rank(plan, world)
 
 
 def _parser(prog: str) -> Parser:
-    parser = Parser(
-        prog=prog,
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog, _DESCRIPTION)
     add = parser.add_argument
     add("-r", "--nworkers", "-np", type=int, metavar="N", help="number of ranks")
     add("--ops", default=",".join(TITLES), metavar="LIST", help="operations, with commas (all)")
@@ -88,28 +102,7 @@ def _parser(prog: str) -> Parser:
     return parser
 
 
-def _main(words: list[str], prog: str) -> int:
-    options = _parser(prog).parse(words)
-    plan = _plan(options)
-    world = detect(os.environ)
-    if options.plot is not None and (world is None or world.rank == 0):
-        require_image(options.plot, "--plot")
-    if world is None:
-        if options.nworkers is None:
-            raise ConfigError(
-                "the number of ranks is missing: -r 8, or start this under a launcher"
-            )
-        if options.nworkers < 2:
-            raise ConfigError(f"-r {options.nworkers}; expected at least 2")
-        return spawn([sys.executable, "-m", "flagscale.bench.pipeline", *words], options.nworkers)
-    if options.nworkers not in (None, world.size):
-        raise ConfigError(f"-r asks for {options.nworkers} ranks; there are {world.size}")
-    from flagscale.bench.pipeline.rank import run_rank
-
-    return run_rank(plan, world, options.json, options.plot)
-
-
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace) -> PipelinePlan:
     counts = (options.check_iters, options.warmup_iters)
     if min(counts) < 0 or options.iters < 1:
         raise ConfigError(
@@ -138,7 +131,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             "and not by a pipeline",
             hint="FSCCL_ONE_SHOT_BYTES=0 in the environment sends all sizes through it",
         )
-    return Plan(
+    return PipelinePlan(
         schedules=tuple(schedules),
         sizes=sizes,
         type=data_type(options.datatype),
@@ -147,6 +140,9 @@ def _plan(options: argparse.Namespace) -> Plan:
         iters=options.iters,
         device=options.device,
         unit=options.bw_unit,
+        workers=options.nworkers,
+        json=options.json,
+        plot=options.plot,
     )
 
 
@@ -160,9 +156,7 @@ def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
 def _operation(word: str) -> str:
     if word in TITLES:
         return word
-    near = difflib.get_close_matches(word, TITLES, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{meant}")
+    raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{did_you_mean(word, TITLES)}")
 
 
 def _number(flag: str, least: int, most: int) -> Callable[[str], int]:
@@ -172,3 +166,6 @@ def _number(flag: str, least: int, most: int) -> Callable[[str], int]:
         raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
 
     return read
+
+
+main = Pipeline().main

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from flagscale.bench.collectives.datatypes import DataType
 
@@ -44,7 +46,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """Everything that ranks measure."""
 
     schedules: tuple[Schedule, ...]
@@ -53,8 +55,11 @@ class Plan:
     check_iters: int
     warmup_iters: int
     iters: int
-    device: str
+    device: Literal["auto", "cpu", "cuda"]
     unit: str
+    workers: int | None = None
+    json: Path | None = None
+    plot: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Row:
         return self.algbw(self.avg_us, "GB") * factor
 
 
-def heading(schedule: Schedule, plan: Plan, ranks: int) -> list[str]:
+def heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
     """The lines above a schedule's rows."""
     title = f" {TITLES[schedule.operation]} "
     how = "fsccl's own choice of algorithm"

@@ -7,21 +7,20 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
-from flagscale.bench import meeting
+from flagscale.bench import rendezvous
 from flagscale.bench.collectives.curves import Curve, Point
 from flagscale.bench.collectives.devices import BenchDevice, choose
 from flagscale.bench.collectives.plots import write_plot
 from flagscale.bench.collectives.sizes import fit
 from flagscale.bench.machine import facts
-from flagscale.bench.pipeline.plan import Plan, Row, Schedule, heading, line
-from flagscale.bench.world import World
+from flagscale.bench.pipeline.plan import PipelinePlan, Row, Schedule, heading, line
+from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import JobError
 
@@ -93,9 +92,10 @@ def _synchronous(options: _Options) -> _Options:
     return options
 
 
-def run_rank(plan: Plan, world: World, keep: Path | None, plot: Path | None) -> int:
+def run_rank(plan: PipelinePlan, world: BenchWorld) -> int:
     """Measure as one of the ranks; rank 0 prints and keeps the result. The exit code."""
-    store = meeting.meet(world, address=None, port=None, seconds=_SECONDS)
+    keep, plot = (plan.json, plan.plot) if world.rank == 0 else (None, None)
+    store = rendezvous.rendezvous(world, _SECONDS)
     device = choose(plan.device, world.local_rank)
     backend = registry.usable("fsccl", device.kind)
     backend.init_options(device.torch_device)
@@ -108,21 +108,23 @@ def run_rank(plan: Plan, world: World, keep: Path | None, plot: Path | None) -> 
             timeout=timedelta(seconds=_SECONDS),
         )
     dist.barrier()
-    meeting.leave(world)
-    about = facts("flagscale", "torch") if keep is not None and world.rank == 0 else {}
+    rendezvous.clean_up(world)
+    about = facts("flagscale", "torch") if keep is not None else {}
     rows = [row for s in plan.schedules for row in _measure_all(s, plan, device, world)]
-    if world.rank == 0 and keep is not None:
+    if keep is not None:
         about |= {"ranks": world.size, "device": device.kind, "type": plan.type.name}
         about |= {name: getattr(plan, name) for name in ("check_iters", "warmup_iters", "iters")}
         kept = [asdict(row) | {"busbw": round(row.busbw(world.size), 3)} for row in rows]
         keep.write_text(json.dumps({**about, "results": kept}, indent=1) + "\n")
-    if world.rank == 0 and plot is not None:
+    if plot is not None:
         write_plot(plot, _curves(rows, world.size))
     dist.destroy_process_group()
     return 0
 
 
-def _measure_all(s: Schedule, plan: Plan, device: BenchDevice, world: World) -> list[Row]:
+def _measure_all(
+    s: Schedule, plan: PipelinePlan, device: BenchDevice, world: BenchWorld
+) -> list[Row]:
     from flagscale.comm.fsccl import load_extension
 
     options = load_extension().Options(pipeline_k=s.k, pipeline_nelem=s.nelem)
@@ -147,7 +149,9 @@ def _measure_all(s: Schedule, plan: Plan, device: BenchDevice, world: World) -> 
     return rows
 
 
-def _measure(call: Call, plan: Plan, device: BenchDevice, group: dist.ProcessGroup) -> list[float]:
+def _measure(
+    call: Call, plan: PipelinePlan, device: BenchDevice, group: dist.ProcessGroup
+) -> list[float]:
     """Microseconds of the slowest rank in every iteration.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flagscale.config.arguments.registry import lookup
-from flagscale.config.arguments.values import is_negative_number, shown, word
+from flagscale.config.arguments.values import convert, is_negative_number, shown, word
 from flagscale.errors import ConfigError, Problem
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
@@ -22,16 +22,18 @@ _NO_OFF_SWITCH = frozenset({"exit_signal_handler", "use_mcore_models", "manual_g
 """True by default here, but false in Megatron-LM, whose parser has no ``--no-…`` for them."""
 
 
-def leaves(sections: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Each leaf of nested sections as dotted path, name in snake case and value; nulls are left
-    out. Raises ConfigError for a key that is no text."""
+def leaves(
+    sections: Mapping[Any, Any], prefix: str = "", *, nulls: bool = False
+) -> Iterator[tuple[str, str, Any]]:
+    """Each leaf of nested sections as dotted path, name in snake case and value; without ``nulls``
+    these are left out. Raises ConfigError for a key that is no text."""
     for key, value in sections.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{path}.")
+            yield from leaves(value, f"{path}.", nulls=nulls)
         elif not isinstance(key, str) or not _NAME.fullmatch(key):
             raise ConfigError(Problem(path, f"{shown(key)} cannot be the name of an argument"))
-        elif value is not None:
+        elif value is not None or nulls:
             yield path, key.replace("-", "_"), value
 
 
@@ -59,7 +61,7 @@ def flatten(sections: Mapping[str, Any], *, external: bool = False, prefix: str 
     argv: list[str] = []
     for path, name, value in leaves(sections, prefix):
         try:
-            argv += _words(name, value, external)
+            argv += _argv(name, value, external)
         except ValueError as error:
             problems.append(Problem(path, str(error)))
     if problems:
@@ -67,8 +69,9 @@ def flatten(sections: Mapping[str, Any], *, external: bool = False, prefix: str 
     return argv
 
 
-def _words(name: str, value: Any, external: bool) -> list[str]:
+def _argv(name: str, value: Any, external: bool) -> list[str]:
     flag = "--" + name.replace("_", "-")
+    value = _switch(name, value)
     if isinstance(value, bool):
         return [flag] if value else _switched_off(name, external)
     if isinstance(value, (list, tuple)):
@@ -77,6 +80,18 @@ def _words(name: str, value: Any, external: bool) -> list[str]:
     # A word that starts with a dash would be taken for the next flag.
     dashed = text.startswith("-") and not is_negative_number(text)
     return [f"{flag}={text}"] if dashed else [flag, text]
+
+
+def _switch(name: str, value: Any) -> Any:
+    """A value; of a switch, true or false however the YAML writes it: a program's own parser may
+    take no word after a switch."""
+    found = lookup(name)
+    if found is None or found[0].kind != "bool" or found[0].many:
+        return value
+    try:
+        return convert(found[0], value)
+    except ValueError:
+        return value  # a program of the user's own may give the name another meaning
 
 
 def _switched_off(name: str, external: bool) -> list[str]:

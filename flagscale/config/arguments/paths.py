@@ -10,6 +10,7 @@ from typing import Any
 
 from flagscale.config.arguments.aliases import ALIASES
 from flagscale.config.arguments.blends import paired
+from flagscale.config.arguments.values import MAX_NAME, size
 
 DATA = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
 """Blends: prefixes of data sets, or weights and prefixes in turn."""
@@ -22,6 +23,7 @@ WRITTEN = frozenset({"save", "load", "tensorboard_dir", "wandb_save_dir", "data_
 CHECKPOINT_NAME = r"iter_([0-9]{7,})"
 """A checkpoint's name in its directory, as a pattern for Python and for bash."""
 
+_MAX_PATH = 4096 - 512  # PATH_MAX, and what the names of a run's own files take of it
 _KERNELS = ("/proc", "/sys", "/dev")
 _WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -47,6 +49,16 @@ def _absolute(path: str) -> str:
     if "://" in path:
         return path  # object storage
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - folds ".."
+
+
+def too_long(path: str) -> str | None:
+    """Why no file system has room for a path; None if one may."""
+    longest = max((size(part) for part in path.split("/")), default=0)
+    if longest > MAX_NAME:
+        return f"a name in it is {longest:,} bytes long; file systems take {MAX_NAME} at most"
+    if size(path) > _MAX_PATH:
+        return f"is {size(path):,} bytes long, which leaves no room for files in it"
+    return None
 
 
 def kernels_own(path: str) -> str | None:

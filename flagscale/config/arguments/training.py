@@ -69,7 +69,8 @@ class Runtime:
     )
     loss_spike_factor: float = arg(
         2.0,
-        "Warn when a step's loss exceeds this multiple of the recent average; 0 never warns",
+        "Warn when a step's loss is this multiple of the recent median and 0.5 above it; "
+        "0 never warns",
         minimum=0,
     )
     peak_tflops: float | None = arg(

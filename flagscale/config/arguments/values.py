@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from flagscale.config.arguments.spec import Argument
@@ -13,6 +13,11 @@ from flagscale.config.arguments.spec import Argument
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+MAX_TEXT = 128 * 1024 - 1
+"""Bytes that Linux takes in one argument or one ``NAME=value`` when it starts a program
+(MAX_ARG_STRLEN, less its NUL)."""
+MAX_NAME = 255
+"""Bytes of a file's name, and of any name that is no text."""
 _ARTICLES = {
     "int": "a whole number",
     "float": "a number",
@@ -28,15 +33,30 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
 
 
-def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """The valid names that look most like ``name``, best first."""
-    return difflib.get_close_matches(name, list(names), n=count, cutoff=0.7)
+def nearest(name: str, names: Iterable[str], count: int = 3, least: float = 0.7) -> list[str]:
+    """The valid names that look most like ``name``, best first; ``least`` is how much they have
+    to, from 0 to 1."""
+    return difflib.get_close_matches(name, list(names), n=count, cutoff=least)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown name; empty when nothing comes close."""
     found = nearest(name, names)
     return f"; did you mean {' or '.join(repr(n) for n in found)}?" if found else ""
+
+
+def size(text: str) -> int:
+    """Bytes of a text."""
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def unfit(text: str) -> str | None:
+    """Why no program can be started with a text; None if one can."""
+    if "\0" in text:
+        return "cannot hold a NUL character"
+    if size(text) > MAX_TEXT:
+        return f"is {size(text):,} bytes long; a program can get {MAX_TEXT:,} at most in one text"
+    return None
 
 
 def is_negative_number(text: str) -> bool:
@@ -137,8 +157,3 @@ def word(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value) if isinstance(value, float) else str(value)
-
-
-def words(values: Sequence[Any]) -> list[str]:
-    """Scalars as command-line words."""
-    return [word(value) for value in values]

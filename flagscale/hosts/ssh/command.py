@@ -10,9 +10,7 @@ it the command never ran.
 from __future__ import annotations
 
 import shlex
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 #: Login shells get the line as one argument, which Linux limits to 128 KiB.
 LONGEST = 128 * 1024 - 1
@@ -22,37 +20,6 @@ MARKER = b"\x02flagscale\x03"
 #: Shell commands that print the marker, given as ``$0``, on both streams.
 MARK = r"""printf '\002%s\003' "$0"; printf '\002%s\003' "$0" >&2;"""
 _WRAPPER = f'{MARK} "$@"; exit $?'
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command on a host did. ``exit_status`` is 128+n where signal n ended it."""
-
-    exit_status: int
-    stdout: bytes
-    stderr: bytes
-
-    @property
-    def ok(self) -> bool:
-        return self.exit_status == 0
-
-    @property
-    def signal(self) -> signal.Signals | None:
-        """The signal that ended the command, as far as the exit status says."""
-        try:
-            return signal.Signals(self.exit_status - 128) if self.exit_status > 128 else None
-        except ValueError:
-            return None
-
-    @property
-    def text(self) -> str:
-        """stdout as text; bytes that are not UTF-8 become replacement characters."""
-        return self.stdout.decode(errors="replace")
-
-    @property
-    def error_text(self) -> str:
-        """stderr as text."""
-        return self.stderr.decode(errors="replace")
 
 
 def command_line(argv: Sequence[str]) -> str:

@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import paramiko
 
+from flagscale.hosts.closing import Closing
 from flagscale.hosts.errors import (
     ChannelRefusedError,
     ConnectionLostError,
     HostError,
 )
-from flagscale.hosts.ssh.closing import Closing
-from flagscale.hosts.ssh.command import Result, command_line
-from flagscale.hosts.ssh.exchange import Exchange, OnOutput
+from flagscale.hosts.executor import OnOutput, Result
+from flagscale.hosts.ssh.command import command_line
+from flagscale.hosts.ssh.exchange import Exchange, close_channel
 from flagscale.hosts.ssh.shell import LINE, Shell
 from flagscale.hosts.ssh.target import SshTarget
 
 # Seconds that paramiko's thread gets to end after it reported an error.
 _LAST_WORDS = 0.5
-_SFTP_HINT = "give the host's sshd_config the line `Subsystem sftp internal-sftp`, and reload sshd"
 
 
 class Connection(Closing):
@@ -50,6 +50,10 @@ class Connection(Closing):
         self._on_close: list[Callable[[], object]] = [lambda: on_close(self)]
         # A shell that is at rest; whoever runs a script takes it away for as long as it runs.
         self._shells: list[Shell] = []
+
+    @property
+    def name(self) -> str:
+        return self.target.name
 
     @property
     def alive(self) -> bool:
@@ -101,8 +105,11 @@ class Connection(Closing):
         """
         line = command_line(argv)
         deadline = None if timeout is None else time.monotonic() + timeout
-        with contextlib.closing(self._execute(line, timeout)) as channel:
+        channel = self._execute(line, timeout)
+        try:
             return Exchange(self, channel, deadline, on_stdout, on_stderr).run(stdin)
+        finally:
+            close_channel(channel)
 
     def run_script(
         self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60
@@ -142,14 +149,6 @@ class Connection(Closing):
             channel = self._session()
             channel.exec_command(line.encode("utf-8", "surrogateescape"))
         return channel
-
-    def open_sftp(self) -> paramiko.SFTPClient:
-        """An SFTP client whose operations give up on a silent host; see :mod:`.files`."""
-        with self._answer_within(self._lost, "start a file transfer over SFTP", _SFTP_HINT):
-            channel = self._session()
-            channel.invoke_subsystem("sftp")
-            channel.settimeout(self._lost)
-            return paramiko.SFTPClient(channel)
 
     def check_alive(self) -> None:
         """Ask the SSH server for a sign of life; raises :class:`ConnectionLostError`."""

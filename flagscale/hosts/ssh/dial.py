@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import paramiko
 
+from flagscale.hosts.closing import Closing
 from flagscale.hosts.errors import (
     ChannelRefusedError,
     ConnectionDroppedError,
@@ -27,7 +28,6 @@ from flagscale.hosts.errors import (
     HostKeyError,
 )
 from flagscale.hosts.ssh import faults, proxy
-from flagscale.hosts.ssh.closing import Closing
 from flagscale.hosts.ssh.connection import Connection
 from flagscale.hosts.ssh.identities import Identities
 from flagscale.hosts.ssh.known_hosts import (

@@ -10,8 +10,7 @@ import contextlib
 import select
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import paramiko
 
@@ -21,10 +20,9 @@ from flagscale.hosts.errors import (
     HostError,
     LoginShellError,
 )
-from flagscale.hosts.ssh.command import AfterMarker, Result
-
-if TYPE_CHECKING:
-    from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.executor import OnOutput, Result
+from flagscale.hosts.ssh.command import AfterMarker
+from flagscale.hosts.ssh.target import SshTarget
 
 _CHUNK = 1 << 16
 #: sshd takes this much input before the command has read any of it.
@@ -36,7 +34,32 @@ _LINGER = 2.0
 #: Seconds between looks at whether a command that says nothing has ended.
 _GLANCE = 0.25
 
-OnOutput = Callable[[bytes], object]
+
+class Link(Protocol):
+    """What carries a command: a connection, as its exchanges know it."""
+
+    @property
+    def target(self) -> SshTarget:
+        """The host at its other end."""
+
+    @property
+    def idle_limit(self) -> float:
+        """Seconds of silence after which :meth:`check_alive` is due."""
+
+    def check_alive(self) -> None:
+        """Ask the SSH server for a sign of life; raises a :class:`HostError` without one."""
+
+    def stands(self) -> bool:
+        """Whether the connection is alive after an error on it."""
+
+    def lost(self) -> HostError:
+        """The error for a connection that broke."""
+
+
+def close_channel(channel: paramiko.Channel) -> None:
+    """Close a channel, whose connection may be lost: what was said of that stands."""
+    with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+        channel.close()
 
 
 class Exchange:
@@ -44,7 +67,7 @@ class Exchange:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Link,
         channel: paramiko.Channel,
         deadline: float | None,
         on_stdout: OnOutput | None = None,

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from typing import TYPE_CHECKING
 
 import paramiko
 
-from flagscale.hosts.ssh.command import MARK, AfterMarker, Result
-from flagscale.hosts.ssh.exchange import Exchange
-
-if TYPE_CHECKING:
-    from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.executor import Result
+from flagscale.hosts.ssh.command import MARK, AfterMarker
+from flagscale.hosts.ssh.exchange import Exchange, Link, close_channel
 
 # Whole scripts are read, counted in bytes, before their first command runs: one that was cut off
 # on its way does not run. Nothing of them shows in a process table. One line: tcsh, which may be
@@ -45,7 +42,7 @@ def script_input(turn: str, script: str) -> bytes:
 class Shell:
     """A bash at the other end of a channel. One thread at a time."""
 
-    def __init__(self, connection: Connection, channel: paramiko.Channel) -> None:
+    def __init__(self, connection: Link, channel: paramiko.Channel) -> None:
         self._connection = connection
         self._channel = channel
         self._noise = (AfterMarker(), AfterMarker())
@@ -56,7 +53,7 @@ class Shell:
 
     def close(self) -> None:
         """End it. A script that still runs may go on running."""
-        self._channel.close()
+        close_channel(self._channel)
 
     def run(self, script: str, deadline: float | None) -> Result:
         """Run a script until its end; where that is not known, the shell is of no more use."""
@@ -68,7 +65,7 @@ class _Turn(Exchange):
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Link,
         channel: paramiko.Channel,
         deadline: float | None,
         noise: tuple[AfterMarker, AfterMarker],

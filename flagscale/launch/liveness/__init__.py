@@ -6,7 +6,8 @@ A run's agents talk to a *coordinator*, which lives in the agent of host 0 and e
     agent of host 2 ── link ──┼── server ── Coordinator ── member of host 0
     …                         ┘
 
-- ``protocol``: an authenticated channel and its messages, without input and output.
+- ``protocol``: an authenticated channel for frames of bytes, without input and output.
+- ``messages``: what is said, a dataclass each, to and from bytes; ``records`` judges what is read.
 - ``network``: the sockets of both ends, never blocking.
 - ``coordinator``: what the job as a whole does. Pure: messages and time in, orders out.
 - ``member``: what one host does: its attempt, its orders, the loss of its link.

@@ -72,6 +72,11 @@ class Attempt:
         """Whether it was told to end."""
         return self._end_at is not None
 
+    @property
+    def killed_command(self) -> bool:
+        """Whether the command ended because it was killed here."""
+        return self._command is not None and self._command.pid in self.killed
+
     def reaped(self, pid: int, status: int) -> None:
         """A child of this process has ended; it may be the command."""
         if self._command is not None and pid == self._command.pid:

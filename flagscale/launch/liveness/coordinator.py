@@ -1,7 +1,8 @@
 """What the job as a whole does: the one place that sees every host.
 
-Pure: messages and the time come in, orders and notices come out, and nothing here waits. A host's
-messages are hints from a program of ours, so an odd one is passed over, never an error.
+Pure: messages and the time come in, orders and notices come out, and nothing here waits. A message
+costs what it says and a tick next to nothing, however many hosts there are; all of them are looked
+at a few times a second.
 
 An attempt runs until its first failure. Then every host is told to end it (or, with
 ``on_failure: leave``, is left alone), and when each has ended, or is lost, the cause is chosen from
@@ -10,39 +11,49 @@ all reports and the job starts once more, everywhere, or is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity, first_of
+from flagscale.launch.liveness.messages import (
+    Beat,
+    DumpStacks,
+    EndAttempt,
+    Ended,
+    FinishJob,
+    FromHost,
+    Hello,
+    HostStatus,
+    JobPhase,
+    KeepAlive,
+    Order,
+    Position,
+    Reported,
+    Stacks,
+    StartAttempt,
+    StopJob,
+    Stopping,
+)
 from flagscale.launch.liveness.policy import Policy
-from flagscale.launch.liveness.protocol import Message
-from flagscale.launch.liveness.stall import Place, stalled_report
+from flagscale.launch.liveness.stall import RankProgress, stalled_report
 
 BACK_OFF_SECONDS = 1.0
 MAX_BACK_OFF_SECONDS = 60.0
+# How often all hosts are looked at.
+SWEEP_SECONDS = 0.25
 # How long ranks have to write their stacks before the one that is behind is named without them.
 STACK_SECONDS = 6.0
 
 
-class Phase(str, Enum):
-    """What the job is doing."""
-
-    RUNNING = "running"
-    ENDING = "ending"
-    WAITING = "waiting"
-    STOPPING = "stopping"
-    OVER = "over"
-
-
 @dataclass
-class Host:
+class JobHost:
     """What is known of a host in this attempt. Times are the coordinator's monotonic clock."""
 
     name: str
     heard: float | None = None
-    state: str = "absent"
+    status: HostStatus = HostStatus.ABSENT
     joined: int = 0
     nproc: int = 0
     moves: int = -1
@@ -51,7 +62,8 @@ class Host:
     lost: bool = False
     offset: float | None = None
     """What to add to this host's Unix time to get the coordinator's monotonic time."""
-    places: list[Place] | None = None
+    ranks: tuple[RankProgress, ...] | None = None
+    """The answer to the last question for stacks."""
 
     @property
     def over(self) -> bool:
@@ -60,25 +72,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that people want to be told of."""
+    """Something that people want to be told of: ``failed``, ``finished`` or ``stopped``, which are
+    the end, ``stalled`` or ``restarted``."""
 
     event: str
     attempt: int
     failure: Failure | None = None
-
-
-@dataclass
-class Orders:
-    """What is to be sent: ``(host, message)``, host None for all."""
-
-    out: list[tuple[int | None, Message]] = field(default_factory=list)
-
-    def add(self, kind: str, host: int | None = None, **fields: Any) -> None:
-        self.out.append((host, {"kind": kind, **fields}))
-
-    def take(self) -> list[tuple[int | None, Message]]:
-        taken, self.out = self.out, []
-        return taken
 
 
 def unreached(port: int | None) -> str:
@@ -92,25 +91,39 @@ def unreached(port: int | None) -> str:
 
 
 class Coordinator:
-    """The state of a job. ``verdict`` is set when it is over. ``port`` is where hosts report."""
+    """The state of a job. ``orders`` are for one host each, or for all (None); they and
+    ``notices`` are for the caller to take away. ``port`` is where hosts report;
+    ``output`` is host 0's, for failures that have no log of their own."""
 
     def __init__(
-        self, policy: Policy, names: Sequence[str], now: float, port: int | None = None
+        self,
+        policy: Policy,
+        names: Sequence[str],
+        now: float,
+        output: Path,
+        port: int | None = None,
     ) -> None:
         self.policy = policy
+        self._output = output
         self._port = port
-        self.hosts = [Host(name) for name in names]
-        self.phase = Phase.RUNNING
+        self.hosts = [JobHost(name) for name in names]
+        self.phase = JobPhase.RUNNING
         self.attempt = 0
-        self.orders = Orders()
+        self.orders: list[tuple[int | None, Order]] = []
         self.notices: list[Notice] = []
-        self.failure: Failure | None = None
-        self._cause: dict[str, Any] | None = None
+        self.news = True
+        """Whether :meth:`summary` says something else than when this was last set to False."""
         self.restarts: list[dict[str, Any]] = []
-        self._reports: list[Report] = []
+        self._active = set(range(len(names)))  # hosts whose part of the attempt is not over
+        self._cause: Failure | None = None  # of a stop that nobody asked for
+        self._reports: dict[tuple[str, int | None], Report] = {}
+        self._judged: list[Report] = []  # what no host has said of itself
+        self._first: Failure | None = None
+        self._to_choose = False
         self._began = now
         self._expected: float | None = None
         self._ticked = now
+        self._swept = now - SWEEP_SECONDS
         self._moved = now
         self._beat_at = now
         self._restart_at = 0.0
@@ -119,81 +132,97 @@ class Coordinator:
         self._reports_status = False
         self._never_joined = 0
 
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of this attempt, as far as it is known."""
+        if self._to_choose:
+            self._to_choose = False
+            first = first_of([*self._reports.values(), *self._judged])
+            self._first = first.failure if first is not None else None
+        return self._cause or self._first
+
     # -- messages ---------------------------------------------------------------------------
 
-    def receive(self, number: int, message: Mapping[str, Any], now: float) -> None:
+    def receive(self, number: int, message: FromHost, now: float) -> None:
         """A message of a host."""
         if not 0 <= number < len(self.hosts):
             return
         host = self.hosts[number]
         if host.lost:
             # Back too late: the job has been ended without it.
-            self.orders.add("finish", number, failure=self._record())
+            self._order(FinishJob(self.failure), number)
             return
         host.heard = now
-        sent = message.get("sent")
-        if isinstance(sent, int | float):
-            offset = now - sent
-            host.offset = offset if host.offset is None else min(host.offset, offset)
-        kind = message.get("kind")
-        if kind == "stopping":
-            cause = Failure.from_record(message.get("failure"))
-            self._stop(_whole(message.get("signal"), 15), cause)
-        if message.get("attempt") != self.attempt:
-            if kind == "hello":
-                self._catch_up(number)
-            return
-        if kind in ("hello", "beat", "ended"):
-            self._update(host, message, now)
-        report = Report.from_record(message.get("report"))
-        if report is not None:
-            self._add(host, report, now)
-        if kind == "stacks" and isinstance(message.get("ranks"), list):
-            host.places = [p for r in message["ranks"] if (p := Place.from_record(host.name, r))]
-        if isinstance(message.get("ended"), int) and host.ended is None:
-            host.ended = message["ended"]
-            if host.ended and report is None and self.phase is Phase.RUNNING:
-                self._fail()
-        if kind == "hello":
+        offset = now - message.sent
+        host.offset = offset if host.offset is None else min(host.offset, offset)
+        if isinstance(message, Stopping):
+            self._stop(message.signal, message.failure)
+        elif message.attempt == self.attempt:
+            self._take(number, message, now)
+        if isinstance(message, Hello):
             self._catch_up(number)
 
-    def _update(self, host: Host, message: Mapping[str, Any], now: float) -> None:
-        host.state = str(message.get("state", host.state))
-        host.joined = _whole(message.get("joined"))
-        host.nproc = _whole(message.get("nproc"))
-        host.busy = bool(message.get("busy"))
-        moves = _whole(message.get("moves"))
-        if moves != host.moves:
-            host.moves, self._moved, self._dumped_at = moves, now, None
-        self._reports_status |= host.joined > 0
-        self._fruitful |= host.joined > 0 or bool(message.get("lived"))
+    def _take(self, number: int, message: FromHost, now: float) -> None:
+        host = self.hosts[number]
+        match message:
+            case Hello() | Beat() | Ended():
+                self._update(host, message.position, now)
+                self._look_for_end(number, message.position)
+            case Reported():
+                self._add(host, message.report, now)
+            case Stacks():
+                host.ranks = message.ranks
 
-    def _add(self, host: Host, report: Report, now: float) -> None:
-        if self.phase is Phase.STOPPING:
+    def _update(self, host: JobHost, position: Position, now: float) -> None:
+        self.news |= host.status is not position.status
+        host.status, host.busy = position.status, position.busy
+        host.joined, host.nproc = position.joined, position.nproc
+        if position.moves != host.moves:
+            host.moves, self._moved, self._dumped_at = position.moves, now, None
+        self._reports_status |= host.joined > 0
+        self._fruitful |= host.joined > 0 or position.lived
+        if position.report is not None:
+            self._add(host, position.report, now)
+
+    def _look_for_end(self, number: int, position: Position) -> None:
+        if position.ended is None or number not in self._active:
+            return
+        self._active.discard(number)
+        self.hosts[number].ended = position.ended
+        if position.ended and position.report is None:
+            self._fail()
+
+    def _add(self, host: JobHost, report: Report, now: float) -> None:
+        if self.phase is JobPhase.STOPPING:
             return
         moment = report.time + host.offset if host.offset is not None else now
-        shifted = replace(report, time=min(moment, now))
         # What a host reports later of the same rank knows more: the exit code, say.
-        same = (report.failure.host, report.failure.rank)
-        kept = [r for r in self._reports if (r.failure.host, r.failure.rank) != same]
-        self._reports = [*kept, shifted]
-        self._choose()
+        key = (report.failure.host, report.failure.rank)
+        new = replace(report, time=min(moment, now))
+        if self._reports.get(key) != new:
+            self._reports[key] = new
+            self._to_choose = self.news = True
         self._fail()
 
-    def _choose(self) -> None:
-        first = first_of(self._reports)
-        self.failure = first.failure if first else None
+    def _judge(self, report: Report) -> None:
+        """Add what no host has said of itself."""
+        self._judged.append(report)
+        self._to_choose = self.news = True
+        self._fail()
 
     def _catch_up(self, number: int) -> None:
         """Tell a host that was away what it has missed."""
-        if self.phase is Phase.STOPPING:
-            self.orders.add("stop", number, signal=15, failure=self._cause)
-        elif self.phase is Phase.ENDING and not self.hosts[number].over:
-            self.orders.add("end", number, attempt=self.attempt, failure=self._record())
-        elif self.phase is Phase.RUNNING and self.attempt:
-            self.orders.add("start", number, attempt=self.attempt)
-        elif self.phase is Phase.OVER:
-            self.orders.add("finish", number, failure=self._record())
+        if self.phase is JobPhase.STOPPING:
+            self._order(StopJob(15, self._cause), number)
+        elif self.phase is JobPhase.ENDING and not self.hosts[number].over:
+            self._order(EndAttempt(self.attempt, self.failure), number)
+        elif self.phase is JobPhase.RUNNING and self.attempt:
+            self._order(StartAttempt(self.attempt), number)
+        elif self.phase is JobPhase.OVER:
+            self._order(FinishJob(self.failure), number)
+
+    def _order(self, order: Order, host: int | None = None) -> None:
+        self.orders.append((host, order))
 
     # -- time -------------------------------------------------------------------------------
 
@@ -202,16 +231,18 @@ class Coordinator:
         self._forgive(now)
         if now - self._beat_at >= self.policy.beat_seconds:
             self._beat_at = now
-            self.orders.add("beat")
-        if self.phase is Phase.OVER:
+            self._order(KeepAlive())
+        if self.phase is JobPhase.OVER:
             return
-        self._look_for_lost(now)
-        if self.phase is Phase.RUNNING:
-            self._look_for_stall(now)
-        if self.phase is Phase.WAITING:
+        if now - self._swept >= SWEEP_SECONDS:
+            self._swept = now
+            self._look_for_lost(now)
+            if self.phase is JobPhase.RUNNING:
+                self._look_for_stall(now)
+        if self.phase is JobPhase.WAITING:
             if now >= self._restart_at:
                 self._start(now)
-        elif all(host.over for host in self.hosts):
+        elif not self._active:
             self._conclude(now)
 
     def _forgive(self, now: float) -> None:
@@ -227,38 +258,36 @@ class Coordinator:
     def _look_for_lost(self, now: float) -> None:
         # Once ranks have joined, the agents of all hosts have been there; and an end waits for
         # nobody who takes his time to start.
-        if self._expected is None and (self._reports_status or self.phase is not Phase.RUNNING):
+        if self._expected is None and (self._reports_status or self.phase is not JobPhase.RUNNING):
             self._expected = now
-        for number, host in enumerate(self.hosts):
-            if number == 0 or host.over:
-                continue
+        for number in sorted(self._active - {0}):
+            host = self.hosts[number]
             if host.heard is None:
-                self._look_for_absent(host, now)
+                self._look_for_absent(number, now)
             elif now - host.heard > self.policy.lost_host_timeout:
                 seconds = self.policy.lost_host_timeout
                 reason = f"was lost: no word from its agent for {seconds:g} s"
-                self._lose(host, reason, host.heard)
+                self._lose(number, reason, host.heard)
 
-    def _look_for_absent(self, host: Host, now: float) -> None:
+    def _look_for_absent(self, number: int, now: float) -> None:
         start, silence = self.policy.start_timeout, self.policy.lost_host_timeout
         if now - self._began > start:
             reason = f"did not report within {start:g} s of the start{unreached(self._port)}"
-            self._lose(host, reason, now)
+            self._lose(number, reason, now)
         elif self._expected is not None and now - self._expected > silence:
             reason = f"was lost: no word from its agent for {silence:g} s"
-            self._lose(host, reason, self._expected)
+            self._lose(number, reason, self._expected)
 
-    def _lose(self, host: Host, reason: str, moment: float) -> None:
-        host.lost, host.state = True, "lost"
-        if self.phase is Phase.STOPPING:
-            return
-        failure = Failure(host.name, None, None, reason, "", self.policy.output)
-        self._reports.append(Report(failure, moment, Severity.LOST))
-        self._choose()
-        self._fail()
+    def _lose(self, number: int, reason: str, moment: float) -> None:
+        host = self.hosts[number]
+        host.lost, host.status, self.news = True, HostStatus.LOST, True
+        self._active.discard(number)
+        if self.phase is not JobPhase.STOPPING:
+            failure = Failure(host.name, None, None, reason, "", self._output)
+            self._judge(Report(failure, moment, Severity.LOST))
 
     def _look_for_stall(self, now: float) -> None:
-        alive = [host for host in self.hosts if not host.over]
+        alive = [self.hosts[number] for number in sorted(self._active)]
         if not alive or any(not host.nproc or host.joined < host.nproc for host in alive):
             self._look_for_late_start(alive, now)
             return
@@ -268,60 +297,61 @@ class Coordinator:
         if self._dumped_at is None:
             self._dumped_at = now
             for host in alive:
-                host.places = None
-            self.orders.add("dump", attempt=self.attempt)
-            return
-        if all(host.places is not None for host in alive) or (
+                host.ranks = None
+            self._order(DumpStacks(self.attempt))
+        elif all(host.ranks is not None for host in alive) or (
             now - self._dumped_at > STACK_SECONDS
         ):
-            places = [place for host in alive for place in host.places or ()]
-            report = stalled_report(places, now - self._moved, alive[0].name, self.policy.output)
+            ranks = [rank for host in alive for rank in host.ranks or ()]
+            report = stalled_report(ranks, now - self._moved, alive[0].name, self._output)
             self._dumped_at = None
-            self._reports.append(replace(report, time=now))
-            self._choose()
             self.notices.append(Notice("stalled", self.attempt, report.failure))
-            self._fail()
+            self._judge(replace(report, time=now))
 
-    def _look_for_late_start(self, alive: Sequence[Host], now: float) -> None:
+    def _look_for_late_start(self, alive: Sequence[JobHost], now: float) -> None:
         """Nobody waits at a launcher for the ranks of a restart to join."""
         late = now - self._moved > self.policy.start_timeout
         if not self.attempt or not self._reports_status or not late:
             return
         host = min(alive, key=lambda host: host.joined - host.nproc)
         reason = f"has ranks that did not join within {self.policy.start_timeout:g} s of a restart"
-        failure = Failure(host.name, None, None, reason, "", self.policy.output)
-        self._reports.append(Report(failure, now, Severity.UNNAMED))
-        self._choose()
-        self._fail()
+        failure = Failure(host.name, None, None, reason, "", self._output)
+        self._judge(Report(failure, now, Severity.UNNAMED))
 
     # -- decisions --------------------------------------------------------------------------
 
+    def _go(self, phase: JobPhase) -> None:
+        self.phase, self.news = phase, True
+
     def _fail(self) -> None:
-        if self.phase is Phase.RUNNING and self.policy.on_failure == "stop":
-            self.phase = Phase.ENDING
-            self.orders.add("end", attempt=self.attempt, failure=self._record())
+        if self.phase is JobPhase.RUNNING and self.policy.on_failure == "stop":
+            self._go(JobPhase.ENDING)
+            self._order(EndAttempt(self.attempt, self.failure))
 
     def _stop(self, number: int, cause: Failure | None) -> None:
         """A host was told to stop: the whole job stops, and is not started again. ``cause``: what
         failed there, where nobody asked for the stop."""
-        if self.phase in (Phase.STOPPING, Phase.OVER):
+        if self.phase in (JobPhase.STOPPING, JobPhase.OVER):
             return
-        self.phase = Phase.STOPPING
-        if cause is not None:
-            self.failure = cause
-            self._cause = cause.to_record()
-        self.orders.add("stop", signal=number, failure=self._cause)
+        self._go(JobPhase.STOPPING)
+        self._cause = cause
+        self._order(StopJob(number, cause))
+
+    def leave(self, now: float) -> None:
+        """This host goes, and a stop waits for nobody: what is known has to do."""
+        if self.phase is JobPhase.STOPPING:
+            self._conclude(now)
 
     def _conclude(self, now: float) -> None:
         """Every host has ended this attempt, or is lost."""
         failed = any(host.lost or host.ended for host in self.hosts)
-        if self.phase is Phase.STOPPING:
-            failed_by = Notice("failed", self.attempt, self.failure)
-            self._finish(failed_by if self._cause is not None else None)
-        elif not failed and not self._reports:
+        if self.phase is JobPhase.STOPPING:
+            event = "stopped" if self._cause is None else "failed"
+            self._finish(Notice(event, self.attempt, self.failure))
+        elif not failed and not self._reports and not self._judged:
             self._finish(Notice("finished", self.attempt))
         elif self._may_restart():
-            self.phase = Phase.WAITING
+            self._go(JobPhase.WAITING)
             wait = min(BACK_OFF_SECONDS * 2 ** len(self.restarts), MAX_BACK_OFF_SECONDS)
             self._restart_at = now + wait
             self.restarts.append({"attempt": self.attempt, "failure": self._record()})
@@ -343,34 +373,30 @@ class Coordinator:
 
     def _start(self, now: float) -> None:
         self.attempt += 1
-        self.phase = Phase.RUNNING
-        self._reports, self.failure, self._fruitful = [], None, False
+        self._go(JobPhase.RUNNING)
+        self._reports, self._judged, self._to_choose, self._fruitful = {}, [], True, False
         self._dumped_at, self._moved = None, now
+        self._active = set(range(len(self.hosts)))
         for host in self.hosts:
             host.ended, host.joined, host.busy, host.moves = None, 0, False, -1
-            host.state = "starting"
-        self.orders.add("start", attempt=self.attempt)
+            host.status = HostStatus.STARTING
+        self._order(StartAttempt(self.attempt))
 
-    def _finish(self, notice: Notice | None) -> None:
-        self.phase = Phase.OVER
-        if notice is not None:
-            self.notices.append(notice)
-        self.orders.add("finish", failure=self._record())
+    def _finish(self, notice: Notice) -> None:
+        self._go(JobPhase.OVER)
+        self.notices.append(notice)
+        self._order(FinishJob(self.failure))
 
     def _record(self) -> dict[str, Any] | None:
         return self.failure.to_record() if self.failure is not None else None
 
     def summary(self) -> dict[str, Any]:
-        """What ``query`` shows of the job: small, and equal while nothing has happened."""
+        """What ``query`` shows of the job."""
         return {
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
             "attempts": self.policy.attempts,
             "failure": self._record(),
-            "hosts": {str(n): host.state for n, host in enumerate(self.hosts)},
+            "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
         }
-
-
-def _whole(value: object, otherwise: int = 0) -> int:
-    return value if isinstance(value, int) else otherwise

@@ -11,13 +11,15 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from flagscale.files import plain
 from flagscale.launch.layout import RANKS_DIRECTORY
+from flagscale.launch.liveness.records import from_record, printable
 from flagscale.status import Event
 
 TAIL_BYTES = 256 * 1024
@@ -88,25 +90,12 @@ class Failure:
         return f"{who} {self.reason}".partition("\n")[0]
 
     def to_record(self) -> dict[str, Any]:
-        return {**asdict(self), "log": str(self.log)}
+        return dict(plain(self))
 
     @classmethod
     def from_record(cls, record: object) -> Failure | None:
         """What :meth:`to_record` gave; None for anything else."""
-        if not isinstance(record, Mapping):
-            return None
-        try:
-            rank, code = record["rank"], record["exit_code"]
-            return cls(
-                host=str(record["host"]),
-                rank=None if rank is None else int(rank),
-                exit_code=None if code is None else int(code),
-                reason=str(record["reason"]),
-                traceback=str(record["traceback"]),
-                log=Path(str(record["log"])),
-            )
-        except (KeyError, TypeError, ValueError):
-            return None
+        return from_record(cls, record)
 
 
 @dataclass(frozen=True)
@@ -117,19 +106,6 @@ class Report:
     failure: Failure
     time: float
     severity: Severity
-
-    def to_record(self) -> dict[str, Any]:
-        return {**self.failure.to_record(), "time": self.time, "severity": int(self.severity)}
-
-    @classmethod
-    def from_record(cls, record: object) -> Report | None:
-        failure = Failure.from_record(record)
-        if failure is None or not isinstance(record, Mapping):
-            return None
-        try:
-            return cls(failure, float(record["time"]), Severity(int(record["severity"])))
-        except (KeyError, TypeError, ValueError):
-            return None
 
 
 def first_of(reports: Iterable[Report]) -> Report | None:
@@ -273,7 +249,7 @@ def _rank_report(
         # Told to end while it was ending by itself: not what it would have ended with.
         code = None if code == -signal.SIGTERM else code
         # Where the message says what to do, the traceback would only hide it.
-        trace = "" if event.get("explained") else str(event.get("traceback", ""))
+        trace = "" if event.get("explained") else printable(str(event.get("traceback", "")))
         failure = Failure(host.name, rank, code, _reason(event, code), trace, log)
         severity = Severity.CONSEQUENCE if lost_a_peer(event) else Severity.FAILED
         return Report(failure, event.time, severity)
@@ -283,12 +259,13 @@ def _rank_report(
     # A program that explains itself without a traceback has done so in its last lines.
     trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (code or 0) >= 0 else ""
     moment = entry.time if entry is not None else 0.0
-    return Report(Failure(host.name, rank, code, reason, trace, log), moment, _weight(code))
+    return Report(Failure(host.name, rank, code, reason, trace, log), moment, _severity(code))
 
 
 def _reason(event: Event, code: int | None) -> str:
     """What an exception said, the exit code behind its first line; a hint may follow."""
-    kind, message = event.get("kind", "an exception"), str(event.get("message", "")).strip()
+    kind = event.get("kind", "an exception")
+    message = printable(str(event.get("message", ""))).strip()
     first, _, others = message.partition("\n")
     reason = f"failed: {kind}{f': {first}' if first else ''}"
     if code is not None:
@@ -296,7 +273,7 @@ def _reason(event: Event, code: int | None) -> str:
     return f"{reason}\n{others}" if others else reason
 
 
-def _weight(code: int | None) -> Severity:
+def _severity(code: int | None) -> Severity:
     if code is not None and -code in _CAUSES:
         return Severity.KILLED
     if code in (-signal.SIGTERM, -signal.SIGABRT):

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flagscale import files
 from flagscale.hosts.kernel import out_of_memory_kills
 from flagscale.launch.layout import status_directory
 from flagscale.launch.liveness.attempt import Attempt, Stage
 from flagscale.launch.liveness.diagnosis import End, Failure, Report, Severity, host_report
-from flagscale.launch.liveness.protocol import Message
+from flagscale.launch.liveness.messages import (
+    Beat,
+    DumpStacks,
+    EndAttempt,
+    Ended,
+    FinishJob,
+    FromHost,
+    Hello,
+    HostStatus,
+    Order,
+    Position,
+    Reported,
+    Stacks,
+    StartAttempt,
+    StopJob,
+    Stopping,
+)
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
@@ -45,7 +60,7 @@ class Member:
         """Whether nothing will be started any more."""
         self.lost = False
         """Whether the link to the coordinator was lost for good."""
-        self.out: list[Message] = []
+        self.out: list[FromHost] = []
         self._run_id = run_id
         self._grace = grace
         self._command = list(command)
@@ -106,63 +121,57 @@ class Member:
         if self._call is not None and (
             self._call.complete(now) or now - self._called_at > _STACK_SECONDS
         ):
-            places = [place.to_record() for place in self._call.places()]
-            self._say("stacks", ranks=places)
+            self.out.append(Stacks(*self._head(), self._call.ranks()))
             self._call = None
         if self.attempt.stage is Stage.OVER and not self._told_ended:
             self._told_ended = True
             self._reported = self._final_report() or self._reported
-            self._say("ended", **self._position())
+            self.out.append(Ended(*self._head(), self._position()))
 
     # -- what it says -----------------------------------------------------------------------
 
-    def hello(self) -> Message:
+    def hello(self) -> Hello:
         """Everything that the coordinator has to know of a host that it doesn't know."""
         if self.signal is not None:
-            self._say_stopping()
-        return self._message("hello", **self._position())
+            self._say_stopping(self.signal)
+        return Hello(*self._head(), self._position())
 
-    def beat(self) -> Message:
-        return self._message("beat", **self._position())
+    def beat(self) -> Beat:
+        return Beat(*self._head(), self._position())
 
-    def _position(self) -> dict[str, Any]:
+    def _head(self) -> tuple[int, int, float]:
+        """What every message begins with."""
+        return self.number, self.attempt_number, time.time()
+
+    def _position(self) -> Position:
         watch, attempt = self._watch, self.attempt
         lived = not watch.events and time.monotonic() - attempt.began >= LIVED_SECONDS
-        position: dict[str, Any] = {
-            "state": self.state,
-            "joined": len(watch.joined),
-            "nproc": self.host.nproc,
-            "moves": watch.moves,
-            "busy": watch.busy,
-            "lived": lived,
-        }
-        if self._told_ended:
-            position["ended"] = attempt.code
-        if self._reported is not None:
-            position["report"] = self._reported.to_record()
-        return position
+        return Position(
+            status=self.status,
+            joined=len(watch.joined),
+            nproc=self.host.nproc,
+            moves=watch.moves,
+            busy=watch.busy,
+            lived=lived,
+            ended=attempt.code if self._told_ended else None,
+            report=self._reported,
+        )
 
     @property
-    def state(self) -> str:
+    def status(self) -> HostStatus:
         if self.attempt.stage is Stage.OVER:
-            return "finished" if self.attempt.code == 0 else "failed"
+            return HostStatus.FINISHED if self.attempt.code == 0 else HostStatus.FAILED
         if self.attempt.ending:
-            return "ending"
-        return "running" if len(self._watch.joined) >= self.host.nproc else "starting"
-
-    def _say(self, kind: str, **fields: Any) -> None:
-        self.out.append(self._message(kind, **fields))
-
-    def _message(self, kind: str, **fields: Any) -> Message:
-        place = {"kind": kind, "host": self.number, "attempt": self.attempt_number}
-        return {**place, "sent": time.time(), **fields}
+            return HostStatus.ENDING
+        joined = len(self._watch.joined) >= self.host.nproc
+        return HostStatus.RUNNING if joined else HostStatus.STARTING
 
     def _report_early(self) -> None:
         """Name a rank as soon as it says that it failed; its exit code comes later."""
         if self._watch.failed and self._reported is None and not self.attempt.ending:
             self._reported = _short(host_report(self.host, self._watch.events, None))
             if self._reported is not None:
-                self._say("report", report=self._reported.to_record())
+                self.out.append(Reported(*self._head(), self._reported))
 
     def _final_report(self) -> Report | None:
         """What failed here, now that torchrun has ended; None for what others brought about."""
@@ -178,7 +187,8 @@ class Member:
         }
         end = End(attempt.code, attempt.ended_at, counted, attempt.killed, late)
         report = host_report(self.host, events, end, output_start=self._output_start)
-        if report is not None and attempt.ending and report.severity >= Severity.UNNAMED:
+        ours = attempt.killed_command and report is not None and report.failure.rank is None
+        if report is not None and attempt.ending and (ours or report.severity >= Severity.UNNAMED):
             return None
         return _short(report)
 
@@ -193,26 +203,30 @@ class Member:
 
     # -- what it is told --------------------------------------------------------------------
 
-    def obey(self, order: Mapping[str, Any], now: float) -> None:
+    def obey(self, order: Order, now: float) -> None:
         """Follow an order of the coordinator."""
-        kind = order.get("kind")
-        if kind == "stop":
-            cause = Failure.from_record(order.get("failure"))
-            self.stop(int(order.get("signal") or 15), tell=False, cause=cause)
-        elif kind == "finish":
-            self.failure = Failure.from_record(order.get("failure")) or self.failure
-            self.finished = True
-            self._end_failed()
-        elif kind == "start" and order.get("attempt") == self.attempt_number + 1:
-            if self.attempt.stage is Stage.OVER and self.signal is None:
-                say(f"attempt {self.attempt_number + 2} starts")
-                self.begin(self.attempt_number + 1)
-        elif order.get("attempt") != self.attempt_number:
-            return
-        elif kind == "end":
-            self.failure = Failure.from_record(order.get("failure")) or self.failure
-            self._end_failed()
-        elif kind == "dump" and self._call is None and self.attempt.stage is Stage.RUNNING:
+        match order:
+            case StopJob():
+                self.stop(order.signal, tell=False, cause=order.failure)
+            case FinishJob():
+                self.failure = order.failure or self.failure
+                self.finished = True
+                self._end_failed()
+            case StartAttempt() if order.attempt == self.attempt_number + 1:
+                self._start_again(order.attempt)
+            case EndAttempt() if order.attempt == self.attempt_number:
+                self.failure = order.failure or self.failure
+                self._end_failed()
+            case DumpStacks() if order.attempt == self.attempt_number:
+                self._dump_stacks(now)
+
+    def _start_again(self, number: int) -> None:
+        if self.attempt.stage is Stage.OVER and self.signal is None:
+            say(f"attempt {number + 1} starts")
+            self.begin(number)
+
+    def _dump_stacks(self, now: float) -> None:
+        if self._call is None and self.attempt.stage is Stage.RUNNING:
             self._called_at = now
             self._call = StackCall(self.host, self._watch, self.attempt.ranks())
 
@@ -223,11 +237,10 @@ class Member:
             self.signal, self.cause = number, cause
             self.attempt.end(failed=False)
             if tell:
-                self._say_stopping()
+                self._say_stopping(number)
 
-    def _say_stopping(self) -> None:
-        cause = self.cause.to_record() if self.cause is not None else None
-        self._say("stopping", signal=self.signal, failure=cause)
+    def _say_stopping(self, number: int) -> None:
+        self.out.append(Stopping(*self._head(), number, self.cause))
 
     def lose(self, failure: Failure) -> None:
         """The coordinator, or the way to it, is gone: end everything here."""

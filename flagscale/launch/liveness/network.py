@@ -1,76 +1,114 @@
-"""The sockets of the coordinator and of the agents that talk to it. Nothing here waits.
+"""The sockets of the coordinator and of the agents that talk to it. Nothing here waits, and a call
+costs what has come to pass, not what there is: a thousand agents may be connected.
 
 An unauthenticated peer learns a random number and nothing else: whoever does not prove within a
-few seconds that it knows the run's secret is hung up on, and no more than a few may try at once.
+few seconds that it knows the run's secret is hung up on, and only so many may try at once.
 """
 
 from __future__ import annotations
 
 import errno
+import resource
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from flagscale.launch.liveness.protocol import Channel, Message, ProtocolError
+from flagscale.launch.liveness.messages import FromHost, Order, decode, encode
+from flagscale.launch.liveness.protocol import Channel, ProtocolError
 
 ADMISSION_SECONDS = 5.0
 MAX_UNAUTHENTICATED = 64
+"""How many may try at once beside the run's own hosts, which may all come at the same moment."""
 MAX_UNAUTHENTICATED_BYTES = 256
 FIRST_RETRY_SECONDS = 0.1
 RETRY_SECONDS = 1.0
 _READ_BYTES = 1 << 16
+_BACKLOG = 4096  # the kernel takes as many as it likes
+_ACCEPTS = 128  # before those who are known are heard again
+# After a try that failed for want of descriptors: the port would call again at once.
+_BREATH_SECONDS = 0.5
+_OWN_FILES = 128  # what an agent opens beside its connections
+
+Ready = Iterable[tuple[selectors.SelectorKey, int]]
+"""What a selector's ``select`` gave."""
 
 
-class Connection:
-    """A socket and its channel."""
+class Peer:
+    """The other end of a connection. The selector knows it as long as it is open, by ``data`` or
+    by itself."""
 
-    def __init__(self, sock: socket.socket, channel: Channel) -> None:
-        self.socket = sock
+    def __init__(
+        self,
+        sock: socket.socket,
+        channel: Channel,
+        selector: selectors.BaseSelector,
+        data: object = None,
+    ) -> None:
         self.channel = channel
         self.since = time.monotonic()
         self.host: int | None = None
         self.closed = False
+        self._socket = sock
+        self._selector = selector
+        self._data = self if data is None else data
+        self._events = selectors.EVENT_READ
         self._pending = b""
         self._received = 0
         sock.setblocking(False)
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        selector.register(sock, self._events, self._data)
+        self.flush()
 
-    def read(self) -> list[Message]:
+    def read(self) -> list[bytes]:
         """The messages that have come; closes the connection at its end or at any fault."""
-        messages: list[Message] = []
         try:
-            while data := self.socket.recv(_READ_BYTES):
-                self._received += len(data)
-                messages += self.channel.receive(data)
-                if not self.channel.ready and self._received > MAX_UNAUTHENTICATED_BYTES:
-                    break
-            self.close()
+            data = self._socket.recv(_READ_BYTES)
+            self._received += len(data)
+            messages = self.channel.receive(data)
         except BlockingIOError:
-            pass
-        except (OSError, ProtocolError, RecursionError):
+            return []
+        except (OSError, ProtocolError):
             self.close()
+            return []
+        if not data or (not self.channel.ready and self._received > MAX_UNAUTHENTICATED_BYTES):
+            self.close()
+        self.flush()
         return messages
 
+    def send(self, payload: bytes) -> None:
+        self.channel.send(payload)
+        self.flush()
+
     def flush(self) -> None:
-        """Send what can be sent now."""
+        """Send what can be sent now; the selector tells when the rest can."""
         if self.closed:
             return
         self._pending += self.channel.take()
         try:
             while self._pending:
-                self._pending = self._pending[self.socket.send(self._pending) :]
+                self._pending = self._pending[self._socket.send(self._pending) :]
         except BlockingIOError:
             pass
         except OSError:
             self.close()
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0)
+        if events != self._events:
+            self._events = events
+            self._selector.modify(self._socket, events, self._data)
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.socket.close()
+            self._selector.unregister(self._socket)
+            self._socket.close()
+
+    def late(self, now: float) -> bool:
+        """Whether it should have proven by now who it is."""
+        return not self.channel.ready and now - self.since > ADMISSION_SECONDS
 
 
 class Server:
@@ -78,84 +116,101 @@ class Server:
 
     Raises :class:`OSError` when the port is taken."""
 
-    def __init__(self, secret: bytes, port: int, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self, secret: bytes, port: int, selector: selectors.BaseSelector, hosts: int
+    ) -> None:
         self._secret = secret
         self._selector = selector
-        self._connections: list[Connection] = []
-        self._by_host: dict[int, Connection] = {}
+        self._room = hosts + MAX_UNAUTHENTICATED
+        self._peers: set[Peer] = set()
+        self._unauthenticated: dict[Peer, None] = {}  # the oldest first
+        self._by_host: dict[int, Peer] = {}
         self._listener = _listen(port)
         self._listener.setblocking(False)
+        self._listening = False
+        self._listen_at = 0.0
         self.port = int(self._listener.getsockname()[1])
-        selector.register(self._listener, selectors.EVENT_READ)
 
-    def poll(self, now: float) -> Iterator[tuple[int, Message]]:
+    def poll(self, ready: Ready, now: float) -> Iterator[tuple[int, FromHost]]:
         """Messages of hosts, in order. To be called whenever a socket is ready and often."""
-        self._forget()
-        self._accept()
-        for connection in list(self._connections):
-            for message in connection.read():
-                host = message.get("host")
-                if isinstance(host, int) and connection.host is None:
-                    self._introduce(connection, host)
-                if connection.host is not None:
-                    yield connection.host, message
-            late = now - connection.since > ADMISSION_SECONDS
-            if late and not connection.channel.ready:
-                connection.close()
-            connection.flush()
-        self._forget()
+        for key, events in ready:
+            if key.fileobj is self._listener:
+                self._accept(now)
+            elif isinstance(key.data, Peer) and not key.data.closed:
+                yield from self._serve(key.data, events)
+        while self._unauthenticated and (oldest := next(iter(self._unauthenticated))).late(now):
+            self._drop(oldest)
+        if not self._listening and now >= self._listen_at:
+            self._listening = True
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def send(self, host: int | None, message: Message) -> None:
+    def send(self, host: int | None, order: Order) -> None:
         """To one host, or to all. A host that is not there will say hello again."""
-        wanted = self._by_host if host is None else {host} & self._by_host.keys()
-        for number in list(wanted):
-            self._by_host[number].channel.send(message)
-            self._by_host[number].flush()
+        payload = encode(order)
+        peers = self._by_host.values() if host is None else filter(None, [self._by_host.get(host)])
+        for peer in list(peers):
+            peer.send(payload)
+            if peer.closed:
+                self._drop(peer)
 
     def connected(self) -> bool:
         return bool(self._by_host)
 
     def close(self) -> None:
-        self._selector.unregister(self._listener)
+        self._deafen(0.0)
         self._listener.close()
-        for connection in self._connections:
-            self._drop(connection)
+        for peer in list(self._peers):
+            self._drop(peer)
 
-    def _accept(self) -> None:
-        while True:
+    def _serve(self, peer: Peer, events: int) -> Iterator[tuple[int, FromHost]]:
+        if events & selectors.EVENT_WRITE:
+            peer.flush()
+        payloads = peer.read() if events & selectors.EVENT_READ and not peer.closed else []
+        if peer.channel.ready:
+            self._unauthenticated.pop(peer, None)
+        for message in filter(None, (decode(FromHost, payload) for payload in payloads)):
+            host = self._introduce(peer, message.host) if peer.host is None else peer.host
+            yield host, message
+        if peer.closed:
+            self._drop(peer)
+
+    def _accept(self, now: float) -> None:
+        for _ in range(_ACCEPTS):
             try:
-                sock, _ = self._listener.accept()
+                sock, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of descriptors: whoever knocks may try again.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._deafen(now + _BREATH_SECONDS)
                     return
                 raise
-            unauthenticated = [c for c in self._connections if not c.channel.ready]
-            if len(unauthenticated) >= MAX_UNAUTHENTICATED:
-                unauthenticated[0].close()
-                self._forget()
-            connection = Connection(sock, Channel(self._secret, server=True))
-            self._connections.append(connection)
-            self._selector.register(sock, selectors.EVENT_READ)
+            if len(self._unauthenticated) >= self._room:
+                self._drop(next(iter(self._unauthenticated)))
+            peer = Peer(sock, Channel(self._secret, server=True), self._selector)
+            self._peers.add(peer)
+            self._unauthenticated[peer] = None
 
-    def _introduce(self, connection: Connection, host: int) -> None:
+    def _deafen(self, until: float) -> None:
+        """Whoever knocks has to wait."""
+        if self._listening:
+            self._listening, self._listen_at = False, until
+            self._selector.unregister(self._listener)
+
+    def _introduce(self, peer: Peer, host: int) -> int:
         old = self._by_host.get(host)
         if old is not None:
-            old.close()
-        connection.host = host
-        self._by_host[host] = connection
+            self._drop(old)
+        peer.host = host
+        self._by_host[host] = peer
+        return host
 
-    def _forget(self) -> None:
-        for connection in [c for c in self._connections if c.closed]:
-            self._drop(connection)
-        self._connections = [c for c in self._connections if not c.closed]
-        self._by_host = {h: c for h, c in self._by_host.items() if not c.closed}
-
-    def _drop(self, connection: Connection) -> None:
-        unregister(self._selector, connection.socket)
-        connection.close()
+    def _drop(self, peer: Peer) -> None:
+        peer.close()
+        self._peers.discard(peer)
+        self._unauthenticated.pop(peer, None)
+        if peer.host is not None and self._by_host.get(peer.host) is peer:
+            del self._by_host[peer.host]
 
 
 class Client:
@@ -167,7 +222,7 @@ class Client:
         self._secret = secret
         self._address = address
         self._selector = selector
-        self._connection: Connection | None = None
+        self._peer: Peer | None = None
         self._connecting: socket.socket | None = None
         self._connecting_since = 0.0
         self._try_at = 0.0
@@ -177,44 +232,49 @@ class Client:
         self.fresh = False
         """Whether a connection has come about since this was last set to False."""
 
-    def poll(self, now: float) -> list[Message]:
-        """The messages that have come. Connects where there is no connection."""
-        if self._connection is None:
+    def poll(self, ready: Ready, now: float) -> list[Order]:
+        """The orders that have come. Connects where there is no connection. The selector knows
+        this client's sockets by the client."""
+        peer = self._peer
+        if peer is None:
             self._connect(now)
             return []
-        was_ready = self._connection.channel.ready
-        messages = self._connection.read()
-        self._connection.flush()
-        if self._connection.channel.ready and not was_ready:
-            self.fresh = True
-        late = now - self._connection.since > ADMISSION_SECONDS
-        if self._connection.closed or (late and not self._connection.channel.ready):
+        payloads: list[bytes] = []
+        was_ready = peer.channel.ready
+        for key, events in ready:
+            if key.data is self and not peer.closed:
+                peer.flush()
+                payloads += peer.read() if events & selectors.EVENT_READ else []
+        self.fresh |= peer.channel.ready and not was_ready
+        if peer.closed or peer.late(now):
             self._hang_up(now)
-        return messages
+        return [order for payload in payloads if (order := decode(Order, payload)) is not None]
 
     @property
     def ready(self) -> bool:
-        return self._connection is not None and self._connection.channel.ready
+        return self._peer is not None and self._peer.channel.ready
 
-    def send(self, message: Message) -> None:
+    def send(self, message: FromHost) -> None:
         """Send, where there is a connection: a message that is lost is said again in the next
         hello."""
-        if self._connection is not None and self.ready:
-            self._connection.channel.send(message)
-            self._connection.flush()
+        if self._peer is not None and self.ready:
+            self._peer.send(encode(message))
 
     def close(self) -> None:
         self._hang_up(0.0)
-        if self._connecting is not None:
-            unregister(self._selector, self._connecting)
-            self._connecting.close()
+        self._give_up()
 
     def _hang_up(self, now: float) -> None:
-        if self._connection is not None:
-            unregister(self._selector, self._connection.socket)
-            self._connection.close()
-        self._connection = None
+        if self._peer is not None:
+            self._peer.close()
+        self._peer = None
         self._try_at = now + self._wait
+
+    def _give_up(self) -> None:
+        if self._connecting is not None:
+            self._selector.unregister(self._connecting)
+            self._connecting.close()
+            self._connecting = None
 
     def _connect(self, now: float) -> None:
         if self._connecting is not None:
@@ -231,7 +291,7 @@ class Client:
                 self._connecting.setblocking(False)
                 self._connecting_since = now
                 # Wakes up whoever waits on the selector, by success and by failure.
-                self._selector.register(self._connecting, selectors.EVENT_WRITE)
+                self._selector.register(self._connecting, selectors.EVENT_WRITE, self)
                 with suppress(OSError):
                     self._connecting.connect_ex(target)
                 self._finish(now)
@@ -246,23 +306,23 @@ class Client:
             sock.getpeername()
         except OSError:
             if fault or now - self._connecting_since > ADMISSION_SECONDS:
-                unregister(self._selector, sock)
-                sock.close()
-                self._connecting = None
+                self._give_up()
             return
         self._connecting, self._wait = None, FIRST_RETRY_SECONDS
-        unregister(self._selector, sock)
-        self._connection = Connection(sock, Channel(self._secret, server=False))
-        self._connection.flush()
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.unregister(sock)
+        self._peer = Peer(sock, Channel(self._secret, server=False), self._selector, self)
 
 
-def unregister(selector: selectors.BaseSelector, sock: socket.socket) -> None:
-    """Forget a socket that may be closed already, which the selector knows by its object."""
-    for key in list(selector.get_map().values()):
-        if key.fileobj is sock:
-            selector.unregister(sock)
-            return
+def allow_files(connections: int) -> int | None:
+    """Let this process open the files that so many connections need. What it may open where that
+    is less."""
+    needed = connections + MAX_UNAUTHENTICATED + _OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed if allowed < needed else None
 
 
 def _listen(port: int) -> socket.socket:
@@ -279,7 +339,7 @@ def _bound(family: int, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(("", port))
-        listener.listen(256)
+        listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -1,113 +1,166 @@
-"""The agent's command line."""
+"""What an agent is told: its command line, and the options in it. Standard library alone."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import socket
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from flagscale.files import json_text, plain
+from flagscale.hosts.names import expand
 from flagscale.launch.liveness.policy import Policy
-from flagscale.launch.liveness.watch import HostView
 from flagscale.status import RUN_ID_VARIABLE
 
-EVENTS = ("failed", "stalled", "restarted", "finished")
+Event = Literal["failed", "stalled", "restarted", "finished"]
 """What people can be notified of."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What an agent is told. ``coordinator`` is None on a run's only host."""
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions(Policy):
+    """What the agent of one host is told. An option that the user gives has the name of its key in
+    ``experiment.runner``. Those with a default may be left out: on a run's only host there are no
+    others to meet."""
 
-    view: HostView
-    grace: float
+    run_name: str
+    """The experiment's name, for people."""
+    run_dir: Path
+    """The run's directory on this host."""
+    name: str
+    """This host's name in the plan."""
+    node_rank: int
+    first_rank: int
+    nproc: int
+    """0: not known."""
+    stop_grace: float
+    notify_on: tuple[Event, ...] = ()
+    """What people are told of from this host."""
+    master_addr: str = ""
+    liveness_port: int | None = None
+    """Where the agents meet; None for one that is alone."""
+    hosts: tuple[str, ...] = ()
+    """On host 0, the names of all hosts by node rank, in ranges: ``node[01-16]``."""
+    master_name: str = ""
+    """On the others, the name of host 0."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all hosts, on host 0."""
+        return [name for names in self.hosts for name in expand(names)] or [self.name]
+
+    def to_json(self) -> str:
+        """A line for each option that is given."""
+        told = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+        return json_text(plain(told)).rstrip("\n")
+
+    @classmethod
+    def from_json(cls, text: str) -> AgentOptions:
+        """Raises :class:`ValueError` with a sentence that says what is wrong with the text."""
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"this is no JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, found {json.dumps(record)[:80]}")
+        kinds = _kinds()
+        for name in record:
+            if name not in kinds:
+                near = "".join(f"; did you mean {n!r}?" for n in get_close_matches(name, kinds, 1))
+                raise ValueError(f"there is no option {name!r}{near}")
+        absent = [f.name for f in fields(cls) if f.default is MISSING and f.name not in record]
+        if absent:
+            raise ValueError(f"{', '.join(absent)}: missing")
+        made = cls(**{name: _value(name, kinds[name], record[name]) for name in record})
+        try:
+            made.names  # noqa: B018 - what is no range is found now, not in the job
+        except ValueError as error:
+            raise ValueError(f"hosts: {error}") from None
+        return made
+
+
+@cache
+def _kinds() -> Mapping[str, Any]:
+    return get_type_hints(AgentOptions)
+
+
+def _value(name: str, kind: Any, value: object) -> Any:
+    try:
+        return _read(kind, value)
+    except ValueError as error:
+        raise ValueError(f"{name} is {json.dumps(value)}: expected {error}") from None
+
+
+_SCALARS: dict[Any, tuple[str, tuple[type, ...]]] = {
+    str: ("a text", (str,)),
+    Path: ("a text", (str,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+}
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """A field's value from JSON's. Raises :class:`ValueError` with what was expected."""
+    inner = get_args(kind)
+    if type(None) in inner:
+        return _read(inner[0], value)
+    if get_origin(kind) is Literal:
+        if value not in inner:
+            raise ValueError(" or ".join(inner))
+        return value
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError("a list")
+        return tuple(_read(inner[0], one) for one in value)
+    expected, types = _SCALARS[kind]
+    if type(value) not in types:
+        raise ValueError(expected)
+    return kind(value)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What an agent is started with. ``sweep``: to end what a killed agent left."""
+
+    options: AgentOptions
     command: tuple[str, ...]
     sweep: bool
-    policy: Policy
-    run_name: str
-    host: int
-    hosts: tuple[str, ...]
-    master_name: str
-    coordinator: tuple[str, int] | None
-    notify_on: frozenset[str]
 
 
-def parse(arguments: Sequence[str], run_id: str) -> Options:
+def parse(arguments: Sequence[str], run_id: str) -> CommandLine:
     """Read the command line; ends the program with a message where it is wrong."""
-    words = list(arguments)
+    argv = list(arguments)
     # What follows belongs to the command, whatever it looks like.
-    at = words.index("--") if "--" in words else len(words)
-    parser = _parser()
-    options = parser.parse_args(words[:at])
-    command = tuple(words[at + 1 :])
-    if not run_id:
-        parser.error(f"{RUN_ID_VARIABLE} is not set")
-    if not command and not options.sweep:
-        parser.error("no command given after --")
-    output = _own_output() or options.run_dir / "output"
-    coordinator = None
-    if options.coordinator:
-        address, _, port = options.coordinator.rpartition(":")
-        if not address or not port.isdigit():
-            parser.error(f"--coordinator {options.coordinator}: expected host:port")
-        coordinator = (address.strip("[]"), int(port))
-    name = options.name or socket.gethostname()
-    return Options(
-        view=HostView(name, options.first_rank, options.nproc, options.run_dir, output),
-        grace=options.grace,
-        command=command,
-        sweep=options.sweep,
-        policy=Policy(
-            output=output,
-            max_restarts=options.max_restarts,
-            on_failure=options.on_failure,
-            lost_host_timeout=options.lost_host_timeout,
-            start_timeout=options.start_timeout,
-            hang_timeout=options.hang_timeout,
-        ),
-        run_name=options.run_name or run_id,
-        host=options.host,
-        hosts=tuple(options.hosts or [name]),
-        master_name=options.master_name or "host 0",
-        coordinator=coordinator,
-        notify_on=frozenset(options.notify_on or ()),
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
+    at = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         prog="flagscale.launch.agent", description="Supervises one host's part of a run."
     )
-    add = parser.add_argument
-    add("--run-dir", type=Path, required=True, help="the run's directory on this host")
-    add("--grace", type=float, required=True, help="seconds between TERM and KILL")
-    add("--sweep", action="store_true", help="end what a killed agent left")
-    add("--run-name", help="name of the experiment, for people")
-    add("--name", help="this host's name in the plan")
-    add("--host", type=int, default=0, help="this host's number in the plan")
-    add("--first-rank", type=int, default=0, help="this host's first rank")
-    add("--nproc", type=int, default=0, help="this host's number of ranks; 0: not known")
-    add("--coordinator", help="host:port at which the agents meet; without it this one is alone")
-    add("--hosts", nargs="+", help="on host 0: the names of all hosts")
-    add("--master-name", help="on the others: the name of host 0")
-    add("--lost-host-timeout", type=float, default=60.0, help="seconds of silence that end a job")
-    add("--start-timeout", type=float, default=600.0, help="seconds for hosts and ranks to join")
-    add("--hang-timeout", type=float, default=0.0, help="seconds without a step; 0: never")
-    add("--max-restarts", type=int, default=0, help="how often the whole job starts again")
-    add("--on-failure", choices=("stop", "leave"), default="stop", help="what the rest does")
-    add("--notify-on", nargs="+", choices=EVENTS, help="what people are told of")
-    return parser
-
-
-def _own_output() -> Path | None:
-    """The file that this process's errors go to, which is the host's output; None if it is a
-    terminal or a pipe."""
+    told = "what it is told, as JSON, in one piece or several"
+    parser.add_argument("--options", required=True, nargs="+", metavar="JSON", help=told)
+    parser.add_argument("--sweep", action="store_true", help="end what a killed agent left")
+    given = parser.parse_args(argv[:at])
+    command = tuple(argv[at + 1 :])
+    if not run_id:
+        parser.error(f"{RUN_ID_VARIABLE} is not set")
+    if not command and not given.sweep:
+        parser.error("no command given after --")
     try:
-        if not stat.S_ISREG(os.fstat(2).st_mode):
-            return None
-        return Path("/proc/self/fd/2").readlink()
-    except OSError:
-        return None
+        options = AgentOptions.from_json("\n".join(given.options))
+    except ValueError as error:
+        parser.error(f"--options: {error}")
+    return CommandLine(options, command, given.sweep)
+
+
+def own_output(run_dir: Path) -> Path:
+    """The file that this process's errors go to, which is the host's output; where that is a
+    terminal or a pipe, the one in the run's directory."""
+    with suppress(OSError):
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            return Path("/proc/self/fd/2").readlink()
+    return run_dir / "output"

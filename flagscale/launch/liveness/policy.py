@@ -1,9 +1,8 @@
-"""What the user wants of liveness, as the agent's options say it."""
+"""What the user wants of liveness, as part of the agent's options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 OnFailure = Literal["stop", "leave"]
@@ -13,17 +12,18 @@ BUSY_FACTOR = 4.0
 BUSY_SECONDS = 1800.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Times are in seconds."""
+    """Keys of ``experiment.runner`` by their names, which say what they mean. Times are in seconds.
 
-    output: Path
-    """The output of host 0, for failures that have no log of their own."""
-    max_restarts: int = 0
-    on_failure: OnFailure = "stop"
-    lost_host_timeout: float = 60.0
-    start_timeout: float = 600.0
-    hang_timeout: float = 1800.0
+    A key that is to reach the agents is a field here, and no more: planning copies it by name.
+    """
+
+    max_restarts: int
+    on_failure: OnFailure
+    lost_host_timeout: float
+    start_timeout: float
+    hang_detection_timeout: float
     """0: a stall is never looked for."""
 
     @property
@@ -38,9 +38,9 @@ class Policy:
 
     def stall_limit(self, *, busy: bool) -> float | None:
         """How long no rank may get on before the job counts as stalled."""
-        if not self.hang_timeout:
+        if not self.hang_detection_timeout:
             return None
         if not busy:
             # How far ranks are comes with the heartbeats: between two of them nobody knows.
-            return max(self.hang_timeout, 2 * self.beat_seconds)
-        return max(BUSY_SECONDS, BUSY_FACTOR * self.hang_timeout)
+            return max(self.hang_detection_timeout, 2 * self.beat_seconds)
+        return max(BUSY_SECONDS, BUSY_FACTOR * self.hang_detection_timeout)

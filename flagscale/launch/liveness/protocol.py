@@ -8,9 +8,9 @@ that it knows the run's secret, and only then does the server::
     client   HMAC(secret, "client" server_nonce client_nonce)
     server   HMAC(secret, "server" server_nonce client_nonce)
 
-From then on a frame is ``length (4, big endian) · MAC (32) · JSON object``. The MAC covers the
-direction, the frame's number and the JSON under a key of this connection alone, so that frames can
-neither be made, altered, repeated nor dropped by whoever does not know the secret. They can be
+From then on a frame is ``length (4, big endian) · MAC (32) · payload``. The MAC covers the
+direction, the frame's number and the payload under a key of this connection alone, so that frames
+can neither be made, altered, repeated nor dropped by whoever does not know the secret. They can be
 read: they hold host names, steps and tracebacks, as the logs do.
 """
 
@@ -18,20 +18,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 import struct
-from collections.abc import Mapping
-from typing import Any
 
-MAGIC = b"flagscale-liveness-1\n"
+MAGIC = b"flagscale-liveness-2\n"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_FRAME_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
 _GREETING_BYTES = len(MAGIC) + NONCE_BYTES
-
-Message = dict[str, Any]
 
 
 class ProtocolError(Exception):
@@ -48,18 +43,17 @@ class Channel:
         self._nonces = b""
         self._received = b""
         self._outgoing = bytearray(MAGIC + self._own_nonce)
-        self._waiting: list[Mapping[str, Any]] = []
+        self._waiting: list[bytes] = []
         self._keys: tuple[bytes, bytes] | None = None
         self._numbers = [0, 0]
         self.ready = False
         """Whether the other end has proven that it knows the secret."""
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, payload: bytes) -> None:
         """Queue a message; it goes out once the other end is known."""
         if not self.ready:
-            self._waiting.append(message)
+            self._waiting.append(payload)
             return
-        payload = json.dumps(message, separators=(",", ":")).encode()
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"a message of {len(payload)} bytes is too long")
         self._outgoing += _LENGTH.pack(len(payload)) + self._mac(0, payload) + payload
@@ -70,7 +64,7 @@ class Channel:
         self._outgoing.clear()
         return data
 
-    def receive(self, data: bytes) -> list[Message]:
+    def receive(self, data: bytes) -> list[bytes]:
         """The messages that are whole with these bytes.
 
         Raises :class:`ProtocolError` for anything that no agent of this run would send; the
@@ -113,8 +107,8 @@ class Channel:
         self._keys = (down, up) if self._server else (up, down)
         self.ready = True
         waiting, self._waiting = self._waiting, []
-        for message in waiting:
-            self.send(message)
+        for payload in waiting:
+            self.send(payload)
         return True
 
     def _digest(self, purpose: bytes) -> bytes:
@@ -128,7 +122,7 @@ class Channel:
         self._numbers[direction] += 1
         return hmac.digest(self._keys[direction], number + payload, hashlib.sha256)
 
-    def _frame(self) -> Message | None:
+    def _frame(self) -> bytes | None:
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
@@ -141,10 +135,4 @@ class Channel:
         self._received = self._received[end:]
         if not hmac.compare_digest(mac, self._mac(1, payload)):
             raise ProtocolError("a frame that was not sent by an agent of this run")
-        try:
-            message = json.loads(payload)
-        except ValueError as error:
-            raise ProtocolError("a frame that holds no JSON") from error
-        if not isinstance(message, dict):
-            raise ProtocolError("a frame that holds no JSON object")
-        return message
+        return payload

@@ -1,12 +1,11 @@
-"""Where the ranks of a stalled job stand, and which of them holds up the others."""
+"""How far the ranks of a stalled job are, and which of them holds up the others."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
 
@@ -20,8 +19,8 @@ _WAITS = re.compile(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands. ``answered`` says whether it wrote its stack when asked to."""
+class RankProgress:
+    """How far a rank is. ``answered`` says whether it wrote its stack when asked to."""
 
     host: str
     rank: int
@@ -30,59 +29,38 @@ class Place:
     stopped: bool
     answered: bool
     stack: str
-    log: str
+    log: Path
 
     @property
     def waits(self) -> bool:
         return bool(_WAITS.search(self.stack))
 
-    def to_record(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_record(cls, host: str, record: object) -> Place | None:
-        """What :meth:`to_record` gave; None for anything else."""
-        if not isinstance(record, Mapping):
-            return None
-        try:
-            step = record["step"]
-            return cls(
-                host=host,
-                rank=int(record["rank"]),
-                step=None if step is None else int(step),
-                doing=str(record["doing"]),
-                stopped=bool(record["stopped"]),
-                answered=bool(record["answered"]),
-                stack=str(record["stack"])[:MAX_STACK_CHARACTERS],
-                log=str(record["log"]),
-            )
-        except (KeyError, TypeError, ValueError):
-            return None
-
-
-def behind(places: Sequence[Place]) -> Place | None:
+def behind(ranks: Sequence[RankProgress]) -> RankProgress | None:
     """The rank that the others wait for: the lowest step, then a process that is stopped, then
     one that does not answer where others do, then one that waits for nobody."""
-    if not places:
+    if not ranks:
         return None
-    lowest = min((place.step for place in places if place.step is not None), default=None)
-    last = [place for place in places if lowest is None or place.step == lowest]
-    return min(last, key=lambda place: (not place.stopped, place.answered, place.waits, place.rank))
+    lowest = min((rank.step for rank in ranks if rank.step is not None), default=None)
+    last = [rank for rank in ranks if lowest is None or rank.step == lowest]
+    return min(last, key=lambda rank: (not rank.stopped, rank.answered, rank.waits, rank.rank))
 
 
-def stalled_report(places: Sequence[Place], seconds: float, host: str, output: Path) -> Report:
+def stalled_report(
+    ranks: Sequence[RankProgress], seconds: float, host: str, output: Path
+) -> Report:
     """The failure of a job that got no further for ``seconds``. ``host`` and ``output`` stand in
     where no rank could be asked. The report's time is left to the caller."""
-    place = behind(places)
-    if place is None:
+    last = behind(ranks)
+    if last is None:
         reason = f"stalled: no rank has got on for {seconds:.0f} s"
         return Report(Failure(host, None, None, reason, "", output), 0.0, Severity.KILLED)
-    at = f" {place.doing}" if place.doing else ""
-    at += f" at step {place.step}" if place.step is not None else ""
+    at = f" {last.doing}" if last.doing else ""
+    at += f" at step {last.step}" if last.step is not None else ""
     reason = f"stalled: no rank has got on for {seconds:.0f} s, and this one is behind{at}"
-    if place.stopped:
+    if last.stopped:
         reason += "; its process is stopped (SIGSTOP)"
-    elif not place.answered:
+    elif not last.answered:
         reason += "; it did not say where it is"
-    failure = Failure(place.host, place.rank, None, reason, place.stack, Path(place.log))
+    failure = Failure(last.host, last.rank, None, reason, last.stack, last.log)
     return Report(failure, 0.0, Severity.KILLED)

@@ -11,8 +11,8 @@ from pathlib import Path
 from flagscale.hosts import kernel, processes
 from flagscale.hosts.processes import Process
 from flagscale.launch.liveness.diagnosis import rank_log
-from flagscale.launch.liveness.stall import MAX_STACK_CHARACTERS, Place
-from flagscale.status import BUSY, Event, read_events, read_place, status_files
+from flagscale.launch.liveness.stall import MAX_STACK_CHARACTERS, RankProgress
+from flagscale.status import BUSY, Event, Progress, read_events, read_progress, status_files
 
 STACK_SIGNAL = signal.SIGUSR2
 """What makes the training program write its stacks to stderr."""
@@ -43,10 +43,12 @@ class RankWatch:
     events: dict[int, list[Event]] = field(default_factory=dict)
     moves: int = 0
     """Grows whenever any rank has got on."""
-    places: dict[int, tuple[int, str]] = field(default_factory=dict)
+    progress: dict[int, Progress] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
     failed: bool = False
     _offsets: dict[Path, int] = field(default_factory=dict)
+    _steps: dict[int, int] = field(default_factory=dict)
+    """Of programs that tell of no more than events: the others' steps are not known."""
 
     def look(self) -> None:
         """Read what is new."""
@@ -54,10 +56,10 @@ class RankWatch:
             new, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
             for event in new:
                 self._take(event)
-            place = read_place(path.with_suffix(".place"))
             rank = int(path.stem.removeprefix("rank_"))
-            if place is not None and self.places.get(rank) != place:
-                self.places[rank] = place
+            progress = read_progress(self.directory, rank)
+            if progress is not None and self.progress.get(rank) != progress:
+                self.progress[rank] = progress
                 self.moves += 1
 
     def _take(self, event: Event) -> None:
@@ -66,28 +68,25 @@ class RankWatch:
         step = event.get("step")
         if event.event == "joined":
             self.joined.add(event.rank)
-        elif event.event == "progress" and event.rank not in self.places and isinstance(step, int):
-            # A program that says no more than that: the others' steps are not known.
-            self._progress[event.rank] = step
+        elif event.event == "progress" and isinstance(step, int):
+            self._steps[event.rank] = step
         # A job of months has many events of progress: none of them tells of a failure.
         if event.event in ("started", "joined", "failed", "finished"):
             self.events.setdefault(event.rank, []).append(event)
 
-    _progress: dict[int, int] = field(default_factory=dict)
-
     @property
     def busy(self) -> bool:
         """Whether some rank does what moves no step."""
-        return any(doing in BUSY for _, doing in self.places.values())
+        return any(progress.doing in BUSY for progress in self.progress.values())
 
     def step(self, rank: int) -> int | None:
         """The step a rank is at, where it says."""
-        place = self.places.get(rank)
-        return place[0] if place is not None else self._progress.get(rank)
+        progress = self.progress.get(rank)
+        return progress.step if progress is not None else self._steps.get(rank)
 
     def doing(self, rank: int) -> str:
-        place = self.places.get(rank)
-        return place[1] if place is not None else ""
+        progress = self.progress.get(rank)
+        return progress.doing if progress is not None else ""
 
 
 class StackCall:
@@ -126,11 +125,11 @@ class StackCall:
             self._seen, self._changed = answers, now
         return len(answers) == len(self._asked) and now - self._changed >= _SETTLED_SECONDS
 
-    def places(self) -> list[Place]:
-        """Where every rank of the host stands."""
+    def ranks(self) -> tuple[RankProgress, ...]:
+        """How far every rank of the host is."""
         answers = self.answers()
-        return [
-            Place(
+        return tuple(
+            RankProgress(
                 host=self._host.name,
                 rank=rank,
                 step=self._watch.step(rank),
@@ -139,10 +138,10 @@ class StackCall:
                 # Who cannot be asked is not to be blamed for its silence.
                 answered=rank in answers or (rank not in self._asked and not self._stopped[rank]),
                 stack=answers.get(rank, ""),
-                log=str(self._logs[rank]),
+                log=self._logs[rank],
             )
             for rank in sorted(self._ranks)
-        ]
+        )
 
     def _stack(self, rank: int) -> str:
         """The main thread's part of what faulthandler wrote."""

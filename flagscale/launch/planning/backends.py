@@ -8,8 +8,10 @@ from dataclasses import replace
 from flagscale.comm import registry
 from flagscale.config.arguments.backend_options import NAME as OPTIONS
 from flagscale.config.arguments.flatten import leaves
-from flagscale.config.arguments.parser import canonicalise
+from flagscale.config.arguments.registry import arguments
+from flagscale.config.arguments.values import convert
 from flagscale.config.checks import Arguments
+from flagscale.config.harmless import COMM_OPTIONS
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.config.specifics import specifics
 from flagscale.errors import ConfigError, Problem
@@ -49,13 +51,20 @@ def _complaints(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _specific_problems(experiment: Experiment, name: str) -> Iterator[Problem]:
-    """The options that a host or a type of device has of its own."""
+    """The options that a host or a type of device has of its own, in the place of all of
+    ``train``."""
+    words = Arguments.of(experiment)[OPTIONS] or ()
+    common = {word for word in words if not _complaints(name, [word])}
     for key, specific in specifics(experiment):
-        for path, leaf, value in leaves(specific.arguments, f"{key}."):
-            try:
-                canonical = canonicalise(leaf, value)
-            except ValueError:
-                continue  # reported when the YAML was read
-            if canonical is not None and canonical[0] == OPTIONS:
-                for text in _complaints(name, canonical[1]):
-                    yield Problem(path, text, experiment.sources.get(path))
+        for path, leaf, value in leaves(specific.arguments, f"{key}.", nulls=True):
+            if leaf != OPTIONS:
+                continue
+            words = convert(arguments()[OPTIONS], value or ())
+            unlike = {word.partition("=")[0] for word in common ^ set(words)}
+            texts = _complaints(name, words) or [
+                f"{option}: has to be the same on every host of a job: give it in `train`, and "
+                "here too"
+                for option in sorted(unlike - COMM_OPTIONS)
+            ]
+            for text in texts:
+                yield Problem(path, text, experiment.sources.get(path))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flagscale.config.schema import Experiment
+from flagscale.config.interpolation import ENVS, literal, readable, references
+from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.liveness import secret
+from flagscale.launch.liveness import secret, variables
 from flagscale.status import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SHELL = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 PYTHON_PATH = "PYTHONPATH"
 _SHUTDOWN_SECONDS = 5.0
+_LAUNCHERS = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, secret.VARIABLE)
 DEFAULT, INHERITED, DETECTED, COMMON = "default", "inherited", "detected", "envs"
 
 
@@ -26,8 +29,9 @@ class EnvValue:
 
     ``origin`` is ``run`` (the run's own identity), ``default`` (the user gave none),
     ``inherited`` (from the environment of the launch), ``detected`` (found on the host) or the
-    key of the YAML. A secret's value is
-    kept from files, output and ``repr``: it travels in the started script's environment alone.
+    key of the YAML. ``value`` may refer to the host's own variables
+    (:mod:`flagscale.config.interpolation`). A secret's value is kept from files, output and
+    ``repr``: it travels in the started script's environment alone.
     """
 
     name: str
@@ -35,9 +39,14 @@ class EnvValue:
     origin: str
     secret: bool = False
 
+    @property
+    def shown(self) -> str:
+        """The value as a YAML writes it: ``${host:PATH}``."""
+        return str(readable(self.value))
+
     def to_json(self) -> dict[str, object]:
         shown: dict[str, object] = {"name": self.name, "origin": self.origin}
-        return {**shown, "secret": True} if self.secret else {**shown, "value": self.value}
+        return {**shown, "secret": True} if self.secret else {**shown, "value": self.shown}
 
 
 def build_environment(
@@ -50,9 +59,9 @@ def build_environment(
     threads: int | None,
     gpus: int | None,
     interface: str | None = None,
-) -> tuple[tuple[EnvValue, ...], tuple[str, ...]]:
+) -> tuple[EnvValue, ...]:
     """The variables a host's script sets, by precedence defaults < inherited < envs < device
-    type < host, and the user's own entries of PYTHONPATH, which come after the project's.
+    type < host. PYTHONPATH among them holds the user's own entries.
 
     ``threads`` and ``gpus`` are None where the host has not been asked. ``interface`` is the one
     that reaches the other hosts."""
@@ -73,9 +82,7 @@ def build_environment(
         for name, value in _interfaces(interface).items()
         if name not in given
     )
-    own_path = given.pop(PYTHON_PATH, None)
-    values.extend(given.values())
-    return tuple(values), (own_path.value,) if own_path and own_path.value else ()
+    return (*values, *given.values())
 
 
 def _given(experiment: Experiment, host: Host) -> dict[str, EnvValue]:
@@ -87,26 +94,67 @@ def _given(experiment: Experiment, host: Host) -> dict[str, EnvValue]:
         layers.append((f"{COMMON}.device_type_specific.{host.device_type}", by_type))
     layers.append((f"{COMMON}.node_specific.{host.name}", envs.by_host.get(host.name, {})))
     given: dict[str, EnvValue] = {}
-    problems = []
+    problems: list[tuple[str, str, str]] = []
     for origin, layer in layers:
         for name, value in layer.items():
             complaint = _complaint(name, value)
             if complaint:
-                problems.append(Problem(f"experiment.{origin}.{name}", complaint))
-            given[name] = EnvValue(name, value, origin, is_secret(name, value))
+                problems.append((origin, name, complaint))
+            given[name] = EnvValue(name, value, origin, is_secret(name, literal(value)))
+    problems += _lost_references(given)
     if problems:
-        raise ConfigError(problems)
+        keys = [(f"experiment.{origin}.{name}", text) for origin, name, text in problems]
+        raise ConfigError([Problem(k, text, experiment.sources.get(k)) for k, text in keys])
     return given
 
 
 def _complaint(name: str, value: str) -> str | None:
+    text = literal(value)
     if not _NAME.fullmatch(name):
         return "is no name of an environment variable: expected letters, digits and _"
-    if name in (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, secret.VARIABLE):
+    if name in _LAUNCHERS:
         return "is set by the launcher: it tells the processes of a run from all others"
-    if "\0" in value:
+    if "\0" in text:
         return "holds a NUL character, which no environment can carry"
+    if name in _shell_names(text):
+        return f"${name} would stay as it is; for the host's own variable write ${{host:{name}}}"
+    if is_secret(name, text) and text != value:
+        return (
+            "looks like a secret, which no script may hold; a host's variables can be no part of it"
+        )
     return None
+
+
+def _lost_references(given: Mapping[str, EnvValue]) -> Iterator[tuple[str, str, str]]:
+    """References to variables that no longer have the host's own value where its script starts: the
+    launcher puts its own and all secrets into the environment of the script."""
+    taken = {*_LAUNCHERS, variables.WEBHOOK} | {v.name for v in given.values() if v.secret}
+    for value in given.values():
+        for name in references(value.value):
+            if name in taken:
+                text = f"${{host:{name}}}: the host's own is replaced before its script starts"
+                yield value.origin, value.name, text
+
+
+def _shell_names(text: str) -> list[str]:
+    """The variables that a shell would fill into a text."""
+    return list(dict.fromkeys(first or second for first, second in _SHELL.findall(text)))
+
+
+def shell_notes(experiment: Experiment) -> Iterator[str]:
+    """A note of values that look as if a shell would fill in variables: none does."""
+    envs = experiment.envs
+    layers = [(ENVS, envs.common)]
+    for section, own in zip(SPECIFIC_SECTIONS, (envs.by_type, envs.by_host), strict=True):
+        layers += [(f"{ENVS}.{section}.{name}", layer) for name, layer in own.items()]
+    found = [
+        f"{key}.{name}"
+        for key, layer in layers
+        for name, value in layer.items()
+        if _shell_names(literal(value)) and not is_secret(name, literal(value))
+    ]
+    if found:
+        yield f"{', '.join(found)}: a $NAME stays as it is; ${{host:NAME}} is the host's own"
 
 
 def _interfaces(interface: str | None) -> dict[str, str]:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning import devices
-from flagscale.launch.planning.per_host import Settings, settings
-from flagscale.launch.planning.plan import Machine
+from flagscale.launch.planning.model import Machine
 
 if TYPE_CHECKING:
     from flagscale.hosts.facts import Facts
@@ -30,29 +29,29 @@ def this_machine() -> Machine:
     )
 
 
-def with_settings(machine: Machine, own: Settings) -> Machine:
-    """A machine on which an experiment's own Python and directory hold."""
-    python = own.python or ("python" if own.conda else machine.python)
-    return replace(machine, python=python, project=own.build_dir or machine.project)
-
-
-def remote_machines(
-    experiment: Experiment, hosts: Sequence[Host], facts: Mapping[int, Facts]
+def machines(
+    experiment: Experiment, hosts: Sequence[Host], facts: Mapping[int, Facts], *, here: bool
 ) -> list[Machine]:
-    """The hosts as machines. Nothing of this machine's environment reaches them; a host without
-    an answer is one of which nothing is known."""
-    made = []
-    for rank, host in enumerate(hosts):
-        own, known = settings(experiment, host), facts.get(rank)
-        project = own.build_dir or PROJECT
-        machine = Machine(
-            python=sys.executable,
-            project=project,
-            # Where files are not shared, this working directory may not exist.
-            workdir=project if experiment.runner.no_shared_fs else Path.cwd(),
-            cpus=known.cpus if known else None,
-            gpus=known.gpus if known else None,
-            interface=known.interface if known and len(hosts) > 1 else None,
+    """The hosts as machines; ``here``: the only one is this machine. Nothing of this machine's
+    environment reaches others; a host without an answer is one of which nothing is known."""
+    if here:
+        return [this_machine()]
+    unknown = Machine(
+        python=sys.executable,
+        project=PROJECT,
+        # Where files are not shared, this working directory may not exist.
+        workdir=None if experiment.runner.no_shared_fs else Path.cwd(),
+        cpus=None,
+        gpus=None,
+    )
+    return [
+        unknown
+        if (known := facts.get(node_rank)) is None
+        else replace(
+            unknown,
+            cpus=known.cpus,
+            gpus=known.gpus,
+            interface=known.interface if len(hosts) > 1 else None,
         )
-        made.append(with_settings(machine, own))
-    return made
+        for node_rank in range(len(hosts))
+    ]

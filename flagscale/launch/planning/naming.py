@@ -21,7 +21,7 @@ def unknown_names(experiment: Experiment, listed: Sequence[Host]) -> list[Proble
     types = list(dict.fromkeys(host.device_type for host in listed if host.device_type))
     names = [host.name for host in listed]
     problems = []
-    for key, name, by_type in _unmatched(experiment, types, names):
+    for key, name, by_type in _unmatched(experiment, types, set(names)):
         known, what = (types, "type") if by_type else (names, "name")
         there = f"it has {compress(known)}" if known else "its lines have no type="
         near = did_you_mean(name, known) or f"; {there}"

@@ -9,11 +9,12 @@ the next.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.schema import PROJECT, Experiment, Specific
 from flagscale.hosts.hostfile import Host
@@ -87,6 +88,19 @@ def settings(experiment: Experiment, host: Host) -> Settings:
     return Settings(**values, sections=sections, origins=(*origins, *found))
 
 
+def all_settings(experiment: Experiment, hosts: Iterable[Host]) -> tuple[Settings, ...]:
+    """What it says of each host. Hosts of one type that have nothing of their own share theirs:
+    of thousands, few are worked out."""
+    made: dict[tuple[str | None, str | None], Settings] = {}
+    every = []
+    for host in hosts:
+        key = (host.device_type, host.name if host.name in experiment.by_host else None)
+        if key not in made:
+            made[key] = settings(experiment, host)
+        every.append(made[key])
+    return tuple(every)
+
+
 _COMMANDS = ("before_start", "after_stop")
 
 
@@ -108,7 +122,7 @@ def merge(
     made = _copy(sections)
     origins: list[tuple[str, str]] = []
     for origin, layer in layers:
-        for path, name, value in _leaves(layer, origin):
+        for path, name, value in leaves(layer, f"{origin}.", nulls=True):
             _put(made, name, value)
             origins.append((path, "" if value is None else f"{value}"))
     return made, origins
@@ -116,15 +130,6 @@ def merge(
 
 def _copy(sections: Mapping[Any, Any]) -> dict[Any, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in sections.items()}
-
-
-def _leaves(section: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str, Any]]:
-    """As :func:`flagscale.config.arguments.flatten.leaves`, with the nulls."""
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}.{key}")
-        else:
-            yield f"{prefix}.{key}", str(key).replace("-", "_"), value
 
 
 def _put(made: dict[str, Any], name: str, value: Any) -> None:

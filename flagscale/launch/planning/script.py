@@ -8,13 +8,14 @@ The script passes ``bash -n`` and shellcheck and runs by hand.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from flagscale import __version__
+from flagscale.config.interpolation import parts, references
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
 from flagscale.launch.planning import unprobed
-from flagscale.launch.planning.environment import EnvValue
-from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.environment import PYTHON_PATH, EnvValue
+from flagscale.launch.planning.model import HostPlan, LaunchPlan
 from flagscale.launch.planning.supervision import AGENT_SECRETS
 
 # What happens around the job. It holds no value of a plan: those are in the variables above it.
@@ -99,6 +100,8 @@ fi
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
 """
+# The kernel takes words of up to 128 KiB: thousands of names without an order are more than that.
+_PIECE_LINES = 256
 _START = '"${agent[@]}" -- "${torchrun[@]}" "${program[@]}"'
 _REST = """\
 agent_pid=$!
@@ -121,18 +124,19 @@ def render(plan: LaunchPlan, host: HostPlan) -> str:
     """The script of one host."""
     secret = _agent_secrets(host)
     start = f"(give_secrets && exec {_START}) &\n" if secret else f"{_START} &\n"
-    parts = (*_head(plan, host), *_environment(host), *_words(plan, host))
+    parts = (*_head(plan, host), *_environment(host), *_argvs(plan, host))
     return "\n".join((*parts, _FRAME + start + _REST))
 
 
 def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     ranks = f"ranks {host.ranks.start} to {host.ranks.stop - 1} of {plan.world_size}"
     yield "#!/usr/bin/env bash"
-    yield f"# {_one_line(plan.name)}: host {host.rank} of {len(plan.hosts)}, {ranks}."
+    yield f"# {_one_line(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {ranks}."
     yield f"# Written by flagscale {__version__} for run {plan.run_id}; also runs by hand."
     yield "# shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions"
     yield "set -uo pipefail"
     yield ""
+    yield from _own_values(host)
     yield "# The run's name, its directory on this host, and what prints them."
     yield f"who={_quote(f'run {plan.run_id} on {host.name}')}"
     yield f"run_dir={_quote(str(host.run_dir))}"
@@ -163,15 +167,40 @@ _BLOCKS = {
 }
 
 
+def _own_values(host: HostPlan) -> Iterator[str]:
+    """What values refer to, kept before anything here takes the place of the host's own."""
+    referred = _referred(host)
+    if referred:
+        yield "# This host's own variables, to which `experiment.envs` refers."
+        yield from (f"{kept}=${{{name}-}}" for name, kept in referred.items())
+        yield ""
+
+
+def _referred(host: HostPlan) -> dict[str, str]:
+    """The host's own variables that values refer to, and the names that keep them: none that a
+    value has for itself."""
+    plain = [value for value in host.environment if not value.secret]
+    names = [name for value in plain for name in references(value.value)]
+    prefix = "host_"
+    while any(value.name.startswith(prefix) for value in plain):
+        prefix += "_"
+    return {name: f"{prefix}{name}" for name in names}
+
+
 def _environment(host: HostPlan) -> Iterator[str]:
+    kept = _referred(host)
+    own_path = ""
     origin = ""
     for value in host.environment:
         if value.secret:
             continue
+        if value.name == PYTHON_PATH:
+            own_path = value.value
+            continue
         if value.origin != origin:
             origin = value.origin
             yield _BLOCKS.get(origin, f"# experiment.{_one_line(origin)}")
-        yield f"export {value.name}={_quote(value.value)}"
+        yield f"export {value.name}={_with_references(value.name, value.value, kept)}"
     hidden = [value for value in host.environment if value.secret]
     secrets = [value for value in hidden if value.name not in AGENT_SECRETS]
     if secrets:
@@ -179,9 +208,23 @@ def _environment(host: HostPlan) -> Iterator[str]:
         yield from (_require(value) for value in secrets)
     yield ""
     yield "# The adapted training backend first, then this project."
-    path = _quote(":".join(host.python_path))
-    yield f'export PYTHONPATH={path}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+    path = ":".join(filter(None, (*host.python_path, own_path)))
+    rest = "" if PYTHON_PATH in references(path) else '"${PYTHONPATH:+:$PYTHONPATH}"'
+    yield f"export PYTHONPATH={_with_references(PYTHON_PATH, path, kept)}{rest}"
     yield ""
+
+
+def _with_references(name: str, value: str, kept: Mapping[str, str]) -> str:
+    """A value as one word for bash, which fills in the host's own variables."""
+    words = []
+    for part in parts(name, value):
+        if isinstance(part, str):
+            words.append(_quote(part))
+            continue
+        before, referred, after = part
+        own = kept[referred]
+        words.append(f'"${{{own}:+{before}${own}{after}}}"' if before or after else f'"${own}"')
+    return "".join(words) or "''"
 
 
 def _agent_secrets(host: HostPlan) -> list[str]:
@@ -205,9 +248,9 @@ def _require(value: EnvValue) -> str:
     return f': "${{{value.name}:?is a secret: export it, then run this script}}"'
 
 
-def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
+def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield "# Supervisor, launcher of the ranks, training program."
-    yield _array("agent", host.agent)
+    yield _array("agent", _agent(host))
     yield _array("torchrun", host.torchrun)
     yield _array("program", host.program)
     if secret := _agent_secrets(host):
@@ -220,19 +263,23 @@ def _words(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield ""
 
 
-def _array(name: str, words: Sequence[str]) -> str:
+def _agent(host: HostPlan) -> tuple[str, ...]:
+    # JSON has no line ends within its texts: its lines may be set in as those of the array are.
+    lines = host.agent.to_json().split("\n")
+    pieces = range(0, len(lines), _PIECE_LINES)
+    options = ("\n    ".join(lines[at : at + _PIECE_LINES]) for at in pieces)
+    return (host.python, "-m", "flagscale.launch.agent", "--options", *options)
+
+
+def _array(name: str, argv: Sequence[str]) -> str:
     """A bash array, an option and its values a line."""
     lines: list[list[str]] = []
-    for word in words:
-        if not lines or _starts_line(word):
+    for word in argv:
+        if not lines or word.startswith("--"):
             lines.append([])
         lines[-1].append(_quote(word))
     body = "\n".join(f"    {' '.join(line)}" for line in lines)
     return f"{name}=(\n{body}\n)"
-
-
-def _starts_line(word: str) -> bool:
-    return word.startswith("--")
 
 
 def _verbatim(name: str, text: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+    from flagscale.launch.planning.model import HostPlan, LaunchPlan
 
 _MACHINE = """\
 # Nobody asked this host what it is like, so it looks. `experiment.envs` wins.

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagscale.config.checks import Arguments
+from flagscale.config.interpolation import parts
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.config.secrets import is_secret
-from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.backends import chooses_here
 from flagscale.launch.planning.devices import hidden
 from flagscale.launch.planning.per_host import Settings
-from flagscale.launch.preflight.local import Check
+from flagscale.launch.preflight.checks import Check
 
 CHECK = "communication"
 _WITH_TORCH = ("auto", "nccl", "gloo")
@@ -33,21 +33,9 @@ def question(experiment: Experiment, host: Host, own: Settings) -> dict[str, Any
     return {
         "words": [name, device],
         "project": str(own.build_dir or PROJECT),
-        "environment": {k: v for k, v in variables.items() if not is_secret(k, v)},
+        # Taken apart, since what refers to the host's own variables is put together there.
+        "environment": {k: parts(k, v) for k, v in variables.items() if not is_secret(k, v)},
     }
-
-
-def check_here(experiment: Experiment, host: Host, own: Settings, python: str, gpus: int) -> Check:
-    """The check of this machine, whose Python is asked now."""
-    asked = question(experiment, host, own)
-    answer = None
-    if asked is not None:
-        setup = ["bash", "-c", f'{own.setup}\nexec "$@"', "bash"] if own.setup else []
-        try:
-            answer = probe.backend(asked, [*setup, python])
-        except (OSError, ValueError) as error:
-            answer = {"problem": f"its Python cannot be asked: {error}"}
-    return judge(experiment, host, answer, gpus)
 
 
 def judge(experiment: Experiment, host: Host, answer: Mapping[str, Any] | None, gpus: int) -> Check:

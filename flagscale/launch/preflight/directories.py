@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from flagscale.config.arguments import paths, rules
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
-from flagscale.hosts.place import NOT_WRITABLE, Place, look
+from flagscale.hosts.facts import NOT_WRITABLE, PathState
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.per_host import Settings
-from flagscale.launch.planning.plan import LaunchPlan, unnamed_directories
-from flagscale.launch.preflight.local import Check, check_space
+from flagscale.launch.planning.plan import unnamed_directories
+from flagscale.launch.preflight.checks import Check, check_space
 
 _CACHE = "data_cache_path"
 
@@ -58,25 +57,16 @@ def wanted(experiment: Experiment, layout: Layout, own: Settings, *, first: bool
     )
 
 
-def check_here(experiment: Experiment, plan: LaunchPlan, own: Settings) -> Iterator[Check]:
-    """The checks of this machine."""
-    exp_dir = plan.exp_dir
-    yield check_directory("exp_dir", str(exp_dir), look(exp_dir), key="experiment.exp_dir")
-    want = wanted(experiment, plan.layout, own, first=True)
-    places = {path: look(Path(path)) for path in want.written.values()}
-    yield from judge(want, places, holds=paths.holds_checkpoint(want.load))
-
-
-def judge(want: Wanted, places: Mapping[str, Place], *, holds: bool) -> Iterator[Check]:
-    """The checks of a host that has these ``places`` by path, and ``holds`` a checkpoint or not."""
+def judge(want: Wanted, states: Mapping[str, PathState], *, holds: bool) -> Iterator[Check]:
+    """The checks of a host that has these ``states`` by path, and ``holds`` a checkpoint or not."""
     unfit = set[str]()
     for name, path in want.written.items():
-        place = places.get(path)
+        state = states.get(path)
         # What keeps `save` from being made keeps the cache beside it, too: once is enough.
-        if name != _CACHE or place is None or place.existing not in unfit:
-            yield _written(name, path, place)
-        if place is not None and place.unfit:
-            unfit.add(place.existing)
+        if name != _CACHE or state is None or state.existing not in unfit:
+            yield _written(name, path, state)
+        if state is not None and state.unfit:
+            unfit.add(state.existing)
     found, hint = want.without
     if want.load and holds:
         yield Check("load", True, f"{want.load} holds a checkpoint")
@@ -84,25 +74,25 @@ def judge(want: Wanted, places: Mapping[str, Place], *, holds: bool) -> Iterator
         yield Check("load", hint is None, found, hint or "", warning=want.expected)
 
 
-def _written(name: str, path: str, place: Place | None) -> Check:
-    read_only = place is not None and (place.existing, place.unfit) == (path, NOT_WRITABLE)
+def _written(name: str, path: str, state: PathState | None) -> Check:
+    read_only = state is not None and (state.existing, state.unfit) == (path, NOT_WRITABLE)
     if name == _CACHE and read_only:
         found = f"{path} is not writable: what is not cached there yet cannot be used"
         return Check(name, True, found, warning=True)
-    return check_directory(name, path, place, key=name)
+    return check_directory(name, path, state, key=name)
 
 
-def check_directory(name: str, path: str, place: Place | None, *, key: str) -> Check:
+def check_directory(name: str, path: str, state: PathState | None, *, key: str) -> Check:
     """A directory that is to be written. ``key``: what names another one."""
-    if place is None:
+    if state is None:
         return Check(name, False, f"{path}: it did not say what is there")
-    if place.unfit == NOT_WRITABLE and place.user:
-        found = f"{place.existing} is {place.unfit} for user {place.user}"
+    if state.unfit == NOT_WRITABLE and state.user:
+        found = f"{state.existing} is {state.unfit} for user {state.user}"
         hint = f"set {key}, give the user the directory, or the hostfile another user="
         return Check(name, False, found, hint)
-    if place.unfit:
+    if state.unfit:
         hint = f"set {key} to a directory that can be written"
-        return Check(name, False, f"{place.existing} is {place.unfit}", hint)
-    if place.free is None:
+        return Check(name, False, f"{state.existing} is {state.unfit}", hint)
+    if state.free is None:
         return Check(name, True, f"{path}: free space unknown", warning=True)
-    return check_space(name, path, place.free, key)
+    return check_space(name, path, state.free, key)

@@ -1,4 +1,4 @@
-"""What would keep a run from starting on many hosts, from what they answered. Pure.
+"""What would keep a run from starting on its hosts, from what they answered. Pure.
 
 Each check is worked out host by host; hosts with the same finding become one row.
 """
@@ -9,68 +9,80 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from flagscale.config.arguments.flatten import leaves
 from flagscale.config.schema import Experiment
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.hosts.facts import Facts, packages_of
+from flagscale.hosts.fan_out import describe
 from flagscale.hosts.names import compress
 from flagscale.hosts.python_world import World
-from flagscale.hosts.reach import describe
-from flagscale.launch.planning.per_host import settings
-from flagscale.launch.planning.plan import BACKEND_DIRECTORY, HostPlan, LaunchPlan
+from flagscale.launch.planning.model import HostPlan, LaunchPlan
+from flagscale.launch.planning.plan import BACKEND_DIRECTORY
 from flagscale.launch.preflight import backend, directories
-from flagscale.launch.preflight.local import (
+from flagscale.launch.preflight.checks import (
+    EARLIER_RUN,
     REACHABLE,
     Check,
     check_devices,
     port_origin,
 )
-from flagscale.launch.preflight.survey import Survey, syncs
+from flagscale.launch.preflight.survey import BACKEND, Survey, port_in_use, syncs
+from flagscale.launch.state import RunState, alive_message
 
 _SKEW_FAILS = 30.0
 _SKEW_WARNS = 2.0
 
 
-def check_hosts(experiment: Experiment, plan: LaunchPlan, found: Survey) -> list[Check]:
-    """Everything that the hosts' answers tell, the troubles of unreachable ones first."""
+def check_hosts(
+    experiment: Experiment, plan: LaunchPlan, found: Survey, previous: RunState | None = None
+) -> list[Check]:
+    """Everything that the hosts' answers tell, the troubles of unreachable ones first. Of what is
+    between hosts, this machine alone has nothing to tell. ``previous``: the run before."""
     usual = _usual(found)
     per_host: tuple[Callable[[HostPlan, Facts], Check], ...] = (
         lambda host, facts: _python(facts, usual),
-        lambda host, facts: _packages(found, facts, usual),
+        lambda host, facts: _packages(experiment, found, facts, usual),
         lambda host, facts: _code(experiment, found, facts),
-        lambda host, facts: _paths(facts),
+        lambda host, facts: _paths(found.needed[host.node_rank], facts),
         lambda host, facts: check_devices(experiment, facts.gpus or 0, host.nproc),
         lambda host, facts: backend.judge(
             experiment,
-            found.hosts[host.rank],
+            found.hosts[host.node_rank],
             facts.python.backend if facts.python else None,
             facts.gpus or 0,
         ),
-        lambda host, facts: _interface(plan, host, facts, found.facts.get(0)),
         lambda host, facts: _disk(plan, facts),
-        lambda host, facts: _clock(facts),
-        lambda host, facts: _earlier_run(facts),
+        lambda host, facts: _earlier_run(facts, previous),
     )
-    checks = list(_reachable(found))
-    for look in per_host:
+    between = (
+        lambda host, facts: _interface(plan, host, facts, found.facts.get(0)),
+        lambda host, facts: _clock(facts),
+    )
+    checks = [] if found.here and not found.errors else list(_reachable(found))
+    for look in per_host if found.here else (*per_host, *between):
         rows = [
-            (plan.hosts[rank].name, look(plan.hosts[rank], facts))
-            for rank, facts in sorted(found.facts.items())
+            (plan.hosts[number].name, look(plan.hosts[number], facts))
+            for number, facts in sorted(found.facts.items())
         ]
-        checks += _folded(rows)
+        checks += _compressed(rows)
     checks += _directories(experiment, plan, found)
     if 0 in found.facts:
-        checks += _ports(experiment, plan)
-    return checks
+        checks += _ports(experiment, plan, found)
+    return [replace(check, hosts="") for check in checks] if found.here else checks
 
 
-def require_reachable(found: Survey) -> None:
-    """Raise :class:`UnreachableError` that names every host that did not answer."""
+def require_usable(experiment: Experiment, found: Survey) -> None:
+    """Raise :class:`UnreachableError` that names every host that did not answer, or
+    :class:`ConfigError` for a port that is taken: what is known without a preflight."""
     if found.errors:
         count = f"{len(found.errors)} of {len(found.hosts)} host(s) cannot be used"
         raise UnreachableError(f"{count}\n{describe(found.errors, found.names)}")
+    taken = port_in_use(experiment, found)
+    if taken is not None:
+        raise taken
 
 
-def _folded(rows: list[tuple[str, Check]]) -> Iterator[Check]:
+def _compressed(rows: list[tuple[str, Check]]) -> Iterator[Check]:
     """One row for all hosts with the same finding, in the order in which they come."""
     groups: dict[Check, list[str]] = {}
     for name, check in rows:
@@ -120,15 +132,20 @@ def _python(facts: Facts, usual: Mapping[str, str]) -> Check:
     return Check("python", True, found, warning=version != usual["version"])
 
 
-def _packages(found: Survey, facts: Facts, usual: Mapping[str, str]) -> Check:
+def _packages(
+    experiment: Experiment, found: Survey, facts: Facts, usual: Mapping[str, str]
+) -> Check:
     if facts.python is None:
         return Check("packages", False, "its Python did not answer")
-    names = packages_of(list(found.facts.values()))
-    own = {name: _version(facts.python, name) for name in names}
-    if own.get("torch", "none") == "none":
-        return Check(
-            "packages", False, "its Python has no torch", "install the `train` extra there"
-        )
+    needed = {"torch": "install the `train` extra there (here: make setup)"}
+    if _reports_to_wandb(experiment):
+        needed["wandb"] = "pip install wandb, or remove wandb_project"
+    there = packages_of(list(found.facts.values()))
+    names = [name for name in there if name != "wandb" or name in needed]
+    own = {name: _version(facts.python, name) for name in (*names, *needed)}
+    for name, hint in needed.items():
+        if own[name] == "none":
+            return Check("packages", False, f"its Python has no {name}", hint)
     differing = [name for name in names if own[name] != usual[name]]
     if differing:
         text = ", ".join(f"{name} {own[name]} (others: {usual[name]})" for name in differing)
@@ -136,11 +153,17 @@ def _packages(found: Survey, facts: Facts, usual: Mapping[str, str]) -> Check:
     return Check("packages", True, ", ".join(f"{name} {own[name]}" for name in names[:3]))
 
 
+def _reports_to_wandb(experiment: Experiment) -> bool:
+    given = leaves(experiment.train.sections())
+    asked = any(name == "wandb_project" and value for _, name, value in given)
+    return asked and not experiment.task.external
+
+
 def _code(experiment: Experiment, found: Survey, facts: Facts) -> Check:
     if facts.python is None:
         return Check("code", False, "its Python did not answer")
     same = facts.python.code == found.code
-    if syncs(experiment):
+    if syncs(experiment, here=found.here):
         return Check("code", True, "the same as here" if same else "copied when the run starts")
     hint = "install it there, or let `experiment.runner.sync: code` copy it"
     if not facts.project:
@@ -151,12 +174,18 @@ def _code(experiment: Experiment, found: Survey, facts: Facts) -> Check:
     return Check("code", True, "the same as here" if found.code else "shared")
 
 
-def _paths(facts: Facts) -> Check:
-    missing = facts.missing
-    if missing:
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
-        return Check("files", False, f"not there: {shown}", "copy them, or name others")
-    return Check("files", True, "the program and its data are there")
+def _paths(needed: Mapping[str, str], facts: Facts) -> Check:
+    missing = [f"{needed[path]}: {path}" for path in facts.missing]
+    if not missing:
+        return Check("files", True, "the program and its data are there")
+    shown = "; ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+    hints = []
+    if any(needed[path] == BACKEND for path in facts.missing):
+        hints.append("run: python tools/patch/unpatch.py --backend Megatron-LM")
+    if any("data/quickstart/" in path for path in facts.missing):
+        hints.append("run: make data")
+    hint = "; ".join(hints) or "copy them, or name others"
+    return Check("files", False, f"not there: {shown}", hint)
 
 
 def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts, master: Facts | None) -> Check:
@@ -180,7 +209,7 @@ def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts, master: Facts | N
 
 def _disk(plan: LaunchPlan, facts: Facts) -> Check:
     exp_dir = str(plan.exp_dir)
-    check = directories.check_directory("exp_dir", exp_dir, facts.place, key="experiment.exp_dir")
+    check = directories.check_directory("exp_dir", exp_dir, facts.exp_dir, key="experiment.exp_dir")
     return _rounded(check, exp_dir)
 
 
@@ -188,13 +217,13 @@ def _directories(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Ite
     """What training starts from and writes to. Hosts may differ in what they use."""
     rows: dict[str, list[tuple[str, Check]]] = {}
     for rank, facts in sorted(found.facts.items()):
-        own = settings(experiment, found.hosts[rank])
+        own = found.settings[rank]
         want = directories.wanted(experiment, plan.layout, own, first=rank == 0)
         for check in directories.judge(want, facts.written, holds=facts.checkpoint):
             row = _rounded(check, want.written.get(check.name, ""))
             rows.setdefault(check.name, []).append((plan.hosts[rank].name, row))
     for named in rows.values():
-        yield from _folded(named)
+        yield from _compressed(named)
 
 
 def _rounded(check: Check, path: str) -> Check:
@@ -213,16 +242,23 @@ def _clock(facts: Facts) -> Check:
     return Check("clock", skew < _SKEW_FAILS, found, hint, warning=True)
 
 
-def _earlier_run(facts: Facts) -> Check:
-    if facts.alive:
-        hint = "stop it with action=stop, or give this one another experiment.exp_dir"
-        return Check("earlier run", False, f"{facts.alive} is alive there", hint)
-    return Check("earlier run", True, "none alive")
+def _earlier_run(facts: Facts, previous: RunState | None) -> Check:
+    if not facts.alive:
+        return Check(EARLIER_RUN, True, "none alive")
+    if previous is not None and previous.run_id == facts.alive:
+        found, hint = alive_message(previous)
+        return Check(EARLIER_RUN, False, found, hint)
+    hint = "stop it with action=stop, or give this one another experiment.exp_dir"
+    return Check(EARLIER_RUN, False, f"{facts.alive} is alive there", hint)
 
 
-def _ports(experiment: Experiment, plan: LaunchPlan) -> Iterator[Check]:
-    """The ports of the master's host, which its answer has found free, and why it is these."""
+def _ports(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Iterator[Check]:
+    """The ports of the master's host, and why it is these where its answer has found them free."""
     runner, host = experiment.runner, plan.hosts[0].name
+    taken = port_in_use(experiment, found)
+    if taken is not None:
+        yield Check("master port", False, taken.message, taken.hint or "", hosts=host)
+        return
     origin = port_origin(runner)
     yield Check("master port", True, f"{plan.master_port}, free, {origin}", hosts=host)
     if plan.liveness_port is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flagscale.config.arguments import paths
@@ -12,23 +12,35 @@ from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import ConfigError, FlagscaleError, Problem
 from flagscale.hosts import facts as asking
 from flagscale.hosts import probe
+from flagscale.hosts.executor import Executor
 from flagscale.hosts.facts import Facts, Need, Question
+from flagscale.hosts.fan_out import Hosts, require_all
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.reach import Hosts, require_all
-from flagscale.hosts.ssh import Connection
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.machines import remote_machines
-from flagscale.launch.planning.per_host import Settings, rebased, settings
-from flagscale.launch.planning.plan import Endpoint, LaunchPlan, master_address, plan, wanted_port
+from flagscale.launch.liveness import secret
+from flagscale.launch.planning.machines import machines
+from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launch.planning.per_host import Settings, all_settings, rebased
+from flagscale.launch.planning.plan import BACKEND_DIRECTORY, master_address, plan, wanted_port
+from flagscale.launch.planning.slots import slots
 from flagscale.launch.planning.supervision import liveness_port
 from flagscale.launch.preflight import backend, directories
+
+BACKEND = "the adapted training backend"
+"""What asks for the backend's source."""
 
 
 @dataclass
 class Survey:
-    """What the hosts answered, by rank, and the errors of those that did not."""
+    """What the hosts answered, by number, and the errors of those that did not."""
 
     hosts: tuple[Host, ...]
+    settings: tuple[Settings, ...]
+    """What the experiment says of each."""
+    here: bool = False
+    """Whether this very machine is the only host."""
+    needed: tuple[Mapping[str, str], ...] = ()
+    """What each host has to have: paths, with what asks for them."""
     facts: dict[int, Facts] = field(default_factory=dict)
     errors: dict[int, FlagscaleError] = field(default_factory=dict)
     code: str = ""
@@ -39,60 +51,49 @@ class Survey:
         return [host.name for host in self.hosts]
 
 
-def connect(experiment: Experiment, hosts: Sequence[Host]) -> Hosts:
-    """The hosts, to be connected to when they are first asked."""
-    runner = experiment.runner
-    places = [
-        (host.name, Endpoint(host.user, host.port or runner.ssh_port, host.proxy)) for host in hosts
-    ]
-    return Hosts(places, runner.ssh_config)
-
-
 def survey(
     experiment: Experiment,
     hosts: Sequence[Host],
-    connections: Hosts,
+    reached: Hosts,
     *,
+    here: bool,
     thorough: bool,
     fresh: bool = False,
 ) -> Survey:
     """Ask every host for a preflight, and its Python too: ``fresh``, or only if something has
     changed since it answered last. Otherwise only the master host is asked, for a port: the
     scripts of hosts that nobody asked look for themselves."""
-    made = Survey(tuple(hosts))
-    if thorough and compares_code(experiment):
-        made.code = probe.digest_of(probe.manifest(str(PROJECT)))
-    questions = list(_questions(experiment, hosts, thorough, fresh))
+    made = Survey(tuple(hosts), all_settings(experiment, hosts), here)
+    if thorough:
+        made.needed = tuple(_needed(experiment, own, here=here) for own in made.settings)
+        if compares_code(experiment, here=here):
+            made.code = probe.digest_of(probe.manifest(str(PROJECT)))
+    questions = list(_questions(experiment, made, thorough, fresh))
 
-    def ask(rank: int, connection: Connection) -> Facts:
-        return asking.ask(connection, questions[rank])
-
-    def visit(rank: int, connection: Connection) -> Facts | None:
-        return ask(rank, connection) if thorough or rank == 0 else None
+    def visit(number: int, executor: Executor) -> Facts | None:
+        return asking.ask(executor, questions[number]) if thorough or number == 0 else None
 
     # All are connected to now: hosts that can't be reached are known before anything starts.
-    answers, made.errors = connections.each(visit)
-    made.facts = {rank: one for rank, one in answers.items() if one is not None}
+    answers, made.errors = reached.each(visit)
+    made.facts = {number: one for number, one in answers.items() if one is not None}
     return made
 
 
-def sync(experiment: Experiment, found: Survey, connections: Hosts) -> int:
+def sync(experiment: Experiment, found: Survey, reached: Hosts) -> int:
     """Copy the code to every host whose code differs, where the runner is to do that; how many
     hosts it was copied to."""
     from flagscale.launch.runners.programs import code
 
-    if not syncs(experiment):
+    if not syncs(experiment, here=found.here):
         return 0
     files = probe.manifest(str(PROJECT))
     digest = probe.digest_of(files)
-    behind = [
-        rank for rank, f in found.facts.items() if f.python is None or f.python.code != digest
-    ]
+    behind = [n for n, f in found.facts.items() if f.python is None or f.python.code != digest]
 
-    def copy(rank: int, connection: Connection) -> int:
-        own = settings(experiment, found.hosts[rank])
+    def copy(number: int, executor: Executor) -> int:
+        own = found.settings[number]
         return code.sync(
-            connection,
+            executor,
             PROJECT,
             files,
             project=own.build_dir or PROJECT,
@@ -100,42 +101,42 @@ def sync(experiment: Experiment, found: Survey, connections: Hosts) -> int:
             setup=own.setup,
         )
 
-    copied, errors = connections.each(copy, behind)
+    copied, errors = reached.each(copy, behind)
     require_all(errors, found.names, "the code could not be copied")
     return sum(1 for count in copied.values() if count)
 
 
-def syncs(experiment: Experiment) -> bool:
+def syncs(experiment: Experiment, *, here: bool) -> bool:
     """Whether a run copies this machine's code to its hosts."""
-    return experiment.runner.sync == "code" and experiment.runner.no_shared_fs
+    runner = experiment.runner
+    return not here and runner.sync == "code" and runner.no_shared_fs
 
 
-def compares_code(experiment: Experiment) -> bool:
+def compares_code(experiment: Experiment, *, here: bool) -> bool:
     """Whether hosts may have code of their own: no shared files, or a directory of their own."""
     specifics = (*experiment.by_type.values(), *experiment.by_host.values())
     own = experiment.runner.build_dir or any(specific.build_dir for specific in specifics)
-    return experiment.runner.no_shared_fs or bool(own)
+    return bool(own) or (experiment.runner.no_shared_fs and not here)
 
 
 def _questions(
-    experiment: Experiment, hosts: Sequence[Host], thorough: bool, fresh: bool
+    experiment: Experiment, made: Survey, thorough: bool, fresh: bool
 ) -> Iterator[Question]:
     runner = experiment.runner
     layout = Layout(experiment.exp_dir, runner.log_dir)
     # Alone, a host needs neither an interface nor a port for agents.
-    alone = len(hosts) == 1
+    alone = len(made.hosts) == 1
     wanted = wanted_port(runner)
     agents_port = liveness_port(runner, wanted) if wanted else runner.liveness_port
-    for rank, host in enumerate(hosts):
-        own = settings(experiment, host)
+    for number, own in enumerate(made.settings):
         yield Question(
-            master="" if alone else master_address(runner, hosts),
+            master="" if alone else master_address(runner, made.hosts),
             log_root=str(layout.log_dir or layout.logs / "details"),
             python=_python(own),
             setup=own.setup,
-            port=(wanted or 0) if rank == 0 else None,
-            agents_port=agents_port if rank == 0 and not alone else None,
-            need=_need(experiment, host, own, fresh, first=rank == 0) if thorough else None,
+            port=(wanted or 0) if number == 0 else None,
+            agents_port=agents_port if number == 0 and not alone else None,
+            need=_need(experiment, made, number, fresh) if thorough else None,
         )
 
 
@@ -143,50 +144,61 @@ def _python(own: Settings) -> str:
     return own.python or ("python" if own.conda else sys.executable)
 
 
-def _need(experiment: Experiment, host: Host, own: Settings, fresh: bool, *, first: bool) -> Need:
+def _needed(experiment: Experiment, own: Settings, *, here: bool) -> dict[str, str]:
+    """The paths that a host has to have, and the keys that ask for them."""
     project = own.build_dir or PROJECT
-    reads = [] if experiment.task.external else list(leaves(own.sections))
-    needed = [path for _, name, value in reads for path in paths.needed(name, value)]
+    external = experiment.task.external
+    reads = [] if external else list(leaves(own.sections, "train."))
+    needed = {path: key for key, name, value in reads for path in paths.needed(name, value)}
     program = experiment.task.entrypoint
-    if not (syncs(experiment) and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
-        needed.append(str(rebased(program, project)))
+    copied = syncs(experiment, here=here)
+    if not (copied and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
+        needed[str(rebased(program, project))] = "experiment.task.entrypoint"
+    if not (copied or external):
+        needed[str(project / BACKEND_DIRECTORY / "megatron" / "core")] = BACKEND
+    return needed
+
+
+def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Need:
+    own, host = made.settings[number], made.hosts[number]
     layout = Layout(experiment.exp_dir, experiment.runner.log_dir)
-    want = directories.wanted(experiment, layout, own, first=first)
+    want = directories.wanted(experiment, layout, own, first=number == 0)
     return Need(
-        project=str(project),
+        project=str(own.build_dir or PROJECT),
         exp_dir=str(experiment.exp_dir),
-        paths=needed,
+        paths=list(made.needed[number]),
         written=list(want.written.values()),
         load=want.load,
-        compared=compares_code(experiment),
+        compared=compares_code(experiment, here=made.here),
         backend=backend.question(experiment, host, own),
         fresh=fresh,
     )
 
 
-def plan_of(experiment: Experiment, found: Survey, run_id: str) -> LaunchPlan:
-    """The plan that follows from the answers. Raises :class:`ConfigError` for a port that is
-    taken on the master host."""
+def plan_of(experiment: Experiment, found: Survey, run_id: str, runner: RunnerHandle) -> LaunchPlan:
+    """The plan that follows from the answers."""
     master = found.facts.get(0)
     port = master.port if master is not None else None
-    if master is not None and (port is None or master.busy_port is not None):
-        raise _port_in_use(experiment, master, found.names[0])
-    machines = remote_machines(experiment, found.hosts, found.facts)
+    known = machines(experiment, found.hosts, found.facts, here=found.here)
     return plan(
         experiment,
-        found.hosts,
-        machines,
+        slots(experiment, found.hosts, known, found.settings),
         run_id=run_id,
         master_port=port or wanted_port(experiment.runner) or 0,
-        over_ssh=True,
+        runner=runner,
+        shared_fs=found.here or not experiment.runner.no_shared_fs,
+        run_secret=secret.new(),
     )
 
 
-def _port_in_use(experiment: Experiment, master: Facts, name: str) -> ConfigError:
-    runner = experiment.runner
-    text = (
-        f"port {master.busy_port} of {name} is in use by {master.port_holder or 'another process'}"
-    )
+def port_in_use(experiment: Experiment, found: Survey) -> ConfigError | None:
+    """What there is to say of a port that is taken on the master host, unless by the run that is
+    alive there, which is told by itself."""
+    runner, master = experiment.runner, found.facts.get(0)
+    if master is None or master.alive or (master.port is not None and master.busy_port is None):
+        return None
+    holder = master.port_holder or "another process"
+    text = f"port {master.busy_port} of {found.names[0]} is in use by {holder}"
     key, what = "master_port", "choose another one"
     if master.busy_port != wanted_port(runner):
         key = "liveness_port"

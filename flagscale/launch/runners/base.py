@@ -1,61 +1,69 @@
-"""What every way of starting a plan's hosts can do.
+"""What every way of starting a plan's hosts can do, and how one is found by its name.
 
-``dryrun`` needs none of this: the plan that it prints is the one ``submit`` takes. Everything else
-works on the run's state alone, from any terminal.
+A runner is one file: it knows which hosts an experiment runs on, what they are like, and how to
+start, watch and end a run there. Others come from the entry points ``flagscale.runners``, and a
+YAML names one as ``experiment.runner.type``. Everything after ``submit`` works on the run's state
+alone, from any terminal; in it the runner finds its own ``handle`` again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
-from flagscale.files import make_private_directory, read_json, write_atomic, write_json
-from flagscale.hosts.names import compress
-from flagscale.hosts.processes import Swept
-from flagscale.launch.layout import Layout
-from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.snapshot import EventReader, Snapshot
-from flagscale.launch.state import HostState, RunState
-
-_SHOWN_RANKS = 10
+from flagscale.config.runners import DEFAULT, RUNNERS
+from flagscale.config.schema import Experiment
+from flagscale.launch.ending import Stopped
+from flagscale.launch.planning.model import LaunchPlan
+from flagscale.launch.preflight.checks import Check
+from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.state import RunState
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """What ending a run took: for each host on which something lived, what was ended there, and
-    the hosts that could not be asked. ``killed``: the ranks, by host, that had to be killed, where
-    they are known; ``unrecorded``: why the run's state does not tell of the stop."""
+class Texts:
+    """What is kept beside a run's scripts; without secrets."""
 
-    swept: Mapping[str, Swept] = field(default_factory=dict)
-    unreachable: Sequence[FlagscaleError] = ()
-    killed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    unrecorded: OSError | None = None
+    config: str = ""
+    overrides: str = ""
 
-    @property
-    def left(self) -> dict[str, tuple[int, ...]]:
-        """Processes that survive a KILL, by host."""
-        return {host: swept.left for host, swept in self.swept.items() if swept.left}
+
+@dataclass
+class Prepared:
+    """A plan, and what a preflight found about it (nothing where none was wanted)."""
+
+    plan: LaunchPlan
+    checks: list[Check] = field(default_factory=list)
+    copy_code: Callable[[], object] = lambda: None
+    """Brings the hosts this machine's code, where the runner is to do that."""
 
 
 class Runner(Protocol):
     """The verbs of a runner."""
 
-    def submit(self, plan: LaunchPlan, *, foreground: bool) -> RunState:
-        """Write the scripts, start one on every host, and return the state that was saved."""
+    def plan(self, experiment: Experiment) -> LaunchPlan:
+        """What a run would start, as far as this machine can tell; nobody else is asked. Raises
+        :class:`ConfigError` for what cannot work."""
+
+    def prepare(
+        self, experiment: Experiment, *, checking: bool, fresh: bool = False
+    ) -> AbstractContextManager[Prepared]:
+        """What a run needs, for as long as the block lasts. ``checking``: with a preflight, for
+        which nothing that hosts have kept of an earlier one is believed where it is to be
+        ``fresh``. Raises as :meth:`plan`, and :class:`UnreachableError` for hosts that don't
+        answer, unless a check is to show them."""
+
+    def submit(self, plan: LaunchPlan, texts: Texts, *, foreground: bool) -> RunState:
+        """Write the scripts, start one on every host, and return the state that was saved. Raises
+        :class:`RunStateError` while another run lives in the same directory."""
 
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
         """What the run is doing now; ``with_lines``: with each host's last line of output."""
 
-    def logs(self, state: RunState, rank: int | None = None) -> list[str]:
-        """Every line so far, merged or of one rank."""
-
     def bring_output(self, state: RunState) -> None:
         """See to it that what the hosts have printed can be read on this machine."""
-
-    def is_alive(self, state: RunState) -> bool:
-        """Whether a process of the run lives, or may live on a host that does not answer."""
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
         """Whether the scripts of all hosts have ended, or of any."""
@@ -73,116 +81,16 @@ class Runner(Protocol):
         """Give up what the runner holds open; the run goes on."""
 
 
-def require_stopped(state: RunState, stopped: Stopped) -> None:
-    """Raise where a run may still live: :class:`UnreachableError` naming the hosts that could not
-    be asked, :class:`RunStateError` the processes that are another user's or survive a KILL."""
-    if stopped.unreachable:
-        asked = len(state.hosts) - len(stopped.unreachable)
-        lines = "\n".join(str(error) for error in stopped.unreachable)
-        raise UnreachableError(
-            f"run {state.run_id} may still live on {len(stopped.unreachable)} host(s) that cannot "
-            f"be reached; it was stopped on {asked} other(s)\n{lines}",
-            hint="stop it again once they answer",
-        )
-    owners = {host: swept for host, swept in stopped.swept.items() if swept.owner}
-    if owners:
-        whose = sorted({swept.owner for swept in owners.values()})
-        left = [f"{host}: {', '.join(map(str, swept.left))}" for host, swept in owners.items()]
-        raise RunStateError(
-            f"run {state.run_id} of {state.name} lives and is {' and '.join(whose)}'s, whose "
-            f"processes this user may not end: {'; '.join(left)}",
-            hint=f"stop it as {whose[0]}",
-        )
-    if stopped.left:
-        left = [f"{host}: {', '.join(map(str, pids))}" for host, pids in stopped.left.items()]
-        raise RunStateError(
-            f"run {state.run_id}: these processes survive a KILL: {'; '.join(left)}"
-        )
+def runner_for(experiment: Experiment) -> Runner:
+    """The runner that an experiment asks for."""
+    return _load(experiment.runner.type or DEFAULT)
 
 
-def record_stop(state: RunState) -> OSError | None:
-    """Save a state that tells of a stop, unless another run has taken its place; why that failed.
-
-    Done before any signal is sent: whoever looks meanwhile takes the end for a stop and not for a
-    failure. A disk that is full must not keep the run alive, so it is tried again afterwards."""
-    path = Layout(state.exp_dir).state
-    try:
-        record = read_json(path)
-        if record is not None and record.get("run_id") == state.run_id:
-            state.save(path)
-    except OSError as error:
-        return error
-    return None
+def runner_of(state: RunState) -> Runner:
+    """The runner that looks after a run that was started before."""
+    return _load(state.runner.type)
 
 
-def require_recorded(state: RunState, stopped: Stopped) -> None:
-    """Raise :class:`RunStateError` where the run was ended, but its state does not tell so."""
-    error = stopped.unrecorded
-    if error is not None:
-        raise RunStateError(
-            f"run {state.run_id} of {state.name} was stopped, but that could not be recorded: "
-            f"{error.filename}: {error.strerror}",
-            hint="make room there before the next run; action=query may call this one lost or "
-            "failed",
-        )
-
-
-def killed_ranks(host: HostState, ranks: Mapping[int, int], swept: Swept) -> tuple[int, ...]:
-    """Which of a host's ranks, given with their pids, were killed: by the agent, which has written
-    down what it ended itself, or after it."""
-    pids = set(swept.killed)
-    record = host.exit_record()
-    if record.get("phase") == "job":
-        pids.update(record.get("swept", ()))
-    return tuple(sorted(rank for rank, pid in ranks.items() if pid in pids))
-
-
-def some(ranks: Sequence[int]) -> str:
-    """Ranks in a sentence, the first of many."""
-    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (" …" if ranks[_SHOWN_RANKS:] else "")
-
-
-def cost(state: RunState, stopped: Stopped, since: float) -> str:
-    """What was lost by a stop that was asked for at ``since``, in Unix seconds; empty where all
-    ranks have ended by themselves."""
-    ranks = sorted(rank for killed in stopped.killed.values() for rank in killed)
-    # Of hosts whose ranks are not known: whatever had to be killed there.
-    others = {
-        host: len(swept.killed)
-        for host, swept in stopped.swept.items()
-        if swept.killed and not stopped.killed.get(host)
-    }
-    who = []
-    if ranks:
-        hosts = compress(host for host, killed in stopped.killed.items() if killed)
-        who.append(f"rank{'s' if ranks[1:] else ''} {some(ranks)} on {hosts}")
-    if others:
-        who.append(f"{sum(others.values())} process(es) on {compress(others)}")
-    if not who:
-        return ""
-    were = "was" if len(ranks) == 1 and not others else "were"
-    return (
-        f"{' and '.join(who)} did not end within the {state.stop_grace:g} s of runner.stop_grace "
-        f"and {were} killed; {_saved(state, since)}"
-    )
-
-
-def _saved(state: RunState, since: float) -> str:
-    """What there is to say of a checkpoint that was saved after this time."""
-    events = EventReader(state.hosts).refresh()
-    rows = [row for rows in events.values() for row in rows if row.event == "checkpoint"]
-    steps = [row.get("step") for row in rows if row.time >= since]
-    if steps:
-        return f"the checkpoint of step {steps[-1]} was saved on the way"
-    # Only the project's own program is known to tell of every checkpoint.
-    return "what was not saved is lost" if state.external else "no checkpoint was saved on the way"
-
-
-def keep_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
-    """Write what the launching machine keeps beside the scripts: plan, configuration, overrides."""
-    layout = plan.layout
-    for directory in (layout.scripts, layout.logs / "pids"):
-        make_private_directory(directory)
-    write_json(layout.plan, plan.to_json(), durable=False)
-    write_atomic(layout.config, config_text, durable=False)
-    write_atomic(layout.overrides, overrides_text, durable=False)
+def _load(name: str) -> Runner:
+    made: Runner = RUNNERS.load(name)()
+    return made

@@ -6,14 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flagscale.launch.snapshot import EventReader, Snapshot, take
-from flagscale.launch.state import RunState
+from flagscale.launch.snapshot import Snapshot
 
 _REFRESH_PER_SECOND = 2
 
 
 @contextmanager
-def shown(state: RunState) -> Iterator[Callable[[str], None]]:
+def shown(look: Callable[[], Snapshot]) -> Iterator[Callable[[str], None]]:
     """Gives the function that prints a line of output. In a terminal a bar stays below the lines
     and tells the step, the loss and the pace; elsewhere there are the lines alone."""
     if not sys.stdout.isatty():
@@ -29,10 +28,9 @@ def shown(state: RunState) -> Iterator[Callable[[str], None]]:
         TextColumn("{task.fields[note]}"),
     )
     task = bar.add_task("starting", total=None, note="")
-    reader = EventReader(state.hosts)
 
     def render() -> Progress:
-        now = take(state, reader)
+        now = look()
         bar.update(
             task,
             description=now.phase.value,

@@ -1,12 +1,11 @@
-"""How plans, runs and checks look in a terminal."""
+"""How runs and checks look in a terminal."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -14,12 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from flagscale.hosts.names import compress
-from flagscale.launch.planning.plan import HostPlan, LaunchPlan
-from flagscale.launch.planning.script import render
-from flagscale.launch.preflight.local import Check
+from flagscale.launch.preflight.checks import Check
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot
 
-_STYLES = {
+STYLES = {
     Phase.STARTING: "yellow",
     Phase.RUNNING: "green",
     Phase.COMPLETED: "bold green",
@@ -98,6 +95,10 @@ def _below(snapshot: Snapshot) -> list[Text]:
         for rows in _equal_rows(snapshot.hosts)
         if rows[0].trouble
     ]
+    below += [
+        Text(f"attempt {number} failed: {failure.headline()}", "yellow")
+        for number, failure in snapshot.earlier
+    ]
     if snapshot.failure is not None:
         below.append(Text(f"first failure: {snapshot.failure.describe()}", "red"))
     return below
@@ -117,7 +118,7 @@ def _host_cells(snapshot: Snapshot, rows: Sequence[HostRow]) -> tuple[Text, Text
     ranks, joined = sum(row.ranks for row in rows), sum(row.joined for row in rows)
     shown = f"{joined}/{ranks}" if phase is Phase.STARTING else f"{ranks}"
     names = Text(compress(row.host for row in rows))
-    return names, Text(phase.value, _STYLES[phase]), _clock(snapshot.since), shown
+    return names, Text(phase.value, STYLES[phase]), _clock(snapshot.since), shown
 
 
 def _clock(moment: float) -> str:
@@ -171,38 +172,6 @@ def checks_table(checks: list[Check]) -> RenderableType:
         where = (Text(check.hosts),) if on_hosts else ()
         table.add_row(check.name, *where, result, Text(found))
     return table
-
-
-def plan_text(plan: LaunchPlan) -> str:
-    """A plan and its scripts, as plain text."""
-    return "\n".join(_plan_lines(plan))
-
-
-def _plan_lines(plan: LaunchPlan) -> Iterator[str]:
-    yield f"# {plan.name}: {plan.world_size} rank(s) on {len(plan.hosts)} host(s)"
-    yield f"# ranks meet at {plan.master_addr}:{plan.master_port}"
-    for note in plan.notes:
-        yield f"# note: {note}"
-    for host in plan.hosts:
-        yield ""
-        yield from _host_lines(host)
-        yield f"# --- {host.script}"
-        yield render(plan, host)
-
-
-def _host_lines(host: HostPlan) -> Iterator[str]:
-    kind = f" ({host.device_type})" if host.device_type else ""
-    yield f"# host {host.rank} {host.name}{kind}: ranks {host.ranks.start}-{host.ranks.stop - 1}"
-    origins = [*(value.origin for value in host.environment), *(o for o, _ in host.origins)]
-    width = max(map(len, origins), default=0)
-    for origin, given in host.origins:
-        shown = given.replace("\n", "\\n").replace("\r", "\\r") if given else "(taken away)"
-        yield f"#   {origin:{width}}  {shown}"
-    for value in host.environment:
-        shown = "<secret, not written>" if value.secret else shlex.quote(value.value)
-        # A value may have line ends, which would end the comment.
-        shown = shown.replace("\n", "\\n").replace("\r", "\\r")
-        yield f"#   {value.origin:{width}}  {value.name}={shown}"
 
 
 def console() -> Console:

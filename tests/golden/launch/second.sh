@@ -31,21 +31,28 @@ export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHON
 # Supervisor, launcher of the ranks, training program.
 agent=(
     /opt/venv/bin/python -m flagscale.launch.agent
-    --run-dir /data/runs/tiny/logs/details/host_1_h01/20250102-030405-abcdef
-    --grace 60
-    '--run-name=tiny llama'
-    --name h01
-    --first-rank 2
-    --nproc 2
-    --start-timeout 600
-    --hang-timeout 1800
-    --max-restarts 3
-    --notify-on failed stalled restarted
-    --host 1
-    --coordinator h00:29501
-    --lost-host-timeout 20
-    --on-failure stop
-    --master-name h00
+    --options '{
+     "max_restarts": 3,
+     "on_failure": "stop",
+     "lost_host_timeout": 20.0,
+     "start_timeout": 600.0,
+     "hang_detection_timeout": 1800.0,
+     "run_name": "tiny llama",
+     "run_dir": "/data/runs/tiny/logs/details/host_1_h01/20250102-030405-abcdef",
+     "name": "h01",
+     "node_rank": 1,
+     "first_rank": 2,
+     "nproc": 2,
+     "stop_grace": 60.0,
+     "notify_on": [
+      "failed",
+      "stalled",
+      "restarted"
+     ],
+     "master_addr": "h00",
+     "liveness_port": 29501,
+     "master_name": "h00"
+    }'
 )
 torchrun=(
     /opt/venv/bin/python -u -m torch.distributed.run

@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
+from ssh_hosts import fan_out
 
 from flagscale.errors import JobError
 from flagscale.hosts import errors as e
-from flagscale.hosts.ssh import Connection, DialOptions, Fleet, SshConfig, fan_out
+from flagscale.hosts.executor import Endpoint, Executor
+from flagscale.hosts.fan_out import Hosts
+from flagscale.hosts.ssh import Connection, DialOptions, SshConfig
 
 pytestmark = pytest.mark.integration
 
 
-def hostname(connection: Connection) -> str:
+def hostname(connection: Executor) -> str:
     return connection.run(["hostname"]).text.strip()
 
 
@@ -29,11 +32,11 @@ def test_sixty_four_hosts(bed: Bed, config: SshConfig) -> None:
     targets = [config.target(name) for name in bed.names]
     # Stopping sshd closes its port; everything else is healthy and given time.
     outcomes = fan_out(targets, hostname, options=DialOptions(connect=30, greeting=60, login=60))
-    assert [outcome.target.name for outcome in outcomes] == bed.names
+    assert [outcome.number for outcome in outcomes] == list(range(64))
     failed = [outcome for outcome in outcomes if not outcome.ok]
     assert [type(outcome.error) for outcome in failed] == [e.ConnectionRefusedByHostError]
-    assert failed[0].target.name == "h07"
-    assert all(outcome.value == outcome.target.name for outcome in outcomes if outcome.ok)
+    assert bed.names[failed[0].number] == "h07"
+    assert all(one.value == bed.names[one.number] for one in outcomes if one.ok)
 
 
 @pytest.mark.bed(hosts=1)
@@ -75,24 +78,28 @@ def test_an_action_runs_once_and_its_errors_are_outcomes(bed: Bed, config: SshCo
 
 
 @pytest.mark.bed(hosts=3)
-def test_a_fleet_keeps_its_connections_and_mends_them(bed: Bed, config: SshConfig) -> None:
+def test_hosts_keep_their_connections_and_mend_them(bed: Bed) -> None:
     def logins() -> list[int]:
         logs = [(host.directory / "sshd.log").read_text() for host in bed.hosts]
         return [log.count("Accepted publickey") for log in logs]
 
-    with Fleet([config.target(name) for name in bed.names]) as fleet:
+    def names(_: int, executor: Executor) -> str:
+        return hostname(executor)
+
+    settings = {"ssh": {"config": bed.ssh_config}}
+    with Hosts([Endpoint(name) for name in bed.names], settings) as hosts:
         for _ in range(3):
-            assert [outcome.get() for outcome in fleet.map(hostname)] == bed.names
+            assert [outcome.get() for outcome in hosts.map(names)] == bed.names
         assert logins() == [1, 1, 1]
         for session in bed[1].sessions():
             os.kill(session.pid, signal.SIGKILL)
-        outcomes = fleet.map(hostname)
+        outcomes = hosts.map(names)
         if not outcomes[1].ok:  # the break was not noticed before the command was sent
             assert isinstance(outcomes[1].error, e.HostError)
-            outcomes = fleet.map(hostname)
+            outcomes = hosts.map(names)
         assert [outcome.get() for outcome in outcomes] == bed.names
         assert logins() == [1, 2, 1]
-        assert [o.get() for o in fleet.map(hostname, targets=fleet.targets[2:])] == ["h02"]
+        assert hosts.each(names, [2]) == ({2: "h02"}, {})
 
 
 @pytest.mark.bed(hosts=4)
@@ -102,16 +109,18 @@ def test_interrupting_ends_at_once(bed: Bed, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import os\n"
-        "from pathlib import Path\n"
-        "from flagscale.hosts.ssh import DialOptions, SshConfig, fan_out\n"
-        f"config = SshConfig.load(Path({str(bed.ssh_config)!r}))\n"
-        f"targets = [config.target(name) for name in {bed.names!r}]\n"
-        "options = DialOptions(connect=600)\n"
+        "from flagscale.hosts.executor import Endpoint\n"
+        "from flagscale.hosts.fan_out import Hosts\n"
+        "from flagscale.hosts.ssh import DialOptions, SshOpener\n"
+        f"settings = {{'config': {str(bed.ssh_config)!r}}}\n"
+        "opener = SshOpener(settings, DialOptions(connect=600))\n"
+        f"endpoints = [Endpoint(name) for name in {bed.names!r}]\n"
+        "hosts = Hosts(endpoints, openers={'ssh': opener})\n"
         "say = lambda _: os.write(1, b'running\\n')\n"  # a line whole, whatever other threads do
         "wait = ['sh', '-c', 'echo go; exec sleep 600']\n"
-        "def action(c): c.run(wait, timeout=None, on_stdout=lambda data: data and say(data))\n"
+        "def action(n, c): c.run(wait, timeout=None, on_stdout=lambda data: data and say(data))\n"
         "try:\n"
-        "    fan_out(targets, action, options=options)\n"
+        "    hosts.map(action)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted', flush=True)\n"
     )

@@ -10,16 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from bed.host import Host, HostProcess
 from bed.lab import Bed
+from ssh_hosts import fan_out
 
 from flagscale.errors import FlagscaleError
 from flagscale.hosts import errors as e
-from flagscale.hosts.ssh import Connection, DialOptions, SshConfig, connect, fan_out
-from flagscale.hosts.ssh.files import RemoteFiles
+from flagscale.hosts.ssh import Connection, DialOptions, SshConfig, connect
 
 pytestmark = pytest.mark.integration
 
@@ -92,12 +91,12 @@ def test_every_host_says_why_it_cannot_be_reached(bed: Bed, config: SshConfig) -
             targets,
             lambda connection: connection.run(["hostname"]).text,
             options=IMPATIENT,
-            on_done=lambda outcome: seen.append(outcome.target.name),
+            on_done=lambda outcome: seen.append(CONNECT_FAULTS[outcome.number]),
         )
-    assert [outcome.target.name for outcome in outcomes] == CONNECT_FAULTS
+    assert [outcome.number for outcome in outcomes] == list(range(len(CONNECT_FAULTS)))
     assert sorted(seen) == sorted(CONNECT_FAULTS)
     assert outcomes[0].get() == "fine\n"
-    errors = {outcome.target.name: outcome.error for outcome in outcomes[1:]}
+    errors = {CONNECT_FAULTS[outcome.number]: outcome.error for outcome in outcomes[1:]}
     expected: dict[str, tuple[type[FlagscaleError] | tuple[type[FlagscaleError], ...], str]] = {
         "unplugged": ((e.NoRouteError, e.ConnectTimeoutError), "unplugged"),
         "filtered": (e.ConnectTimeoutError, "a firewall drops the packets"),
@@ -179,65 +178,31 @@ def test_a_command_in_progress_ends_with_its_host(bed: Bed, config: SshConfig) -
     targets = [config.target(name) for name in MID_COMMAND]
     outcomes = fan_out(targets, action, options=IMPATIENT)
     breaker.join()
-    for outcome, (_, expected) in zip(outcomes, MID_COMMAND.values(), strict=True):
+    for outcome, (name, (_, expected)) in zip(outcomes, MID_COMMAND.items(), strict=True):
         if isinstance(expected, int):
             assert outcome.get() == expected
         else:
-            assert isinstance(outcome.error, expected), (outcome.target.name, outcome.error)
+            assert isinstance(outcome.error, expected), (name, outcome.error)
             assert outcome.error.exit_code == 3
-            assert str(outcome.error).startswith(f"{outcome.target.name}: ")
+            assert str(outcome.error).startswith(f"{name}: ")
     # Nobody ended what was started there: without a terminal a command outlives its connection.
     assert len(jobs(bed["session-killed"])) == 1
     assert len(jobs(bed["listener-gone"])) == 1
 
 
 @pytest.mark.bed(hosts=1)
-def test_a_full_disk_is_called_that(bed: Bed, config: SshConfig, tmp_path: Path) -> None:
-    host = bed[0]
-    host.small_disk("/scratch", 1)
-    with connect(config.target("h00")) as connection, RemoteFiles(connection) as files:
-        files.write("/scratch/deep er/$HOME'\n/file", b"text", mode=0o600)
-        assert files.read("/scratch/deep er/$HOME'\n/file") == b"text"
-        host.fill_disk("/scratch")
-        with pytest.raises(e.RemoteFileError) as caught:
-            files.write("/scratch/big", b"x" * 2_000_000)
-        assert "cannot write /scratch/big on h00" in str(caught.value)
-        assert "0 KiB are free" in str(caught.value)
-        assert caught.value.exit_code == 3
-        assert [name for name in files.names("/scratch") if name.endswith(".part")] == []
-        with pytest.raises(e.RemoteFileError, match="No such file"):
-            files.get("/scratch/none", tmp_path / "none")
-        assert list(tmp_path.iterdir()) == []
-        # The connection is as good as before.
-        assert connection.run(["echo", "still here"]).text == "still here\n"
-
-
-@pytest.mark.bed(hosts=1)
-def test_a_transfer_over_a_cut_link_ends(bed: Bed, config: SshConfig) -> None:
+def test_much_input_over_a_cut_link_ends(bed: Bed, config: SshConfig) -> None:
     with connect(config.target("h00"), IMPATIENT) as connection:
-        with RemoteFiles(connection) as files:
-            files.write("/tmp/small", b"x")
-            bed[0].link("down")
-            with pytest.raises(e.ConnectionLostError):
-                files.write("/tmp/other", b"y" * 100_000)
+        script = "head -c 1 >/dev/null; echo begun; exec cat >/dev/null"
+        with pytest.raises(e.ConnectionLostError):
+            connection.run(
+                ["sh", "-c", script],
+                stdin=b"y" * 50_000_000,
+                on_stdout=lambda data: data and bed[0].link("down"),
+            )
         assert not connection.alive
         with pytest.raises(e.HostError):
             connection.run(["true"])
-
-
-@pytest.mark.parametrize(
-    "subsystem", ["other internal-sftp", "sftp /nowhere/sftp-server"], ids=["absent", "broken"]
-)
-@pytest.mark.bed(hosts=1)
-def test_a_host_without_file_transfers_says_what_it_needs(
-    bed: Bed, config: SshConfig, subsystem: str
-) -> None:
-    bed[0].restart_sshd(Subsystem=subsystem)
-    with connect(config.target("h00"), IMPATIENT) as connection:
-        with pytest.raises(e.ChannelRefusedError, match="refuses to start a file transfer") as said:
-            RemoteFiles(connection)
-        assert "Subsystem sftp internal-sftp" in (said.value.hint or "")
-        assert connection.run(["echo", "still here"]).text == "still here\n"
 
 
 @pytest.mark.bed(hosts=1)

@@ -18,9 +18,10 @@ from bed.keys import write_key
 from bed.lab import HUB_ADDRESS, Bed
 from launch_lab import until
 from paramiko.common import MSG_CHANNEL_DATA
+from ssh_hosts import fan_out
 
 from flagscale.hosts import errors as e
-from flagscale.hosts.ssh import DialOptions, SshConfig, connect, fan_out
+from flagscale.hosts.ssh import DialOptions, SshConfig, connect
 from flagscale.hosts.ssh.dial import Dialer
 
 pytestmark = pytest.mark.integration
@@ -310,10 +311,10 @@ def test_a_refused_connection_leaves_nothing_behind(bed: Bed, tmp_path: Path) ->
     """A launcher that only says why must not print tracebacks or hang at its exit."""
     bed[0].stop_sshd()
     program = (
-        "from pathlib import Path\n"
-        "from flagscale.hosts.ssh import SshConfig, fan_out\n"
-        f"config = SshConfig.load(Path({str(bed.ssh_config)!r}))\n"
-        "print(fan_out([config.target('h00')], lambda c: c.run(['true']))[0].error)\n"
+        "from flagscale.hosts.executor import Endpoint\n"
+        "from flagscale.hosts.fan_out import Hosts\n"
+        f"hosts = Hosts([Endpoint('h00')], {{'ssh': {{'config': {str(bed.ssh_config)!r}}}}})\n"
+        "print(hosts.each(lambda _, host: host.run(['true']))[1][0])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True

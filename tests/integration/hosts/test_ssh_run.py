@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
 import signal
-from pathlib import Path
 
 import pytest
 from bed.lab import Bed
@@ -15,7 +13,6 @@ from launch_lab import until
 
 from flagscale.hosts import errors as e
 from flagscale.hosts.ssh import Connection, SshConfig, connect
-from flagscale.hosts.ssh.files import RemoteFiles
 
 pytestmark = pytest.mark.integration
 
@@ -131,25 +128,14 @@ def test_much_data_both_ways_and_output_as_it_comes(bed: Bed, config: SshConfig)
 
 
 @pytest.mark.bed(hosts=1)
-def test_files_travel_whole(bed: Bed, config: SshConfig, tmp_path: Path) -> None:
-    local = tmp_path / "a b"
-    local.write_bytes(os.urandom(1_500_000))
-    local.chmod(0o640)
-    digest = hashlib.sha256(local.read_bytes()).hexdigest()
-    with connect(config.target("h00")) as connection, RemoteFiles(connection) as files:
-        remote = "/tmp/x/y/it's a\nfile"
-        files.put(local, remote)
-        shown = connection.run(["sh", "-c", 'sha256sum <"$1"; stat -c %a "$1"', "sh", remote])
-        assert shown.text.split() == [digest, "-", "640"]
-        files.get(remote, tmp_path / "back")
-        assert (tmp_path / "back").read_bytes() == local.read_bytes()
-        assert files.read(remote, offset=10, most=5) == local.read_bytes()[10:15]
-        assert files.size(remote) == 1_500_000
-        assert files.size("/tmp/none") is None
-        assert files.names("/tmp/x/y") == ["it's a\nfile"]
-        files.remove(remote)
-        files.remove(remote)
-        assert files.names("/tmp/x/y") == files.names("/tmp/none") == []
+def test_files_travel_as_input_and_output(bed: Bed, config: SshConfig) -> None:
+    data = os.urandom(1_500_000)
+    back: list[bytes] = []
+    with connect(config.target("h00")) as connection:
+        remote = "/tmp/it's a\nfile"
+        connection.run(["sh", "-c", 'cat >"$1"', "sh", remote], stdin=data)
+        connection.run(["cat", remote], on_stdout=back.append)
+    assert b"".join(back) == data
 
 
 @pytest.mark.bed(hosts=1)

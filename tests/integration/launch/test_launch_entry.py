@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def tree(directory: Path) -> set[str]:
 
 def test_dryrun_prints_what_run_would_start_and_writes_nothing(lab: Lab) -> None:
     secrets = {"HF_TOKEN": "s3cr3t", "GIT_PAT": "s3cr3t", "HTTPS_PROXY": "http://u:s3cr3t@h:1"}
+    secrets |= {"SESSION_COOKIE": "s3cr3t", "AZURE_CONN": "AccountName=me;AccountKey=s3cr3t;A=b"}
     lab.configure(PROGRAM, envs={**secrets, "NCCL_DEBUG": "WARN"})
     before = tree(lab.root)
     done = lab.do("dryrun")
@@ -42,6 +44,27 @@ def test_dryrun_as_json(lab: Lab) -> None:
     plan = json.loads(lab.do("dryrun", "json=true").stdout)
     assert plan["world_size"] == 2
     assert plan["hosts"][0]["program"][0] == str(lab.root / "program.py")
+
+
+def test_dryrun_of_a_thousand_hosts(lab: Lab) -> None:
+    """All at once, one of them, or whole for a program; a name that is none's is told."""
+    (lab.root / "hosts").write_text("node[0001-1024] slots=8\n", encoding="utf-8")
+    lab.configure(PROGRAM, runner={"hostfile": "hosts", "nproc_per_node": 8})
+    text = lab.do("dryrun").stdout
+    assert "# 1024 hosts node[0001-1024]: 8 rank(s) each" in text
+    assert text.count("#!/usr/bin/env bash") == 1
+    one = lab.do("dryrun", "host=node0512").stdout
+    assert "# host 511 node0512: ranks 4088-4095" in one
+    assert '"node_rank": 511' in one
+    plan = json.loads(lab.do("dryrun", "json=true").stdout)
+    assert [host["name"] for host in plan["hosts"]] == [f"node{n:04}" for n in range(1, 1025)]
+    assert plan["hosts"][0]["agent"]["hosts"] == ["node[0001-1024]"]
+    picked = json.loads(lab.do("dryrun", "json=true", "host=node0512").stdout)
+    assert [host["node_rank"] for host in picked["hosts"]] == [511]
+    assert (picked["world_size"], picked["runner"]["type"]) == (8192, "ssh")
+    wrong = lab.do("dryrun", "host=node512")
+    assert wrong.returncode == 2
+    assert "host: no host of the plan is called node512; did you mean" in wrong.stderr
 
 
 def test_dryrun_imports_no_torch(lab: Lab) -> None:
@@ -151,7 +174,7 @@ def test_a_taken_port_is_told_with_its_holder(lab: Lab) -> None:
         lab.configure(PROGRAM, runner={"master_port": port})
         done = lab.do("run")
         assert done.returncode == 2
-        assert f"port {port} of this machine is in use by process {os.getpid()}" in done.stderr
+        assert f"port {port} of localhost is in use by process {os.getpid()}" in done.stderr
         assert not lab.exp_dir.exists()
         check = lab.do("check")
         assert check.returncode == 2
@@ -273,7 +296,7 @@ def test_an_environment_that_is_not_activated_is_said(lab: Lab) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "has no module hydra" in done.stderr
+    assert "has no module yaml" in done.stderr
     assert ". .venv/bin/activate" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -282,3 +305,109 @@ def test_run_py_without_anything_teaches(lab: Lab) -> None:
     done = subprocess.run(lab.command()[:2], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "action=run" in done.stdout
+
+
+READS = """\
+import collections, json, sys
+opened = collections.Counter()
+sys.addaudithook(lambda event, found: event == "open" and opened.update([str(found[0])]))
+from flagscale.{module} import {name}
+sys.stdout = sys.stderr
+{call}
+print(json.dumps(opened), file=sys.__stdout__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        pytest.param("launch.entry", "dispatch", "dispatch(sys.argv[1:])", id="dryrun"),
+        pytest.param(
+            "launch.entry", "dispatch", "dispatch([*sys.argv[1:], '--cfg', 'job'])", id="cfg"
+        ),
+        pytest.param(
+            "config.load",
+            "load",
+            "from pathlib import Path; load(Path('conf'), 'lab', [])",
+            id="config",
+        ),
+    ],
+)
+def test_each_file_is_read_once_by_us_and_once_by_hydra(
+    lab: Lab, module: str, name: str, call: str
+) -> None:
+    (lab.root / "hosts").write_text("localhost slots=1\n", encoding="utf-8")
+    lab.configure(PROGRAM, runner={"hostfile": "hosts", "nproc_per_node": 1})
+    lab_yaml = lab.root / "conf" / "lab.yaml"
+    group = lab.root / "conf" / "more" / "x.yaml"
+    group.parent.mkdir()
+    group.write_text("# @package experiment.envs\nA: 1\n", encoding="utf-8")
+    text = lab_yaml.read_text(encoding="utf-8")
+    lab_yaml.write_text(f"defaults: [_self_, more: x]\n{text}", encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", READS.format(module=module, name=name, call=call)),
+            *("--config-path", "conf", "--config-name", "lab", "action=dryrun"),
+        ],
+        cwd=lab.root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )
+    assert done.returncode == 0, done.stderr
+    opened = {Path(path).name: count for path, count in json.loads(done.stdout).items()}
+    assert (opened["lab.yaml"], opened["x.yaml"]) == (2, 2)
+    if name == "load":
+        assert "hosts" not in opened  # checking a configuration looks whether it is there
+
+
+def test_a_bare_clone_is_told_of_all_that_it_lacks(tmp_path: Path) -> None:
+    for name in ("flagscale", "examples"):
+        shutil.copytree(
+            PROJECT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "csrc")
+        )
+    shutil.copy(PROJECT / "run.py", tmp_path)
+    done = subprocess.run(
+        [
+            *(sys.executable, "run.py", "--config-path", "examples/llama3/conf"),
+            *("--config-name", "train", "action=run"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "train.data.data_path: no data set" in done.stderr
+    assert "there is no adapted Megatron-LM in third_party/Megatron-LM" in done.stderr
+    assert "`make data`" in done.stderr and "`make backend`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "expected"),
+    [
+        pytest.param(["logs", "2026-ab", "-n", "0"], 1, "'2026-ab' is no run's id", id="id"),
+        pytest.param(["query", "/no/dir", "-f"], 1, "'/no/dir' is no run's id", id="directory"),
+        pytest.param(["stop", "conf/lab.yaml"], 0, "no run was started", id="yaml"),
+        pytest.param(["stop", "conf/lab"], 0, "no run was started", id="yaml-without-suffix"),
+        pytest.param(["stop", "conf/no.yaml"], 2, "no no.yaml in conf", id="missing-yaml"),
+        pytest.param(["stop", "2026-ab", "a=1"], 2, "a=1: a run that is there has", id="override"),
+        pytest.param(["run", "2026-ab"], 2, "no 2026-ab.yaml", id="not-to-find"),
+        pytest.param(["stop", "--help"], 0, "or a run: its id or directory", id="help"),
+    ],
+)
+def test_actions_that_find_a_run_take_it_itself(
+    lab: Lab, argv: list[str], code: int, expected: str
+) -> None:
+    lab.configure(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "flagscale.cli", *argv],
+        cwd=lab.root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )
+    assert done.returncode == code, done.stderr
+    assert expected in done.stdout + done.stderr

@@ -251,7 +251,7 @@ def test_stop_after_everything_that_supervises_was_killed(lab: Lab) -> None:
     assert lab.do("run").returncode == 0
     state = lab.state()
     ranks = rank_processes(state)
-    others = [p for p in state.alive() if p not in ranks.values()]
+    others = [p for p in processes.members(state.run_id) if p not in ranks.values()]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in others:
             processes.send(process, number)

@@ -17,8 +17,9 @@ from launch_lab import until
 from flagscale.config.schema import Commands, Environments, Runner, Train
 from flagscale.errors import RunStateError
 from flagscale.hosts import processes
-from flagscale.launch.runners.base import Stopped
-from flagscale.launch.runners.local import LocalRunner
+from flagscale.launch.ending import Stopped
+from flagscale.launch.runners.base import Texts
+from flagscale.launch.runners.hosts import HostRunner
 from flagscale.launch.snapshot import Phase
 from flagscale.launch.state import load_state
 
@@ -121,7 +122,7 @@ def test_after_stop_always_runs_and_never_changes_the_code(bench: Bench) -> None
 def test_stop_and_stop_again(bench: Bench) -> None:
     state = bench.start(SLEEP)
     bench.runner.stop(state)
-    assert state.alive() == []
+    assert processes.members(state.run_id) == []
     assert bench.exit_record()["signal"] == signal.SIGTERM
     assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
     assert bench.runner.stop(state) == Stopped()
@@ -147,7 +148,7 @@ def test_a_job_that_saves_when_it_is_stopped_has_the_time_to(bench: Bench) -> No
 def test_what_ignores_term_is_killed_after_the_grace_period(bench: Bench) -> None:
     state = bench.start(STUBBORN, runner=Runner(stop_grace=0.3))
     bench.runner.stop(state)
-    assert state.alive() == []
+    assert processes.members(state.run_id) == []
     assert bench.exit_record()["code"] == 143
 
 
@@ -155,7 +156,7 @@ def test_stop_during_before_start(bench: Bench) -> None:
     cmds = Commands("echo ready; sleep 600")
     state = bench.start("print('job ran')", cmds=cmds)
     bench.runner.stop(state)
-    assert state.alive() == []
+    assert processes.members(state.run_id) == []
     assert "job ran" not in bench.output
     assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
 
@@ -168,7 +169,7 @@ def test_stop_touches_nothing_else(bench: Bench) -> None:
     bystander = subprocess.Popen(words, env=other, stdout=subprocess.DEVNULL)
     try:
         bench.runner.stop(state)
-        assert state.alive() == []
+        assert processes.members(state.run_id) == []
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -178,7 +179,7 @@ def test_stop_touches_nothing_else(bench: Bench) -> None:
 def test_orphans_are_ended_with_the_job(bench: Bench) -> None:
     assert bench.run(ORPHAN) == 0
     state = bench.runner_state()
-    assert state.alive() == []
+    assert processes.members(state.run_id) == []
     assert len(bench.exit_record()["swept"]) == 1
 
 
@@ -188,7 +189,7 @@ def test_the_agent_is_killed(bench: Bench, program: str) -> None:
     state = bench.start(program, runner=Runner(stop_grace=0.3))
     assert processes.send(bench.agent(state), signal.SIGKILL)
     assert bench.runner.wait(state) == 137
-    assert state.alive() == []
+    assert processes.members(state.run_id) == []
     assert bench.exit_record()["phase"] == "agent"
     assert bench.runner.query(bench.runner_state()).phase is Phase.FAILED
 
@@ -199,7 +200,7 @@ def test_the_script_is_killed(bench: Bench) -> None:
     assert script is not None
     assert processes.send(script, signal.SIGKILL)
     bench.runner.wait(state)
-    until(lambda: not state.alive())
+    until(lambda: not processes.members(state.run_id))
     assert bench.exit_record()["signal"] is None
     seen = bench.runner.query(bench.runner_state())
     assert seen.phase is Phase.FAILED
@@ -215,27 +216,27 @@ def test_script_and_agent_are_killed_at_once(bench: Bench) -> None:
         processes.send(process, signal.SIGSTOP)
     for process in (script, agent):
         processes.send(process, signal.SIGKILL)
-    bench.runner.wait(state)
-    assert state.alive() != []
+    until(lambda: not processes.is_alive(script) and not processes.is_alive(agent))
+    assert processes.members(state.run_id) != []
     assert bench.runner.query(bench.runner_state()).phase is Phase.RUNNING
     bench.runner.stop(state)
-    assert state.alive() == []
+    assert processes.members(state.run_id) == []
 
 
 def test_the_program_is_killed(bench: Bench) -> None:
     """What it had started in sessions of their own comes to the agent, which ends it."""
     state = bench.start("    print('ready')\n" + ORPHAN + SLEEP)
     agent = bench.agent(state).pid
-    program = next(p for p in state.alive() if processes.parent(p.pid) == agent)
+    program = next(p for p in processes.members(state.run_id) if processes.parent(p.pid) == agent)
     processes.send(program, signal.SIGKILL)
     assert bench.runner.wait(state) == 137
-    assert state.alive() == []
+    assert processes.members(state.run_id) == []
 
 
 def test_a_second_run_is_refused_by_name(bench: Bench) -> None:
     state = bench.start(SLEEP)
     with pytest.raises(RunStateError) as raised:
-        LocalRunner().submit(bench.plan(SLEEP))
+        HostRunner().submit(bench.plan(SLEEP), Texts())
     assert state.run_id in str(raised.value)
     assert str(state.hosts[0].pid) in str(raised.value)
     assert load_state(bench.plans[0].layout.state) == state
@@ -269,6 +270,6 @@ def test_each_run_has_an_output_of_its_own(bench: Bench) -> None:
 def test_a_command_that_cannot_be_started(bench: Bench) -> None:
     planned = bench.plan(SLEEP)
     host = replace(planned.hosts[0], torchrun=("/no/such/python",))
-    state = bench.runner.submit(replace(planned, hosts=(host,)))
+    state = bench.submit(replace(planned, hosts=(host,)))
     assert bench.runner.wait(state) == 127
     assert "cannot start /no/such/python" in bench.output

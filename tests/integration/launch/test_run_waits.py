@@ -8,7 +8,7 @@ import pytest
 import yaml
 from launch_lab import PROJECT, Lab, until
 
-from flagscale.launch.runners.local import LocalRunner
+from flagscale.launch.runners.hosts import HostRunner
 from flagscale.launch.start import wait_until_started
 
 pytestmark = pytest.mark.integration
@@ -92,7 +92,7 @@ def test_the_first_step_is_waited_for(lab: Lab) -> None:
 def test_ranks_that_joined_in_time_are_left_to_take_theirs(lab: Lab) -> None:
     lab.configure(STAGES, light=True)
     assert lab.do("run").returncode == 0
-    seen = wait_until_started(lab.state(), LocalRunner(), 0.1, "step")
+    seen = wait_until_started(lab.state(), HostRunner(), 0.1, "step")
     assert "0.1 s later are still busy with the first step. The run goes on" in seen
     assert len(lab.members()) > 2
 

@@ -13,7 +13,6 @@ from launch_lab import until
 
 from flagscale.config.schema import Commands, Environments
 from flagscale.hosts import processes
-from flagscale.launch.runners.local import LocalRunner
 
 pytestmark = pytest.mark.integration
 
@@ -59,9 +58,9 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
     pid = agent.pid if agent is not None else state.hosts[0].pid
     assert f"is alive already ({lives} {pid}); nothing was changed" in done.stderr
     assert files_below(bench.root) == written
-    assert state.is_alive()
+    assert processes.members(state.run_id)
     bench.runner.stop(state)
-    assert state.alive() == []
+    assert processes.members(state.run_id) == []
     # It was the first start's own end that ran after_stop; from now on the script starts again.
     assert (marks / "after").exists()
     again = subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True)
@@ -73,7 +72,7 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
 
 def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
     planned = bench.plan(SLEEP)
-    LocalRunner()._write(planned)
+    bench.write(planned)
     command = ["bash", str(planned.hosts[0].script)]
     scripts = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -91,7 +90,7 @@ def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
 
 def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
     planned = bench.plan(SLEEP)
-    LocalRunner()._write(planned)
+    bench.write(planned)
     script = subprocess.Popen(
         ["bash", str(planned.hosts[0].script)],
         stdout=subprocess.PIPE,

@@ -13,6 +13,8 @@ import pytest
 from full_disk import fill, small_disk
 from launch_lab import Lab, rank_processes, until
 
+from flagscale.hosts import processes
+
 pytestmark = pytest.mark.integration
 
 SLEEPING = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
@@ -94,7 +96,7 @@ def test_so_it_is_where_nobody_supervises(lab: Lab) -> None:
     start(lab)
     state = lab.state()
     ranks = rank_processes(state).values()
-    others = [p.pid for p in state.alive() if p not in ranks]
+    others = [p.pid for p in processes.members(state.run_id) if p not in ranks]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in others:
             os.kill(pid, number)

@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_peer(two: Stations
 
 
 def test_a_stopped_rank_is_a_stall_that_is_named(two: Stations) -> None:
-    two.start("--hang-timeout", "3")
+    two.start({"hang_detection_timeout": 3.0})
     two.joined()
     os.kill(two[1].rank(), signal.SIGSTOP)
     assert two.codes() == [1, 1]
@@ -75,7 +75,7 @@ def test_a_stopped_rank_is_a_stall_that_is_named(two: Stations) -> None:
 
 def test_a_stuck_rank_is_told_by_its_stack_and_a_checkpoint_is_no_stall(two: Stations) -> None:
     two.start(
-        *("--hang-timeout", "3", "--max-restarts", "1"),
+        {"hang_detection_timeout": 3.0, "max_restarts": 1},
         light=True,
         TOY_1_0="stuck",
         TOY_0_1="busy,raise",
@@ -93,7 +93,7 @@ def test_the_whole_job_starts_again_and_people_are_told(two: Stations, tmp_path:
     told.mkdir()
     command = f"cat > {told}/$(date +%s%N); echo -n told >&2; sleep 600 & exit 7"
     two.start(
-        *("--max-restarts", "2", "--notify-on", "restarted", "finished"),
+        {"max_restarts": 2, "notify_on": ("restarted", "finished")},
         light=True,
         FLAGSCALE_NOTIFY_COMMAND=command,
         TOY_1_0="raise",
@@ -115,8 +115,15 @@ def test_the_whole_job_starts_again_and_people_are_told(two: Stations, tmp_path:
     assert (second["event"], second["name"]) == ("finished", "toy")
 
 
-def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations) -> None:
-    two.start("--grace", "30", "--max-restarts", "3", light=True, TOY_0_0="save", TOY_1_0="save")
+def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    two.start(
+        {"stop_grace": 30.0, "max_restarts": 3, "notify_on": ["finished"]},
+        light=True,
+        FLAGSCALE_NOTIFY_COMMAND=f"cat >> {told}",
+        TOY_0_0="save",
+        TOY_1_0="save",
+    )
     two.joined()
     two[1].agent.terminate()
     assert two.codes() == [0, 0]
@@ -125,6 +132,8 @@ def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations) -> None:
         assert "saved" in next(logs).read_text()
         assert two[number].exit()["signal"] == signal.SIGTERM
         assert two[number].exit()["failure"] is None
+    notice = json.loads(told.read_text())
+    assert (notice["event"], notice["text"].rpartition(" run ")[0]) == ("stopped", "toy:")
     two.gone(1)
 
 
@@ -148,13 +157,25 @@ def test_left_alone_after_a_failure(two: Stations) -> None:
         "import os, sys, time; first = '/h0/' in os.environ['FLAGSCALE_STATUS_DIR'];"
         "time.sleep(4 if first else 0.5); sys.exit(0 if first else 3)"
     )
-    two.start("--on-failure", "leave", command=[sys.executable, "-c", program])
+    two.start({"on_failure": "leave"}, command=[sys.executable, "-c", program])
     assert two.codes() == [0, 3]
     assert two[1].exit()["failure"]["exit_code"] == 3
     assert two.job()["failure"]["host"] == "h1"
 
 
-def test_strangers_at_the_port_are_ignored(two: Stations) -> None:
+def test_a_command_that_an_agent_had_to_kill_is_no_first_failure(two: Stations) -> None:
+    program = (
+        "import os, signal, sys, time; first = '/h0/' in os.environ['FLAGSCALE_STATUS_DIR'];"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "time.sleep(600 if first else 2); sys.exit(3)"
+    )
+    two.start("--grace", "0.5", command=[sys.executable, "-c", program])
+    assert two.codes() == [1, 3]
+    failure = two[0].exit()["failure"]
+    assert (failure["host"], failure["exit_code"]) == ("h1", 3)
+
+
+def test_unauthenticated_peers_at_the_port_are_ignored(two: Stations) -> None:
     two.start(light=True)
     two.joined()
     peers = []
@@ -179,8 +200,8 @@ def test_strangers_at_the_port_are_ignored(two: Stations) -> None:
 
 
 def test_agents_that_do_not_share_the_secret_never_meet(two: Stations) -> None:
-    two.strange = True
-    two.start("--start-timeout", "3", command=["sleep", "60"])
+    two.own_secrets = True
+    two.start({"start_timeout": 3.0}, command=["sleep", "60"])
     assert two.codes() == [1, 1]
     first, second = (two[number].exit()["failure"] for number in (0, 1))
     assert (first["host"], second["host"]) == ("h1", "h0")
@@ -207,7 +228,7 @@ def test_the_secret_is_in_no_argument_no_log_and_no_rank(two: Stations) -> None:
 
 
 def test_one_host_restarts_by_itself(one: Stations) -> None:
-    one.start("--max-restarts", "1", TOY_0_0="exit", TOY_0_1="raise")
+    one.start({"max_restarts": 1}, TOY_0_0="exit", TOY_0_1="raise")
     assert one.codes() == [1]
     failure = one[0].exit()["failure"]
     assert failure["reason"] == "failed: ValueError: bad data in shard 7 (exit code 1)"
@@ -217,7 +238,7 @@ def test_one_host_restarts_by_itself(one: Stations) -> None:
 
 
 def test_what_never_joined_is_not_started_again(one: Stations) -> None:
-    one.start("--max-restarts", "5", light=True, TOY_0_0="early")
+    one.start({"max_restarts": 5}, light=True, TOY_0_0="early")
     assert one.codes() == [5]
     assert one[0].exit()["attempt"] == 1
     assert one[0].exit()["failure"]["exit_code"] == 5

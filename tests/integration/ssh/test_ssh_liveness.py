@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from bed.host import Host
-from launch_lab import until
+from launch_lab import free_port, until
 from liveness_lab import TOY
 from ssh_lab import PROJECT, SshLab, bystanders, sleepers
 
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
-from flagscale.launch.planning.ports import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -89,26 +89,26 @@ def test_types_and_hosts_have_their_own_values_and_no_other_host_gets_them(lab: 
         },
         cmds={"before_start": "export STEP=all"},
         top={
-            "train": {"model": {"micro_batch_size": 4, "shared": "a b"}},
+            "train": {"model": {"num_workers": 4, "shared": "a b"}},
             "device_type_specific": {
-                "B": {"micro_batch_size": 2, "python": str(link)},
+                "B": {"num_workers": 2, "python": str(link)},
             },
             "node_specific": {
-                "h01": {"model": {"micro_batch_size": 1}, "extra": ["x", "y z"]},
+                "h01": {"model": {"num_workers": 1}, "extra": ["x", "y z"]},
                 "h02": {"shared": None, "cmds": {"before_start": "export STEP='h02 $x'"}},
             },
         },
     )
     shown = lab.do("dryrun").stdout
-    assert "#   node_specific.h01.model.micro_batch_size" in shown
+    assert "#   node_specific.h01.model.num_workers" in shown
     assert "#   envs.node_specific.h02" in shown
     done = lab.do("run")
     assert done.returncode == 0, done.stderr
     first, second, third = (seen(lab, rank) for rank in range(3))
     for record, words in (
-        (first, ["--micro-batch-size", "4", "--shared", "a b"]),
-        (second, ["--micro-batch-size", "1", "--shared", "a b", "--extra", "x", "y z"]),
-        (third, ["--micro-batch-size", "2"]),
+        (first, ["--num-workers", "4", "--shared", "a b"]),
+        (second, ["--num-workers", "1", "--shared", "a b", "--extra", "x", "y z"]),
+        (third, ["--num-workers", "2"]),
     ):
         assert record["argv"][: len(words)] == words
         assert record["argv"][len(words)].startswith("--save")

@@ -127,7 +127,7 @@ def test_what_was_kept_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({**kept, "type": "bf16", "rows": rows}))
     assert main(["--import", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]) == 0
     drawn = (tmp_path / "a.svg").read_text()
-    for words in ("2 ranks, NVIDIA H200, NCCL 2.28.9, graphs, bf16", "gather", "bare loop"):
+    for words in ("2 ranks, NVIDIA H200, NCCL 2.28.9, graphs, bf16", "gather", "baseline"):
         assert words in drawn
 
 

@@ -15,9 +15,9 @@ from flagscale.bench.collectives import bodies, buffers, checks
 from flagscale.bench.collectives.bodies import Shape
 from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.golden import CHUNK, Golden, Verdict, digest, pieces
+from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import Case
-from flagscale.bench.collectives.teams import Team
 
 pytestmark = pytest.mark.torch
 
@@ -36,13 +36,13 @@ def _case(line: str) -> Case:
     return next(parse_spec(line.split()).cases(4))
 
 
-def _team(index: int, size: int = 4) -> Team:
+def _group(index: int, size: int = 4) -> RankGroup:
     group: Any = dist.group.WORLD
-    return Team("gloo", tuple(range(size)), index, group)
+    return RankGroup("gloo", tuple(range(size)), index, group)
 
 
 def _golden(line: str, index: int = 0, mode: Any = "random", size: int = 4) -> Golden:
-    return Golden(_case(line), _team(index, size), mode, seed=5)
+    return Golden(_case(line), _group(index, size), mode, seed=5)
 
 
 def test_inputs_are_a_function_of_the_position() -> None:
@@ -50,7 +50,7 @@ def test_inputs_are_a_function_of_the_position() -> None:
     whole = golden.inputs(1, 0, 1000)
     assert torch.equal(whole[300:400], golden.inputs(1, 300, 100))
     assert not torch.equal(whole, golden.inputs(2, 0, 1000))
-    assert not torch.equal(whole, Golden(golden.case, golden.team, "random", 6).inputs(1, 0, 1000))
+    assert not torch.equal(whole, Golden(golden.case, golden.group, "random", 6).inputs(1, 0, 1000))
     assert whole.min() >= -1
     assert whole.max() < 1
     assert abs(float(whole.mean())) < 0.1
@@ -68,7 +68,7 @@ def test_any_order_of_additions_is_within_the_tolerance(reduction: str, type_: s
     line = f"allr -d {type_} -o {reduction}"
     golden = _golden(line, size=32)
     inputs = [golden.inputs(place, 0, 4000) for place in range(32)]
-    part = _part(line, 4000, golden.team)
+    part = _part(line, 4000, golden.group)
     for order in (inputs, inputs[::-1], inputs[::2] + inputs[1::2]):
         total = order[0].clone()
         for other in order[1:]:
@@ -82,14 +82,14 @@ def test_any_order_of_additions_is_within_the_tolerance(reduction: str, type_: s
         assert golden.verify(part) == Verdict()
 
 
-def _part(line: str, elements: int, team: Team) -> bodies.Part:
-    return bodies.build(_case(line), Shape(elements, elements, elements), team, CPU)
+def _part(line: str, elements: int, group: RankGroup) -> bodies.Part:
+    return bodies.build(_case(line), Shape(elements, elements, elements), group, CPU)
 
 
 @pytest.mark.parametrize("type_", ["uint8", "int8", "int32", "int64", "uint32", "fp16", "fp32"])
 def test_one_wrong_element_is_found(type_: str) -> None:
     golden = _golden(f"allr -d {type_}")
-    part = _part(f"allr -d {type_}", CHUNK + 10, golden.team)
+    part = _part(f"allr -d {type_}", CHUNK + 10, golden.group)
     part.output.copy_(golden.whole(part))
     assert golden.verify(part).wrong == 0
     spoiled = part.output[CHUNK + 3].to(torch.float64) + 1
@@ -101,7 +101,7 @@ def test_one_wrong_element_is_found(type_: str) -> None:
 
 def test_not_a_number_is_wrong() -> None:
     golden = _golden("allr -d fp32")
-    part = _part("allr -d fp32", 8, golden.team)
+    part = _part("allr -d fp32", 8, golden.group)
     part.output.copy_(golden.whole(part))
     part.output[2] = float("nan")
     part.output[5] = float("inf")
@@ -110,14 +110,14 @@ def test_not_a_number_is_wrong() -> None:
 
 def test_a_rank_that_was_left_out_is_found() -> None:
     golden = _golden("allr -d bf16")
-    part = _part("allr -d bf16", 1000, golden.team)
+    part = _part("allr -d bf16", 1000, golden.group)
     part.output.copy_(sum(golden.inputs(place, 0, 1000).float() for place in range(3)))
     assert golden.verify(part).wrong > 900
 
 
 def test_all_ones_sum_to_the_number_of_ranks() -> None:
     golden = _golden("allr -d fp32", mode="all_ones")
-    assert golden.whole(_part("allr -d fp32", 5, golden.team)).tolist() == [4] * 5
+    assert golden.whole(_part("allr -d fp32", 5, golden.group)).tolist() == [4] * 5
 
 
 @pytest.mark.parametrize(
@@ -138,17 +138,17 @@ def test_all_ones_sum_to_the_number_of_ranks() -> None:
 )
 def test_what_each_output_must_hold(line: str, index: int, expected: list[Any]) -> None:
     spec = parse_spec([*line.split(), "-b", "8", "-e", "8"])
-    case, team = _case(line), _team(index)
-    shape = bodies.shapes(case, 8, team, spec)[0][0]
-    found = [(p.start, p.length, p.source, p.source_start) for p in pieces(case, shape, team)]
+    case, group = _case(line), _group(index)
+    shape = bodies.shapes(case, 8, group, spec)[0][0]
+    found = [(p.start, p.length, p.source, p.source_start) for p in pieces(case, shape, group)]
     assert found == expected
 
 
 def test_a_failed_check_leaves_its_data(tmp_path: Path) -> None:
     line = ["allr", "-d", "fp32", "-c", "--seed", "3", "--dump-dir", str(tmp_path / "a 'dump'")]
     spec = parse_spec(line)
-    case, team = next(spec.cases(1)), _team(0, size=1)
-    prepared = buffers.prepare(case, (Shape(6, 6, 6),), team, CPU, spec)
+    case, group = next(spec.cases(1)), _group(0, size=1)
+    prepared = buffers.prepare(case, (Shape(6, 6, 6),), group, CPU, spec)
     assert checks.check(case, prepared, CPU, spec).wrong == 0
     prepared.distinct[0].output[4] = 9.0
     path = checks.dump(case, prepared, spec, 24, 7, 0)

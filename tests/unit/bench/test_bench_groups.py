@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.bench.groups.arms import Arm, Sample, members_of
 from flagscale.bench.groups.launch import main
+from flagscale.bench.groups.plan import Sample, Variant
 from flagscale.bench.groups.summary import findings, table
+from flagscale.bench.groups.trial import members_of
 
 pytestmark = pytest.mark.torch
 
@@ -25,7 +26,7 @@ def test_groups_go_round_the_world() -> None:
 def test_a_table_shows_medians() -> None:
     lines = table({("cold", 8): _samples(0.4)})
     assert lines[0].split() == (
-        "arm groups runs world ms create ms first ms second ms GPU MiB splits".split()  # noqa: SIM905
+        "variant groups runs world ms create ms first ms second ms GPU MiB splits".split()  # noqa: SIM905
     )
     assert lines[1].split() == ["cold", "8", "10", "500.0", "300.5", "100.0", "1.0", "100", "n/a"]
 
@@ -39,7 +40,7 @@ def test_a_table_shows_medians() -> None:
     ],
 )
 def test_the_path_is_proved_by_the_backends_own_count(splits: int, said: str) -> None:
-    results: dict[tuple[Arm, int], list[Sample]] = {
+    results: dict[tuple[Variant, int], list[Sample]] = {
         ("bound", 8): _samples(0.1, splits),
         ("cold", 8): _samples(0.8),
         ("warm", 8): _samples(0.4),
@@ -53,13 +54,13 @@ def test_the_path_is_proved_by_the_backends_own_count(splits: int, said: str) ->
 
 
 def test_few_runs_and_no_difference_are_said() -> None:
-    results: dict[tuple[Arm, int], list[Sample]] = {
+    results: dict[tuple[Variant, int], list[Sample]] = {
         ("cold", 1): _samples(0.4)[:3],
         ("warm", 1): _samples(0.4)[:3],
     }
     lines = "\n".join(findings(results))
     assert "(no difference shown)" in lines
-    assert "3 runs an arm: take at least 10" in lines
+    assert "3 runs a variant: take at least 10" in lines
 
 
 @pytest.mark.parametrize(

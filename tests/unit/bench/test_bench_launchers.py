@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import shlex
+import base64
+import io
+import tarfile
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flagscale.bench.collectives import addresses, slurm, starters
-from flagscale.bench.collectives.carried import Carried
+from flagscale.bench import codec
+from flagscale.bench.collectives.launch import Bench, main, read_specs
 from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.spec import Batch
 from flagscale.bench.files import UnreadableFileError
-from flagscale.bench.host import Order, Prepared, look_up
-from flagscale.bench.spawn import Share
-from flagscale.bench.world import World, detect, first_host
+from flagscale.bench.host import Order, PreparedHost, look_up
+from flagscale.bench.rank import JOB_VARIABLE, Job
+from flagscale.bench.spawn import RankRange
+from flagscale.bench.starters import addresses, mpirun, slurm
+from flagscale.bench.starters.ssh import carried, unpack
+from flagscale.bench.world import BenchWorld, detect, first_host
 from flagscale.errors import ConfigError, UnreachableError
 
 _OMPI = {
@@ -62,11 +70,11 @@ def test_launchers_are_told_by_their_variables(
 def test_meetings_are_of_one_job_alone() -> None:
     world = detect(_OMPI)
     assert world is not None
-    assert world.meeting == "openmpi-685768705-685768704_0_tcp4_127_0_0_1_53613"
+    assert world.rendezvous == "openmpi-685768705-685768704_0_tcp4_127_0_0_1_53613"
     step = detect(_SLURM)
     assert step is not None
     assert (step.address, step.port) == ("gpu03", 20_000 + 77 * 31)
-    assert step.meeting is None
+    assert step.rendezvous is None
 
 
 @pytest.mark.parametrize(
@@ -94,10 +102,14 @@ def _place(line: str) -> Any:
     return parse_spec(line.split()).placement
 
 
+def _job(*words: str) -> Job:
+    return Job.of(Bench.run, Batch(tuple(read_specs(words or ["allr"]))))
+
+
 def test_mpirun_lines() -> None:
     place = _place("allr -r 4 --hosts a b --mpi-log-dir /logs")
     program = ["python", "x"]
-    assert starters.mpirun_argv(place, program, open_mpi=True, names=["A", "B"]) == (
+    assert mpirun.mpirun_argv(place, program, open_mpi=True, names=["A", "B"]) == (
         [
             "mpirun",
             "-np",
@@ -114,7 +126,7 @@ def test_mpirun_lines() -> None:
             "x",
         ]
     )
-    assert starters.mpirun_argv(place, program, open_mpi=False, names=["A", "B"]) == [
+    assert mpirun.mpirun_argv(place, program, open_mpi=False, names=["A", "B"]) == [
         "mpirun",
         "-np",
         "4",
@@ -158,44 +170,45 @@ def test_slurm_asks_for_a_readable_setup_and_a_number_of_ranks(tmp_path: Path) -
     options = ["allr", "-r", "2", "-S", "--slurm-setup-script", str(script)]
     path = {"PATH": str(programs)}
     with pytest.raises(ConfigError, match="longer than 102400 bytes"):
-        slurm.run_in_slurm(parse_spec(options).placement, ["x"], path)
-    with pytest.raises(ConfigError, match="number of ranks is missing"):
-        slurm.run_in_slurm(_place("allr -S"), ["x"], path)
+        slurm.run_in_slurm(parse_spec(options).placement, _job(), path)
     with pytest.raises(UnreachableError, match="srun, salloc, squeue, scancel is not installed"):
-        slurm.run_in_slurm(_place("allr -S -r 2"), ["x"], {"PATH": "/nowhere"})
+        slurm.run_in_slurm(_place("allr -S -r 2"), _job(), {"PATH": "/nowhere"})
+
+
+def test_slurm_is_not_asked_without_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["allr", "-S"]) == 2
+    assert "error: the number of ranks is missing" in capsys.readouterr().err
 
 
 def test_an_absent_mpirun_is_named() -> None:
     words = ["allr", "-r", "2", "--hosts", "a"]
     with pytest.raises(UnreachableError, match="mpirun is not installed") as error:
-        starters.starter_argv(parse_spec(words).placement, words, {"PATH": "/nowhere"})
+        mpirun.starter_argv(parse_spec(words).placement, _job(*words), {"PATH": "/nowhere"})
     assert error.value.exit_code == 3
 
 
-def test_what_says_how_to_start_stays_behind() -> None:
-    line = "allr --hosts a b -n 5 -S --slurm-job-id 3 -u 4 --mpi-log-dir=x --hosts-file f -r 4"
-    assert starters.without_starting(line.split()) == ["allr", "-n", "5", "-r", "4"]
-
-
 def test_a_world_of_one_host_knows_it() -> None:
-    assert World("local", 0, 2, 0, 2).one_host
-    assert not World("MPICH", 0, 4, 0, 2).one_host
+    assert BenchWorld("local", 0, 2, 0, 2).one_host
+    assert not BenchWorld("MPICH", 0, 4, 0, 2).one_host
 
 
 def test_hosts_of_a_line_and_of_files(tmp_path: Path) -> None:
     place = _place("allr -r 4 --hosts n[1-3] x")
     assert [host.name for host in place.hosts] == ["n1", "n2", "n3", "x"]
-    assert place.shares == (1, 1, 1, 1)
+    assert place.per_host == (1, 1, 1, 1)
     assert place.starter == "ssh"
     assert [host.name for host in _place("allr -r 2 --hosts a,b").hosts] == ["a", "b"]
+    assert [host.name for host in _place("-r 2 --hosts a b allr").hosts] == ["a", "b"]
+    several = _place("-r 3 -s n[1,3] --hosts x allr,allg -n 1").hosts
+    assert [host.name for host in several] == ["n1", "n3", "x"]
     plain, slots = tmp_path / "plain", tmp_path / "slots"
     plain.write_text("# two\na\n\n b # the other\n")
     slots.write_text("a slots=3 user=me port=2222\nb slots=1 addr=10.0.0.2\n")
-    assert _place(f"allr -r 2 --hosts-file {plain}").shares == (1, 1)
+    assert _place(f"allr -r 2 --hosts-file {plain}").per_host == (1, 1)
     unequal = _place(f"allr --hosts-file {slots}")
-    assert (unequal.workers, unequal.nodes, unequal.shares) == (4, 2, (3, 1))
+    assert (unequal.workers, unequal.nodes, unequal.per_host) == (4, 2, (3, 1))
     assert (unequal.hosts[0].user, unequal.hosts[0].port) == ("me", 2222)
-    assert _place(f"allr -r 2 --hosts-file {slots}").shares == (1, 1)
+    assert _place(f"allr -r 2 --hosts-file {slots}").per_host == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -210,45 +223,117 @@ def test_hosts_of_a_line_and_of_files(tmp_path: Path) -> None:
         ("-r 4 --hosts-file {file}", "-r 4: 2 ranks on b, slots=1"),
         ("-r 1 --data-collector-port 70000", "--data-collector-port 70000; expected 1 to 65535"),
         ("-r 1 --hosts a --starter mpi", "--starter: invalid choice: 'mpi'"),
+        ("-r 1 --hosts-file {empty}", "empty: no host in it; expected one a line"),
+        ("-r 1 --hosts", "--hosts: expected at least one argument"),
     ],
 )
 def test_hosts_that_make_no_sense_are_refused(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "hostfile"
     file.write_text("a slots=3\nb slots=1\n")
+    empty = tmp_path / "empty"
+    empty.write_text("\n# nobody\n")
     with pytest.raises(ConfigError, match=message):
-        _place(f"allr {line.format(file=file)}")
+        _place(f"allr {line.format(file=file, empty=empty)}")
 
 
-def test_files_of_a_line_are_carried() -> None:
-    line = ["allr", "--json=/r/a b.json", "-J", "x.json", "--import", "old.txt", "-n", "5"]
-    carried = Carried.of([*line, "--plot"])
-    assert carried.words("/tmp/d") == (
-        *("allr", "--json", "/tmp/d/1/a b.json", "-J", "/tmp/d/2/x.json"),
-        *("--import", "/tmp/d/3/old.txt", "-n", "5", "--plot"),
+def test_a_job_is_what_the_line_says(tmp_path: Path) -> None:
+    """Whatever a line can hold, ranks get as it was read: nothing is parsed again."""
+    pairs, counts = tmp_path / "pairs.json", tmp_path / "counts.json"
+    pairs.write_text('{"src_target_pairs": [[[0, 1]]]}')
+    counts.write_text(
+        '[{"send_counts": [1], "send_displs": [0], "recv_counts": [1], "recv_displs": [0]}]'
     )
-    assert carried.read == [(Path("old.txt").absolute(), "3/old.txt")]
-    assert [name for _, name in carried.written] == ["1/a b.json", "2/x.json"]
-    assert carried.directories == []
-
-
-def test_files_of_a_batchs_lines_are_carried_too(tmp_path: Path) -> None:
-    batch = tmp_path / "b.txt"
-    batch.write_text("allr -J 'my $HOME.json' # said\n\npermute --dump-dir bad --seed=3\n")
-    carried = Carried.of(["--batch", str(batch), "-r", "2"], dumps=True)
-    shown = str(Path("bench-failures").absolute())
-    assert carried.words("/d") == (
-        *("--batch", "/d/1/b.txt", "-r", "2"),
-        *("--dump-dir", "/d/4/bench-failures", "--dump-shown", shown),
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(
+        '{"results": [{"operation": "all_reduce", "type": "fp32", "reduction": "sum", "root": -1, '
+        '"in_place": true, "backend": "gloo", "ranks": 2, "size(B)": 8, "time:avg(us)": 3.0, '
+        '"busbw(GB/s)": 1.0, "failure": null}]}'
     )
-    ((name, text),) = carried.texts("/d")
-    own = Path("bad").absolute()
-    assert name == "1/b.txt"
-    assert text.splitlines() == [
-        "allr -J '/d/2/my $HOME.json'",
-        "",
-        f"permute --dump-dir /d/3/bad --dump-shown {shlex.quote(str(own))} --seed=3",
+    batch = tmp_path / "batch.txt"
+    batch.write_text(
+        f"permute --custom-src-target-pairs {pairs} --json 'my $HOME.json' --places\n".replace(
+            "--places", "--out-of-place"
+        )
+        + f"a2av --alltoallv-metadata {counts} -t avg p99/p50\n"
+        + f"allr -d fp32 --baseline {earlier} --import {earlier} --tolerance 3% --peak 9\n"
+    )
+    line = ["--batch", str(batch), "-r", "2", "--comm", "socket_ifname=é\n'", "--seed", "7"]
+    line += ["--hosts", "n[1-2]", "-T", "1e9"]
+    plan = codec.decode(Batch, _job(*line).plan)
+    assert plan == Batch(tuple(read_specs(line)))
+    assert plan.specs[0].groups.pairs == ((0, 1),)
+    assert plan.specs[2].comparison.baseline is not None
+    assert [curve.label for curve in plan.specs[2].output.imports] == [
+        "earlier: all_reduce fp32 gloo"
     ]
-    assert carried.directories == [(own, "3/bad"), (Path(shown), "4/bench-failures")]
+
+
+def test_files_that_ranks_write_are_carried_to_hosts_and_back(tmp_path: Path) -> None:
+    batch = tmp_path / "b.txt"
+    batch.write_text("allr -J 'my $HOME.json' # said\n\npermute --dump-dir bad --json out.json\n")
+    plan = Batch(tuple(read_specs(["--batch", str(batch), "-r", "2", "--json", "out.json"])))
+    moved, files = carried(plan, "/d")
+    here = Path.cwd()
+    assert files == {
+        "1/bench-failures": here / "bench-failures",
+        "2/my $HOME.json": here / "my $HOME.json",
+        "3/bad": here / "bad",
+        "4/out.json": here / "out.json",
+    }
+    assert [spec.output.json for spec in moved.specs] == [
+        Path("/d/2/my $HOME.json"),
+        Path("/d/4/out.json"),
+    ]
+    # What messages call the directory of dumps is the user's.
+    assert moved.specs[1].check.dump == Path("/d/3/bad")
+    assert moved.specs[1].check.dump_shown == here / "bad"
+    assert moved.specs[1].placement == plan.specs[1].placement
+
+
+def test_of_what_a_host_sends_only_what_was_asked_for_is_taken(tmp_path: Path) -> None:
+    archive = io.BytesIO()
+    names = ("./1/x.json", "2/dumps/case/rank_0.pt", "1/.x.json.abc", "2/dumps/../../../evil")
+    with tarfile.open(fileobj=archive, mode="w") as made:
+        for name in (*names, "/1/x.json"):
+            member = tarfile.TarInfo(name)
+            member.size = len(name)
+            made.addfile(member, io.BytesIO(name.encode()))
+        link = tarfile.TarInfo("2/dumps/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        made.addfile(link)
+    archive.seek(0)
+    own, dumps = tmp_path / "own" / "kept.json", tmp_path / "own" / "dumps"
+    own.parent.mkdir()
+    own.write_text("old")
+    unpack(archive, {"1/x.json": own, "2/dumps": dumps})
+    found = {
+        str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()
+    }
+    assert found == {
+        "own/kept.json": "./1/x.json",
+        "own/dumps/case/rank_0.pt": "2/dumps/case/rank_0.pt",
+    }
+
+
+def test_a_job_goes_through_a_launcher_as_a_variable() -> None:
+    job = _job("allr", "-d", "fp32")
+    (packed,) = job.variable().values()
+    assert list(job.variable()) == [JOB_VARIABLE]
+    assert packed.isascii()
+    assert codec.decode(Job, zlib.decompress(base64.b64decode(packed))) == job
+    many = replace(
+        job, plan="".join(chr(97 + i * i % 7919 % 26) + str(i * i) for i in range(90000))
+    )
+    with pytest.raises(ConfigError, match="and mpirun and Slurm hand on"):
+        many.variable()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"specs": 3}', '{"specs": [{"no_such": 1}]}', '{"specs": [[1]]}']
+)
+def test_a_job_of_another_version_is_a_message(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no Batch"):
+        codec.decode(Batch, text)
 
 
 def test_a_file_that_one_host_lacks_is_told_apart(tmp_path: Path) -> None:
@@ -265,12 +350,13 @@ def test_ranks_over_ssh_know_where_rank_0_is() -> None:
     environment = {"FLAGSCALE_BENCH_STARTER": "SSH", "RANK": "2", "WORLD_SIZE": "3"}
     place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
     world = detect({**environment, **place})
-    assert world == World("SSH", 2, 3, 0, 1, address="a", port=7)
+    assert world == BenchWorld("SSH", 2, 3, 0, 1, address="a", port=7)
 
 
 def test_an_order_survives_its_way() -> None:
-    order = Order(("-m", "x"), 2, Share(3, 5, "a", 7), {"NCCL_A": "é\n'"}, "/d", "/s", None)
-    assert Order.decode(order.encode()) == order
+    ranks = RankRange(3, 5, "a", 7)
+    order = Order(_job(), 2, ranks, {"NCCL_A": "é\n'"}, "/d", "/s", ("1/x",), logs=True)
+    assert codec.decode(Order, codec.encode(order)) == order
 
 
 _CONFIG = "Host alias\n  HostName 10.0.0.7\n"
@@ -296,8 +382,8 @@ def test_where_ranks_may_meet(tmp_path: Path, line: str, expected: tuple[str, ..
     assert addresses.candidates(place) == expected
 
 
-def _prepared(machine: str, **known: bool) -> Prepared:
-    return Prepared(1, "/tmp/x", machine, known)
+def _prepared(machine: str, **known: bool) -> PreparedHost:
+    return PreparedHost(1, "/tmp/x", machine, 1, known)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +396,9 @@ def _prepared(machine: str, **known: bool) -> Prepared:
     ],
     ids=["first", "alias", "own-name-is-loopback", "one-machine-twice"],
 )
-def test_ranks_meet_where_every_host_finds_the_first(hosts: list[Prepared], expected: str) -> None:
+def test_ranks_meet_where_every_host_finds_the_first(
+    hosts: list[PreparedHost], expected: str
+) -> None:
     assert addresses.agreed(("a", "b"), hosts, ["h1", "h2"]) == expected
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from flagscale.bench.collectives.datatypes import data_type
 from flagscale.bench.pipeline.launch import main
-from flagscale.bench.pipeline.plan import Plan, Row, Schedule, heading, line
+from flagscale.bench.pipeline.plan import PipelinePlan, Row, Schedule, heading, line
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +15,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def plan(schedule: Schedule, unit: str) -> Plan:
-    return Plan((schedule,), (1 << 30,), data_type("fp32"), 10, 10, 50, "cpu", unit)
+def plan(schedule: Schedule, unit: str) -> PipelinePlan:
+    return PipelinePlan((schedule,), (1 << 30,), data_type("fp32"), 10, 10, 50, "cpu", unit)
 
 
 def test_the_table_is_the_published_one() -> None:

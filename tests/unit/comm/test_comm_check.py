@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flagscale.config.compose import compose, config_file
-from flagscale.config.load import load_experiment
+from flagscale.config import load as loading
+from flagscale.config.interpolation import parts, reference
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host
@@ -47,8 +48,7 @@ def load(tmp_path: Path) -> Load:
         given = f", entrypoint: {entrypoint}" if entrypoint else ""
         text = _YAML.format(directory=tmp_path, name=name, entrypoint=given)
         (tmp_path / "x.yaml").write_text(text)
-        config = compose(tmp_path, "x", [])
-        return load_experiment(config, config_file=config_file(tmp_path, "x"), overrides=[])
+        return loading.load(tmp_path, "x", []).experiment
 
     return loaded
 
@@ -59,6 +59,18 @@ def test_options_of_single_hosts_are_judged_with_the_plan(load: Load) -> None:
     message, where = found["device_type_specific.fast.comm"]
     assert "socket_ifnam: is no option of gloo; did you mean 'socket_ifname'?" in message
     assert where.endswith("x.yaml:13")
+
+
+def test_only_a_hosts_own_adapters_may_differ(load: Load) -> None:
+    """An option that chooses an algorithm is one for the job, and so is one that a host loses by
+    having options of its own."""
+    experiment = load("fsccl")
+    found = {p.key: p.message for p in backend_problems(experiment)}
+    assert found.keys() == {"device_type_specific.fast.comm", "node_specific.h1.system.comm"}
+    assert found["node_specific.h1.system.comm"].startswith("clusters: has to be the same on every")
+    train = replace(experiment.train, system={**experiment.train.system, "comm": ["clusters=4,4"]})
+    lost = {p.key for p in backend_problems(replace(experiment, train=train, by_type={}))}
+    assert lost == {"node_specific.h0.system.comm"}
 
 
 def test_an_example_is_judged_and_a_foreign_program_is_not(load: Load, tmp_path: Path) -> None:
@@ -85,7 +97,7 @@ def test_what_is_asked_of_a_host(load: Load) -> None:
     assert asked["words"] == ["flagcx", "auto"]
     # A secret stays here; the host's own variables count.
     assert set(asked["environment"]) == {"X", "PYTHONPATH"}
-    assert asked["environment"]["X"] == "2"
+    assert asked["environment"]["X"] == ["2"]
     for name in ("auto", "nccl", "gloo"):
         assert backend.question(load(name), HERE, settings(experiment, HERE)) is None
 
@@ -111,7 +123,9 @@ def test_what_an_answer_comes_to(
 
 
 @pytest.mark.torch
-def test_a_python_answers_for_its_own_packages(tmp_path: Path) -> None:
+def test_a_python_answers_for_its_own_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "fastlib.py").write_text(
         "from flagscale.comm.base import CommBackend\n"
         "class Fast(CommBackend):\n"
@@ -123,7 +137,8 @@ def test_a_python_answers_for_its_own_packages(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastlib\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[flagscale.comm_backends]\nfast = fastlib:Fast\n")
-    own = {"PYTHONPATH": str(tmp_path)}
+    own = {"PYTHONPATH": parts("PYTHONPATH", f"/nowhere:{reference('FAST_PLACE')}")}
+    monkeypatch.setenv("FAST_PLACE", str(tmp_path))
     asked = {"words": ["fast", "cpu"], "project": str(PROJECT), "environment": own}
     assert probe.backend(asked, [sys.executable]) == {"device": "cpu", "version": "7.1"}
     asked["environment"] = {}

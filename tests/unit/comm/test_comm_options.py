@@ -134,13 +134,11 @@ node_specific:
 
 
 def test_a_yamls_options_are_judged_before_anything_starts(tmp_path: Path) -> None:
-    from flagscale.config.compose import compose, config_file
-    from flagscale.config.load import load_experiment
+    from flagscale.config.load import load
     from flagscale.launch.planning.backends import backend_problems
 
     (tmp_path / "x.yaml").write_text(_YAML.format(directory=tmp_path))
-    config = compose(tmp_path, "x", [])
-    experiment = load_experiment(config, config_file=config_file(tmp_path, "x"), overrides=[])
+    experiment = load(tmp_path, "x", []).experiment
     assert experiment.train.system["comm"] == ["socket_ifname=lo", "socket_ifnam=lo"]
     given = {name: dict(host.arguments) for name, host in experiment.by_host.items()}
     assert given == {

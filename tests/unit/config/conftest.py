@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.config.compose import compose
-from flagscale.config.load import Purpose, load_experiment
+from flagscale.config.actions import Purpose
+from flagscale.config.load import load
 from flagscale.config.schema import Experiment
 
 EXPERIMENT = """\
@@ -76,10 +76,7 @@ class Workspace:
         path.write_text(text.replace(old, new), encoding="utf-8")
 
     def load(self, *overrides: str, purpose: Purpose | None = None) -> Experiment:
-        config = compose(self.conf, "train", overrides)
-        return load_experiment(
-            config, config_file=self.conf / "train.yaml", overrides=overrides, purpose=purpose
-        )
+        return load(self.conf, "train", overrides, purpose).experiment
 
 
 @pytest.fixture

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from flagscale.config.compose import compose, config_file
+from flagscale.config import compose as composing
+from flagscale.config.compose import config_file
 from flagscale.config.overrides import normalize
 from flagscale.config.sources import trace
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from conftest import Workspace
+    from omegaconf import DictConfig
+
+
+def compose(conf: Path, name: str, overrides: Sequence[str]) -> DictConfig:
+    return composing.compose(trace(config_file(conf, name), overrides))
 
 
 def _select(workspace: Workspace, key: str, *overrides: str) -> Any:
@@ -86,6 +93,7 @@ def test_hydra_section_is_used_and_dropped(workspace: Workspace) -> None:
         (["action=[1"], "override: action: Hydra cannot read this value ("),
         (["+train.model.num_layers=1"], "train.model.num_layers: is set already; leave out the +"),
         (["train.system.num_workers=a b&c$"], "quote it: 'train.system.num_workers="),
+        ([f"+x={'[' * 3000}{']' * 3000}", "action=run"], "override: x: nests too deep"),
     ],
 )
 def test_bad_override(workspace: Workspace, overrides: list[str], message: str | None) -> None:
@@ -96,6 +104,17 @@ def test_bad_override(workspace: Workspace, overrides: list[str], message: str |
         compose(workspace.conf, "train", overrides)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_is_proposed_for_an_unknown_argument_is_not_refused(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(workspace.conf, "train", ["train.model.nun_layers=3"])
+    assert str(error.value).endswith("no such key; did you mean 'num_layers' or 'mtp_num_layers'?")
+    workspace.write("theirs.py", "")
+    workspace.replace("conf/train.yaml", "type: train", "entrypoint: theirs.py")
+    with pytest.raises(ConfigError, match=r"\(`\+train.model.nun_layers=...` adds a new one\)"):
+        compose(workspace.conf, "train", ["train.model.nun_layers=3"])
+    assert "nun_layers" in workspace.load("+train.model.nun_layers=3").train.model
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.checks import check_world, notes
-from flagscale.config.compose import compose
 from flagscale.config.explain import explain
-from flagscale.config.load import load_experiment
+from flagscale.config.load import load
 from flagscale.config.reference import render
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import read_hostfile
@@ -35,8 +34,7 @@ def test_every_example_is_listed() -> None:
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     overrides = [f"train={name}", "action=dryrun"]
-    config = compose(CONF, "train", overrides)
-    experiment = load_experiment(config, config_file=CONF / "train.yaml", overrides=overrides)
+    experiment = load(CONF, "train", overrides).experiment
     parsed = parse_arguments(flatten(experiment.train.sections()))
     assert (parsed.normalization, parsed.swiglu, parsed.add_bias_linear) == ("RMSNorm", True, False)
     assert parsed.data_path[0].startswith("/")
@@ -51,7 +49,6 @@ def test_the_edits_that_the_guide_teaches(tmp_path: Path, monkeypatch: pytest.Mo
     train = (CONF / "train.yaml").read_text(encoding="utf-8")
     for old, new in (
         ("- train: tiny", "- train: 8b"),
-        ("./outputs_llama3_tiny", "./outputs_llama3_8b"),
         ("# CUDA_VISIBLE_DEVICES: 0,1", "CUDA_VISIBLE_DEVICES: 0,1"),
     ):
         assert old in train
@@ -60,9 +57,8 @@ def test_the_edits_that_the_guide_teaches(tmp_path: Path, monkeypatch: pytest.Mo
     model = model.replace("train_samples: 29297664", "train_samples: 1000")
     (tmp_path / "train.yaml").write_text(train, encoding="utf-8")
     (tmp_path / "train/8b.yaml").write_text(model, encoding="utf-8")
-    config = compose(tmp_path, "train", ["action=dryrun"])
-    experiment = load_experiment(config, config_file=tmp_path / "train.yaml", overrides=[])
-    assert experiment.exp_dir.name == "outputs_llama3_8b"
+    experiment = load(tmp_path, "train", ["action=dryrun"]).experiment
+    assert (experiment.name, experiment.exp_dir.name) == ("llama3_8b", "outputs_llama3_8b")
     assert experiment.envs.common["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     assert "0 steps" in notes(experiment, 8)[0] and "not whole" in notes(experiment, 8)[0]
 
@@ -74,9 +70,8 @@ def test_the_reference_is_up_to_date() -> None:
 
 def test_hints_for_missing_quickstart_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = compose(CONF, "train", [])
     with pytest.raises(ConfigError, match=r"tools/data/quickstart\.py"):
-        load_experiment(config, config_file=CONF / "train.yaml", overrides=[])
+        load(CONF, "train", [])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +86,7 @@ def test_hints_for_missing_quickstart_data(tmp_path: Path, monkeypatch: pytest.M
         ("params_dtype", "Cannot be given"),
         ("node_rank", "Cannot be given"),
         ("group_query_attention", "without effect"),
-        ("action", "`stop` ends the run"),
+        ("action", "`stop`: end this run"),
         ("envs", "exactly as the YAML writes them"),
         ("experiment.runner", "type, backend, nnodes,"),
         ("runner", "`explain experiment.runner.KEY` tells more"),
@@ -101,6 +96,17 @@ def test_hints_for_missing_quickstart_data(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_explain(key: str, part: str) -> None:
     assert part in explain(key)
+
+
+def test_explain_names_the_nearest_in_any_case() -> None:
+    with pytest.raises(ConfigError, match=r"the names that look most like it are \w+, \w+, \w+$"):
+        explain("nope")
+
+
+def test_the_name_of_the_example_follows_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    found = load(CONF, "train", ["train=8b", "action=dryrun"]).experiment
+    assert (found.name, found.exp_dir) == ("llama3_8b", REPOSITORY / "outputs_llama3_8b")
 
 
 def test_explain_unknown() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.checks import check_world, notes
-from flagscale.config.compose import compose
-from flagscale.config.load import load_experiment
+from flagscale.config.load import load
 from flagscale.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[3] / "examples" / "llama3" / "conf"
@@ -46,10 +45,7 @@ ODD_TEXTS = (
 
 def _try(conf: Path, overrides: list[str]) -> None:
     try:
-        config = compose(conf, "train", overrides)
-        experiment = load_experiment(
-            config, config_file=conf / "train.yaml", overrides=overrides, purpose="plan"
-        )
+        experiment = load(conf, "train", overrides, "plan").experiment
     except ConfigError as error:
         assert str(error).strip()
         return
@@ -100,9 +96,7 @@ def test_any_text_reaches_the_environment(text: str) -> None:
     if text[:1] in ("[", "{", "'", '"'):
         return  # Hydra's containers and quotes keep their meaning
     overrides = [f"experiment.envs.X={text}"]
-    config = compose(CONF, "train", overrides)
-    reached = config.experiment.envs.X
-    assert reached == text
+    assert load(CONF, "train", overrides, "find").experiment.envs.common["X"] == text
 
 
 def test_a_thousand_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +106,6 @@ def test_a_thousand_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     variables = "\n".join(f"    V{number}: {'x' * 1000}" for number in range(1000))
     text = "\n".join(TEXTS[0]).replace("  envs:\n", f"  envs:\n{variables}\n")
     (tmp_path / "train.yaml").write_text(text, encoding="utf-8")
-    config = compose(tmp_path, "train", [])
-    experiment = load_experiment(
-        config, config_file=tmp_path / "train.yaml", overrides=[], purpose="plan"
-    )
+    experiment = load(tmp_path, "train", [], "plan").experiment
     assert len(experiment.envs.common) == 1001
     assert experiment.exp_dir == Path.cwd() / "outputs_llama3_tiny"

@@ -31,6 +31,10 @@ TABLE = {
     "hostile": ({"a": "$HOME `id` \"q\" 'p'\n,é"}, ["--a", "$HOME `id` \"q\" 'p'\n,é"]),
     "empty-text": ({"a": ""}, ["--a", ""]),
     "empty-list": ({"a": []}, ["--a"]),
+    "switch-as-a-text": ({"use_flash_attn": "false", "a": {"manual_gc": "True"}}, ["--manual-gc"]),
+    "switch-as-a-number": ({"bf16": 1, "use_flash_attn": 0}, ["--bf16"]),
+    "text-of-nobodys-switch": ({"my_switch": "false"}, ["--my-switch", "false"]),
+    "no-text-of-a-switch": ({"swiglu": "maybe"}, ["--swiglu", "maybe"]),
     "empty-section": ({"a": {}}, []),
 }
 
@@ -38,7 +42,7 @@ TABLE = {
 @pytest.mark.parametrize(("sections", "argv"), TABLE.values(), ids=TABLE)
 def test_flatten(sections: dict[str, Any], argv: list[str] | None) -> None:
     expected = ["--no-gradient-reduce-div-fusion"] if argv is None else argv
-    assert flatten(sections) == expected
+    assert flatten(sections) == flatten(sections, external=True) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 
 from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.secrets import HIDDEN, is_secret, is_secret_name, redact, without_passwords
+from flagscale.config.secrets import (
+    HIDDEN,
+    is_secret,
+    is_secret_name,
+    redact,
+    redact_overrides,
+    without_passwords,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,8 @@ from flagscale.config.secrets import HIDDEN, is_secret, is_secret_name, redact, 
         "SSHKEY",
         "MYSECRET",
         "HFTOKEN",
+        "SESSION_COOKIE",
+        "sessionCookies",
     ],
 )
 def test_secret(name: str) -> None:
@@ -89,6 +98,8 @@ def test_secret(name: str) -> None:
         "PATTERN",
         "forward_pass",
         "num_passes",
+        "COOKIE_JAR",
+        "DISABLE_COOKIES",
         "",
         "_",
     ],
@@ -152,6 +163,41 @@ def test_redact() -> None:
         pytest.param("http://h/sig=a/token=b", None, id="no-query"),
         pytest.param("what?token=x", None, id="query-of-no-address"),
         pytest.param("", None, id="empty"),
+        pytest.param(
+            "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=a+b/c==;EndpointSuffix=x",
+            "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=<hidden>;EndpointSuffix=x",
+            id="azure-storage",
+        ),
+        pytest.param(
+            "Endpoint=sb://h/;SharedAccessKeyType=x;SharedAccessKey=k=",
+            "Endpoint=sb://h/;SharedAccessKeyType=<hidden>;SharedAccessKey=<hidden>",
+            id="azure-bus",
+        ),
+        pytest.param(
+            "BlobEndpoint=h;SharedAccessSignature=sv=1&sig=x",
+            "BlobEndpoint=h;SharedAccessSignature=<hidden>",
+            id="azure-signature",
+        ),
+        pytest.param(
+            "Server=h;User Id=me;Password=my own word;Pwd = 'a;b';Encrypt=yes",
+            "Server=h;User Id=me;Password=<hidden>;Pwd = <hidden>;Encrypt=yes",
+            id="sql-server",
+        ),
+        pytest.param(
+            "host=h user=me password=x dbname=d",
+            "host=h user=me password=<hidden> dbname=d",
+            id="pg",
+        ),
+        pytest.param("--api-key=x --verbose=1", "--api-key=<hidden> --verbose=1", id="options"),
+        pytest.param(
+            "export A=1\nexport HF_TOKEN=x\nexport B=2",
+            "export A=1\nexport HF_TOKEN=<hidden>\nexport B=2",
+            id="lines",
+        ),
+        pytest.param("Server=h;Password=;Encrypt=yes", None, id="no-password"),
+        pytest.param("eos_token=</s> max_tokens=5;a=b", None, id="plain-pairs"),
+        pytest.param("/data/key=5/token=7", None, id="path-of-pairs"),
+        pytest.param("expandable_segments:True,max_split_size_mb=1", None, id="settings"),
     ],
 )
 def test_passwords_of_addresses(value: str, expected: str | None) -> None:
@@ -159,6 +205,27 @@ def test_passwords_of_addresses(value: str, expected: str | None) -> None:
     assert is_secret("data_path", ["x", value]) is (expected is not None)
     assert without_passwords(value) == (value if expected is None else expected)
     assert redact({"a": [value]}) == {"a": [value if expected is None else expected]}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        pytest.param("a.b=1", None, id="plain"),
+        pytest.param("~a.HF_TOKEN", None, id="no-value"),
+        pytest.param(
+            "experiment.envs.HF_TOKEN=x y", "experiment.envs.HF_TOKEN=<hidden>", id="name"
+        ),
+        pytest.param("+my.secrets.a=x", "+my.secrets.a=<hidden>", id="section"),
+        pytest.param("a=http://u:p@h", "a=http://u:<hidden>@h", id="address"),
+        pytest.param("e={SSHPASS: x, A: 'b c'}", 'e={"SSHPASS": "<hidden>", "A": "b c"}', id="map"),
+        pytest.param("e={a:{PGPASSWORD:'x'}}", 'e={"a": {"PGPASSWORD": "<hidden>"}}', id="deep"),
+        pytest.param("++e=[{token:x},1]", '++e=[{"token": "<hidden>"}, 1]', id="list"),
+        pytest.param("e={A: 1, B: [x,  y]}", None, id="harmless-map"),
+        pytest.param("e={SSHPASS: x", "e=<hidden>", id="unreadable"),
+    ],
+)
+def test_overrides_without_their_secrets(override: str, expected: str | None) -> None:
+    assert redact_overrides([override]) == [override if expected is None else expected]
 
 
 @pytest.mark.parametrize(

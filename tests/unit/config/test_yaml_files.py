@@ -21,6 +21,12 @@ BAD = {
     "unclosed": ("a: [1, 2\nb: 3\n", 2, "not valid YAML"),
     "colon": ("a: b: c\n", 1, "not valid YAML"),
     "unknown-alias": ("a: *nowhere\n", 1, "not valid YAML"),
+    "top-list": ("- a: 1\n- b\n", 1, "expected keys with values, found a list"),
+    "top-word": ("\nhello\n", 2, "expected keys with values, found only 'hello'"),
+    "deep-list": (f"a:\n  {'[' * 3000}{']' * 3000}\n", 2, "nests deeper than 32 levels"),
+    "deep-map": (f"a: {'{b: ' * 40}1{'}' * 40}\n", 1, "nests deeper than 32 levels"),
+    "very-deep": (f"a: {'[' * 200_000}", 1, "nests deeper than 32 levels"),
+    "deep-blocks": ("".join(f"{' ' * n}a:\n" for n in range(40)), 33, "nests deeper than 32"),
     "two-documents": ("a: 1\n---\nb: 1\n", 2, "not valid YAML"),
 }
 
@@ -71,6 +77,21 @@ def test_aliases_that_explode_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="more than"):
+        read(path)
+
+
+def test_aliases_that_nest_deep_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 99)))
+    with pytest.raises(ConfigError, match="nests deeper than 32 levels") as error:
+        read(path)
+    assert len(error.value.problems) == 1
+
+
+def test_a_file_with_more_values_than_an_experiment_has(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"a: [{', '.join(['1'] * 200_001)}]\n")
+    with pytest.raises(ConfigError, match="more than 200000 values, those that an alias stands"):
         read(path)
 
 

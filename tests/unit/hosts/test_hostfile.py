@@ -18,7 +18,7 @@ from flagscale.hosts.hostfile import (
     parse_hostfile,
     read_hostfile,
 )
-from flagscale.hosts.names import compress, expand
+from flagscale.hosts.names import compress, expand, ranges
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,7 @@ from flagscale.hosts.names import compress, expand
         ),
         pytest.param("10.0.0.1 slots=1", [Host("10.0.0.1", 1)], id="address"),
         pytest.param("fe80::1 slots=1", [Host("fe80::1", 1)], id="ipv6"),
+        pytest.param("\ufeffh0 slots=8", [Host("h0", 8)], id="byte-order-mark"),
         pytest.param("a.b-c_d.example slots=1\r\n", [Host("a.b-c_d.example", 1)], id="crlf"),
     ],
 )
@@ -54,6 +55,13 @@ def test_hostfile(text: str, expected: list[Host]) -> None:
         pytest.param("h0 slots=\u0664", "slots=\u0664: expected", id="external-digit"),
         pytest.param("h0 slots=2 slots=4", "slots is given twice", id="slots-twice"),
         pytest.param("h0 slots=2\nh0 slots=2", "hosts.txt:2: host 'h0' is named twice", id="twice"),
+        pytest.param(
+            "H00 slots=2\nh00 slots=2",
+            "hosts.txt:2: host 'h00' is named twice: 'H00' is the same name",
+            id="twice-for-dns",
+        ),
+        pytest.param("h0 slots=1 addr=A\nh1 slots=1 addr=a", "addr=a is h0's already", id="addr"),
+        pytest.param("me@h[0-1] slots=2", "write h[0-1] user=me", id="user"),
         pytest.param("h$0 slots=2", "'h$0' is no host name", id="host-name"),
         pytest.param("-oProxyCommand=x slots=2", "is no host name", id="option-as-host"),
         pytest.param("h0 slots=2 type=a;b", "type=a;b: expected a word", id="type"),
@@ -85,7 +93,7 @@ def test_any_text_is_hosts_or_a_config_error(text: str) -> None:
 def test_missing_hostfile_is_an_error_with_its_path(tmp_path: Path) -> None:
     path = tmp_path / "no such"
     with pytest.raises(ConfigError) as raised:
-        choose_hosts(path, None)
+        read_hostfile(path)
     assert str(path) in str(raised.value)
     assert raised.value.exit_code == 2
 
@@ -135,23 +143,25 @@ def test_names_of_other_machines(name: str) -> None:
 
 
 def test_choose_this_machine(tmp_path: Path) -> None:
-    assert choose_hosts(None, None) == (Host("localhost"),)
+    assert choose_hosts(None, None, None) == (Host("localhost"),)
     path = tmp_path / "hosts"
     path.write_text("127.0.0.1 slots=2 type=CPU\nlocalhost slots=2 type=CPU\n", encoding="utf-8")
-    assert choose_hosts(path, 1) == (Host("127.0.0.1", 2, "CPU"),)
+    listed = read_hostfile(path)
+    assert choose_hosts(listed, path, 1) == (Host("127.0.0.1", 2, "CPU"),)
     with pytest.raises(ConfigError, match="are this machine"):
-        choose_hosts(path, None)
+        choose_hosts(listed, path, None)
 
 
 def test_other_hosts_need_ssh_and_a_name(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("localhost slots=1\n198.51.100.[1-3] slots=1\n", encoding="utf-8")
+    listed = read_hostfile(path)
     with pytest.raises(ConfigError, match=r"198\.51\.100\.\[1-3\]") as raised:
-        choose_hosts(path, None, "local")
+        choose_hosts(listed, path, None, "local")
     assert "type: ssh" in str(raised.value)
-    assert len(choose_hosts(path, None)) == 4
+    assert len(choose_hosts(listed, path, None)) == 4
     with pytest.raises(ConfigError, match="no hostfile"):
-        choose_hosts(None, 4)
+        choose_hosts(None, None, 4)
 
 
 def test_a_line_with_everything() -> None:
@@ -160,6 +170,16 @@ def test_a_line_with_everything() -> None:
     )
     assert first == Host("node08", 8, "A800", 2222, "me", "10.0.0.1", "me@gate:22")
     assert (second.name, second.addr) == ("node09", "10.0.0.2")
+
+
+def test_of_thousands_of_problems_the_first_are_shown_with_a_count() -> None:
+    text = "".join(f"h{n} slots=0\n" for n in range(3000))
+    with pytest.raises(ConfigError) as raised:
+        parse_hostfile(text)
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("hostfile:1: slots=0")
+    assert lines[50:] == ["and 2950 more problems"]
+    assert len(raised.value.problems) == 3000
 
 
 @pytest.mark.parametrize(
@@ -174,6 +194,38 @@ def test_a_line_with_everything() -> None:
 def test_names_unfold_and_fold(pattern: str, names: list[str]) -> None:
     assert expand(pattern) == names
     assert [name for part in _parts(compress(names)) for name in expand(part)] == names
+    assert [name for part in ranges(names) for name in expand(part)] == names
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a1", "a2", "a4", "b", "a3"], ["a[1-2]", "a4", "b", "a3"]),
+        (["b1", "a1", "b2"], ["b1", "a1", "b2"]),
+        (["n08", "n09", "n10"], ["n[08-10]"]),
+        (["n98", "n99", "n100"], ["n[98-100]"]),
+        (["n08", "n09", "n10", "n11", "n012"], ["n[08-11]", "n012"]),
+        (["n0", "n1"], ["n[0-1]"]),
+        (["n0", *(f"n{n}" for n in range(1, 11))], ["n[0-9]", "n10"]),
+        (["n099", "n100"], ["n[099-100]"]),
+        (
+            ["n999999999", "n1000000000", "n1000000001"],
+            ["n999999999", "n1000000000", "n1000000001"],
+        ),
+        ([f"h{n}" for n in range(20000)], ["h[0-9]", "h[10-16393]", "h[16394-19999]"]),
+    ],
+)
+def test_ranges_keep_the_order(names: list[str], expected: list[str]) -> None:
+    assert ranges(names) == expected
+    assert [name for part in expected for name in expand(part)] == names
+
+
+NAMES = st.from_regex(r"[a-z]{1,2}[0-9]{0,3}[a-z]?", fullmatch=True)
+
+
+@given(st.lists(NAMES | st.integers(0, 120).map("n{:02}".format), max_size=20, unique=True))
+def test_any_names_come_back_out_of_ranges(names: list[str]) -> None:
+    assert [name for part in ranges(names) for name in expand(part)] == names
 
 
 def _parts(folded: str) -> list[str]:

@@ -10,7 +10,9 @@ import pytest
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.plan import LaunchPlan, Machine, plan
+from flagscale.launch.planning.model import LaunchPlan, Machine, RunnerHandle
+from flagscale.launch.planning.plan import plan
+from flagscale.launch.planning.slots import slots
 
 MakePlan = Callable[..., LaunchPlan]
 
@@ -48,14 +50,14 @@ def make_experiment() -> Callable[..., Experiment]:
 def make_plan(make_experiment: Callable[..., Experiment], machine: Machine) -> MakePlan:
     def make(*, hosts: tuple[Host, ...] = (Host("localhost"),), **changes: Any) -> LaunchPlan:
         on = changes.pop("machine", machine)
-        secret = changes.pop("run_secret", None)
+        secret = changes.pop("run_secret", "s3cr3t" * 8)
         experiment = make_experiment(**changes)
         return plan(
             experiment,
-            hosts,
-            on,
+            slots(experiment, hosts, [on] * len(hosts)),
             run_id="20250102-030405-abcdef",
             master_port=29500,
+            runner=RunnerHandle("local"),
             run_secret=secret,
         )
 

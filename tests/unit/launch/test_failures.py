@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 
-from flagscale.launch.failures import (
+from flagscale.launch.failures import earlier_failures, first_failure, is_settled
+from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
+from flagscale.launch.liveness.diagnosis import (
+    End,
+    Failure,
+    Severity,
     TableEntry,
     choose_rank,
     describe_code,
-    first_failure,
-    is_settled,
+    host_report,
     last_traceback,
     parse_table,
 )
-from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
-from flagscale.launch.liveness.diagnosis import End, Failure, Severity, host_report
+from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import Event
 
@@ -148,7 +151,7 @@ def test_last_traceback_without_what_follows() -> None:
 @pytest.fixture
 def state(tmp_path: Path) -> RunState:
     host = HostState(
-        rank=0,
+        node_rank=0,
         name="node",
         nproc=2,
         first_rank=0,
@@ -158,7 +161,7 @@ def state(tmp_path: Path) -> RunState:
         pid_file=tmp_path / "pid",
     )
     host.run_dir.mkdir()
-    return RunState("r", "n", tmp_path, time.time(), "boot", 2, True, 1.0, (host,))
+    return RunState("r", "n", tmp_path, time.time(), 2, True, 1.0, RunnerHandle("local"), (host,))
 
 
 def end(state: RunState, **record: Any) -> None:
@@ -275,7 +278,9 @@ def test_what_became_of_the_agent_of_a_lost_host(
     state: RunState, phase: str, expected: str
 ) -> None:
     first = state.hosts[0]
-    second = replace(first, rank=1, name="other", first_rank=2, run_dir=first.run_dir / "other")
+    second = replace(
+        first, node_rank=1, name="other", first_rank=2, run_dir=first.run_dir / "other"
+    )
     second.run_dir.mkdir()
     hosts = replace(state, hosts=(first, second))
     lost = Failure("other", None, None, "was lost: no word from its agent", "", first.output)
@@ -315,6 +320,27 @@ def test_when_the_agents_have_agreed(
     assert is_settled(state.hosts) is expected
     end(state)
     assert is_settled(state.hosts)
+
+
+def test_what_earlier_attempts_failed_by(state: RunState) -> None:
+    assert earlier_failures(()) == earlier_failures(state.hosts) == ()
+    failure = Failure("node", 1, 3, "boom", "", state.hosts[0].output)
+    restarts = [{"attempt": n, "failure": f} for n, f in enumerate((failure.to_record(), None))]
+    record = {"phase": "running", "attempt": 3, "failure": None, "restarts": restarts}
+    (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    assert earlier_failures(state.hosts) == ((1, failure),)
+
+
+def test_a_message_with_what_is_no_character_can_be_shown(state: RunState) -> None:
+    """As of a file whose name is no UTF-8."""
+    said = Event(
+        1, 5.0, "failed", {"kind": "OSError", "message": "no \udcff", "traceback": "\udcfe"}
+    )
+    failure = first_failure(state, {1: [said]})
+    assert failure is not None
+    failure.describe().encode()
+    assert "no \\udcff" in failure.reason
+    assert failure.traceback == "\\udcfe"
 
 
 def test_before_start(state: RunState) -> None:

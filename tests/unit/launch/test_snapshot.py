@@ -13,11 +13,14 @@ from launch_lab import until
 from rich.console import Console
 
 from flagscale.hosts import processes
-from flagscale.launch.failures import Failure
+from flagscale.launch import snapshot as snapshots
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
-from flagscale.launch.runners.programs.look import Look
+from flagscale.launch.liveness.diagnosis import Failure
+from flagscale.launch.planning.model import RunnerHandle
+from flagscale.launch.runners.hosts import HostRunner
+from flagscale.launch.runners.programs.look import ProbeResult
 from flagscale.launch.show import view
-from flagscale.launch.snapshot import HostRow, Phase, Snapshot, take
+from flagscale.launch.snapshot import HostRow, Phase, Snapshot
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import RUN_ID_VARIABLE, StatusWriter
 
@@ -28,7 +31,7 @@ def state(tmp_path: Path) -> RunState:
     own = processes.identify(os.getpid())
     assert own is not None
     host = HostState(
-        rank=0,
+        node_rank=0,
         name="node",
         nproc=2,
         first_rank=0,
@@ -38,10 +41,16 @@ def state(tmp_path: Path) -> RunState:
         pid_file=tmp_path / "pid",
         pid=own.pid,
         start_ticks=own.start_ticks,
+        boot_id=processes.boot_id(),
     )
     host.run_dir.mkdir()
-    boot = processes.boot_id()
-    return RunState("r-none", "n", tmp_path, time.time(), boot, 2, False, 1.0, (host,))
+    runner = RunnerHandle("local")
+    return RunState("r-none", "n", tmp_path, time.time(), 2, False, 1.0, runner, (host,))
+
+
+def take(state: RunState) -> Snapshot:
+    """The run now, as this machine sees it."""
+    return HostRunner().query(state)
 
 
 def dead(state: RunState) -> RunState:
@@ -95,7 +104,8 @@ def test_ends(
 
 
 def test_another_boot_is_a_lost_run(state: RunState) -> None:
-    assert take(replace(state, boot_id="another")).phase is Phase.LOST
+    host = replace(state.hosts[0], boot_id="another")
+    assert take(replace(state, hosts=(host,))).phase is Phase.LOST
 
 
 def test_progress_and_time_left(state: RunState) -> None:
@@ -153,7 +163,8 @@ def test_a_victim_is_not_told_as_the_first_failure(
     state: RunState, phase: str, alive: str | None, rank: int | None
 ) -> None:
     fails(state, phase)
-    snapshot = take(state, seen=None if alive is None else {0: Look(alive=alive)})
+    seen = {} if alive is None else {0: ProbeResult(alive=alive)}
+    snapshot = snapshots.take(state, seen) if seen else take(state)
     record = json.loads(json.dumps(snapshot.to_json()))
     assert record["state"] == "running"
     assert (record["failure"] or {}).get("rank") == rank
@@ -176,6 +187,22 @@ def test_what_a_rank_said_is_told_where_nobody_is_left_to_agree(state: RunState)
     assert (snapshot.phase, snapshot.warnings) == (Phase.RUNNING, ())
     assert snapshot.failure is not None
     assert snapshot.failure.headline() == RESET
+
+
+def test_why_earlier_attempts_failed_is_shown(
+    state: RunState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = Failure("node", 1, 3, "failed: ValueError: bad data\nmore", "", Path("/x/e.log"))
+    restarts = [{"attempt": 0, "failure": failure.to_record()}]
+    record = {"phase": "running", "attempt": 2, "attempts": 3, "restarts": restarts}
+    (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    snapshot = take(state)
+    assert (snapshot.attempt, snapshot.earlier) == (2, ((1, failure),))
+    told = json.loads(json.dumps(snapshot.to_json()))["earlier"]
+    assert told == [{"attempt": 1, **failure.to_record()}]
+    view.show(snapshot)
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown == "attempt 1 failed: node: rank 1 failed: ValueError: bad data"
 
 
 def test_tables_show_names_as_they_are() -> None:

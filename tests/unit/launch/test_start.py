@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from flagscale.files import make_private_directory, write_json
 from flagscale.hosts.hostfile import Host
 from flagscale.launch import snapshot, start
 from flagscale.launch.layout import EXIT_FILE
-from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.runners.local import LocalRunner
+from flagscale.launch.planning.model import LaunchPlan
+from flagscale.launch.runners.hosts import HostRunner
 from flagscale.launch.state import RunState, state_of
 
 MakePlan = Callable[..., LaunchPlan]
 
 
-class Watched(LocalRunner):
+class Watched(HostRunner):
     """A runner that knows how runs end by their files alone."""
 
     stopped = False
@@ -32,7 +31,7 @@ class Watched(LocalRunner):
         return any(ended) if any_host else all(ended)
 
     def query(self, state: RunState, *, with_lines: bool = False) -> snapshot.Snapshot:
-        return snapshot.take(state)
+        return snapshot.take(state, {})
 
     def bring_output(self, state: RunState) -> None:
         state.hosts[0].output.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +44,7 @@ class Watched(LocalRunner):
 @pytest.fixture
 def state(make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunState:
     monkeypatch.setattr(start, "_FAILURE_SECONDS", 0.1)
-    made = state_of(make_plan(hosts=(Host("h0"), Host("h1")), exp_dir=tmp_path / "exp"))
-    return replace(made, boot_id="earlier")
+    return state_of(make_plan(hosts=(Host("h0"), Host("h1")), exp_dir=tmp_path / "exp"))
 
 
 def end(state: RunState, rank: int, code: int, **more: Any) -> None:

@@ -1,30 +1,60 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flagscale.errors import ConfigError, RunStateError
+from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, read_json, write_atomic, write_json
 from flagscale.hosts.processes import Process
 from flagscale.launch.layout import Layout, host_label
-from flagscale.launch.planning import ports
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.state import load_state, new_run_id, state_of, with_process
 
 MakePlan = Callable[..., LaunchPlan]
 
 
 def test_a_state_is_read_as_it_was_written(make_plan: MakePlan, tmp_path: Path) -> None:
-    state = with_process(state_of(make_plan(exp_dir=tmp_path / "ü x")), 0, Process(7, 8))
+    state = with_process(state_of(make_plan(exp_dir=tmp_path / "ü x")), 0, Process(7, 8), "boot")
     path = tmp_path / "state.json"
     state.save(path)
     assert load_state(path) == state
     assert state.hosts[0].process() == Process(7, 8)
+
+
+@pytest.mark.parametrize(
+    ("ssh", "expected"),
+    [
+        pytest.param(None, RunnerHandle("local", {}), id="local"),
+        pytest.param(
+            {"user": "u", "port": 7, "proxy": None},
+            RunnerHandle("ssh", {"config": "/c", "hosts": [{"user": "u", "port": 7}]}),
+            id="ssh",
+        ),
+    ],
+)
+def test_a_state_that_names_no_runner_is_read(
+    make_plan: MakePlan, tmp_path: Path, ssh: dict[str, Any] | None, expected: RunnerHandle
+) -> None:
+    """A run that an older version has started is to be stopped too."""
+    path = tmp_path / "state.json"
+    state_of(make_plan(exp_dir=tmp_path)).save(path)
+    record = read_json(path) or {}
+    del record["runner"]
+    host = record["hosts"][0]
+    host["rank"] = host.pop("node_rank")
+    config = "/c" if ssh else None
+    old = {**record, "hosts": [{**host, "ssh": ssh}], "ssh_config": config, "boot_id": "b"}
+    old["foreign"] = old.pop("external")
+    write_json(path, old)
+    state = load_state(path)
+    assert state is not None
+    assert (state.runner, state.external) == (expected, True)
+    assert (state.hosts[0].node_rank, state.hosts[0].boot_id) == (0, "b")
 
 
 @pytest.mark.parametrize(
@@ -86,15 +116,3 @@ def test_files_are_private_and_whole(tmp_path: Path) -> None:
         write_atomic(path, "\ud800")
     assert read_json(path) == {"ü": 1}
     assert os.listdir(directory) == ["file.json"]  # noqa: PTH208
-
-
-def test_ports() -> None:
-    port = ports.free_port()
-    assert ports.is_free(port)
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert port < low
-    with socket.create_server(("127.0.0.1", port)):
-        assert not ports.is_free(port)
-        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
-            ports.require_free(port)
-    assert ports.is_free(port)

@@ -14,16 +14,19 @@ from flagscale.errors import RunStateError
 from flagscale.files import write_json
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.processes import Swept
-from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY, Layout
-from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.runners.base import (
+from flagscale.launch.ending import (
     Stopped,
     cost,
     killed_ranks,
     record_stop,
     require_recorded,
 )
+from flagscale.launch.layout import EXIT_FILE, STATUS_DIRECTORY, Layout
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.state import RunState, load_state, state_of
+
+# Of the first host, with their pids.
+RANKS = {0: 10, 1: 11}
 
 
 @pytest.fixture
@@ -80,10 +83,14 @@ def test_what_was_saved(state: RunState, external: bool, since: float, expected:
 @pytest.mark.parametrize(
     ("record", "swept", "expected"),
     [
-        pytest.param(None, Swept(), (), id="unknown"),
-        pytest.param(None, Swept((), (11, 99)), (1,), id="after-the-agent"),
-        pytest.param({"phase": "job", "swept": [10, 98]}, Swept((11,)), (0,), id="by-the-agent"),
-        pytest.param({"phase": "agent", "swept": [10]}, Swept(), (), id="without-the-agent"),
+        pytest.param(None, Swept(ranks=RANKS), (), id="unknown"),
+        pytest.param(None, Swept((), (11, 99), ranks=RANKS), (1,), id="after-the-agent"),
+        pytest.param(
+            {"phase": "job", "swept": [10, 98]}, Swept((11,), ranks=RANKS), (0,), id="by-the-agent"
+        ),
+        pytest.param(
+            {"phase": "agent", "swept": [10]}, Swept(ranks=RANKS), (), id="without-the-agent"
+        ),
     ],
 )
 def test_ranks_by_their_pids(
@@ -92,7 +99,7 @@ def test_ranks_by_their_pids(
     host = state.hosts[0]
     if record is not None:
         write_json(host.run_dir / EXIT_FILE, record)
-    assert killed_ranks(host, {0: 10, 1: 11}, swept) == expected
+    assert killed_ranks(host, swept) == expected
 
 
 def test_a_later_runs_state_is_left_alone(state: RunState) -> None:

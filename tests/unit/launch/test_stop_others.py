@@ -18,9 +18,10 @@ from flagscale.hosts import processes
 from flagscale.hosts.answer import parse
 from flagscale.hosts.processes import Swept
 from flagscale.launch import actions
+from flagscale.launch.ending import Stopped
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.runners import base, local
+from flagscale.launch.planning.model import LaunchPlan
+from flagscale.launch.runners.hosts import HostRunner
 from flagscale.launch.runners.programs import stop
 from flagscale.launch.state import RunState, state_of, with_process
 from flagscale.status import RUN_ID_VARIABLE
@@ -97,7 +98,7 @@ def test_never_ended_already_while_it_lives(
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local.LocalRunner, "stop", lambda *_: base.Stopped())
+    monkeypatch.setattr(HostRunner, "stop", lambda *_: Stopped())
     with pytest.raises(RunStateError, match="none of its processes was found"):
         actions.stop(make_experiment(exp_dir=place), Options())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +11,69 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.launch.liveness.coordinator import Coordinator, Phase
+from flagscale.launch.liveness.coordinator import Coordinator
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
+from flagscale.launch.liveness.messages import (
+    Beat,
+    DumpStacks,
+    EndAttempt,
+    Ended,
+    FinishJob,
+    FromHost,
+    Hello,
+    HostStatus,
+    JobPhase,
+    KeepAlive,
+    Order,
+    Position,
+    Reported,
+    Stacks,
+    StartAttempt,
+    StopJob,
+    Stopping,
+)
 from flagscale.launch.liveness.policy import Policy
-from flagscale.launch.liveness.stall import Place
+from flagscale.launch.liveness.stall import RankProgress
+
+POSITION = Position(
+    status=HostStatus.RUNNING,
+    joined=1,
+    nproc=1,
+    moves=0,
+    busy=False,
+    lived=False,
+    ended=None,
+    report=None,
+)
 
 
 class Job:
     """Hosts that send what a test says, beside their heartbeats."""
 
     def __init__(self, hosts: int = 2, **policy: Any) -> None:
-        given = {"lost_host_timeout": 10.0, "start_timeout": 100.0, "hang_timeout": 50.0}
+        given: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
+        given |= {"lost_host_timeout": 10.0, "start_timeout": 100.0, "hang_detection_timeout": 50.0}
         self.names = [f"h{n}" for n in range(hosts)]
         self.now = 1000.0
-        self.brain = Coordinator(Policy(Path("out"), **{**given, **policy}), self.names, self.now)
+        told = Policy(**{**given, **policy})
+        self.brain = Coordinator(told, self.names, self.now, Path("out"))
         self.silent: set[int] = set()
         self.moving = True
         self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
         self.moves = 0
-        self.orders: list[tuple[int | None, dict[str, Any]]] = []
+        self.orders: list[tuple[int | None, Order]] = []
         self.told: list[str] = []
         self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
 
-    def say(self, host: int, kind: str, **fields: Any) -> None:
-        message = {"kind": kind, "attempt": self.brain.attempt, "sent": self.clock[host] + self.now}
-        self.brain.receive(host, {**message, **fields}, self.now)
+    def say(self, kind: type[FromHost], host: int, *content: Any, attempt: int = -1) -> None:
+        """A message of the current attempt, or of another one."""
+        number = self.brain.attempt if attempt < 0 else attempt
+        self.brain.receive(
+            host, kind(host, number, self.clock[host] + self.now, *content), self.now
+        )
+
+    def position(self, host: int, **fields: Any) -> Position:
+        return replace(POSITION, **{"moves": self.moves, **self.fields[host], **fields})
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds)):
@@ -41,14 +81,13 @@ class Job:
             self.moves += self.moving
             for host in range(len(self.names)):
                 if host not in self.silent:
-                    beat = {"state": "running", "joined": 1, "nproc": 1, "moves": self.moves}
-                    self.say(host, "beat", **{**beat, **self.fields[host]})
+                    self.say(Beat, host, self.position(host))
             self.brain.tick(self.now)
             self.collect()
 
     def collect(self) -> None:
-        new = [o for o in self.brain.orders.take() if o[1]["kind"] != "beat"]
-        self.orders += new
+        self.orders += [o for o in self.brain.orders if not isinstance(o[1], KeepAlive)]
+        self.brain.orders.clear()
         self.told += [notice.event for notice in self.brain.notices]
         self.brain.notices.clear()
 
@@ -57,13 +96,13 @@ class Job:
     ) -> None:
         failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
         report = Report(failure, self.clock[host] + self.now + after, severity)
-        self.say(host, "report", report=report.to_record())
+        self.say(Reported, host, report)
 
-    def end(self, host: int, code: int = 1) -> None:
-        self.say(host, "ended", ended=code, joined=1, nproc=1)
+    def end(self, host: int, code: int = 1, **fields: Any) -> None:
+        self.say(Ended, host, self.position(host, **{"joined": 1, "ended": code, **fields}))
 
-    def kinds(self) -> list[str]:
-        return [order["kind"] for _, order in self.orders]
+    def kinds(self) -> list[type[Order]]:
+        return [type(order) for _, order in self.orders]
 
     @property
     def first(self) -> tuple[str, int | None]:
@@ -79,7 +118,7 @@ def test_a_job_that_ends_well() -> None:
     assert job.kinds() == []
     job.end(1, 0)
     job.run(1)
-    assert (job.kinds(), job.told, job.brain.phase) == (["finish"], ["finished"], Phase.OVER)
+    assert (job.kinds(), job.told, job.brain.phase) == ([FinishJob], ["finished"], JobPhase.OVER)
 
 
 def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
@@ -87,15 +126,18 @@ def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
     job.run(5)
     job.fail(1, 4)
     job.collect()
-    assert [(host, order["kind"]) for host, order in job.orders] == [(None, "end")]
-    assert job.orders[0][1]["failure"]["rank"] == 4
+    ((host, order),) = job.orders
+    assert host is None
+    assert isinstance(order, EndAttempt)
+    assert order.failure is not None
+    assert order.failure.rank == 4
     for host in (1, 0):
         job.end(host)
         job.run(5)
-    assert job.kinds() == ["end"]
+    assert job.kinds() == [EndAttempt]
     job.end(2)
     job.run(1)
-    assert job.kinds() == ["end", "finish"]
+    assert job.kinds() == [EndAttempt, FinishJob]
     assert (job.first, job.told) == (("h1", 4), ["failed"])
 
 
@@ -139,8 +181,7 @@ def test_a_later_report_of_the_same_rank_knows_more() -> None:
     job.run(5)
     job.fail(1, 1)
     failure = Failure("h1", 1, 9, "failed (exit code 9)", "", Path("log"))
-    record = Report(failure, job.clock[1] + job.now, Severity.FAILED).to_record()
-    job.say(1, "ended", ended=1, report=record, joined=1, nproc=1)
+    job.end(1, report=Report(failure, job.clock[1] + job.now, Severity.FAILED))
     job.end(0)
     job.run(1)
     assert job.brain.failure == failure
@@ -156,12 +197,12 @@ def test_a_lost_host_is_named_unless_a_cause_is_known() -> None:
     job.run(5)
     assert job.first == ("h1", None)
     assert "no word" in str(job.brain.failure)
-    assert job.brain.phase is Phase.OVER
+    assert job.brain.phase is JobPhase.OVER
     # Back too late, it is told that all is over.
-    job.say(1, "hello")
+    job.say(Hello, 1, POSITION)
     job.collect()
     assert job.orders[-1][0] == 1
-    assert job.kinds()[-1] == "finish"
+    assert job.kinds()[-1] == FinishJob
 
 
 def test_a_short_silence_does_no_harm() -> None:
@@ -169,9 +210,9 @@ def test_a_short_silence_does_no_harm() -> None:
     job.silent.add(1)
     job.run(9)
     job.silent.clear()
-    job.say(1, "hello", state="running", joined=1, nproc=1)
+    job.say(Hello, 1, POSITION)
     job.run(30)
-    assert job.brain.phase is Phase.RUNNING
+    assert job.brain.phase is JobPhase.RUNNING
 
 
 def test_time_in_which_the_coordinator_did_not_run_counts_against_nobody() -> None:
@@ -180,7 +221,7 @@ def test_time_in_which_the_coordinator_did_not_run_counts_against_nobody() -> No
     job.now += 500
     job.brain.tick(job.now)
     job.run(5)
-    assert job.brain.phase is Phase.RUNNING
+    assert job.brain.phase is JobPhase.RUNNING
 
 
 def test_a_host_that_is_not_there_although_ranks_have_met() -> None:
@@ -211,13 +252,20 @@ def test_restarts_are_counted_backed_off_and_told() -> None:
         for host in (0, 1):
             job.end(host)
         job.run(8)
-        assert job.orders[-1][1] == {"kind": "start", "attempt": attempt + 1}
+        assert job.orders[-1] == (None, StartAttempt(attempt + 1))
         assert job.brain.failure is None
     job.run(5)
     job.end(0, 7)
     job.end(1, 7)
     job.run(1)
-    assert job.kinds() == ["end", "start", "end", "start", "end", "finish"]
+    assert job.kinds() == [
+        EndAttempt,
+        StartAttempt,
+        EndAttempt,
+        StartAttempt,
+        EndAttempt,
+        FinishJob,
+    ]
     assert job.told == ["restarted", "restarted", "failed"]
     assert job.brain.summary()["attempt"] == 3
 
@@ -229,9 +277,9 @@ def test_messages_of_an_earlier_attempt_are_passed_over() -> None:
     for host in (0, 1):
         job.end(host)
     job.run(5)
-    job.say(1, "ended", attempt=0, ended=1)
+    job.say(Ended, 1, replace(POSITION, ended=1), attempt=0)
     job.run(5)
-    assert (job.brain.attempt, job.brain.phase) == (1, Phase.RUNNING)
+    assert (job.brain.attempt, job.brain.phase) == (1, JobPhase.RUNNING)
 
 
 @pytest.mark.parametrize(
@@ -252,41 +300,41 @@ def test_what_does_not_get_as_far_as_joining_is_not_tried_for_ever(
             job.fields[host] = {"joined": joined}
         job.run(3)
         for host in (0, 1):
-            job.say(host, "ended", ended=1, joined=joined, nproc=1)
+            job.end(host, joined=joined)
             job.fields[host] = {"joined": 0}
         job.run(70)
-    assert job.kinds().count("start") == starts
+    assert job.kinds().count(StartAttempt) == starts
 
 
 def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     job = Job(max_restarts=5)
     job.run(5)
-    job.say(1, "stopping", signal=15)
+    job.say(Stopping, 1, 15, None)
     for host in (0, 1):
         job.end(host, 143)
     job.run(5)
-    assert job.kinds() == ["stop", "finish"]
-    assert job.told == []
+    assert job.kinds() == [StopJob, FinishJob]
+    assert job.told == ["stopped"]
     job = Job(max_restarts=5)
     job.silent.add(1)
-    job.say(1, "hello")
+    job.say(Hello, 1, replace(POSITION, joined=0))
     job.run(12)
     job.end(0)
     job.run(2)
-    assert job.kinds() == ["end", "finish"]
+    assert job.kinds() == [EndAttempt, FinishJob]
 
 
 def test_a_stop_that_nobody_asked_for_is_a_failure_and_final() -> None:
     job = Job(max_restarts=5)
     job.run(5)
     cause = Failure("h1", None, None, "lost its script", "", Path("/o"))
-    job.say(1, "stopping", signal=15, failure=cause.to_record())
+    job.say(Stopping, 1, 15, cause)
     for host in (0, 1):
         job.end(host, 143)
     job.run(5)
-    assert (job.kinds(), job.told) == (["stop", "finish"], ["failed"])
+    assert (job.kinds(), job.told) == ([StopJob, FinishJob], ["failed"])
     assert job.first == ("h1", None)
-    assert [order["failure"]["reason"] for _, order in job.orders] == ["lost its script"] * 2
+    assert [order for _, order in job.orders] == [StopJob(15, cause), FinishJob(cause)]
 
 
 def test_the_rest_is_left_alone() -> None:
@@ -299,12 +347,12 @@ def test_the_rest_is_left_alone() -> None:
     assert job.first == ("h1", 1)
     job.end(0, 0)
     job.run(1)
-    assert (job.kinds(), job.told) == (["finish"], ["failed"])
+    assert (job.kinds(), job.told) == ([FinishJob], ["failed"])
 
 
-def place(host: str, rank: int, **fields: Any) -> dict[str, Any]:
+def at(host: str, rank: int, **fields: Any) -> tuple[RankProgress]:
     given = {"step": 7, "doing": "in training", "stopped": False, "answered": True, "stack": ""}
-    return Place(host, rank, log="log", **{**given, **fields}).to_record()
+    return (RankProgress(host, rank, log=Path("log"), **{**given, **fields}),)
 
 
 def test_a_stall_asks_for_stacks_and_names_the_rank_behind() -> None:
@@ -314,11 +362,11 @@ def test_a_stall_asks_for_stacks_and_names_the_rank_behind() -> None:
     job.run(49)
     assert job.kinds() == []
     job.run(2)
-    assert job.kinds() == ["dump"]
-    job.say(0, "stacks", ranks=[place("h0", 0)])
-    job.say(1, "stacks", ranks=[place("h1", 1, step=6, stack="where")])
+    assert job.kinds() == [DumpStacks]
+    job.say(Stacks, 0, at("h0", 0))
+    job.say(Stacks, 1, at("h1", 1, step=6, stack="where"))
     job.run(1)
-    assert job.kinds() == ["dump", "end"]
+    assert job.kinds() == [DumpStacks, EndAttempt]
     assert job.first == ("h1", 1)
     assert job.brain.failure is not None
     assert "behind in training at step 6" in job.brain.failure.reason
@@ -331,7 +379,7 @@ def test_a_stall_of_which_no_host_can_say_more() -> None:
     job.run(5)
     job.moving = False
     job.run(60)
-    assert job.kinds() == ["dump", "end"]
+    assert job.kinds() == [DumpStacks, EndAttempt]
     assert job.first == ("h0", None)
 
 
@@ -340,7 +388,7 @@ def test_a_stall_of_which_no_host_can_say_more() -> None:
     [
         pytest.param({"busy": True}, {}, id="a-checkpoint"),
         pytest.param({"joined": 0}, {}, id="not-joined"),
-        pytest.param({}, {"hang_timeout": 0.0}, id="not-looked-for"),
+        pytest.param({}, {"hang_detection_timeout": 0.0}, id="not-looked-for"),
     ],
 )
 def test_no_stall(fields: dict[str, Any], policy: dict[str, Any]) -> None:
@@ -358,7 +406,7 @@ def test_a_checkpoint_that_never_ends_is_a_stall() -> None:
     job.run(5)
     job.moving = False
     job.run(1820)
-    assert "dump" in job.kinds()
+    assert DumpStacks in job.kinds()
 
 
 def test_a_restart_whose_ranks_do_not_join() -> None:
@@ -374,39 +422,77 @@ def test_a_restart_whose_ranks_do_not_join() -> None:
     assert "did not join within 100 s of a restart" in str(job.brain.failure)
 
 
-KEYS = ["kind", "attempt", "report", "ranks", "ended", "moves", "sent", "joined", "signal", "state"]
-VALUES = st.none() | st.integers(-3, 3) | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
+@pytest.mark.parametrize("last", [1, 0])
+def test_a_stop_is_told_once_all_have_ended(last: int) -> None:
+    job = Job()
+    job.run(5)
+    job.say(Stopping, 0, 15, None)
+    job.end(1 - last, 0)
+    job.run(5)
+    assert job.told == []
+    job.end(last, 0)
+    job.run(1)
+    assert (job.told, job.brain.phase) == (["stopped"], JobPhase.OVER)
+
+
+def test_a_first_host_that_goes_tells_of_the_stop_all_the_same() -> None:
+    """Others may have long grace periods, and it waits for nobody."""
+    job = Job()
+    job.run(5)
+    job.brain.leave(job.now)
+    assert job.brain.phase is JobPhase.RUNNING
+    job.say(Stopping, 0, 15, None)
+    job.end(0, 0)
+    job.brain.leave(job.now)
+    job.collect()
+    assert (job.told, job.brain.phase) == (["stopped"], JobPhase.OVER)
+
+
+FAILURES = st.builds(
+    Failure,
+    host=st.sampled_from(["h0", "h1", "h9"]),
+    rank=st.none() | st.integers(0, 3),
+    exit_code=st.none() | st.integers(-9, 9),
+    reason=st.text(max_size=3),
+    traceback=st.text(max_size=3),
+    log=st.just(Path("log")),
+)
+REPORTS = st.builds(Report, FAILURES, st.floats(-1e9, 1e9), st.sampled_from(Severity))
+POSITIONS = st.builds(
+    Position,
+    status=st.sampled_from(HostStatus),
+    joined=st.integers(-1, 2),
+    nproc=st.integers(-1, 2),
+    moves=st.integers(-2, 9),
+    busy=st.booleans(),
+    lived=st.booleans(),
+    ended=st.none() | st.integers(-1, 2),
+    report=st.none() | REPORTS,
+)
+HEAD = (st.integers(-1, 3), st.integers(-1, 2), st.floats(-1e9, 1e9))
+RANKS = st.builds(at, st.just("h0"), st.integers(-1, 3), step=st.none() | st.integers(0, 9))
+MESSAGES = st.one_of(
+    *(st.builds(kind, *HEAD, POSITIONS) for kind in (Hello, Beat, Ended)),
+    st.builds(Reported, *HEAD, REPORTS),
+    st.builds(Stacks, *HEAD, st.just(()) | RANKS),
+    st.builds(Stopping, *HEAD, st.integers(-1, 99), st.none() | FAILURES),
+)
 
 
 @settings(max_examples=150)
 @given(
-    st.lists(
-        st.tuples(
-            st.integers(-1, 3),
-            st.dictionaries(
-                st.sampled_from(
-                    [
-                        "kind",
-                        "attempt",
-                        "report",
-                        "ranks",
-                        "ended",
-                        "moves",
-                        "sent",
-                        "joined",
-                        "signal",
-                        "state",
-                        "nproc",
-                    ]
-                ),
-                VALUES | st.sampled_from(["beat", "ended", "hello", "stacks", "report"]),
-            ),
-        ),
-        max_size=20,
-    )
+    st.lists(st.tuples(st.integers(-1, 3), MESSAGES, st.floats(0, 80)), max_size=20),
+    st.integers(0, 2),
 )
-def test_odd_messages_do_no_harm(messages: list[tuple[int, dict[str, Any]]]) -> None:
-    job = Job()
-    for host, message in messages:
+def test_odd_messages_do_no_harm_and_every_change_is_news(
+    messages: list[tuple[int, FromHost, float]], max_restarts: int
+) -> None:
+    job = Job(max_restarts=max_restarts)
+    told: dict[str, Any] = {}
+    for host, message, seconds in messages:
         job.brain.receive(host, message, job.now)
+        job.now += seconds
         job.brain.tick(job.now)
+        said = json.loads(json.dumps(job.brain.summary()))
+        assert job.brain.news or said == told
+        told, job.brain.news = said, False

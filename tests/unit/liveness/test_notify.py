@@ -17,7 +17,7 @@ import pytest
 from flagscale.launch.liveness.coordinator import Notice
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
-from flagscale.launch.notify import payload
+from flagscale.launch.notify import Notifier, payload
 
 FAILURE = Failure("h1", 3, -9, "ended with signal 9", "trace", Path("/x/stderr.log"))
 
@@ -68,6 +68,28 @@ def test_what_is_told() -> None:
     assert {key: told[key] for key in wanted} == wanted
     plain = payload(Notice("finished", 0), run="r-1", name="tiny", attempts=1)
     assert plain["text"] == "tiny: run r-1 finished"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        pytest.param({"finished"}, ["failed", "finished", "stopped"], id="every-end"),
+        pytest.param({"failed"}, ["failed"], id="failures-alone"),
+        pytest.param({"finished", "failed"}, ["failed", "finished", "stopped"], id="each-once"),
+        pytest.param({"stalled", "restarted"}, ["restarted", "stalled"], id="no-end"),
+    ],
+)
+def test_who_asks_for_the_end_is_told_how_it_came(
+    wanted: set[str], told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COMMAND, f"cat > {tmp_path}/$$")
+    notifier = Notifier(wanted, "r-1", "tiny", 1)
+    for event in ("failed", "stalled", "restarted", "finished", "stopped"):
+        notifier.tell(Notice(event, 0))
+    while notifier.step(0.0):
+        notifier.reaped(*os.waitpid(-1, 0))
+    got = [json.loads(path.read_text())["event"] for path in tmp_path.iterdir()]
+    assert sorted(got) == told
 
 
 def test_a_command_and_a_webhook(chat: str, tmp_path: Path) -> None:

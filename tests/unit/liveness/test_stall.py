@@ -6,44 +6,37 @@ from typing import Any
 import pytest
 
 from flagscale.launch.liveness.diagnosis import Severity
-from flagscale.launch.liveness.stall import Place, behind, stalled_report
+from flagscale.launch.liveness.stall import RankProgress, behind, stalled_report
 
 IN_COLLECTIVE = 'File "/v/torch/distributed/distributed_c10d.py", line 2810 in all_reduce'
 IN_LOADER = 'File "/v/torch/utils/data/dataloader.py", line 1200 in _try_get_data'
 
 
-def place(rank: int, step: int | None = 5, **fields: Any) -> Place:
+def at(rank: int, step: int | None = 5, **fields: Any) -> RankProgress:
     given = {"doing": "in training", "stopped": False, "answered": True, "stack": IN_COLLECTIVE}
-    return Place("h", rank, step, log="log", **{**given, **fields})
+    return RankProgress("h", rank, step, log=Path("log"), **{**given, **fields})
 
 
 @pytest.mark.parametrize(
-    ("places", "expected"),
+    ("ranks", "expected"),
     [
         pytest.param([], None, id="nobody"),
-        pytest.param([place(0), place(1, 4, stopped=False), place(2)], 1, id="lowest-step"),
-        pytest.param([place(0), place(1, stopped=True, answered=False)], 1, id="stopped"),
-        pytest.param([place(0), place(1, answered=False, stack="")], 1, id="silent"),
-        pytest.param([place(0), place(1, stack=IN_LOADER)], 1, id="waits-for-no-peer"),
-        pytest.param([place(0), place(1, stack='File "x", line 3 in barrier')], 0, id="all-wait"),
-        pytest.param([place(0, None), place(1, None, stopped=True)], 1, id="steps-not-known"),
-        pytest.param([place(0, None), place(1, 3)], 1, id="one-step-known"),
+        pytest.param([at(0), at(1, 4, stopped=False), at(2)], 1, id="lowest-step"),
+        pytest.param([at(0), at(1, stopped=True, answered=False)], 1, id="stopped"),
+        pytest.param([at(0), at(1, answered=False, stack="")], 1, id="silent"),
+        pytest.param([at(0), at(1, stack=IN_LOADER)], 1, id="waits-for-no-peer"),
+        pytest.param([at(0), at(1, stack='File "x", line 3 in barrier')], 0, id="all-wait"),
+        pytest.param([at(0, None), at(1, None, stopped=True)], 1, id="steps-not-known"),
+        pytest.param([at(0, None), at(1, 3)], 1, id="one-step-known"),
     ],
 )
-def test_the_rank_behind(places: list[Place], expected: int | None) -> None:
-    found = behind(places)
+def test_the_rank_behind(ranks: list[RankProgress], expected: int | None) -> None:
+    found = behind(ranks)
     assert (found.rank if found else None) == expected
 
 
-def test_a_place_survives_the_wire_and_nonsense_does_not() -> None:
-    sent = place(3, stack="x" * 10)
-    assert Place.from_record("h", sent.to_record()) == sent
-    for nonsense in (None, 3, {}, {**sent.to_record(), "rank": "x"}, [1]):
-        assert Place.from_record("h", nonsense) is None
-
-
 def test_the_report_names_rank_step_and_stack() -> None:
-    report = stalled_report([place(0), place(1, 4, stopped=True)], 61.2, "h", Path("out"))
+    report = stalled_report([at(0), at(1, 4, stopped=True)], 61.2, "h", Path("out"))
     assert report.severity is Severity.KILLED
     assert report.failure.headline() == (
         "h: rank 1 stalled: no rank has got on for 61 s, and this one is behind in training at "

@@ -12,6 +12,7 @@ import pytest
 from flagscale.launch.failures import first_failure, job_record
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness.diagnosis import Failure
+from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import Event
 
@@ -28,7 +29,9 @@ def state(tmp_path: Path) -> RunState:
         run_dir.mkdir()
         paths = {name: run_dir / name for name in ("script", "output", "pid_file")}
         hosts.append(HostState(n, f"h{n}", 1, n, run_dir, **paths))
-    return RunState("r", "n", tmp_path, time.time(), "boot", 2, True, 1.0, tuple(hosts))
+    return RunState(
+        "r", "n", tmp_path, time.time(), 2, True, 1.0, RunnerHandle("local"), tuple(hosts)
+    )
 
 
 def leave(state: RunState, host: int, name: str = EXIT_FILE, **record: Any) -> None:

@@ -17,12 +17,11 @@ from flagscale.hosts import kernel, processes
 from flagscale.launch.layout import latest_status, status_directory
 from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.attempt import Attempt, Stage
-from flagscale.launch.liveness.options import parse
 from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
-from flagscale.status import BUSY, RUN_ID_VARIABLE, STEP, StatusWriter, read_place
+from flagscale.status import BUSY, RUN_ID_VARIABLE, STEP, StatusWriter, read_progress
 
 
-def test_places_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> None:
+def test_progress_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> None:
     watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 3)
     watch.look()
     assert (watch.moves, watch.joined, watch.step(3)) == (0, set(), None)
@@ -34,11 +33,11 @@ def test_places_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> 
     watch.look()
     assert (watch.moves, watch.joined) == (1, {3})
     for step, moves in ((1, 2), (1, 2), (2, 3)):
-        rank.place(step)
+        rank.write_progress(step)
         watch.look()
         assert (watch.moves, watch.step(3), watch.doing(3)) == (moves, step, STEP)
     assert not watch.busy
-    rank.place(2, BUSY[1])
+    rank.write_progress(2, BUSY[1])
     watch.look()
     assert watch.busy
     rank.write("failed", kind="E", message="m")
@@ -46,7 +45,7 @@ def test_places_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> 
     assert watch.failed
 
 
-def test_a_program_without_places_moves_by_its_progress(tmp_path: Path) -> None:
+def test_a_program_that_writes_events_alone_moves_by_its_progress(tmp_path: Path) -> None:
     watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 0)
     rank.write("progress", step=7)
     watch.look()
@@ -58,10 +57,9 @@ def test_a_program_without_places_moves_by_its_progress(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": null, "doing": ""}', '{"step": "x"}'])
-def test_half_a_place_is_none(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "rank_0.place"
-    path.write_text(text)
-    assert read_place(path) is None
+def test_half_of_what_a_rank_says_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rank_0.place").write_text(text)
+    assert read_progress(tmp_path, 0) is None
 
 
 def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
@@ -81,7 +79,7 @@ def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
         found = {r: processes.identify(p.pid) for r, p in ranks.items()}
         call = StackCall(view, RankWatch(tmp_path), {r: p for r, p in found.items() if p})
         until(lambda: call.complete(time.monotonic()))
-        first, second, third = call.places()
+        first, second, third = call.ranks()
         assert "in wait_for_it" in first.stack
         assert (first.answered, second.answered, third.answered) == (True, True, False)
         assert third.stopped
@@ -139,21 +137,6 @@ def test_a_secret_leaves_the_environment_and_is_kept_for_later(
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv(secret.VARIABLE, "short")
     assert secret.take(tmp_path / "other") is None
-
-
-def test_the_command_line_ends_where_the_command_begins(tmp_path: Path) -> None:
-    words = ["--run-dir", str(tmp_path), "--grace", "3", "--run-name=--odd", "--hosts", "a", "b"]
-    command = ["prog", "--hosts", "--", "--grace"]
-    options = parse([*words, "--coordinator", "[::1]:70", "--", *command], "r")
-    assert options.command == tuple(command)
-    assert (options.hosts, options.run_name) == (("a", "b"), "--odd")
-    assert options.coordinator == ("::1", 70)
-    with pytest.raises(SystemExit):
-        parse(words, "r")
-    with pytest.raises(SystemExit):
-        parse([*words, "--coordinator", "nowhere", "--", "x"], "r")
-    with pytest.raises(SystemExit):
-        parse([*words, "--", "x"], "")
 
 
 def test_a_rank_that_ends_by_itself_is_not_told_to(tmp_path: Path) -> None:

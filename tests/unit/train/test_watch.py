@@ -17,13 +17,35 @@ def reading(step: int, loss: float, norm: float = 1.0, *, own: bool = True) -> R
     return Reading(numbers, loss, norm, stop=None, own_loss_finite=own)
 
 
-def test_a_spike_is_told_with_step_and_mean() -> None:
+def test_a_spike_is_told_with_step_and_median() -> None:
     watch = LossWatch(spike_factor=2.0, fatal=True)
     assert [watch.observe(reading(step, 3.0)) for step in range(20)] == [None] * 20
     warning = watch.observe(reading(20, 6.5))
     assert warning is not None
     assert "loss spike at step 20: 6.5000 is more than 2 times" in warning
-    assert "3.0000" in warning
+    assert "the median of the last 20 steps, 3.0000" in warning
+
+
+def told(losses: list[float]) -> list[int]:
+    """The steps of these losses that are told as a spike."""
+    watch = LossWatch(spike_factor=2.0, fatal=True)
+    return [step for step, loss in enumerate(losses) if watch.observe(reading(step, loss))]
+
+
+def test_what_is_known_by_heart_does_not_spike() -> None:
+    small = [0.05, 0.03, 0.04, 0.06, 0.05] * 4
+    assert told([*small, 0.15, 0.05, 0.4, 0.05, 0.12]) == []
+    assert told([*small, 0.9]) == [20]
+
+
+def test_spikes_before_do_not_hide_a_later_one() -> None:
+    usual = [3.0] * 20
+    assert told([*usual, 60.0, 3.0, 3.0, 6.5, 3.0]) == [20, 23]
+
+
+def test_of_a_row_of_spikes_the_first_is_told() -> None:
+    usual = [3.0] * 20
+    assert told([*usual, 7.0, 8.0, 9.0, 3.0, 7.0]) == [20, 24]
 
 
 def test_the_first_steps_are_no_spike() -> None:

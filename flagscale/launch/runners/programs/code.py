@@ -1,46 +1,27 @@
 """Copying this project's code and the adapted backend to a host: what differs, and only that.
 
-Hashes decide, not times. Changed files travel as one archive over SFTP, which the host's own
-Python unpacks beside what is there; code that this machine does not have is removed, so that a
-stale module is never imported. What is no code (environments, data, outputs) is left alone.
+Hashes decide, not times. Changed files travel as one archive, which the host's own Python unpacks
+beside what is there; code that this machine does not have is removed, so that a stale module is
+never imported. What is no code (environments, data, outputs) is left alone.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import secrets
-import shlex
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from flagscale.errors import FlagscaleError
-from flagscale.hosts.answer import END, SAY, ask
+from flagscale.hosts.answer import ask
+from flagscale.hosts.executor import Executor
+from flagscale.hosts.program import program
 from flagscale.hosts.python_world import python_function
-from flagscale.hosts.ssh import Connection
-from flagscale.hosts.ssh.files import RemoteFiles
 
 _SECONDS = 300.0
-
-_MANIFEST = r"""
-say manifest "$(python_program manifest "$project")"
-"""
-
-_UNPACK = r"""
-umask 077
-unpack() { (eval "$setup"; cd /; exec "$python" - "$project" "$archive" "${gone[@]}"); }
-unpack <<'END_OF_UNPACK' || exit 1
-import os, sys, tarfile
-project, archive, gone = sys.argv[1], sys.argv[2], sys.argv[3:]
-with tarfile.open(archive) as packed:
-    packed.extractall(project)
-for path in gone:
-    os.remove(os.path.join(project, path))
-os.remove(archive)
-END_OF_UNPACK
-say manifest "$(python_program manifest "$project")"
-"""
+_MANIFEST = Path(__file__).with_name("manifest.sh")
+_UNPACK = Path(__file__).with_name("unpack.py")
 
 
 class CodeError(FlagscaleError):
@@ -54,7 +35,7 @@ class CodeError(FlagscaleError):
 
 
 def sync(
-    connection: Connection,
+    executor: Executor,
     source: Path,
     files: Mapping[str, str],
     *,
@@ -67,42 +48,45 @@ def sync(
 
     Raises :class:`CodeError` when the host's code still differs afterwards.
     """
-    name = connection.target.name
     given = {"project": str(project), "python": python, "setup": setup}
-    head = [SAY, *(f"{key}={shlex.quote(value)}" for key, value in given.items())]
-    head.append(python_function())
-    theirs = _manifest(connection, "\n".join([*head, _MANIFEST, END]), name)
+    manifest = program(_MANIFEST, given, python_function())
+    theirs = _manifest(executor, manifest)
     changed = [path for path, digest in files.items() if theirs.get(path) != digest]
     gone = [path for path in theirs if path not in files]
     if not changed and not gone:
         return 0
-    archive = str(project / f".flagscale-{secrets.token_hex(6)}.tar.gz")
-    with RemoteFiles(connection) as remote:
-        remote.write(archive, pack(source, changed), mode=0o600)
-    head += [f"archive={shlex.quote(archive)}", f"gone=({' '.join(map(shlex.quote, gone))})"]
-    after = _manifest(connection, "\n".join([*head, _UNPACK, END]), name)
+    run = 'eval "$1"; cd / && exec "$2" -c "$3" "$4"'
+    unpack = _UNPACK.read_text(encoding="utf-8")
+    argv = ["bash", "-c", run, "flagscale", setup, python, unpack, str(project)]
+    done = executor.run(argv, stdin=pack(source, changed, gone), timeout=_SECONDS)
+    if not done.ok:
+        said = done.error_text.strip().splitlines()[-1:] or [f"exit code {done.exit_status}"]
+        raise CodeError(executor.name, said[0])
+    after = _manifest(executor, manifest)
     if after != dict(files):
         differing = sorted(p for p in {*after, *files} if after.get(p) != files.get(p))
-        raise CodeError(name, f"{len(differing)} files still differ, such as {differing[0]}")
+        what = f"{len(differing)} files still differ, such as {differing[0]}"
+        raise CodeError(executor.name, what)
     return len(changed) + len(gone)
 
 
-def _manifest(connection: Connection, program: str, name: str) -> dict[str, str]:
-    answer = ask(connection, program, _SECONDS)
+def _manifest(executor: Executor, text: str) -> dict[str, str]:
     try:
-        return dict(json.loads(answer.get("manifest")))
+        return dict(json.loads(ask(executor, text, _SECONDS).get("manifest")))
     except ValueError:
-        raise CodeError(name, "its Python does not list the code that is there") from None
+        what = "its Python does not list the code that is there"
+        raise CodeError(executor.name, what) from None
 
 
-def pack(source: Path, paths: Iterable[str]) -> bytes:
+def pack(source: Path, paths: Iterable[str], gone: Iterable[str] = ()) -> bytes:
     """An archive of files below ``source``, without owners and times: it is the content that
-    counts."""
+    counts. Of files that are ``gone`` it has the names, under no name of a file."""
     buffer = io.BytesIO()
+    contents = {str(PurePosixPath(path)): source / path for path in sorted(paths)}
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archive:
-        for path in sorted(paths):
-            data = (source / path).read_bytes()
-            entry = tarfile.TarInfo(str(PurePosixPath(path)))
+        for path in ("", *contents):
+            data = contents[path].read_bytes() if path else json.dumps(sorted(gone)).encode()
+            entry = tarfile.TarInfo(path)
             entry.size = len(data)
             entry.mode = 0o644
             archive.addfile(entry, io.BytesIO(data))

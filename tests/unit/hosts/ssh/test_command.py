@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.hosts.errors import ProxyCommandError
+from flagscale.hosts.executor import Result
 from flagscale.hosts.ssh import SshTarget
 from flagscale.hosts.ssh.command import (
     LONGEST,
     MARKER,
     AfterMarker,
-    Result,
     command_line,
 )
 from flagscale.hosts.ssh.proxy import expand

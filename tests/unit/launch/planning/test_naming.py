@@ -11,7 +11,7 @@ import pytest
 
 from flagscale.config.schema import Environments, Experiment, Runner, Specific
 from flagscale.errors import ConfigError
-from flagscale.launch.preparing import unprobed_plan
+from flagscale.launch.runners.hosts import HostRunner
 
 MakeExperiment = Callable[..., Experiment]
 TYPED = "127.0.0.1 slots=2 type=A\nnode2 slots=2 type=B800\n"
@@ -72,7 +72,7 @@ def test_a_name_that_nothing_has_is_refused(
     on_hosts: Callable[..., Experiment], hostfile: str, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        unprobed_plan(on_hosts(hostfile, **given))
+        HostRunner().plan(on_hosts(hostfile, **given))
     assert message in str(raised.value)
 
 
@@ -84,7 +84,7 @@ def test_all_such_names_are_told_with_their_places(on_hosts: Callable[..., Exper
         sources={"device_type_specific.C": "t.yaml:3", "node_specific.x.seed": "override"},
     )
     with pytest.raises(ConfigError) as raised:
-        unprobed_plan(experiment)
+        HostRunner().plan(experiment)
     assert [problem.where for problem in raised.value.problems] == ["t.yaml:3", "override"]
 
 
@@ -92,7 +92,7 @@ def test_hosts_that_take_no_part_may_be_named(on_hosts: Callable[..., Experiment
     experiment = on_hosts(
         TYPED, nnodes=1, by_type={"B800": Specific()}, by_host={"node2": Specific()}
     )
-    assert [host.name for host in unprobed_plan(experiment).hosts] == ["127.0.0.1"]
+    assert [host.name for host in HostRunner().plan(experiment).hosts] == ["127.0.0.1"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_hosts_that_take_no_part_may_be_named(on_hosts: Callable[..., Experiment
 def test_more_hosts_than_there_are(
     on_hosts: Callable[..., Experiment], nnodes: int | None, note: str
 ) -> None:
-    notes = unprobed_plan(on_hosts(UNTYPED, nnodes)).notes
+    notes = HostRunner().plan(on_hosts(UNTYPED, nnodes)).notes
     assert [text for text in notes if "take part" in text] == ([note] if note else [])
 
 
@@ -127,7 +127,7 @@ def test_more_hosts_than_there_are(
 def test_a_loopback_address_for_several_hosts_is_noted(
     on_hosts: Callable[..., Experiment], hostfile: str, told: bool
 ) -> None:
-    notes = unprobed_plan(on_hosts(hostfile)).notes
+    notes = HostRunner().plan(on_hosts(hostfile)).notes
     assert any("localhost is a loopback address" in text for text in notes) is told
 
 
@@ -135,7 +135,7 @@ def test_without_a_hostfile_it_is_a_note(make_experiment: MakeExperiment) -> Non
     experiment = make_experiment(
         by_type={"A": Specific()}, by_host={"localhost": Specific(), "n": Specific()}
     )
-    (note,) = [text for text in unprobed_plan(experiment).notes if "hostfile" in text]
+    (note,) = [text for text in HostRunner().plan(experiment).notes if "hostfile" in text]
     assert note.startswith("device_type_specific.A, node_specific.n: not used")
     named = replace(experiment, by_type={}, by_host={"localhost": Specific()})
-    assert not [text for text in unprobed_plan(named).notes if "hostfile" in text]
+    assert not [text for text in HostRunner().plan(named).notes if "hostfile" in text]

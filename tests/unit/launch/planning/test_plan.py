@@ -2,16 +2,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flagscale.config.schema import Environments, Runner, Task, Train
+from flagscale.config.schema import (
+    PROJECT,
+    Environments,
+    Experiment,
+    Notify,
+    Runner,
+    Specific,
+    Task,
+    Train,
+)
 from flagscale.errors import ConfigError
+from flagscale.files import json_text
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.plan import HostPlan, LaunchPlan, Machine
+from flagscale.launch.liveness.policy import Policy
+from flagscale.launch.planning.machines import machines
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
+from flagscale.launch.planning.plan import plan
+from flagscale.launch.planning.slots import slots
 
 MakePlan = Callable[..., LaunchPlan]
 
@@ -20,8 +34,8 @@ def values(host: HostPlan) -> dict[str, str]:
     return {value.name: value.value for value in host.environment}
 
 
-def options(words: tuple[str, ...]) -> dict[str, str]:
-    return {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
+def options(argv: tuple[str, ...]) -> dict[str, str]:
+    return {word: argv[at + 1] for at, word in enumerate(argv[:-1]) if word.startswith("--")}
 
 
 @pytest.mark.parametrize(
@@ -125,9 +139,86 @@ def test_ranks_are_numbered_through_the_hosts(make_plan: MakePlan) -> None:
     for host in made.hosts:
         given = options(host.torchrun)
         assert given["--nnodes"] == "2"
-        assert given["--node_rank"] == str(host.rank)
+        assert given["--node_rank"] == str(host.node_rank)
         assert given["--nproc_per_node"] == str(host.nproc)
         assert given["--master_addr"] == "a"
+
+
+def test_slots_number_hosts_and_ranks_and_hosts_alike_share_what_is_worked_out(
+    make_experiment: Callable[..., Experiment], machine: Machine
+) -> None:
+    own = Specific(python="/own/bin/python", arguments={"a": 1})
+    experiment = make_experiment(by_host={"c": own}, by_type={"T": Specific(build_dir=Path("/b"))})
+    hosts = [Host("a", 1), Host("b", 2), Host("c", 1), Host("d", 2, "T")]
+    a, b, c, d = slots(experiment, hosts, [machine] * 4)
+    assert [(s.node_rank, s.first_rank, s.nproc) for s in (a, b, c, d)] == [
+        (0, 0, 1),
+        (1, 1, 2),
+        (2, 3, 1),
+        (3, 4, 2),
+    ]
+    assert a.settings is b.settings
+    assert a.machine is b.machine
+    assert (a.machine.python, c.machine.python) == (machine.python, "/own/bin/python")
+    assert (c.machine.project, d.machine.project) == (machine.project, Path("/b"))
+
+
+@pytest.mark.parametrize(
+    ("no_shared_fs", "build_dir", "expected"),
+    [
+        pytest.param(False, None, Path.cwd(), id="shared"),
+        pytest.param(True, None, PROJECT, id="not-shared"),
+        pytest.param(True, Path("/there"), Path("/there"), id="elsewhere"),
+    ],
+)
+def test_the_working_directory_of_another_host(
+    make_experiment: Callable[..., Experiment],
+    no_shared_fs: bool,
+    build_dir: Path | None,
+    expected: Path,
+) -> None:
+    runner = Runner(no_shared_fs=no_shared_fs, build_dir=build_dir)
+    experiment, hosts = make_experiment(runner=runner), [Host("a", 1), Host("b", 1)]
+    every = slots(experiment, hosts, machines(experiment, hosts, {}, here=False))
+    made = plan(experiment, every, run_id="r", master_port=1, runner=RunnerHandle("ssh"))
+    assert [host.workdir for host in made.hosts] == [expected] * 2
+
+
+def test_planning_draws_no_secret(
+    make_experiment: Callable[..., Experiment], machine: Machine
+) -> None:
+    """The same slots make the same plan; without a secret no agent believes to have peers."""
+    experiment, hosts = make_experiment(), [Host("a", 1), Host("b", 1)]
+    every = slots(experiment, hosts, [machine] * 2)
+    given: dict[str, Any] = {"run_id": "r", "master_port": 1, "runner": RunnerHandle("x", {"y": 1})}
+    assert plan(experiment, every, **given) == plan(experiment, every, **given)
+    assert "FLAGSCALE_RUN_SECRET" not in values(plan(experiment, every, **given).hosts[0])
+    told = plan(experiment, every, **given, run_secret="s3cr3t").hosts
+    assert [values(host)["FLAGSCALE_RUN_SECRET"] for host in told] == ["s3cr3t"] * 2
+
+
+def test_agents_are_told_the_runners_keys_by_name(make_plan: MakePlan) -> None:
+    runner = Runner(
+        max_restarts=3,
+        on_failure="leave",
+        lost_host_timeout=7.0,
+        start_timeout=8.0,
+        hang_detection_timeout=9.0,
+        stop_grace=10.0,
+        liveness_port=4000,
+        notify=Notify("mail", on=("failed",)),
+    )
+    hosts = (Host("a1", 2), Host("b", 1, addr="10.0.0.2"), Host("a2", 1))
+    first, second, third = (host.agent for host in make_plan(hosts=hosts, runner=runner).hosts)
+    for name in (f.name for f in fields(Policy)):
+        assert getattr(first, name) == getattr(runner, name)
+    assert (first.stop_grace, first.liveness_port, first.master_addr) == (10.0, 4000, "a1")
+    assert (first.hosts, first.master_name) == (("a1", "b", "a2"), "")
+    assert (second.hosts, second.master_name) == ((), "a1")
+    assert [host.notify_on for host in (first, second, third)] == [("failed",), ("failed",), ()]
+    assert (third.name, third.node_rank, third.first_rank, third.nproc) == ("a2", 2, 3, 1)
+    alone = make_plan(runner=runner).hosts[0].agent
+    assert (alone.liveness_port, alone.master_addr, alone.hosts) == (None, "", ())
 
 
 def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
@@ -140,14 +231,14 @@ def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
         stop_grace=5.0,
         extra={"monitor_interval": "1", "no_python": None},
     )
-    words = make_plan(runner=runner).hosts[0].torchrun
+    argv = make_plan(runner=runner).hosts[0].torchrun
     allowed = {
         *("-u", "-m", "--nnodes", "--node_rank", "--nproc_per_node", "--rdzv_id"),
         *("--master_addr", "--master_port", "--log_dir", "--redirects", "--tee"),
         *("--max_restarts", "--monitor_interval", "--no_python"),
     }
-    assert {word for word in words if word.startswith("-")} == allowed
-    assert words[-3:] == ("--monitor_interval", "1", "--no_python")
+    assert {word for word in argv if word.startswith("-")} == allowed
+    assert argv[-3:] == ("--monitor_interval", "1", "--no_python")
 
 
 def test_rendezvous_has_a_name_of_its_own_and_can_be_given(make_plan: MakePlan) -> None:
@@ -171,23 +262,23 @@ def test_rendezvous_has_a_name_of_its_own_and_can_be_given(make_plan: MakePlan) 
     ],
 )
 def test_directories(make_plan: MakePlan, system: dict[str, Any], expected: dict[str, str]) -> None:
-    words = make_plan(train=Train(system=system)).hosts[0].program
-    assert {name: options(words)[name] for name in expected} == expected
-    assert words.count("--save") == 1
+    argv = make_plan(train=Train(system=system)).hosts[0].program
+    assert {name: options(argv)[name] for name in expected} == expected
+    assert argv.count("--save") == 1
 
 
 def test_null_switches_a_directory_off(make_plan: MakePlan) -> None:
     system = {"checkpoint": {"save": None}, "logging": {"tensorboard_dir": None}}
-    words = make_plan(train=Train(system=system)).hosts[0].program
-    assert "--save" not in words
-    assert "--tensorboard-dir" not in words
-    assert options(words)["--load"] == "/data/runs/tiny/checkpoints"
+    argv = make_plan(train=Train(system=system)).hosts[0].program
+    assert "--save" not in argv
+    assert "--tensorboard-dir" not in argv
+    assert options(argv)["--load"] == "/data/runs/tiny/checkpoints"
 
 
 def test_json_is_json_and_holds_no_secret(make_plan: MakePlan) -> None:
     envs = Environments({"WANDB_API_KEY": "s3cr3t", "WANDB_MODE": "offline"})
     made = make_plan(envs=envs)
-    text = json.dumps(made.to_json())
+    text = json_text(made.to_json())
     assert "s3cr3t" not in text
     assert "s3cr3t" not in repr(made)
     record = json.loads(text)
@@ -222,15 +313,15 @@ def test_impossible_variables(make_plan: MakePlan, name: str, value: str, messag
 def test_python_path_puts_the_adapted_backend_first(make_plan: MakePlan) -> None:
     host = make_plan(envs=Environments({"PYTHONPATH": "/mine"})).hosts[0]
     backend = "/opt/flagscale/third_party/Megatron-LM"
-    assert host.python_path == (backend, "/opt/flagscale", "/mine")
-    assert "PYTHONPATH" not in values(host)
+    assert host.python_path == (backend, "/opt/flagscale")
+    assert values(host)["PYTHONPATH"] == "/mine"
 
 
 def test_the_programs_own_arguments(make_plan: MakePlan) -> None:
     task = Task(entrypoint=Path("/x y/program.py"), external=True)
     train = Train(model={"a_b": 1, "c": {"d_e": True, "f": False, "g": None}, "h": [1, "x y"]})
-    words = make_plan(task=task, train=train).hosts[0].program
-    assert words[:7] == ("/x y/program.py", "--a-b", "1", "--d-e", "--h", "1", "x y")
+    argv = make_plan(task=task, train=train).hosts[0].program
+    assert argv[:7] == ("/x y/program.py", "--a-b", "1", "--d-e", "--h", "1", "x y")
 
 
 def test_device_type_is_used_on_this_machine_too(make_plan: MakePlan) -> None:

@@ -1,11 +1,11 @@
 """The rendered script, compared with golden files and checked by bash and shellcheck themselves.
 
+One golden file is a whole script; of the others, only the blocks in which values stand.
 ``FLAGSCALE_UPDATE_GOLDEN=1`` rewrites the golden files.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -18,16 +18,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flagscale.config.interpolation import reference
 from flagscale.config.schema import Commands, Environments, Notify, Runner, Task, Train
+from flagscale.files import json_text
 from flagscale.hosts.hostfile import Host
+from flagscale.launch.liveness.options import AgentOptions
 from flagscale.launch.planning import script as script_module
 from flagscale.launch.planning.environment import EnvValue
-from flagscale.launch.planning.plan import HostPlan, LaunchPlan
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launch.planning.script import render
 
 MakePlan = Callable[..., LaunchPlan]
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "launch"
 HOSTILE = "a 'b' \"c\" $HOME `id` $(id) \\ , ; & | > * ? ~ ! {x,y} [z] # ü 🦙 -- \t end\nline 2\n"
+
+# Where the values end, and what is the same in every script begins.
+FRAME = "# While this run lives"
 
 CASES = {
     "plain": {},
@@ -35,7 +41,11 @@ CASES = {
         "hosts": (Host("localhost", 8, "A800"),),
         "runner": Runner(nproc_per_node=8, master_port=29500, max_restarts=1),
         "envs": Environments(
-            {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "WANDB_API_KEY": "s3cr3t"},
+            {
+                "PATH": f"/opt/x/bin:{reference('PATH')}",
+                "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+                "WANDB_API_KEY": "s3cr3t",
+            },
             {"A800": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}},
             {"localhost": {"NCCL_DEBUG": "INFO"}},
         ),
@@ -50,7 +60,14 @@ CASES = {
         "name": "evil\nname; rm -rf $HOME",
         "exp_dir": Path("/data/a 'b' \"c\" $HOME `id`\nü"),
         "task": Task(entrypoint=Path("/x y/$(id)/program's.py"), external=True),
-        "envs": Environments({"EVIL": HOSTILE, "EMPTY": "", "COMMA": "0,1"}),
+        "envs": Environments(
+            {
+                **{"EVIL": HOSTILE, "EMPTY": "", "COMMA": "0,1", "TYPED": "${host:EVIL}"},
+                "AROUND": f"{HOSTILE}{reference('EVIL')}{HOSTILE}{reference('host_x')}",
+                "PYTHONPATH": f"/own:{reference('PYTHONPATH')}:/last",
+                "host_x": "none of the script's",
+            }
+        ),
         "cmds": Commands("echo \"END_BEFORE_START\"\necho 'it''s $HOME'", "END_AFTER_STOP"),
         "train": Train(model={"label": HOSTILE, "many": ["x y", "$z"]}),
     },
@@ -85,8 +102,12 @@ def shellcheck() -> str:
     return found
 
 
+@pytest.mark.parametrize("case", ["second", "guide", "hostile"], indirect=True)
 def test_golden(case: tuple[str, str]) -> None:
     name, text = case
+    if name != "second":
+        _, found, blocks = text.partition("# Every process of the run")
+        text = found + blocks.partition(FRAME)[0]
     text = text.replace(f"flagscale {script_module.__version__} ", "flagscale VERSION ")
     path = GOLDEN / f"{name}.sh"
     if os.environ.get("FLAGSCALE_UPDATE_GOLDEN") == "1":
@@ -120,9 +141,11 @@ def test_the_secrets_of_agents_reach_them_alone(make_plan: MakePlan, tmp_path: P
     made = make_plan(**SECOND, cmds=Commands("env", "env"), run_secret="h1dden")
     host = made.hosts[1]
     places = {"run_dir": tmp_path / "run", "pid_file": tmp_path / "pid", "workdir": tmp_path}
-    agent = ("env", "LAST=1", "bash", "-c", "env | sed s/^/agent:/", "--")
-    text = render(made, replace(host, agent=agent, **places))
-    for written in (text, json.dumps(made.to_json()), repr(made)):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\nenv | sed s/^/agent:/\n")
+    python.chmod(0o700)
+    text = render(made, replace(host, python=str(python), **places))
+    for written in (text, json_text(made.to_json()), repr(made)):
         assert "h1dden" not in written
         assert "s3cr3t" not in written
     given = {value.name: value.value for value in host.environment if value.secret}
@@ -151,18 +174,33 @@ def test_any_value_comes_back_out_of_bash(
 ) -> None:
     """Only the head of the script is run: what it assigned is printed, word for word."""
     made = _plan_of(value, word, command, tmp_path_factory.getbasetemp())
-    head = render(made, made.hosts[0]).partition("# While this run lives")[0]
-    show = 'printf "%s\\0" "$VALUE" "${program[@]}" "$before_start"\n'
+    head = render(made, made.hosts[0]).partition(FRAME)[0]
+    show = 'printf "%s\\0" "$VALUE" "${agent[4]}" "${program[@]}" "$before_start"\n'
     done = subprocess.run(["bash", "-c", head + show], capture_output=True, check=True, timeout=30)
     shown = done.stdout.decode().split("\0")[:-1]
     before = command.rstrip("\n") + "\n" if command.strip() else ""
+    assert AgentOptions.from_json(shown.pop(1)) == made.hosts[0].agent
     assert shown == [value, word, before]
 
 
 def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
     here = Path("/x")
+    agent = AgentOptions(
+        max_restarts=0,
+        on_failure="stop",
+        lost_host_timeout=1.0,
+        start_timeout=1.0,
+        hang_detection_timeout=1.0,
+        run_name=value,
+        run_dir=here,
+        name="localhost",
+        node_rank=0,
+        first_rank=0,
+        nproc=1,
+        stop_grace=1.0,
+    )
     host = HostPlan(
-        rank=0,
+        node_rank=0,
         name="localhost",
         device_type=None,
         address="localhost",
@@ -171,7 +209,8 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         environment=(EnvValue("VALUE", value, "envs"),),
         python_path=("/p",),
         workdir=workdir,
-        agent=("agent",),
+        python="python",
+        agent=agent,
         torchrun=("torchrun",),
         program=(word,),
         run_dir=here,
@@ -191,6 +230,7 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         external=True,
         start_timeout=1,
         stop_grace=1,
+        runner=RunnerHandle("local"),
     )
 
 
@@ -200,6 +240,27 @@ def test_a_very_long_path_and_list(make_plan: MakePlan, tmp_path: Path) -> None:
     path = tmp_path / "script.sh"
     path.write_text(render(made, made.hosts[0]), encoding="utf-8")
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_thousands_of_names_without_an_order_reach_the_agent(
+    make_plan: MakePlan, tmp_path: Path
+) -> None:
+    """One word of a command line holds 128 KiB, and these are more."""
+    names = [f"ip-10-{n % 7}-{n % 251}-{n}.us-west-2.compute.internal" for n in range(5000)]
+    made = make_plan(
+        hosts=tuple(Host(name, 1) for name in names),
+        machine=Machine("python", tmp_path, tmp_path, cpus=8, gpus=0),
+    )
+    host = made.hosts[0]
+    assert len(host.agent.to_json()) > 1 << 17
+    path = tmp_path / "script.sh"
+    show = '/usr/bin/env printf "%s\\n" "${agent[@]:3}"\n'
+    path.write_text(render(made, host).partition(FRAME)[0] + show, encoding="utf-8")
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
+    option, _, told = done.stdout.partition("\n")
+    assert option == "--options"
+    assert AgentOptions.from_json(told) == host.agent
+    assert AgentOptions.from_json(told).names == names
 
 
 def test_rendering_changes_nothing_but_the_host(make_plan: MakePlan) -> None:

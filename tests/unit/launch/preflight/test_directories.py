@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from flagscale.config.schema import Experiment, Runner, Task, Train
-from flagscale.hosts.facts import Facts
+from flagscale.hosts.facts import NOT_A_DIRECTORY, NOT_WRITABLE, Facts, PathState
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.place import NOT_A_DIRECTORY, NOT_WRITABLE, Place
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.per_host import settings
-from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.preflight.directories import Wanted, check_here, judge, wanted
+from flagscale.launch.planning.model import LaunchPlan
+from flagscale.launch.planning.per_host import all_settings, settings
+from flagscale.launch.preflight.checks import Check
+from flagscale.launch.preflight.directories import Wanted, judge, wanted
 from flagscale.launch.preflight.hosts import check_hosts
-from flagscale.launch.preflight.local import Check
 from flagscale.launch.preflight.survey import Survey
+from flagscale.launch.runners.hosts import HostRunner
 
 OWN = "/data/runs/tiny"
-ROOM = Place("/", user="trainer", free=1 << 40)
-DENIED = Place("/mnt", NOT_WRITABLE, "trainer")
+ROOM = PathState("/", user="trainer", free=1 << 40)
+DENIED = PathState("/mnt", NOT_WRITABLE, "trainer")
 
 MakeExperiment = Callable[..., Experiment]
 
@@ -116,8 +116,8 @@ def test_the_checkpoint_to_start_from(
     row: tuple[bool, bool, str] | None,
 ) -> None:
     want = of(experiment(**given))
-    places = dict.fromkeys(want.written.values(), ROOM)
-    rows = [one for one in judge(want, places, holds=holds) if one.name == "load"]
+    states = dict.fromkeys(want.written.values(), ROOM)
+    rows = [one for one in judge(want, states, holds=holds) if one.name == "load"]
     if row is None:
         assert rows == []
         return
@@ -128,37 +128,36 @@ def test_the_checkpoint_to_start_from(
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "ok", "found"),
+    ("name", "state", "ok", "found"),
     [
         pytest.param("save", ROOM, True, "1,048,576 MiB free", id="room"),
         pytest.param("save", DENIED, False, "/mnt is not writable for user trainer", id="rights"),
         pytest.param(
-            "save", Place("/f", NOT_A_DIRECTORY), False, "/f is not a directory", id="file"
+            "save", PathState("/f", NOT_A_DIRECTORY), False, "/f is not a directory", id="file"
         ),
-        pytest.param("save", Place("/", free=1000), False, "0 MiB free", id="full"),
+        pytest.param("save", PathState("/", free=1000), False, "0 MiB free", id="full"),
         pytest.param("save", None, False, "did not say", id="silent"),
         pytest.param("data_cache_path", DENIED, False, "/mnt is not writable", id="no-cache"),
         pytest.param(
-            "data_cache_path", Place("/mnt/x", NOT_WRITABLE), True, "not cached", id="read-only"
+            "data_cache_path", PathState("/mnt/x", NOT_WRITABLE), True, "not cached", id="read-only"
         ),
     ],
 )
-def test_what_cannot_be_written(name: str, place: Place | None, ok: bool, found: str) -> None:
-    places = {} if place is None else {"/mnt/x": place}
-    (check,) = judge(Wanted(written={name: "/mnt/x"}), places, holds=False)
+def test_what_cannot_be_written(name: str, state: PathState | None, ok: bool, found: str) -> None:
+    states = {} if state is None else {"/mnt/x": state}
+    (check,) = judge(Wanted(written={name: "/mnt/x"}), states, holds=False)
     assert check.ok is ok
     assert found in check.found
-    assert ok or place is None or name in check.hint
+    assert ok or state is None or name in check.hint
 
 
-def test_this_machine_is_looked_at(
-    experiment: MakeExperiment, make_plan: Callable[..., LaunchPlan], tmp_path: Path
-) -> None:
+def test_this_machine_is_looked_at(experiment: MakeExperiment, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     given = experiment(exp_dir=tmp_path / "exp", save=str(tmp_path / "file" / "x"))
-    own = settings(given, Host("localhost"))
-    checks = {one.name: one for one in check_here(given, make_plan(exp_dir=given.exp_dir), own)}
-    assert [name for name, check in checks.items() if not check.ok] == ["save"]
+    with HostRunner().prepare(given, checking=True) as ready:
+        checks = {one.name: one for one in ready.checks}
+    assert checks["exp_dir"].ok
+    assert not checks["save"].ok
     assert checks["save"].found == f"{tmp_path / 'file'} is not a directory"
 
 
@@ -171,7 +170,9 @@ def test_every_host_is_looked_at(
     denied = {"/mnt/x": DENIED}
     found = Survey(
         hosts,
-        {
+        all_settings(given, hosts),
+        needed=({},) * 3,
+        facts={
             0: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoint=True),
             1: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoint=True),
             2: Facts(1, 0, "eth0", "b", 0.0, written=denied),

@@ -11,18 +11,18 @@ import pytest
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, UnreachableError
 from flagscale.hosts.errors import ChangedHostKeyError, NoRouteError
-from flagscale.hosts.facts import Facts
+from flagscale.hosts.facts import NOT_WRITABLE, Facts, PathState
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.place import NOT_WRITABLE, Place
 from flagscale.hosts.python_world import World
-from flagscale.launch.planning.plan import LaunchPlan
-from flagscale.launch.preflight.hosts import check_hosts
-from flagscale.launch.preflight.local import Check, exit_code, require
-from flagscale.launch.preflight.survey import Survey, plan_of
+from flagscale.launch.planning.model import LaunchPlan
+from flagscale.launch.planning.per_host import all_settings
+from flagscale.launch.preflight.checks import Check, exit_code, require
+from flagscale.launch.preflight.hosts import check_hosts, require_usable
+from flagscale.launch.preflight.survey import Survey
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
 PYTHON = World("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
-PLACE = Place("/data", user="trainer", free=1 << 40)
+PLACE = PathState("/data", user="trainer", free=1 << 40)
 FACTS = Facts(
     cpus=8,
     gpus=0,
@@ -32,8 +32,14 @@ FACTS = Facts(
     port=29500,
     python=PYTHON,
     project=True,
-    place=PLACE,
+    exp_dir=PLACE,
 )
+
+
+def survey_of(experiment: Experiment, facts: dict[int, Facts], **more: Any) -> Survey:
+    needed = ({"/d/x.bin": "train.data.data_path"},) * len(HOSTS)
+    settings = all_settings(experiment, HOSTS)
+    return Survey(HOSTS, settings, needed=needed, facts=facts, **more)
 
 
 @pytest.fixture
@@ -44,9 +50,10 @@ def checks(
         facts = dict.fromkeys(range(len(HOSTS)), FACTS) | (changes or {})
         unreachable = errors.get("errors", {})
         facts = {rank: one for rank, one in facts.items() if rank not in unreachable}
-        found = Survey(HOSTS, facts, unreachable, errors.get("code", ""))
+        experiment = make_experiment()
+        found = survey_of(experiment, facts, errors=unreachable, code=errors.get("code", ""))
         plan = make_plan(hosts=HOSTS, runner=Runner(nproc_per_node=1))
-        return check_hosts(make_experiment(), plan, found)
+        return check_hosts(experiment, plan, found)
 
     return run
 
@@ -56,7 +63,7 @@ def python(**changes: Any) -> Facts:
 
 
 def place(**changes: Any) -> Facts:
-    return replace(FACTS, place=replace(PLACE, **changes))
+    return replace(FACTS, exp_dir=replace(PLACE, **changes))
 
 
 def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
@@ -85,7 +92,12 @@ def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
             replace(FACTS, python=None, python_error="No such file"), "python", "No such", id="none"
         ),
         pytest.param(replace(FACTS, project=False), "code", "no flagscale", id="no-code"),
-        pytest.param(replace(FACTS, missing=("/d/x.bin",)), "files", "/d/x.bin", id="no-data"),
+        pytest.param(
+            replace(FACTS, missing=("/d/x.bin",)),
+            "files",
+            "train.data.data_path: /d/x.bin",
+            id="no-data",
+        ),
         pytest.param(replace(FACTS, interface=None), "interface", "means nothing", id="interface"),
         pytest.param(
             replace(FACTS, loopback=True, boot_id="another"),
@@ -182,8 +194,9 @@ def test_both_ports_are_told_with_where_they_come_from(
     shown: list[str],
 ) -> None:
     given = Runner(nproc_per_node=1, **runner)
-    found = Survey(HOSTS, {0: FACTS})
-    checks = check_hosts(make_experiment(runner=given), make_plan(hosts=HOSTS, runner=given), found)
+    experiment = make_experiment(runner=given)
+    found = survey_of(experiment, {0: FACTS})
+    checks = check_hosts(experiment, make_plan(hosts=HOSTS, runner=given), found)
     rows = [check for check in checks if check.name in ("master port", "liveness port")]
     assert [check.found for check in rows] == shown
     assert {check.hosts for check in rows} == {"n01"}
@@ -206,7 +219,8 @@ def test_a_taken_port_is_told_by_the_key_that_it_comes_from(
     advice: str,
 ) -> None:
     facts = replace(FACTS, port=None, busy_port=busy, port_holder="process 7 (nc)")
-    found = Survey(HOSTS, dict.fromkeys(range(len(HOSTS)), facts))
+    experiment = make_experiment(runner=Runner(nproc_per_node=1, **runner))
+    found = survey_of(experiment, dict.fromkeys(range(len(HOSTS)), facts))
     with pytest.raises(ConfigError, match=advice) as raised:
-        plan_of(make_experiment(runner=Runner(nproc_per_node=1, **runner)), found, "r")
+        require_usable(experiment, found)
     assert f"runner.{key}: port {busy} of n01 is in use by process 7 (nc)" in str(raised.value)

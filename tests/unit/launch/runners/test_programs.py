@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,14 +19,15 @@ from hypothesis import strategies as st
 
 from flagscale.config.arguments import paths
 from flagscale.config.schema import Commands, Environments, Runner
-from flagscale.hosts import answer, facts, place, probe
+from flagscale.hosts import facts, probe
 from flagscale.hosts.answer import Answer, Piece, parse
 from flagscale.hosts.facts import Need, Question
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.plan import LaunchPlan, Machine
+from flagscale.hosts.program import END, PROGRAMS, source
+from flagscale.launch.planning.model import LaunchPlan, Machine
 from flagscale.launch.planning.script import render
 from flagscale.launch.runners.programs import code, look, start, stop
-from flagscale.launch.runners.programs.look import Wish
+from flagscale.launch.runners.programs.look import ProbeRequest
 from flagscale.launch.state import RunState, state_of
 
 HOSTILE = "a 'b' \"c\" $d `e` $(f)\n;g"
@@ -51,7 +53,7 @@ def programs(make_plan: MakePlan, state: RunState) -> dict[str, str]:
         HOSTILE, HOSTILE, [HOSTILE], [HOSTILE], HOSTILE, compared=True, backend={"a": HOSTILE}
     )
     question = Question(HOSTILE, HOSTILE, HOSTILE, HOSTILE, port=0, need=need)
-    everything = Wish(fetch=True, output=True, count=True, last_line=True)
+    everything = ProbeRequest(fetch=True, output=True, count=True, last_line=True)
     return {
         "facts": facts.text(question),
         "start": start.text(host, plan.run_id, {host.script: HOSTILE}, previous=state.hosts[1]),
@@ -104,7 +106,20 @@ def ask(question: Question, home: Path, **variables: str) -> Answer:
         capture_output=True,
         check=True,
     )
+    assert done.stderr == b""
     return parse(done.stdout)
+
+
+# Every program for hosts, wherever it lies.
+FILES = sorted(Path(facts.__file__).parents[1].rglob("*.sh"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_shellcheck_reads_every_program_alone(path: Path) -> None:
+    found = subprocess.run(
+        [shellcheck(), "--severity=warning", str(path)], capture_output=True, text=True, check=False
+    )
+    assert (found.stdout, found.returncode) == ("", 0)
 
 
 @pytest.mark.torch
@@ -116,10 +131,10 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert found.gpus is not None
     assert found.port is not None
     assert found.missing == ("/no such",)
-    assert found.place is not None
-    assert found.place.existing == str(tmp_path)
-    assert found.place.unfit == ""
-    assert (found.place.free or 0) > 0
+    assert found.exp_dir is not None
+    assert found.exp_dir.existing == str(tmp_path)
+    assert found.exp_dir.unfit == ""
+    assert (found.exp_dir.free or 0) > 0
     assert not found.project
     assert found.python is not None
     assert found.python.executable == sys.executable
@@ -127,6 +142,22 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert found.python.packages["torch"] == metadata.version("torch")
     assert found.python_error == ""
     assert found.alive == ""
+
+
+def test_ports_of_this_machine(tmp_path: Path) -> None:
+    question = Question("", str(tmp_path), sys.executable, port=0)
+    found = facts.read(ask(question, tmp_path), question, 0, 0)
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert found.port is not None
+    assert 20_000 <= found.port < low
+    with socket.create_server(("127.0.0.1", found.port)):
+        taken = replace(question, port=found.port)
+        busy = facts.read(ask(taken, tmp_path), taken, 0, 0)
+        assert (busy.port, busy.busy_port) == (None, found.port)
+        if shutil.which("ss"):
+            assert f"process {os.getpid()} (" in busy.port_holder
+    free = facts.read(ask(taken, tmp_path), taken, 0, 0)
+    assert (free.port, free.busy_port) == (found.port, None)
 
 
 def test_directories_of_this_machine(tmp_path: Path) -> None:
@@ -140,15 +171,13 @@ def test_directories_of_this_machine(tmp_path: Path) -> None:
         found = facts.read(ask(question, tmp_path), question, 0.0, 4e9)
         assert found.checkpoint is holds
         assert paths.holds_checkpoint(str(load)) is holds
-        places = [found.written[path] for path in written]
-        here = [place.look(Path(path)) for path in written]
-        for both in (places, here):
-            assert [(one.existing, one.unfit) for one in both] == [
-                (str(tmp_path), ""),
-                (str(tmp_path / "file"), place.NOT_A_DIRECTORY),
-                (written[2], ""),
-            ]
-            assert [(one.free or 0) > 0 for one in both][::2] == [True, True]
+        states = [found.written[path] for path in written]
+        assert [(one.existing, one.unfit) for one in states] == [
+            (str(tmp_path), ""),
+            (str(tmp_path / "file"), facts.NOT_A_DIRECTORY),
+            (written[2], ""),
+        ]
+        assert [(one.free or 0) > 0 for one in states][::2] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +266,9 @@ def test_manifests_tell_code_apart(tmp_path: Path) -> None:
 
 def test_the_end_is_said_last() -> None:
     done = subprocess.run(
-        ["bash", "-c", answer.SAY + "say a 1" + answer.END], capture_output=True, check=True
+        ["bash", "-c", source(PROGRAMS / "proc.sh") + "say a 1" + END],
+        capture_output=True,
+        check=True,
     )
     assert parse(done.stdout).values == {"a": "1", "end": "yes"}
 

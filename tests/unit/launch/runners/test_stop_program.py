@@ -14,7 +14,7 @@ import pytest
 from flagscale.hosts import processes
 from flagscale.hosts.answer import Answer, parse
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.plan import LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.programs import stop
 from flagscale.launch.state import RunState, state_of
 from flagscale.status import RUN_ID_VARIABLE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.launch.failures import Failure
+from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.show import view
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot
 

@@ -1,0 +1,176 @@
+"""The baseline: calls as nccl-tests makes them, and its loop around them.
+
+The loop is that of nccl-tests' ``BenchTime``: warm up, meet at a barrier, issue all iterations,
+wait for the device, divide; with graphs, capture the iterations once and launch the graph many
+times. On a CPU the calls go to gloo's own object, below ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from ctypes import c_void_p
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flagscale.bench.agreement import definitions
+from flagscale.bench.agreement.nccl import DATA_TYPES, SUM, Nccl
+from flagscale.bench.collectives.datatypes import DataType
+from flagscale.bench.collectives.devices import BenchDevice
+
+Issue = Callable[[], None]
+ROOT = 0
+
+
+class Baseline(ABC):
+    """Makes calls on buffers of its own."""
+
+    operations: tuple[str, ...]
+
+    @abstractmethod
+    def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        """Allocates buffers of ``size`` bytes. The result makes the call for the stream that is
+        current when it is asked."""
+
+
+class NcclBaseline(Baseline):
+    """NCCL through ctypes, on a communicator of its own."""
+
+    operations = definitions.OPERATIONS
+
+    def __init__(self, nccl: Nccl, identity: bytes, ranks: int, rank: int) -> None:
+        self._nccl, self._ranks, self._rank = nccl, ranks, rank
+        self._handle: c_void_p = nccl.connect(identity, ranks, rank)
+
+    def close(self) -> None:
+        self._nccl.function("ncclCommDestroy")(self._handle)
+
+    def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        n = definitions.counts(operation, self._ranks, size, type_.bytes)
+        dtype = getattr(torch, type_.torch)
+        source = torch.zeros(n.send, dtype=dtype, device="cuda")
+        # torch offers these in one buffer alone, so that is what is compared.
+        in_place = operation in ("all_reduce", "broadcast", "reduce")
+        target = source if in_place else torch.zeros(n.receive, dtype=dtype, device="cuda")
+        code, handle = DATA_TYPES[type_.name], self._handle
+        send, receive = source.data_ptr(), target.data_ptr()
+        step = n.count * type_.bytes
+
+        def make() -> Issue:
+            # The closure keeps the buffers.
+            _keep = (source, target)
+            stream = torch.cuda.current_stream().cuda_stream
+            simple: dict[str, tuple[str, tuple[Any, ...]]] = {
+                "all_reduce": ("ncclAllReduce", (SUM,)),
+                "all_gather": ("ncclAllGather", ()),
+                "reduce_scatter": ("ncclReduceScatter", (SUM,)),
+                "broadcast": ("ncclBroadcast", (ROOT,)),
+                "reduce": ("ncclReduce", (SUM, ROOT)),
+            }
+            if operation in simple:
+                name, more = simple[operation]
+                call = self._nccl.function(name)
+                return lambda: call(send, receive, n.count, code, *more, handle, stream)
+            sends, receives = self._messages(operation, send, receive, step)
+            return self._grouped(sends, receives, n.count, code, stream)
+
+        return make
+
+    def _messages(
+        self, operation: str, send: int, receive: int, step: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Addresses and peers of what this rank sends and receives."""
+        me, ranks = self._rank, range(self._ranks)
+        if operation == "all_to_all":
+            return [(send + r * step, r) for r in ranks], [(receive + r * step, r) for r in ranks]
+        if operation == "gather":
+            into = [(receive + r * step, r) for r in ranks] if me == ROOT else []
+            return [(send, ROOT)], into
+        if operation == "scatter":
+            out = [(send + r * step, r) for r in ranks] if me == ROOT else []
+            return out, [(receive, ROOT)]
+        return [(send, (me + 1) % self._ranks)], [(receive, (me - 1) % self._ranks)]
+
+    def _grouped(
+        self,
+        sends: list[tuple[int, int]],
+        receives: list[tuple[int, int]],
+        count: int,
+        code: int,
+        stream: int,
+    ) -> Issue:
+        start, end = self._nccl.function("ncclGroupStart"), self._nccl.function("ncclGroupEnd")
+        send, receive = self._nccl.function("ncclSend"), self._nccl.function("ncclRecv")
+        handle = self._handle
+
+        def issue() -> None:
+            start()
+            for address, peer in sends:
+                send(address, count, code, peer, handle, stream)
+            for address, peer in receives:
+                receive(address, count, code, peer, handle, stream)
+            end()
+
+        return issue
+
+
+class GlooBaseline(Baseline):
+    """gloo's process group itself, for what needs no lists of tensors."""
+
+    operations = ("all_reduce", "all_gather", "broadcast")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._backend: Any = group._get_backend(torch.device("cpu"))
+        self._ranks = group.size()
+
+    def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        n = definitions.counts(operation, self._ranks, size, type_.bytes)
+        dtype, backend = getattr(torch, type_.torch), self._backend
+        source = torch.zeros(n.send, dtype=dtype)
+        target = torch.zeros(n.receive, dtype=dtype)
+        if operation == "all_reduce":
+            issue = lambda: backend.allreduce([source]).wait()  # noqa: E731
+        elif operation == "broadcast":
+            options = dist.BroadcastOptions()
+            options.rootRank = ROOT
+            issue = lambda: backend.broadcast([source], options).wait()  # noqa: E731
+        else:
+            issue = lambda: backend._allgather_base(target, source).wait()  # noqa: E731
+        return lambda: issue
+
+
+def time_of(
+    make: Callable[[], Issue],
+    device: BenchDevice,
+    *,
+    iterations: int,
+    warmup: int,
+    launches: int | None,
+    together: Callable[[], None],
+) -> float:
+    """Seconds of one call, by nccl-tests' loop; with ``launches`` of a graph of the iterations."""
+    issue = make()
+    for _ in range(warmup):
+        issue()
+    device.synchronize()
+    work, count = issue, iterations
+    if launches is not None:
+
+        def captured() -> None:
+            inner = make()
+            for _ in range(iterations):
+                inner()
+
+        work, count = device.capture(captured), launches
+        work()
+        device.synchronize()
+    together()
+    begin = time.perf_counter()
+    for _ in range(count):
+        work()
+    device.synchronize()
+    elapsed = time.perf_counter() - begin
+    return elapsed / (count * iterations if launches is not None else count)

@@ -1,0 +1,200 @@
+"""The ranks of a measurement: how many, on which hosts, started by what; and the flags for that."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flagscale.bench import options as comm
+from flagscale.bench.files import read_text
+from flagscale.comm import registry
+from flagscale.errors import ConfigError
+from flagscale.hosts.hostfile import Host, parse_hostfile
+from flagscale.hosts.names import expand
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks and what they run on."""
+
+    workers: int | None = None
+    nodes: int = 1
+    backend: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout: float = 300.0
+    """Seconds without a finished iteration after which a run counts as stuck."""
+    pin: bool = False
+    oversubscribe: bool = False
+    """Start however many ranks a host has to carry."""
+    address: str | None = None
+    port: int | None = None
+    hosts: tuple[Host, ...] = ()
+    per_host: tuple[int, ...] = ()
+    """Ranks of each of ``hosts``."""
+    starter: Literal["ssh", "mpirun"] = "ssh"
+    ssh_config: Path | None = None
+    log_dir: Path | None = None
+    slurm: bool = False
+    slurm_job: str | None = None
+    slurm_cpus: int | None = None
+    slurm_setup: Path | None = None
+    slurm_wait: float = 600.0
+    """Seconds in the queue before a new allocation is given up."""
+
+
+def add_place(parser: argparse.ArgumentParser) -> Callable[..., object]:
+    """The flags that say which ranks run where, for every command that has ranks on hosts; what
+    adds more of them."""
+    add = parser.add_argument_group("where").add_argument
+    add(*("-r", "--nworkers", "-np", "--nproc"), type=int, metavar="N", help="number of ranks")
+    add("-N", "--nnodes", type=int, default=1, metavar="N", help="number of hosts (1)")
+    add("--backend", default="auto", metavar="NAME", help="as distributed_backend in a YAML (auto)")
+    comm.add_flag(add)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
+    add("-s", "--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="start there")
+    add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
+    add("--oversubscribe", action="store_true", help="start any number of ranks on a host")
+    add("--starter", choices=("ssh", "mpirun"), default="ssh", help="what reaches --hosts (ssh)")
+    add("--ssh-config", type=Path, metavar="FILE", help="instead of ~/.ssh/config")
+    add("--mpi-log-dir", type=Path, metavar="DIR", help="a file for every rank's output")
+    add("--data-collector-host", metavar="HOST", help="where rank 0 collects (its own)")
+    add("--data-collector-port", type=int, metavar="PORT", help="its port (a free one)")
+    add("-S", "--slurm-mode", action="store_true", help="start by srun")
+    add("--slurm-job-id", metavar="ID", help="in this allocation (a new one)")
+    add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs of a host (what it has)")
+    add("--slurm-setup-script", type=Path, metavar="FILE", help="run on each host before")
+    add("--slurm-wait", type=float, default=600, metavar="S", help="longest wait in queue (600)")
+    return add
+
+
+def at_least(flag: str, value: int | None, least: int) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        ConfigError: ``value`` is less than ``least``.
+    """
+    if value is not None and value < least:
+        raise ConfigError(f"{flag} {value}; expected at least {least}")
+
+
+def require_room(ranks: int, cores: int, place: Placement, host: str) -> None:
+    """Refuse ranks under which a host would stand still, unless the user insists.
+
+    Raises:
+        ConfigError: they are far more than its cores.
+    """
+    most = max(32, 8 * cores)
+    if ranks > most and not place.oversubscribe:
+        raise ConfigError(
+            f"{ranks} ranks on {host}, which has {cores} cores; at most {most} are started there",
+            hint="--oversubscribe starts them all the same",
+        )
+
+
+def placement(options: argparse.Namespace) -> Placement:
+    """The ranks that parsed flags ask for.
+
+    Raises:
+        ConfigError: a value is wrong, or the ranks do not fit the hosts.
+    """
+    _check(options)
+    hosts = _named(options.hosts) or _listed(options.hosts_file)
+    slots = [host.slots for host in hosts if host.slots is not None]
+    workers = options.nworkers
+    # A hostfile says how many ranks each host takes; they need not be equally many.
+    per_host = tuple(slots) if slots and workers is None else ()
+    workers = sum(per_host) if per_host else workers
+    nodes = max(options.nnodes, len(hosts))
+    if workers is not None and not per_host and workers % nodes:
+        raise ConfigError(f"-r {workers} ranks cannot be divided equally among {nodes} hosts")
+    if hosts and workers is None:
+        raise ConfigError("--hosts: the number of ranks is missing: -r 16, or a file with slots=")
+    each = (workers or 0) // nodes
+    for host in hosts:
+        if host.slots is not None and not per_host and each > host.slots:
+            raise ConfigError(f"-r {workers}: {each} ranks on {host.name}, slots={host.slots}")
+    return Placement(
+        workers=workers,
+        nodes=nodes,
+        backend=options.backend,
+        device=options.device,
+        timeout=options.timeout,
+        pin=options.vcpu_pin_mode,
+        oversubscribe=options.oversubscribe,
+        address=options.data_collector_host,
+        port=options.data_collector_port,
+        hosts=hosts,
+        per_host=per_host or (each,) * len(hosts),
+        starter=options.starter,
+        ssh_config=options.ssh_config,
+        log_dir=options.mpi_log_dir,
+        slurm=options.slurm_mode,
+        slurm_job=options.slurm_job_id,
+        slurm_cpus=options.slurm_vcpus_per_node,
+        slurm_setup=options.slurm_setup_script,
+        slurm_wait=options.slurm_wait,
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    at_least("-r/--nworkers", options.nworkers, 1)
+    at_least("-N/--nnodes", options.nnodes, 1)
+    at_least("-u/--slurm-vcpus-per-node", options.slurm_vcpus_per_node, 1)
+    if options.ngpus != 1:
+        raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
+    for flag, seconds in (("-T/--timeout", options.timeout), ("--slurm-wait", options.slurm_wait)):
+        if not 0 < seconds < math.inf:
+            raise ConfigError(f"{flag} {seconds:g}; expected seconds above 0")
+    if options.slurm_job_id is not None and not options.slurm_job_id.isdigit():
+        raise ConfigError(f"--slurm-job-id {options.slurm_job_id!r}; expected a number")
+    if options.slurm_setup_script and not options.slurm_setup_script.is_file():
+        raise ConfigError(f"--slurm-setup-script {options.slurm_setup_script}: no such file")
+    if (options.hosts or options.hosts_file) and options.slurm_mode:
+        raise ConfigError("--hosts and --slurm-mode exclude each other")
+    if options.hosts and options.hosts_file:
+        raise ConfigError("--hosts and --hosts-file exclude each other")
+    port = options.data_collector_port
+    if port is not None and not 0 < port < 2**16:
+        raise ConfigError(f"--data-collector-port {port}; expected 1 to 65535")
+    registry.backend(options.backend, given_by="--backend")
+
+
+def _named(words: Iterable[str]) -> tuple[Host, ...]:
+    """Hosts of the command line, where ``node[01-04]`` stands for four."""
+    try:
+        names = [name for word in words for part in _parts(word) for name in expand(part)]
+    except ValueError as error:
+        raise ConfigError(f"--hosts: {error}") from error
+    return _distinct(names, "--hosts")
+
+
+def _parts(word: str) -> list[str]:
+    """Hosts with commas between them, as mpirun takes them; a comma in a bracket is a range's."""
+    return [word] if "[" in word else [part for part in word.split(",") if part]
+
+
+def _listed(file: Path | None) -> tuple[Host, ...]:
+    """A hostfile of the launcher, or a plain list: a host a line."""
+    if file is None:
+        return ()
+    text = read_text(file, f"--hosts-file {file}")
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    if any("=" in line for line in lines):
+        return parse_hostfile(text, file)
+    if not any(lines):
+        raise ConfigError(f"--hosts-file {file}: no host in it; expected one a line")
+    return _distinct([line for line in lines if line], f"--hosts-file {file}")
+
+
+def _distinct(names: list[str], source: str) -> tuple[Host, ...]:
+    for name in names:
+        # Such a name would be taken for an option further on.
+        if not name or name.startswith("-") or any(c.isspace() for c in name):
+            raise ConfigError(f"{source}: {name!r} is no host name")
+        if names.count(name) > 1:
+            raise ConfigError(f"{source}: host {name!r} is named twice")
+    return tuple(Host(name) for name in names)

@@ -1,0 +1,130 @@
+"""How ranks find each other: a store of torch that all of them reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+from flagscale.bench.pmi import Pmi
+from flagscale.bench.world import BenchWorld
+from flagscale.errors import ConfigError, UnreachableError
+
+_POLL_SECONDS = 0.02
+_KEY = "flagscale_bench"
+_LEFT = "left"
+
+
+def rendezvous(
+    world: BenchWorld, seconds: float, address: str | None = None, port: int | None = None
+) -> Store:
+    """A store shared by all ranks of ``world``. ``address`` and ``port`` override the launcher's.
+
+    Raises:
+        UnreachableError: the ranks did not meet within ``seconds``.
+        ConfigError: nothing tells where they could meet.
+    """
+    timeout = timedelta(seconds=seconds)
+    try:
+        if world.launcher == "torchrun":
+            return _by_torchrun(timeout)
+        host = address or world.address
+        if host and (port or world.port):
+            return _tcp(host, port or world.port or 0, world, timeout)
+        if world.launcher == "MPICH":
+            return _by_pmi(world, address, port, timeout)
+        if world.rendezvous:
+            return _by_file(world, _file_of(world), port or 0, timeout)
+    except (dist.DistError, RuntimeError, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnreachableError(f"rank {world.rank} could not meet the others: {first}") from error
+    raise ConfigError(
+        f"{world.launcher}: the ranks are on several hosts and nothing tells where rank 0 is",
+        hint="export MASTER_ADDR and MASTER_PORT to every rank (mpirun -x MASTER_ADDR=... )",
+    )
+
+
+def _by_torchrun(timeout: timedelta) -> Store:
+    store: Store = next(iter(torch_rendezvous("env://", timeout=timeout)))[0]
+    return store
+
+
+def _tcp(host: str, port: int, world: BenchWorld, timeout: timedelta) -> TCPStore:
+    """``wait_for_workers`` is off: whoever needs the others waits for their keys."""
+    leads = world.rank == 0
+    return TCPStore(host, port, world.size, leads, timeout, wait_for_workers=False)
+
+
+def _by_pmi(world: BenchWorld, address: str | None, port: int | None, timeout: timedelta) -> Store:
+    with Pmi(int(os.environ["PMI_FD"])) as pmi:
+        store = None
+        if world.rank == 0:
+            host = address or ("127.0.0.1" if world.one_host else socket.gethostname())
+            store = _tcp(host, port or 0, world, timeout)
+            pmi.put(_KEY, f"{host}/{store.port}")
+        pmi.barrier()
+        found, _, number = pmi.get(_KEY).rpartition("/")
+    return store or _tcp(found, int(number), world, timeout)
+
+
+def _file_of(world: BenchWorld) -> Path:
+    """A path of this user's alone, so that nobody else can send the ranks astray."""
+    given = Path(world.rendezvous or "")
+    if given.is_absolute():
+        return given
+    directory = Path(tempfile.gettempdir()) / f"flagscale-bench-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise UnreachableError(f"{directory} belongs to another user")
+    return directory / given
+
+
+def _by_file(world: BenchWorld, path: Path, port: int, timeout: timedelta) -> Store:
+    host = "127.0.0.1"
+    if world.rank == 0:
+        store = _tcp(host, port, world, timeout)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(str(store.port))
+        draft.rename(path)
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        try:
+            number = int(path.read_text())
+        except (FileNotFoundError, ValueError):
+            time.sleep(_POLL_SECONDS)
+            continue
+        return _tcp(host, number, world, timeout)
+    raise UnreachableError(f"rank {world.rank} waited for rank 0 in vain")
+
+
+def clean_up(world: BenchWorld) -> None:
+    """Remove what the rendezvous left on disk. Call on rank 0 once all ranks have met."""
+    if world.rank == 0 and world.rendezvous:
+        file = _file_of(world)
+        file.unlink(missing_ok=True)
+        if world.launcher == "local":
+            # Made for this rendezvous alone, by a process that may be killed before it removes it.
+            with suppress(OSError):
+                file.parent.rmdir()
+
+
+def exit_store(store: Store, world: BenchWorld, seconds: float) -> None:
+    """Leave a store that all ranks of ``world`` have met at; rank 0, whose store it is, goes last,
+    or after ``seconds``."""
+    if world.rank:
+        # It may be gone before its answer has come: that it heard this rank is all that counts.
+        with suppress(dist.DistError, RuntimeError):
+            store.add(_LEFT, 1)
+        return
+    deadline = time.monotonic() + seconds
+    while store.add(_LEFT, 0) < world.size - 1 and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

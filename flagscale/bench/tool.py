@@ -1,0 +1,124 @@
+"""What every measuring command does: read its line, and find its ranks or start them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from flagscale.bench.files import UnreadableFileError
+from flagscale.bench.placement import Placement, require_room
+from flagscale.bench.rank import Job
+from flagscale.bench.spawn import cores_here, run_job
+from flagscale.bench.world import BenchWorld, detect
+from flagscale.errors import ConfigError
+from flagscale.guard import guard
+
+P = TypeVar("P")
+
+
+class Tool(ABC, Generic[P]):
+    """A command; ``P`` is the plan that its line amounts to."""
+
+    prog: str
+
+    def main(self, arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+        """Run the command; the exit code. Under a launcher, every rank comes here with the same
+        line."""
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        return guard(lambda: self.run_line(words, prog or self.prog))
+
+    @abstractmethod
+    def read(self, words: list[str], prog: str, *, keeps: bool) -> P:
+        """The plan of a command line. ``keeps``: this process is the one that writes files and
+        compares with them, so they are looked at.
+
+        Raises:
+            ConfigError: a flag or value is wrong; a file it names cannot be read or used.
+        """
+
+    @abstractmethod
+    def placement(self, plan: P) -> Placement:
+        """Which ranks run where."""
+
+    def check(self, plan: P, ranks: int) -> None:
+        """Refuse what does not fit so many ranks.
+
+        Raises:
+            ConfigError: it does not.
+        """
+
+    def header(self, plan: P) -> bool:
+        """Whether lines about the start are wanted."""
+        return True
+
+    def debug(self, plan: P) -> bool:
+        """Whether libraries shall speak."""
+        return False
+
+    @staticmethod
+    @abstractmethod
+    def run(plan: P, world: BenchWorld) -> int:
+        """Measure as one of the ranks; the exit code."""
+
+    def start_here(self, plan: P, ranks: int) -> int:
+        """Start the ranks on this machine; the exit code."""
+        return run_job(Job.of(self.run, plan), ranks, log_dir=self.placement(plan).log_dir)
+
+    def run_line(self, words: list[str], prog: str) -> int:
+        """Carry out a command line; the exit code.
+
+        Raises:
+            FlagscaleError: it is wrong, or its ranks cannot be started.
+        """
+        world = detect(os.environ)
+        try:
+            plan = self.read(words, prog, keeps=world is None or world.rank == 0)
+            ranks = self._ranks(self.placement(plan), world)
+            self.check(plan, ranks)
+        except ConfigError as error:
+            if world is None or world.rank == 0:
+                raise
+            # Each rank finds the same mistake and one message is enough, but for what one host
+            # lacks.
+            if isinstance(error, UnreadableFileError) and world.local_rank == 0:
+                where = f"rank {world.rank} on {socket.gethostname()}"
+                print(f"error: {where}: {error}", file=sys.stderr)
+            return ConfigError.exit_code
+        # Read by the libraries when they are loaded, here or in the ranks. torch's warnings of a
+        # connection that broke are pages of addresses, around the one line that says why.
+        debug = self.debug(plan)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO" if debug else "ERROR")
+        if debug:
+            os.environ.setdefault("NCCL_DEBUG", "INFO")
+        return self._start(plan, ranks) if world is None else self.run(plan, world)
+
+    def _ranks(self, place: Placement, world: BenchWorld | None) -> int:
+        wanted = place.workers
+        if world is None and wanted is None:
+            raise ConfigError(
+                "the number of ranks is missing: -r 8, or start this under torchrun, mpirun or srun"
+            )
+        if world is not None and wanted not in (None, world.size):
+            raise ConfigError(
+                f"-r asks for {wanted} ranks, and {world.launcher} has started {world.size}",
+                hint="leave -r out under a launcher, or make both equal",
+            )
+        return (wanted or 0) if world is None else world.size
+
+    def _start(self, plan: P, ranks: int) -> int:
+        place = self.placement(plan)
+        if place.slurm or place.hosts:
+            # What opens connections is no business of the ranks, which load this module too.
+            from flagscale.bench.starters import start_elsewhere
+
+            return start_elsewhere(place, self.run, plan, header=self.header(plan))
+        if place.nodes > 1:
+            raise ConfigError(
+                f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
+            )
+        require_room(ranks, cores_here(), place, "this machine")
+        return self.start_here(plan, ranks)

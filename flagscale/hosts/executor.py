@@ -1,0 +1,105 @@
+"""Reaching a host: the seam between what is to be done on it and how one gets there.
+
+An :class:`Executor` is one host, reached: it runs a program there and brings its answer. An
+:class:`Opener` makes executors of one kind for one command of the user's, and holds what they
+share. Kinds are found by name (:mod:`.registry`): ``local`` is this machine, ``ssh`` another.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+OnOutput = Callable[[bytes], object]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """How a host is reached. ``user``, ``port`` and ``proxy`` (as ``ssh -J`` takes it) are given
+    where they differ from the user's SSH configuration."""
+
+    name: str
+    via: str = "ssh"
+    user: str | None = None
+    port: int | None = None
+    proxy: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command on a host did. ``exit_status`` is 128+n where signal n ended it."""
+
+    exit_status: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_status == 0
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended the command, as far as the exit status says."""
+        try:
+            return signal.Signals(self.exit_status - 128) if self.exit_status > 128 else None
+        except ValueError:
+            return None
+
+    @property
+    def text(self) -> str:
+        """stdout as text; bytes that are not UTF-8 become replacement characters."""
+        return self.stdout.decode(errors="replace")
+
+    @property
+    def error_text(self) -> str:
+        """stderr as text."""
+        return self.stderr.decode(errors="replace")
+
+
+class Executor(Protocol):
+    """One host. What fails between here and there is a :class:`~.errors.HostError`."""
+
+    @property
+    def name(self) -> str:
+        """What the user calls the host."""
+
+    def run_script(
+        self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60
+    ) -> Result:
+        """Run a bash script that shows in no process table; nothing is on its stdin. ``timeout``
+        is in seconds, None for no limit. Raises :class:`ValueError` for a script with a NUL."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout: float | None = 60,
+        on_stdout: OnOutput | None = None,
+        on_stderr: OnOutput | None = None,
+    ) -> Result:
+        """Run a command; ``argv`` shows in the host's process table. Output goes to the callbacks
+        as it comes where there are any, and into the result where there are none."""
+
+
+@runtime_checkable
+class Ties(Protocol):
+    """An executor of this very machine, which can have what it starts end with this process."""
+
+    def run_tied(self, script: str) -> tuple[Result, subprocess.Popen[bytes]]:
+        """Run a script that ends by ``exec``, so that what it becomes is a child of this process:
+        TERM comes to it when this process ends. The result is what it said before that."""
+
+
+class Opener(Protocol):
+    """Reaches hosts. Thread-safe: hosts are opened side by side."""
+
+    def open(self, endpoint: Endpoint) -> Executor:
+        """The host, reached; the same one as long as the way to it stands. Raises
+        :class:`~.errors.HostError`."""
+
+    def close(self) -> None:
+        """Give up what is held open, and wake up whoever waits for a host."""

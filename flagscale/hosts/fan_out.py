@@ -1,0 +1,169 @@
+"""One action on many hosts at once.
+
+Threads, not processes: a connection costs this machine a few milliseconds of CPU, so what counts
+is that no host waits for another. The pool is bounded; all failures are collected, because a user
+with three broken hosts out of sixty-four wants to know of all three.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
+from flagscale.hosts.closing import Closing
+from flagscale.hosts.executor import Endpoint, Executor, Opener
+from flagscale.hosts.names import compress
+from flagscale.hosts.registry import opener
+
+T = TypeVar("T")
+
+#: Hosts that are reached at the same time. More gain nothing: one core serves this many.
+LIMIT = 48
+
+Action = Callable[[int, Executor], T]
+"""What is done on a host, given with its number."""
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What became of one host: ``value``, or ``error`` and then ``value`` is None."""
+
+    number: int
+    value: T | None
+    error: FlagscaleError | None
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    def get(self) -> T:
+        """The value; raises the error where there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+class Hosts(Closing):
+    """Hosts by number, reached when they are first asked. What reaches them stays open from one
+    action to the next. A context manager: leaving it closes that, and no more."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        openers: Mapping[str, Opener] | None = None,
+        limit: int = LIMIT,
+    ) -> None:
+        """``settings``: of each way to reach hosts, such as ``{"ssh": {"config": path}}``;
+        ``openers`` are used in place of what the registry knows by these names."""
+        self.endpoints = tuple(endpoints)
+        self._settings = settings or {}
+        self._openers: dict[str, Opener] = dict(openers or {})
+        self._limit = max(1, limit)
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        return [endpoint.name for endpoint in self.endpoints]
+
+    def close(self) -> None:
+        for one in self._openers.values():
+            one.close()
+
+    def map(
+        self,
+        action: Action[T],
+        numbers: Sequence[int] | None = None,
+        *,
+        on_done: Callable[[Outcome[T]], object] | None = None,
+    ) -> list[Outcome[T]]:
+        """Do ``action`` on every host, or on those of ``numbers``; the outcomes in their order.
+
+        It is done once a host: only reaching it is tried again. Its own :class:`FlagscaleError`
+        becomes the host's outcome; any other exception is a bug, ends the whole action and is
+        raised. ``on_done`` is called in this thread as hosts finish. On Ctrl-C everything that is
+        held open is closed, and KeyboardInterrupt goes on.
+        """
+        chosen = range(len(self.endpoints)) if numbers is None else numbers
+        if len(chosen) == 1 and self.endpoints[chosen[0]].via == "local":
+            # A thread costs more than the whole visit.
+            outcome = self._one(chosen[0], action)
+            if on_done is not None:
+                on_done(outcome)
+            return [outcome]
+        if not chosen:
+            return []
+        pool = ThreadPoolExecutor(min(self._limit, len(chosen)), thread_name_prefix="fan-out")
+        futures: list[Future[Outcome[T]]] = []
+        try:
+            futures = [pool.submit(self._one, number, action) for number in chosen]
+            for future in as_completed(futures):
+                outcome = future.result()
+                if on_done is not None:
+                    on_done(outcome)
+        except BaseException:
+            self.close()  # wakes the threads that wait for a host
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        pool.shutdown(wait=True)
+        return [future.result() for future in futures]
+
+    def each(
+        self, action: Action[T], numbers: Sequence[int] | None = None
+    ) -> tuple[dict[int, T], dict[int, FlagscaleError]]:
+        """As :meth:`map`: what the action returned, and the errors of hosts on which it failed or
+        which could not be reached."""
+        outcomes = self.map(action, numbers)
+        values = {one.number: one.get() for one in outcomes if one.ok}
+        return values, {one.number: one.error for one in outcomes if one.error is not None}
+
+    def _one(self, number: int, action: Action[T]) -> Outcome[T]:
+        start = time.monotonic()
+        try:
+            value = action(number, self._reach(self.endpoints[number]))
+        except FlagscaleError as error:
+            return Outcome(number, None, error, time.monotonic() - start)
+        return Outcome(number, value, None, time.monotonic() - start)
+
+    def _reach(self, endpoint: Endpoint) -> Executor:
+        with self._lock:
+            if endpoint.via not in self._openers:
+                settings = self._settings.get(endpoint.via, {})
+                self._openers[endpoint.via] = opener(endpoint.via, settings)
+            chosen = self._openers[endpoint.via]
+        return chosen.open(endpoint)
+
+
+def describe(errors: Mapping[int, FlagscaleError], names: Sequence[str]) -> str:
+    """Errors of hosts, a line for those with the same trouble, with the first one's own words."""
+    groups: dict[str, list[int]] = {}
+    for number, error in errors.items():
+        groups.setdefault(str(getattr(error, "summary", type(error).__name__)), []).append(number)
+    lines = []
+    for numbers in groups.values():
+        first = errors[numbers[0]]
+        text = first.message
+        if len(numbers) > 1:
+            shown = compress(names[number] for number in numbers)
+            text = f"{shown}: {getattr(first, 'summary', 'failed')}"
+            text += f"; for example: {first.message}"
+        lines.append(text + (f"\n  hint: {first.hint}" if first.hint else ""))
+    return "\n".join(lines)
+
+
+def require_all(errors: Mapping[int, FlagscaleError], names: Sequence[str], what: str) -> None:
+    """Raise naming every host that failed, where any did: :class:`UnreachableError` if one could
+    not be reached, else :class:`ConfigError`."""
+    if not errors:
+        return
+    text = f"{what}: {len(errors)} of {len(names)} host(s)\n{describe(errors, names)}"
+    if any(isinstance(error, UnreachableError) for error in errors.values()):
+        raise UnreachableError(text)
+    raise ConfigError(text)

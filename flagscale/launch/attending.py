@@ -1,0 +1,125 @@
+"""What is done with a run that was started before, whoever found it. Each function that stands for
+a command returns its exit code."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+from flagscale.config.schema import Options
+from flagscale.errors import ConfigError, RunStateError
+from flagscale.launch import logs, runs, snapshot
+from flagscale.launch.ending import Stopped, cost, require_recorded, require_stopped
+from flagscale.launch.runners.base import Runner, runner_of
+from flagscale.launch.snapshot import Phase, Snapshot
+from flagscale.launch.state import RunState, latest
+
+_FOLLOW_SECONDS = 1.0
+_FOLLOW_LINES = 100
+
+
+def act(text: str, options: Options) -> int:
+    """Do the action of ``options`` with the run that a text names, see :func:`.runs.find`."""
+    actions = {"query": query, "logs": show_logs, "stop": stop}
+    return actions[options.action](runs.named(text), options)
+
+
+def query(state: RunState, options: Options) -> int:
+    """Tell the state of a run; with ``follow`` until it ends. 1 if it failed while it was
+    followed, 3 if a host does not answer."""
+    from flagscale.launch.show.watch import watch
+
+    runner = runner_of(state)
+
+    def look() -> Snapshot:
+        # A stop is told by the state.
+        return runner.query(latest(state), with_lines=options.follow)
+
+    try:
+        last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
+    finally:
+        runner.close()
+    runs.remember(latest(state), last)
+    if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
+        return 1
+    return 3 if any(row.phase is Phase.UNREACHABLE for row in last.hosts) else 0
+
+
+def show_logs(state: RunState, options: Options) -> int:
+    """Print the output of a run, every line with host and rank."""
+    if options.rank is not None and options.rank >= state.world_size:
+        ranks = f"ranks 0 to {state.world_size - 1}"
+        raise ConfigError(f"rank={options.rank}: run {state.run_id} has {ranks}")
+    runner = runner_of(state)
+    try:
+        runner.bring_output(state)
+        if options.follow:
+            _follow(runner, state, options)
+            return 0
+        silent = True
+        for line in logs.lines_of(state, options.rank, options.lines):
+            silent = False
+            print(line)
+    finally:
+        runner.close()
+    if silent and options.lines != 0:
+        who = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
+        files = ", ".join(str(output.path) for output in logs.of_hosts(state, options.rank))
+        print(f"note: {who} has written nothing so far; its log is {files}", file=sys.stderr)
+    return 0
+
+
+def _follow(runner: Runner, state: RunState, options: Options) -> None:
+    outputs = logs.of_hosts(state, options.rank)
+    for output in outputs:
+        for line in output.last(_FOLLOW_LINES if options.lines is None else options.lines):
+            print(line)
+    sys.stdout.flush()
+    logs.follow(outputs, lambda: runner.ended(state), lambda line: print(line, flush=True))
+
+
+def stop(state: RunState, _options: Options) -> int:
+    """End a run, if it lives; 3 if that is not known of every host. What keeps the disk from
+    recording it is told once the run has ended."""
+    runner = runner_of(state)
+    began = time.monotonic()
+    try:
+        stopped = end(runner, state)
+        require_stopped(state, stopped)
+        if stopped.swept:
+            seconds = time.monotonic() - began
+            print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s", flush=True)
+            now = replace(latest(state), stop_requested=time.time())
+            runs.remember(now, snapshot.take(now, {}))
+            require_recorded(state, stopped)
+            return 0
+        phase = runner.query(state).phase
+    finally:
+        runner.close()
+    if not phase.ended:
+        raise RunStateError(
+            f"run {state.run_id} of {state.name} is {phase.value}, but none of its processes was "
+            "found to end",
+            hint="stop it again, as the user who started it",
+        )
+    print(f"run {state.run_id} of {state.name} has ended already ({phase.value}); nothing to stop")
+    return 0
+
+
+def end(runner: Runner, state: RunState) -> Stopped:
+    """End a run, and warn of what that has cost."""
+    since = time.time()
+    stopped = runner.stop(state)
+    lost = cost(state, stopped, since)
+    if lost:
+        print(f"warning: {lost}", file=sys.stderr, flush=True)
+    return stopped
+
+
+def interrupt(runner: Runner, state: RunState) -> None:
+    """End a run on whose launcher a signal has called: no error may take its place."""
+    try:
+        require_recorded(state, end(runner, state))
+    except RunStateError as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)

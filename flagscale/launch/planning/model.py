@@ -1,0 +1,136 @@
+"""What a plan is made of, from a host's place in it to the whole. Frozen, each built once.
+
+Everything in a :class:`LaunchPlan` is shown by a dry run, written to ``plan.json`` and started by a
+runner; nothing is added to it on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flagscale.files import plain
+from flagscale.hosts.hostfile import Host
+from flagscale.launch.layout import Layout
+from flagscale.launch.liveness.options import AgentOptions
+from flagscale.launch.planning.environment import EnvValue
+from flagscale.launch.planning.per_host import Settings
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What planning needs to know of a machine."""
+
+    python: str
+    project: Path
+    """Directory that holds the ``flagscale`` package and ``third_party``."""
+    workdir: Path | None
+    """The ranks' working directory: where the user started; None for the project's directory."""
+    cpus: int | None
+    gpus: int | None
+    """None, as for ``cpus``, where the machine has not been asked."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What processes started there inherit."""
+    interface: str | None = None
+    """The network interface over which it reaches the other hosts, where there are others."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A host's place in the plan, with all that is known of it. ``machine`` is what the host is
+    like once ``settings``, what the experiment says of it, hold there."""
+
+    node_rank: int
+    nproc: int
+    first_rank: int
+    host: Host
+    machine: Machine
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class RunnerHandle:
+    """Which runner starts a plan, and what it needs to find its hosts again: JSON that nobody
+    else reads."""
+
+    type: str
+    handle: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What one host runs. Every path is absolute on that host."""
+
+    node_rank: int
+    name: str
+    device_type: str | None
+    address: str
+    nproc: int
+    first_rank: int
+    environment: tuple[EnvValue, ...]
+    python_path: tuple[str, ...]
+    """What stands first in PYTHONPATH, before the user's own entries in ``environment``."""
+    workdir: Path
+    python: str
+    agent: AgentOptions
+    torchrun: tuple[str, ...]
+    program: tuple[str, ...]
+    run_dir: Path
+    script: Path
+    output: Path
+    pid_file: Path
+    before_start: str = ""
+    """Shell commands before the job, the activation of an environment among them."""
+    after_stop: str = ""
+    origins: tuple[tuple[str, str], ...] = ()
+    """What this host's type or name changed: dotted key and value."""
+    unprobed: bool = False
+    """Whether its script has to find out by itself what the host is like."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.nproc)
+
+    def to_json(self) -> dict[str, Any]:
+        environment = [value.to_json() for value in self.environment]
+        return dict(plain({**vars(self), "environment": environment}))
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A whole run, host by host."""
+
+    run_id: str
+    name: str
+    exp_dir: Path
+    log_dir: Path | None
+    master_addr: str
+    master_port: int
+    hosts: tuple[HostPlan, ...]
+    external: bool
+    """Whether the program may not be ours, and so may report no status."""
+    start_timeout: float
+    stop_grace: float
+    runner: RunnerHandle
+    notes: tuple[str, ...] = ()
+    shared_fs: bool = True
+    """Whether the hosts and this machine see the same files."""
+    liveness_port: int | None = None
+    """Where the agents meet on the master's host; None on a run's only host."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(host.nproc for host in self.hosts)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.exp_dir, self.log_dir)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data, without the values of secrets. Its hosts come one by one, so
+        that thousands need not lie in memory at once: :func:`flagscale.files.json_text`."""
+        hosts: Iterator[dict[str, Any]] = (host.to_json() for host in self.hosts)
+        record = plain({**vars(self), "hosts": None, "world_size": self.world_size})
+        return {**record, "hosts": hosts}

@@ -1,0 +1,64 @@
+"""How the hosts of a run are reached: what its handle says, and what follows from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from flagscale.config.schema import Experiment
+from flagscale.errors import UnreachableError
+from flagscale.hosts import processes
+from flagscale.hosts.executor import Endpoint
+from flagscale.hosts.fan_out import Hosts
+from flagscale.hosts.hostfile import Host, is_local_only
+from flagscale.launch.planning.model import RunnerHandle
+from flagscale.launch.state import RunState
+
+
+def handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
+    """The handle of a run on ``hosts``. This machine needs no SSH where it is the only one, unless
+    the user asks for SSH to the hosts of a hostfile."""
+    runner = experiment.runner
+    asked = runner.type == "ssh" and runner.hostfile is not None
+    if is_local_only(hosts) and not asked:
+        return RunnerHandle("local", {"machine": os.uname().nodename})
+    ways = [
+        _without_none(user=host.user, port=host.port or runner.ssh_port, proxy=host.proxy)
+        for host in hosts
+    ]
+    found: dict[str, Any] = {"hosts": ways} if any(ways) else {}
+    if runner.ssh_config is not None:
+        found["config"] = str(runner.ssh_config)
+    return RunnerHandle("ssh", found)
+
+
+def _without_none(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def is_here(runner: RunnerHandle) -> bool:
+    """Whether the only host is this machine, reached without SSH."""
+    return runner.type == "local"
+
+
+def require_here(state: RunState) -> None:
+    """Raise :class:`UnreachableError` for a run of another machine's own, of which only files that
+    machines share tell here."""
+    machine = state.runner.handle.get("machine")
+    boots = {host.boot_id for host in state.hosts} - {None}
+    if machine not in (None, os.uname().nodename) and boots.isdisjoint({processes.boot_id()}):
+        raise UnreachableError(
+            f"run {state.run_id} was started on {machine}, which this machine, "
+            f"{os.uname().nodename}, cannot ask",
+            hint=f"give the command on {machine}",
+        )
+
+
+def reach(runner: RunnerHandle, names: Sequence[str]) -> Hosts:
+    """The hosts of a run, to be connected to when they are first asked."""
+    ways = runner.handle.get("hosts") or [{}] * len(names)
+    endpoints = [
+        Endpoint(name, via=runner.type, **way) for name, way in zip(names, ways, strict=True)
+    ]
+    return Hosts(endpoints, {runner.type: runner.handle})

@@ -1,0 +1,122 @@
+"""The table of actions: what is in it, and that a row is all that an action needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from flagscale.config.actions import ACTIONS, OPTIONS, Action
+from flagscale.config.schema import Options, documented
+
+if TYPE_CHECKING:
+    from conftest import Workspace
+
+PROJECT = Path(__file__).resolve().parents[3]
+
+# A row with an experiment, one without, and their functions: nothing else knows of them.
+OUTSIDE = """\
+import json, sys
+from flagscale.config.actions import ACTIONS, Action
+
+def ping(experiment, options):
+    print(json.dumps(["pong", experiment.name, options.rank, options.json]))
+    return 7
+
+def hosts(options):
+    print(json.dumps(["hosts", options.json]))
+    return 8
+
+if __name__ == "__main__":
+    ACTIONS["ping"] = Action("ping", "say pong", "find", "outside:ping", ("json", "rank"))
+    ACTIONS["hosts"] = Action("hosts", "name them", None, "outside:hosts", ("json",))
+    from flagscale import cli
+    from flagscale.launch import entry
+    door = {"flagscale": cli, "run.py": entry}[sys.argv[1]]
+    door.main(sys.argv[2:])
+"""
+PLACE = ("--config-path", "conf", "--config-name", "train")
+
+
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+def test_a_row_is_whole(action: Action) -> None:
+    module, _, name = action.function.partition(":")
+    assert callable(getattr(import_module(module), name))
+    assert set(action.options) <= set(OPTIONS)
+    assert "\n" not in action.help
+
+
+def test_every_option_is_taken_and_typed() -> None:
+    taken = {name for action in ACTIONS.values() for name in action.options}
+    assert taken == set(OPTIONS) == set(documented(Options)) - {"action"}
+
+
+def _outside(workspace: Workspace, *argv: str) -> subprocess.CompletedProcess[str]:
+    workspace.write("outside.py", OUTSIDE)
+    return subprocess.run(
+        [sys.executable, "outside.py", *argv],
+        cwd=workspace.root,
+        env={**os.environ, "PYTHONPATH": f"{PROJECT}{os.pathsep}{workspace.root}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "printed"),
+    [
+        pytest.param(
+            ("run.py", *PLACE, "action=ping", "rank=3"), 7, ["pong", "demo", 3, False], id="run.py"
+        ),
+        pytest.param(
+            ("flagscale", "ping", "conf/train.yaml", "--json", "--rank", "0"),
+            7,
+            ["pong", "demo", 0, True],
+            id="flagscale",
+        ),
+        pytest.param(("flagscale", "hosts", "--json"), 8, ["hosts", True], id="no-experiment"),
+    ],
+)
+def test_an_action_from_outside(
+    workspace: Workspace, argv: tuple[str, ...], code: int, printed: list[object]
+) -> None:
+    # Of no interest to an action that only finds a run: the row's purpose is heard.
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layres: 4")
+    done = _outside(workspace, *argv)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert json.loads(done.stdout) == printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        pytest.param(("run.py", "--help"), "\nping say pong (json=true, rank=0)\n", id="run.py"),
+        pytest.param(("flagscale", "--help"), "\nping say pong\n", id="flagscale"),
+        pytest.param(("flagscale", "--help"), "\nhosts name them\n", id="no-experiment"),
+        pytest.param(("flagscale", "ping", "--help"), "--rank RANK only this rank's", id="options"),
+        pytest.param(("flagscale", "explain", "action"), "`ping`: say pong.", id="explain"),
+        pytest.param(("flagscale", "explain", "rank"), "`logs` and `ping`: only", id="takers"),
+        pytest.param(("run.py", *PLACE, "action=pin"), "did you mean 'ping'?", id="near"),
+        pytest.param(("run.py", *PLACE, "action=hosts"), "logs, stop, ping, found", id="choices"),
+        pytest.param(
+            ("flagscale", "hosts", "conf/train.yaml"), "unknown option conf/train.yaml", id="config"
+        ),
+    ],
+)
+def test_an_action_from_outside_is_told_of(
+    workspace: Workspace, argv: tuple[str, ...], told: str
+) -> None:
+    done = _outside(workspace, *argv)
+    assert told in re.sub(r"(?m)^ +| (?= )", "", done.stdout + done.stderr)
+
+
+def test_no_experiment_has_an_action_that_needs_none(workspace: Workspace) -> None:
+    assert "hosts" not in _outside(workspace, "run.py", "--help").stdout

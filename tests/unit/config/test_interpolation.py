@@ -1,0 +1,127 @@
+"""References to a host's own variables, from the YAML to the value, and hints at what to write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from flagscale.config.interpolation import literal, parts, readable, reference, references
+from flagscale.errors import ConfigError
+from flagscale.hosts.probe import filled
+
+if TYPE_CHECKING:
+    from conftest import Workspace
+
+PATH = reference("PATH")
+
+WRITTEN = {
+    "extended": ("/opt/x/bin:${host:PATH}", f"/opt/x/bin:{PATH}"),
+    "alone": ("${host:PATH}", PATH),
+    "several": ("${host:A}${host:B} ${host:A}", "".join(map(reference, "AB")) + " \0host:A\0"),
+    "another": ("${host:LD_LIBRARY_PATH}", reference("LD_LIBRARY_PATH")),
+    "hostile": (
+        '"a b\'c\\"$(id) `id`\\n,;é ${host:PATH} \\\\ $HOME"',
+        f"a b'c\"$(id) `id`\n,;é {PATH} \\ $HOME",
+    ),
+    "literal": (r"a \${host:PATH}", "a ${host:PATH}"),
+    "through-a-key": ("x ${experiment.envs.SOURCE}", "x \0host:SOURCE\0"),
+    "beside-a-key": ("${experiment.exp_name}:${host:PATH}", f"demo:{PATH}"),
+}
+
+
+@pytest.mark.parametrize(("written", "text"), WRITTEN.values(), ids=WRITTEN)
+def test_a_reference_stays_in_the_value(workspace: Workspace, written: str, text: str) -> None:
+    more = f"  envs:\n    SOURCE: ${{host:SOURCE}}\n    X: {written}\n"
+    workspace.replace("conf/train.yaml", "  envs:\n", more)
+    assert workspace.load().envs.common["X"] == text
+
+
+def test_a_reference_on_the_command_line(workspace: Workspace) -> None:
+    loaded = workspace.load("experiment.envs.PATH=/opt/x y,'z':${host:PATH}")
+    assert loaded.envs.common["PATH"] == f"/opt/x y,'z':{PATH}"
+    own = workspace.load("+experiment.envs.node_specific.h.PATH=${host:PATH}").envs
+    assert own.by_host["h"]["PATH"] == PATH
+
+
+PROBLEMS = {
+    "nobody's": ("X: ${host:}", "${host:} names no variable"),
+    "no-name": ("X: ${host:A-B}", "${host:A-B} names no variable"),
+    "two-names": ("X: ${host:A,B}", "${host:A,B} names no variable"),
+    "a-mark-by-hand": ('X: "\\0host:PATH\\0"', "X: cannot hold a NUL character"),
+    "shell-braces": ("PATH: /x:${PATH}", "write ${host:PATH}"),
+    "another-name": ("X: ${NAME}", "write ${host:NAME} for the host's own variable"),
+    "a-slice": ("X: ${Y:0:2}", "write ${host:Y} for the host's own variable"),
+}
+
+
+@pytest.mark.parametrize(("written", "message"), PROBLEMS.values(), ids=PROBLEMS)
+def test_what_refers_to_nothing_is_refused(
+    workspace: Workspace, written: str, message: str
+) -> None:
+    workspace.replace("conf/train.yaml", "CUDA_VISIBLE_DEVICES: 0,1", written)
+    with pytest.raises(ConfigError) as error:
+        workspace.load()
+    assert message in str(error.value)
+    assert (error.value.problems[0].where or "").startswith("conf/train.yaml:")
+
+
+HINTS = {
+    "elsewhere": (
+        "exp_name: ${host:PATH}",
+        "under experiment.envs alone; ${oc.env:NAME} is this machine's",
+    ),
+    "elsewhere-unknown": ("exp_name: ${HOME}", "write ${oc.env:HOME} for this machine's variable"),
+    "a-key": ("exp_name: ${train.model.none}", "'train.model.none' not found"),
+    "commands": (
+        "exp_name: a\n  cmds: {before_start: 'cd ${HOME}'}",
+        r"for the shell's variable write $HOME or \${HOME}",
+    ),
+    "slice": (
+        "exp_name: a\n  cmds: {before_start: 'echo ${HOME:0:2}'}",
+        r"Unsupported interpolation type HOME; for the shell's variable write \${HOME:0:2}",
+    ),
+    "suffix": (
+        "exp_name: a\n  cmds: {before_start: 'echo ${HOME%%/*}'}",
+        r"for the shell's variable write \${HOME%%/*}",
+    ),
+    "begun": (
+        "exp_name: a\n  cmds: {before_start: 'echo ${HOME'}",
+        r"${ begins an interpolation: what is not meant as one is written \${",
+    ),
+}
+
+
+@pytest.mark.parametrize(("written", "message"), HINTS.values(), ids=HINTS)
+def test_the_hint_says_what_to_write(workspace: Workspace, written: str, message: str) -> None:
+    workspace.replace("conf/train.yaml", "exp_name: demo", written)
+    with pytest.raises(ConfigError) as error:
+        workspace.load()
+    assert message in str(error.value)
+    assert str(error.value).endswith(message)
+
+
+VALUES = {
+    "extended": ("PATH", f"/x:{PATH}", "/x:/bin", "/x"),
+    "before": ("PATH", f"{PATH}:/x", "/bin:/x", "/x"),
+    "within": ("PATH", f"/a:{PATH}:/b", "/a:/bin:/b", "/a:/b"),
+    "no-colon": ("PATH", f"/a{PATH}/b", "/a/bin/b", "/a/b"),
+    "alone": ("PATH", PATH, "/bin", ""),
+    "no-path": ("X", f"a:{PATH}:b", "a:/bin:b", "a::b"),
+    "twice": ("X", f"{PATH}{PATH}", "/bin/bin", ""),
+    "none": ("PATH", "a::b:", "a::b:", "a::b:"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "there", "unset"), VALUES.values(), ids=VALUES)
+def test_an_unset_variable_is_empty(name: str, value: str, there: str, unset: str) -> None:
+    """And leaves no empty entry in a list of directories, which would mean the working one."""
+    taken_apart = parts(name, value)
+    assert filled(taken_apart, {"PATH": "/bin"}) == there
+    assert filled(taken_apart, {"PATH": ""}) == filled(taken_apart, {}) == unset
+
+
+def test_values_are_shown_as_a_yaml_writes_them() -> None:
+    value = f"a ${{host:X}}{reference('X')}"
+    assert readable({"k": [value, 1, None]}) == {"k": [r"a \${host:X}${host:X}", 1, None]}
+    assert (references(value), literal(value)) == (["X"], "a ${host:X}")

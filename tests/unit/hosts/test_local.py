@@ -1,0 +1,112 @@
+"""This machine as a host: what programs get to see of the launcher, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flagscale.hosts import errors, processes
+from flagscale.hosts.executor import Endpoint, Executor, Ties
+from flagscale.hosts.local import LocalExecutor, LocalOpener
+from flagscale.status import RUN_ID_VARIABLE
+
+HOSTILE = "a 'b' \"c\" $d `e` $(f)\n;g ü🦙"
+
+
+@pytest.fixture
+def here() -> LocalExecutor:
+    return LocalOpener({}).open(Endpoint("localhost", "local"))
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "stdout", "stderr"),
+    [
+        pytest.param("echo out; echo err >&2", 0, b"out\n", b"err\n", id="both-streams"),
+        pytest.param("exit 7", 7, b"", b"", id="own-code"),
+        pytest.param("kill -9 $$", 137, b"", b"", id="killed"),
+        pytest.param("cat; echo after", 0, b"after\n", b"", id="nothing-on-its-stdin"),
+        pytest.param(f"printf '%s' {'x' * 300_000} | wc -c", 0, b"300000\n", b"", id="long"),
+        pytest.param("", 0, b"", b"", id="empty"),
+    ],
+)
+def test_a_script_and_its_end(
+    here: LocalExecutor, script: str, status: int, stdout: bytes, stderr: bytes
+) -> None:
+    done = here.run_script(script)
+    assert (done.exit_status, done.stdout, done.stderr) == (status, stdout, stderr)
+
+
+def test_arguments_and_commands_arrive_as_they_are(here: LocalExecutor) -> None:
+    assert here.run_script('printf "%s|" "$@"', [HOSTILE, ""]).text == f"{HOSTILE}||"
+    heard: list[bytes] = []
+    data = os.urandom(3_000_000)
+    done = here.run(["cat"], stdin=data, on_stdout=heard.append)
+    assert (b"".join(heard), done.stdout, done.exit_status) == (data, b"", 0)
+    # It ends without reading its input.
+    assert here.run(["true"], stdin=data).ok
+
+
+def test_nothing_of_a_script_shows_in_the_process_table(here: LocalExecutor) -> None:
+    seen = here.run_script("secret=s3cr3t; tr '\\0' ' ' </proc/$$/cmdline").text
+    assert "bash" in seen
+    assert "s3cr3t" not in seen
+
+
+def test_a_program_that_takes_too_long_is_ended(here: LocalExecutor) -> None:
+    began = time.monotonic()
+    with pytest.raises(errors.CommandTimeoutError, match="Its last output: so far"):
+        here.run_script("echo so far; exec sleep 600", timeout=1)
+    assert time.monotonic() - began < 60
+
+
+def test_programs_do_not_pass_for_the_run_that_the_launcher_is_part_of(
+    here: LocalExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_ID_VARIABLE, "outer")
+    monkeypatch.setenv("KEPT", HOSTILE)
+    assert (
+        here.run_script(f'printf %s "${{{RUN_ID_VARIABLE}-none}} $KEPT"').text == f"none {HOSTILE}"
+    )
+
+
+def test_no_bash_is_a_host_that_cannot_be_used(
+    here: LocalExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(errors.HostError, match="bash cannot be started: No such file"):
+        here.run_script("true")
+    with pytest.raises(ValueError, match="NUL"):
+        here.run_script("a\0b")
+
+
+def test_it_is_an_executor(here: LocalExecutor) -> None:
+    executor: Executor = here
+    assert isinstance(executor, Ties)
+
+
+TIED = """\
+import signal, sys, time
+from flagscale.hosts.local import LocalExecutor
+done, child = LocalExecutor("here").run_tied("echo $$; exec sleep 600 >/dev/null 2>&1")
+print(done.text.strip(), child.pid, child.poll(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_is_tied_ends_with_its_launcher(number: signal.Signals) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", TIED], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    own, pid, code = launcher.stdout.readline().split()
+    assert (own, code) == (pid, "None")
+    process = processes.identify(int(pid))
+    assert process is not None
+    launcher.send_signal(number)
+    launcher.communicate()
+    assert processes.wait_until(lambda: not processes.is_alive(process), 60)
