@@ -135,6 +135,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count:5}  {reason}")
     if any("needs root" in reason for reason in reasons):
-        terminalreporter.line("As root, on Debian or Ubuntu, `make test` brings what these need.")
+        terminalreporter.line("`make test`, as root on Debian or Ubuntu, installs and runs more.")
     elif any(SYSTEM in reason for reason in reasons):
-        terminalreporter.line(f"`{SYSTEM}`, as root on Debian or Ubuntu, brings what these need.")
+        terminalreporter.line(f"`{SYSTEM}`, as root on Debian or Ubuntu, installs what is missing.")
