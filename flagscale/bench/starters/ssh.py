@@ -21,7 +21,7 @@ from flagscale.bench.host import LOGS, Order, PreparedHost
 from flagscale.bench.placement import Placement, require_room
 from flagscale.bench.rank import Job
 from flagscale.bench.spawn import RankRange, handed_on, interruptible, own_code, python_path
-from flagscale.bench.starters import addresses
+from flagscale.bench.starters.addresses import agreed, candidates
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
 from flagscale.hosts.reach import describe, require_all
 from flagscale.hosts.ssh import Connection, Fleet, HostError, SshConfig
@@ -129,7 +129,7 @@ def _command(*words: str) -> list[str]:
 def _prepare(hosts: _Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
     """Every host's port and directory, and an address that all of them can meet at. Where a host
     fails, all are clean again."""
-    choices = addresses.candidates(place)
+    choices = candidates(place)
 
     def prepare(number: int, host: Connection) -> PreparedHost:
         done = host.run(_command("prepare", *choices), timeout=_PREPARE_SECONDS)
@@ -147,7 +147,7 @@ def _prepare(hosts: _Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
         found = [prepared[number] for number in sorted(prepared)]
         for name, count, host in zip(hosts.names, place.per_host, found, strict=True):
             require_room(count, host.cores, place, name)
-        return found, addresses.agreed(choices, found, hosts.names)
+        return found, agreed(choices, found, hosts.names)
     except FlagscaleError:
         hosts.each(lambda n, host: _bring(host, prepared[n].scratch), only=prepared)
         raise
