@@ -20,9 +20,6 @@ TOKENIZER = frozenset(
 WRITTEN = frozenset({"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path"})
 """Directories that a run makes itself where they are missing."""
 
-CHECKPOINT_NAME = r"iter_([0-9]{7,})"
-"""A checkpoint's name in its directory, as a pattern for Python and for bash."""
-
 _MAX_PATH = 4096 - 512  # PATH_MAX, and what the names of a run's own files take of it
 _KERNELS = ("/proc", "/sys", "/dev")
 _WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -37,12 +34,6 @@ def data_cache(values: Mapping[str, Any]) -> tuple[Path, str] | None:
         if values[name]:
             return Path(values[name]).parent / "data_cache", name
     return None
-
-
-def holds_checkpoint(directory: str) -> bool:
-    """Whether there is a checkpoint in a directory of this machine, whole or not."""
-    found = Path(directory).glob("iter_*/") if directory else ()
-    return any(re.fullmatch(CHECKPOINT_NAME, path.name) for path in found)
 
 
 def _absolute(path: str) -> str:
