@@ -276,3 +276,14 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def call_starter(argv: Sequence[str], environment: Mapping[str, str], log_dir: Path | None) -> int:
+    """Run a line that starts ranks, and show rank 0's output where the starter put it in a file;
+    the starter's code."""
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    code = call(argv, environment)
+    if log_dir is not None and (log := log_path(log_dir, 0)).is_file():
+        print(log.read_text(encoding="utf-8", errors="replace"), end="")
+    return code
