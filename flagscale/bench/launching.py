@@ -10,6 +10,7 @@ Every figure is a median, given with the samples it is of.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import statistics
@@ -22,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.errors import JobError
-from flagscale.launch.layout import STATUS_DIRECTORY, Layout
-from flagscale.launch.state import RunState, load_state
-from flagscale.status import Event, read_events, status_files
+from flagscale.status import Event, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
 CONFIG = ("--config-path", "./examples/llama3/conf", "--config-name", "train")
@@ -74,10 +73,11 @@ def _command(action: str, exp_dir: Path, *overrides: str) -> list[str]:
     return [sys.executable, "run.py", *CONFIG, f"action={action}", directory, *overrides]
 
 
-def _call(command: Sequence[str]) -> None:
+def _call(command: Sequence[str]) -> str:
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise JobError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    return done.stdout
 
 
 def _dryrun() -> float:
@@ -98,50 +98,41 @@ def _by_run(exp_dir: Path) -> float:
 
 def _by_hand(exp_dir: Path) -> float:
     """Start the script that the last run has left; wait until its ranks have joined."""
-    state = _state(exp_dir)
+    ranks = json.loads(_call(_command("query", exp_dir, "json=true")))["world_size"]
     begin = time.time()
     script = subprocess.Popen(
-        ["bash", str(state.hosts[0].script)],
+        ["bash", *map(str, exp_dir.glob("logs/scripts/host_0_*_run.sh"))],
         cwd=PROJECT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=dict(os.environ),
     )
     try:
-        return _joined(state, begin) - begin
+        return _joined(exp_dir, begin, ranks) - begin
     finally:
         script.terminate()
         script.wait()
 
 
-def _joined(state: RunState, begin: float) -> float:
+def _joined(exp_dir: Path, begin: float, ranks: int) -> float:
     """When the last rank of a run that began at ``begin`` joined, in Unix seconds."""
     while time.time() < begin + JOIN_SECONDS:
-        joined = [event.time for event in _events(state, "joined") if event.time >= begin]
-        if len(joined) == state.world_size:
+        joined = [event.time for event in _events(exp_dir, "joined") if event.time >= begin]
+        if len(joined) == ranks:
             return max(joined)
         time.sleep(0.02)
-    raise JobError(f"the ranks of {state.name} did not join within {JOIN_SECONDS:g} s")
+    raise JobError(f"the ranks in {exp_dir} did not join within {JOIN_SECONDS:g} s")
 
 
 def _step_seconds(exp_dir: Path, ranks: int, steps: int) -> tuple[float, ...]:
     """Seconds of each group of steps that was reported, after the first."""
     limits = (f"train.model.train_iters={steps}", "train.model.eval_iters=0")
     _call(_command("test", exp_dir, f"experiment.runner.nproc_per_node={ranks}", *limits))
-    events = _events(_state(exp_dir), "progress")
+    events = _events(exp_dir, "progress")
     return tuple(event.get("step_seconds") for event in events if event.get("step") > WARM_UP_STEPS)
 
 
-def _state(exp_dir: Path) -> RunState:
-    state = load_state(Layout(exp_dir).state)
-    if state is None:
-        raise JobError(f"no run was started in {exp_dir}")
-    return state
-
-
-def _events(state: RunState, kind: str) -> list[Event]:
-    found: list[Event] = []
-    for host in state.hosts:
-        for path in status_files(host.run_dir / STATUS_DIRECTORY):
-            found += [event for event in read_events(path)[0] if event.event == kind]
-    return found
+def _events(exp_dir: Path, kind: str) -> list[Event]:
+    """What the ranks of the only run in this directory have reported."""
+    paths = exp_dir.glob("logs/details/host_*/*/status/rank_*.jsonl")
+    return [event for path in paths for event in read_events(path)[0] if event.event == kind]
