@@ -116,8 +116,10 @@ def _refuse_elsewhere(plan: LaunchPlan) -> None:
     if asked.issuperset(host.name for host in state.hosts):
         return
     runner = runner_of(state)
-    rows = runner.query(state).hosts
-    runner.close()
+    try:
+        rows = runner.query(state).hosts
+    finally:
+        runner.close()
     living = [row.host for row in rows if row.phase in (Phase.STARTING, Phase.RUNNING)]
     if living:
         message, hint = alive_message(state, living)

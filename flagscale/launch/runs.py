@@ -104,11 +104,16 @@ def _read(path: Path) -> Entry | None:
 
 def latest(entry: Entry) -> RunState:
     """The state of a registered run, as its own directory tells it where that is still there."""
+    return _told(entry.state)
+
+
+def _told(known: RunState) -> RunState:
+    """What a run's own directory says of it, else what is known."""
     with suppress(RunStateError, OSError):
-        state = load_state(Layout(entry.state.exp_dir).state)
-        if state is not None and state.run_id == entry.state.run_id:
+        state = load_state(Layout(known.exp_dir).state)
+        if state is not None and state.run_id == known.run_id:
             return state
-    return entry.state
+    return known
 
 
 def of_directory(exp_dir: Path) -> RunState | None:
@@ -204,4 +209,5 @@ def _state_here(run_id: str, run_dir: Path) -> RunState:
     exp_dir = run_dir.parents[3] if len(run_dir.parents) > 3 else run_dir
     nothing = run_dir / "none"
     host = HostState(0, "localhost", 0, 0, run_dir, nothing, nothing, nothing)
-    return RunState(run_id, "?", exp_dir, 0.0, 0, True, 10.0, RunnerHandle("local"), (host,))
+    # Whoever started it: what lives here can be ended here, where nothing tells of more.
+    return _told(RunState(run_id, "?", exp_dir, 0.0, 0, True, 10.0, RunnerHandle("local"), (host,)))
