@@ -46,8 +46,6 @@ from flagscale.launch.liveness.watch import HostView
 from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
-__all__ = ["Agent", "already_alive", "die_with", "main", "sweep_after_agent"]
-
 IMPATIENCE_SECONDS = 1.0
 TICK_SECONDS = 0.1
 IDLE_SECONDS = 0.25

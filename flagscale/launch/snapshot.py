@@ -37,7 +37,7 @@ class Phase(str, Enum):
 
 
 class Seen(Protocol):
-    """What somebody who was on a host saw there, see :mod:`.remote.look`."""
+    """What somebody who was on a host saw there."""
 
     @property
     def alive(self) -> str:

@@ -87,7 +87,7 @@ def carried(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
 
 def _reach(place: Placement) -> Hosts:
     endpoints = [
-        Endpoint(host.name, user=host.user, port=host.port, proxy=host.proxy)
+        Endpoint(host.name, host.via or "ssh", host.user, host.port, host.proxy)
         for host in place.hosts
     ]
     return Hosts(endpoints, {"ssh": {"config": place.ssh_config}})

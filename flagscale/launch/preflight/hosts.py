@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from flagscale.config.arguments.flatten import leaves
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import BACKEND_DIRECTORY, Experiment
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.hosts.facts import Facts, packages_of
 from flagscale.hosts.fan_out import describe
 from flagscale.hosts.names import compress
 from flagscale.hosts.python_world import World
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
-from flagscale.launch.planning.plan import BACKEND_DIRECTORY
 from flagscale.launch.preflight import backend, checkpoint, directories
 from flagscale.launch.preflight.checks import (
     EARLIER_RUN,

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.interpolation import parts
-from flagscale.config.schema import PROJECT, Experiment
+from flagscale.config.schema import BACKEND_DIRECTORY, PROJECT, Experiment
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, FlagscaleError, Problem
 from flagscale.hosts import facts as asking
 from flagscale.hosts import probe
 from flagscale.hosts.executor import Executor
 from flagscale.hosts.facts import Facts, ModuleQuestion, Need, Question
-from flagscale.hosts.fan_out import Hosts, require_all
+from flagscale.hosts.fan_out import Hosts
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.layout import Layout
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.planning.per_host import Settings, all_settings, rebased
-from flagscale.launch.planning.plan import BACKEND_DIRECTORY, master_address, plan, wanted_port
+from flagscale.launch.planning.plan import master_address, plan, wanted_port
 from flagscale.launch.planning.slots import slots
 from flagscale.launch.planning.supervision import liveness_port
 from flagscale.launch.preflight import backend, checkpoint, directories
@@ -81,33 +81,6 @@ def survey(
     return made
 
 
-def sync(experiment: Experiment, found: Survey, reached: Hosts) -> int:
-    """Copy the code to every host whose code differs, where the runner is to do that; how many
-    hosts it was copied to."""
-    from flagscale.launch.runners.programs import code
-
-    if not syncs(experiment, here=found.here):
-        return 0
-    files = probe.manifest(str(PROJECT))
-    digest = probe.digest_of(files)
-    behind = [n for n, f in found.facts.items() if f.python is None or f.python.code != digest]
-
-    def copy(number: int, executor: Executor) -> int:
-        own = found.settings[number]
-        return code.sync(
-            executor,
-            PROJECT,
-            files,
-            project=own.build_dir or PROJECT,
-            python=_python(own),
-            setup=own.setup,
-        )
-
-    copied, errors = reached.each(copy, behind)
-    require_all(errors, found.names, "the code could not be copied")
-    return sum(1 for count in copied.values() if count)
-
-
 def syncs(experiment: Experiment, *, here: bool) -> bool:
     """Whether a run copies this machine's code to its hosts."""
     runner = experiment.runner
@@ -134,7 +107,7 @@ def questions(
         yield Question(
             master="" if alone else master_address(runner, made.hosts),
             log_root=str(layout.log_dir or layout.logs / "details"),
-            python=_python(own),
+            python=python_of(own),
             setup=own.setup,
             port=(wanted or 0) if number == 0 else None,
             agents_port=agents_port if number == 0 and not alone else None,
@@ -142,7 +115,8 @@ def questions(
         )
 
 
-def _python(own: Settings) -> str:
+def python_of(own: Settings) -> str:
+    """The Python that starts the ranks of a host, a path or a name there."""
     return own.python or ("python" if own.conda else sys.executable)
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING
 
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import make_private_directory, write_atomic
-from flagscale.hosts import processes
+from flagscale.hosts import probe, processes
 from flagscale.hosts.executor import Executor, Ties
-from flagscale.hosts.fan_out import Hosts, describe
+from flagscale.hosts.fan_out import Hosts, describe, require_all
 from flagscale.hosts.processes import Process, Swept
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.planning.model import LaunchPlan
@@ -44,6 +44,7 @@ from flagscale.launch.state import (
 
 if TYPE_CHECKING:
     from flagscale.launch.ending import Stopped
+    from flagscale.launch.preflight.survey import Survey
     from flagscale.launch.snapshot import EventReader, Snapshot
 
 # Between looks at hosts that nobody asked for; more hosts are looked at less often.
@@ -82,7 +83,7 @@ class HostRunner:
         self, experiment: Experiment, *, checking: bool, fresh: bool = False
     ) -> Iterator[Prepared]:
         from flagscale.launch.preflight.hosts import check_hosts, require_usable
-        from flagscale.launch.preflight.survey import plan_of, survey, sync
+        from flagscale.launch.preflight.survey import plan_of, survey
         from flagscale.launch.preparing import checked, hosts_of, loopback_notes
 
         hosts = hosts_of(experiment)
@@ -93,7 +94,7 @@ class HostRunner:
             made = plan_of(experiment, found, new_run_id(), handle)
             # A preflight knows whether the hosts are one machine.
             made = checked(experiment, made, *(() if checking else loopback_notes(made)))
-            ready = Prepared(made, copy_code=lambda: sync(experiment, found, reached))
+            ready = Prepared(made, copy_code=lambda: _copy_code(experiment, found, reached))
             if checking:
                 previous = load_state(made.layout.state)
                 ready.checks = check_hosts(experiment, made, found, previous)
@@ -333,3 +334,23 @@ def _programs(
         )
         for host in plan.hosts
     ]
+
+
+def _copy_code(experiment: Experiment, found: Survey, reached: Hosts) -> None:
+    """Copy the code to every host whose code differs, where the runner is to do that."""
+    from flagscale.launch.preflight.survey import python_of, syncs
+    from flagscale.launch.runners.programs import code
+
+    if not syncs(experiment, here=found.here):
+        return
+    files = probe.manifest(str(PROJECT))
+    digest = probe.digest_of(files)
+    behind = [n for n, f in found.facts.items() if f.python is None or f.python.code != digest]
+
+    def copy(number: int, executor: Executor) -> int:
+        own = found.settings[number]
+        project, python = own.build_dir or PROJECT, python_of(own)
+        return code.sync(executor, PROJECT, files, project=project, python=python, setup=own.setup)
+
+    _, errors = reached.each(copy, behind)
+    require_all(errors, found.names, "the code could not be copied")

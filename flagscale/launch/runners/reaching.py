@@ -24,7 +24,12 @@ def handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
     if is_local_only(hosts) and not asked:
         return RunnerHandle("local", {"machine": os.uname().nodename})
     ways = [
-        _without_none(user=host.user, port=host.port or runner.ssh_port, proxy=host.proxy)
+        _without_none(
+            via=host.via,
+            user=host.user,
+            port=host.port or (runner.ssh_port if host.via is None else None),
+            proxy=host.proxy,
+        )
         for host in hosts
     ]
     found: dict[str, Any] = {"hosts": ways} if any(ways) else {}
@@ -59,6 +64,6 @@ def reach(runner: RunnerHandle, names: Sequence[str]) -> Hosts:
     """The hosts of a run, to be connected to when they are first asked."""
     ways = runner.handle.get("hosts") or [{}] * len(names)
     endpoints = [
-        Endpoint(name, via=runner.type, **way) for name, way in zip(names, ways, strict=True)
+        Endpoint(name, **{"via": runner.type, **way}) for name, way in zip(names, ways, strict=True)
     ]
     return Hosts(endpoints, {runner.type: runner.handle})
