@@ -25,11 +25,12 @@ PARTS = {
     **{name: set[str]() for name in ("errors", "files", "status")},
     "guard": {"errors"},
     "registry": {"errors"},
+    "checkpoints": {"errors"},
     "config": GROUND,
-    "hosts": {*GROUND, "config"},
+    "hosts": {*GROUND, "checkpoints", "config"},
     "comm": GROUND,
-    "launch": {*GROUND, "guard", "config", "hosts", "comm"},
-    "train": {*GROUND, "config", "comm"},
+    "launch": {*GROUND, "guard", "checkpoints", "config", "hosts", "comm"},
+    "train": {*GROUND, "checkpoints", "config", "comm"},
     "bench": {*GROUND, "guard", "hosts", "comm"},
     "patching": GROUND,
     "cli": {*GROUND, "guard", "config", "launch", "bench", "patching"},
@@ -48,6 +49,7 @@ LAUNCH = {
     "runners": {*PLANNED, "state", "preflight", "preparing", "snapshot", "failures", "ending"},
 }
 HEAVY = {"torch", "megatron", "numpy"}
+TORCH = tuple(f"flagscale.{part}" for part in ("train", "comm", "bench", "checkpoints"))
 
 
 def _modules() -> dict[str, Path]:
@@ -114,7 +116,7 @@ def test_training_takes_of_the_configuration_its_arguments_alone() -> None:
     ("package", "only"),
     [
         pytest.param("paramiko", ("flagscale.hosts.ssh",), id="ssh"),
-        pytest.param("torch", ("flagscale.train", "flagscale.comm", "flagscale.bench"), id="torch"),
+        pytest.param("torch", TORCH, id="torch"),
         pytest.param("megatron", ("flagscale.train",), id="megatron"),
         pytest.param("hydra", ("flagscale.config",), id="hydra"),
         pytest.param("libcst", ("flagscale.patching",), id="libcst"),
