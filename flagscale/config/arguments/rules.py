@@ -162,6 +162,8 @@ def _not_built(values: Values) -> Iterator[Broken]:
             "cuda_graph_impl",
             f"{values['cuda_graph_impl']}: CUDA graphs need Transformer Engine; leave it out",
         )
+    if values["cross_entropy_fusion_impl"] == "te":
+        yield "cross_entropy_fusion_impl", "te needs Transformer Engine; native fuses without it"
     instances = values["num_distributed_optimizer_instances"]
     if instances > 1:
         message = f"{instances}: the optimizer here is sharded over all data-parallel ranks; use 1"

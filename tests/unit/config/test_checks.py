@@ -152,6 +152,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
     "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
+    "fused-loss": ({"cross_entropy_fusion_impl": "te"}, "cross_entropy_fusion_impl", "te needs"),
     "instances": (
         {"num_distributed_optimizer_instances": 2},
         "num_distributed_optimizer_instances",
