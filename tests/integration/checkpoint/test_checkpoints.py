@@ -241,7 +241,8 @@ def test_weights_alone(handled: dict[str, Any]) -> None:
                       "override_opt_param_scheduler: true"]),
         ("longer", ["total number of iterations (in samples): the checkpoint has 24, the arguments "
                     "36", "override_opt_param_scheduler: true"]),
-        ("external-schedule", ["minimum learning rate: the checkpoint has 0.", "the arguments 0.0001"]),
+        ("external-schedule", ["minimum learning rate: the checkpoint has 0.",
+                               "the arguments 0.0001"]),
         ("other-model", ["num_layers: the checkpoint has 4, the model 2",
                          "hidden_size: the checkpoint has 64, the model 32"]),
         ("vocabulary", ["vocabulary: the checkpoint has 449 to 512 tokens, the model 961 to 1024"]),

@@ -147,8 +147,20 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "cp": ({"context_parallel_size": 2}, "context_parallel_size", "cannot split a sequence"),
     "te": ({"transformer_impl": "transformer_engine"}, "transformer_impl", "only `local`"),
-    "window": ({"window_size": [4, 0]}, "window_size", "[4, 0] is not possible with scaled_dot"),
-    "softmax": ({"softmax_type": "off-by-one"}, "softmax_type", "attention_backend: local takes"),
+    **{
+        name: (
+            {name: value},
+            name,
+            f"{value!r} is not possible with scaled_dot_product_attention; attention_backend: "
+            "local takes",
+        )
+        for name, value in {
+            "window_size": [4, 0],
+            "softmax_type": "off-by-one",
+            "qk_clip": True,
+            "log_max_attention_logit": True,
+        }.items()
+    },
     "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
     "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
