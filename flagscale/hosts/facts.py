@@ -134,7 +134,7 @@ def text(question: Question) -> str:
         given |= {"load": need.load, "needed": need.paths, "written": need.written}
         asked = world.Asked(need.project, question.python, question.setup, need.compared)
         given |= world.given(asked, fresh=need.fresh, backend=need.backend)
-        more.append(world.look())
+        more.append(world.function())
     return program(PROGRAMS / "facts.sh", given, *more, world.python_function())
 
 

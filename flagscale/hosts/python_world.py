@@ -76,11 +76,11 @@ class Asked:
 
 
 def given(asked: Asked, *, fresh: bool, backend: Any) -> dict[str, Value]:
-    """The variables of :func:`look`. ``fresh``: nothing that is kept is believed; ``backend`` is a
+    """The variables of :func:`function`. ``fresh``: nothing kept is believed; ``backend`` is a
     question about the communication backend, or None."""
-    words = [asked.project, asked.python, asked.setup, asked.compared]
+    question = [asked.project, asked.python, asked.setup, asked.compared]
     return {
-        "question": _digest(json.dumps([probe_text(), *words])),
+        "question": _digest(json.dumps([probe_text(), *question])),
         "kept_name": _digest(json.dumps([asked.python, asked.setup]))[:16],
         "compared": "yes" if asked.compared else "",
         "fresh": "yes" if fresh else "",
@@ -89,7 +89,7 @@ def given(asked: Asked, *, fresh: bool, backend: Any) -> dict[str, Value]:
     }
 
 
-def look() -> str:
+def function() -> str:
     """The bash function ``look_at_python``."""
     return source(PROGRAMS / "python_world.sh")
 
