@@ -87,17 +87,17 @@ ACTIONS = {
             "query",
             "tell state, step, loss, speed and the first failure",
             "find",
-            f"{_LAUNCH}:query",
+            f"{_LAUNCH}:attend",
             ("follow", "json"),
         ),
         Action(
             "logs",
             "show the output, host:rank in front of every line",
             "find",
-            f"{_LAUNCH}:show_logs",
+            f"{_LAUNCH}:attend",
             ("follow", "rank", "lines"),
         ),
-        Action("stop", "end this run, and nothing else", "find", f"{_LAUNCH}:stop"),
+        Action("stop", "end this run, and nothing else", "find", f"{_LAUNCH}:attend"),
     )
 }
 

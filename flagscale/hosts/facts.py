@@ -154,7 +154,7 @@ def text(question: Question) -> str:
         given |= world.given(asked, fresh=need.fresh)
         given |= {"asked": _as_json(need.asked)}
         given |= {"asked_of_checkpoints": _as_json(need.asked_of_checkpoints)}
-        more.append(world.look())
+        more.append(world.function())
     return program(PROGRAMS / "facts.sh", given, *more, world.python_function())
 
 

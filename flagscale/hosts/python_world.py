@@ -79,10 +79,10 @@ class Asked:
 
 
 def given(asked: Asked, *, fresh: bool) -> dict[str, Value]:
-    """The variables of :func:`look`. ``fresh``: nothing that is kept is believed."""
-    words = [asked.project, asked.python, asked.setup, asked.compared]
+    """The variables of :func:`function`. ``fresh``: nothing that is kept is believed."""
+    question = [asked.project, asked.python, asked.setup, asked.compared]
     return {
-        "question": _digest(json.dumps([probe_text(), *words])),
+        "question": _digest(json.dumps([probe_text(), *question])),
         "kept_name": _digest(json.dumps([asked.python, asked.setup]))[:16],
         "compared": "yes" if asked.compared else "",
         "fresh": "yes" if fresh else "",
@@ -90,7 +90,7 @@ def given(asked: Asked, *, fresh: bool) -> dict[str, Value]:
     }
 
 
-def look() -> str:
+def function() -> str:
     """The bash function ``look_at_python``."""
     return source(PROGRAMS / "python_world.sh")
 

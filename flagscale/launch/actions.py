@@ -124,23 +124,16 @@ def _stay(runner: Runner, state: RunState) -> int:
     return code
 
 
-def query(experiment: Experiment, options: Options) -> int:
-    """Tell the state of the run of this experiment, see :func:`.attending.query`."""
-    return attending.query(runs.require(experiment), options)
-
-
-def show_logs(experiment: Experiment, options: Options) -> int:
-    """Print the output of the run of this experiment, see :func:`.attending.show_logs`."""
-    return attending.show_logs(runs.require(experiment), options)
-
-
-def stop(experiment: Experiment, options: Options) -> int:
-    """End the run of this experiment, if it lives, see :func:`.attending.stop`."""
+def attend(experiment: Experiment, options: Options) -> int:
+    """Do the action of ``options`` with the run of this experiment, see :mod:`.attending`."""
     state = runs.of(experiment)
-    if state is None:
-        print(f"no run was started in {experiment.exp_dir}; nothing to stop")
+    if state is not None:
+        return attending.ACTIONS[options.action](state, options)
+    text = f"no run was started in {experiment.exp_dir}"
+    if options.action == "stop":
+        print(f"{text}; nothing to stop")
         return 0
-    return attending.stop(state, options)
+    raise RunStateError(text, hint="start one with action=run; `flagscale runs` lists yours")
 
 
 def _config_text(experiment: Experiment) -> str:

@@ -254,7 +254,7 @@ class HostRunner:
         for _ in range(1000):
             looks, errors = hosts.each(see, numbers)
             self._looks.update(looks)
-            self._looks.update({number: ProbeResult(error=e) for number, e in errors.items()})
+            self._looks.update({number: ProbeResult.failed(e) for number, e in errors.items()})
             numbers = [number for number in looks if looks[number].more]
             if not numbers:
                 break

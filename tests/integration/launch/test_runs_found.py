@@ -152,7 +152,7 @@ def test_runs_are_listed(lab: Lab) -> None:
     assert row["started"] == first.started
     table = flagscale("runs", cwd=lab.root).stdout
     heading = next(line for line in table.splitlines() if "state" in line)
-    assert heading.split() == ["run", "name", "state", "step", "age", "hosts", "place"]
+    assert heading.split() == ["run", "name", "state", "step", "age", "hosts", "directory"]
     shown = next(line for line in table.splitlines() if first.run_id in line)
     assert shown.split()[1:3] == ["lab", "running"]
     shutil.rmtree(lab.exp_dir)
