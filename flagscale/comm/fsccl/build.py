@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -151,9 +153,12 @@ def _compile(library: Path) -> None:
 
     machine = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     try:
-        with _environment(
-            PATH=_search_path(),
-            MAX_JOBS=os.environ.get("MAX_JOBS") or str(min(8, os.cpu_count() or 1)),
+        with (
+            _environment(
+                PATH=_search_path(),
+                MAX_JOBS=os.environ.get("MAX_JOBS") or str(min(8, os.cpu_count() or 1)),
+            ),
+            _quoted_libraries(cpp_extension),
         ):
             cpp_extension.load(
                 name=_MODULE,
@@ -171,6 +176,17 @@ def _compile(library: Path) -> None:
     # Whole or not at all: whoever finds the library may load it.
     (work / library.name).rename(library)
     shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _quoted_libraries(cpp_extension: Any) -> Iterator[None]:
+    """torch's builder quotes every path in what it writes for ninja but that of its libraries."""
+    path = cpp_extension.TORCH_LIB_PATH
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(path).replace("$", "$$")
+    try:
+        yield
+    finally:
+        cpp_extension.TORCH_LIB_PATH = path
 
 
 def _search_path() -> str:

@@ -58,6 +58,28 @@ def test_a_failed_compilation_shows_the_compilers_words(
     assert not library.exists()
 
 
+@pytest.mark.compiler
+def test_torch_is_linked_from_any_place(
+    build: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    from torch.utils import cpp_extension
+    from torch.utils._cpp_extension_versioner import ExtensionVersioner
+
+    libraries = tmp_path / "a place with 'quotes' and $signs"
+    libraries.symlink_to(cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(libraries))
+    # It numbers what one process builds, and another test may have built here.
+    monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())
+    small = tmp_path / "small.cpp"
+    small.write_text("int one() { return 1; }\n")
+    monkeypatch.setattr(build, "_sources", lambda: [small])
+    build._build(build._library())
+    assert build._library().exists()
+    assert str(libraries) == cpp_extension.TORCH_LIB_PATH
+
+
 def test_an_unwritable_place_is_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSCCL_BUILD_DIR", "/proc/nowhere")
     with pytest.raises(build.BuildError) as error:
