@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,6 +85,11 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
         if time.monotonic() > deadline:
             pytest.fail(f"nothing within {seconds} s")
         time.sleep(0.05)
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory to which others are writing: nobody finds it while it goes."""
+    shutil.rmtree(directory.rename(directory.with_name(f"{directory.name} that was")))
 
 
 def rank_processes(state: RunState) -> dict[int, Process]:

@@ -311,7 +311,7 @@ def test_a_bare_clone_is_told_of_all_that_it_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "expected"),
     [
-        pytest.param(["logs", "2026-ab", "-n", "0"], 1, "'2026-ab' is no run's id", id="id"),
+        pytest.param(["logs", "1970-ab", "-n", "0"], 1, "'1970-ab' is no run's id", id="id"),
         pytest.param(["query", "/no/dir", "-f"], 1, "'/no/dir' is no run's id", id="directory"),
         pytest.param(["stop", "conf/lab.yaml"], 0, "no run was started", id="yaml"),
         pytest.param(["stop", "conf/lab"], 0, "no run was started", id="yaml-without-suffix"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_lab import PROJECT, Lab, until
+from launch_lab import PROJECT, Lab, remove, until
 from ssh_lab import STEADY
 
 from flagscale.hosts import processes
@@ -79,7 +79,7 @@ def test_a_run_without_its_directory_is_ended(lab: Lab, by: str) -> None:
         "directory": "./exp",
         "configuration": "conf/lab.yaml",
     }
-    shutil.rmtree(lab.exp_dir)
+    remove(lab.exp_dir)
     assert processes.members(state.run_id)
     done = flagscale("stop", texts[by], cwd=lab.root)
     assert (done.returncode, done.stderr) == (0, "")
@@ -104,7 +104,7 @@ def test_what_was_never_started_is_not_stopped(lab: Lab) -> None:
 @pytest.mark.parametrize("preflight", [True, False])
 def test_nothing_starts_beside_a_run_whose_files_are_gone(lab: Lab, preflight: bool) -> None:
     state = start(lab, runner={"preflight": preflight})
-    shutil.rmtree(lab.exp_dir)
+    remove(lab.exp_dir)
     done = lab.do("run")
     assert done.returncode == 1
     assert f"run {state.run_id} of lab is alive in {lab.exp_dir}" in done.stderr
@@ -150,12 +150,16 @@ def test_runs_are_listed(lab: Lab) -> None:
     assert (row["exp_dir"], row["there"], row["failures"]) == (str(lab.exp_dir), True, [])
     assert row["step"].endswith("/10000")
     assert row["started"] == first.started
+    for text in (first.run_id, "./exp"):
+        assert len(flagscale("logs", text, "-n", "1", cwd=lab.root).stdout.splitlines()) == 1
+        queried = flagscale("query", text, "--json", cwd=lab.root)
+        assert json.loads(queried.stdout)["run_id"] == first.run_id
     table = flagscale("runs", cwd=lab.root).stdout
     heading = next(line for line in table.splitlines() if "state" in line)
     assert heading.split() == ["run", "name", "state", "step", "age", "hosts", "directory"]
     shown = next(line for line in table.splitlines() if first.run_id in line)
     assert shown.split()[1:3] == ["lab", "running"]
-    shutil.rmtree(lab.exp_dir)
+    remove(lab.exp_dir)
     row = listed(lab.root)[first.run_id]
     assert (row["state"], row["there"]) == ("running", False)
     assert flagscale("stop", first.run_id, cwd=lab.root).returncode == 0
@@ -177,14 +181,14 @@ def test_a_runs_attempts_are_listed_with_their_failures(lab: Lab, by: str) -> No
             assert f"{first.run_id} attempt {attempt}: localhost: rank 1 failed" in done.stdout
             assert "ValueError: no such token" in done.stdout
         if there:
-            shutil.rmtree(lab.exp_dir)
+            remove(lab.exp_dir)
     assert flagscale("runs", "./nowhere", cwd=lab.root).returncode == 1
 
 
 def test_a_run_that_is_not_registered_is_found_by_its_processes(lab: Lab, registry: Path) -> None:
     state = start(lab)
     shutil.rmtree(registry)
-    shutil.rmtree(lab.exp_dir)
+    remove(lab.exp_dir)
     row = listed(lab.root)[state.run_id]
     assert (row["state"], row["exp_dir"]) == ("running", str(lab.exp_dir))
     refused = lab.do("run")
@@ -216,7 +220,7 @@ def test_a_launcher_that_dies_leaves_a_run_to_stop(lab: Lab, registry: Path) -> 
     launcher.wait()
     (path,) = registry.glob("*.json")
     run_id = path.stem
-    shutil.rmtree(lab.exp_dir, ignore_errors=True)
+    remove(lab.exp_dir)
     done = flagscale("stop", run_id, cwd=lab.root)
     assert done.returncode == 0, done.stderr
     assert not processes.members(run_id)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import pty
 import select
-import shutil
 import subprocess
 import sys
 import time
 
 import pytest
-from launch_lab import PROJECT
+from launch_lab import PROJECT, remove
 from ssh_lab import SshLab, bystanders, sleepers
 
 pytestmark = pytest.mark.integration
@@ -145,7 +144,7 @@ def test_a_run_whose_directory_is_gone_is_ended_by_its_id_on_every_host(
     assert lab.do("run").returncode == 0
     state = lab.state()
     alive = bystanders(lab.bed)
-    shutil.rmtree(lab.exp_dir)
+    remove(lab.exp_dir)
     assert [bool(lab.members(host, state.run_id)) for host in lab.bed.hosts] == [True, True]
     refused = lab.do("run")
     assert refused.returncode == 1
