@@ -36,7 +36,7 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_RUNS = "list your runs: state, step, age and place"
+_RUNS = "list your runs: state, step, age and directory"
 _PATCHING = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),

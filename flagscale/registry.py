@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flagscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 class Registry:
@@ -25,21 +27,28 @@ class Registry:
         ``what`` is what messages call one."""
         self._group = group
         self._what = what
-        self._own = own
+        self.own = own
 
     def names(self) -> list[str]:
         """Every name there is, this project's own first."""
-        return [*self._own, *sorted(self._others().keys() - self._own.keys())]
+        return [*self.own, *sorted(self._others().keys() - self.own.keys())]
+
+    def missing(self, name: str) -> str:
+        """That nothing has this name, in words; empty where something has it. Only for a name that
+        is not this project's own are installed packages looked through."""
+        if name in self.own or name in self._others():
+            return ""
+        return f"no {self._what} is called {name!r}; known: {', '.join(self.names())}"
 
     def load(self, name: str) -> Any:
         """What has this name. Raises :class:`ConfigError` where nothing has it, or where what has
         it cannot be imported."""
-        if name in self._own:
-            module, _, attribute = self._own[name].partition(":")
+        if name in self.own:
+            module, _, attribute = self.own[name].partition(":")
             return getattr(import_module(module), attribute)
-        found = self._others().get(name)
-        if found is None:
-            raise ConfigError(f"no {self._what} is called {name!r}; known: {self._known()}")
+        if complaint := self.missing(name):
+            raise ConfigError(complaint)
+        found = self._others()[name]
         try:
             return found.load()
         except (ImportError, AttributeError) as error:
@@ -47,14 +56,14 @@ class Registry:
                 f"the {self._what} {name!r} of {found.value} cannot be loaded: {error}"
             ) from error
 
-    def _known(self) -> str:
-        return ", ".join(self.names())
-
     def _others(self) -> dict[str, EntryPoint]:
         return {found.name: found for found in _installed(self._group)}
 
 
 @cache
 def _installed(group: str) -> tuple[EntryPoint, ...]:
-    """To look through every installed package takes tens of milliseconds, so it is done once."""
+    """To look through every installed package takes tens of milliseconds, so it is done once, and
+    not before something is asked for that is not this project's own."""
+    from importlib.metadata import entry_points
+
     return tuple(entry_points(group=group))

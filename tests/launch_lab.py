@@ -113,7 +113,8 @@ class Lab:
         if light:
             section["envs"] = {"PYTHONPATH": str(light_torchrun(self.root))}
         for key, value in experiment.items():
-            section[key] = {**section[key], **value} if key in section else value
+            old = section.get(key)
+            section[key] = {**old, **value} if isinstance(old, dict) else value
         train: dict[str, Any] = {"system": {}, "model": {}, "data": {}}
         config = {"experiment": section, "action": "run", "train": train}
         conf = self.root / "conf"

@@ -132,9 +132,9 @@ class SshLab:
         assert state is not None
         return state
 
-    def members(self, host: Host) -> list[HostProcess]:
+    def members(self, host: Host, run_id: str = "") -> list[HostProcess]:
         """The processes of the run in a host's own process table."""
-        run_id = self.state().run_id
+        run_id = run_id or self.state().run_id
         alive = [process for process in host.processes() if process.state != "Z"]
         return [p for p in alive if p.environment().get("FLAGSCALE_RUN_ID") == run_id]
 

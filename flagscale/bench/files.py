@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,9 @@ def require_writable(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {path}: its directory does not exist")
     if path.is_dir():
         raise ConfigError(f"{flag} {path}: this is a directory; expected a file")
-    # The file is replaced by a new one.
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {path}: its directory cannot be written")
+    try:
+        # The file is replaced by a new one, made beside it. Permissions do not tell of every disk.
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from error

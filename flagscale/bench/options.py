@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from flagscale.bench.command_line import did_you_mean
 from flagscale.comm import registry
 from flagscale.comm.options import OptionValues
 from flagscale.errors import ConfigError, Problem
@@ -90,9 +90,7 @@ def _owners(names: Sequence[str], word: str) -> tuple[Sequence[str], str, str]:
     if having:
         return having, word, ""
     known = sorted({option for name in names for option in _options(name)})
-    near = difflib.get_close_matches(key, known, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return (), word, f"is no option of {' or '.join(names)}{meant}"
+    return (), word, f"is no option of {' or '.join(names)}{did_you_mean(key, known)}"
 
 
 def _options(name: str) -> tuple[str, ...]:

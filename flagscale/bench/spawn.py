@@ -139,6 +139,17 @@ def call(words: Sequence[str], environment: Mapping[str, str]) -> int:
                 process.wait()
 
 
+def call_starter(argv: Sequence[str], environment: Mapping[str, str], log_dir: Path | None) -> int:
+    """Run a line that starts ranks, and show rank 0's output where the starter put it in a file;
+    the starter's code."""
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    code = call(argv, environment)
+    if log_dir is not None and (log := log_path(log_dir, 0)).is_file():
+        print(log.read_text(encoding="utf-8", errors="replace"), end="")
+    return code
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let TERM, HUP and INT unwind this thread once, so that what was started is ended.

@@ -52,6 +52,7 @@ class Action(NamedTuple):
 
 
 _LAUNCH = "flagscale.launch.actions"
+_PREVIEW = "flagscale.launch.preview"
 
 ACTIONS = {
     action.name: action
@@ -66,7 +67,7 @@ ACTIONS = {
             "dryrun",
             "print the plan and the scripts; start nothing",
             "plan",
-            f"{_LAUNCH}:dryrun",
+            f"{_PREVIEW}:dryrun",
             ("host", "json"),
         ),
         Action(
@@ -79,24 +80,24 @@ ACTIONS = {
             "check",
             "look for what would keep a run from starting",
             "plan",
-            f"{_LAUNCH}:check",
+            f"{_PREVIEW}:check",
             ("json",),
         ),
         Action(
             "query",
             "tell state, step, loss, speed and the first failure",
             "find",
-            f"{_LAUNCH}:query",
+            f"{_LAUNCH}:attend",
             ("follow", "json"),
         ),
         Action(
             "logs",
             "show the output, host:rank in front of every line",
             "find",
-            f"{_LAUNCH}:show_logs",
+            f"{_LAUNCH}:attend",
             ("follow", "rank", "lines"),
         ),
-        Action("stop", "end this run, and nothing else", "find", f"{_LAUNCH}:stop"),
+        Action("stop", "end this run, and nothing else", "find", f"{_LAUNCH}:attend"),
     )
 }
 

@@ -93,7 +93,11 @@ def check_places(experiment: Experiment) -> list[Problem]:
     for key, name, value in leaves(experiment.train.sections(), "train."):
         if name in paths.WRITTEN and name != "load":
             written.append((key, value))
-            if isinstance(value, str) and (complaint := paths.too_long(value)):
+        if name in paths.WRITTEN and isinstance(value, str):
+            complaint = None if name == "load" else paths.too_long(value)
+            if value in paths.NO_PATH and not experiment.task.external:
+                complaint = f"expected a directory, found {value!r}; null leaves it out"
+            if complaint:
                 problems.append(Problem(key, complaint, experiment.sources.get(key)))
     return problems + [
         Problem(

@@ -11,11 +11,12 @@ from flagscale.config import schema
 from flagscale.config.arguments.values import did_you_mean, shown, unfit
 from flagscale.config.interpolation import literal
 from flagscale.config.reader import Reader, absolute
+from flagscale.config.runners import RUNNERS
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.config.yaml_file import short
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OTHER_TYPES = ("slurm", "kubernetes", "cloud")
+_SCHEDULERS = ("slurm", "kubernetes", "cloud")
 _SCOPES = ("device_type_specific", "node_specific")
 
 
@@ -47,10 +48,10 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
     if isinstance(given.get("nnodes"), (str, int)):
         # The text, since YAML takes an unquoted 2:4 for 124, minutes and seconds.
         given["nnodes"] = reader.text(f"{prefix}nnodes", given["nnodes"]).partition(":")[0]
-    if given.get("type") in _OTHER_TYPES:
-        message = f"{given.pop('type')}: this version launches with `local` and `ssh` only"
-        reader.problem(f"{prefix}type", message)
     found = reader.fields(schema.Runner, given, prefix, others=True)
+    own = _check_type(reader, found)
+    if not own:
+        found["settings"] = reader.mapping(data, found["type"], prefix)
     if data.get("notify") is not None:
         found["notify"] = _read_notify(reader, data)
     known = schema.documented(schema.Runner)
@@ -58,6 +59,8 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
     for name, value in data.items():
         option = str(name).replace("-", "_")
         if name in known or name == "notify" or value is None or value is False:
+            continue
+        if not own and name == found["type"]:
             continue
         if option in SET_BY_LAUNCHER:
             reader.problem(f"{prefix}{name}", f"cannot be given: {SET_BY_LAUNCHER[option]}")
@@ -67,8 +70,28 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
             reader.problem(f"{prefix}{name}", f"expected one value, found {shown(value)}")
         else:
             extra[option] = None if value is True else reader.text(f"{prefix}{name}", value)
-    _check_runner(reader, found, data)
+    _check_runner(reader, found, data, own=own)
     return schema.Runner(**found, extra=extra)
+
+
+def _check_type(reader: Reader, found: dict[str, Any]) -> bool:
+    """Whether the runner is this project's own, as it is where none is named. One that nobody has
+    is refused and left out."""
+    name = found.get("type")
+    if name is None or name in RUNNERS.own:
+        return True
+    if not RUNNERS.missing(name):
+        return False
+    known = RUNNERS.names()
+    message = f"expected one of {', '.join(known)}, found {shown(name)}{did_you_mean(name, known)}"
+    if name in _SCHEDULERS:
+        message = (
+            f"{name}: this version launches with `local` and `ssh`, and no installed package "
+            "brings such a runner (entry points `flagscale.runners`)"
+        )
+    reader.problem("experiment.runner.type", message)
+    del found["type"]
+    return True
 
 
 def _read_notify(reader: Reader, data: Mapping[Any, Any]) -> schema.Notify:
@@ -86,12 +109,14 @@ def _read_notify(reader: Reader, data: Mapping[Any, Any]) -> schema.Notify:
     return notify
 
 
-def _check_runner(reader: Reader, found: dict[str, Any], data: Mapping[Any, Any]) -> None:
+def _check_runner(
+    reader: Reader, found: dict[str, Any], data: Mapping[Any, Any], *, own: bool
+) -> None:
     prefix = "experiment.runner."
     hostfile = found.get("hostfile")
     if hostfile is not None and not hostfile.is_file():
         reader.problem(f"{prefix}hostfile", f"no file {short(hostfile)}")
-    if data.get("hostfile") is None and found.get("nnodes", 1) > 1:
+    if own and data.get("hostfile") is None and found.get("nnodes", 1) > 1:
         message = f"{found['nnodes']} hosts, but no `hostfile` names them"
         reader.problem(f"{prefix}nnodes", message)
     if found.get("on_failure") == "leave" and found.get("max_restarts"):

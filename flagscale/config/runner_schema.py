@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flagscale.config.documented import doc
 
-RUNNER_TYPES = ("local", "ssh")
 TORCHRUN_BACKENDS = ("torchrun",)
 SYNC_KINDS = ("none", "code")
 WAITS = ("none", "joined", "ready", "step")
@@ -54,10 +53,12 @@ class Runner:
     type: str | None = field(
         default=None,
         metadata=doc(
-            "How hosts are reached. `local`: this machine alone, by itself. `ssh`: every host by "
+            "Who starts the run. `local`: this machine alone, by itself. `ssh`: every host by "
             "SSH, this machine too where it is the only one. Without it: `ssh` where the hostfile "
-            "names other machines, `local` where there is none or it names this machine alone.",
-            choices=RUNNER_TYPES,
+            "names other machines, `local` where there is none or it names this machine alone. Or "
+            "the name of a runner that an installed package brings (entry points "
+            "`flagscale.runners`); what such a runner is told beside this section is a section of "
+            "its own name in it."
         ),
     )
     backend: str = field(
@@ -86,10 +87,11 @@ class Runner:
     hostfile: Path | None = field(
         default=None,
         metadata=doc(
-            "File with a line `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J]` for "
-            "each host; `node[01-16]` names sixteen. `addr` is the address for the ranks where "
-            "SSH uses another; `proxy` is a jump host, as for `ssh -J`. Without a hostfile: this "
-            "machine."
+            "File with a line `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] [via=V]` "
+            "for each host; `node[01-16]` names sixteen. `addr` is the address for the ranks where "
+            "SSH uses another; `proxy` is a jump host, as for `ssh -J`; `via` is another way to "
+            "reach it than SSH, which an installed package brings (entry points "
+            "`flagscale.executors`). Without a hostfile: this machine."
         ),
     )
     master_addr: str | None = field(
@@ -288,5 +290,7 @@ class Runner:
     )
     notify: Notify | None = None
     """Who is told what becomes of the run; ``experiment.runner.notify``."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The section of an installed runner's own name, which that runner reads and checks."""
     extra: Mapping[str, str | None] = field(default_factory=dict)
     """Other keys, which torchrun gets as ``--key value``; None is a flag without a value."""

@@ -17,6 +17,7 @@ from flagscale.config.documented import doc, documented
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
 
 __all__ = [
+    "BACKEND_DIRECTORY",
     "BACKEND_SOURCE",
     "NOTICES",
     "OWN_PROGRAM",
@@ -38,7 +39,8 @@ __all__ = [
 
 PROJECT = Path(__file__).resolve().parents[2]
 OWN_PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
-BACKEND_SOURCE = PROJECT / "third_party" / "Megatron-LM"
+BACKEND_DIRECTORY = Path("third_party") / "Megatron-LM"
+BACKEND_SOURCE = PROJECT / BACKEND_DIRECTORY
 """Where the training backend's adapted source is."""
 
 SECTIONS = ("system", "model", "data")

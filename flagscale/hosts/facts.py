@@ -7,12 +7,13 @@ and tells what the host's Python is like, see :mod:`.world`.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flagscale.config.arguments.paths import CHECKPOINT_NAME
+from flagscale import checkpoints
 from flagscale.hosts import probe
 from flagscale.hosts import python_world as world
 from flagscale.hosts.answer import Answer
@@ -39,11 +40,26 @@ class PathState:
 
 
 @dataclass(frozen=True)
+class ModuleQuestion:
+    """What a ``module`` of this project, run on the host by its own Python with ``words``, is to
+    answer: one line of JSON, kept under ``name``. ``environment``: the variables of the ranks, as
+    :func:`flagscale.config.interpolation.parts` takes them apart, since what refers to the host's
+    own is put together there."""
+
+    name: str
+    module: str
+    words: Sequence[str]
+    project: str
+    environment: Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
 class Need:
     """What a preflight asks beyond that: the directories of this project and of the experiment
     there, ``paths`` that must exist, others that will be ``written``, the directory to ``load`` a
-    checkpoint from, whether code is ``compared``, what its Python is asked about the communication
-    ``backend``, and whether that Python is asked although nothing ``fresh`` happened to it."""
+    checkpoint from, whether code is ``compared``, what modules of the project are ``asked`` there
+    (``asked_of_checkpoints``: where ``load`` holds any), and whether its Python is asked although
+    nothing ``fresh`` happened to it."""
 
     project: str
     exp_dir: str
@@ -51,7 +67,8 @@ class Need:
     written: Sequence[str] = ()
     load: str = ""
     compared: bool = False
-    backend: Mapping[str, Any] | None = None
+    asked: Sequence[ModuleQuestion] = ()
+    asked_of_checkpoints: Sequence[ModuleQuestion] = ()
     fresh: bool = False
 
 
@@ -98,8 +115,8 @@ class Facts:
     """The experiment's directory."""
     written: Mapping[str, PathState] = field(default_factory=dict)
     """The others that will be written, by path."""
-    checkpoint: bool = False
-    """Whether there is a checkpoint where one would be loaded from."""
+    checkpoints: tuple[str, ...] = ()
+    """The names of the checkpoints, whole or not, where one would be loaded from."""
 
 
 def ask(executor: Executor, question: Question) -> Facts:
@@ -126,16 +143,23 @@ def text(question: Question) -> str:
         "python": question.python,
         "not_writable": NOT_WRITABLE,
         "not_a_directory": NOT_A_DIRECTORY,
-        "checkpoint_name": CHECKPOINT_NAME,
+        "checkpoint_name": checkpoints.NAME,
+        "tracker": checkpoints.TRACKER,
     }
     need, more = question.need, list[str]()
     if need is not None:
         given |= {"thorough": "yes", "project": need.project, "exp_dir": need.exp_dir}
         given |= {"load": need.load, "needed": need.paths, "written": need.written}
         asked = world.Asked(need.project, question.python, question.setup, need.compared)
-        given |= world.given(asked, fresh=need.fresh, backend=need.backend)
-        more.append(world.look())
+        given |= world.given(asked, fresh=need.fresh)
+        given |= {"asked": _as_json(need.asked)}
+        given |= {"asked_of_checkpoints": _as_json(need.asked_of_checkpoints)}
+        more.append(world.function())
     return program(PROGRAMS / "facts.sh", given, *more, world.python_function())
+
+
+def _as_json(questions: Sequence[ModuleQuestion]) -> list[str]:
+    return [json.dumps(vars(question)) for question in questions]
 
 
 def read(answer: Answer, question: Question, before: float, after: float) -> Facts:
@@ -163,7 +187,7 @@ def read(answer: Answer, question: Question, before: float, after: float) -> Fac
         missing=tuple(paths[int(number)] for number in answer.get("absent").split()),
         exp_dir=_path_state(answer),
         written={path: state for path, state in states.items() if state is not None},
-        checkpoint=answer.get("checkpoint") == "yes",
+        checkpoints=tuple(answer.get("checkpoints").split()),
     )
 
 

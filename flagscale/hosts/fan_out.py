@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -100,6 +99,8 @@ class Hosts(Closing):
             return [outcome]
         if not chosen:
             return []
+        from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+
         pool = ThreadPoolExecutor(min(self._limit, len(chosen)), thread_name_prefix="fan-out")
         futures: list[Future[Outcome[T]]] = []
         try:

@@ -16,14 +16,15 @@ from pathlib import Path
 
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.names import compress, expand
+from flagscale.hosts.registry import EXECUTORS
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._\-]*[A-Za-z0-9])?|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]*")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*[$]?")
 _PROXY = re.compile(r"[A-Za-z0-9_.\-@:\[\],]+")
-_KEYS = ("slots", "type", "port", "user", "addr", "proxy")
-_EXPECTED = "expected `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J]`"
+_KEYS = ("slots", "type", "port", "user", "addr", "proxy", "via")
+_EXPECTED = "expected `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] [via=V]`"
 _LARGEST_PORT = 65535
 
 
@@ -33,7 +34,8 @@ class Host:
 
     ``port``, ``user`` and ``proxy`` (as ``ssh -J`` takes it) are how SSH reaches it, where they
     differ from the user's SSH configuration; ``addr`` is its address in the network over which
-    ranks talk, where that is not the name SSH uses.
+    ranks talk, where that is not the name SSH uses. ``via`` is another way to reach it than SSH,
+    see :mod:`.registry`.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Host:
     user: str | None = None
     addr: str | None = None
     proxy: str | None = None
+    via: str | None = None
 
 
 def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]:
@@ -110,7 +113,7 @@ def _parse_line(words: list[str]) -> list[Host]:
     addresses = _addresses(values.get("addr"), len(names))
     common = _checked(values)
     return [
-        Host(name, common[0], *common[1:4], addr=address, proxy=values.get("proxy"))
+        Host(name, *common, addr=address, proxy=values.get("proxy"), via=values.get("via"))
         for name, address in zip(names, addresses, strict=True)
     ]
 
@@ -129,6 +132,8 @@ def _checked(values: dict[str, str]) -> tuple[int, str | None, int | None, str |
         raise ValueError(f"port={port}: expected a number from 1 to {_LARGEST_PORT}")
     if user is not None and not _USER.fullmatch(user):
         raise ValueError(f"user={user}: expected the name of an account")
+    if "via" in values and (complaint := EXECUTORS.missing(values["via"])):
+        raise ValueError(f"via={values['via']}: {complaint}")
     if proxy is not None and not _PROXY.fullmatch(proxy):
         raise ValueError(f"proxy={proxy}: expected [user@]host[:port], as for ssh -J")
     return int(slots), device_type, int(port) if port else None, user
@@ -233,7 +238,7 @@ def choose_hosts(
     hosts = tuple(listed)[: count_nodes(len(listed), nnodes)]
     # Asking the resolver for each of many names could take minutes; nobody needs the answer.
     ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else _sounds_local
-    here = [host.name for host in hosts if ask(host.name)]
+    here = [host.name for host in hosts if host.via is None and ask(host.name)]
     key = "experiment.runner.hostfile"
     if len(here) > 1:
         raise ConfigError(
@@ -266,7 +271,7 @@ def is_loopback(name: str) -> bool:
 
 def is_local_only(hosts: Sequence[Host]) -> bool:
     """Whether a run's only host is this machine: then no SSH is involved."""
-    return len(hosts) == 1 and is_this_machine(hosts[0].name)
+    return len(hosts) == 1 and hosts[0].via is None and is_this_machine(hosts[0].name)
 
 
 def _some(names: list[str]) -> str:

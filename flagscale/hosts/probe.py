@@ -1,5 +1,5 @@
-"""Looks at a host's Python world: versions of packages, code, communication backend. Standard
-library alone.
+"""Looks at a host's Python world: versions of packages, code; and has modules of this project
+answer there. Standard library alone.
 
 Travels to the host as text and runs there with the host's own Python, whatever its version, so
 it imports nothing of this project and stays with what Python 3.7 understands. The launcher
@@ -31,7 +31,7 @@ PACKAGES = (
     "triton",
     "wandb",
 )
-BACKEND_SECONDS = 50
+ANSWER_SECONDS = 50
 CODE_ROOTS = ("flagscale", os.path.join("third_party", "Megatron-LM"))
 CODE_ENDINGS = (".py", ".json", ".yaml", ".cpp", ".cu", ".h", ".so")
 _NOT_CODE = ("__pycache__", ".git")
@@ -161,10 +161,9 @@ def interface_to(address: str) -> str:
     return ""
 
 
-def look(project: str, compared: str, asked: str, python: str, kept: str, key: str) -> list[str]:
+def look(project: str, compared: str, python: str, kept: str, key: str) -> list[str]:
     """The lines that tell everything, kept in the file ``kept`` under ``key``, too. ``compared``:
-    whether code is; ``asked``: the question about the communication backend, as JSON; empty for
-    none. ``python`` is what this Python was called by."""
+    whether code is. ``python`` is what this Python was called by."""
     world = World()
     for path in (_program(python), sys.executable):
         world.uses(path)
@@ -182,10 +181,6 @@ def look(project: str, compared: str, asked: str, python: str, kept: str, key: s
         lines.append(_told("code", digest_of(manifest(project))))
     if kept:
         keep(kept, [key, *_made(world), *lines, "end"])
-    if asked and os.path.isfile(os.path.join(project, "flagscale", "launch", "agent.py")):
-        import json
-
-        lines.append(_told("backend", json.dumps(backend(json.loads(asked), [sys.executable]))))
     return lines
 
 
@@ -229,27 +224,41 @@ def keep(path: str, lines: list[str]) -> None:
         pass
 
 
-def backend(wish: dict[str, Any], python: list[str]) -> dict[str, Any]:
-    """Whether ``python``, in the environment of the ranks, can use the communication backend."""
+def ask(*questions: str) -> list[str]:
+    """The lines that tell what modules answer to questions, each as JSON."""
+    import json
+
+    found = []
+    for question in map(json.loads, questions):
+        # Code that is yet to be copied here has nothing to answer.
+        if os.path.isfile(os.path.join(question["project"], "flagscale", "launch", "agent.py")):
+            told = json.dumps(answer(question, [sys.executable]))
+            found.append(_told("answer " + question["name"], told))
+    return found
+
+
+def answer(question: dict[str, Any], python: list[str]) -> dict[str, Any]:
+    """What a module of the project says, run by ``python`` in the environment of the ranks: one
+    line of JSON. ``problem`` in it, where it does not answer."""
     import json
     import subprocess
 
-    own = {name: filled(parts, os.environ) for name, parts in wish["environment"].items()}
-    path = [wish["project"], own.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
+    own = {name: filled(parts, os.environ) for name, parts in question["environment"].items()}
+    path = [question["project"], own.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
     environment = dict(os.environ, **own)
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
     try:
         done = subprocess.run(
-            [*python, "-m", "flagscale.comm.check", *wish["words"]],
+            [*python, "-m", question["module"], *question["words"]],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=BACKEND_SECONDS,
+            timeout=ANSWER_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"problem": f"its Python gives no answer within {BACKEND_SECONDS} s"}
+        return {"problem": f"its Python gives no answer within {ANSWER_SECONDS} s"}
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])  # type: ignore[no-any-return]
@@ -272,14 +281,16 @@ def main() -> None:
     """Do what the first argument says and print the answer."""
     verb, words = sys.argv[1], sys.argv[2:]
     if verb == "look":
-        answer = "\n".join(look(*words))
+        text = "\n".join(look(*words))
+    elif verb == "ask":
+        text = "\n".join(ask(*words))
     elif verb == "manifest":
         import json
 
-        answer = json.dumps(manifest(*words))
+        text = json.dumps(manifest(*words))
     else:
-        answer = interface_to(*words)
-    sys.stdout.buffer.write(os.fsencode(answer + "\n"))
+        text = interface_to(*words)
+    sys.stdout.buffer.write(os.fsencode(text + "\n"))
 
 
 if __name__ == "__main__":

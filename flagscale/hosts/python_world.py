@@ -34,13 +34,13 @@ _PROBE = Path(probe.__file__)
 @dataclass(frozen=True)
 class World:
     """What a host's Python answered. ``code`` is the digest of the code there, empty where it was
-    not compared; ``backend`` what it said of the communication backend, where it was asked."""
+    not compared; ``answers`` what modules of this project said there, by the question's name."""
 
     version: str
     executable: str
     packages: Mapping[str, str] = field(default_factory=dict)
     code: str = ""
-    backend: Mapping[str, Any] | None = None
+    answers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def read(text: str) -> World | None:
@@ -48,6 +48,7 @@ def read(text: str) -> World | None:
     it is not there."""
     values: dict[str, str] = {}
     packages: dict[str, str] = {}
+    answers: dict[str, Mapping[str, Any]] = {}
     for line in text.splitlines():
         mark, _, rest = line.partition(" ")
         name, _, value = rest.partition(" ")
@@ -55,13 +56,15 @@ def read(text: str) -> World | None:
         if mark == "=" and name == "package":
             package, _, version = value.partition(" ")
             packages[package] = version
+        elif mark == "=" and name == "answer":
+            asked, _, told = value.partition(" ")
+            answers[asked] = json.loads(told)
         elif mark == "=":
             values[name] = value
     if not values.get("version"):
         return None
-    backend = json.loads(values["backend"]) if "backend" in values else None
     executable = values.get("executable", "")
-    return World(values["version"], executable, packages, values.get("code", ""), backend)
+    return World(values["version"], executable, packages, values.get("code", ""), answers)
 
 
 @dataclass(frozen=True)
@@ -75,21 +78,19 @@ class Asked:
     compared: bool
 
 
-def given(asked: Asked, *, fresh: bool, backend: Any) -> dict[str, Value]:
-    """The variables of :func:`look`. ``fresh``: nothing that is kept is believed; ``backend`` is a
-    question about the communication backend, or None."""
-    words = [asked.project, asked.python, asked.setup, asked.compared]
+def given(asked: Asked, *, fresh: bool) -> dict[str, Value]:
+    """The variables of :func:`function`. ``fresh``: nothing that is kept is believed."""
+    question = [asked.project, asked.python, asked.setup, asked.compared]
     return {
-        "question": _digest(json.dumps([probe_text(), *words])),
+        "question": _digest(json.dumps([probe_text(), *question])),
         "kept_name": _digest(json.dumps([asked.python, asked.setup]))[:16],
         "compared": "yes" if asked.compared else "",
         "fresh": "yes" if fresh else "",
-        "backend": json.dumps(backend) if backend is not None else "",
         "code_roots": [f"{asked.project}/{root}" for root in probe.CODE_ROOTS],
     }
 
 
-def look() -> str:
+def function() -> str:
     """The bash function ``look_at_python``."""
     return source(PROGRAMS / "python_world.sh")
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.interpolation import readable
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import redact, redact_overrides
-from flagscale.errors import ConfigError, Problem, RunStateError
-from flagscale.files import json_text
+from flagscale.errors import RunStateError
 from flagscale.hosts.names import compress
 from flagscale.launch import attending, logs, runs
-from flagscale.launch.planning.model import HostPlan, LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.base import Prepared, Runner, Texts, runner_for
 from flagscale.launch.show import places
 from flagscale.launch.snapshot import Phase
@@ -30,48 +26,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
         self.exit_code = 128 + number
-
-
-def dryrun(experiment: Experiment, options: Options) -> int:
-    """Print the plan that ``run`` would start, and its scripts. Writes nothing."""
-    made = runner_for(experiment).plan(experiment)
-    hosts = made.hosts if options.host is None else (_named(options.host, made.hosts),)
-    if options.json:
-        record = {**made.to_json(), "hosts": (host.to_json() for host in hosts)}
-        print(json_text(record), end="")
-        return 0
-    from flagscale.launch.show.plan import plan_text
-
-    print(plan_text(made, hosts), end="")
-    return 0
-
-
-def _named(name: str, hosts: Sequence[HostPlan]) -> HostPlan:
-    """The host of this name."""
-    for host in hosts:
-        if host.name == name:
-            return host
-    names = [host.name for host in hosts]
-    near = did_you_mean(name, names) or f"; the plan has {compress(names)}"
-    raise ConfigError(Problem("host", f"no host of the plan is called {name}{near}"))
-
-
-def check(experiment: Experiment, options: Options) -> int:
-    """Show what a run needs and whether it is there: 3 if a host does not answer, 2 if anything
-    else is wrong."""
-    from flagscale.launch.preflight.checks import exit_code
-
-    with runner_for(experiment).prepare(experiment, checking=True, fresh=True) as ready:
-        checks = ready.checks
-    if options.json:
-        print(json.dumps([vars(one) for one in checks], indent=2, ensure_ascii=False))
-        return exit_code(checks)
-    from flagscale.launch.show import view
-
-    view.console().print(view.checks_table(checks))
-    for note in ready.plan.notes:
-        print(f"note: {note}")
-    return exit_code(checks)
 
 
 def run(experiment: Experiment, options: Options) -> int:
@@ -170,23 +124,16 @@ def _stay(runner: Runner, state: RunState) -> int:
     return code
 
 
-def query(experiment: Experiment, options: Options) -> int:
-    """Tell the state of the run of this experiment, see :func:`.attending.query`."""
-    return attending.query(runs.require(experiment), options)
-
-
-def show_logs(experiment: Experiment, options: Options) -> int:
-    """Print the output of the run of this experiment, see :func:`.attending.show_logs`."""
-    return attending.show_logs(runs.require(experiment), options)
-
-
-def stop(experiment: Experiment, options: Options) -> int:
-    """End the run of this experiment, if it lives, see :func:`.attending.stop`."""
+def attend(experiment: Experiment, options: Options) -> int:
+    """Do the action of ``options`` with the run of this experiment, see :mod:`.attending`."""
     state = runs.of(experiment)
-    if state is None:
-        print(f"no run was started in {experiment.exp_dir}; nothing to stop")
+    if state is not None:
+        return attending.ACTIONS[options.action](state, options)
+    text = f"no run was started in {experiment.exp_dir}"
+    if options.action == "stop":
+        print(f"{text}; nothing to stop")
         return 0
-    return attending.stop(state, options)
+    raise RunStateError(text, hint="start one with action=run; `flagscale runs` lists yours")
 
 
 def _config_text(experiment: Experiment) -> str:

@@ -24,17 +24,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
-from flagscale import files
-from flagscale.hosts import processes
 from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kills
-from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
-from flagscale.launch.liveness import secret
+from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE
+from flagscale.launch.liveness import identity, secret
 from flagscale.launch.liveness.attempt import Stage
-from flagscale.launch.liveness.coordinator import Coordinator, Notice, unreached
+from flagscale.launch.liveness.coordinator import Coordinator
 from flagscale.launch.liveness.diagnosis import Failure
+from flagscale.launch.liveness.job import Notice, unreached
 from flagscale.launch.liveness.leftovers import sweep_after_agent
 from flagscale.launch.liveness.member import Member
 from flagscale.launch.liveness.messages import FromHost, JobPhase
@@ -45,8 +42,6 @@ from flagscale.launch.liveness.telling import keep, say
 from flagscale.launch.liveness.watch import HostView
 from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
-
-__all__ = ["Agent", "already_alive", "die_with", "main", "sweep_after_agent"]
 
 IMPATIENCE_SECONDS = 1.0
 TICK_SECONDS = 0.1
@@ -101,7 +96,7 @@ class Agent:
         self._script = os.getppid()
         die_with(self._script, signal.SIGTERM)()
         started, kills_before = time.time(), out_of_memory_kills()
-        fault = self._announce() or self._open()
+        fault = identity.announce(self._host.run_dir) or self._open()
         if fault is not None:
             say(fault)
             return self._record(1, started, None)
@@ -125,35 +120,6 @@ class Agent:
         while not self.member.over:
             self._turn(wakeup)
         self._farewell(wakeup)
-
-    def _announce(self) -> str | None:
-        """Say in the run's directory who watches, and forget an earlier start of this script; what
-        went wrong."""
-        try:
-            self._write_identity()
-        except OSError as error:
-            return f"cannot write {error.filename}: {error.strerror}"
-        return None
-
-    def _write_identity(self) -> None:
-        run_dir = self._host.run_dir
-        files.make_private_directory(run_dir / status_directory(0))
-        for name in (EXIT_FILE, LIVENESS_FILE):
-            (run_dir / name).unlink(missing_ok=True)
-        for stale in run_dir.glob(f"{status_directory(0)}*/rank_*"):
-            stale.unlink(missing_ok=True)
-        for stale in run_dir.glob(f"{status_directory(0)}.*"):
-            with suppress(OSError):
-                stale.rmdir()
-        own = processes.identify(os.getpid())
-        files.write_json(
-            run_dir / AGENT_FILE,
-            {
-                "pid": os.getpid(),
-                "start_ticks": own.start_ticks if own else 0,
-                "boot_id": processes.boot_id(),
-            },
-        )
 
     def _open(self) -> str | None:
         """Listen for the other agents, or get ready to talk to host 0; what went wrong."""
@@ -383,23 +349,13 @@ def _report(notice: Notice) -> None:
         say(f"{said} {notice.failure.headline()}".lstrip())
 
 
-def already_alive(run_id: str, run_dir: Path) -> int | None:
-    """The pid of an agent that watches this very run already, or None."""
-    record = files.read_json(run_dir / AGENT_FILE)
-    if record is None or record.get("boot_id") != processes.boot_id():
-        return None
-    process = processes.Process(int(record["pid"]), int(record["start_ticks"]))
-    alive = processes.is_alive(process) and processes.belongs(process.pid, run_id)
-    return process.pid if alive else None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     run_id = os.environ.get(RUN_ID_VARIABLE, "")
     line = parse(sys.argv[1:] if arguments is None else arguments, run_id)
     run_dir = line.options.run_dir
     if line.sweep:
         return sweep_after_agent(run_id, run_dir, line.options.stop_grace)
-    other = already_alive(run_id, run_dir)
+    other = identity.already_alive(run_id, run_dir)
     if other is not None:
         say(f"run {run_id} is alive already (agent {other})")
         return 1

@@ -21,8 +21,7 @@ _FOLLOW_LINES = 100
 
 def act(text: str, options: Options) -> int:
     """Do the action of ``options`` with the run that a text names, see :func:`.runs.find`."""
-    actions = {"query": query, "logs": show_logs, "stop": stop}
-    return actions[options.action](runs.named(text), options)
+    return ACTIONS[options.action](runs.named(text), options)
 
 
 def query(state: RunState, options: Options) -> int:
@@ -105,6 +104,9 @@ def stop(state: RunState, _options: Options) -> int:
         )
     print(f"run {state.run_id} of {state.name} has ended already ({phase.value}); nothing to stop")
     return 0
+
+
+ACTIONS = {"query": query, "logs": show_logs, "stop": stop}
 
 
 def end(runner: Runner, state: RunState) -> Stopped:

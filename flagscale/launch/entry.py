@@ -30,7 +30,7 @@ actions
 overrides, as Hydra knows them
   train=8b                              another file of the config group `train`
   train.model.num_layers=2              another value
-  experiment.exp_dir=/data/run7         another place
+  experiment.exp_dir=/data/run7         another directory
   ~train.data.split                     without this key
   +experiment.envs.NCCL_DEBUG=INFO      one more key
 

@@ -124,7 +124,7 @@ def _table(rows: Sequence[Row]) -> Table:
     from flagscale.launch.show import view
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("run", "name", "state", "step", "age", "hosts", "place"):
+    for heading in ("run", "name", "state", "step", "age", "hosts", "directory"):
         table.add_column(heading, no_wrap=heading in ("run", "age"), overflow="fold")
     for row in rows:
         state = row.state

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from flagscale.hosts.kernel import die_with
-from flagscale.launch.liveness.coordinator import Notice
+from flagscale.launch.liveness.job import Notice
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
 from flagscale.status import RUN_ID_VARIABLE

@@ -223,17 +223,6 @@ def of(experiment: Experiment) -> RunState | None:
     return None
 
 
-def require(experiment: Experiment) -> RunState:
-    """As :func:`of`; raises :class:`RunStateError` where there is none."""
-    state = of(experiment)
-    if state is None:
-        raise RunStateError(
-            f"no run was started in {experiment.exp_dir}",
-            hint="start one with action=run; `flagscale runs` lists yours",
-        )
-    return state
-
-
 def named(text: str) -> RunState:
     """The run that a text names, as :func:`find`. Raises :class:`RunStateError` for none."""
     state = find(text)

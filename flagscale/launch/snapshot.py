@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flagscale.launch.failures import earlier_failures, first_failure, is_settled, job_record
 from flagscale.launch.layout import latest_status
@@ -36,20 +36,15 @@ class Phase(str, Enum):
         return self not in (Phase.STARTING, Phase.RUNNING, Phase.UNREACHABLE)
 
 
-class Seen(Protocol):
-    """What somebody who was on a host saw there, see :mod:`.remote.look`."""
+@dataclass(frozen=True)
+class Seen:
+    """What somebody who was on a host saw there. ``alive`` is not empty if something of the run
+    lives, and ``script`` if the host's script does; ``trouble``: why nothing was seen;
+    ``last_line``: of output, where it was asked for."""
 
-    @property
-    def alive(self) -> str:
-        """Not empty if something of the run lives; ``script`` if the host's script does."""
-
-    @property
-    def trouble(self) -> str:
-        """Why nothing was seen; empty if something was."""
-
-    @property
-    def last_line(self) -> str:
-        """The last line of output, where it was asked for."""
+    alive: str = ""
+    last_line: str = ""
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -164,17 +159,15 @@ def take(
     """The run now. ``seen`` is what the hosts were seen to do, by node rank."""
     reader = reader or EventReader(state.hosts)
     # Exits first: a run that ends in between then shows as alive once more, never as lost.
-    exits = {host.node_rank: host.exit() for host in state.hosts}
+    exits = [host.exit() for host in state.hosts]
     events = reader.refresh()
-    joined = [row.time for rows in events.values() for row in rows if row.event == "joined"]
-    ranks_joined = reader.ranks("joined")
-    everybody = (state.external and not events) or len(ranks_joined) >= state.world_size
-    rows = [
-        _row(state, host, exits[host.node_rank], seen.get(host.node_rank), ranks_joined, everybody)
-        for host in state.hosts
-    ]
-    if with_lines:
-        rows = [_with_line(row, host) for row, host in zip(rows, state.hosts, strict=True)]
+    joined = reader.ranks("joined")
+    everybody = (state.external and not events) or len(joined) >= state.world_size
+    rows = []
+    for host, ended in zip(state.hosts, exits, strict=True):
+        look = seen.get(host.node_rank, Seen())
+        row = _row(host, _phase(state, ended, everybody, look), look, joined)
+        rows.append(_with_line(row, host) if with_lines else row)
     phase = _overall([row.phase for row in rows])
     # Looked at before the verdict is read, which may become final in between.
     unsettled = phase is Phase.RUNNING and _to_be_settled(state, seen)
@@ -183,21 +176,15 @@ def take(
     if failure is not None and unsettled:
         warnings.append(f"{failure.headline()}; {_UNSETTLED}")
         failure = None
-    ends = [ended.ended for ended in exits.values() if ended is not None]
-    since = _since(state, phase, max(joined, default=None), max(ends, default=None))
-    first = failure.host if failure is not None else None
-    # The host that failed first knows the job's code; others may have been told to end.
-    hosts = sorted(state.hosts, key=lambda host: host.name != first)
-    codes = [ended.code for host in hosts if (ended := exits[host.node_rank]) is not None]
     job = job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,
         name=state.name,
         phase=phase,
-        since=since,
+        since=_since(state, phase, events, exits),
         world_size=state.world_size,
-        joined=len(ranks_joined),
-        exit_code=next((code for code in codes if code), 0) if codes else None,
+        joined=len(joined),
+        exit_code=_exit_code(state, exits, failure),
         failure=failure,
         hosts=tuple(rows),
         warnings=tuple(warnings),
@@ -208,26 +195,30 @@ def take(
     )
 
 
-def _row(
-    state: RunState,
-    host: HostState,
-    ended: Exit | None,
-    seen: Seen | None,
-    joined: set[int],
-    everybody: bool,
-) -> HostRow:
-    here = [rank for rank in host.ranks if rank in joined]
+def _exit_code(
+    state: RunState, exits: Sequence[Exit | None], failure: Failure | None
+) -> int | None:
+    """The job's code as far as it is known: the host that failed first knows it; others may have
+    been told to end."""
+    first = failure.host if failure is not None else None
+    ends = zip(state.hosts, exits, strict=True)
+    codes = [(host.name != first, end.code) for host, end in ends if end is not None]
+    codes.sort(key=lambda code: code[0])
+    return next((code for _, code in codes if code), 0) if codes else None
+
+
+def _row(host: HostState, phase: Phase, seen: Seen, joined: set[int]) -> HostRow:
     status = latest_status(host.run_dir)
     behind = min(filter(None, (read_progress(status, rank) for rank in host.ranks)), default=None)
     return HostRow(
         host=host.name,
-        phase=_phase(state, ended, everybody, seen),
+        phase=phase,
         ranks=host.nproc,
-        joined=len(here),
+        joined=len(joined.intersection(host.ranks)),
         step=behind.step if behind else None,
         doing=behind.doing if behind else "",
-        trouble=seen.trouble if seen is not None else "",
-        last_line=seen.last_line if seen is not None else "",
+        trouble=seen.trouble,
+        last_line=seen.last_line,
     )
 
 
@@ -238,16 +229,16 @@ def _with_line(row: HostRow, host: HostState) -> HostRow:
     return replace(row, last_line=lines[-1]) if lines else row
 
 
-def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | None) -> Phase:
+def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen) -> Phase:
     if ended is not None:
         if ended.signal is not None and ended.phase == "job":
             return Phase.STOPPED
         if ended.code and state.stop_requested is not None and not ended.failed:
             return Phase.STOPPED
         return Phase.FAILED if ended.code else Phase.COMPLETED
-    if seen is not None and seen.trouble:
+    if seen.trouble:
         return Phase.UNREACHABLE
-    if seen is not None and seen.alive:
+    if seen.alive:
         return Phase.RUNNING if everybody else Phase.STARTING
     return Phase.STOPPED if state.stop_requested is not None else Phase.LOST
 
@@ -255,9 +246,7 @@ def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen | No
 def _to_be_settled(state: RunState, seen: Mapping[int, Seen]) -> bool:
     """Whether the first failure is not agreed on yet, and those who will agree on it are alive:
     the script of the first host tells what became of its agent."""
-    look = seen.get(0)
-    alive = look is not None and look.alive == "script"
-    return alive and not is_settled(state.hosts)
+    return seen.get(0, Seen()).alive == "script" and not is_settled(state.hosts)
 
 
 def _overall(phases: Sequence[Phase]) -> Phase:
@@ -269,11 +258,18 @@ def _overall(phases: Sequence[Phase]) -> Phase:
     return next((phase for phase in order if phase in phases), Phase.COMPLETED)
 
 
-def _since(state: RunState, phase: Phase, joined: float | None, ended: float | None) -> float:
+def _since(
+    state: RunState,
+    phase: Phase,
+    events: Mapping[int, Sequence[Event]],
+    exits: Sequence[Exit | None],
+) -> float:
     if phase is Phase.RUNNING:
-        return joined or state.started
+        joined = (row.time for rows in events.values() for row in rows if row.event == "joined")
+        return max(joined, default=state.started)
     if phase.ended:
-        return ended or state.stop_requested or state.started
+        ends = (end.ended for end in exits if end is not None)
+        return max(ends, default=state.stop_requested or state.started)
     return state.started
 
 

@@ -225,9 +225,9 @@ def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]
     pids = [str(host.pid) for host in state.hosts if host.pid is not None]
     script = f"script pid {some(pids)}" if pids else "just being started"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
-    where = f" on {compress(names)}" if names and len(state.hosts) > 1 else ""
+    where = f" on {compress(names)}" if names and state.runner.type != "local" else ""
     return (
-        f"run {state.run_id} of {state.name} is alive in {state.exp_dir}{where} (since {since}, "
+        f"run {state.run_id} of {state.name} is alive{where} in {state.exp_dir} (since {since}, "
         f"{script})",
         "stop it with action=stop, or give this one another experiment.exp_dir",
     )

@@ -91,7 +91,7 @@ def join(
 def lay_out(args: argparse.Namespace) -> None:
     """Create megatron.core's process groups for the layout of ``args`` and seed every generator.
 
-    ``args`` has passed :mod:`flagscale.train.resolve`, so the sizes divide the world.
+    ``args`` has passed :mod:`flagscale.config.arguments.resolve`, so the sizes divide the world.
     """
     from megatron.core import parallel_state, tensor_parallel
 

@@ -19,13 +19,13 @@ import warnings
 from collections.abc import Sequence
 
 from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.resolve import resolve
 from flagscale.errors import FlagscaleError
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
 from flagscale.train.device import choose
 from flagscale.train.distributed import Rank
 from flagscale.train.report import require_packages
-from flagscale.train.resolve import resolve
 from flagscale.train.restart import be_supervised
 
 

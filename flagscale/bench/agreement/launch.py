@@ -23,14 +23,14 @@ from flagscale.errors import ConfigError
 
 EXIT_DIFFERS = 4
 _DESCRIPTION = """\
-Measure collectives by the benchmark and by a bare loop that does what nccl-tests does, by turns in
+Measure collectives by the benchmark and by a baseline that does what nccl-tests does, by turns in
 the same processes, and say where they differ by more than the limit.
 
-The bare loop calls NCCL itself (ctypes, the library torch has loaded) on a communicator of its
+The baseline calls NCCL itself (ctypes, the library torch has loaded) on a communicator of its
 own: warm up, meet, issue all iterations, wait, divide; the mean over ranks; algbw and busbw by
 nccl-tests' formulas. Both sides run as CUDA graphs (nccl-tests' -G) unless --eager: issued one by
 one, calls through torch cost tens of microseconds of the host's time, which nccl-tests, written
-in C++, does not pay. On a CPU the bare loop calls gloo's own object.
+in C++, does not pay. On a CPU the baseline calls gloo's own object.
 
   agreement.py -r 8 -b 1K -e 1G -f 4                        every operation of nccl-tests
   agreement.py -r 8 --operations all_reduce -d bf16 --json found.json --plot found.svg

@@ -36,15 +36,12 @@ def check(case: Case, prepared: PreparedBuffers, device: BenchDevice, spec: Benc
     verdicts: list[Verdict] = []
     prints: list[bytes] = []
     for body in prepared.bodies:
-        for part, golden in zip(
-            body.parts, _goldens(case, prepared, spec, body.parts), strict=True
-        ):
+        goldens = _goldens(case, prepared, spec, body.parts)
+        for part, golden in goldens:
             golden.fill(part)
         body.step()
         device.synchronize()
-        for part, golden in zip(
-            body.parts, _goldens(case, prepared, spec, body.parts), strict=True
-        ):
+        for part, golden in goldens:
             verdicts.append(golden.verify(part))
             if case.operation.same_output:
                 prints.append(digest(part.output))
@@ -63,7 +60,7 @@ def sample(case: Case, prepared: PreparedBuffers, device: BenchDevice, spec: Ben
     if not prepared.bodies:
         return "in no group"
     body = prepared.bodies[0]
-    for part, golden in zip(body.parts, _goldens(case, prepared, spec, body.parts), strict=True):
+    for part, golden in _goldens(case, prepared, spec, body.parts):
         golden.fill(part)
     part = body.parts[0]
     before = _first(part.input)
@@ -86,10 +83,11 @@ def clear(prepared: PreparedBuffers) -> None:
 
 def _goldens(
     case: Case, prepared: PreparedBuffers, spec: BenchSpec, parts: tuple[Part, ...]
-) -> list[Golden]:
-    mode = spec.check.mode or "random"
+) -> list[tuple[Part, Golden]]:
+    """The parts of a body, each with its data."""
+    mode, seed = spec.check.mode or "random", spec.check.seed
     # Parts differ in their data, so that one in the place of another shows.
-    return [Golden(case, prepared.group, mode, spec.check.seed + i) for i in range(len(parts))]
+    return [(part, Golden(case, prepared.group, mode, seed + i)) for i, part in enumerate(parts)]
 
 
 def dump(
@@ -100,11 +98,8 @@ def dump(
     Raises:
         OSError: it cannot be written.
     """
-    parts = prepared.distinct
-    part = parts[max(part_number, 0)]
-    golden = _goldens(case, prepared, spec, prepared.bodies[0].parts)[
-        max(part_number, 0) % len(prepared.bodies[0].parts)
-    ]
+    every = [g for body in prepared.bodies for g in _goldens(case, prepared, spec, body.parts)]
+    part, golden = every[max(part_number, 0)]
     name = f"{case.operation.name}_{case.type.name}_{case.reduction}_{size}"
     directory = spec.check.dump / f"{name}_seed{spec.check.seed}"
     directory.mkdir(parents=True, exist_ok=True)

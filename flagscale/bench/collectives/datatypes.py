@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
 
+from flagscale.bench.command_line import did_you_mean
 from flagscale.errors import ConfigError
 
 
@@ -76,8 +76,7 @@ def data_type(name: str) -> DataType:
     found = DATA_TYPES.get(_ALIASES.get(name.lower(), name.lower()))
     if found is not None:
         return found
-    near = difflib.get_close_matches(name.lower(), [*DATA_TYPES, *_ALIASES], n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(name.lower(), [*DATA_TYPES, *_ALIASES])
     raise ConfigError(
         f"-d/--datatype {name!r} is not known{meant} (known: {', '.join(DATA_TYPES)})"
     )

@@ -7,10 +7,10 @@ comparable between rank counts; they are those of nccl-tests (PERFORMANCE.md) an
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
 
+from flagscale.bench.command_line import did_you_mean
 from flagscale.errors import ConfigError
 
 Extent = Literal["whole", "part"]
@@ -158,6 +158,5 @@ def operation(name: str) -> Operation:
     found = _NAMES.get(name.lower().replace("-", "_"))
     if found is not None:
         return found
-    near = difflib.get_close_matches(name.lower(), _NAMES, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(name.lower(), _NAMES)
     raise ConfigError(f"operation {name!r} is not known{meant} (known: {', '.join(OPERATIONS)})")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,45 @@ def draw(curves: Sequence[Curve], kind: str, limits: Mapping[str, float] | None 
     if curves:
         bandwidth.legend(fontsize="small")
     return image_of(figure, kind)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What :func:`write_panels` draws: a value for each size, and how."""
+
+    label: str
+    values: Mapping[int, float]
+    colour: str
+    style: str = "-"
+
+
+def write_panels(
+    path: Path, title: str, unit: str, panels: Mapping[str, Sequence[Line]], *, columns: int = 3
+) -> None:
+    """Write a figure with a panel for each of ``panels``, both axes logarithmic.
+
+    Raises:
+        ConfigError: there are none, the file has another ending, or matplotlib is missing.
+        OSError: the file cannot be written.
+    """
+    kind = image_kind(path)
+    if not panels:
+        raise ConfigError("nothing was measured that could be drawn")
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = new_figure(4.5 * columns, 3.6 * rows)
+    figure.suptitle(title)
+    all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (name, lines) in zip(all_axes, panels.items(), strict=False):
+        for line in lines:
+            axes.plot(*zip(*sorted(line.values.items()), strict=True), color=line.colour,
+                      linestyle=line.style, marker=".", label=line.label)  # fmt: skip
+        over_sizes(axes, name, unit, (size for line in lines for size in line.values))
+        axes.set_yscale("log")
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    all_axes[0].legend(fontsize="small")
+    path.write_bytes(image_of(figure, kind))
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -22,8 +22,7 @@ from flagscale.bench.collectives.facts import (
     header,
     rank_lines,
 )
-from flagscale.bench.collectives.finish import Kept, finish
-from flagscale.bench.collectives.presenter import Presenter
+from flagscale.bench.collectives.presenter import Kept, Presenter, finish
 from flagscale.bench.collectives.session import Listener, Session
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.statistics import warning

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from flagscale.bench.collectives import bodies, checks, patterns
 from flagscale.bench.collectives.bodies import Shape
 from flagscale.bench.collectives.buffers import PreparedBuffers, prepare, release
-from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.probe import probe_copies
+from flagscale.bench.collectives.devices import BenchDevice, probe_copies
 from flagscale.bench.collectives.process_groups import RankGroup, form
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.rows import (

@@ -4,92 +4,58 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from flagscale.bench import rendezvous
+from flagscale.bench.collectives import bodies
 from flagscale.bench.collectives.curves import Curve, Point
+from flagscale.bench.collectives.datatypes import DataType
 from flagscale.bench.collectives.devices import BenchDevice, choose
+from flagscale.bench.collectives.golden import Golden
+from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.plots import write_plot
+from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.sizes import fit
+from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.machine import facts
 from flagscale.bench.pipeline.plan import PipelinePlan, Row, Schedule, heading, line
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import JobError
 
-_Options = TypeVar("_Options", AllreduceOptions, AllgatherOptions, ReduceScatterOptions)
-
 _SECONDS = 600.0
-_VALUES = 7
-"""Elements are below it, so that sums are exact in every type."""
 
 
 class Call:
-    """An operation on this rank's buffers: how it is run, and what must come out."""
+    """An operation in one buffer of this rank: how it is run, and what must come out."""
 
-    def __init__(self, operation: str, group: dist.ProcessGroup, whole: torch.Tensor) -> None:
-        self._group, self._rank, self._ranks = group, group.rank(), group.size()
-        self._whole = whole  # what an all-gather collects, the input of the others
-        self._part = whole.view(self._ranks, -1)[self._rank]
-        self.run: Callable[[], None] = getattr(self, f"_{operation}")
-        self._expected: Callable[[], bool] = getattr(self, f"_{operation}_is_right")
-        self._shift = 0
+    def __init__(
+        self, name: str, type_: DataType, size: int, group: RankGroup, device: BenchDevice
+    ) -> None:
+        operation = OPERATIONS[name]
+        reduction = "sum" if operation.reduces else "none"
+        self._case = Case(operation, type_, reduction, root=-1, in_place=True)
+        spec = BenchSpec((operation,), (type_,), (size,))
+        (shape,), _ = bodies.shapes(self._case, size, group, spec)
+        self.part = bodies.build(self._case, shape, group, device)
+        self.run = self.part.run
+        self._group = group
 
     def check(self, number: int) -> bool:
         """Run once on fresh data; whether the whole result is right."""
-        self._shift = number
-        self._whole.copy_(self._values(self._rank))
+        golden = Golden(self._case, self._group, "random", number)
+        golden.fill(self.part)
         self.run()
-        return self._expected()
+        return not golden.verify(self.part).wrong
 
     def clear(self) -> None:
         """Data that stay as they are however often they are summed."""
-        self._whole.zero_()
-
-    def _values(self, rank: int) -> torch.Tensor:
-        ramp = torch.arange(self._whole.numel(), device=self._whole.device)
-        return ((ramp + rank + self._shift) % _VALUES).to(self._whole.dtype)
-
-    def _sum(self) -> torch.Tensor:
-        total = self._values(0)
-        for rank in range(1, self._ranks):
-            total += self._values(rank)
-        return total
-
-    def _all_reduce(self) -> None:
-        self._group.allreduce([self._whole], _synchronous(AllreduceOptions())).wait()
-
-    def _all_reduce_is_right(self) -> bool:
-        return torch.equal(self._whole, self._sum())
-
-    def _all_gather(self) -> None:
-        options = _synchronous(AllgatherOptions())
-        self._group._allgather_base(self._whole, self._part, options).wait()
-
-    def _all_gather_is_right(self) -> bool:
-        wanted = torch.empty_like(self._whole).view(self._ranks, -1)
-        for rank in range(self._ranks):
-            wanted[rank] = self._values(rank).view(self._ranks, -1)[rank]
-        return torch.equal(self._whole, wanted.view(-1))
-
-    def _reduce_scatter(self) -> None:
-        options = _synchronous(ReduceScatterOptions())
-        self._group._reduce_scatter_base(self._part, self._whole, options).wait()
-
-    def _reduce_scatter_is_right(self) -> bool:
-        return torch.equal(self._part, self._sum().view(self._ranks, -1)[self._rank])
-
-
-def _synchronous(options: _Options) -> _Options:
-    options.asyncOp = False
-    return options
+        self.part.input.zero_()
+        self.part.output.zero_()
 
 
 def run_rank(plan: PipelinePlan, world: BenchWorld) -> int:
@@ -128,24 +94,23 @@ def _measure_all(
     from flagscale.comm.fsccl import load_extension
 
     options = load_extension().Options(pipeline_k=s.k, pipeline_nelem=s.nelem)
-    group = dist.new_group(backend="fsccl", pg_options=options)
+    process_group = dist.new_group(backend="fsccl", pg_options=options)
+    group = RankGroup("fsccl", tuple(range(world.size)), world.rank, process_group)
     speaks = world.rank == 0
     if speaks:
         print("\n".join(heading(s, plan, world.size)), flush=True)
     rows = []
     for asked in plan.sizes:
         size = fit(asked, plan.type.bytes, world.size)
-        elements = size // plan.type.bytes
-        dtype = getattr(torch, plan.type.torch)
-        whole = torch.empty(elements, dtype=dtype, device=device.torch_device)
-        times = _measure(Call(s.operation, group, whole), plan, device, group)
+        call = Call(s.operation, plan.type, size, group, device)
+        times = _measure(call, plan, device, process_group)
         row = Row(s.operation, s.k, s.nelem, size, sum(times) / len(times), min(times))
         rows.append(row)
         if speaks:
             print(line(row, plan.unit), flush=True)
     if speaks:
         print(flush=True)
-    dist.destroy_process_group(group)
+    dist.destroy_process_group(process_group)
     return rows
 
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from flagscale.bench.placement import Placement
 from flagscale.bench.rank import Job
-from flagscale.bench.spawn import handed_on, interruptible, log_path, own_code
-from flagscale.bench.starters import call_starter
+from flagscale.bench.spawn import call_starter, handed_on, interruptible, log_path, own_code
 from flagscale.bench.starters.addresses import candidates, known_here
 from flagscale.errors import ConfigError, UnreachableError
 from flagscale.hosts.hostfile import Host

@@ -21,7 +21,7 @@ from flagscale.bench.host import LOGS, Order, PreparedHost
 from flagscale.bench.placement import Placement, require_room
 from flagscale.bench.rank import Job
 from flagscale.bench.spawn import RankRange, handed_on, interruptible, own_code, python_path
-from flagscale.bench.starters import addresses
+from flagscale.bench.starters.addresses import agreed, candidates
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
 from flagscale.hosts.errors import HostError
 from flagscale.hosts.executor import Endpoint, Executor
@@ -87,7 +87,7 @@ def carried(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
 
 def _reach(place: Placement) -> Hosts:
     endpoints = [
-        Endpoint(host.name, user=host.user, port=host.port, proxy=host.proxy)
+        Endpoint(host.name, host.via or "ssh", host.user, host.port, host.proxy)
         for host in place.hosts
     ]
     return Hosts(endpoints, {"ssh": {"config": place.ssh_config}})
@@ -101,7 +101,7 @@ def _command(*words: str) -> list[str]:
 def _prepare(hosts: Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
     """Every host's port and directory, and an address that all of them can meet at. Where a host
     fails, all are clean again."""
-    choices = addresses.candidates(place)
+    choices = candidates(place)
 
     def prepare(number: int, host: Executor) -> PreparedHost:
         done = host.run(_command("prepare", *choices), timeout=_PREPARE_SECONDS)
@@ -119,7 +119,7 @@ def _prepare(hosts: Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
         found = [prepared[number] for number in sorted(prepared)]
         for name, count, host in zip(hosts.names, place.per_host, found, strict=True):
             require_room(count, host.cores, place, name)
-        return found, addresses.agreed(choices, found, hosts.names)
+        return found, agreed(choices, found, hosts.names)
     except FlagscaleError:
         hosts.each(lambda n, host: _bring(host, prepared[n].scratch), list(prepared))
         raise

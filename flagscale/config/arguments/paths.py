@@ -20,9 +20,8 @@ TOKENIZER = frozenset(
 WRITTEN = frozenset({"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path"})
 """Directories that a run makes itself where they are missing."""
 
-CHECKPOINT_NAME = r"iter_([0-9]{7,})"
-"""A checkpoint's name in its directory, as a pattern for Python and for bash."""
-
+NO_PATH = frozenset({"", "false", "true"})
+"""Texts that nobody means as a directory: an override's ``save=false`` is one. ``./false`` is."""
 _MAX_PATH = 4096 - 512  # PATH_MAX, and what the names of a run's own files take of it
 _KERNELS = ("/proc", "/sys", "/dev")
 _WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -37,12 +36,6 @@ def data_cache(values: Mapping[str, Any]) -> tuple[Path, str] | None:
         if values[name]:
             return Path(values[name]).parent / "data_cache", name
     return None
-
-
-def holds_checkpoint(directory: str) -> bool:
-    """Whether there is a checkpoint in a directory of this machine, whole or not."""
-    found = Path(directory).glob("iter_*/") if directory else ()
-    return any(re.fullmatch(CHECKPOINT_NAME, path.name) for path in found)
 
 
 def _absolute(path: str) -> str:
@@ -110,7 +103,7 @@ def prefixes(value: Any) -> list[str]:
 def absolute_value(name: str, value: Any, *, external: bool) -> Any:
     """An argument's value with its paths made absolute; other arguments' values as they are.
 
-    A external program may take a tokenizer's name for a path, so there only what exists changes.
+    An external program may take a tokenizer's name for a path, so there only what exists changes.
     """
     if name in DATA:
         if not _is_blend(value):
@@ -121,7 +114,7 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
     if not isinstance(value, str):
         return value
     if name in WRITTEN:
-        return _absolute(value)
+        return value if value in NO_PATH else _absolute(value)
     if name in TOKENIZER and (not external or Path(value).exists()):
         return _absolute(value)
     return value

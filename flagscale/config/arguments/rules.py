@@ -23,6 +23,8 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("multi_latent_attention", "there is no multi-latent attention without Transformer Engine"),
     ("mtp_num_layers", "multi-token prediction is not built"),
     ("moe_grouped_gemm", "grouped GEMM needs a CUDA extension; experts run one after another"),
+    ("moe_permute_fusion", "it needs Transformer Engine's fused permutation"),
+    ("moe_router_fusion", "it needs Transformer Engine's fused router"),
     ("fp8", "fp8 needs Transformer Engine"),
     ("fp4", "fp4 needs Transformer Engine"),
     ("use_precision_aware_optimizer", "it needs Transformer Engine's optimizer"),
@@ -42,6 +44,19 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("experimental_attention_variant", "attention here is softmax attention"),
 )
 
+_NOT_RECOMPUTED: Mapping[str, str] = {
+    "layernorm": "needs Transformer Engine",
+    "moe_act": "needs moe_grouped_gemm, which is not built",
+    "mla_up_proj": "needs multi-latent attention, which is not built",
+}
+_LOCAL_ATTENTION: Mapping[str, Any] = {
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "qk_clip": False,
+    "log_max_attention_logit": False,
+}
+"""What torch's scaled_dot_product_attention cannot do, and the values that ask for nothing."""
+
 OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Precisions of the optimizer's state, which only Transformer Engine's optimizer can lower."""
 
@@ -54,6 +69,8 @@ def broken(values: Values) -> list[Broken]:
         return missing
     rules = (
         _unsupported,
+        _not_built,
+        _attention,
         _precision,
         _tensor_parallel,
         _pipeline_parallel,
@@ -139,6 +156,36 @@ def _unsupported(values: Values) -> Iterator[Broken]:
         yield "optimizer", f"{values['optimizer']!r}: expected 'adam' or 'sgd'"
 
 
+def _not_built(values: Values) -> Iterator[Broken]:
+    if values["cuda_graph_impl"] != "none":
+        yield (
+            "cuda_graph_impl",
+            f"{values['cuda_graph_impl']}: CUDA graphs need Transformer Engine; leave it out",
+        )
+    if values["cross_entropy_fusion_impl"] == "te":
+        yield "cross_entropy_fusion_impl", "te needs Transformer Engine; native fuses without it"
+    instances = values["num_distributed_optimizer_instances"]
+    if instances > 1:
+        message = f"{instances}: the optimizer here is sharded over all data-parallel ranks; use 1"
+        yield "num_distributed_optimizer_instances", message
+    if values["recompute_granularity"] == "selective":
+        for name in values["recompute_modules"] or ():
+            if name in _NOT_RECOMPUTED:
+                yield "recompute_modules", f"{name} {_NOT_RECOMPUTED[name]}"
+
+
+def _attention(values: Values) -> Iterator[Broken]:
+    if values["attention_backend"] == "local":
+        return
+    for name, nothing in _LOCAL_ATTENTION.items():
+        if (values[name] or nothing) != nothing:
+            yield (
+                name,
+                f"{values[name]!r} is not possible with scaled_dot_product_attention; "
+                "attention_backend: local takes megatron.core's own attention",
+            )
+
+
 def _precision(values: Values) -> Iterator[Broken]:
     if values["bf16"] and values["fp16"]:
         yield "fp16", "excludes bf16"
@@ -212,6 +259,14 @@ def _experts(values: Values) -> Iterator[Broken]:
         yield "expert_model_parallel_size", f"{ep} needs num_moe_experts"
     elif experts and experts % ep:
         yield _indivisible(values, "num_moe_experts", "expert_model_parallel_size")
+    if experts and values["moe_token_dispatcher_type"] == "flex":
+        tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+        if tp * ep == 1:
+            yield (
+                "moe_token_dispatcher_type",
+                "flex needs experts on more than one rank (expert_model_parallel_size); take "
+                "alltoall",
+            )
     if experts and values["moe_router_topk"] == 1 and not values["moe_router_pre_softmax"]:
         yield "moe_router_topk", "1 needs moe_router_pre_softmax: true"
 

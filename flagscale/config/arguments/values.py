@@ -129,7 +129,7 @@ def _to_float(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError
     number = float(value)
-    if math.isnan(number):
+    if not math.isfinite(number):  # as 1e400 is not
         raise ValueError
     return number
 

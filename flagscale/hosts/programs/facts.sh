@@ -149,13 +149,15 @@ if [[ -n ${thorough-} ]]; then
         say_place "_$number"
     done
     # What it may start from.
-    entries=()
+    entries=() checkpoints=()
     [[ -z $load ]] || entries=("$load"/iter_*/)
     for entry in "${entries[@]}"; do
         entry=${entry%/}
-        [[ ${entry##*/} =~ ^$checkpoint_name$ ]] || continue
-        say checkpoint yes
-        break
+        [[ ${entry##*/} =~ ^$checkpoint_name$ ]] && checkpoints+=("${entry##*/}")
     done
+    say checkpoints "${checkpoints[*]}"
+    if ((${#checkpoints[@]})) || [[ -n $load && -e $load/$tracker ]]; then
+        asked+=("${asked_of_checkpoints[@]}")
+    fi
     look_at_python
 fi

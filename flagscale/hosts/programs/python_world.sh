@@ -23,8 +23,12 @@ kept_world() {
     [[ ${now[*]:2} == "${marks[*]}" ]] || return
     printf -v world '%s\n' "${told[@]}"
 }
+not_answered() { # $1: what was said instead
+    local last=${1##*$'\n'}
+    say python_error "${last:-its environment cannot be activated}"
+}
 look_at_python() {
-    local tree='' key kept='' world='' cache=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}}
+    local tree='' key kept='' world='' replies='' cache=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}}
     if [[ -n $compared ]]; then
         # The files of its code as they are before Python reads them.
         tree=$(find -L "${code_roots[@]}" \( -name __pycache__ -o -name .git \) -prune -o \
@@ -33,14 +37,16 @@ look_at_python() {
     key="flagscale $question $tree $HOSTNAME $PATH"
     key+=" ${PYTHONPATH-} ${PYTHONHOME-} ${PYTHONNOUSERSITE-}"
     [[ $cache == /* && $key$cache != *$'\n'* ]] && kept=$cache/flagscale/hosts/$HOSTNAME-$kept_name
-    if [[ -n $kept && -z $fresh && -z $backend ]] && kept_world; then
+    if [[ -n $kept && -z $fresh ]] && kept_world; then
         say kept yes
-        say python "$world"
-    elif world=$(python_program look "$project" "$compared" "$backend" "$python" \
-        "$kept" "$key" 2>&1); then
-        say python "$world"
-    else
-        world=${world##*$'\n'}
-        say python_error "${world:-its environment cannot be activated}"
+    elif ! world=$(python_program look "$project" "$compared" "$python" "$kept" "$key" 2>&1); then
+        not_answered "$world"
+        return
     fi
+    # What its modules answer changes without its being told: it is never kept.
+    if ((${#asked[@]})) && ! replies=$(python_program ask "${asked[@]}" 2>&1); then
+        not_answered "$replies"
+        return
+    fi
+    say python "$world"$'\n'"$replies"
 }

@@ -132,9 +132,9 @@ class SshConfig:
         return via
 
     def _jump(self, jump: str) -> tuple[str | None, str, int | None]:
-        user, _, place = jump.removeprefix("ssh://").rpartition("@")
-        bracketed = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?", place)
-        found = bracketed or re.fullmatch(r"([^:\s]+)(?::(\d+))?", place)
+        user, _, endpoint = jump.removeprefix("ssh://").rpartition("@")
+        bracketed = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?", endpoint)
+        found = bracketed or re.fullmatch(r"([^:\s]+)(?::(\d+))?", endpoint)
         if found is None:
             raise self._wrong("ProxyJump", f"{jump!r} is not [user@]host[:port]")
         return user or None, found[1], int(found[2]) if found[2] else None

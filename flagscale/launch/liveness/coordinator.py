@@ -12,11 +12,12 @@ all reports and the job starts once more, everywhere, or is over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity, first_of
+from flagscale.launch.liveness.job import JobHost, Notice, unreached
 from flagscale.launch.liveness.messages import (
     Beat,
     DumpStacks,
@@ -37,7 +38,7 @@ from flagscale.launch.liveness.messages import (
     Stopping,
 )
 from flagscale.launch.liveness.policy import Policy
-from flagscale.launch.liveness.stall import RankProgress, stalled_report
+from flagscale.launch.liveness.stall import stalled_report
 
 BACK_OFF_SECONDS = 1.0
 MAX_BACK_OFF_SECONDS = 60.0
@@ -45,49 +46,6 @@ MAX_BACK_OFF_SECONDS = 60.0
 SWEEP_SECONDS = 0.25
 # How long ranks have to write their stacks before the one that is behind is named without them.
 STACK_SECONDS = 6.0
-
-
-@dataclass
-class JobHost:
-    """What is known of a host in this attempt. Times are the coordinator's monotonic clock."""
-
-    name: str
-    heard: float | None = None
-    status: HostStatus = HostStatus.ABSENT
-    joined: int = 0
-    nproc: int = 0
-    moves: int = -1
-    busy: bool = False
-    ended: int | None = None
-    lost: bool = False
-    offset: float | None = None
-    """What to add to this host's Unix time to get the coordinator's monotonic time."""
-    ranks: tuple[RankProgress, ...] | None = None
-    """The answer to the last question for stacks."""
-
-    @property
-    def over(self) -> bool:
-        return self.lost or self.ended is not None
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Something that people want to be told of: ``failed``, ``finished`` or ``stopped``, which are
-    the end, ``stalled`` or ``restarted``."""
-
-    event: str
-    attempt: int
-    failure: Failure | None = None
-
-
-def unreached(port: int | None) -> str:
-    """Why agents may not have met: nobody can look at a firewall between them."""
-    if port is None:
-        return ""
-    return (
-        f" at port {port} of the first host (experiment.runner.liveness_port): an agent did not "
-        "start, or a firewall drops the port"
-    )
 
 
 class Coordinator:

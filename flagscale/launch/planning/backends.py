@@ -42,9 +42,9 @@ def backend_problems(experiment: Experiment) -> list[Problem]:
     return [*problems, *_specific_problems(experiment, name)]
 
 
-def _complaints(name: str, words: Sequence[str]) -> list[str]:
+def _complaints(name: str, options: Sequence[str]) -> list[str]:
     try:
-        registry.options_of(name, words)
+        registry.options_of(name, options)
     except ConfigError as error:
         return [f"{found.key}: {replace(found, key='')}" for found in error.problems]
     return []
@@ -53,15 +53,15 @@ def _complaints(name: str, words: Sequence[str]) -> list[str]:
 def _specific_problems(experiment: Experiment, name: str) -> Iterator[Problem]:
     """The options that a host or a type of device has of its own, in the place of all of
     ``train``."""
-    words = Arguments.of(experiment)[OPTIONS] or ()
-    common = {word for word in words if not _complaints(name, [word])}
+    options = Arguments.of(experiment)[OPTIONS] or ()
+    common = {option for option in options if not _complaints(name, [option])}
     for key, specific in specifics(experiment):
         for path, leaf, value in leaves(specific.arguments, f"{key}.", nulls=True):
             if leaf != OPTIONS:
                 continue
-            words = convert(arguments()[OPTIONS], value or ())
-            unlike = {word.partition("=")[0] for word in common ^ set(words)}
-            texts = _complaints(name, words) or [
+            options = convert(arguments()[OPTIONS], value or ())
+            unlike = {option.partition("=")[0] for option in common ^ set(options)}
+            texts = _complaints(name, options) or [
                 f"{option}: has to be the same on every host of a job: give it in `train`, and "
                 "here too"
                 for option in sorted(unlike - COMM_OPTIONS)

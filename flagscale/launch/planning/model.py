@@ -1,4 +1,4 @@
-"""What a plan is made of, from a host's place in it to the whole. Frozen, each built once.
+"""What a plan is made of, from a host's slot in it to the whole. Frozen, each built once.
 
 Everything in a :class:`LaunchPlan` is shown by a dry run, written to ``plan.json`` and started by a
 runner; nothing is added to it on the way.
@@ -39,7 +39,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Slot:
-    """A host's place in the plan, with all that is known of it. ``machine`` is what the host is
+    """A host's position in the plan, with all that is known of it. ``machine`` is what the host is
     like once ``settings``, what the experiment says of it, hold there."""
 
     node_rank: int

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config.arguments.flatten import flatten, leaves
-from flagscale.config.schema import Experiment, Runner
+from flagscale.config.schema import BACKEND_DIRECTORY, Experiment, Runner
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, meeting_address
@@ -28,8 +28,6 @@ from flagscale.launch.planning.supervision import (
     agent_options,
     liveness_port,
 )
-
-BACKEND_DIRECTORY = Path("third_party") / "Megatron-LM"
 
 
 def plan(

@@ -1,6 +1,6 @@
 """A host's script: one readable block a concern, quoted by construction. Pure.
 
-Words become bash arrays through :func:`shlex.quote`; the user's own commands stand verbatim in
+Argv becomes bash arrays through :func:`shlex.quote`; the user's own commands stand verbatim in
 here-documents whose delimiter does not occur in them, so no value can break out of its place.
 The script passes ``bash -n`` and shellcheck and runs by hand.
 """
@@ -216,15 +216,15 @@ def _environment(host: HostPlan) -> Iterator[str]:
 
 def _with_references(name: str, value: str, kept: Mapping[str, str]) -> str:
     """A value as one word for bash, which fills in the host's own variables."""
-    words = []
+    quoted = []
     for part in parts(name, value):
         if isinstance(part, str):
-            words.append(_quote(part))
+            quoted.append(_quote(part))
             continue
         before, referred, after = part
         own = kept[referred]
-        words.append(f'"${{{own}:+{before}${own}{after}}}"' if before or after else f'"${own}"')
-    return "".join(words) or "''"
+        quoted.append(f'"${{{own}:+{before}${own}{after}}}"' if before or after else f'"${own}"')
+    return "".join(quoted) or "''"
 
 
 def _agent_secrets(host: HostPlan) -> list[str]:

@@ -10,32 +10,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagscale.config.checks import Arguments
-from flagscale.config.interpolation import parts
-from flagscale.config.schema import PROJECT, Experiment
-from flagscale.config.secrets import is_secret
+from flagscale.config.schema import Experiment
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.backends import chooses_here
 from flagscale.launch.planning.devices import hidden
-from flagscale.launch.planning.per_host import Settings
 from flagscale.launch.preflight.checks import Check
 
 CHECK = "communication"
+MODULE = "flagscale.comm.check"
 _WITH_TORCH = ("auto", "nccl", "gloo")
 _NO_GLOO = "gloo cannot do sendrecv, permute on GPU memory"
 
 
-def question(experiment: Experiment, host: Host, own: Settings) -> dict[str, Any] | None:
-    """What the probe needs to ask a host's Python; None where nothing needs to be asked."""
+def words(experiment: Experiment) -> list[str] | None:
+    """What is asked of :data:`MODULE`; None where nothing needs to be asked."""
     name, device = _wanted(experiment)
-    if not chooses_here(experiment) or name in _WITH_TORCH:
-        return None
-    variables = experiment.envs.for_host(host.name, host.device_type)
-    return {
-        "words": [name, device],
-        "project": str(own.build_dir or PROJECT),
-        # Taken apart, since what refers to the host's own variables is put together there.
-        "environment": {k: parts(k, v) for k, v in variables.items() if not is_secret(k, v)},
-    }
+    return None if not chooses_here(experiment) or name in _WITH_TORCH else [name, device]
 
 
 def judge(experiment: Experiment, host: Host, answer: Mapping[str, Any] | None, gpus: int) -> Check:

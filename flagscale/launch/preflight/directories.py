@@ -1,4 +1,4 @@
-"""The directories that training starts from and writes to, held against what a host has there.
+"""The directories that training writes to, held against what a host has there.
 
 The experiment's own directory is one of them; those below it that the YAML does not name are not
 looked at again.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from flagscale.config.arguments import paths, rules
+from flagscale.config.arguments import paths
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
 from flagscale.hosts.facts import NOT_WRITABLE, PathState
@@ -23,12 +24,12 @@ _CACHE = "data_cache_path"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a host's ranks use. ``written``: paths by the argument that names them. ``without`` is
-    what holds where ``load`` has no checkpoint; ``expected``: whether the YAML says it has one."""
+    """What a host's ranks use. ``written``: paths by the argument that names them. ``expected``:
+    whether the YAML says that ``load`` has a checkpoint. ``values``: every argument."""
 
     load: str = ""
-    without: tuple[str, str | None] = ("", None)
     expected: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -47,8 +48,8 @@ def wanted(experiment: Experiment, layout: Layout, own: Settings, *, first: bool
             named[_CACHE] = str(cache[0])
     return Wanted(
         load=values["load"] or "",
-        without=rules.missing_checkpoint(values),
         expected="load" in args.given and values["load"] != values["save"],
+        values=values,
         written={
             name: path
             for name, path in named.items()
@@ -57,8 +58,8 @@ def wanted(experiment: Experiment, layout: Layout, own: Settings, *, first: bool
     )
 
 
-def judge(want: Wanted, states: Mapping[str, PathState], *, holds: bool) -> Iterator[Check]:
-    """The checks of a host that has these ``states`` by path, and ``holds`` a checkpoint or not."""
+def judge(want: Wanted, states: Mapping[str, PathState]) -> Iterator[Check]:
+    """The checks of a host that has these ``states`` by path."""
     unfit = set[str]()
     for name, path in want.written.items():
         state = states.get(path)
@@ -67,11 +68,6 @@ def judge(want: Wanted, states: Mapping[str, PathState], *, holds: bool) -> Iter
             yield _written(name, path, state)
         if state is not None and state.unfit:
             unfit.add(state.existing)
-    found, hint = want.without
-    if want.load and holds:
-        yield Check("load", True, f"{want.load} holds a checkpoint")
-    elif want.load or hint is not None:
-        yield Check("load", hint is None, found, hint or "", warning=want.expected)
 
 
 def _written(name: str, path: str, state: PathState | None) -> Check:

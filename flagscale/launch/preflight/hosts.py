@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from flagscale.config.arguments.flatten import leaves
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import BACKEND_DIRECTORY, Experiment
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.hosts.facts import Facts, packages_of
 from flagscale.hosts.fan_out import describe
 from flagscale.hosts.names import compress
 from flagscale.hosts.python_world import World
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
-from flagscale.launch.planning.plan import BACKEND_DIRECTORY
-from flagscale.launch.preflight import backend, directories
+from flagscale.launch.preflight import backend, checkpoint, directories
 from flagscale.launch.preflight.checks import (
     EARLIER_RUN,
     REACHABLE,
@@ -48,7 +47,7 @@ def check_hosts(
         lambda host, facts: backend.judge(
             experiment,
             found.hosts[host.node_rank],
-            facts.python.backend if facts.python else None,
+            facts.python.answers.get(backend.CHECK) if facts.python else None,
             facts.gpus or 0,
         ),
         lambda host, facts: _disk(plan, facts),
@@ -219,7 +218,9 @@ def _directories(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Ite
     for rank, facts in sorted(found.facts.items()):
         own = found.settings[rank]
         want = directories.wanted(experiment, plan.layout, own, first=rank == 0)
-        for check in directories.judge(want, facts.written, holds=facts.checkpoint):
+        checks = list(directories.judge(want, facts.written))
+        loaded = checkpoint.judge(want, facts, found.facts.get(0), plan.world_size)
+        for check in [*checks, *([loaded] if loaded is not None else [])]:
             row = _rounded(check, want.written.get(check.name, ""))
             rows.setdefault(check.name, []).append((plan.hosts[rank].name, row))
     for named in rows.values():

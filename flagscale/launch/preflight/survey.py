@@ -8,23 +8,25 @@ from dataclasses import dataclass, field
 
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.flatten import leaves
-from flagscale.config.schema import PROJECT, Experiment
+from flagscale.config.interpolation import parts
+from flagscale.config.schema import BACKEND_DIRECTORY, PROJECT, Experiment
+from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, FlagscaleError, Problem
 from flagscale.hosts import facts as asking
 from flagscale.hosts import probe
 from flagscale.hosts.executor import Executor
-from flagscale.hosts.facts import Facts, Need, Question
-from flagscale.hosts.fan_out import Hosts, require_all
+from flagscale.hosts.facts import Facts, ModuleQuestion, Need, Question
+from flagscale.hosts.fan_out import Hosts
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.layout import Layout
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.planning.per_host import Settings, all_settings, rebased
-from flagscale.launch.planning.plan import BACKEND_DIRECTORY, master_address, plan, wanted_port
+from flagscale.launch.planning.plan import master_address, plan, wanted_port
 from flagscale.launch.planning.slots import slots
 from flagscale.launch.planning.supervision import liveness_port
-from flagscale.launch.preflight import backend, directories
+from flagscale.launch.preflight import backend, checkpoint, directories
 
 BACKEND = "the adapted training backend"
 """What asks for the backend's source."""
@@ -68,42 +70,15 @@ def survey(
         made.needed = tuple(_needed(experiment, own, here=here) for own in made.settings)
         if compares_code(experiment, here=here):
             made.code = probe.digest_of(probe.manifest(str(PROJECT)))
-    questions = list(_questions(experiment, made, thorough, fresh))
+    asked = list(questions(experiment, made, thorough, fresh))
 
     def visit(number: int, executor: Executor) -> Facts | None:
-        return asking.ask(executor, questions[number]) if thorough or number == 0 else None
+        return asking.ask(executor, asked[number]) if thorough or number == 0 else None
 
     # All are connected to now: hosts that can't be reached are known before anything starts.
     answers, made.errors = reached.each(visit)
     made.facts = {number: one for number, one in answers.items() if one is not None}
     return made
-
-
-def sync(experiment: Experiment, found: Survey, reached: Hosts) -> int:
-    """Copy the code to every host whose code differs, where the runner is to do that; how many
-    hosts it was copied to."""
-    from flagscale.launch.runners.programs import code
-
-    if not syncs(experiment, here=found.here):
-        return 0
-    files = probe.manifest(str(PROJECT))
-    digest = probe.digest_of(files)
-    behind = [n for n, f in found.facts.items() if f.python is None or f.python.code != digest]
-
-    def copy(number: int, executor: Executor) -> int:
-        own = found.settings[number]
-        return code.sync(
-            executor,
-            PROJECT,
-            files,
-            project=own.build_dir or PROJECT,
-            python=_python(own),
-            setup=own.setup,
-        )
-
-    copied, errors = reached.each(copy, behind)
-    require_all(errors, found.names, "the code could not be copied")
-    return sum(1 for count in copied.values() if count)
 
 
 def syncs(experiment: Experiment, *, here: bool) -> bool:
@@ -119,7 +94,7 @@ def compares_code(experiment: Experiment, *, here: bool) -> bool:
     return bool(own) or (experiment.runner.no_shared_fs and not here)
 
 
-def _questions(
+def questions(
     experiment: Experiment, made: Survey, thorough: bool, fresh: bool
 ) -> Iterator[Question]:
     runner = experiment.runner
@@ -132,7 +107,7 @@ def _questions(
         yield Question(
             master="" if alone else master_address(runner, made.hosts),
             log_root=str(layout.log_dir or layout.logs / "details"),
-            python=_python(own),
+            python=python_of(own),
             setup=own.setup,
             port=(wanted or 0) if number == 0 else None,
             agents_port=agents_port if number == 0 and not alone else None,
@@ -140,7 +115,8 @@ def _questions(
         )
 
 
-def _python(own: Settings) -> str:
+def python_of(own: Settings) -> str:
+    """The Python that starts the ranks of a host, a path or a name there."""
     return own.python or ("python" if own.conda else sys.executable)
 
 
@@ -163,6 +139,14 @@ def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Nee
     own, host = made.settings[number], made.hosts[number]
     layout = Layout(experiment.exp_dir, experiment.runner.log_dir)
     want = directories.wanted(experiment, layout, own, first=number == 0)
+
+    def ask(name: str, module: str, words: Sequence[str]) -> ModuleQuestion:
+        project = str(own.build_dir or PROJECT)
+        return ModuleQuestion(name, module, words, project, environment)
+
+    variables = experiment.envs.for_host(host.name, host.device_type)
+    environment = {k: parts(k, v) for k, v in variables.items() if not is_secret(k, v)}
+    of_backend = backend.words(experiment)
     return Need(
         project=str(own.build_dir or PROJECT),
         exp_dir=str(experiment.exp_dir),
@@ -170,7 +154,11 @@ def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Nee
         written=list(want.written.values()),
         load=want.load,
         compared=compares_code(experiment, here=made.here),
-        backend=backend.question(experiment, host, own),
+        asked=[ask(backend.CHECK, backend.MODULE, of_backend)] if of_backend else [],
+        # Rank 0 chooses the checkpoint for all.
+        asked_of_checkpoints=(
+            [ask(checkpoint.CHECK, checkpoint.MODULE, [want.load])] if number == 0 else []
+        ),
         fresh=fresh,
     )
 

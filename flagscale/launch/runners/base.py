@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flagscale.config.runners import DEFAULT, RUNNERS
-from flagscale.config.schema import Experiment
-from flagscale.launch.ending import Stopped
-from flagscale.launch.planning.model import LaunchPlan
-from flagscale.launch.preflight.checks import Check
-from flagscale.launch.snapshot import Snapshot
-from flagscale.launch.state import RunState
+
+# Each action loads what it needs: a dry run looks at no process, a look prepares nothing.
+if TYPE_CHECKING:
+    from flagscale.config.schema import Experiment
+    from flagscale.launch.ending import Stopped
+    from flagscale.launch.planning.model import LaunchPlan
+    from flagscale.launch.preflight.checks import Check
+    from flagscale.launch.snapshot import Snapshot
+    from flagscale.launch.state import RunState
 
 
 @dataclass(frozen=True)

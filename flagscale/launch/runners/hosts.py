@@ -15,29 +15,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
+from typing import TYPE_CHECKING
 
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import make_private_directory, write_atomic
-from flagscale.hosts import processes
+from flagscale.hosts import probe, processes
 from flagscale.hosts.executor import Executor, Ties
-from flagscale.hosts.fan_out import Hosts, describe
+from flagscale.hosts.fan_out import Hosts, describe, require_all
 from flagscale.hosts.processes import Process, Swept
-from flagscale.launch import snapshot
-from flagscale.launch.ending import Stopped, killed_ranks, record_stop
-from flagscale.launch.failures import first_failure
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.planning.model import LaunchPlan
-from flagscale.launch.planning.script import render
-from flagscale.launch.preflight.hosts import check_hosts, require_usable
-from flagscale.launch.preflight.survey import plan_of, survey, sync
-from flagscale.launch.preparing import checked, hosts_of, loopback_notes, unprobed_plan
 from flagscale.launch.runners import reaching
 from flagscale.launch.runners.base import Prepared, Texts
 from flagscale.launch.runners.programs import look as looking
 from flagscale.launch.runners.programs import start, stop
 from flagscale.launch.runners.programs.look import ProbeRequest, ProbeResult
-from flagscale.launch.snapshot import EventReader, Snapshot
 from flagscale.launch.state import (
     RunState,
     alive_message,
@@ -48,6 +41,11 @@ from flagscale.launch.state import (
     state_of,
     with_process,
 )
+
+if TYPE_CHECKING:
+    from flagscale.launch.ending import Stopped
+    from flagscale.launch.preflight.survey import Survey
+    from flagscale.launch.snapshot import EventReader, Snapshot
 
 # Between looks at hosts that nobody asked for; more hosts are looked at less often.
 _PAUSE_SECONDS = 1.0
@@ -74,6 +72,8 @@ class HostRunner:
     # -- before a run ---------------------------------------------------------------------------
 
     def plan(self, experiment: Experiment) -> LaunchPlan:
+        from flagscale.launch.preparing import hosts_of, unprobed_plan
+
         hosts = hosts_of(experiment)
         handle = reaching.handle(experiment, hosts)
         return unprobed_plan(experiment, hosts, handle, here=reaching.is_here(handle))
@@ -82,6 +82,10 @@ class HostRunner:
     def prepare(
         self, experiment: Experiment, *, checking: bool, fresh: bool = False
     ) -> Iterator[Prepared]:
+        from flagscale.launch.preflight.hosts import check_hosts, require_usable
+        from flagscale.launch.preflight.survey import plan_of, survey
+        from flagscale.launch.preparing import checked, hosts_of, loopback_notes
+
         hosts = hosts_of(experiment)
         handle = reaching.handle(experiment, hosts)
         with reaching.reach(handle, [host.name for host in hosts]) as reached:
@@ -90,7 +94,7 @@ class HostRunner:
             made = plan_of(experiment, found, new_run_id(), handle)
             # A preflight knows whether the hosts are one machine.
             made = checked(experiment, made, *(() if checking else loopback_notes(made)))
-            ready = Prepared(made, copy_code=lambda: sync(experiment, found, reached))
+            ready = Prepared(made, copy_code=lambda: _copy_code(experiment, found, reached))
             if checking:
                 previous = load_state(made.layout.state)
                 ready.checks = check_hosts(experiment, made, found, previous)
@@ -142,6 +146,8 @@ class HostRunner:
             for host in plan.hosts:
                 host.script.touch(mode=0o700)
             return
+        from flagscale.launch.planning.script import render
+
         for host in plan.hosts:
             write_atomic(host.script, render(plan, host), mode=0o700)
         for old in previous.hosts if previous is not None else ():
@@ -172,12 +178,14 @@ class HostRunner:
     # -- watch --------------------------------------------------------------------------------
 
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
+        from flagscale.launch.snapshot import EventReader, take
+
         shared = state.shared_fs
         request = ProbeRequest(fetch=not shared, last_line=with_lines and not shared)
         self._refresh(state, request)
         if self._reader is None:
             self._reader = EventReader(state.hosts)
-        return snapshot.take(state, self._looks, self._reader, with_lines=with_lines and shared)
+        return take(state, self._looks, self._reader, with_lines=with_lines and shared)
 
     def bring_output(self, state: RunState) -> None:
         if state.shared_fs:
@@ -212,6 +220,8 @@ class HostRunner:
     def wait(self, state: RunState) -> int:
         """The job's exit code: of the host that failed first, else of the first that ended with
         one that isn't 0. The others were told to end, and may have done so sooner."""
+        from flagscale.launch.failures import first_failure
+
         while not self.ended(state):
             time.sleep(processes.POLL_SECONDS)
         failure = first_failure(state, {})
@@ -244,7 +254,7 @@ class HostRunner:
         for _ in range(1000):
             looks, errors = hosts.each(see, numbers)
             self._looks.update(looks)
-            self._looks.update({number: ProbeResult(error=e) for number, e in errors.items()})
+            self._looks.update({number: ProbeResult.failed(e) for number, e in errors.items()})
             numbers = [number for number in looks if looks[number].more]
             if not numbers:
                 break
@@ -254,6 +264,8 @@ class HostRunner:
 
     def stop(self, state: RunState) -> Stopped:
         """End the run on every host that answers; those that do not are named."""
+        from flagscale.launch.ending import Stopped, killed_ranks, record_stop
+
         stopping = replace(state, stop_requested=round(time.time(), 3))
         unrecorded = record_stop(stopping)
         began = time.monotonic()
@@ -300,6 +312,8 @@ def _programs(
     plan: LaunchPlan, texts: Texts, previous: RunState | None, *, tied: bool
 ) -> list[str]:
     """What each host is told to do to start its script."""
+    from flagscale.launch.planning.script import render
+
     old = {host.name: host for host in previous.hosts} if previous else {}
     more: dict[Path, str] = {}
     if not plan.shared_fs:
@@ -320,3 +334,23 @@ def _programs(
         )
         for host in plan.hosts
     ]
+
+
+def _copy_code(experiment: Experiment, found: Survey, reached: Hosts) -> None:
+    """Copy the code to every host whose code differs, where the runner is to do that."""
+    from flagscale.launch.preflight.survey import python_of, syncs
+    from flagscale.launch.runners.programs import code
+
+    if not syncs(experiment, here=found.here):
+        return
+    files = probe.manifest(str(PROJECT))
+    digest = probe.digest_of(files)
+    behind = [n for n, f in found.facts.items() if f.python is None or f.python.code != digest]
+
+    def copy(number: int, executor: Executor) -> int:
+        own = found.settings[number]
+        project, python = own.build_dir or PROJECT, python_of(own)
+        return code.sync(executor, PROJECT, files, project=project, python=python, setup=own.setup)
+
+    _, errors = reached.each(copy, behind)
+    require_all(errors, found.names, "the code could not be copied")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flagscale.config.schema import Experiment
-from flagscale.errors import UnreachableError
+from flagscale.errors import RunStateError, UnreachableError
 from flagscale.hosts import processes
 from flagscale.hosts.executor import Endpoint
 from flagscale.hosts.fan_out import Hosts
@@ -24,7 +24,12 @@ def handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
     if is_local_only(hosts) and not asked:
         return RunnerHandle("local", {"machine": os.uname().nodename})
     ways = [
-        _without_none(user=host.user, port=host.port or runner.ssh_port, proxy=host.proxy)
+        _without_none(
+            via=host.via,
+            user=host.user,
+            port=host.port or (runner.ssh_port if host.via is None else None),
+            proxy=host.proxy,
+        )
         for host in hosts
     ]
     found: dict[str, Any] = {"hosts": ways} if any(ways) else {}
@@ -56,9 +61,14 @@ def require_here(state: RunState) -> None:
 
 
 def reach(runner: RunnerHandle, names: Sequence[str]) -> Hosts:
-    """The hosts of a run, to be connected to when they are first asked."""
+    """The hosts of a run, to be connected to when they are first asked. Raises
+    :class:`RunStateError` for a handle that is not of this version."""
     ways = runner.handle.get("hosts") or [{}] * len(names)
-    endpoints = [
-        Endpoint(name, via=runner.type, **way) for name, way in zip(names, ways, strict=True)
-    ]
+    try:
+        endpoints = [
+            Endpoint(name, **{"via": runner.type, **way})
+            for name, way in zip(names, ways, strict=True)
+        ]
+    except (TypeError, ValueError) as error:
+        raise RunStateError(f"the run was started by another version: {error}") from error
     return Hosts(endpoints, {runner.type: runner.handle})

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from flagscale.checkpoints import Checkpoints
+from flagscale.errors import CheckpointError
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.state import RunState
-
-CHECKPOINT_TRACKER = "latest_checkpointed_iteration.txt"
-"""The file in which Megatron-LM, and so this project, names the newest checkpoint."""
 
 
 def written(plan: LaunchPlan, state: RunState) -> list[tuple[str, Path]]:
@@ -22,7 +21,7 @@ def written(plan: LaunchPlan, state: RunState) -> list[tuple[str, Path]]:
         ("output", host.output),
         ("logs of ranks", host.run_dir / "ranks"),
         *(("TensorBoard", path) for path in _option(program, "--tensorboard-dir")),
-        *(("checkpoint", _newest(path)) for path in _option(program, "--save")),
+        *(_newest(path) for path in _option(program, "--save")),
     ]
     return [(label, path) for label, path in found if path.exists()]
 
@@ -34,13 +33,15 @@ def _option(program: Sequence[str], flag: str) -> Iterator[Path]:
             yield Path(following)
 
 
-def _newest(directory: Path) -> Path:
+def _newest(directory: Path) -> tuple[str, Path]:
+    """The checkpoint that would be loaded, as far as that shows without torch; the directory where
+    none would be."""
     try:
-        step = (directory / CHECKPOINT_TRACKER).read_text(encoding="ascii").strip()
-        newest = directory / f"iter_{int(step):07d}"
-    except (OSError, ValueError):
-        return directory
-    return newest if newest.exists() else directory
+        # Of another program's nothing is known that is quick to look at.
+        newest = Checkpoints(directory).find(foreign=False)
+    except (OSError, CheckpointError):
+        newest = None
+    return ("checkpoints", directory) if newest is None else ("checkpoint", newest.path)
 
 
 def lines(plan: LaunchPlan, state: RunState) -> Iterator[str]:

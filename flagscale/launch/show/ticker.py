@@ -12,7 +12,7 @@ _REFRESH_PER_SECOND = 2
 
 
 @contextmanager
-def shown(look: Callable[[], Snapshot]) -> Iterator[Callable[[str], None]]:
+def shown(query: Callable[[], Snapshot]) -> Iterator[Callable[[str], None]]:
     """Gives the function that prints a line of output. In a terminal a bar stays below the lines
     and tells the step, the loss and the pace; elsewhere there are the lines alone."""
     if not sys.stdout.isatty():
@@ -30,7 +30,7 @@ def shown(look: Callable[[], Snapshot]) -> Iterator[Callable[[str], None]]:
     task = bar.add_task("starting", total=None, note="")
 
     def render() -> Progress:
-        now = look()
+        now = query()
         bar.update(
             task,
             description=now.phase.value,

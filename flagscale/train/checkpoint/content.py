@@ -18,34 +18,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from flagscale.errors import CheckpointError
+from flagscale.config.arguments import resuming
 from flagscale.train.checkpoint.padding import padded_buckets
 from flagscale.train.state import TrainState
 
 METADATA_KEY = "content_metadata"  # where megatron.core looks for it
 _RNG = "rng_state"
-
-# What makes a model's weights what they are; without any of these equal, a checkpoint is another
-# model's. Sizes that only follow from the layout (the padded vocabulary) are left out.
-_ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "normalization",
-    "gated_linear_unit",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "position_embedding_type",
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "vocab_size",
-)
 
 
 def sharding_metadata() -> dict[str, Any]:
@@ -141,36 +119,12 @@ def restore_rng(loaded: Mapping[str, Any]) -> None:
 
 def describe_run(args: argparse.Namespace, state: TrainState) -> dict[str, Any]:
     """The manifest's words on the run that saves: its model, its layout, what is inside."""
-    values = vars(args)
-    architecture = {name: values[name] for name in _ARCHITECTURE if name in values}
+    schedule = state.scheduler.state_dict()
     return {
-        "architecture": {name: value for name, value in architecture.items() if _plain(value)},
+        **resuming.describe(vars(args), dist.get_world_size()),
         "vocabulary": vocabulary(args, state),
-        "layout": layout(args),
-        "precision": precision(args),
-        "distributed_optimizer": bool(args.use_distributed_optimizer),
-        "has_optimizer": not args.no_save_optim,
-        "has_rng": not args.no_save_rng,
+        "schedule": {name: schedule[name] for name in resuming.SCHEDULE},
     }
-
-
-def _plain(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def layout(args: argparse.Namespace) -> dict[str, int]:
-    """Sizes that decide which rank draws which random numbers."""
-    return {
-        "tensor": args.tensor_model_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-        "virtual": args.virtual_pipeline_model_parallel_size or 1,
-        "expert": args.expert_model_parallel_size,
-        "world": dist.get_world_size(),
-    }
-
-
-def precision(args: argparse.Namespace) -> str:
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
 def vocabulary(args: argparse.Namespace, state: TrainState) -> list[int]:
@@ -178,32 +132,3 @@ def vocabulary(args: argparse.Namespace, state: TrainState) -> list[int]:
     rows = int(state.modules()[0].vocab_size)  # type: ignore[arg-type]
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return [rows - multiple + 1, rows]
-
-
-def check_fits(content: Mapping[str, Any], args: argparse.Namespace, state: TrainState) -> None:
-    """Check that a checkpoint is of this model.
-
-    Raises:
-        CheckpointError: with every difference.
-    """
-    saved: Mapping[str, Any] = content.get("architecture", {})
-    description = describe_run(args, state)
-    ours = description["architecture"]
-    differing = [
-        f"{name}: the checkpoint has {saved[name]!r}, the model {ours[name]!r}"
-        for name in saved
-        if None not in (saved[name], ours.get(name)) and saved[name] != ours[name]
-    ]
-    # megatron.core would load a smaller embedding into a larger one and leave the rest as it is.
-    least, most = description["vocabulary"]
-    low, high = content.get("vocabulary", (least, most))
-    if most < low or high < least:
-        differing.append(
-            f"vocabulary: the checkpoint has {low} to {high} tokens, the model {least} to {most}"
-        )
-    if differing:
-        listed = "\n  ".join(differing)
-        raise CheckpointError(
-            f"the checkpoint is of another model:\n  {listed}",
-            hint="load one of this model, or set these keys as in the checkpoint",
-        )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
@@ -18,10 +18,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
 
-from flagscale.errors import CheckpointError
+from flagscale.checkpoints import Checkpoints, Found
+from flagscale.config.arguments.resuming import Parts, other_schedule, parts_to_load
 from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint.agreement import agree, describe, on_rank_0
-from flagscale.train.checkpoint.store import CheckpointStore, Found
 from flagscale.train.state import TrainState
 
 # What reading a damaged or external file raises, through torch and megatron.core.
@@ -53,16 +53,6 @@ class LoadReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """Which parts of a checkpoint to load."""
-
-    optimizer: bool
-    progress: bool
-    rng: bool
-    notes: tuple[str, ...]
-
-
 def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     """Load the latest whole checkpoint of ``args.load``; None when there is none at all. With
     overlap_param_gather it is called where all parameters are gathered.
@@ -70,12 +60,12 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     Raises:
         CheckpointError: on all ranks, see :class:`Checkpointer`.
     """
-    found = on_rank_0(CheckpointStore(Path(args.load)).find)
+    found = on_rank_0(Checkpoints(Path(args.load)).find)
     if found is None:
         return None
     agree(None if found.path.is_dir() else f"{found.path} is not visible on this host")
-    contents.check_fits(found.content, args, state)
-    wanted = _choose(found.content, args)
+    tokens = contents.vocabulary(args, state)
+    wanted = parts_to_load(found.content, vars(args), dist.get_world_size(), tokens)
     loaded = _read(found, state, wanted, fully_parallel=args.ckpt_fully_parallel_load)
     error = None
     try:
@@ -86,62 +76,8 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     return LoadReport(found.path, found.iteration, wanted.notes, found.skipped)
 
 
-def _choose(content: Mapping[str, Any], args: argparse.Namespace) -> _Wanted:
-    if args.finetune:
-        notes = ("finetune: the weights alone; training starts from step 0",)
-        return _Wanted(optimizer=False, progress=False, rng=False, notes=notes)
-    notes_: list[str] = []
-    optimizer = not args.no_load_optim
-    if not optimizer:
-        notes_.append("without optimizer and schedule (no_load_optim)")
-    else:
-        _check_optimizer(content, args)
-    rng = not args.no_load_rng and bool(content.get("has_rng", False))
-    if rng and content.get("layout") != contents.layout(args):
-        rng = False
-        notes_.append("without random states: the layout changed, generators start from the seed")
-    return _Wanted(optimizer=optimizer, progress=True, rng=rng, notes=tuple(notes_))
-
-
-def _check_optimizer(content: Mapping[str, Any], args: argparse.Namespace) -> None:
-    if not content.get("has_optimizer", True):
-        raise CheckpointError(
-            "the checkpoint holds no optimizer state: it was saved with no_save_optim",
-            hint="no_load_optim: true goes on without it, finetune: true starts from step 0",
-        )
-    kind = bool(args.use_distributed_optimizer)
-    saved = content.get("distributed_optimizer", kind)
-    if saved != kind:
-        raise CheckpointError(
-            f"the checkpoint's optimizer was saved with use_distributed_optimizer: {saved}".lower()
-            + f", this run has {kind}".lower(),
-            hint=f"set use_distributed_optimizer: {saved}".lower()
-            + ", or no_load_optim: true to go on with a fresh optimizer",
-        )
-    _check_experts(content, args)
-    ours = contents.precision(args)
-    if content.get("precision", ours) != ours:
-        raise CheckpointError(
-            f"the checkpoint was trained in {content['precision']}, this run in {ours}: the "
-            "optimizer's state does not fit",
-            hint="no_load_optim: true takes the weights and the progress alone",
-        )
-
-
-def _check_experts(content: Mapping[str, Any], args: argparse.Namespace) -> None:
-    """With expert parallelism megatron.core keeps the experts in an optimizer of their own."""
-    saved = content.get("layout", contents.layout(args))["expert"]
-    ours = args.expert_model_parallel_size
-    if args.num_moe_experts and (saved == 1) != (ours == 1):
-        raise CheckpointError(
-            f"the checkpoint's optimizer was saved with expert_model_parallel_size {saved}, this "
-            f"run has {ours}: between 1 and more its parts differ",
-            hint="no_load_optim: true takes the weights and the progress alone",
-        )
-
-
 def _read(
-    found: Found, state: TrainState, wanted: _Wanted, *, fully_parallel: bool
+    found: Found, state: TrainState, wanted: Parts, *, fully_parallel: bool
 ) -> dict[str, Any]:
     """The checkpoint's parts for this rank."""
     path = str(found.path)
@@ -167,7 +103,7 @@ def _read(
     return loaded
 
 
-def _apply(loaded: dict[str, Any], state: TrainState, wanted: _Wanted) -> None:
+def _apply(loaded: dict[str, Any], state: TrainState, wanted: Parts) -> None:
     modules = state.modules()
     names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
     for name, module in zip(names, modules, strict=True):
@@ -188,11 +124,8 @@ def _load_schedule(loaded: dict[str, Any], state: TrainState) -> None:
     try:
         state.scheduler.load_state_dict(loaded["scheduler"])
     except AssertionError as error:
-        raise CheckpointError(
-            f"the checkpoint's learning-rate schedule differs from the arguments': {_which(error)}",
-            hint="override_opt_param_scheduler: true takes the arguments', "
-            "use_checkpoint_opt_param_scheduler: true the checkpoint's",
-        ) from error
+        # Its manifest does not tell the schedule: it is an older one, or Megatron-LM's.
+        raise other_schedule(_which(error)) from error
 
 
 def _which(error: AssertionError) -> str:

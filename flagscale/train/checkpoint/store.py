@@ -1,4 +1,4 @@
-"""Checkpoints as directories: their names, which of them are whole, which may go.
+"""Writing under a directory of checkpoints: what is half written, which may go.
 
 No torch and no process group: one rank works on the directory for all.
 """
@@ -10,96 +10,30 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.paths import CHECKPOINT_NAME
+from flagscale.checkpoints import (
+    MANIFEST,
+    REQUIRED,
+    TRACKER,
+    Checkpoints,
+    check_whole,
+    digest,
+    seal_of,
+)
 from flagscale.errors import CheckpointError
 
-TRACKER = "latest_checkpointed_iteration.txt"
-MANIFEST = "manifest.json"
-_NAME = re.compile(CHECKPOINT_NAME)
 _REMAINS = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)")
-_REQUIRED = ("metadata.json", ".metadata", "common.pt")
 _MANIFEST_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Found:
-    """The checkpoint to load, what its manifest says beside sizes, and what was passed over."""
-
-    path: Path
-    iteration: int
-    content: Mapping[str, Any] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-
-
-class CheckpointStore:
-    """The checkpoints under one directory."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def path(self, iteration: int) -> Path:
-        return self.root / f"iter_{iteration:07d}"
+class CheckpointStore(Checkpoints):
+    """A directory of checkpoints that a run saves into."""
 
     def partial(self, iteration: int) -> Path:
         """Where a checkpoint is written until it is whole."""
         return self.root / f".iter_{iteration:07d}.partial"
-
-    def iterations(self) -> list[int]:
-        """Iterations with a checkpoint directory, whole or not, newest first."""
-        if not self.root.is_dir():
-            return []
-        matches = (_NAME.fullmatch(item.name) for item in self.root.iterdir() if item.is_dir())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-    # --- finding -------------------------------------------------------------------------
-
-    def find(self) -> Found | None:
-        """The newest whole checkpoint, none newer than the tracker file names.
-
-        Whoever writes an older iteration into the tracker file goes back to it. None when there
-        is no checkpoint at all.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none is whole.
-        """
-        tracked, remark = self._tracked()
-        skipped = [remark] if remark else []
-        for iteration in self.iterations():
-            path = self.path(iteration)
-            if tracked is not None and iteration > tracked:
-                skipped.append(f"{path.name}: newer than {TRACKER} says ({tracked})")
-                continue
-            try:
-                content = check_whole(path)
-            except CheckpointError as error:
-                skipped.append(f"{path.name}: {error.message}")
-                continue
-            if tracked is not None and iteration < tracked and not self.path(tracked).exists():
-                skipped.append(f"{self.path(tracked).name}: missing, although {TRACKER} names it")
-            return Found(path, iteration, content, tuple(skipped))
-        if not skipped:
-            return None
-        listed = "\n  ".join(skipped)
-        raise CheckpointError(
-            f"{self.root}: holds no whole checkpoint:\n  {listed}",
-            hint="remove the damaged directories to start from step 0, or load from elsewhere",
-        )
-
-    def _tracked(self) -> tuple[int | None, str | None]:
-        """The iteration that the tracker file names, and a remark when it is no number."""
-        try:
-            text = (self.root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-        except (FileNotFoundError, NotADirectoryError):
-            return None, None
-        if text.isdecimal():
-            return int(text), None
-        return None, f"{TRACKER}: holds {text[:40]!r}, expected an iteration; not followed"
-
-    # --- writing -------------------------------------------------------------------------
 
     def begin(self, iteration: int) -> Path:
         """An empty directory to write the checkpoint of an iteration into."""
@@ -174,65 +108,21 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def check_whole(path: Path) -> dict[str, Any]:
-    """Check that every file is there with its size; returns what else the manifest says.
-
-    A checkpoint without a manifest, from Megatron-LM itself, is checked for the files that every
-    checkpoint has and for the length that its metadata implies.
-
-    Raises:
-        CheckpointError: the first file that is missing or has another size.
-    """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        sizes = {str(name): int(size) for name, size in manifest["files"].items()}
-    except FileNotFoundError:
-        _check_foreign(path)
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-    for name, size in sizes.items():
-        _check_size(path, name, size, exact=True)
-    del manifest["files"]
-    return dict(manifest)
-
-
-def _check_foreign(path: Path) -> None:
-    for name in _REQUIRED:
-        if not (path / name).is_file():
-            raise CheckpointError(f"{name} is missing, and there is no {MANIFEST}")
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    try:
-        stored = FileSystemReader(path).read_metadata().storage_data or {}
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f".metadata cannot be read: {error}") from error
-    needed: dict[str, int] = {}
-    for item in stored.values():
-        end = item.offset + item.length
-        needed[item.relative_path] = max(end, needed.get(item.relative_path, 0))
-    for name, size in needed.items():
-        _check_size(path, name, size, exact=False)
-
-
-def _check_size(path: Path, name: str, size: int, *, exact: bool) -> None:
-    try:
-        found = (path / name).stat().st_size
-    except OSError:
-        raise CheckpointError(f"{name} is missing") from None
-    if found < size or (exact and found != size):
-        raise CheckpointError(f"{name} has {found} bytes, expected {size}")
-
-
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest of a directory: what is said of it, and the size of each file."""
+    """Write the manifest of a directory: what is said of it, the size of each file, and SHA-256 of
+    the small ones that every checkpoint has.
+
+    Tensors have none: a checksum of theirs would take as long as reading them.
+    """
     files = {
         item.relative_to(path).as_posix(): item.stat().st_size
         for item in sorted(path.rglob("*"))
         if item.is_file()
     }
-    manifest = {"version": _MANIFEST_VERSION, **content, "files": files}
-    _write_synced(path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    digests = {name: digest(path / name) for name in REQUIRED if name in files}
+    manifest = {"version": _MANIFEST_VERSION, **content, "files": files, "digests": digests}
+    sealed = {**manifest, "seal": seal_of(manifest)}
+    _write_synced(path / MANIFEST, json.dumps(sealed, indent=1) + "\n")
 
 
 def _write_synced(path: Path, text: str) -> Path:

@@ -56,8 +56,8 @@ def build_data_iterators(
     """The data of a run that has consumed what ``progress`` says. Called on all ranks, after
     torch.distributed is up.
 
-    ``args`` has passed :mod:`flagscale.train.resolve`. ``shard`` is this rank's part of the data;
-    without it that of its data-parallel group.
+    ``args`` has passed :mod:`flagscale.config.arguments.resolve`. ``shard`` is this rank's part of
+    the data; without it that of its data-parallel group.
 
     Raises:
         DataError: data is missing, damaged, too little, or of another tokenizer.

@@ -43,18 +43,6 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config)
-        unsupported = {
-            "window_size": config.window_size,
-            "qk_clip": config.qk_clip,
-            "log_max_attention_logit": config.log_max_attention_logit,
-            "softmax_type": None if config.softmax_type == "vanilla" else config.softmax_type,
-        }
-        for name, value in unsupported.items():
-            if value:
-                raise ConfigError(
-                    f"{name}: {value!r} is not possible with scaled_dot_product_attention",
-                    hint="attention_backend: local takes megatron.core's own attention",
-                )
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ConfigError(f"attention with a {attn_mask_type.name} mask is not supported")
         self.causal = attn_mask_type == AttnMaskType.causal

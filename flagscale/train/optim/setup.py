@@ -16,11 +16,11 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from flagscale.config.arguments.resolve import schedule_lengths
 from flagscale.config.arguments.rules import weight_decays
 from flagscale.train.model.config import optimizer_config
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.gradients import clip, gradient_norm
-from flagscale.train.resolve import schedule_lengths
 
 
 def replace_fallbacks() -> None:
@@ -71,5 +71,5 @@ def build_scheduler(
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,
-        **schedule_lengths(args),
+        **schedule_lengths(vars(args)),
     )

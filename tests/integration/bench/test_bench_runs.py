@@ -124,6 +124,26 @@ def test_worse_than_the_baseline_is_4_and_better_is_not(bench: Any, tmp_path: Pa
     assert done.err.count("worse: all_reduce fp32 1024 B on gloo") == 1
 
 
+def test_lines_of_a_batch_share_a_file(bench: Any, tmp_path: Path) -> None:
+    short = "-d fp32 -b 1K -e 1K -n 2 -w 1"
+    (tmp_path / "batch.txt").write_text(
+        f"allr {short}\nallg {short} --json own.json\nbcast {short}"
+    )
+    outputs = ["--json", "all.json", "--report", "all.html", "--plot", "all.svg"]
+    done = bench("--batch", "batch.txt", "-r", "2", *outputs, "--no-header", cwd=tmp_path)
+    assert done.code == 0, done.err
+    kept = json.loads((tmp_path / "all.json").read_text())
+    assert kept["complete"]
+    assert [row["operation"] for row in kept["results"]] == ["all_reduce", "broadcast"]
+    (row,) = json.loads((tmp_path / "own.json").read_text())["results"]
+    assert row["operation"] == "all_gather"
+    page = (tmp_path / "all.html").read_text()
+    assert "$ bench.py --batch batch.txt -r 2 " in page
+    for name in ("all_reduce", "all_gather", "broadcast"):
+        assert f"<h2>{name}</h2>" in page
+        assert f"{name} fp32" in (tmp_path / "all.svg").read_text()
+
+
 _WRONG_BACKEND = '''
 import torch
 import torch.distributed as dist
@@ -178,7 +198,7 @@ def test_a_backend_with_a_bug_is_caught(bench: Any, tmp_path: Path) -> None:
     line = "allr -r 2 --backend wrong -d fp32 -b 64 -e 64 -c -n 2 --dump-dir dump --json x.json"
     done = bench(*line.split(), cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
     assert done.code == 1, done.err
-    assert "Check failed on 2 of 2 ranks: " in done.out
+    assert "Check failed on 2 of 2 ranks: 64 wrong in all; " in done.out
     assert "1 errors found - test failed" in done.out
     files = sorted((tmp_path / "dump").rglob("*.pt"))
     assert [file.name for file in files] == ["rank_0.pt", "rank_1.pt"]

@@ -75,12 +75,12 @@ class Run:
 
     def __init__(self, case: dict[str, Any], rank: Any, device: Any) -> None:
         from flagscale.config.arguments.parser import parse_arguments
+        from flagscale.config.arguments.resolve import resolve
         from flagscale.train import distributed
         from flagscale.train.build import build_state, model_vocabulary
         from flagscale.train.checkpoint import Checkpointer
         from flagscale.train.data.tokenizers import build_tokenizer
         from flagscale.train.model.config import transformer_config
-        from flagscale.train.resolve import resolve
 
         self.case = case
         self.rank = rank.rank

@@ -56,16 +56,19 @@ def test_every_combination_is_checked_measured_and_kept(built: None, tmp_path: P
 
 CHECKS = """
 import torch, torch.distributed as dist
+from flagscale.bench.collectives.datatypes import data_type
+from flagscale.bench.collectives.devices import choose
+from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.pipeline.rank import Call
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for operation in ("all_gather", "reduce_scatter", "all_reduce"):
-    whole = torch.empty(100)
-    call = Call(operation, dist.group.WORLD, whole)
+    group = RankGroup("gloo", (0,), 0, dist.group.WORLD)
+    call = Call(operation, data_type("fp32"), 400, group, choose("cpu", 0))
     assert call.check(3), operation
     run = call.run
     def run_wrongly():
         run()
-        whole[77] += 1
+        call.part.output[77] += 1
     call.run = run_wrongly
     assert not call.check(4), operation
 """

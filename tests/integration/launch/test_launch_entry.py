@@ -67,27 +67,6 @@ def test_dryrun_of_a_thousand_hosts(lab: Lab) -> None:
     assert "host: no host of the plan is called node512; did you mean" in wrong.stderr
 
 
-def test_dryrun_imports_no_torch(lab: Lab) -> None:
-    lab.configure(PROGRAM)
-    code = (
-        "import sys\n"
-        "from flagscale.launch.entry import dispatch\n"
-        "assert dispatch(sys.argv[1:]) == 0\n"
-        "heavy = {'torch', 'numpy', 'megatron', 'paramiko', 'rich.live'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    words = lab.command("action=dryrun")[2:]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=lab.root,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -305,61 +284,6 @@ def test_run_py_without_anything_teaches(lab: Lab) -> None:
     done = subprocess.run(lab.command()[:2], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "action=run" in done.stdout
-
-
-READS = """\
-import collections, json, sys
-opened = collections.Counter()
-sys.addaudithook(lambda event, found: event == "open" and opened.update([str(found[0])]))
-from flagscale.{module} import {name}
-sys.stdout = sys.stderr
-{call}
-print(json.dumps(opened), file=sys.__stdout__)
-"""
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "call"),
-    [
-        pytest.param("launch.entry", "dispatch", "dispatch(sys.argv[1:])", id="dryrun"),
-        pytest.param(
-            "launch.entry", "dispatch", "dispatch([*sys.argv[1:], '--cfg', 'job'])", id="cfg"
-        ),
-        pytest.param(
-            "config.load",
-            "load",
-            "from pathlib import Path; load(Path('conf'), 'lab', [])",
-            id="config",
-        ),
-    ],
-)
-def test_each_file_is_read_once_by_us_and_once_by_hydra(
-    lab: Lab, module: str, name: str, call: str
-) -> None:
-    (lab.root / "hosts").write_text("localhost slots=1\n", encoding="utf-8")
-    lab.configure(PROGRAM, runner={"hostfile": "hosts", "nproc_per_node": 1})
-    lab_yaml = lab.root / "conf" / "lab.yaml"
-    group = lab.root / "conf" / "more" / "x.yaml"
-    group.parent.mkdir()
-    group.write_text("# @package experiment.envs\nA: 1\n", encoding="utf-8")
-    text = lab_yaml.read_text(encoding="utf-8")
-    lab_yaml.write_text(f"defaults: [_self_, more: x]\n{text}", encoding="utf-8")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", READS.format(module=module, name=name, call=call)),
-            *("--config-path", "conf", "--config-name", "lab", "action=dryrun"),
-        ],
-        cwd=lab.root,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-    )
-    assert done.returncode == 0, done.stderr
-    opened = {Path(path).name: count for path, count in json.loads(done.stdout).items()}
-    assert (opened["lab.yaml"], opened["x.yaml"]) == (2, 2)
-    if name == "load":
-        assert "hosts" not in opened  # checking a configuration looks whether it is there
 
 
 def test_a_bare_clone_is_told_of_all_that_it_lacks(tmp_path: Path) -> None:

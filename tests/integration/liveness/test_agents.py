@@ -169,7 +169,7 @@ def test_a_command_that_an_agent_had_to_kill_is_no_first_failure(two: Stations) 
         "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "time.sleep(600 if first else 2); sys.exit(3)"
     )
-    two.start("--grace", "0.5", command=[sys.executable, "-c", program])
+    two.start({"stop_grace": 0.5}, command=[sys.executable, "-c", program])
     assert two.codes() == [1, 3]
     failure = two[0].exit()["failure"]
     assert (failure["host"], failure["exit_code"]) == ("h1", 3)

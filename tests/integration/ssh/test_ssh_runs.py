@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shutil
 import subprocess
+import sys
 import time
 
 import pytest
-from ssh_lab import SshLab
+from launch_lab import PROJECT
+from ssh_lab import SshLab, bystanders, sleepers
 
 pytestmark = pytest.mark.integration
 
@@ -69,10 +72,10 @@ def test_run_query_logs_stop(lab: SshLab) -> None:
     assert [sum(f"rank {rank} works" in line for line in lines) for rank in (0, 1)] == [1, 1]
     again = lab.do("run")
     assert again.returncode == 2
-    assert "is alive there" in again.stderr
+    assert f"is alive in {lab.exp_dir} (since" in again.stderr
     unchecked = lab.do("run", "experiment.runner.preflight=false")
-    assert unchecked.returncode == 3
-    assert "the run before is alive there" in unchecked.stderr
+    assert unchecked.returncode == 1
+    assert f"is alive on h[00-01] in {lab.exp_dir} (since" in unchecked.stderr
     assert lab.query()["state"] == "running"
     stopped = lab.do("stop")
     assert stopped.returncode == 0, stopped.stderr
@@ -117,7 +120,7 @@ def test_a_host_alone_behind_ssh(lab: SshLab) -> None:
     lab.configure(hostfile="h00 slots=1\n")
     refused = lab.do("run")
     assert refused.returncode == 1
-    assert "is alive on h01" in refused.stderr
+    assert f"is alive in {lab.exp_dir} on h01" in refused.stderr
     assert lab.do("stop").returncode == 0
     assert lab.orphans() == {}
 
@@ -132,3 +135,32 @@ def test_a_restart_keeps_the_output_of_the_run_before(lab: SshLab) -> None:
         assert "one" in (old.run_dir / "output").read_text()
         assert "two" in new.output.read_text()
         assert "one" not in new.output.read_text()
+
+
+def test_a_run_whose_directory_is_gone_is_ended_by_its_id_on_every_host(
+    lab: SshLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(lab.root / "state"))
+    lab.configure()
+    assert lab.do("run").returncode == 0
+    state = lab.state()
+    alive = bystanders(lab.bed)
+    shutil.rmtree(lab.exp_dir)
+    assert [bool(lab.members(host, state.run_id)) for host in lab.bed.hosts] == [True, True]
+    refused = lab.do("run")
+    assert refused.returncode == 1
+    assert f"run {state.run_id} of lab is alive in {lab.exp_dir}" in refused.stderr
+
+    done = subprocess.run(
+        [sys.executable, "-m", "flagscale.cli", "stop", state.run_id],
+        cwd=lab.bed.directory,
+        env={**lab.bed.environment(), "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"run {state.run_id} of lab stopped in" in done.stdout
+    assert not any(lab.members(host, state.run_id) for host in lab.bed.hosts)
+    assert sleepers(lab.bed) == alive

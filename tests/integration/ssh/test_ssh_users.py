@@ -11,6 +11,8 @@ from bed.host import Host
 from launch_lab import PROJECT, until
 from ssh_lab import SshLab
 
+from flagscale.train.checkpoint.store import CheckpointStore
+
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.bed(hosts=2, root="private", shared=[], users=["trainer"]),
@@ -51,7 +53,7 @@ def test_an_ordinary_user_runs_queries_and_stops(lab: SshLab) -> None:
     # This one finds what the first preflight has left.
     again = lab.do("run")
     assert again.returncode == 2
-    assert "is alive there" in again.stderr
+    assert f"is alive in {lab.exp_dir} (since" in again.stderr
     stopped = lab.do("stop")
     assert stopped.returncode == 0, stopped.stderr
     assert lab.orphans() == {}
@@ -77,10 +79,15 @@ def test_checkpoints_go_where_the_user_may_write(lab: SshLab) -> None:
     )
     for host in lab.bed.hosts:
         open_python(host)
-        host.run(["mkdir", "-p", lab.root / "base" / "iter_0000002", lab.root / "kept"])
+        host.run(["mkdir", "-p", lab.root / "kept"])
+        for iteration in (2, 4):
+            store = CheckpointStore(host.path(f"{lab.root}/base"))
+            (store.begin(iteration) / "a").write_bytes(b"x" * 100)
+            store.publish(iteration, {})
         host.run(["chown", "-R", USER, lab.root])
     lab.bed["h01"].run(["chown", "root", lab.root / "kept"])
-    lab.bed["h01"].run(["rmdir", lab.root / "base" / "iter_0000002"])
+    lab.bed["h00"].run(["truncate", "-s1", lab.root / "base" / "iter_0000004" / "a"])
+    lab.bed["h01"].run(["rm", "-r", lab.root / "base" / "iter_0000002"])
     done = lab.do("check", "json=true")
     assert done.returncode == 2
     checks = json.loads(done.stdout)
@@ -89,8 +96,11 @@ def test_checkpoints_go_where_the_user_may_write(lab: SshLab) -> None:
     assert found["save", "h01"] == f"{lab.root / 'kept'} is not writable for user {USER}"
     assert ("data_cache_path", "h00") in found
     assert ("data_cache_path", "h01") not in found
-    assert found["load", "h00"] == f"{lab.root / 'base'} holds a checkpoint"
-    assert "holds no checkpoint, and finetune asks for one" in found["load", "h01"]
+    assert found["load", "h00"] == (
+        f"iteration 2 in {lab.root / 'base'}; finetune: the weights alone; training starts from "
+        "step 0; passed over iter_0000004: a has 1 bytes, expected 100"
+    )
+    assert found["load", "h01"] == f"{lab.root / 'base'}/iter_0000002 is not there"
 
 
 def test_a_directory_that_the_user_may_not_write_is_refused(lab: SshLab) -> None:

@@ -73,6 +73,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     """Spread and mean of the initial weights, losses and gradient norms of the first steps, and
     the validation loss after them."""
     from flagscale.config.arguments.parser import parse_arguments
+    from flagscale.config.arguments.resolve import resolve
     from flagscale.train import distributed
     from flagscale.train.build import build_state, model_vocabulary
     from flagscale.train.data.datasets import build_data_iterators
@@ -80,7 +81,6 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     from flagscale.train.model.config import transformer_config
     from flagscale.train.model.initialize import global_parameters
     from flagscale.train.readings import Readings
-    from flagscale.train.resolve import resolve
     from flagscale.train.step import Stepper, gathered
 
     args = resolve(parse_arguments(argv), rank.world_size)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from flagscale.bench.collectives import curves, records
-from flagscale.bench.collectives.launch import read_specs
+from flagscale.bench.collectives.launch import Bench, read_specs
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.watch import Beat, explain
+from flagscale.bench.spawn import cores_here
 from flagscale.errors import ConfigError
 
 
@@ -109,6 +110,11 @@ def test_flags_reach_the_specification() -> None:
         ("allr --import /nowhere.txt", "--import /nowhere.txt: cannot be read: No such file"),
         ("allr --plot curve.gif", "expected a file that ends in .svg or .png"),
         ("allr --report /nowhere/x.html", "its directory does not exist"),
+        ("allr --json /", "--report-to-json-file /: this is a directory; expected a file"),
+        ("allr --json /proc/x.json", "--report-to-json-file /proc/x.json: cannot be written: No"),
+        ("allr --baseline /", "--baseline /: cannot be read: Is a directory"),
+        ("allr --baseline /dev/null", "--baseline /dev/null: not a result of"),
+        ("allr --import /dev/null", "--import /dev/null: no results in it"),
         ("allr --coalesced-cc-size-ratio [1,0]", "expected such as [1,2,1]"),
         ("allr --coalesced-cc-size-ratio []", "expected such as [1,2,1]"),
         ("allr --shared-output-buff", "needs --unique-buff"),
@@ -146,6 +152,45 @@ def test_cases_that_cannot_run_are_named(line: str, message: str) -> None:
         list(parse_spec(line.split()).cases(4))
 
 
+@pytest.mark.parametrize(
+    ("line", "notes"),
+    [
+        ("allr -d uint16,fp32", ["left out: torch has no sum of uint16"]),
+        ("allr,allg -d uint32 -o min,sum", ["left out: torch has no min of uint32"]),
+        ("allg -d uint16,fp32", []),
+        ("allr -d all", []),
+        ("allr -d fp32,int32", []),
+        (
+            "allr --custom-src-target-pairs {file}",
+            ["--custom-src-target-pairs: of no effect without permute"],
+        ),
+        ("permute,allr --custom-src-target-pairs {file}", []),
+    ],
+)
+def test_what_is_asked_for_and_not_done_is_told(
+    tmp_path: Path, line: str, notes: list[str]
+) -> None:
+    file = tmp_path / "pairs.json"
+    file.write_text('{"src_target_pairs": [[0, 1]]}')
+    assert list(parse_spec(line.format(file=file).split()).notes) == notes
+
+
+def test_many_more_ranks_than_cores_want_a_word_of_consent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(Bench, "start_here", lambda _, plan, ranks: started.append(ranks) or 0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Bench().main(["allr", "-r", "100000"]) == 2
+    said = capsys.readouterr().err
+    assert f"100000 ranks on this machine, which has {cores_here()} cores; at most " in said
+    assert "--oversubscribe" in said
+    assert Bench().main(["allr", "-r", "32"]) == 0
+    assert Bench().main(["allr", "-r", "100000", "--oversubscribe"]) == 0
+    assert started == [32, 100_000]
+
+
 def test_every_root_in_turn_and_both_places() -> None:
     spec = parse_spec(["bcast,allg", "--root", "-1", "--both-places"])
     labels = [case.label for case in spec.cases(2)]
@@ -167,6 +212,12 @@ def test_a_batch_runs_its_lines_and_names_the_wrong_one(tmp_path: Path) -> None:
         read_specs(["--batch", str(file)])
     file.write_text("# nothing\n")
     with pytest.raises(ConfigError, match="no line to run"):
+        read_specs(["--batch", str(file)])
+    file.write_text("allr\nallr 'x\n")
+    with pytest.raises(ConfigError, match=":2: No closing quotation"):
+        read_specs(["--batch", str(file)])
+    file.write_text("allr --batch other.txt\n")
+    with pytest.raises(ConfigError, match=r":1: --batch other\.txt: a line of a batch has none"):
         read_specs(["--batch", str(file)])
 
 

@@ -63,6 +63,12 @@ def test_few_runs_and_no_difference_are_said() -> None:
     assert "3 runs a variant: take at least 10" in lines
 
 
+def test_a_single_run_has_no_interval() -> None:
+    lines = "\n".join(findings({("cold", 1): _samples(0.4)[:1], ("warm", 1): _samples(0.1)[:1]}))
+    assert "usable 4.00 times as fast, in a single run each, which shows no difference" in lines
+    assert "interval" not in lines
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

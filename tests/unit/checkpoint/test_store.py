@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flagscale.checkpoints import MANIFEST, REQUIRED, TRACKER, answer, check_whole
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.store import (
-    MANIFEST,
-    TRACKER,
-    CheckpointStore,
-    check_whole,
-)
+from flagscale.train.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture
@@ -27,10 +26,25 @@ def store(tmp_path: Path) -> CheckpointStore:
 def save(store: CheckpointStore, *iterations: int) -> None:
     for iteration in iterations:
         partial = store.begin(iteration)
+        for name in REQUIRED:
+            (partial / name).write_bytes(b"small " + name.encode())
         (partial / "a.distcp").write_bytes(b"x" * 100)
         (partial / "sub").mkdir()
         (partial / "sub" / "b").write_bytes(b"y")
         store.publish(iteration, {"layout": {"world": 2}})
+
+
+def flip(path: Path, position: int = 3) -> None:
+    """Turn one bit over; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 def listed(store: CheckpointStore) -> list[str]:
@@ -80,8 +94,13 @@ def test_a_checkpoint_under_way_is_not_seen(store: CheckpointStore) -> None:
                      id="empty-manifest"),
         pytest.param(lambda p: os.truncate(p / MANIFEST, 30), "manifest.json cannot be read",
                      id="cut-manifest"),
-        pytest.param(lambda p: (p / MANIFEST).unlink(), "metadata.json is missing",
-                     id="no-manifest"),
+        pytest.param(lambda p: (p / MANIFEST).unlink() or (p / "metadata.json").unlink(),
+                     "metadata.json is missing", id="no-manifest"),
+        *(pytest.param(lambda p, name=name: flip(p / name),
+                       f"{name} is not as it was written: its SHA-256 differs", id=f"flip-{name}")
+          for name in REQUIRED),
+        pytest.param(lambda p: rewrite(p / MANIFEST, '"world": 2', '"world": 3'),
+                     "manifest.json is not as it was written", id="other-manifest"),
     ],
 )  # fmt: skip
 def test_damage_is_passed_over(store: CheckpointStore, edit: object, reason: str) -> None:
@@ -186,5 +205,34 @@ def test_keeping_one_removes_the_damaged_too(store: CheckpointStore) -> None:
 def test_the_manifest_lists_every_file(store: CheckpointStore) -> None:
     save(store, 7)
     manifest = json.loads((store.path(7) / MANIFEST).read_text())
-    assert manifest["files"] == {"a.distcp": 100, "sub/b": 1}
-    assert check_whole(store.path(7))["iteration"] == 7
+    sizes = {name: len(name) + 6 for name in REQUIRED}
+    assert manifest["files"] == {"a.distcp": 100, "sub/b": 1, **sizes}
+    assert check_whole(store.path(7)) == {"version": 1, "iteration": 7, "layout": {"world": 2}}
+
+
+def test_a_manifest_from_before_there_were_checksums(store: CheckpointStore) -> None:
+    save(store, 7)
+    path = store.path(7) / MANIFEST
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in manifest.items() if k not in ("seal", "digests")}))
+    flip(store.path(7) / "common.pt")
+    assert check_whole(store.path(7))["layout"] == {"world": 2}
+
+
+def test_what_a_host_answers(store: CheckpointStore) -> None:
+    assert answer(str(store.root)) == {}
+    save(store, 1, 2)
+    flip(store.path(2) / "common.pt")
+    words = [sys.executable, "-X", "importtime", "-m", "flagscale.checkpoints", str(store.root)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert not re.search(r"\| +torch\b", done.stderr)
+    assert json.loads(done.stdout) == {
+        "path": str(store.path(1)),
+        "iteration": 1,
+        "content": {"version": 1, "iteration": 1, "layout": {"world": 2}},
+        "skipped": ["iter_0000002: common.pt is not as it was written: its SHA-256 differs"],
+    }
+    flip(store.path(1) / "common.pt")
+    told = answer(str(store.root))
+    assert told["refused"].startswith(f"{store.root}: holds no whole checkpoint:\n  iter_0000002:")
+    assert "remove the damaged directories" in told["hint"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from flagscale.config import load as loading
 from flagscale.config.interpolation import parts, reference
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
+from flagscale.hosts.facts import ModuleQuestion
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.backends import backend_problems
 from flagscale.launch.planning.per_host import settings
 from flagscale.launch.preflight import backend
+from flagscale.launch.preflight.survey import Survey, questions
 
 _YAML = """\
 experiment:
@@ -90,16 +92,24 @@ def test_an_example_gets_its_options_as_one_argument(load: Load) -> None:
     assert given == {"system": {"comm": ["socket_ifname=eth1"]}}
 
 
+def asked_of(experiment: Experiment) -> Sequence[ModuleQuestion]:
+    """What a preflight asks of this machine's Python."""
+    made = Survey((HERE,), (settings(experiment, HERE),), here=True, needed=({},))
+    (question,) = questions(experiment, made, thorough=True, fresh=False)
+    assert question.need is not None
+    return question.need.asked
+
+
 def test_what_is_asked_of_a_host(load: Load) -> None:
     experiment = load("flagcx")
-    asked = backend.question(experiment, HERE, settings(experiment, HERE))
-    assert asked is not None
-    assert asked["words"] == ["flagcx", "auto"]
+    (asked,) = asked_of(experiment)
+    assert (asked.name, asked.module) == ("communication", "flagscale.comm.check")
+    assert asked.words == ["flagcx", "auto"]
     # A secret stays here; the host's own variables count.
-    assert set(asked["environment"]) == {"X", "PYTHONPATH"}
-    assert asked["environment"]["X"] == ["2"]
+    assert set(asked.environment) == {"X", "PYTHONPATH"}
+    assert asked.environment["X"] == ["2"]
     for name in ("auto", "nccl", "gloo"):
-        assert backend.question(load(name), HERE, settings(experiment, HERE)) is None
+        assert asked_of(load(name)) == []
 
 
 @pytest.mark.parametrize(
@@ -139,16 +149,21 @@ def test_a_python_answers_for_its_own_packages(
     (info / "entry_points.txt").write_text("[flagscale.comm_backends]\nfast = fastlib:Fast\n")
     own = {"PYTHONPATH": parts("PYTHONPATH", f"/nowhere:{reference('FAST_PLACE')}")}
     monkeypatch.setenv("FAST_PLACE", str(tmp_path))
-    asked = {"words": ["fast", "cpu"], "project": str(PROJECT), "environment": own}
-    assert probe.backend(asked, [sys.executable]) == {"device": "cpu", "version": "7.1"}
+    asked = {
+        "module": backend.MODULE,
+        "words": ["fast", "cpu"],
+        "project": str(PROJECT),
+        "environment": own,
+    }
+    assert probe.answer(asked, [sys.executable]) == {"device": "cpu", "version": "7.1"}
     asked["environment"] = {}
-    answer = probe.backend(asked, [sys.executable])
+    answer = probe.answer(asked, [sys.executable])
     assert answer["problem"].startswith("'fast' is not a known backend")
 
 
 def test_a_python_that_fails_is_quoted() -> None:
-    asked = {"words": ["mpi"], "project": "/nowhere", "environment": {}}
+    asked = {"module": "x", "words": ["mpi"], "project": "/nowhere", "environment": {}}
     program = "import sys; print('one', file=sys.stderr); sys.exit('last words')"
-    assert probe.backend(asked, [sys.executable, "-c", program]) == {"problem": "last words"}
-    answer = probe.backend(asked, [sys.executable, "-c", f"print('''{json.dumps({'a': 1})}''')"])
+    assert probe.answer(asked, [sys.executable, "-c", program]) == {"problem": "last words"}
+    answer = probe.answer(asked, [sys.executable, "-c", f"print('''{json.dumps({'a': 1})}''')"])
     assert answer == {"a": 1}

@@ -62,6 +62,8 @@ def test_lists_are_not_shared() -> None:
         ("--num-layers 2.5", "whole number"),
         ("--hidden-dropout 2", "from 0 to 1"),
         ("--lr nan", "expected a number"),
+        ("--lr 1e400", "expected a number"),
+        ("--clip-grad=-inf", "expected a number"),
         ("--normalization BatchNorm", "one of LayerNorm, RMSNorm"),
         ("--bf16 maybe", "true or false"),
         ("--norm-epsilon 1e-5 --layernorm-epsilon 1e-6", "contradicts --norm-epsilon"),

@@ -65,6 +65,17 @@ FITS: dict[str, dict[str, Any]] = {
     "channels": {"hidden_size": 60, "kv_channels": 16},
     "samples": {"train_iters": None, "train_samples": 10},
     "experts": {"num_moe_experts": 4, "expert_model_parallel_size": 2},
+    "window": {"window_size": [4, 0], "attention_backend": "local"},
+    "softmax": {"softmax_type": "off-by-one", "attention_backend": "local"},
+    "softmax-vanilla": {"softmax_type": "vanilla"},
+    "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "not-recomputed": {"recompute_modules": ["layernorm"]},
+    "flex": {
+        "moe_token_dispatcher_type": "flex",
+        "num_moe_experts": 2,
+        "expert_model_parallel_size": 2,
+    },
+    "flex-of-no-experts": {"moe_token_dispatcher_type": "flex"},
     "rope": {"no_position_embedding": True, "position_embedding_type": "rope"},
 }
 
@@ -136,6 +147,42 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "cp": ({"context_parallel_size": 2}, "context_parallel_size", "cannot split a sequence"),
     "te": ({"transformer_impl": "transformer_engine"}, "transformer_impl", "only `local`"),
+    **{
+        name: (
+            {name: value},
+            name,
+            f"{value!r} is not possible with scaled_dot_product_attention; attention_backend: "
+            "local takes",
+        )
+        for name, value in {
+            "window_size": [4, 0],
+            "softmax_type": "off-by-one",
+            "qk_clip": True,
+            "log_max_attention_logit": True,
+        }.items()
+    },
+    "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
+    "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
+    "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
+    "fused-loss": ({"cross_entropy_fusion_impl": "te"}, "cross_entropy_fusion_impl", "te needs"),
+    "instances": (
+        {"num_distributed_optimizer_instances": 2},
+        "num_distributed_optimizer_instances",
+        "2: the optimizer here is sharded over all data-parallel ranks",
+    ),
+    **{
+        f"recompute-{name}": (
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp", name]},
+            "recompute_modules",
+            f"{name} needs",
+        )
+        for name in ("layernorm", "moe_act", "mla_up_proj")
+    },
+    "flex": (
+        {"moe_token_dispatcher_type": "flex", "num_moe_experts": 2},
+        "moe_token_dispatcher_type",
+        "flex needs experts on more than one rank",
+    ),
     "precision": ({"bf16": True, "fp16": True}, "fp16", "excludes bf16"),
     "no-length": ({"train_iters": None}, "train_iters", "found neither"),
     "two-lengths": ({"train_samples": 4}, "train_samples", "found both"),

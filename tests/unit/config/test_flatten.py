@@ -99,7 +99,7 @@ def _values(argument: Argument) -> st.SearchStrategy[Any]:
     elif argument.kind == "int":
         one = st.integers(None if low is None else int(low), None if high is None else int(high))
     elif argument.kind == "float":
-        one = st.floats(low, high, allow_nan=False, allow_infinity=low is None)
+        one = st.floats(low, high, allow_nan=False, allow_infinity=False)
     elif argument.kind == "bool":
         return st.booleans()
     else:

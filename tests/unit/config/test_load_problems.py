@@ -219,6 +219,28 @@ def test_directories_of_the_kernel(workspace: Workspace, override: str, place: s
     assert f"lies in {place}, whose files are the kernel's" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["save", "load", "tensorboard_dir"])
+@pytest.mark.parametrize("value", ["''", "false", "true"])
+def test_texts_that_are_no_directory(workspace: Workspace, name: str, value: str) -> None:
+    override = f"+train.system.checkpoint.{name}={value}"
+    with pytest.raises(ConfigError) as error:
+        workspace.load(override)
+    (problem,) = error.value.problems
+    text = value.strip("'")
+    assert problem.key == f"train.system.checkpoint.{name}"
+    assert problem.message == f"expected a directory, found {text!r}; null leaves it out"
+    loaded = workspace.load(f"+train.system.checkpoint.{name}=./false")
+    assert loaded.train.system["checkpoint"][name].endswith("/false")
+
+
+@pytest.mark.parametrize("value", ["1e400", ".inf", "-.inf", "inf"])
+def test_times_have_an_end(workspace: Workspace, value: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        workspace.load(f"+experiment.runner.lost_host_timeout={value}")
+    assert [p.key for p in error.value.problems] == ["experiment.runner.lost_host_timeout"]
+    assert "expected a number" in str(error.value)
+
+
 def test_all_problems_at_once(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "nnodes: 1", "nnodes: 0\n    nmaster: x")
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: x\n  hiden_size: 3")

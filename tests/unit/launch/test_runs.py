@@ -332,6 +332,13 @@ def test_another_machines_own_run_is_not_asked_here(state: RunState) -> None:
     assert runs.query(renamed).phase.value == "lost"
 
 
+@pytest.mark.parametrize("ways", [[{"way": "rsh"}], [{}, {}]])
+def test_a_handle_of_another_version_is_told(state: RunState, ways: list[dict[str, str]]) -> None:
+    other = replace(state, runner=RunnerHandle("ssh", {"hosts": ways}))
+    with pytest.raises(RunStateError, match="was started by another version"):
+        runs.query(other)
+
+
 def test_an_end_is_remembered(state: RunState) -> None:
     register(state, FIRST, OTHER)
     assert runs.query(replace(state, run_id=FIRST)).phase.value == "lost"

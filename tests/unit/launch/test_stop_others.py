@@ -84,7 +84,7 @@ def test_stop_says_whose_it_is(
     experiment = make_experiment(exp_dir=place)
     before = Layout(place).state.read_text(encoding="utf-8")
     with nobody(), pytest.raises(RunStateError) as raised:
-        actions.stop(experiment, Options())
+        actions.attend(experiment, Options("stop"))
     message = str(raised.value)
     assert f"run {state.run_id} of tiny llama lives and is root's" in message
     assert f"localhost: {state.hosts[0].pid}" in message
@@ -100,7 +100,7 @@ def test_never_ended_already_while_it_lives(
 ) -> None:
     monkeypatch.setattr(HostRunner, "stop", lambda *_: Stopped())
     with pytest.raises(RunStateError, match="none of its processes was found"):
-        actions.stop(make_experiment(exp_dir=place), Options())
+        actions.attend(make_experiment(exp_dir=place), Options("stop"))
 
 
 def test_a_host_says_whose_it_is(state: RunState) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from flagscale.launch.liveness.coordinator import Notice
 from flagscale.launch.liveness.diagnosis import Failure
+from flagscale.launch.liveness.job import Notice
 from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
 from flagscale.launch.notify import Notifier, payload
 

@@ -61,17 +61,6 @@ def test_attention_in_both_directions_with_a_scale() -> None:
     torch.testing.assert_close(found, by_hand(query, key, value, causal=False, scale=0.3))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"window_size": (4, 0)}, {"softmax_type": "off-by-one"}, {"log_max_attention_logit": True}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_what_sdpa_cannot_do_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(changes))) as error:
-        attention(**changes)
-    assert "attention_backend: local" in str(error.value)
-
-
 def test_an_arbitrary_mask_is_refused() -> None:
     with pytest.raises(ConfigError, match="padding mask"):
         attention(AttnMaskType.padding)

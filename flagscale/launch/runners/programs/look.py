@@ -18,6 +18,7 @@ from flagscale.hosts.answer import Piece, ask
 from flagscale.hosts.executor import Executor
 from flagscale.hosts.program import program
 from flagscale.launch.layout import EXIT_FILE, RANKS_DIRECTORY, STATUS_DIRECTORY
+from flagscale.launch.snapshot import Seen
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import RUN_ID_VARIABLE
 
@@ -32,22 +33,18 @@ _BODY = Path(__file__).with_name("look.sh")
 
 
 @dataclass(frozen=True)
-class ProbeResult:
+class ProbeResult(Seen):
     """What was seen of a run on a host. ``alive`` is ``script``, ``orphans`` (only other
     processes of the run) or empty; ``more``: there is more to fetch; ``error`` says why nothing
     was seen."""
 
-    alive: str = ""
     ranks: int | None = None
     more: bool = False
-    last_line: str = ""
     error: FlagscaleError | None = None
 
-    @property
-    def trouble(self) -> str:
-        if self.error is None:
-            return ""
-        return str(getattr(self.error, "summary", self.error.message))
+    @classmethod
+    def failed(cls, error: FlagscaleError) -> ProbeResult:
+        return cls(trouble=str(getattr(error, "summary", error.message)), error=error)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flagscale.files import json_text
 from flagscale.hosts.probe import filled
 from flagscale.launch.liveness.options import AgentOptions
 from flagscale.launch.planning.environment import EnvValue, shell_notes
-from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launch.planning.script import render
 from flagscale.launch.show.plan import plan_text
 
@@ -134,6 +134,7 @@ def test_any_reference_comes_back_out_of_bash(
     made = LaunchPlan(
         *("r", "n", directory, None, "127.0.0.1", 1, (host,)),
         **{"external": True, "start_timeout": 1, "stop_grace": 1},
+        runner=RunnerHandle("local"),
     )
     head = render(made, host).partition("# Supervisor,")[0]
     done = subprocess.run(

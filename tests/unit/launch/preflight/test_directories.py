@@ -11,6 +11,7 @@ import pytest
 from flagscale.config.schema import Experiment, Runner, Task, Train
 from flagscale.hosts.facts import NOT_A_DIRECTORY, NOT_WRITABLE, Facts, PathState
 from flagscale.hosts.hostfile import Host
+from flagscale.hosts.python_world import World
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.planning.per_host import all_settings, settings
@@ -78,53 +79,7 @@ def test_what_is_written(
 
 def test_nothing_is_known_of_a_foreign_program(make_experiment: MakeExperiment) -> None:
     external = make_experiment(train=Train(system={"save": "/a", "load": "/b", "finetune": True}))
-    assert list(judge(of(external), {}, holds=False)) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "holds", "row"),
-    [
-        pytest.param({}, False, (True, False, f"{OWN}/checkpoints holds no"), id="first-run"),
-        pytest.param({}, True, (True, False, f"{OWN}/checkpoints holds a"), id="second-run"),
-        pytest.param({"load": "/l"}, False, (True, True, "/l holds no checkpoint; "), id="load"),
-        pytest.param({"load": "/l"}, True, (True, False, "/l holds a checkpoint"), id="there"),
-        pytest.param(
-            {"load": "/l", "save": "/l"}, False, (True, False, "/l holds no"), id="resumes-its-own"
-        ),
-        pytest.param(
-            {"load": "/l", "finetune": True},
-            False,
-            (False, True, "/l holds no checkpoint, and finetune asks for one"),
-            id="finetune",
-        ),
-        pytest.param(
-            {"load": "/l", "finetune": True}, True, (True, False, "/l holds a"), id="finetune-there"
-        ),
-        pytest.param(
-            {"load": None, "finetune": True},
-            False,
-            (False, False, "no checkpoint is named, and finetune asks for one"),
-            id="finetune-of-nothing",
-        ),
-        pytest.param({"load": None}, False, None, id="no-load"),
-    ],
-)
-def test_the_checkpoint_to_start_from(
-    experiment: MakeExperiment,
-    given: dict[str, Any],
-    holds: bool,
-    row: tuple[bool, bool, str] | None,
-) -> None:
-    want = of(experiment(**given))
-    states = dict.fromkeys(want.written.values(), ROOM)
-    rows = [one for one in judge(want, states, holds=holds) if one.name == "load"]
-    if row is None:
-        assert rows == []
-        return
-    (check,) = rows
-    assert (check.ok, check.warning) == row[:2]
-    assert check.found.startswith(row[2])
-    assert bool(check.hint) is not check.ok
+    assert list(judge(of(external), {})) == []
 
 
 @pytest.mark.parametrize(
@@ -145,7 +100,7 @@ def test_the_checkpoint_to_start_from(
 )
 def test_what_cannot_be_written(name: str, state: PathState | None, ok: bool, found: str) -> None:
     states = {} if state is None else {"/mnt/x": state}
-    (check,) = judge(Wanted(written={name: "/mnt/x"}), states, holds=False)
+    (check,) = judge(Wanted(written={name: "/mnt/x"}), states)
     assert check.ok is ok
     assert found in check.found
     assert ok or state is None or name in check.hint
@@ -165,17 +120,23 @@ def test_every_host_is_looked_at(
     experiment: MakeExperiment, make_plan: Callable[..., LaunchPlan]
 ) -> None:
     hosts = (Host("n1", 1), Host("n2", 1), Host("n3", 1))
-    given = experiment(save="/mnt/x", load="/l")
+    given = experiment(
+        save="/mnt/x", load="/l", num_layers=1, hidden_size=8, num_attention_heads=1,
+        seq_length=8, lr=0.1, train_iters=5,
+    )  # fmt: skip
+    told = {"path": "/l/iter_0000004", "iteration": 4, "content": {}, "skipped": []}
+    python = World("3.11", "/python", answers={"load": told})
     fine = {"/mnt/x": ROOM, "/mnt/data_cache": ROOM}
     denied = {"/mnt/x": DENIED}
+    there = ("iter_0000003", "iter_0000004")
     found = Survey(
         hosts,
         all_settings(given, hosts),
         needed=({},) * 3,
         facts={
-            0: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoint=True),
-            1: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoint=True),
-            2: Facts(1, 0, "eth0", "b", 0.0, written=denied),
+            0: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoints=there, python=python),
+            1: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoints=there),
+            2: Facts(1, 0, "eth0", "b", 0.0, written=denied, checkpoints=("iter_0000003",)),
         },
     )
     plan = make_plan(hosts=hosts, runner=Runner(nproc_per_node=1))
@@ -186,6 +147,7 @@ def test_every_host_is_looked_at(
         ("save", "n3", False, False),
         ("data_cache_path", "n1", True, False),
         ("load", "n[1-2]", True, False),
-        ("load", "n3", True, True),
+        ("load", "n3", False, False),
     ]
     assert rows[0].found == "/mnt/x: more than 2 GiB free"
+    assert rows[-1].found == "/l/iter_0000004 is not there"

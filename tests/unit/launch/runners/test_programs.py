@@ -17,11 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.config.arguments import paths
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.hosts import facts, probe
 from flagscale.hosts.answer import Answer, Piece, parse
-from flagscale.hosts.facts import Need, Question
+from flagscale.hosts.facts import ModuleQuestion, Need, Question
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.program import END, PROGRAMS, source
 from flagscale.launch.planning.model import LaunchPlan, Machine
@@ -49,9 +48,11 @@ def state(make_plan: MakePlan) -> RunState:
 def programs(make_plan: MakePlan, state: RunState) -> dict[str, str]:
     plan = make_plan(hosts=TWO, exp_dir=Path(f"/data/{HOSTILE}"))
     host = plan.hosts[1]
+    asked = ModuleQuestion(HOSTILE, "m", [HOSTILE], HOSTILE, {"A": [HOSTILE]})
     need = Need(
-        HOSTILE, HOSTILE, [HOSTILE], [HOSTILE], HOSTILE, compared=True, backend={"a": HOSTILE}
-    )
+        HOSTILE, HOSTILE, [HOSTILE], [HOSTILE], HOSTILE, compared=True, asked=[asked],
+        asked_of_checkpoints=[asked, asked],
+    )  # fmt: skip
     question = Question(HOSTILE, HOSTILE, HOSTILE, HOSTILE, port=0, need=need)
     everything = ProbeRequest(fetch=True, output=True, count=True, last_line=True)
     return {
@@ -163,14 +164,15 @@ def test_ports_of_this_machine(tmp_path: Path) -> None:
 def test_directories_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "whole" / "iter_0000002").mkdir(parents=True)
+    (tmp_path / "whole" / "iter_0000010").mkdir()
     (tmp_path / "none" / "iter_2").mkdir(parents=True)
     written = [str(tmp_path / name) for name in (HOSTILE, "file/x", "none/iter_2")]
-    for load, holds in ((tmp_path / "whole", True), (tmp_path / "none", False), ("", False)):
+    whole = ("iter_0000002", "iter_0000010")
+    for load, holds in ((tmp_path / "whole", whole), (tmp_path / "none", ()), ("", ())):
         need = Need(str(tmp_path), str(tmp_path), written=written, load=str(load), fresh=True)
         question = Question("", str(tmp_path), sys.executable, need=need)
         found = facts.read(ask(question, tmp_path), question, 0.0, 4e9)
-        assert found.checkpoint is holds
-        assert paths.holds_checkpoint(str(load)) is holds
+        assert found.checkpoints == holds
         states = [found.written[path] for path in written]
         assert [(one.existing, one.unfit) for one in states] == [
             (str(tmp_path), ""),

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.resolve import resolve, schedule_lengths
 from flagscale.errors import ConfigError
-from flagscale.train.resolve import resolve, schedule_lengths
 
 
 def arguments(**changes: Any) -> Namespace:
@@ -162,7 +162,7 @@ def test_all_problems_are_told_at_once() -> None:
 def test_schedule_lengths_are_in_samples(
     changes: dict[str, Any], expected: tuple[float, float, int | None]
 ) -> None:
-    lengths = schedule_lengths(resolve(arguments(**changes), 1))
+    lengths = schedule_lengths(vars(resolve(arguments(**changes), 1)))
     assert lengths["wd_incr_steps"] == 160
     found = (lengths["lr_decay_steps"], lengths["lr_warmup_steps"], lengths["wsd_decay_steps"])
     assert found == expected

@@ -66,24 +66,27 @@ def _set_virtual_stages(args: argparse.Namespace) -> None:
         args.overlap_p2p_comm, args.batch_p2p_comm = True, False
 
 
-def schedule_lengths(args: argparse.Namespace) -> dict[str, Any]:
-    """Lengths of decay, warm-up, WSD's last phase and weight decay's increase, in samples."""
-    batch = args.global_batch_size
+def schedule_lengths(values: rules.Values) -> dict[str, Any]:
+    """Lengths of decay, warm-up, WSD's last phase and weight decay's increase, in samples, from
+    resolved arguments."""
 
-    def samples(in_samples: int | None, in_steps: int | None) -> int | None:
+    def samples(what: str) -> int | None:
+        in_samples, in_steps = values[f"{what}_samples"], values[f"{what}_iters"]
         if in_samples is not None:
-            return in_samples
-        return None if in_steps is None else in_steps * batch
+            return int(in_samples)
+        return None if in_steps is None else int(in_steps * values["global_batch_size"])
 
-    total = max(args.train_samples, 1)
-    decay = samples(args.lr_decay_samples, args.lr_decay_iters) or total
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay
+    total = max(values["train_samples"], 1)
+    decay = samples("lr_decay") or total
+    if values["lr_warmup_fraction"] is not None:
+        warmup = values["lr_warmup_fraction"] * decay
     else:
-        warmup = args.lr_warmup_samples or args.lr_warmup_iters * batch
+        warmup = (
+            values["lr_warmup_samples"] or values["lr_warmup_iters"] * values["global_batch_size"]
+        )
     return {
         "lr_decay_steps": decay,
         "lr_warmup_steps": warmup,
-        "wsd_decay_steps": samples(args.lr_wsd_decay_samples, args.lr_wsd_decay_iters),
+        "wsd_decay_steps": samples("lr_wsd_decay"),
         "wd_incr_steps": total,
     }

@@ -1,0 +1,225 @@
+"""What must hold between a run's arguments and the checkpoint that it starts from.
+
+Pure, and free of torch, as the rules between arguments are: the preflight applies it to what a
+host says of the checkpoint there, and the ranks apply it before they read any tensor.
+
+``values`` are arguments by name, resolved (:mod:`.resolve`). ``content`` is what the checkpoint's
+manifest says beside files; older manifests lack some of it, and one that Megatron-LM wrote has
+none: what is not known is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flagscale.config.arguments.resolve import schedule_lengths
+from flagscale.config.arguments.rules import Values, weight_decays
+from flagscale.errors import CheckpointError
+
+Content = Mapping[str, Any]
+
+# What makes a model's weights what they are; without any of these equal, a checkpoint is another
+# model's. Sizes that only follow from the layout (the padded vocabulary) are left out.
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "gated_linear_unit",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "vocab_size",
+)
+SCHEDULE: Mapping[str, str] = {
+    "max_lr": "learning rate",
+    "min_lr": "minimum learning rate",
+    "lr_warmup_steps": "warmup iterations (in samples)",
+    "lr_decay_steps": "total number of iterations (in samples)",
+    "lr_decay_style": "learning rate decay style",
+    "start_wd": "start weight decay",
+    "end_wd": "end weight decay",
+    "wd_incr_steps": "total number of weight decay iterations (in samples)",
+    "wd_incr_style": "weight decay incr style",
+}
+"""What megatron.core's scheduler compares on load: its names, and its words for them."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which parts of a checkpoint are loaded, and what is worth saying of that."""
+
+    optimizer: bool
+    progress: bool
+    rng: bool
+    notes: tuple[str, ...]
+
+
+def describe(values: Values, world_size: int) -> dict[str, Any]:
+    """The manifest's words on a run that saves, as far as its arguments tell."""
+    architecture = {name: values[name] for name in _ARCHITECTURE if name in values}
+    return {
+        "architecture": {name: value for name, value in architecture.items() if _plain(value)},
+        "layout": _layout(values, world_size),
+        "precision": _precision(values),
+        "distributed_optimizer": bool(values["use_distributed_optimizer"]),
+        "has_optimizer": not values["no_save_optim"],
+        "has_rng": not values["no_save_rng"],
+    }
+
+
+def _plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _layout(values: Values, world_size: int) -> dict[str, int]:
+    """Sizes that decide which rank draws which random numbers."""
+    return {
+        "tensor": values["tensor_model_parallel_size"],
+        "pipeline": values["pipeline_model_parallel_size"],
+        "virtual": values["virtual_pipeline_model_parallel_size"] or 1,
+        "expert": values["expert_model_parallel_size"],
+        "world": world_size,
+    }
+
+
+def _precision(values: Values) -> str:
+    return "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
+
+
+def _schedule(values: Values) -> dict[str, Any]:
+    """The schedule of the arguments, by the names of :data:`SCHEDULE`."""
+    start, end = weight_decays(values)
+    return {
+        **schedule_lengths(values),
+        "max_lr": values["lr"],
+        "min_lr": values["min_lr"],
+        "lr_decay_style": values["lr_decay_style"],
+        "start_wd": start,
+        "end_wd": end,
+        "wd_incr_style": values["weight_decay_incr_style"],
+    }
+
+
+def parts_to_load(
+    content: Content, values: Values, world_size: int, vocabulary: Sequence[int] | None = None
+) -> Parts:
+    """What a run with these arguments loads of a checkpoint. ``vocabulary``: the least and the
+    most tokens that the model's padded vocabulary can stand for, where that is known.
+
+    Raises:
+        CheckpointError: it is of another model, or its optimizer or schedule of another kind.
+    """
+    ours = describe(values, world_size)
+    _check_model(content, ours, vocabulary)
+    if values["finetune"]:
+        notes = ("finetune: the weights alone; training starts from step 0",)
+        return Parts(optimizer=False, progress=False, rng=False, notes=notes)
+    found: list[str] = []
+    optimizer = not values["no_load_optim"]
+    if optimizer:
+        _check_optimizer(content, values, ours)
+    else:
+        found.append("without optimizer and schedule (no_load_optim)")
+    rng = not values["no_load_rng"] and bool(content.get("has_rng", False))
+    if rng and content.get("layout") != ours["layout"]:
+        rng = False
+        found.append("without random states: the layout changed, generators start from the seed")
+    return Parts(optimizer=optimizer, progress=True, rng=rng, notes=tuple(found))
+
+
+def _check_model(
+    content: Content, description: Mapping[str, Any], vocabulary: Sequence[int] | None
+) -> None:
+    saved: Mapping[str, Any] = content.get("architecture", {})
+    ours = description["architecture"]
+    differing = [
+        f"{name}: the checkpoint has {saved[name]!r}, the model {ours[name]!r}"
+        for name in saved
+        if None not in (saved[name], ours.get(name)) and saved[name] != ours[name]
+    ]
+    # megatron.core would load a smaller embedding into a larger one and leave the rest as it is.
+    if vocabulary is not None:
+        least, most = vocabulary
+        low, high = content.get("vocabulary", vocabulary)
+        if most < low or high < least:
+            differing.append(
+                f"vocabulary: the checkpoint has {low} to {high} tokens, the model {least} to "
+                f"{most}"
+            )
+    if differing:
+        listed = "\n  ".join(differing)
+        raise CheckpointError(
+            f"the checkpoint is of another model:\n  {listed}",
+            hint="load one of this model, or set these keys as in the checkpoint",
+        )
+
+
+def _check_optimizer(content: Content, values: Values, ours: Mapping[str, Any]) -> None:
+    if not content.get("has_optimizer", True):
+        raise CheckpointError(
+            "the checkpoint holds no optimizer state: it was saved with no_save_optim",
+            hint="no_load_optim: true goes on without it, finetune: true starts from step 0",
+        )
+    kind = ours["distributed_optimizer"]
+    saved = content.get("distributed_optimizer", kind)
+    if saved != kind:
+        raise CheckpointError(
+            f"the checkpoint's optimizer was saved with use_distributed_optimizer: {saved}".lower()
+            + f", this run has {kind}".lower(),
+            hint=f"set use_distributed_optimizer: {saved}".lower()
+            + ", or no_load_optim: true to go on with a fresh optimizer",
+        )
+    _check_experts(content, values, ours)
+    if content.get("precision", ours["precision"]) != ours["precision"]:
+        raise CheckpointError(
+            f"the checkpoint was trained in {content['precision']}, this run in "
+            f"{ours['precision']}: the optimizer's state does not fit",
+            hint="no_load_optim: true takes the weights and the progress alone",
+        )
+    _check_schedule(content, values)
+
+
+def _check_experts(content: Content, values: Values, ours: Mapping[str, Any]) -> None:
+    """With expert parallelism megatron.core keeps the experts in an optimizer of their own."""
+    saved = content.get("layout", ours["layout"])["expert"]
+    wanted = ours["layout"]["expert"]
+    if values["num_moe_experts"] and (saved == 1) != (wanted == 1):
+        raise CheckpointError(
+            f"the checkpoint's optimizer was saved with expert_model_parallel_size {saved}, this "
+            f"run has {wanted}: between 1 and more its parts differ",
+            hint="no_load_optim: true takes the weights and the progress alone",
+        )
+
+
+def _check_schedule(content: Content, values: Values) -> None:
+    if values["override_opt_param_scheduler"] or values["use_checkpoint_opt_param_scheduler"]:
+        return
+    differing = list(_differing(content.get("schedule", {}), _schedule(values)))
+    if differing:
+        raise other_schedule("; ".join(differing))
+
+
+def _differing(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    for name, words in SCHEDULE.items():
+        if name in saved and saved[name] != ours[name]:
+            yield f"{words}: the checkpoint has {saved[name]}, the arguments {ours[name]}"
+
+
+def other_schedule(differing: str) -> CheckpointError:
+    """The error where a checkpoint's schedule is not that of the arguments."""
+    return CheckpointError(
+        f"the checkpoint's learning-rate schedule differs from the arguments': {differing}",
+        hint="override_opt_param_scheduler: true takes the arguments', "
+        "use_checkpoint_opt_param_scheduler: true the checkpoint's",
+    )

@@ -1,0 +1,48 @@
+"""Which agent watches a host's part of a run, as the run's directory says."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from flagscale.files import make_private_directory, read_json, write_json
+from flagscale.hosts import processes
+from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
+
+
+def announce(run_dir: Path) -> str | None:
+    """Say in the run's directory that this process watches, and forget an earlier start of its
+    script; what went wrong."""
+    own = processes.identify(os.getpid())
+    record = {
+        "pid": os.getpid(),
+        "start_ticks": own.start_ticks if own else 0,
+        "boot_id": processes.boot_id(),
+    }
+    try:
+        make_private_directory(run_dir / status_directory(0))
+        _forget(run_dir)
+        write_json(run_dir / AGENT_FILE, record)
+    except OSError as error:
+        return f"cannot write {error.filename}: {error.strerror}"
+    return None
+
+
+def _forget(run_dir: Path) -> None:
+    reports = run_dir.glob(f"{status_directory(0)}*/rank_*")
+    for stale in (run_dir / EXIT_FILE, run_dir / LIVENESS_FILE, *reports):
+        stale.unlink(missing_ok=True)
+    for stale in run_dir.glob(f"{status_directory(0)}.*"):
+        with suppress(OSError):
+            stale.rmdir()
+
+
+def already_alive(run_id: str, run_dir: Path) -> int | None:
+    """The pid of an agent that watches this very run already, or None."""
+    record = read_json(run_dir / AGENT_FILE)
+    if record is None or record.get("boot_id") != processes.boot_id():
+        return None
+    process = processes.Process(int(record["pid"]), int(record["start_ticks"]))
+    alive = processes.is_alive(process) and processes.belongs(process.pid, run_id)
+    return process.pid if alive else None
