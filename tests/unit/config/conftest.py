@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flagscale.config import schema
 from flagscale.config.actions import Purpose
 from flagscale.config.load import load
 from flagscale.config.schema import Experiment
@@ -82,4 +83,7 @@ class Workspace:
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.chdir(tmp_path)
+    # Of a clone in which everything was set up, whether this one is such or not.
+    monkeypatch.setattr(schema, "BACKEND_SOURCE", tmp_path / "third_party")
+    (tmp_path / "third_party" / "megatron" / "core").mkdir(parents=True)
     return Workspace(tmp_path)
