@@ -218,6 +218,18 @@ def test_a_reader_that_leaves_early(lab: Lab) -> None:
     assert done.stderr == ""
 
 
+def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[str]:
+    """What ``flagscale WORDS`` does in the lab."""
+    return subprocess.run(
+        [sys.executable, "-m", "flagscale.cli", *words],
+        cwd=lab.root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
@@ -252,14 +264,7 @@ def test_a_reader_that_leaves_early(lab: Lab) -> None:
 )
 def test_the_console_script(lab: Lab, words: list[str], code: int, expected: str) -> None:
     lab.configure(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-m", "flagscale.cli", *words],
-        cwd=lab.root,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-    )
+    done = console_script(lab, words)
     assert done.returncode == code, done.stderr
     assert expected in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -325,13 +330,6 @@ def test_actions_that_find_a_run_take_it_itself(
     lab: Lab, argv: list[str], code: int, expected: str
 ) -> None:
     lab.configure(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-m", "flagscale.cli", *argv],
-        cwd=lab.root,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-    )
+    done = console_script(lab, argv)
     assert done.returncode == code, done.stderr
     assert expected in done.stdout + done.stderr
