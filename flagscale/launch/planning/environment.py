@@ -20,6 +20,26 @@ _SHELL = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}
 PYTHON_PATH = "PYTHONPATH"
 _SHUTDOWN_SECONDS = 5.0
 _LAUNCHERS = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, secret.VARIABLE)
+# What a host's script assigns for itself: an exported variable of that name would be overwritten.
+SCRIPTS = re.compile(
+    "after_stop|agent|agent_file|agent_pid|before_start|boot|code|exit_file|interrupted|known"
+    "|other_boot|other_pid|other_ticks|phase|pid_file|program|record|run_dir|script_file|ticks"
+    "|torchrun|who"
+)
+# What bash refuses to assign, or gives another value than the one assigned.
+_BASHS = re.compile(
+    "BASHOPTS|BASHPID|BASH_(?:ALIASES|ARG[CV]|CMDS|LINENO|SOURCE|SUBSHELL|VERSINFO)|DIRSTACK|EUID"
+    "|EPOCH(?:REALTIME|SECONDS)|FUNCNAME|GROUPS|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS"
+    "|UID|_"
+)
+_TAKEN = (
+    (
+        re.compile("|".join(_LAUNCHERS)),
+        "is set by the launcher: it tells the processes of a run from all others",
+    ),
+    (SCRIPTS, "is a name that the script of each host has for itself: choose another"),
+    (_BASHS, "is bash's own: no script can give it a value"),
+)
 DEFAULT, INHERITED, DETECTED, COMMON = "default", "inherited", "detected", "envs"
 
 
@@ -109,11 +129,12 @@ def _given(experiment: Experiment, host: Host) -> dict[str, EnvValue]:
 
 
 def _complaint(name: str, value: str) -> str | None:
-    text = literal(value)
     if not _NAME.fullmatch(name):
         return "is no name of an environment variable: expected letters, digits and _"
-    if name in _LAUNCHERS:
-        return "is set by the launcher: it tells the processes of a run from all others"
+    taken = next((why for names, why in _TAKEN if names.fullmatch(name)), None)
+    if taken is not None:
+        return taken
+    text = literal(value)
     if "\0" in text:
         return "holds a NUL character, which no environment can carry"
     if name in _shell_names(text):

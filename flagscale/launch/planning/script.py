@@ -178,11 +178,11 @@ def _own_values(host: HostPlan) -> Iterator[str]:
 
 def _referred(host: HostPlan) -> dict[str, str]:
     """The host's own variables that values refer to, and the names that keep them: none that a
-    value has for itself."""
+    value has for itself, or that another of those variables has."""
     plain = [value for value in host.environment if not value.secret]
     names = [name for value in plain for name in references(value.value)]
     prefix = "host_"
-    while any(value.name.startswith(prefix) for value in plain):
+    while any(name.startswith(prefix) for name in (*names, *(value.name for value in plain))):
         prefix += "_"
     return {name: f"{prefix}{name}" for name in names}
 

@@ -303,6 +303,8 @@ def test_a_secret_among_the_arguments_is_refused(make_plan: MakePlan) -> None:
         ("A;rm", "x", "is no name"),
         ("FLAGSCALE_RUN_ID", "x", "set by the launcher"),
         ("A", "a\0b", "NUL"),
+        ("run_dir", "x", "has for itself"),
+        ("UID", "7", "is bash's own"),
     ],
 )
 def test_impossible_variables(make_plan: MakePlan, name: str, value: str, message: str) -> None:

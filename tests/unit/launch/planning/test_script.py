@@ -7,6 +7,7 @@ One golden file is a whole script; of the others, only the blocks in which value
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from flagscale.files import json_text
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.liveness.options import AgentOptions
 from flagscale.launch.planning import script as script_module
-from flagscale.launch.planning.environment import EnvValue
+from flagscale.launch.planning.environment import SCRIPTS, EnvValue
 from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launch.planning.script import render
 
@@ -268,3 +269,15 @@ def test_rendering_changes_nothing_but_the_host(make_plan: MakePlan) -> None:
     first, second = (render(made, host) for host in made.hosts)
     assert first != second
     assert render(replace(made), made.hosts[0]) == first
+
+
+def test_every_name_that_the_script_assigns_is_kept_from_variables(
+    case: tuple[str, str],
+) -> None:
+    script = case[1]
+    assigned = set(re.findall(r"(?m)^ *([a-z_]+)=", script))
+    read = re.findall(r"(?m)^ *(?:IFS= )?read -r(?: -d '')? ([a-z_ ]+?) *<", script)
+    assigned.update(name for names in read for name in names.split())
+    assert {"who", "before_start", "other_ticks", "agent_pid"} <= assigned
+    own = {name for name in assigned if not name.startswith("host_")}
+    assert [name for name in sorted(own) if not SCRIPTS.fullmatch(name)] == []
