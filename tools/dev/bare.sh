@@ -56,19 +56,23 @@ furnish() { # the room: a fresh copy of the base, the tree in it twice
 }
 
 enter() { # in namespaces of its own, so that no mount and no process outlives it
+    local place account target failed=0
     mount --bind "$room" "$room"
-    mount -t proc proc "$room/proc"
+    mkdir -p "$logs" "$cache/apt/partial" "$room/logs" "$room/before"
+    mount --bind "$logs" "$room/logs"
+    mount --bind "$cache/apt" "$room/var/cache/apt/archives"
     mount --rbind /sys "$room/sys"
     mount --rbind /dev "$room/dev"
-    local place
     while read -r place; do
         [[ -d $place ]] || continue
         mkdir -p "$room$place"
         mount --bind -o ro "$place" "$room$place"
     done < <(places)
-    mkdir -p "$logs" "$cache/apt/partial"
-    mount --bind "$cache/apt" "$room/var/cache/apt/archives"
-    local account target failed=0
+    # Not chroot: the test bed enters namespaces, whose root would still be this machine's.
+    cd "$room"
+    pivot_root . before
+    mount -t proc proc /proc
+    umount --lazy /before
     for account in ${ACCOUNTS:-tester root}; do
         for target in ${TARGETS:-quickstart test}; do
             make_there "$account" "$target" || failed=1
@@ -78,14 +82,14 @@ enter() { # in namespaces of its own, so that no mount and no process outlives i
 }
 
 make_there() {
-    local account=$1 target=$2 log=$logs/$1-$2.log words code=0 start=$SECONDS
+    local account=$1 target=$2 log=/logs/$1-$2.log words code=0 start=$SECONDS
     mapfile -d '' -t words < <(variables)
-    chroot "$room" setpriv --reuid "$account" --regid "$account" --init-groups --reset-env \
+    setpriv --reuid "$account" --regid "$account" --init-groups --reset-env \
         env LANG=C.UTF-8 "${words[@]}" bash -c 'cd ~/"flag scale" && exec make "$@"' make "$target" \
         </dev/null >"$log" 2>&1 || code=$?
     printf '%-7s make %-12s exit code %d after %d s: %s\n' \
         "$account" "$target" "$code" $((SECONDS - start)) "$(grep . "$log" | tail -n 1)"
-    ((code == 0)) || echo "        see $log"
+    ((code == 0)) || echo "        see $logs${log#/logs}"
     return "$code"
 }
 
