@@ -172,7 +172,9 @@ class Lab:
         return state
 
     def output(self) -> str:
-        return self.state().hosts[0].output.read_text(encoding="utf-8")
+        path = self.state().hosts[0].output
+        # The state is written before the host is asked to start.
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def members(self) -> list[Process]:
         return processes.members(self.state().run_id)

@@ -161,11 +161,11 @@ def test_a_silent_program_that_fails_at_the_start(lab: Lab) -> None:
 
 def test_ranks_that_do_not_join_in_time(lab: Lab) -> None:
     lab.configure(
-        REPORTING, envs={"TOY_PLAN": "sleep,hang"}, runner={"start_timeout": 5, "stop_grace": 1}
+        REPORTING, envs={"TOY_PLAN": "sleep,hang"}, runner={"start_timeout": 10, "stop_grace": 1}
     )
     done = lab.do("run", timeout=60)
     assert done.returncode == 1
-    assert "not every rank joined within 5 s; missing: 1" in done.stderr
+    assert "not every rank joined within 10 s; missing: 1" in done.stderr
     assert "start_timeout" in done.stderr
     assert lab.members() == []
 

@@ -119,7 +119,7 @@ def test_a_host_alone_behind_ssh(lab: SshLab) -> None:
     lab.configure(hostfile="h00 slots=1\n")
     refused = lab.do("run")
     assert refused.returncode == 1
-    assert f"is alive in {lab.exp_dir} on h01" in refused.stderr
+    assert f"is alive on h01 in {lab.exp_dir} (since" in refused.stderr
     assert lab.do("stop").returncode == 0
     assert lab.orphans() == {}
 
@@ -148,7 +148,7 @@ def test_a_run_whose_directory_is_gone_is_ended_by_its_id_on_every_host(
     assert [bool(lab.members(host, state.run_id)) for host in lab.bed.hosts] == [True, True]
     refused = lab.do("run")
     assert refused.returncode == 1
-    assert f"run {state.run_id} of lab is alive in {lab.exp_dir}" in refused.stderr
+    assert f"run {state.run_id} of lab is alive on h[00-01] in {lab.exp_dir}" in refused.stderr
 
     done = subprocess.run(
         [sys.executable, "-m", "flagscale.cli", "stop", state.run_id],

@@ -63,7 +63,7 @@ tree() { # $1: pid, $2: of its parent
     started_at "$1"
     [[ -n $ticks && $parent == "$2" ]] || return
     found+=("$1") started[$1]=$ticks
-    { read -r children </proc/$1/task/$1/children; } 2>/dev/null
+    { read -r children </proc/"$1"/task/"$1"/children; } 2>/dev/null
     for pid in $children; do tree "$pid" "$1"; done
 }
 # torchrun starts a rank: it has a rank, and its parent has none.
@@ -86,13 +86,14 @@ name_ranks() {
 }
 owner=
 said=0
-closed() { # $1: pid; whether it is not this user's to look into or to end; sets `owner`
-    { : <"/proc/$1/environ" && kill -0 "$1"; } 2>/dev/null && return 1
-    local name uid
+closed() { # $1: pid; whether it is not this user's to end; sets `owner`
+    # Its environment tells nothing here: that of a process about to end cannot be read either.
+    kill -0 "$1" && return 1
+    local name uid whose=
     while read -r name uid _; do
-        [[ $name == Uid: ]] && owner=$(id -nu "$uid" 2>/dev/null || echo "user $uid")
+        [[ $name == Uid: ]] && whose=$(id -nu "$uid" || echo "user $uid")
     done <"/proc/$1/status"
-    lives "$1"
+    lives "$1" && owner=$whose
 } 2>/dev/null
 # By its own record, whoever started it.
 agent=
@@ -107,7 +108,7 @@ find_agent
 started_at "$script_pid"
 [[ -n $ticks && $ticks == "$start_ticks" ]] && started[$script_pid]=$ticks || script_pid=
 for pid in $script_pid $agent; do
-    # Whose processes are not this user's to look into, of those no others will be found.
+    # Of another user's run no other processes will be found: their environments are closed too.
     closed "$pid" || continue
     found=("$pid")
     said=1
