@@ -41,7 +41,8 @@ def need_program(need: str, name: str) -> str:
     found = shutil.which(name, path=search_path())
     if found is None:
         leave_out(need, f"no {name} on this machine ({SYSTEM})")
-    return found
+    # Not by /bin where that is a link to /usr/bin: OpenMPI would take `/` for its prefix.
+    return str(Path(found).parent.resolve() / name)
 
 
 def why_no_compiler() -> str | None:

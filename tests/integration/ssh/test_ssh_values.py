@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_hostile_host_names(lab: SshLab) -> None:
 def test_types_and_hosts_have_their_own_values_and_no_other_host_gets_them(lab: SshLab) -> None:
     link = lab.root / "venv" / "bin" / "python"
     link.parent.mkdir(parents=True)
-    link.write_text(f'#!/bin/sh\nVIA=venv exec {lab.command()[0]} "$@"\n')
+    link.write_text(f'#!/bin/sh\nVIA=venv exec {shlex.quote(lab.command()[0])} "$@"\n')
     link.chmod(0o755)
     lab.configure(
         SHOW,
