@@ -43,15 +43,13 @@ class LocalExecutor:
     def run_script(
         self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60
     ) -> Result:
-        data = _encoded(script)
-        argv = ["bash", "--norc", "-c", _READ, "flagscale", str(len(data)), *arguments]
+        argv, data = _read_by_bash(script, arguments)
         return _Exchange(self._start(argv), timeout).run(data)
 
     def run_tied(self, script: str) -> tuple[Result, subprocess.Popen[bytes]]:
         """Run a script that ends by ``exec``, so that what it becomes is a child of this process:
         TERM comes to it when this process ends. The result is what it said before that."""
-        data = _encoded(script)
-        argv = ["bash", "--norc", "-c", _READ, "flagscale", str(len(data))]
+        argv, data = _read_by_bash(script)
         process = self._start(argv, tied=True)
         return _Exchange(process, None, stays=True).run(data), process
 
@@ -85,10 +83,12 @@ class LocalExecutor:
             raise HostError(self.name, what, hint=f"is {argv[0]} on PATH?") from None
 
 
-def _encoded(script: str) -> bytes:
+def _read_by_bash(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], bytes]:
+    """The command that runs a script, and what it is to read."""
     if "\0" in script:
         raise ValueError("a script cannot contain NUL")
-    return script.encode("utf-8", "surrogateescape")
+    data = script.encode("utf-8", "surrogateescape")
+    return ["bash", "--norc", "-c", _READ, "flagscale", str(len(data)), *arguments], data
 
 
 class _Exchange:
