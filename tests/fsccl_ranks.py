@@ -41,12 +41,18 @@ class Rank:
         )
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ready = False
+        self._owed = 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def busy(self) -> bool:
+        """It has been asked for what it has not answered, or its answer was not taken."""
+        return self._owed > 0
 
     def ask(self, case: str, **arguments: Any) -> None:
         if not self._ready:  # importing torch takes seconds, which the start need not wait for
@@ -55,6 +61,7 @@ class Rank:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
         self.process.stdin.flush()
+        self._owed += 1
 
     def answer(self, timeout: float) -> dict[str, Any]:
         """Of the case asked for last.
@@ -67,7 +74,9 @@ class Rank:
         while True:
             ended = self.process.poll() is not None and not self._reader.is_alive()
             try:
-                return self._answers.get(timeout=min(0.5, max(0.0, end - time.monotonic())))
+                reply = self._answers.get(timeout=min(0.5, max(0.0, end - time.monotonic())))
+                self._owed -= "ready" not in reply
+                return reply
             except queue.Empty:
                 if ended:
                     code = self.process.returncode
@@ -114,9 +123,16 @@ class Ranks:
         self._ranks[index].process.wait()
         self._ranks[index] = Rank()
 
+    def free(self, count: int) -> None:
+        """Replace those of the first ``count`` that a failed test has left at work."""
+        for i in range(count):
+            if self._ranks[i].busy:
+                self.kill(i)
+
     def join(self, count: int, *, timeout: float = 30, **environment: str) -> None:
         """Make the first ``count`` ranks a job, with FSCCL_* variables set."""
         self._joins += 1
+        self.free(count)
         for i in range(count):
             self._ranks[i].ask(
                 "join",

@@ -20,6 +20,7 @@ GLOO = {"FSCCL_NATIVE": "gloo", **SMALL}
 def join(pool: Any, environments: Sequence[Mapping[str, str]], timeout: float = 30) -> range:
     """A job whose ranks have environments of their own."""
     pool.joined = getattr(pool, "joined", 0) + 1
+    pool.free(len(environments))
     for i, environment in enumerate(environments):
         pool[i].ask(
             "join",
@@ -122,7 +123,11 @@ def test_a_stopped_rank_is_named(ranks: Any) -> None:
 
 @pytest.mark.parametrize("before", ["barrier", "all_reduce"], ids=["pipes", "tensors"])
 def test_a_rank_without_memory_is_named(ranks: Any, before: str) -> None:
-    """For what crosses, or, once that is there, for torch's tensors: others need not wait long."""
+    """For what crosses, or, once that is there, for torch's tensors: others need not wait long.
+
+    In a new process: what an older one has freed would do for the operation.
+    """
+    ranks.kill(1)
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "1,1", "FSCCL_PIPE_BYTES": "67108864"}] * 2)
     ranks.call(members, "call", op=before, count=10_000)
     count = 32 << 20
