@@ -80,7 +80,9 @@ class Connection(Closing):
         # The transport's thread sees the end of the stream at once instead of at its next poll.
         with contextlib.suppress(OSError, EOFError, AttributeError, TypeError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        self.transport.close()
+        # Through a jump host that is gone by now there is nobody to say goodbye to.
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            self.transport.close()
         actions, self._on_close = self._on_close, []
         for action in actions:
             action()

@@ -47,7 +47,14 @@ def parse_blend(values: Sequence[str] | str, key: str = "data_path") -> Blend:
 
 
 def _parts(word: str) -> list[str]:
-    return [word] if Path(prefix_of(word) + ".idx").exists() else word.split()
+    return [word] if _is_data_set(prefix_of(word)) else word.split()
+
+
+def _is_data_set(prefix: str) -> bool:
+    try:
+        return Path(prefix + ".idx").exists()
+    except (OSError, ValueError):  # longer than any name, or no name at all
+        return False
 
 
 def _weight(word: str) -> float | None:
@@ -56,7 +63,7 @@ def _weight(word: str) -> float | None:
     except ValueError:
         return None
     # A data set's name may be a number.
-    return None if Path(word + ".idx").exists() else number
+    return None if _is_data_set(word) else number
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

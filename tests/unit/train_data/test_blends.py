@@ -98,3 +98,9 @@ def test_split(text: str, expected: tuple[float, float, float]) -> None:
 def test_bad_split(text: str) -> None:
     with pytest.raises(DataError, match="expected up to three numbers"):
         parse_split(text)
+
+
+def test_a_blend_longer_than_any_file_name_is_one() -> None:
+    """The system refuses to look for a file of such a name, rather than say there is none."""
+    blend = parse_blend(" ".join(f"1 {'a' * 40}{number}" for number in range(20)))
+    assert len(blend.prefixes) == 20
