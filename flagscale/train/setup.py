@@ -20,6 +20,7 @@ from flagscale.train.distributed import Rank
 from flagscale.train.meter import Meter
 from flagscale.train.model.config import transformer_config
 from flagscale.train.model.provider import parameters_of
+from flagscale.train.profiling import Profiler
 from flagscale.train.report import Reporter
 from flagscale.train.restart import go_on_from_own_checkpoints
 from flagscale.train.state import TrainState
@@ -51,7 +52,8 @@ def prepare(
     # and a resumed run would no longer draw what the uninterrupted one does.
     with torch.random.fork_rng(devices=[]):
         data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
-    stepper = Stepper(args, config, state, device)
+    profiler = Profiler(args, rank.rank, device, reporter.say)
+    stepper = Stepper(args, config, state, device, profiler)
     meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
     return Trainer(args, state, stepper, data, checkpointer, reporter, meter), state
 

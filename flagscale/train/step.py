@@ -15,6 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.train.device import Device
 from flagscale.train.forward import LOSS_KEY, ForwardStep
+from flagscale.train.layers.precision import weights_changed
+from flagscale.train.profiling import Profiler
 from flagscale.train.readings import StepNumbers
 from flagscale.train.router_losses import RouterLosses
 from flagscale.train.state import TrainState
@@ -29,10 +31,12 @@ class Stepper:
         config: TransformerConfig,
         state: TrainState,
         device: Device,
+        profiler: Profiler | None = None,
     ) -> None:
         self._args = args
         self._state = state
         self._device = device.torch_device
+        self._profiler = profiler
         self._forward = ForwardStep(device)
         self.routers = RouterLosses(args, self._device, state.progress.iteration)
         self._schedule = get_forward_backward_func()
@@ -49,11 +53,15 @@ class Stepper:
             What the host knows, and what the device will know: see :meth:`Readings.add`.
         """
         state, batch = self._state, self._args.global_batch_size
+        if self._profiler:
+            self._profiler.before(state.progress.iteration + 1)
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         reports = self._run(data, forward_only=False)
         updated, norm, zeros = state.optimizer.step()
+        for model in state.modules():
+            weights_changed(model)
         rate = _learning_rate(state.optimizer.param_groups)
         if updated:
             state.scheduler.step(increment=batch)
@@ -66,7 +74,15 @@ class Stepper:
             skipped=not updated,
             zeros=zeros or None,
         )
-        return numbers, self._shared(reports, norm, stop)
+        values = self._shared(reports, norm, stop)
+        if self._profiler:
+            self._profiler.after(numbers.step)
+        return numbers, values
+
+    def close(self) -> None:
+        """No more steps come."""
+        if self._profiler:
+            self._profiler.close()
 
     def evaluate(self, data: Any, steps: int) -> float:
         """Mean loss in nats over ``steps`` global batches, equal on all ranks."""

@@ -69,6 +69,7 @@ class Trainer:
                 reason = leave
                 break
         self._read(leave=0)
+        self._stepper.close()
         if reason == "completed":
             self._evaluate_at_the_end()
         self._save_if_not_saved()

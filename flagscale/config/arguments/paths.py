@@ -17,7 +17,9 @@ DATA = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_
 TOKENIZER = frozenset(
     {"tokenizer_path"} | {a.name for a in ALIASES if a.target == "tokenizer_path"}
 )
-WRITTEN = frozenset({"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path"})
+WRITTEN = frozenset(
+    {"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "profile_dir"}
+)
 """Directories that a run makes itself where they are missing."""
 
 NO_PATH = frozenset({"", "false", "true"})

@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flagscale.config.arguments import precision
+
 Values = Mapping[str, Any]
 Broken = tuple[str, str]
 
@@ -25,15 +27,17 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("moe_grouped_gemm", "grouped GEMM needs a CUDA extension; experts run one after another"),
     ("moe_permute_fusion", "it needs Transformer Engine's fused permutation"),
     ("moe_router_fusion", "it needs Transformer Engine's fused router"),
-    ("fp8", "fp8 needs Transformer Engine"),
     ("fp4", "fp4 needs Transformer Engine"),
     ("use_precision_aware_optimizer", "it needs Transformer Engine's optimizer"),
     ("optimizer_cpu_offload", "offloading the optimizer needs Transformer Engine's or Apex's"),
     ("cpu_offloading", "offloading activations needs Transformer Engine"),
     ("tp_comm_overlap", "overlapping tensor-parallel communication needs Transformer Engine"),
-    ("gradient_accumulation_fusion", "it needs Apex's CUDA extension"),
     ("masked_softmax_fusion", "it needs Apex's CUDA extension; scaled_dot_product_attention fuses"),
-    ("apply_rope_fusion", "it needs Transformer Engine or Apex"),
+    ("fp8_param", "weights are kept in 16 bits and cast once a step"),
+    ("fp8_param_gather", "weights are kept in 16 bits and cast once a step"),
+    ("fp8_dot_product_attention", "attention is computed in 16 bits"),
+    ("fp8_multi_head_attention", "attention is computed in 16 bits"),
+    ("activation_func_fp8_input_store", "it needs Transformer Engine"),
     ("persist_layer_norm", "it needs Apex; torch's norms are fused anyway"),
     ("memory_efficient_layer_norm", "it needs Apex"),
     ("layernorm_zero_centered_gamma", "the norms here have no zero-centred weight"),
@@ -71,12 +75,15 @@ def broken(values: Values) -> list[Broken]:
         _unsupported,
         _not_built,
         _attention,
-        _precision,
+        precision.precision,
+        precision.compiled_only,
+        precision.eight_bits,
         _tensor_parallel,
         _pipeline_parallel,
         _experts,
         _length,
         _overlap,
+        _profiling,
         _schedule,
         _split,
     )
@@ -146,11 +153,11 @@ def _unsupported(values: Values) -> Iterator[Broken]:
             f"{values['context_parallel_size']}: the attention here cannot split a sequence over "
             "ranks yet; use 1",
         )
-    if values["transformer_impl"] != "local":
+    if values["transformer_impl"] == "transformer_engine":
         yield (
             "transformer_impl",
-            f"{values['transformer_impl']}: only `local` is built here; it needs no Transformer "
-            "Engine and computes attention by torch's scaled_dot_product_attention",
+            "transformer_engine: this trainer has no layers of Transformer Engine; take auto, "
+            "whose layers torch compiles on CUDA",
         )
     if values["optimizer"] not in ("adam", "sgd"):
         yield "optimizer", f"{values['optimizer']!r}: expected 'adam' or 'sgd'"
@@ -184,19 +191,6 @@ def _attention(values: Values) -> Iterator[Broken]:
                 f"{values[name]!r} is not possible with scaled_dot_product_attention; "
                 "attention_backend: local takes megatron.core's own attention",
             )
-
-
-def _precision(values: Values) -> Iterator[Broken]:
-    if values["bf16"] and values["fp16"]:
-        yield "fp16", "excludes bf16"
-    if values["cross_entropy_loss_fusion"] and not values["bf16"]:
-        yield (
-            "cross_entropy_loss_fusion",
-            "needs bf16: megatron.core rounds the fused loss's gradient to bf16 whatever the "
-            "precision is",
-        )
-    if values["swiglu"] and values["squared_relu"]:
-        yield "swiglu", "excludes squared_relu"
 
 
 def _tensor_parallel(values: Values) -> Iterator[Broken]:
@@ -290,6 +284,12 @@ def _overlap(values: Values) -> Iterator[Broken]:
         yield "overlap_param_gather", "needs use_distributed_optimizer"
     elif values["overlap_param_gather"] and not values["overlap_grad_reduce"]:
         yield "overlap_param_gather", "needs overlap_grad_reduce"
+
+
+def _profiling(values: Values) -> Iterator[Broken]:
+    first, end = values["profile_step_start"], values["profile_step_end"]
+    if values["profile"] and end <= first:
+        yield "profile_step_end", f"{end} is not after profile_step_start {first}"
 
 
 def _schedule(values: Values) -> Iterator[Broken]:

@@ -59,10 +59,13 @@ class Runtime:
         None, "Model chunks a pipeline rank of the interleaved schedule holds", minimum=1
     )
     transformer_impl: str = arg(
-        "local",
-        "Transformer layers: local is megatron.core's own with this project's attention and norm; "
-        "transformer_engine is for entry points that bring Transformer Engine",
-        choices=("local", "transformer_engine"),
+        "auto",
+        "Transformer layers: compiled is the fastest on CUDA (layers compiled whole, weight "
+        "gradients added by the matrix product, a loss without fp32 logits), local is "
+        "megatron.core's own with this project's attention and norm, auto is compiled on CUDA and "
+        "with fp8, otherwise local; transformer_engine is for entry points that bring Transformer "
+        "Engine",
+        choices=("auto", "compiled", "local", "transformer_engine"),
     )
     check_for_nan_in_loss_and_grad: bool = arg(
         True, "End the job, naming step and rank, when the loss or the gradient is not finite"
@@ -143,9 +146,36 @@ class Logging:
 
 
 @dataclass(frozen=True)
+class Profiling:
+    """Looking at single steps."""
+
+    profile: bool = arg(
+        False,
+        "Record some steps: a trace, and with CUDA a summary of what the device's time went to",
+    )
+    profile_step_start: int = arg(10, "First step that is recorded", minimum=1)
+    profile_step_end: int = arg(12, "First step that is not recorded any more", minimum=2)
+    profile_ranks: tuple[int, ...] | None = arg(None, "Ranks that record; rank 0 without it")
+    profile_dir: str | None = arg(
+        None, "Directory of the traces; without it tensorboard_dir, or where training runs"
+    )
+    use_pytorch_profiler: bool = arg(
+        True,
+        "Record by torch's profiler; without it only CUDA's profiler range is marked, for "
+        "nsys profile --capture-range=cudaProfilerApi",
+    )
+
+
+@dataclass(frozen=True)
 class Model:
     """Model choices that are no field of megatron.core's TransformerConfig."""
 
+    fp8_recipe: str = arg(
+        "tensorwise",
+        "How the numbers of 8-bit matrix products (fp8: hybrid or e4m3) are scaled: by the largest "
+        "magnitude of the tensor, or of each row",
+        choices=("tensorwise", "rowwise", "delayed", "mxfp8", "blockwise", "custom"),
+    )
     position_embedding_type: str = arg(
         "learned_absolute",
         "How positions enter the model",
@@ -298,6 +328,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Runtime, "system"),
     (Checkpointing, "system"),
     (Logging, "system"),
+    (Profiling, "system"),
     (Model, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from megatron.core.activations import squared_relu
@@ -28,6 +28,14 @@ def params_dtype(args: argparse.Namespace) -> torch.dtype:
     return torch.float16 if args.fp16 else torch.float32
 
 
+def implementation(args: argparse.Namespace, device: Device) -> Literal["local", "compiled"]:
+    """How the transformer is built: as ``transformer_impl`` says, compiled on CUDA by default."""
+    chosen = args.transformer_impl
+    if chosen == "auto":
+        chosen = "compiled" if device.is_cuda or args.fp8 else "local"
+    return "compiled" if chosen == "compiled" else "local"
+
+
 def transformer_config(args: argparse.Namespace, device: Device) -> TransformerConfig:
     """The model's configuration.
 
@@ -43,6 +51,11 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         # Frees an output once it is on its way. Kernels of a GPU run in order; gloo, however,
         # may still be reading the memory, and would send what is written there next.
         "deallocate_pipeline_outputs": device.is_cuda,
+        # What megatron.core is told of this project's own layers.
+        "transformer_impl": "local",
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "fp8": None,
         # Weights are drawn by flagscale.train.model.initialize. Initialisation must stay on all
         # the same: it is what marks the parameters that are split over tensor-parallel ranks.
         "perform_initialization": True,

@@ -20,10 +20,13 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.train.device import Device
-from flagscale.train.model.attention import SDPAttention
-from flagscale.train.model.config import ddp_config
+from flagscale.train.layers.data_parallel import LayerwiseDataParallel
+from flagscale.train.model.attention import SDPAttention, choose_kernel
+from flagscale.train.model.config import ddp_config, implementation
+from flagscale.train.model.gpt import LINEARS, FastGPT, finish
 from flagscale.train.model.initialize import initialize
 from flagscale.train.model.norm import norm_class
+from flagscale.train.state import unwrap
 
 # Transformer Engine's choice of attention. It is not used here, yet megatron.core sets these and
 # refuses to find them set otherwise.
@@ -46,26 +49,40 @@ def build_chunks(
     stages: list[int | None] = [None]
     if config.virtual_pipeline_model_parallel_size is not None:
         stages = list(range(config.virtual_pipeline_model_parallel_size))
-    models = [_gpt(args, config, vocabulary, stage).to(device.torch_device) for stage in stages]
+    fast = implementation(args, device) == "compiled"
+    choose_kernel(config, device)
+    models = [
+        _gpt(args, config, vocabulary, stage, fast=fast).to(device.torch_device) for stage in stages
+    ]
     for model in models:
         initialize(model, config, args.seed)
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]
     reduction = ddp_config(args)
+    parallel = LayerwiseDataParallel if fast else DistributedDataParallel
     # Only the first chunk's gradients are reduced while the backward pass still runs.
-    return [
-        DistributedDataParallel(config, reduction, model, disable_bucketing=index > 0)
+    chunks = [
+        parallel(config, reduction, model, disable_bucketing=index > 0)
         for index, model in enumerate(models)
     ]
+    if fast:
+        for chunk in chunks:
+            finish(unwrap(chunk), args, config, compiled=device.is_cuda)
+    return chunks
 
 
 def _gpt(
-    args: argparse.Namespace, config: TransformerConfig, vocabulary: int, stage: int | None
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    vocabulary: int,
+    stage: int | None,
+    *,
+    fast: bool,
 ) -> GPTModel:
     interleaved = stage is not None
-    return GPTModel(
+    return (FastGPT if fast else GPTModel)(
         config=config,
-        transformer_layer_spec=_block_spec(config, stage),
+        transformer_layer_spec=_block_spec(config, stage, fast=fast),
         vocab_size=vocabulary,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(
@@ -87,8 +104,9 @@ def _gpt(
     )
 
 
-def _block_spec(config: TransformerConfig, stage: int | None) -> Any:
-    """megatron.core's local layers of this stage, with the norms and attention replaced."""
+def _block_spec(config: TransformerConfig, stage: int | None, *, fast: bool) -> Any:
+    """megatron.core's local layers of this stage, with the norms and attention replaced, and the
+    linear layers of a ``fast`` model."""
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -99,6 +117,8 @@ def _block_spec(config: TransformerConfig, stage: int | None) -> Any:
     replacements: dict[Any, Any] = {WrappedTorchNorm: norm_class(config.normalization)}
     if config.attention_backend != AttnBackend.local:
         replacements[DotProductAttention] = SDPAttention
+    if fast:
+        replacements.update(LINEARS)
     spec.layer_norm = replacements[WrappedTorchNorm]
     spec.layer_specs = [_replace(layer, replacements) for layer in spec.layer_specs]
     return spec

@@ -48,6 +48,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 DO = "--use-distributed-optimizer"
+COMPILED = "--transformer-impl compiled"
 OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 
 
@@ -124,6 +125,28 @@ CASES = (
     Case("tp2-dp2-sp-do-overlap", 4, LLAMA, f"{SP} {OVERLAP}", "llama"),
     Case("pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{VPP2} {OVERLAP}", "llama"),
     Case("tied-tp2-pp2-vpp2-sp", 4, TIED, f"{SP} {VPP2}", "tied"),
+    # The faster build computes what the plain one does.
+    Case("compiled", 1, LLAMA, COMPILED, "llama"),
+    Case("compiled-tied", 1, TIED, COMPILED, "tied"),
+    Case("compiled-gpt2", 1, GPT2, COMPILED, "gpt2"),
+    Case("compiled-bf16", 1, BF16, COMPILED, "bf16", 1e-2),
+    Case("compiled-fp16", 1, FP16, COMPILED, "llama", 2e-2),
+    Case("compiled-dp2-do-overlap", 2, LLAMA, f"{COMPILED} {OVERLAP}", "llama"),
+    Case("compiled-tp2", 2, LLAMA, f"{COMPILED} {TP2}", "llama", backend=FASTER),
+    Case("compiled-tp2-sp-recompute", 2, LLAMA, f"{COMPILED} {SP} --recompute-granularity full "
+         "--recompute-method uniform --recompute-num-layers 2", "llama", backend=FASTER),
+    Case("compiled-pp2", 2, LLAMA, f"{COMPILED} {PP2}", "llama"),
+    Case("compiled-tied-pp2-do", 2, TIED, f"{COMPILED} {PP2} {DO}", "tied"),
+    Case("compiled-gpt2-tp2-sp", 2, GPT2, f"{COMPILED} {SP}", "gpt2", backend=FASTER),
+    Case("compiled-moe-ep2", 2, MOE, f"{COMPILED} --expert-model-parallel-size 2", "moe"),
+    Case("compiled-moe-tp2", 2, BALANCED, f"{COMPILED} {SP}", "moe-balanced", backend=FASTER),
+    Case("compiled-tp2-dp2-sp-do-overlap", 4, LLAMA, f"{COMPILED} {SP} {OVERLAP}", "llama"),
+    Case("compiled-pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{COMPILED} {VPP2} {OVERLAP}", "llama"),
+    Case("fp8", 1, BF16, f"{COMPILED} --fp8 hybrid", "bf16", 3e-2),
+    Case("fp8-e4m3-rowwise", 1, BF16, f"{COMPILED} --fp8 e4m3 --fp8-recipe rowwise", "bf16", 3e-2),
+    Case("fp8-tp2-sp", 2, BF16, f"{COMPILED} {SP} --fp8 hybrid", "bf16", 3e-2, FASTER),
+    Case("fp8-pp2-dp2-do-overlap", 4, BF16, f"{COMPILED} {PP2} {OVERLAP} --fp8 hybrid "
+         "--first-last-layers-bf16", "bf16", 3e-2),
 )  # fmt: skip
 
 # Layouts that between them call every collective of megatron.core, once more on our own library.

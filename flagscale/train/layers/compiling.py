@@ -1,0 +1,74 @@
+"""What is compiled by torch, and how.
+
+A layer is compiled as one graph without breaks and with fixed shapes; layers that are alike share
+it. A layer's own hooks stay outside: they wait for the parameters that data parallelism gathers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+def why_not(config: TransformerConfig) -> str | None:
+    """Why layers of this configuration cannot be compiled as a whole; None where they can."""
+    if config.recompute_granularity == "selective":
+        return "recompute_granularity: selective recomputes parts of a layer"
+    if config.attention_dropout and not config.sequence_parallel:
+        return "attention_dropout draws from a state of its own for each tensor-parallel rank"
+    if config.fine_grained_activation_offloading or config.cpu_offloading:
+        return "offloading moves parts of a layer's activations"
+    return None
+
+
+def compile_layers(model: Any, backend: str = "inductor") -> None:
+    """Compile each transformer layer of the bare GPT ``model``, when it first runs, by torch's
+    ``backend``.
+
+    Of a layer of experts its attention is compiled: which expert has how many tokens changes.
+    """
+    _write_both_halves_at_once()
+    layers = transformer_layers(model)
+    for layer in layers:
+        # Or a bias would bring its gradient's graph into evaluation, and a graph of its own here.
+        layer.bias_dropout_add_exec_handler = contextlib.nullcontext
+        part = "_forward_attention" if isinstance(layer.mlp, MoELayer) else "forward"
+        whole = torch.compile(getattr(layer, part), fullgraph=True, dynamic=False, backend=backend)
+        setattr(layer, part, whole)
+    if layers:
+        layers[0].register_forward_pre_hook(_with_usual_strides, with_kwargs=True)
+
+
+def _with_usual_strides(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The embedding's output is a transposed view, and so has strides of its own where a dimension
+    is one long: to a graph, another kind of input than the other layers'."""
+    hidden = options["hidden_states"]
+    return args, {**options, "hidden_states": hidden.reshape(-1).view(hidden.shape)}
+
+
+def transformer_layers(model: torch.nn.Module) -> list[Any]:
+    """The transformer layers inside ``model``, in order."""
+    return [module for module in model.modules() if isinstance(module, TransformerLayer)]
+
+
+def _write_both_halves_at_once() -> None:
+    """Have two computed halves written by one kernel that computes each where it goes.
+
+    torch's compiler otherwise computes both halves for every element and picks one, which takes
+    SwiGLU's backward pass and rotary positions more than twice the time. The lowering is private
+    to torch: where it is not as known, the slower kernel stays.
+    """
+    try:
+        from torch._inductor import ir, lowering
+
+        create, box = ir.ConcatKernel.create, ir.TensorBox
+        known = callable(lowering.pointwise_cat)
+    except (ImportError, AttributeError):
+        return
+    if known:
+        lowering.pointwise_cat = lambda inputs, dim=0: box(create(inputs, dim))

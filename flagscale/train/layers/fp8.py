@@ -1,0 +1,175 @@
+"""Linear layers whose matrix products take 8-bit floating point numbers.
+
+Values are scaled just before each product ("current scaling"), so that the largest magnitude is
+the greatest number of the format: one scale a tensor (``tensorwise``), or one a row
+(``rowwise``). Activations and weights are e4m3; gradients e5m2 with ``hybrid``, which has more
+range and less precision, and e4m3 with ``e4m3``. Formats and terms: Micikevicius et al., "FP8
+formats for deep learning", 2022. Sums are fp32, results 16-bit, weights are cast once a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from flagscale.train.layers import collectives
+from flagscale.train.layers.accumulating import add_product, add_tensor, flat, stand_in
+from flagscale.train.layers.jit import compiled_on_cuda
+
+Scaling = Literal["tensorwise", "rowwise"]
+
+FORWARD = torch.float8_e4m3fn
+GRADIENTS = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
+MULTIPLE = 16
+"""Of which every dimension of a product has to be one."""
+
+_TINY = 1e-12
+
+
+class Recipe(NamedTuple):
+    """How products are done; ``weight_gradient``: the weight's gradient in 8 bits too."""
+
+    gradients: str
+    scaling: Scaling
+    weight_gradient: bool
+
+
+class Cast(NamedTuple):
+    """A weight ``[out, in]`` in 8 bits, as the forward and as the backward pass need it."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    transposed: torch.Tensor
+    transposed_scale: torch.Tensor
+
+
+def quantize(
+    tensor: torch.Tensor, dtype: torch.dtype, scaling: Scaling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``tensor`` as a matrix of ``dtype``, and the scale that it has to be multiplied by: a
+    number, or ``[rows, 1]``; in fp32."""
+    greatest = torch.finfo(dtype).max
+    magnitude = tensor.abs()
+    largest = magnitude.amax() if scaling == "tensorwise" else magnitude.amax(-1, keepdim=True)
+    factor = greatest / largest.float().clamp(min=_TINY)
+    scaled = (tensor.float() * factor).clamp(-greatest, greatest)
+    return scaled.to(dtype), factor.reciprocal()
+
+
+def cast_weight(weight: torch.Tensor, scaling: Scaling) -> Cast:
+    """``weight [out, in]`` in 8 bits."""
+    return Cast(*(_cast_whole(weight) if scaling == "tensorwise" else _cast_rows(weight)))
+
+
+@compiled_on_cuda()
+def _cast_whole(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values, scale = quantize(weight, FORWARD, "tensorwise")
+    # A tensor of its own: a graph cannot take one tensor twice.
+    return values, scale, values.t().contiguous(), scale.clone()
+
+
+@compiled_on_cuda()
+def _cast_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    transposed = quantize(weight.t().contiguous(), FORWARD, "rowwise")
+    return *quantize(weight, FORWARD, "rowwise"), *transposed
+
+
+def _product(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> torch.Tensor:
+    """``left [m, k] x right [n, k]^T``. ``fast`` adds up with fewer bits, which gradients, small
+    beside what they are added to, do not bear."""
+    return torch._scaled_mm(
+        left,
+        right.t(),
+        scale_a=left_scale,
+        scale_b=right_scale.t(),
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+class Fp8Linear(torch.autograd.Function):
+    """``input [..., in] x weight [out, in]^T``; see :mod:`flagscale.train.layers.linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor,
+        accumulator: torch.Tensor | None,
+        *settings: Any,
+    ) -> torch.Tensor:
+        """``settings``: a :class:`Cast`, a :class:`Recipe`, and how the input is shared."""
+        cast, scale, transposed, transposed_scale = settings[:4]
+        ctx.gradients, scaling, ctx.weight_gradient = settings[4:7]
+        sharing, size, group = settings[7:]
+        ctx.save_for_backward(input_, weight, accumulator, transposed, transposed_scale)
+        ctx.scaling, ctx.sharing, ctx.size, ctx.group = scaling, sharing, size, group
+        if sharing == "gather":
+            input_ = collectives.wait(collectives.start_all_gather(input_, size, group))
+        values, input_scale = quantize(flat(input_), FORWARD, scaling)
+        output = _product(values, input_scale, cast, scale, input_.dtype, fast=True)
+        # No view: in evaluation megatron.core adds to it in place and then insists on none.
+        whole: torch.Tensor = torch.ops.aten._unsafe_view(
+            output, [*input_.shape[:-1], output.shape[-1]]
+        )
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        input_, weight, accumulator, transposed, transposed_scale = ctx.saved_tensors
+        if ctx.sharing == "gather":
+            whole = collectives.start_all_gather(input_, ctx.size, ctx.group)
+        dtype = GRADIENTS[ctx.gradients]
+        values, scale = quantize(flat(gradient), dtype, ctx.scaling)
+        of_input = _product(
+            values, scale, transposed, transposed_scale, gradient.dtype, fast=False
+        ).view(*gradient.shape[:-1], -1)
+        if ctx.sharing == "gather":
+            input_ = collectives.wait(whole)
+            of_input = collectives.start_reduce_scatter(of_input, ctx.size, ctx.group)
+        elif ctx.sharing == "reduce":
+            of_input = collectives.start_all_reduce(of_input, ctx.group)
+        of_weight = _weight_gradient(ctx, gradient, values, scale, input_, weight, accumulator)
+        if ctx.sharing != "none":
+            of_input = collectives.wait(of_input)
+        return of_input, of_weight, *[None] * 11
+
+
+def _weight_gradient(
+    ctx: Any,
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    input_: torch.Tensor,
+    weight: torch.Tensor,
+    accumulator: torch.Tensor | None,
+) -> torch.Tensor:
+    """``gradient^T x input``, added to the accumulator where there is one. ``values`` and
+    ``scale`` are the gradient in 8 bits, by rows of tokens."""
+    if not ctx.weight_gradient:
+        if accumulator is None:
+            return flat(gradient).t() @ flat(input_)
+        add_product(accumulator, gradient, input_)
+        return stand_in(weight)
+    if ctx.scaling == "tensorwise":
+        left, left_scale = values.t().contiguous(), scale
+        right, right_scale = quantize(flat(input_), FORWARD, ctx.scaling)
+        right = right.t().contiguous()
+    else:  # rows are features now, and have scales of their own
+        dtype = GRADIENTS[ctx.gradients]
+        left, left_scale = quantize(flat(gradient).t().contiguous(), dtype, ctx.scaling)
+        right, right_scale = quantize(flat(input_).t().contiguous(), FORWARD, ctx.scaling)
+    product = _product(left, left_scale, right, right_scale, gradient.dtype, fast=False)
+    if accumulator is None:
+        return product
+    add_tensor(accumulator, product)
+    return stand_in(weight)
