@@ -32,7 +32,7 @@ MODEL = """
 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
 --tokenizer-type NullTokenizer --split 98,2,0 --eval-iters 20 --num-workers 2
---lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 100 --weight-decay 0.1
+--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --lr-warmup-iters 100 --weight-decay 0.1
 --adam-beta2 0.95 --clip-grad 1.0 --bf16 --use-distributed-optimizer --log-interval 10
 """
 PRECISIONS = {
@@ -40,6 +40,7 @@ PRECISIONS = {
     "fp8 tensorwise": "--fp8 hybrid",
     "fp8 rowwise": "--fp8 hybrid --fp8-recipe rowwise",
     "fp8 e4m3": "--fp8 e4m3",
+    "fp8 tensorwise, first and last layer bf16": "--fp8 hybrid --first-last-layers-bf16",
 }
 
 
@@ -48,7 +49,7 @@ def curve(name: str, options: argparse.Namespace, scratch: Path) -> dict[str, An
     words = f"""{MODEL} --train-iters {options.steps} --vocab-size {options.vocabulary}
     --seed {options.seed} {PRECISIONS[name]}"""
     files = ["--data-path", str(options.data.absolute()), "--data-cache-path", str(scratch / "c")]
-    events = program([*words.split(), *files], 1, scratch / name.replace(" ", "-"))
+    events = program([*words.split(), *files], 1, scratch / name.replace(" ", "-").replace(",", ""))
     progress = [event for event in events if event.event == "progress"]
     validation = [event for event in events if event.event == "evaluation"]
     return {
@@ -94,12 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocabulary", type=int, required=True, help="tokens of its tokenizer")
     parser.add_argument("--steps", type=int, default=1000, help="%(default)s")
     parser.add_argument("--seed", type=int, default=1234, help="%(default)s")
-    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="%(default)s")
+    parser.add_argument("--precisions", default=";".join(PRECISIONS), help="%(default)s")
     parser.add_argument("--output", type=Path, required=True, help="JSON; the plot goes beside it")
     options = parser.parse_args(argv)
     curves = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in options.precisions.split(","):
+        for name in options.precisions.split(";"):
             curves.append(curve(name, options, Path(scratch)))
             first, last = curves[0], curves[-1]
             more = 100 * (last["validation_loss"] / first["validation_loss"] - 1)
