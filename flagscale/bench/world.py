@@ -38,7 +38,7 @@ class BenchWorld:
 
 
 # Each launcher's variables: rank, number of ranks, local rank, local number of ranks.
-_VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
+VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "OpenMPI": (
         "OMPI_COMM_WORLD_RANK",
@@ -63,7 +63,7 @@ def detect(environment: Mapping[str, str]) -> BenchWorld | None:
     launcher = _launcher(environment)
     if launcher is None:
         return None
-    names = _VARIABLES[launcher if launcher not in ("local", "SSH") else "torchrun"]
+    names = VARIABLES[launcher if launcher not in ("local", "SSH") else "torchrun"]
     rank, size = (_number(environment, name) for name in names[:2])
     local_rank = _number(environment, names[2], rank)
     if launcher == "Slurm":

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from flagscale.bench.agreement import definitions
 from flagscale.bench.agreement.nccl import DATA_TYPES, SUM, Nccl
-from flagscale.bench.collectives.datatypes import DataType
 from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.operations import DataType
 
 Issue = Callable[[], None]
 ROOT = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -13,12 +12,10 @@ from typing import Any
 import torch
 
 from flagscale import __version__
-from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.patterns import Groups
 from flagscale.bench.collectives.records import allowed_environment
-from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.collectives.spec import Average, BenchSpec
 from flagscale.bench.machine import hardware
-from flagscale.bench.options import shown as shown_options
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 
@@ -37,21 +34,11 @@ class Facts:
     exit_code: int = 0
 
 
-def gather_facts(rank: int, device: BenchDevice) -> Facts:
-    """This rank's."""
-    return Facts(rank, socket.gethostname(), os.getpid(), device.name, str(device.torch_device))
-
-
 def versions() -> dict[str, str]:
     """Of everything whose version a result depends on."""
-    found = {
-        "flagscale": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+    own = {"flagscale": __version__, "torch": torch.__version__}
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return {**own, "python": platform.python_version(), **cuda}
 
 
 def topology(facts: Sequence[Facts]) -> str:
@@ -82,11 +69,9 @@ def folded(ranks: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-_AVERAGES = {
-    "rank0": "of rank 0",
-    "mean": "mean over ranks",
-    "min": "least of ranks",
-    "max": "most of ranks",
+_AVERAGES: dict[Average, str] = {
+    **{"rank0": "of rank 0", "mean": "mean over ranks"},
+    **{"min": "least of ranks", "max": "most of ranks"},
 }
 
 
@@ -124,7 +109,7 @@ def header(
 
 def _options(spec: BenchSpec, name: str) -> str:
     values = spec.options_of(name)
-    return f"({shown_options(values)})" if values else ""
+    return f"({', '.join(f'{name}={value}' for name, value in values.items())})" if values else ""
 
 
 def _backend_versions(backends: Sequence[str]) -> dict[str, str]:

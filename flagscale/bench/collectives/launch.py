@@ -7,15 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.command import build_parser, normalise
 from flagscale.bench.collectives.settings import from_options
 from flagscale.bench.collectives.spec import Batch, BenchSpec
+from flagscale.bench.command_line import COMM
 from flagscale.bench.files import read_text
-from flagscale.bench.options import FLAG
-from flagscale.bench.placement import Placement
 from flagscale.bench.tool import Tool
-from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
 
 
@@ -23,6 +20,7 @@ class Bench(Tool[Batch]):
     """Measures collectives."""
 
     prog = "bench.py"
+    run = "flagscale.bench.collectives.ranks:run_rank"
 
     def run_line(self, words: list[str], prog: str) -> int:
         if words:
@@ -33,27 +31,11 @@ class Bench(Tool[Batch]):
     def read(self, words: list[str], prog: str, *, keeps: bool) -> Batch:
         return Batch(tuple(read_specs(words, prog, keeps=keeps)))
 
-    def placement(self, plan: Batch) -> Placement:
-        return plan.specs[0].placement
-
-    def check(self, plan: Batch, ranks: int) -> None:
-        for spec in plan.specs:
-            groups = patterns.groups_for(ranks, spec.groups.custom, spec.groups.dimension)
-            list(spec.cases(len(groups[0])))
-            if any(op.name == "permute" for op in spec.operations):
-                patterns.pairs_for(len(groups[0]), spec.groups.pairs)
-
     def header(self, plan: Batch) -> bool:
         return plan.specs[0].output.header
 
     def debug(self, plan: Batch) -> bool:
         return plan.specs[0].output.debug
-
-    @staticmethod
-    def run(plan: Batch, world: BenchWorld) -> int:
-        from flagscale.bench.collectives.ranks import run_rank
-
-        return run_rank(plan.specs, world)
 
 
 def read_specs(
@@ -102,7 +84,7 @@ def _require_same_ranks(spec: BenchSpec, before: Sequence[BenchSpec], where: str
         for name in {*other.backends} & {*spec.backends}:
             if other.options_of(name) != spec.options_of(name):
                 raise ConfigError(
-                    f"{where}: {FLAG} of {name} holds for the whole process, and an earlier line "
+                    f"{where}: {COMM} of {name} holds for the whole process, and an earlier line "
                     "gives others",
                     hint="measure them one after the other, by two commands",
                 )

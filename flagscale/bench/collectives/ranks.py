@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 
@@ -15,16 +17,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from flagscale.bench import rendezvous
 from flagscale.bench.collectives import devices, patterns
-from flagscale.bench.collectives.facts import (
-    Facts,
-    about,
-    gather_facts,
-    header,
-    rank_lines,
-)
-from flagscale.bench.collectives.presenter import Kept, Presenter, finish
+from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.facts import Facts, about, header, rank_lines
+from flagscale.bench.collectives.presenter import Kept, Presenter
 from flagscale.bench.collectives.session import Listener, Session
-from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.collectives.spec import Batch, BenchSpec
 from flagscale.bench.collectives.statistics import warning
 from flagscale.bench.collectives.watch import Beat, Watch
 from flagscale.bench.world import BenchWorld
@@ -35,14 +32,14 @@ from flagscale.errors import ConfigError, FlagscaleError, JobError
 _START_SECONDS = 300.0
 
 
-def run_rank(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
-    """Run ``specs`` as one rank of ``world``; the exit code. Where that is not 0, it ends the
+def run_rank(plan: Batch, world: BenchWorld) -> int:
+    """Run ``plan`` as one rank of ``world``; the exit code. Where that is not 0, it ends the
     process.
 
     Raises:
         FlagscaleError: on the rank that has the word; others end silently with its exit code.
     """
-    code = _measure(specs, world)
+    code = _measure(plan.specs, world)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -77,7 +74,7 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
         # What is loaded by now stays; collections before each loop then look at little.
         gc.collect()
         gc.freeze()
-        kept = Kept()
+        kept: Kept = defaultdict(list)
         code = max(_run(spec, Session(world, device, watch), facts, kept) for spec in specs)
         dist.barrier()
         watch.finish()
@@ -94,19 +91,15 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
 
 def _join(store: Store, world: BenchWorld, seconds: float) -> None:
     """The group through which ranks tell each other what they measured; not the measured one."""
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("control", store),
-        rank=world.rank,
-        world_size=world.size,
-        # The watch speaks first and knows more.
-        timeout=timedelta(seconds=seconds * 2 + 60),
-    )
+    # The watch speaks first and knows more.
+    timeout = timedelta(seconds=seconds * 2 + 60)
+    rendezvous.join(PrefixStore("control", store), world, "gloo", timeout=timeout)
 
 
 def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> tuple[Facts, FlagscaleError | None]:
     """This rank's facts, and what keeps it from taking part."""
     placement = specs[0].placement
+    me = (world.rank, socket.gethostname(), os.getpid())
     try:
         device = devices.choose(placement.device, world.local_rank)
         for spec in specs:
@@ -117,11 +110,9 @@ def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> tuple[Facts, Flag
             _possible(spec, device.kind)
         if placement.pin:
             devices.pin(world.local_rank)
-        return gather_facts(world.rank, device), None
+        return Facts(*me, device.name, str(device.torch_device)), None
     except FlagscaleError as error:
-        return Facts(
-            world.rank, os.uname().nodename, os.getpid(), "", "", str(error), error.exit_code
-        ), error
+        return Facts(*me, "", "", str(error), error.exit_code), error
 
 
 def _load(backend: CommBackend) -> None:
@@ -195,20 +186,13 @@ def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts], kept: Kept) 
     spec = _possible(spec, session.device.kind)
     # Without --seed every rank took its own clock.
     spec = replace(spec, check=replace(spec.check, seed=_from_first(spec.check.seed)))
-    names = tuple(
-        registry.backend(name).resolve(session.device.kind).name for name in spec.backends
-    )
-    if spec.comparison.peak is None and session.device.nominal_gb is None and spec.comparison.probe:
-        note = "peak: the nominal limit of this device is not known; give it with --peak"
-        spec = replace(spec, notes=(*spec.notes, note))
     if world.rank:
         session.run(spec, Listener())
         # Launchers report a rank whose code differs as a failure of their own.
         return _from_first(0)
-    spec = replace(spec, notes=(*spec.notes, *_without_meaning(spec, session.device.kind)))
-    samples = spec.iterations.measured * (spec.iterations.replays or 1)
-    if text := warning(spec.output.statistics, samples):
-        spec = replace(spec, notes=(*spec.notes, text))
+    device = session.device
+    spec = replace(spec, notes=(*spec.notes, *_notes(spec, device)))
+    names = [registry.backend(name).resolve(device.kind).name for name in spec.backends]
     groups = patterns.groups_for(world.size, spec.groups.custom, spec.groups.dimension)
     lines = header(spec, world, facts, names, groups)
     if spec.output.format == "nccl-tests":
@@ -216,20 +200,26 @@ def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts], kept: Kept) 
     known = about(spec, facts, names)
     with Presenter(spec, kept, lines, known) as presenter:
         session.run(spec, presenter)
-    return _from_first(finish(spec, presenter.all_rows, kept, lines, known))
+    return _from_first(presenter.finish())
 
 
-def _without_meaning(spec: BenchSpec, kind: DeviceType) -> list[str]:
-    """What was asked for and changes nothing on this kind of device."""
-    if kind == "cuda":
-        return []
+def _notes(spec: BenchSpec, device: BenchDevice) -> Iterator[str]:
+    """What is not known of this device, what was asked for and changes nothing on it, and what so
+    few iterations do not tell."""
+    if spec.comparison.probe and spec.comparison.peak is None and device.nominal_gb is None:
+        yield "peak: the nominal limit of this device is not known; give it with --peak"
     asked = {
         "-R": (spec.buffers.registered > 0, "host memory is not registered"),
         "--timing events": (spec.timing == "events", "there are none on a CPU"),
         "-z": (spec.blocking, "every operation is awaited on a CPU"),
         "-C": (spec.cpu_time, "an operation ends when it has been issued on a CPU"),
     }
-    return [f"{flag}: {reason}" for flag, (given, reason) in asked.items() if given]
+    for flag, (given, reason) in asked.items():
+        if given and not device.is_cuda:
+            yield f"{flag}: {reason}"
+    samples = spec.iterations.measured * (spec.iterations.replays or 1)
+    if text := warning(spec.output.statistics, samples):
+        yield text
 
 
 def _from_first(own: int) -> int:

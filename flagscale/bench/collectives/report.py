@@ -95,23 +95,20 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
         ("backend", lambda row: row.backend),
         ("time (us)", lambda row: f"{row.time:.2f}"),
     ]
-    for name in dict.fromkeys(name for row in rows for name in row.statistics):
-        columns.append((name, _statistic(name)))
+    names = dict.fromkeys(name for row in rows for name in row.statistics)
+    columns += [(name, _statistic(name)) for name in names]
     columns += [
         ("algbw (GB/s)", lambda row: f"{row.algbw:.2f}"),
         ("busbw (GB/s)", lambda row: f"{row.busbw:.2f}"),
     ]
-    further: list[tuple[bool, Column]] = [
-        (any(row.peak_share for row in rows), ("of peak", lambda row: _share(row.peak_share))),
-        (any(row.probe_share for row in rows), ("of probe", lambda row: _share(row.probe_share))),
-        (any(row.ratio for row in rows), ("time ratio (95 %)", _ratio)),
-        (any(row.algorithm != "n/a" for row in rows), ("algorithm", lambda row: row.algorithm)),
-        (
-            any(row.wrong is not None for row in rows),
-            ("wrong", lambda row: "-" if row.wrong is None else str(row.wrong)),
-        ),
+    further: list[Column] = [
+        ("of peak", lambda row: f"{row.peak_share:.1%}" if row.peak_share else "-"),
+        ("of probe", lambda row: f"{row.probe_share:.1%}" if row.probe_share else "-"),
+        ("time ratio (95 %)", _ratio),
+        ("algorithm", lambda row: row.algorithm),
+        ("wrong", lambda row: "-" if row.wrong is None else str(row.wrong)),
     ]
-    return columns + [column for wanted, column in further if wanted]
+    return columns + [c for c in further if {c[1](row) for row in rows} - {"-", "n/a"}]
 
 
 def _statistic(name: str) -> Callable[[Row], str]:
@@ -134,10 +131,6 @@ def _table(rows: Sequence[Row]) -> str:
         failure = f'<td class="bad" colspan="{rest}">{escape(row.failure)}</td></tr>'
         lines.append(cells.removesuffix("</tr>") + failure)
     return "\n".join([*lines, "</table></div>"])
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _ratio(row: Row) -> str:

@@ -6,19 +6,25 @@ import argparse
 import math
 import re
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
-from flagscale.bench import options as comm
 from flagscale.bench.collectives import patterns, sizes
 from flagscale.bench.collectives.command import CHECK_MODES, build_parser, normalise
 from flagscale.bench.collectives.curves import read_results
-from flagscale.bench.collectives.datatypes import DATA_TYPES, DataType, data_type
-from flagscale.bench.collectives.operations import OPERATIONS, REDUCTIONS, Operation, operation
-from flagscale.bench.collectives.plots import image_kind, require_matplotlib
+from flagscale.bench.collectives.operations import (
+    DATA_TYPES,
+    OPERATIONS,
+    REDUCTIONS,
+    DataType,
+    Operation,
+    data_type,
+    operation,
+)
+from flagscale.bench.collectives.plots import require_image, require_matplotlib
 from flagscale.bench.collectives.records import read_baseline
 from flagscale.bench.collectives.spec import (
+    Average,
     BackendOptions,
     BenchSpec,
     Buffers,
@@ -29,20 +35,14 @@ from flagscale.bench.collectives.spec import (
     Output,
 )
 from flagscale.bench.collectives.statistics import parse_statistics
+from flagscale.bench.command_line import at_least, filled, judge
 from flagscale.bench.files import require_writable
-from flagscale.bench.placement import at_least, placement
+from flagscale.bench.placement import placement
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
 
-_AVERAGES: dict[str, Literal["rank0", "mean", "min", "max"]] = {
-    "0": "rank0",
-    "1": "mean",
-    "2": "min",
-    "3": "max",
-}
-_KEEPS_NOTHING: dict[str, Any] = {
-    **{"report_to_json_file": None, "plot": [], "report": None, "imports": [], "baseline": None}
-}
+_AVERAGES: dict[str, Average] = dict(zip("0123", get_args(Average), strict=True))
+_KEEPS_NOTHING: Any = {"json": None, "plots": [], "report": None, "imports": [], "baseline": None}
 _DEFAULT_SIZE = 32 * 2**20
 
 
@@ -67,9 +67,11 @@ def from_options(
         options = argparse.Namespace(**{**vars(options), **_KEEPS_NOTHING})
     operations = _operations(options.operation)
     check, comparison = _check(options), _comparison(options)
-    notes = (*_notes(options), *_without_effect(options, operations))
+    notes = tuple(_notes(options, operations))
+    if options.ngpus != 1:
+        raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
     place = placement(options)
-    judged = comm.judge(comparison.backends or (options.backend,), options.comm)
+    judged = judge(comparison.backends or (place.backend,), options.comm)
     return BenchSpec(
         operations=operations,
         types=_types(options.datatype),
@@ -104,9 +106,8 @@ def _operations(text: str | None) -> tuple[Operation, ...]:
         raise ConfigError(
             f"the operation is missing (one of {', '.join(OPERATIONS)})", hint="bench.py --help"
         )
-    if text == "all":
-        return tuple(OPERATIONS.values())
-    return tuple(dict.fromkeys(operation(word) for word in _words(text)))
+    names: Iterable[str] = OPERATIONS if text == "all" else _words(text)
+    return tuple(dict.fromkeys(operation(name) for name in names))
 
 
 def _types(text: str) -> tuple[DataType, ...]:
@@ -115,7 +116,7 @@ def _types(text: str) -> tuple[DataType, ...]:
 
 
 def _reductions(text: str) -> tuple[str, ...]:
-    names = REDUCTIONS if text == "all" else tuple(_words(text))
+    names = REDUCTIONS if text == "all" else _words(text)
     for name in names:
         if name not in REDUCTIONS:
             raise ConfigError(f"-o/--redop {name!r}; expected {', '.join(REDUCTIONS)} or all")
@@ -125,8 +126,8 @@ def _reductions(text: str) -> tuple[str, ...]:
 def _roots(text: str) -> tuple[int, ...]:
     try:
         roots = tuple(int(word) for word in _words(text))
-    except ValueError as error:
-        raise ConfigError(f"--root {text!r} is no rank; expected such as 0, or -1") from error
+    except ValueError:
+        roots = ()
     if not roots or min(roots) < -1:
         raise ConfigError(f"--root {text!r} is no rank; expected such as 0, or -1 for every rank")
     return roots
@@ -134,16 +135,16 @@ def _roots(text: str) -> tuple[int, ...]:
 
 def _sizes(options: argparse.Namespace, operations: Sequence[Operation]) -> tuple[int, ...]:
     minimum = sizes.parse_size(options.minbytes)
-    if minimum < 1 and any(op.name != "barrier" for op in operations):
+    moving = any(op.name != "barrier" for op in operations)
+    if minimum < 1 and moving:
         raise ConfigError("-b/--minbytes 0: nothing would be moved; expected at least 1")
-    if options.maxbytes is None:
-        maximum = max(minimum, _DEFAULT_SIZE)
-        # A start alone, above or below the default end, is meant as a start.
-    else:
+    # A start alone, above or below the default end, is meant as a start.
+    maximum = max(minimum, _DEFAULT_SIZE)
+    if options.maxbytes is not None:
         maximum = sizes.parse_size(options.maxbytes)
     step = sizes.parse_size(options.stepbytes) if options.stepbytes else None
     found = sizes.sweep(minimum, maximum, step=step, factor=_factor(options.stepfactor))
-    return (0,) if all(op.name == "barrier" for op in operations) else found
+    return found if moving else (0,)
 
 
 def _factor(text: str | None) -> float | None:
@@ -159,32 +160,23 @@ def _factor(text: str | None) -> float | None:
 
 
 def _places(options: argparse.Namespace) -> tuple[Literal["out", "in"], ...] | None:
-    if options.both_places or (
-        options.format == "nccl-tests" and not (options.in_place or options.out_of_place)
-    ):
-        return ("out", "in")
     if options.in_place:
         return ("in",)
-    return ("out",) if options.out_of_place else None
+    if options.out_of_place:
+        return ("out",)
+    return ("out", "in") if options.both_places or options.format == "nccl-tests" else None
 
 
 def _iterations(options: argparse.Namespace) -> Iterations:
-    at_least("-n/--iters", options.iters, 1)
-    at_least("-w/--warmup_iters", options.warmup_iters, 0)
-    at_least("-W/--neff_warmup_iters", options.neff_warmup_iters, 0)
-    at_least("-m/--agg-iters", options.agg_iters, 1)
-    at_least("--run-cycles", options.run_cycles, 1)
-    at_least("-I/--neff_iters", options.neff_iters, 0)
-    if options.neff_warmup_iters and not options.neff_iters:
+    at_least("-n/--iters", options.measured, 1)
+    at_least("-w/--warmup_iters", options.warmup, 0)
+    at_least("-W/--neff_warmup_iters", options.replay_warmup, 0)
+    at_least("-m/--agg-iters", options.aggregated, 1)
+    at_least("--run-cycles", options.cycles, 1)
+    at_least("-I/--neff_iters", options.replays, 0)
+    if options.replay_warmup and not options.replays:
         raise ConfigError("-W/--neff_warmup_iters needs -I/--neff_iters")
-    return Iterations(
-        measured=options.iters,
-        warmup=options.warmup_iters,
-        replays=options.neff_iters or None,
-        replay_warmup=options.neff_warmup_iters,
-        aggregated=options.agg_iters,
-        cycles=options.run_cycles,
-    )
+    return filled(Iterations, options, replays=options.replays or None)
 
 
 def _buffers(options: argparse.Namespace) -> Buffers:
@@ -236,37 +228,23 @@ def _groups(options: argparse.Namespace) -> GroupsSpec:
 
 
 def _output(options: argparse.Namespace) -> Output:
-    for path in options.plot:
-        image_kind(path, f"--plot {path}")
-    for flag, path in _written(options):
-        require_writable(path, flag)
-    for flag, path in _drawn(options):
-        require_matplotlib(f"{flag} {path}")
-    return Output(
-        format=options.format,
+    for path in options.plots:
+        require_image(path, "--plot")
+        require_writable(path, "--plot")
+    if options.report is not None:
+        require_writable(options.report, "--report")
+        require_matplotlib(f"--report {options.report}")
+    if options.json is not None:
+        require_writable(options.json, "--report-to-json-file")
+    return filled(
+        Output,
+        options,
         statistics=parse_statistics(_words(options.stats)),
-        unit=options.bw_unit,
-        show_algorithm=options.show_algorithm,
-        show_sizes=options.show_input_output_size,
-        header=not options.no_header,
         interactive=not (options.non_interactive or options.debug),
-        debug=options.debug,
         print_buffers=_switch("-p/--print-buffer", options.print_buffer),
-        json=options.report_to_json_file,
-        plots=tuple(options.plot),
-        report=options.report,
+        plots=tuple(options.plots),
         imports=tuple(curve for path in options.imports for curve in read_results(path)),
     )
-
-
-def _written(options: argparse.Namespace) -> list[tuple[str, Path]]:
-    json = options.report_to_json_file
-    return _drawn(options) + ([("--report-to-json-file", json)] if json else [])
-
-
-def _drawn(options: argparse.Namespace) -> list[tuple[str, Path]]:
-    report = [("--report", options.report)] if options.report else []
-    return [*(("--plot", path) for path in options.plot), *report]
 
 
 def _comparison(options: argparse.Namespace) -> Comparison:
@@ -277,16 +255,15 @@ def _comparison(options: argparse.Namespace) -> Comparison:
         )
     for name in names:
         registry.backend(name, given_by="--compare")
-    at_least("--compare-rounds", options.compare_rounds, 2)
+    at_least("--compare-rounds", options.rounds, 2)
     if options.peak is not None and not 0 < options.peak < math.inf:
         raise ConfigError(f"--peak {options.peak:g}; expected above 0")
-    return Comparison(
+    return filled(
+        Comparison,
+        options,
         backends=tuple(names),
-        rounds=options.compare_rounds,
         baseline=read_baseline(options.baseline) if options.baseline else None,
         tolerance=_fraction(options.tolerance),
-        peak=options.peak,
-        probe=options.probe,
     )
 
 
@@ -297,7 +274,7 @@ def _fraction(text: str) -> float:
     return float(found[1]) / (100 if found[2] else 1)
 
 
-def _average(text: str) -> Literal["rank0", "mean", "min", "max"]:
+def _average(text: str) -> Average:
     if text not in _AVERAGES:
         raise ConfigError(f"-a/--average {text!r}; expected 0, 1, 2 or 3")
     return _AVERAGES[text]
@@ -309,33 +286,23 @@ def _switch(flag: str, text: str) -> bool:
     return text == "1"
 
 
-def _notes(options: argparse.Namespace) -> tuple[str, ...]:
-    notes = []
+def _notes(options: argparse.Namespace, operations: Sequence[Operation]) -> Iterator[str]:
+    """What was asked for and does nothing, or not what it does elsewhere."""
     if options.sb2sb:
-        notes.append("--sb2sb: no such memory here; buffers are registered instead")
+        yield "--sb2sb: no such memory here; buffers are registered instead"
     for name in ("input_shape", "output_shape", "cc_dim"):
         if getattr(options, name) is not None:
-            notes.append(f"--{name.replace('_', '-')}: has no meaning on this device")
+            yield f"--{name.replace('_', '-')}: has no meaning on this device"
     if options.slurm_use_head_node_neuron_bench:
-        notes.append("--slurm-use-head-node-neuron-bench: the program must be on a shared path")
-    return tuple(notes)
-
-
-def _without_effect(options: argparse.Namespace, operations: Sequence[Operation]) -> list[str]:
-    """What was asked for by name and does nothing."""
+        yield "--slurm-use-head-node-neuron-bench: the program must be on a shared path"
     names = [op.name for op in operations]
-    files = {
-        "--custom-src-target-pairs": (options.custom_src_target_pairs, "permute"),
-        "--alltoallv-metadata": (options.alltoallv_metadata, "all_to_all_v"),
-    }
-    notes = [
-        f"{flag}: of no effect without {name}"
-        for flag, (given, name) in files.items()
-        if given is not None and name not in names
-    ]
+    if options.custom_src_target_pairs is not None and "permute" not in names:
+        yield "--custom-src-target-pairs: of no effect without permute"
+    if options.alltoallv_metadata is not None and "all_to_all_v" not in names:
+        yield "--alltoallv-metadata: of no effect without all_to_all_v"
     reducing = any(op.reduces for op in operations)
     if reducing and "all" not in (options.operation, options.datatype, options.redop):
         types, reductions = _types(options.datatype), _reductions(options.redop)
         absent = [f"{r} of {t.name}" for t in types for r in reductions if not t.reduces(r)]
-        notes += [f"left out: torch has no {', '.join(absent)}"] if absent else []
-    return notes
+        if absent:
+            yield f"left out: torch has no {', '.join(absent)}"

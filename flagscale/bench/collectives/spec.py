@@ -10,8 +10,7 @@ from typing import Literal
 from flagscale.bench.codec import WRITTEN
 from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.curves import Curve
-from flagscale.bench.collectives.datatypes import DataType
-from flagscale.bench.collectives.operations import Operation
+from flagscale.bench.collectives.operations import DataType, Operation
 from flagscale.bench.collectives.records import Baseline
 from flagscale.bench.collectives.statistics import Statistic
 from flagscale.bench.placement import Placement
@@ -243,3 +242,20 @@ class Batch:
     """Runs of the benchmark one after the other, in the same ranks."""
 
     specs: tuple[BenchSpec, ...]
+
+    @property
+    def placement(self) -> Placement:
+        """That of all runs."""
+        return self.specs[0].placement
+
+    def check(self, ranks: int) -> None:
+        """Refuse runs that do not fit so many ranks.
+
+        Raises:
+            ConfigError: one of them does not.
+        """
+        for spec in self.specs:
+            groups = patterns.groups_for(ranks, spec.groups.custom, spec.groups.dimension)
+            list(spec.cases(len(groups[0])))
+            if any(op.name == "permute" for op in spec.operations):
+                patterns.pairs_for(len(groups[0]), spec.groups.pairs)

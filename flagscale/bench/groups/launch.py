@@ -6,13 +6,12 @@ import argparse
 from pathlib import Path
 from typing import cast
 
-from flagscale.bench.command_line import Parser
+from flagscale.bench.command_line import Parser, judge
 from flagscale.bench.files import require_writable
 from flagscale.bench.groups.plan import VARIANTS, GroupsPlan, Variant
-from flagscale.bench.options import judge
-from flagscale.bench.placement import Placement, add_place, placement
+from flagscale.bench.placement import add_place, placement
+from flagscale.bench.rank import carry_out
 from flagscale.bench.tool import Tool
-from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
 
 STUCK_SECONDS = 600.0
@@ -43,6 +42,7 @@ class Groups(Tool[GroupsPlan]):
     """Measures the creation of groups."""
 
     prog = "groups.py"
+    run = "flagscale.bench.groups.rank:run_rank"
 
     def read(self, words: list[str], prog: str, *, keeps: bool) -> GroupsPlan:
         options = _parser(prog).parse(words)
@@ -50,30 +50,16 @@ class Groups(Tool[GroupsPlan]):
             require_writable(options.json, "--json")
         return _plan(options)
 
-    def placement(self, plan: GroupsPlan) -> Placement:
-        return plan.place
-
-    def check(self, plan: GroupsPlan, ranks: int) -> None:
-        if plan.members is not None and not 1 <= plan.members <= ranks:
-            raise ConfigError(f"--members {plan.members}; expected 1 to {ranks}")
-
     def start_here(self, plan: GroupsPlan, ranks: int) -> int:
-        from flagscale.bench.groups.rank import measure_all
-
-        return measure_all(plan, ranks, None)
-
-    @staticmethod
-    def run(plan: GroupsPlan, world: BenchWorld) -> int:
-        from flagscale.bench.groups.rank import measure_all
-
-        return measure_all(plan, world.size, world)
+        # Fresh processes are what it measures: this one only starts them.
+        return carry_out(self.run, plan, None)
 
 
 def _parser(prog: str) -> Parser:
     parser = Parser(prog, _DESCRIPTION)
     add_place(parser)
     # Of the placement of other commands; here ranks are processes that last a second.
-    parser.set_defaults(timeout=STUCK_SECONDS, vcpu_pin_mode=False, ngpus=1)
+    parser.set_defaults(timeout=STUCK_SECONDS)
     add = parser.add_argument_group("what is measured").add_argument
     add("--arms", "--variants", default=",".join(VARIANTS), help="which, with commas (all)")
     add("--groups", default="1,8,33", help="numbers of groups, with commas (1,8,33)")
@@ -102,13 +88,13 @@ def _plan(options: argparse.Namespace) -> GroupsPlan:
     if options.simple:
         variants, counts, repeats = ("cold" if options.without_split else "bound",), (1,), 1
     place = placement(options)
-    judge([options.backend], options.comm)
+    judge([place.backend], options.comm)
     return GroupsPlan(
         variants=cast(tuple[Variant, ...], variants),
         counts=counts,
         repeats=repeats,
         members=options.members,
-        place=place,
+        placement=place,
         comm=tuple(options.comm),
         json=options.json,
     )

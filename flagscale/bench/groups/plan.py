@@ -8,6 +8,7 @@ from typing import Literal
 
 from flagscale.bench.codec import WRITTEN
 from flagscale.bench.placement import Placement
+from flagscale.errors import ConfigError
 
 Variant = Literal["bound", "cold", "warm", "split"]
 VARIANTS: tuple[Variant, ...] = ("bound", "cold", "warm", "split")
@@ -23,10 +24,19 @@ class GroupsPlan:
     counts: tuple[int, ...]
     repeats: int
     members: int | None
-    place: Placement
+    placement: Placement
     comm: tuple[str, ...] = ()
     """The backend's options, as they were given."""
     json: Path | None = field(default=None, metadata=WRITTEN)
+
+    def check(self, ranks: int) -> None:
+        """Refuse groups of more ranks than there are.
+
+        Raises:
+            ConfigError: they are.
+        """
+        if self.members is not None and not 1 <= self.members <= ranks:
+            raise ConfigError(f"--members {self.members}; expected 1 to {ranks}")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""Fresh processes for each measurement: starting them, and what they do."""
+"""Fresh processes for each measurement: starting them, and what comes of all of them."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,64 +13,40 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from flagscale.bench import codec, rendezvous
-from flagscale.bench.collectives import devices
 from flagscale.bench.collectives.facts import folded
 from flagscale.bench.groups.plan import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
 from flagscale.bench.groups.summary import Results, findings, table
-from flagscale.bench.groups.trial import measure, members_of
 from flagscale.bench.machine import facts
 from flagscale.bench.rank import Job
-from flagscale.bench.spawn import interruptible, python_path, run_job
+from flagscale.bench.spawn import interruptible, rank_environment, run_job
 from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
 
-
-def run_rank(plan: TrialPlan, world: BenchWorld) -> int:
-    """One measurement, as one of its ranks; rank 0 writes the result."""
-    place = plan.of.place
-    store = rendezvous.rendezvous(world, place.timeout)
-    device = devices.choose(place.device, world.local_rank)
-    values = registry.options_of(place.backend, plan.of.comm)
-    backend = registry.usable(place.backend, device.kind, given_by="--backend")
-    backend.export(values)
-    # All but one, as in a sub-group of a node; two ranks at least have something to say.
-    members = plan.of.members or max(min(2, world.size), world.size - 1)
-    groups = members_of(plan.count, members, world.size)
-    sample = measure(plan.variant, groups, world, store, device, backend, values)
-    if world.rank == 0:
-        plan.result.write_text(codec.encode(sample))
-    dist.destroy_process_group()
-    rendezvous.clean_up(world)
-    rendezvous.exit_store(store, world, place.timeout)
-    return 0
+_TRIAL = "flagscale.bench.groups.trial:run_rank"
 
 
-def measure_all(plan: GroupsPlan, size: int, world: BenchWorld | None) -> int:
+@interruptible()
+def run_rank(plan: GroupsPlan, world: BenchWorld | None) -> int:
     """Everything, as one of the ranks of a launcher, or as their one starter; the exit code."""
-    with interruptible():
-        return _measure_all(plan, size, world)
-
-
-def _measure_all(plan: GroupsPlan, size: int, world: BenchWorld | None) -> int:
-    on_gpu = plan.place.device == "cuda" or (
-        plan.place.device == "auto" and torch.cuda.is_available()
-    )
-    backend = registry.usable(plan.place.backend, "cuda" if on_gpu else "cpu", given_by="--backend")
+    wanted = plan.placement.device
+    on_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    name = plan.placement.backend
+    backend = registry.usable(name, "cuda" if on_gpu else "cpu", given_by="--backend")
     variants = [v for v in plan.variants if on_gpu or v not in ON_ACCELERATORS]
     left_out = [v for v in plan.variants if v not in variants]
     if not variants:
         raise ConfigError(f"{', '.join(left_out)}: only accelerators can be bound")
     speaks = world is None or world.rank == 0
-    starter = _Starter(plan, size, world)
+    starter = _Starter(plan, world)
     hosts = starter.hosts()
     if speaks:
         given = f" ({', '.join(plan.comm)})" if plan.comm else ""
-        print(f"# {size} ranks, backend {backend.name} {backend.version() or ''}".rstrip() + given)
+        version = f"backend {backend.name} {backend.version() or ''}".rstrip()
+        print(f"# {starter.size} ranks, {version}{given}")
         print(f"# {hosts}; started by {world.launcher if world is not None else 'local'}")
         for variant in left_out:
             print(f"# {variant}: left out, only accelerators can be bound")
@@ -87,7 +62,7 @@ def _measure_all(plan: GroupsPlan, size: int, world: BenchWorld | None) -> int:
             {"arm": variant, "groups": count, "samples": [asdict(s) for s in samples]}
             for (variant, count), samples in results.items()
         ]
-        about |= {"ranks": size, "hosts": hosts.count(" ["), "backend": backend.name}
+        about |= {"ranks": starter.size, "hosts": hosts.count(" ["), "backend": backend.name}
         about |= {"options": list(plan.comm)} if plan.comm else {}
         plan.json.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
     return 0
@@ -97,21 +72,22 @@ class _Starter:
     """Starts the processes of every measurement: all of them here, or under a launcher each rank
     its own, which then meet at a port that rank 0 picks."""
 
-    def __init__(self, plan: GroupsPlan, size: int, world: BenchWorld | None) -> None:
-        self._plan, self._size, self._world = plan, size, world
+    def __init__(self, plan: GroupsPlan, world: BenchWorld | None) -> None:
+        self._plan, self._world = plan, world
         self._number = 0
         self._store: Store | None = None
+        self.size = plan.placement.workers or 1
         if world is not None:
-            place = plan.place
+            place, self.size = plan.placement, world.size
             self._store = rendezvous.rendezvous(world, place.timeout, place.address, place.port)
 
     def hosts(self) -> str:
         """Which ranks are on which host."""
         if self._world is None or self._store is None:
-            return f"{socket.gethostname()} [{folded(range(self._size))}]"
+            return f"{socket.gethostname()} [{folded(range(self.size))}]"
         self._store.set(f"host/{self._world.rank}", socket.gethostname())
         ranks: dict[str, list[int]] = {}
-        for rank in range(self._size):
+        for rank in range(self.size):
             host = self._store.get(f"host/{rank}").decode()
             ranks.setdefault(host, []).append(rank)
         return ", ".join(f"{host} [{folded(some)}]" for host, some in ranks.items())
@@ -126,15 +102,15 @@ class _Starter:
             for variant, count in turns if repeat % 2 == 0 else reversed(turns):
                 results[variant, count].append(self._once(variant, count))
         if self._world is not None and self._store is not None:
-            rendezvous.exit_store(self._store, self._world, self._plan.place.timeout)
+            rendezvous.exit_store(self._store, self._world, self._plan.placement.timeout)
         return results
 
     def _once(self, variant: Variant, count: int) -> Sample:
         with tempfile.TemporaryDirectory(prefix="flagscale-groups-") as directory:
             result = Path(directory) / "result.json"
-            job = Job.of(run_rank, TrialPlan(variant, count, self._plan, result))
+            job = Job.of(_TRIAL, TrialPlan(variant, count, self._plan, result))
             if self._world is None or self._store is None:
-                code = run_job(job, self._size)
+                code = run_job(job, self.size)
             else:
                 code = self._beside(job, self._world, self._store)
             if code:
@@ -148,20 +124,13 @@ class _Starter:
         if world.rank == 0:
             with socket.socket() as probe:
                 probe.bind(("", 0))
-                known = self._plan.place.address or world.address or socket.gethostname()
+                known = self._plan.placement.address or world.address or socket.gethostname()
                 store.set(key, f"{known} {probe.getsockname()[1]}")
         host, port = store.get(key).decode().split()
-        environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "PMI"))},
-            "RANK": str(world.rank),
-            "WORLD_SIZE": str(world.size),
-            "LOCAL_RANK": str(world.local_rank),
-            "LOCAL_WORLD_SIZE": str(world.local_size),
-            "MASTER_ADDR": "127.0.0.1" if world.one_host else host,
-            "MASTER_PORT": port,
-            "PYTHONPATH": python_path(),
-        }
-        environment.pop(RENDEZVOUS_VARIABLE, None)
+        own = rank_environment(world.rank, world.size, world.local_rank, world.local_size)
+        launchers = ("TORCHELASTIC_", "PMI", RENDEZVOUS_VARIABLE)
+        environment = {k: v for k, v in own.items() if not k.startswith(launchers)}
+        environment |= {"MASTER_ADDR": "127.0.0.1" if world.one_host else host, "MASTER_PORT": port}
         given = codec.encode(job).encode()
         return subprocess.run(job.command, env=environment, input=given, check=False).returncode
 
@@ -172,7 +141,7 @@ class _Starter:
             key = f"sample/{self._number}"
             if text is not None:
                 self._store.set(key, text)
-            self._store.wait([key], timedelta(seconds=self._plan.place.timeout))
+            self._store.wait([key], timedelta(seconds=self._plan.placement.timeout))
             text = self._store.get(key).decode()
         if text is None:
             raise JobError("rank 0 left no result")

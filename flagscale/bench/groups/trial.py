@@ -14,7 +14,6 @@ split  as bound, with ``split_group`` in place of ``new_group``
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,14 +24,31 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from flagscale.bench import codec, rendezvous
+from flagscale.bench.collectives import devices
 from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.groups.plan import ON_ACCELERATORS, Sample, Variant
+from flagscale.bench.groups.plan import ON_ACCELERATORS, Sample, TrialPlan
 from flagscale.bench.world import BenchWorld
-from flagscale.comm.base import CommBackend
-from flagscale.comm.options import OptionValues
+from flagscale.comm import registry
 
 _TIMEOUT = timedelta(minutes=10)
 _MIB = 2**20
+
+
+def run_rank(plan: TrialPlan, world: BenchWorld) -> int:
+    """One measurement, as one of its ranks; rank 0 writes the result."""
+    place = plan.of.placement
+    store = rendezvous.rendezvous(world, place.timeout)
+    # All but one, as in a sub-group of a node; two ranks at least have something to say.
+    members = plan.of.members or max(min(2, world.size), world.size - 1)
+    groups = members_of(plan.count, members, world.size)
+    sample = _measure(plan, groups, world, store)
+    if world.rank == 0:
+        plan.result.write_text(codec.encode(sample))
+    dist.destroy_process_group()
+    rendezvous.clean_up(world)
+    rendezvous.exit_store(store, world, place.timeout)
+    return 0
 
 
 def members_of(count: int, members: int, world: int) -> list[list[int]]:
@@ -40,81 +56,51 @@ def members_of(count: int, members: int, world: int) -> list[list[int]]:
     return [sorted((first + i) % world for i in range(members)) for first in range(count)]
 
 
-def measure(
-    variant: Variant,
-    groups: list[list[int]],
-    world: BenchWorld,
-    store: Store,
-    device: BenchDevice,
-    backend: CommBackend,
-    options: OptionValues,
-) -> Sample:
+def _measure(plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store: Store) -> Sample:
     """Measure one variant in this fresh process; every rank of ``world`` calls it."""
+    place, variant = plan.of.placement, plan.variant
+    device = devices.choose(place.device, world.local_rank)
+    values = registry.options_of(place.backend, plan.of.comm)
+    backend = registry.usable(place.backend, device.kind, given_by="--backend")
+    backend.export(values)
     before = _used(device)
     _together(store, world, "start")
     begin = time.perf_counter()
     with backend.creating():
-        given = backend.init_options(device.torch_device, options).get("pg_options")
-        _create_world(variant, world, store, device, backend, given)
+        given = backend.init_options(device.torch_device, values).get("pg_options")
+        options: dict[str, Any] = {"timeout": _TIMEOUT, "pg_options": given}
+        named: dict[str, Any] = {"backend": backend.torch_backend(device.kind), **options}
+        bound: dict[str, Any] = (
+            {"device_id": device.torch_device} if variant in ON_ACCELERATORS else {}
+        )
+        rendezvous.join(PrefixStore("world", store), world, **named, **bound)
         created_world = time.perf_counter() - begin
         if variant == "warm":
             _all_reduce(None, device)
         _together(store, world, "create")
         begin = time.perf_counter()
-        handles = [_create(variant, ranks, device, backend, given) for ranks in groups]
+        if variant == "split":
+            handles = [dist.split_group(None, [ranks], **options) for ranks in groups]
+        else:
+            handles = [dist.new_group(ranks, **named) for ranks in groups]
     device.synchronize()
     create = time.perf_counter() - begin
     mine = [h for h, ranks in zip(handles, groups, strict=True) if world.rank in ranks]
-    turns = []
-    for turn in ("first", "second"):
-        _together(store, world, turn)
-        begin = time.perf_counter()
-        for handle in mine:
-            _all_reduce(handle, device)
-        turns.append(time.perf_counter() - begin)
-    own = Sample(
-        world=created_world,
-        create=create,
-        first=turns[0],
-        second=turns[1],
-        memory=(_used(device) - before) / _MIB,
-        splits=_splits(device),
-    )
+    first, second = (_turn(name, mine, store, world, device) for name in ("first", "second"))
+    memory = (_used(device) - before) / _MIB
+    own = Sample(created_world, create, first, second, memory, splits=_splits(device))
     return _most(own, world, store)
 
 
-def _create_world(
-    variant: Variant,
-    world: BenchWorld,
-    store: Store,
-    device: BenchDevice,
-    backend: CommBackend,
-    options: Any,
-) -> None:
-    bound: dict[str, Any] = {"device_id": device.torch_device} if variant in ON_ACCELERATORS else {}
-    dist.init_process_group(
-        backend.torch_backend(device.kind),
-        store=PrefixStore("world", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=_TIMEOUT,
-        pg_options=options,
-        **bound,
-    )
-
-
-def _create(
-    variant: Variant, ranks: list[int], device: BenchDevice, backend: CommBackend, options: Any
-) -> dist.ProcessGroup | None:
-    if variant == "split":
-        return dist.split_group(None, [ranks], timeout=_TIMEOUT, pg_options=options)
-    handle: dist.ProcessGroup | None = dist.new_group(
-        ranks,
-        timeout=_TIMEOUT,
-        backend=backend.torch_backend(device.kind),
-        pg_options=options,
-    )
-    return handle
+def _turn(
+    name: str, handles: list[Any], store: Store, world: BenchWorld, device: BenchDevice
+) -> float:
+    """Seconds of an operation on each of this rank's groups, one after the other."""
+    _together(store, world, name)
+    begin = time.perf_counter()
+    for handle in handles:
+        _all_reduce(handle, device)
+    return time.perf_counter() - begin
 
 
 def _all_reduce(group: dist.ProcessGroup | None, device: BenchDevice) -> None:
@@ -148,7 +134,8 @@ def _splits(device: BenchDevice) -> int:
 
 def _most(own: Sample, world: BenchWorld, store: Store) -> Sample:
     """Of every number the most over the ranks."""
-    store.set(f"sample/{world.rank}", json.dumps(asdict(own)))
-    samples = [json.loads(store.get(f"sample/{rank}")) for rank in range(world.size)]
+    store.set(f"sample/{world.rank}", codec.encode(own))
+    texts = [store.get(f"sample/{rank}") for rank in range(world.size)]
+    samples = [asdict(codec.decode(Sample, text)) for text in texts]
     _together(store, world, "end")
     return Sample(**{name: max(s[name] for s in samples) for name in samples[0]})

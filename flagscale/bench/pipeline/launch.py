@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from flagscale.bench.collectives.datatypes import data_type
+from flagscale.bench.collectives.operations import data_type
 from flagscale.bench.collectives.plots import require_image
 from flagscale.bench.collectives.sizes import format_size, parse_size
-from flagscale.bench.command_line import Parser, did_you_mean
+from flagscale.bench.command_line import Parser, did_you_mean, filled
 from flagscale.bench.files import require_writable
 from flagscale.bench.pipeline.plan import (
     DEFAULTS,
@@ -22,9 +22,7 @@ from flagscale.bench.pipeline.plan import (
     PipelinePlan,
     Schedule,
 )
-from flagscale.bench.placement import Placement, at_least
 from flagscale.bench.tool import Tool
-from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -54,6 +52,7 @@ class Pipeline(Tool[PipelinePlan]):
     """Measures pipelined schedules."""
 
     prog = "pipeline.py"
+    run = "flagscale.bench.pipeline.rank:run_rank"
 
     def read(self, words: list[str], prog: str, *, keeps: bool) -> PipelinePlan:
         options = _parser(prog).parse(words)
@@ -63,87 +62,54 @@ class Pipeline(Tool[PipelinePlan]):
             require_writable(options.json, "--json")
         return _plan(options)
 
-    def placement(self, plan: PipelinePlan) -> Placement:
-        return Placement(workers=plan.workers, device=plan.device)
-
-    def check(self, plan: PipelinePlan, ranks: int) -> None:
-        at_least("-r", ranks, 2)
-
-    @staticmethod
-    def run(plan: PipelinePlan, world: BenchWorld) -> int:
-        from flagscale.bench.pipeline.rank import run_rank
-
-        return run_rank(plan, world)
-
 
 def _parser(prog: str) -> Parser:
     parser = Parser(prog, _DESCRIPTION)
     add = parser.add_argument
-    add("-r", "--nworkers", "-np", type=int, metavar="N", help="number of ranks")
+    add("-r", "--nworkers", "-np", dest="workers", type=int, metavar="N", help="number of ranks")
     add("--ops", default=",".join(TITLES), metavar="LIST", help="operations, with commas (all)")
     add("-k", metavar="LIST", help="chunks, with commas (4; reduce_scatter: 8)")
-    add(
-        "--nelem-per-send",
-        "--nelem",
-        metavar="LIST",
-        help="elements of a send, with commas (262144; all_reduce: 32768)",
-    )
+    elements = "elements of a send, with commas (262144; all_reduce: 32768)"
+    add("--nelem-per-send", "--nelem", metavar="LIST", help=elements)
     add("--sizes", default="64M", metavar="LIST", help="of the whole buffer, with commas (64M)")
     add("-d", "--datatype", default="fp32", metavar="TYPE", help="of the elements (fp32)")
     add("--check-iters", type=int, default=10, metavar="N", help="with their result checked (10)")
-    add(
-        "-w", "--warmup-iters", type=int, default=10, metavar="N", help="before the clock runs (10)"
-    )
+    before = "before the clock runs (10)"
+    add("-w", "--warmup-iters", type=int, default=10, metavar="N", help=before)
     add("-n", "--iters", type=int, default=50, metavar="N", help="measured (50)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--bw-unit", choices=tuple(UNITS), default="GB", help="1e9 or 2^30 bytes (GB)")
+    unit = "1e9 or 2^30 bytes (GB)"
+    add("--bw-unit", dest="unit", choices=tuple(UNITS), default="GB", help=unit)
     add("--json", "--report-to-json-file", type=Path, metavar="FILE", help="keep the result")
     add("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
     return parser
 
 
 def _plan(options: argparse.Namespace) -> PipelinePlan:
-    counts = (options.check_iters, options.warmup_iters)
-    if min(counts) < 0 or options.iters < 1:
+    if min(options.check_iters, options.warmup_iters) < 0 or options.iters < 1:
         raise ConfigError(
             "--check-iters and --warmup-iters need numbers of at least 0, --iters of at least 1"
         )
     operations = _list("--ops", options.ops, _operation)
-    ks = options.k and _list("-k", options.k, _number("-k", 0, MOST_CHUNKS))
-    nelems = options.nelem_per_send and _list(
-        "--nelem-per-send",
-        options.nelem_per_send,
-        _number("--nelem-per-send", 1, MOST_ELEMENTS),
-    )
-    schedules = [
+    ks = _numbers("-k", options.k, 0, MOST_CHUNKS)
+    nelems = _numbers("--nelem-per-send", options.nelem_per_send, 1, MOST_ELEMENTS)
+    schedules = tuple(
         Schedule(op, k, nelem)
         for op in operations
         for k in ks or DEFAULTS[op][:1]
         for nelem in (nelems or DEFAULTS[op][1:])[: None if k else 1]  # which k=0 does not have
-    ]
-    sizes = _list("--sizes", options.sizes, parse_size)
-    limit = _number("FSCCL_ONE_SHOT_BYTES", 0, 1 << 30)(
-        os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
     )
+    sizes = _list("--sizes", options.sizes, parse_size)
+    one_shot = os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
+    limit = _number("FSCCL_ONE_SHOT_BYTES", one_shot, 0, 1 << 30)
     if min(sizes) <= limit and any(schedule.k for schedule in schedules):
         raise ConfigError(
             f"--sizes {format_size(min(sizes))}: buffers up to {format_size(limit)} go in one step "
             "and not by a pipeline",
             hint="FSCCL_ONE_SHOT_BYTES=0 in the environment sends all sizes through it",
         )
-    return PipelinePlan(
-        schedules=tuple(schedules),
-        sizes=sizes,
-        type=data_type(options.datatype),
-        check_iters=options.check_iters,
-        warmup_iters=options.warmup_iters,
-        iters=options.iters,
-        device=options.device,
-        unit=options.bw_unit,
-        workers=options.nworkers,
-        json=options.json,
-        plot=options.plot,
-    )
+    type_ = data_type(options.datatype)
+    return filled(PipelinePlan, options, schedules=schedules, sizes=sizes, type=type_)
 
 
 def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
@@ -159,13 +125,15 @@ def _operation(word: str) -> str:
     raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{did_you_mean(word, TITLES)}")
 
 
-def _number(flag: str, least: int, most: int) -> Callable[[str], int]:
-    def read(word: str) -> int:
-        if word.isdecimal() and least <= int(word) <= most:
-            return int(word)
-        raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
+def _numbers(flag: str, text: str | None, least: int, most: int) -> tuple[int, ...]:
+    """Those of a list; none where the flag is not given."""
+    return _list(flag, text, lambda word: _number(flag, word, least, most)) if text else ()
 
-    return read
+
+def _number(flag: str, word: str, least: int, most: int) -> int:
+    if word.isdecimal() and least <= int(word) <= most:
+        return int(word)
+    raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
 
 
 main = Pipeline().main

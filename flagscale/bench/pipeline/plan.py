@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flagscale.bench.collectives.datatypes import DataType
+from flagscale.bench.collectives.operations import DataType
+from flagscale.bench.command_line import at_least
+from flagscale.bench.placement import Placement
 
 TITLES: Mapping[str, str] = {
     "all_gather": "Allgather",
@@ -60,6 +62,19 @@ class PipelinePlan:
     workers: int | None = None
     json: Path | None = None
     plot: Path | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """All ranks on this machine."""
+        return Placement(workers=self.workers, device=self.device)
+
+    def check(self, ranks: int) -> None:
+        """Refuse a rank on its own.
+
+        Raises:
+            ConfigError: it is.
+        """
+        at_least("-r", ranks, 2)
 
 
 @dataclass(frozen=True)

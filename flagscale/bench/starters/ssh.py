@@ -33,10 +33,8 @@ _PREPARE_SECONDS = 60.0
 P = TypeVar("P")
 
 
-def run_over_ssh(
-    place: Placement, run: Callable[..., int], plan: Any, environment: Mapping[str, str]
-) -> int:
-    """Have every rank of ``place`` carry out ``run`` with ``plan``.
+def run_over_ssh(place: Placement, run: str, plan: Any, environment: Mapping[str, str]) -> int:
+    """Have every rank of ``place`` carry out ``run`` (:attr:`.Job.run`) with ``plan``.
 
     The files that the plan says are written come back. The exit code is rank 0's host's own, or
     that of the first other host that failed.

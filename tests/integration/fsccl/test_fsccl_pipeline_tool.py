@@ -56,7 +56,7 @@ def test_every_combination_is_checked_measured_and_kept(built: None, tmp_path: P
 
 CHECKS = """
 import torch, torch.distributed as dist
-from flagscale.bench.collectives.datatypes import data_type
+from flagscale.bench.collectives.operations import data_type
 from flagscale.bench.collectives.devices import choose
 from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.pipeline.rank import Call
