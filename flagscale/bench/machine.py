@@ -7,11 +7,12 @@ import platform
 import shlex
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from flagscale.comm.base import distribution_version
 
 PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
 
@@ -24,7 +25,7 @@ def facts(*packages: str) -> dict[str, Any]:
         "command": shlex.join(["python", *_relative(sys.argv)]),
         **hardware(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages or PACKAGES},
+        "versions": {name: distribution_version(name) for name in packages or PACKAGES},
     }
 
 
@@ -56,10 +57,3 @@ def processor() -> str:
         return other
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else other
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

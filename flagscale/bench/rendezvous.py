@@ -36,7 +36,8 @@ def rendezvous(
     timeout = timedelta(seconds=seconds)
     try:
         if world.launcher == "torchrun":
-            return _by_torchrun(timeout)
+            store: Store = next(iter(torch_rendezvous("env://", timeout=timeout)))[0]
+            return store
         host = address or world.address
         if host and (port or world.port):
             return _tcp(host, port or world.port or 0, world, timeout)
@@ -51,11 +52,6 @@ def rendezvous(
         f"{world.launcher}: the ranks are on several hosts and nothing tells where rank 0 is",
         hint="export MASTER_ADDR and MASTER_PORT to every rank (mpirun -x MASTER_ADDR=... )",
     )
-
-
-def _by_torchrun(timeout: timedelta) -> Store:
-    store: Store = next(iter(torch_rendezvous("env://", timeout=timeout)))[0]
-    return store
 
 
 def _tcp(host: str, port: int, world: BenchWorld, timeout: timedelta) -> TCPStore:

@@ -74,8 +74,19 @@ class NcclBaseline(Baseline):
                 name, more = simple[operation]
                 call = self._nccl.function(name)
                 return lambda: call(send, receive, n.count, code, *more, handle, stream)
+            start, end = self._nccl.function("ncclGroupStart"), self._nccl.function("ncclGroupEnd")
+            out, into = self._nccl.function("ncclSend"), self._nccl.function("ncclRecv")
             sends, receives = self._messages(operation, send, receive, step)
-            return self._grouped(sends, receives, n.count, code, stream)
+
+            def issue() -> None:
+                start()
+                for address, peer in sends:
+                    out(address, n.count, code, peer, handle, stream)
+                for address, peer in receives:
+                    into(address, n.count, code, peer, handle, stream)
+                end()
+
+            return issue
 
         return make
 
@@ -83,38 +94,15 @@ class NcclBaseline(Baseline):
         self, operation: str, send: int, receive: int, step: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Addresses and peers of what this rank sends and receives."""
-        me, ranks = self._rank, range(self._ranks)
+        me, ranks = self._rank, self._ranks
+        parts, into = ([(at + r * step, r) for r in range(ranks)] for at in (send, receive))
         if operation == "all_to_all":
-            return [(send + r * step, r) for r in ranks], [(receive + r * step, r) for r in ranks]
+            return parts, into
         if operation == "gather":
-            into = [(receive + r * step, r) for r in ranks] if me == ROOT else []
-            return [(send, ROOT)], into
+            return [(send, ROOT)], into if me == ROOT else []
         if operation == "scatter":
-            out = [(send + r * step, r) for r in ranks] if me == ROOT else []
-            return out, [(receive, ROOT)]
-        return [(send, (me + 1) % self._ranks)], [(receive, (me - 1) % self._ranks)]
-
-    def _grouped(
-        self,
-        sends: list[tuple[int, int]],
-        receives: list[tuple[int, int]],
-        count: int,
-        code: int,
-        stream: int,
-    ) -> Issue:
-        start, end = self._nccl.function("ncclGroupStart"), self._nccl.function("ncclGroupEnd")
-        send, receive = self._nccl.function("ncclSend"), self._nccl.function("ncclRecv")
-        handle = self._handle
-
-        def issue() -> None:
-            start()
-            for address, peer in sends:
-                send(address, count, code, peer, handle, stream)
-            for address, peer in receives:
-                receive(address, count, code, peer, handle, stream)
-            end()
-
-        return issue
+            return parts if me == ROOT else [], [(receive, ROOT)]
+        return [(send, (me + 1) % ranks)], [(receive, (me - 1) % ranks)]
 
 
 class GlooBaseline(Baseline):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.bench.agreement import definitions, verdict
+from flagscale.bench.collectives.curves import require_image
 from flagscale.bench.collectives.operations import operation
-from flagscale.bench.collectives.plots import require_image
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.command_line import Parser
@@ -52,11 +52,6 @@ class AgreementPlan:
         return self.spec.placement
 
     def check(self, ranks: int) -> None:
-        """Refuse a rank on its own.
-
-        Raises:
-            ConfigError: it is.
-        """
         if ranks < 2:
             raise ConfigError("one rank moves nothing that could agree; expected at least -r 2")
 

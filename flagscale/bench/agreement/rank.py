@@ -18,8 +18,7 @@ from flagscale.bench.agreement.nccl import Nccl
 from flagscale.bench.agreement.verdict import Pair, conclusion, table, write_figure
 from flagscale.bench.collectives import bodies, devices
 from flagscale.bench.collectives.bodies import PreparedBuffers, prepare, release
-from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.process_groups import RankGroup, form
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup, form
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.collectives.timing import Marks, measure

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flagscale.bench.collectives.plots import Line, write_panels
+from flagscale.bench.collectives.curves import Line, write_panels
 from flagscale.bench.collectives.statistics import Ratio
 
 Verdict = Literal["agrees", "differs", "unsure"]

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from flagscale.bench.collectives import sizes
-from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup
 from flagscale.bench.collectives.patterns import Exchange, Pairs, exchanges_for, pairs_for
-from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case, GroupsSpec
 
 # torch 2.13 renamed them and warns of the old names.
@@ -104,9 +103,9 @@ def _shape(
         return Shape(0, 0, 0), ()
     if op.name == "all_to_all_v":
         exchanges, notes = exchanges_for(n, given.exchange, size, element)
-        mine = exchanges[max(group.index, 0)]
         most = max(sum(e.send_counts) for e in exchanges)
-        return Shape(most, mine.send_extent, mine.recv_extent, exchanges), notes
+        inputs, outputs = exchanges[max(group.index, 0)].extents
+        return Shape(most, inputs, outputs, exchanges), notes
     elements = sizes.fit(size, element, n if op.parts else 1) // element
     inputs = elements // n if op.input == "part" else elements
     outputs = elements // n if op.output == "part" else elements
@@ -129,14 +128,11 @@ def build(
     if case.in_place and name == "reduce_scatter":
         source = zeros(shape.inputs)
         output = source.narrow(0, group.index * shard, shard)
-    elif case.in_place:
-        output = zeros(shape.outputs) if output is None else output
-        source = output
-        if name == "all_gather":
-            source = output.narrow(0, group.index * shard, shard)
     else:
-        source = zeros(shape.inputs)
         output = zeros(shape.outputs) if output is None else output
+        source = output if case.in_place else zeros(shape.inputs)
+        if case.in_place and name == "all_gather":
+            source = output.narrow(0, group.index * shard, shard)
     ends = _Ends(case, shape, group, _wire(case, source), _wire(case, output))
     return Part(shape, source, output, _ISSUES[name](ends))
 
@@ -219,11 +215,8 @@ def _all_to_all_v(ends: _Ends) -> Issue:
         group = ends.group.process_group
         return _issue(dist.all_to_all_single, out, source, received, sent, group)
     # torch's list form wants equal pieces on some backends, so gaps go message by message.
-    return _messages(
-        ends.group,
-        _pieces(source, mine.send_displs, mine.send_counts, unit),
-        _pieces(out, mine.recv_displs, mine.recv_counts, unit),
-    )
+    send = _pieces(source, mine.send_displs, mine.send_counts, unit)
+    return _messages(ends.group, send, _pieces(out, mine.recv_displs, mine.recv_counts, unit))
 
 
 def _pieces(
@@ -257,14 +250,10 @@ def _messages(
 
 
 def _along_pairs(ends: _Ends) -> Issue:
-    me, places = ends.group.index, range(ends.group.size)
-    targets = {receiver for sender, receiver in ends.shape.pairs if sender == me}
-    sources = {sender for sender, receiver in ends.shape.pairs if receiver == me}
-    return _messages(
-        ends.group,
-        [ends.source if place in targets else None for place in places],
-        [ends.out if place in sources else None for place in places],
-    )
+    me, places, pairs = ends.group.index, range(ends.group.size), ends.shape.pairs
+    send = [ends.source if (me, place) in pairs else None for place in places]
+    receive = [ends.out if (place, me) in pairs else None for place in places]
+    return _messages(ends.group, send, receive)
 
 
 def _barrier(ends: _Ends) -> Issue:

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from flagscale.bench.collectives.bodies import Part, PreparedBuffers, Shape
-from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.process_groups import RankGroup
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case, CheckMode
 
 CHUNK = 2**20
@@ -134,9 +133,11 @@ class Golden:
             return value, torch.zeros(length, dtype=torch.float64)
         value = self.inputs(0, place, length).to(wide)
         size = value.abs().to(torch.float64)
+        calls = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
+        combine = calls.get(self.case.reduction, torch.add)
         for source in range(1, self.group.size):
             other = self.inputs(source, place, length).to(wide)
-            value = _reduce(self.case.reduction, value, other)
+            value = combine(value, other)
             size += other.abs().to(torch.float64)
         if self.case.reduction == "avg":
             value = value / self.group.size
@@ -183,11 +184,6 @@ class Golden:
         for place, value, _ in self._expected(part):
             result[place] = value
         return result
-
-
-def _reduce(reduction: str, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    calls = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
-    return calls.get(reduction, torch.add)(value, other)
 
 
 def _differs(actual: torch.Tensor, value: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:

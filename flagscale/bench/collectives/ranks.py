@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from flagscale.bench import rendezvous
+from flagscale.bench import codec, rendezvous
 from flagscale.bench.collectives import devices, patterns
 from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.facts import Facts, about, header, rank_lines
-from flagscale.bench.collectives.presenter import Kept, Presenter
+from flagscale.bench.collectives.presenter import Facts, Kept, Presenter, about, header, rank_lines
 from flagscale.bench.collectives.session import Listener, Session
 from flagscale.bench.collectives.spec import Batch, BenchSpec
 from flagscale.bench.collectives.statistics import warning
@@ -70,7 +68,10 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
     watch.start()
     try:
         watch.enter("the meeting of all ranks")
-        _join(store, world, placement.timeout)
+        # The group through which ranks tell each other what they measured; not the measured one.
+        # The watch speaks first and knows more.
+        timeout = timedelta(seconds=placement.timeout * 2 + 60)
+        rendezvous.join(PrefixStore("control", store), world, "gloo", timeout=timeout)
         # What is loaded by now stays; collections before each loop then look at little.
         gc.collect()
         gc.freeze()
@@ -85,15 +86,11 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
             return ConfigError.exit_code
         raise
     except (dist.DistError, RuntimeError) as failure:
-        _explain(failure, watch)
+        # The one rank that has the word says who died.
+        if message := watch.diagnose():
+            lines = str(failure).strip().splitlines() or [repr(failure)]
+            print(f"error: {message}\n  {lines[0][:300]}", file=sys.stderr)
         return 1
-
-
-def _join(store: Store, world: BenchWorld, seconds: float) -> None:
-    """The group through which ranks tell each other what they measured; not the measured one."""
-    # The watch speaks first and knows more.
-    timeout = timedelta(seconds=seconds * 2 + 60)
-    rendezvous.join(PrefixStore("control", store), world, "gloo", timeout=timeout)
 
 
 def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> tuple[Facts, FlagscaleError | None]:
@@ -151,16 +148,15 @@ def _possible(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
 
 def _exchange(store: Store, own: Facts, world: BenchWorld, seconds: float) -> list[Facts]:
     """Everyone's facts, through the store: no process group is needed to say what is wrong."""
-    store.set(f"facts/{own.rank}", json.dumps(asdict(own)))
+    store.set(f"facts/{own.rank}", codec.encode(own))
     keys = [f"facts/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except dist.DistError as error:
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise JobError(
-            f"ranks {absent} of {world.size} did not come within {seconds:g} s"
-        ) from error
-    found = [Facts(**json.loads(value)) for value in store.multi_get(keys)]
+        text = f"ranks {absent} of {world.size} did not come within {seconds:g} s"
+        raise JobError(text) from error
+    found = [codec.decode(Facts, value) for value in store.multi_get(keys)]
     # Rank 0's store must outlive the slowest reader.
     if store.add("facts/read", 1) == world.size:
         store.set("facts/all", "1")
@@ -227,11 +223,3 @@ def _from_first(own: int) -> int:
     values = [own]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def _explain(failure: Exception, watch: Watch) -> None:
-    """Say who died, on the one rank that has the word."""
-    message = watch.diagnose()
-    if message is not None:
-        lines = str(failure).strip().splitlines()
-        print(f"error: {message}\n  {lines[0][:300] if lines else failure!r}", file=sys.stderr)

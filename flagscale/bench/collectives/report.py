@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.collectives.curves import Curve
-from flagscale.bench.collectives.plots import draw
+from flagscale.bench.collectives.curves import Curve, draw
 from flagscale.bench.collectives.records import Row, limits_of
 from flagscale.bench.collectives.sizes import format_size
 
@@ -67,18 +65,13 @@ def render(
         parts.append(f"<h2>{escape(name)}</h2>")
         # What moves nothing, or failed throughout, has no curves.
         if any(curve.operation == name and curve.points for curve in drawn) and own[0].size:
-            parts.append(_image(drawn, limits_of(own)))
+            image = draw(drawn, "svg", limits_of(own)).decode()
+            # An SVG within HTML has neither an XML declaration nor a document type.
+            parts.append(image[max(image.find("<svg"), 0) :])
         parts.append(_table(own))
     details = escape(json.dumps(about, indent=1))
     parts.append(f"<details><summary>how it was measured</summary><pre>{details}</pre></details>")
     return "\n".join([*parts, "</body></html>", ""])
-
-
-def _image(curves: Sequence[Curve], limits: Mapping[str, float]) -> str:
-    image = draw(curves, "svg", limits).decode()
-    # An SVG within HTML has neither an XML declaration nor a document type.
-    start = re.search(r"<svg\b", image)
-    return image if start is None else image[start.start() :]
 
 
 Column = tuple[str, Callable[[Row], str]]

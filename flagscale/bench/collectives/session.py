@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from flagscale.bench.collectives import bodies, checks, patterns
 from flagscale.bench.collectives.bodies import PreparedBuffers, Shape, prepare, release
-from flagscale.bench.collectives.devices import BenchDevice, probe_copies
-from flagscale.bench.collectives.process_groups import RankGroup, form
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup, form, probe_copies
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.spec import Average, BenchSpec, Case
 from flagscale.bench.collectives.statistics import paired_ratio
@@ -190,7 +189,8 @@ class _Size:
         try:
             work()
         except (RuntimeError, MemoryError, ValueError) as error:
-            problem = _first_line(error)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            problem = lines[0][:200]
         found = self.session.gather(problem)
         failed = [rank for rank, text in enumerate(found) if text]
         return f"Failure on rank {failed[0]}: {found[failed[0]]}" if failed else None
@@ -264,11 +264,6 @@ def _named_apart(groups: Sequence[RankGroup]) -> list[RankGroup]:
         else group
         for i, group in enumerate(groups)
     ]
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def _limits_in_words(limits: Limits, spec: BenchSpec) -> str:

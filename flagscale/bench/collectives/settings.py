@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from flagscale.bench.collectives import patterns, sizes
 from flagscale.bench.collectives.command import CHECK_MODES, build_parser, normalise
-from flagscale.bench.collectives.curves import read_results
+from flagscale.bench.collectives.curves import read_results, require_image, require_matplotlib
 from flagscale.bench.collectives.operations import (
     DATA_TYPES,
     OPERATIONS,
@@ -21,7 +21,6 @@ from flagscale.bench.collectives.operations import (
     data_type,
     operation,
 )
-from flagscale.bench.collectives.plots import require_image, require_matplotlib
 from flagscale.bench.collectives.records import read_baseline
 from flagscale.bench.collectives.spec import (
     Average,
@@ -70,6 +69,8 @@ def from_options(
     notes = tuple(_notes(options, operations))
     if options.ngpus != 1:
         raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
+    if options.average not in _AVERAGES:
+        raise ConfigError(f"-a/--average {options.average!r}; expected 0, 1, 2 or 3")
     place = placement(options)
     judged = judge(comparison.backends or (place.backend,), options.comm)
     return BenchSpec(
@@ -88,7 +89,7 @@ def from_options(
         placement=place,
         options=tuple(BackendOptions(n, tuple(v.items())) for n, v in judged.items() if v),
         timing=options.timing,
-        average=_average(options.average),
+        average=_AVERAGES[options.average],
         blocking=_switch("-z/--blocking", options.blocking),
         cpu_time=_switch("-C/--report-cputime", options.report_cputime),
         notes=notes,
@@ -272,12 +273,6 @@ def _fraction(text: str) -> float:
     if found is None:
         raise ConfigError(f"--tolerance {text!r}; expected a share such as 5% or 0.05")
     return float(found[1]) / (100 if found[2] else 1)
-
-
-def _average(text: str) -> Average:
-    if text not in _AVERAGES:
-        raise ConfigError(f"-a/--average {text!r}; expected 0, 1, 2 or 3")
-    return _AVERAGES[text]
 
 
 def _switch(flag: str, text: str) -> bool:

@@ -3,16 +3,76 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
+from flagscale.bench.codec import WRITTEN
 from flagscale.bench.command_line import Parser, judge
 from flagscale.bench.files import require_writable
-from flagscale.bench.groups.plan import VARIANTS, GroupsPlan, Variant
-from flagscale.bench.placement import add_place, placement
+from flagscale.bench.placement import Placement, add_place, placement
 from flagscale.bench.rank import carry_out
 from flagscale.bench.tool import Tool
 from flagscale.errors import ConfigError
+
+Variant = Literal["bound", "cold", "warm", "split"]
+VARIANTS: tuple[Variant, ...] = ("bound", "cold", "warm", "split")
+ON_ACCELERATORS: tuple[Variant, ...] = ("bound", "split")
+"""Those that have a meaning on accelerators alone: only these can be bound."""
+
+
+@dataclass(frozen=True)
+class GroupsPlan:
+    """What is measured."""
+
+    variants: tuple[Variant, ...]
+    counts: tuple[int, ...]
+    repeats: int
+    members: int | None
+    placement: Placement
+    comm: tuple[str, ...] = ()
+    """The backend's options, as they were given."""
+    json: Path | None = field(default=None, metadata=WRITTEN)
+
+    def check(self, ranks: int) -> None:
+        if self.members is not None and not 1 <= self.members <= ranks:
+            raise ConfigError(f"--members {self.members}; expected 1 to {ranks}")
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """One measurement, in fresh processes."""
+
+    variant: Variant
+    count: int
+    """Groups."""
+    of: GroupsPlan
+    result: Path
+    """Where rank 0 leaves its sample."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: seconds, of each the most over the ranks."""
+
+    world: float
+    """Creating the default group."""
+    create: float
+    """Creating all further groups."""
+    first: float
+    """The first all_reduce on each of them."""
+    second: float
+    """The second."""
+    memory: float
+    """MiB of device memory that all of it holds, on the rank that holds most; 0 on a CPU."""
+    splits: int
+    """How many communicators the backend says it split off; -1 where it does not tell."""
+
+    @property
+    def usable(self) -> float:
+        """Seconds until the further groups can be used: created, and run once."""
+        return self.create + self.first
+
 
 STUCK_SECONDS = 600.0
 """Without all ranks for so long a measurement has failed."""

@@ -13,15 +13,13 @@ import torch.distributed as dist
 from flagscale.bench import rendezvous
 from flagscale.bench.collectives import bodies
 from flagscale.bench.collectives.checks import Golden
-from flagscale.bench.collectives.curves import Curve, Point
-from flagscale.bench.collectives.devices import BenchDevice, choose
+from flagscale.bench.collectives.curves import Curve, Point, write_plot
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup, choose
 from flagscale.bench.collectives.operations import OPERATIONS, DataType
-from flagscale.bench.collectives.plots import write_plot
-from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.sizes import fit
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.machine import facts
-from flagscale.bench.pipeline.plan import PipelinePlan, Row, Schedule, heading, line
+from flagscale.bench.pipeline.launch import PipelinePlan, Row, Schedule, heading, line
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import JobError

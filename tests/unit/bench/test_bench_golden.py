@@ -14,8 +14,7 @@ import torch.distributed as dist
 from flagscale.bench.collectives import bodies, checks
 from flagscale.bench.collectives.bodies import Shape
 from flagscale.bench.collectives.checks import CHUNK, Golden, Verdict, digest, pieces
-from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.process_groups import RankGroup
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup
 from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import Case
 
