@@ -21,13 +21,8 @@ class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are the project's errors, with the nearest flag named."""
 
     def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, None, description, epilog, formatter_class=raw, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint=f"{self.prog} --help")

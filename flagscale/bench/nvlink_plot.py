@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.collectives.curves import Line, require_matplotlib, write_panels
+from flagscale.bench.collectives.curves import Line, require_image, write_panels
 from flagscale.bench.files import read_object
 from flagscale.comm.fsccl.tune import Timing, best
 from flagscale.guard import guard
@@ -18,7 +18,7 @@ _LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers"
 
 def write(report: Mapping[str, Any], path: Path) -> None:
     """A panel for each collective, into an ``.svg`` or ``.png``; raises as
-    :func:`.plots.write_panels` does."""
+    :func:`.curves.write_panels` does."""
     timings = [Timing(**row) for row in report.get("timings", [])]
     panels = {}
     for collective in dict.fromkeys(t.collective for t in timings):
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "nvlink_plot.py") -> 
     given = parser.parse_args(argv)
 
     def drawn() -> int:
-        require_matplotlib(str(given.figure))
+        require_image(given.figure)
         kept = "what nvlink_check keeps by --json"
         write(read_object(given.report, str(given.report), kept), given.figure)
         return 0

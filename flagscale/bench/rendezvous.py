@@ -9,8 +9,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
@@ -61,67 +62,45 @@ def _tcp(host: str, port: int, world: BenchWorld, timeout: timedelta) -> TCPStor
 
 
 def _by_pmi(world: BenchWorld, address: str | None, port: int | None, timeout: timedelta) -> Store:
-    with Pmi(int(os.environ["PMI_FD"])) as pmi:
-        store = None
-        if world.rank == 0:
-            host = address or ("127.0.0.1" if world.one_host else socket.gethostname())
-            store = _tcp(host, port or 0, world, timeout)
-            pmi.put(_KEY, f"{host}/{store.port}")
-        pmi.barrier()
-        found, _, number = pmi.get(_KEY).rpartition("/")
-    return store or _tcp(found, int(number), world, timeout)
-
-
-class Pmi:
-    """The little of PMI-1 that ranks need to meet under MPICH's mpirun, without an MPI library:
-    a rank's conversation with its launcher. Leave the ``with`` block before any work.
+    """By the little of PMI-1 that is needed under MPICH's mpirun, without an MPI library.
 
     Hydra gives every rank a socket (``PMI_FD``) and speaks lines of ``key=value`` words over it:
     put a pair, wait for all ranks, get another's pair. It works between hosts and needs no shared
     disk.
+    """
+    store = None
+    with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as stream:
+        ask = partial(_ask_pmi, stream)
+        ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
+        name = ask("get_my_kvsname", "my_kvsname").get("kvsname", "")
+        if world.rank == 0:
+            host = address or ("127.0.0.1" if world.one_host else socket.gethostname())
+            store = _tcp(host, port or 0, world, timeout)
+            ask(f"put kvsname={name} key={_KEY} value={host}/{store.port}", "put_result")
+        ask("barrier_in", "barrier_out")
+        told = ask(f"get kvsname={name} key={_KEY}", "get_result")["value"]
+        # A rank that has said init and ends without finalize counts as failed.
+        ask("finalize", "finalize_ack")
+    found, _, number = told.rpartition("/")
+    return store or _tcp(found, int(number), world, timeout)
+
+
+def _ask_pmi(stream: IO[bytes], request: str, expected: str) -> Mapping[str, str]:
+    """The words of the launcher's answer.
 
     Raises:
-        UnreachableError: the launcher does not answer as PMI-1 says.
+        UnreachableError: it does not answer as PMI-1 says.
     """
-
-    def __init__(self, descriptor: int) -> None:
-        self._stream = os.fdopen(os.dup(descriptor), "r+b", buffering=0)
-        self._name = ""
-
-    def __enter__(self) -> Pmi:
-        self._ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
-        self._name = self._ask("get_my_kvsname", "my_kvsname").get("kvsname", "")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A rank that has said init and ends without finalize counts as failed.
-        if kind is None:
-            self._ask("finalize", "finalize_ack")
-        self._stream.close()
-
-    def put(self, key: str, value: str) -> None:
-        """Publish a pair; ``value`` holds no blanks. Others see it after :meth:`barrier`."""
-        self._ask(f"put kvsname={self._name} key={key} value={value}", "put_result")
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self._ask("barrier_in", "barrier_out")
-
-    def get(self, key: str) -> str:
-        """A pair that some rank has put before the last barrier."""
-        return self._ask(f"get kvsname={self._name} key={key}", "get_result")["value"]
-
-    def _ask(self, request: str, expected: str) -> Mapping[str, str]:
-        try:
-            self._stream.write(f"cmd={request}\n".encode())
-            line = self._stream.readline().decode(errors="replace").strip()
-        except OSError as error:
-            raise UnreachableError(f"mpirun does not answer on PMI_FD: {error}") from error
-        words = dict(word.partition("=")[::2] for word in line.split() if "=" in word)
-        if words.get("cmd") != expected or words.get("rc", "0") != "0":
-            asked = request.partition(" ")[0]
-            raise UnreachableError(f"mpirun answered {line!r} to {asked!r} over PMI")
-        return words
+    try:
+        stream.write(f"cmd={request}\n".encode())
+        line = stream.readline().decode(errors="replace").strip()
+    except OSError as error:
+        raise UnreachableError(f"mpirun does not answer on PMI_FD: {error}") from error
+    words = dict(word.partition("=")[::2] for word in line.split() if "=" in word)
+    if words.get("cmd") != expected or words.get("rc", "0") != "0":
+        asked = request.partition(" ")[0]
+        raise UnreachableError(f"mpirun answered {line!r} to {asked!r} over PMI")
+    return words
 
 
 def _file_of(world: BenchWorld) -> Path:

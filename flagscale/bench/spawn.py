@@ -124,14 +124,8 @@ def call(words: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         return process.wait()
     finally:
-        if process.poll() is None:
-            # It hands this on to what it has started.
-            process.terminate()
-            try:
-                process.wait(timeout=_LAUNCHER_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        # It hands this on to what it has started.
+        _end([process], _LAUNCHER_SECONDS)
 
 
 def call_starter(argv: Sequence[str], environment: Mapping[str, str], log_dir: Path | None) -> int:
@@ -268,14 +262,14 @@ def _overall(codes: Sequence[int]) -> int:
     return own_code(next((code for code in codes if code > 0), min(codes)))
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End our own children, by their ids: first asked, then forced."""
+def _end(processes: Sequence[subprocess.Popen[bytes]], seconds: float = _KILL_SECONDS) -> None:
+    """End our own children, by their ids: first asked, then, after ``seconds``, forced."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
             # One that is stopped would only see the request when it goes on.
             process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + _KILL_SECONDS
+    deadline = time.monotonic() + seconds
     for process in processes:
         try:
             process.wait(timeout=max(0.0, deadline - time.monotonic()))

@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 
 from flagscale.bench.collectives.bodies import Shape, assemble, build
 from flagscale.bench.collectives.devices import BenchDevice, RankGroup
-from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.launch import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.collectives.timing import Marks, measure

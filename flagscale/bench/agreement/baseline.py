@@ -8,7 +8,6 @@ times. On a CPU the calls go to gloo's own object, below ``torch.distributed``.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import c_void_p
 from typing import Any
@@ -25,18 +24,7 @@ Issue = Callable[[], None]
 ROOT = 0
 
 
-class Baseline(ABC):
-    """Makes calls on buffers of its own."""
-
-    operations: tuple[str, ...]
-
-    @abstractmethod
-    def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
-        """Allocates buffers of ``size`` bytes. The result makes the call for the stream that is
-        current when it is asked."""
-
-
-class NcclBaseline(Baseline):
+class NcclBaseline:
     """NCCL through ctypes, on a communicator of its own."""
 
     operations = definitions.OPERATIONS
@@ -49,6 +37,8 @@ class NcclBaseline(Baseline):
         self._nccl.function("ncclCommDestroy")(self._handle)
 
     def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        """Allocates buffers of ``size`` bytes. The result makes the call for the stream that is
+        current when it is asked."""
         n = definitions.counts(operation, self._ranks, size, type_.bytes)
         dtype = getattr(torch, type_.torch)
         source = torch.zeros(n.send, dtype=dtype, device="cuda")
@@ -105,7 +95,7 @@ class NcclBaseline(Baseline):
         return [(send, (me + 1) % ranks)], [(receive, (me - 1) % ranks)]
 
 
-class GlooBaseline(Baseline):
+class GlooBaseline:
     """gloo's process group itself, for what needs no lists of tensors."""
 
     operations = ("all_reduce", "all_gather", "broadcast")
@@ -115,6 +105,7 @@ class GlooBaseline(Baseline):
         self._ranks = group.size()
 
     def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        """As :meth:`NcclBaseline.calls`."""
         n = definitions.counts(operation, self._ranks, size, type_.bytes)
         dtype, backend = getattr(torch, type_.torch), self._backend
         source = torch.zeros(n.send, dtype=dtype)

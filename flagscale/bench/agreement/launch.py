@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flagscale.bench.agreement import definitions, verdict
 from flagscale.bench.collectives.curves import require_image
+from flagscale.bench.collectives.launch import parse_spec
 from flagscale.bench.collectives.operations import operation
-from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.command_line import Parser
 from flagscale.bench.files import read_object, require_writable

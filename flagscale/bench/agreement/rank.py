@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from flagscale.bench import rendezvous
 from flagscale.bench.agreement import definitions
-from flagscale.bench.agreement.baseline import Baseline, GlooBaseline, NcclBaseline, time_of
+from flagscale.bench.agreement.baseline import GlooBaseline, NcclBaseline, time_of
 from flagscale.bench.agreement.launch import AgreementPlan
 from flagscale.bench.agreement.nccl import Nccl
 from flagscale.bench.agreement.verdict import Pair, conclusion, table, write_figure
 from flagscale.bench.collectives import bodies, devices
 from flagscale.bench.collectives.bodies import PreparedBuffers, prepare, release
-from flagscale.bench.collectives.devices import BenchDevice, RankGroup, form
+from flagscale.bench.collectives.devices import form
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.collectives.timing import Marks, measure
@@ -72,7 +72,16 @@ class Sides:
         everyone = (tuple(range(world.size)),)
         adapter = registry.usable(name, self.device.kind)
         self._group = form(adapter, everyone, world.rank, self.device, _SECONDS, {})
-        self.baseline, self.version = _baseline(self.device, self._group, world, store)
+        self.baseline: GlooBaseline | NcclBaseline
+        if not self.device.is_cuda:
+            self.baseline, self.version = GlooBaseline(self._group.process_group), "gloo"
+            return
+        nccl = Nccl()
+        if world.rank == 0:
+            store.set("identity", nccl.unique_id().hex())
+        identity = bytes.fromhex(store.get("identity").decode())
+        self.baseline = NcclBaseline(nccl, identity, world.size, world.rank)
+        self.version = f"NCCL {nccl.version()}"
 
     def run(self) -> Iterator[Pair]:
         """Measure everything; every rank gets every pair."""
@@ -138,15 +147,3 @@ class Sides:
             self.baseline.close()
         dist.destroy_process_group()
         rendezvous.clean_up(self._world)
-
-
-def _baseline(
-    device: BenchDevice, group: RankGroup, world: BenchWorld, store: Store
-) -> tuple[Baseline, str]:
-    if not device.is_cuda:
-        return GlooBaseline(group.process_group), "gloo"
-    nccl = Nccl()
-    if world.rank == 0:
-        store.set("identity", nccl.unique_id().hex())
-    identity = bytes.fromhex(store.get("identity").decode())
-    return NcclBaseline(nccl, identity, world.size, world.rank), f"NCCL {nccl.version()}"

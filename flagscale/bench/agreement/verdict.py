@@ -57,10 +57,9 @@ def table(pairs: Sequence[Pair], limit: float) -> list[str]:
     lines = [heading]
     for pair in pairs:
         ratio = pair.ratio
-        cells = f"{pair.operation:>14}  {pair.size:>12}  {pair.ours:>10.2f}  {pair.baseline:>10.2f}"
-        cells += (
-            f"  {pair.our_busbw:>10.2f}  {pair.baseline_busbw:>10.2f}  {ratio.value - 1:>+7.1%}"
-        )
+        numbers = (pair.ours, pair.baseline, pair.our_busbw, pair.baseline_busbw)
+        cells = f"{pair.operation:>14}  {pair.size:>12}"
+        cells += "".join(f"  {number:>10.2f}" for number in numbers) + f"  {ratio.value - 1:>+7.1%}"
         interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
         lines.append(f"{cells}  {interval:>16}  {pair.verdict(limit)}")
     return lines
@@ -81,7 +80,7 @@ def conclusion(pairs: Sequence[Pair], limit: float) -> tuple[str, bool]:
 
 def write_figure(result: Mapping[str, Any], path: Path) -> None:
     """A panel for each operation of what ``--json`` keeps, in 1e9 bytes a second; raises as
-    :func:`.plots.write_panels` does."""
+    :func:`.curves.write_panels` does."""
     of_each: dict[str, list[Mapping[str, Any]]] = {}
     for row in result.get("rows", []):
         of_each.setdefault(row["operation"], []).append(row)

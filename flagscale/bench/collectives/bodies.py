@@ -152,22 +152,19 @@ def assemble(parts: tuple[Part, ...], device: BenchDevice, group: RankGroup, nam
     process_group = group.process_group
     # gloo moves GPU memory, too, and has no such launch.
     grouping = device.is_cuda and group.backend_on(device).supports_coalescing
-    if grouping and name in ("all_reduce", "all_gather", "reduce_scatter"):
 
-        def grouped() -> None:
-            # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.
-            with _coalescing_manager(process_group, device.torch_device):
-                for part in parts:
-                    part.issue(False)
-
-        return Body(parts, grouped)
+    def grouped() -> None:
+        # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.
+        with _coalescing_manager(process_group, device.torch_device):
+            for part in parts:
+                part.issue(False)
 
     def together() -> None:
-        works = [work for part in parts for work in part.issue(True)]
-        for work in works:
+        for work in [work for part in parts for work in part.issue(True)]:
             work.wait()
 
-    return Body(parts, together)
+    coalesced = grouping and name in ("all_reduce", "all_gather", "reduce_scatter")
+    return Body(parts, grouped if coalesced else together)
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,9 @@ class Verdict:
     found: float = 0.0
 
     def __str__(self) -> str:
-        if not self.wrong:
-            return "right"
+        where = f"{self.wrong} wrong, the first at {self.first}"
         return (
-            f"{self.wrong} wrong, the first at {self.first}: "
-            f"expected {self.expected:g}, found {self.found:g}"
+            f"{where}: expected {self.expected:g}, found {self.found:g}" if self.wrong else "right"
         )
 
 
@@ -105,9 +103,8 @@ class Golden:
             part.output.zero_()
         for start in range(0, part.input.numel(), CHUNK):
             length = min(CHUNK, part.input.numel() - start)
-            part.input[start : start + length] = self.inputs(self.group.index, start, length).to(
-                part.input.device
-            )
+            values = self.inputs(self.group.index, start, length)
+            part.input[start : start + length] = values.to(part.input.device)
 
     def inputs(self, place: int, start: int, length: int) -> torch.Tensor:
         """Elements of the input of the group's ``place``-th rank, in its own type."""

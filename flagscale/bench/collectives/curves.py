@@ -221,10 +221,9 @@ def write_panels(
     """Write a figure with a panel for each of ``panels``, both axes logarithmic.
 
     Raises:
-        ConfigError: there are none, the file has another ending, or matplotlib is missing.
+        ConfigError: there are none, or matplotlib is missing.
         OSError: the file cannot be written.
     """
-    kind = image_kind(path)
     if not panels:
         raise ConfigError("nothing was measured that could be drawn")
     columns = min(columns, len(panels))
@@ -241,7 +240,7 @@ def write_panels(
     for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
     all_axes[0].legend(fontsize="small")
-    path.write_bytes(image_of(figure, kind))
+    path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -273,30 +272,16 @@ def require_matplotlib(what: str) -> None:
         )
 
 
-def require_image(path: Path, flag: str) -> None:
-    """Refuse a file that ``flag`` names for a figure which could not be drawn into it.
+def require_image(path: Path, flag: str = "") -> None:
+    """Refuse a file, which ``flag`` names, for a figure that could not be drawn into it.
 
     Raises:
-        ConfigError: it has another ending than ``image_kind`` knows, or matplotlib is absent.
+        ConfigError: it ends in neither ``.svg`` nor ``.png``, or matplotlib is not installed.
     """
-    image_kind(path, f"{flag} {path}")
-    require_matplotlib(f"{flag} {path}")
-
-
-def image_kind(path: Path, name: str = "") -> str:
-    """``svg`` or ``png``, by the ending of a file that is to be written.
-
-    Args:
-        path: the file.
-        name: what messages call it; its path by default.
-
-    Raises:
-        ConfigError: it has another ending.
-    """
-    kind = path.suffix.lower().lstrip(".")
-    if kind not in ("svg", "png"):
-        raise ConfigError(f"{name or path}: expected a file that ends in .svg or .png")
-    return kind
+    name = f"{flag} {path}".strip()
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"{name}: expected a file that ends in .svg or .png")
+    require_matplotlib(name)
 
 
 def image_of(figure: Any, kind: str) -> bytes:

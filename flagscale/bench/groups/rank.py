@@ -191,9 +191,8 @@ def findings(results: Results) -> list[str]:
         lines += _of_count(here, count)
     fewest = min(len(samples) for samples in results.values())
     if fewest < _ENOUGH:
-        lines.append(
-            f"{fewest} runs a variant: take at least {_ENOUGH} before a ratio is relied on."
-        )
+        advice = f"take at least {_ENOUGH} before a ratio is relied on."
+        lines.append(f"{fewest} runs a variant: {advice}")
     if any(variant in ON_ACCELERATORS for variant, _ in results):
         lines.append(
             "A bound default group runs unbatched sends and receives one after the other on one "
@@ -205,25 +204,19 @@ def findings(results: Results) -> list[str]:
 def _of_count(here: Mapping[Variant, Sequence[Sample]], count: int) -> list[str]:
     groups = f"{count} group{'s' if count > 1 else ''}"
     lines = []
-    control = here.get("warm")
-    for variant in ON_ACCELERATORS:
-        samples = here.get(variant)
-        if samples is None:
-            continue
-        lines.append(f"{groups}, {variant}: {_proof(samples, count)}")
+    control, cold = here.get("warm"), here.get("cold")
+    for variant in (variant for variant in ON_ACCELERATORS if variant in here):
+        samples = here[variant]
+        lines.append(f"{variant}: {_proof(samples, count)}")
         if control is not None:
-            lines.append(
-                f"{groups}, {variant} against the warmed control: {_against(control, samples)}"
-            )
-        if "cold" in here:
-            lines.append(
-                f"{groups}, {variant} against cold: {_against(here['cold'], samples)}; this "
-                "contains the process's first communicator and is no gain of splitting"
-            )
-    if control is not None and "cold" in here:
-        ratio = _against(here["cold"], control)
-        lines.append(f"{groups}, warm against cold (the first communicator alone): {ratio}")
-    return lines
+            lines.append(f"{variant} against the warmed control: {_against(control, samples)}")
+        if cold is not None:
+            contains = "contains the process's first communicator and is no gain of splitting"
+            lines.append(f"{variant} against cold: {_against(cold, samples)}; this {contains}")
+    if control is not None and cold is not None:
+        ratio = _against(cold, control)
+        lines.append(f"warm against cold (the first communicator alone): {ratio}")
+    return [f"{groups}, {line}" for line in lines]
 
 
 def _proof(samples: Sequence[Sample], count: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -108,13 +108,8 @@ def heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
     if schedule.k > 0:
         scratch = schedule.k * SLOTS * schedule.nelem * plan.type.bytes
         how = f"k={schedule.k}, nelem_per_send={schedule.nelem}, scratch_size={scratch}"
-    columns = (
-        "size(B)",
-        "avg_time(us)",
-        "min_time(us)",
-        f"avg_algbw({plan.unit}/s)",
-        f"max_algbw({plan.unit}/s)",
-    )
+    bandwidths = (f"{which}_algbw({plan.unit}/s)" for which in ("avg", "max"))
+    columns = ("size(B)", "avg_time(us)", "min_time(us)", *bandwidths)
     return [
         title.center(_WIDTH, "#"),
         f"nranks={ranks}",
@@ -127,12 +122,8 @@ def heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
 
 def line(row: Row, unit: str) -> str:
     """A row of the table."""
-    numbers: Sequence[float] = (
-        row.avg_us,
-        row.min_us,
-        row.algbw(row.avg_us, unit),
-        row.algbw(row.min_us, unit),
-    )
+    times = (row.avg_us, row.min_us)
+    numbers = (*times, *(row.algbw(time, unit) for time in times))
     return f"{row.size:>20}" + "".join(f"{number:>20.2f}" for number in numbers)
 
 

@@ -156,5 +156,4 @@ def _ask(
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it does not say why"
+    return (text.strip().splitlines() or ["it does not say why"])[-1]

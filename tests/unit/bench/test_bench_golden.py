@@ -15,7 +15,7 @@ from flagscale.bench.collectives import bodies, checks
 from flagscale.bench.collectives.bodies import Shape
 from flagscale.bench.collectives.checks import CHUNK, Golden, Verdict, digest, pieces
 from flagscale.bench.collectives.devices import BenchDevice, RankGroup
-from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.launch import parse_spec
 from flagscale.bench.collectives.spec import Case
 
 pytestmark = pytest.mark.torch
