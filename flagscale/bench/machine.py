@@ -20,9 +20,11 @@ PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
 def facts(*packages: str) -> dict[str, Any]:
     """Date, processor, memory, system, versions and the command line. Host names, paths of the
     user and the environment stay out: results are published."""
+    project, script = Path(__file__).resolve().parents[2], Path(sys.argv[0]).resolve()
+    shown = script.relative_to(project) if project in script.parents else script.name
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *_relative(sys.argv)]),
+        "command": shlex.join(["python", str(shown), *sys.argv[1:]]),
         **hardware(),
         "python": platform.python_version(),
         "versions": {name: distribution_version(name) for name in packages or PACKAGES},
@@ -39,13 +41,6 @@ def hardware() -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
     }
-
-
-def _relative(words: list[str]) -> list[str]:
-    project = Path(__file__).resolve().parents[2]
-    script = Path(words[0]).resolve()
-    shown = script.relative_to(project) if project in script.parents else script.name
-    return [str(shown), *words[1:]]
 
 
 def processor() -> str:

@@ -22,6 +22,14 @@ from flagscale.bench.collectives.operations import DataType
 
 Issue = Callable[[], None]
 ROOT = 0
+_ONE_CALL: dict[str, tuple[str, tuple[int, ...]]] = {
+    "all_reduce": ("ncclAllReduce", (SUM,)),
+    "all_gather": ("ncclAllGather", ()),
+    "reduce_scatter": ("ncclReduceScatter", (SUM,)),
+    "broadcast": ("ncclBroadcast", (ROOT,)),
+    "reduce": ("ncclReduce", (SUM, ROOT)),
+}
+"""What NCCL has a function for, and what that takes between the type and the communicator."""
 
 
 class NcclBaseline:
@@ -53,15 +61,8 @@ class NcclBaseline:
             # The closure keeps the buffers.
             _keep = (source, target)
             stream = torch.cuda.current_stream().cuda_stream
-            simple: dict[str, tuple[str, tuple[Any, ...]]] = {
-                "all_reduce": ("ncclAllReduce", (SUM,)),
-                "all_gather": ("ncclAllGather", ()),
-                "reduce_scatter": ("ncclReduceScatter", (SUM,)),
-                "broadcast": ("ncclBroadcast", (ROOT,)),
-                "reduce": ("ncclReduce", (SUM, ROOT)),
-            }
-            if operation in simple:
-                name, more = simple[operation]
+            if operation in _ONE_CALL:
+                name, more = _ONE_CALL[operation]
                 call = self._nccl.function(name)
                 return lambda: call(send, receive, n.count, code, *more, handle, stream)
             start, end = self._nccl.function("ncclGroupStart"), self._nccl.function("ncclGroupEnd")

@@ -86,13 +86,10 @@ def shapes(
     Raises:
         ConfigError: all-to-all-v counts or pairs do not fit the group.
     """
-    total = sum(spec.buffers.ratio)
-    found, notes = [], []
-    for ratio in spec.buffers.ratio:
-        shape, said = _shape(case, round(size * ratio / total), group, spec.groups)
-        found.append(shape)
-        notes += [note for note in said if note not in notes]
-    return tuple(found), tuple(notes)
+    ratios = spec.buffers.ratio
+    parts = [round(size * ratio / sum(ratios)) for ratio in ratios]
+    found, said = zip(*(_shape(case, part, group, spec.groups) for part in parts), strict=True)
+    return found, tuple(dict.fromkeys(note for notes in said for note in notes))
 
 
 def _shape(

@@ -52,17 +52,13 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
     placement = specs[0].placement
     # Loading torch, and compiling a backend on its first use, may take longer than an iteration.
     patience = placement.timeout + _START_SECONDS
-    store = rendezvous.rendezvous(
-        world, address=placement.address, port=placement.port, seconds=patience
-    )
-    own, error = _prepare(specs, world)
+    store = rendezvous.rendezvous(world, patience, placement.address, placement.port)
+    own = _prepare(specs, world)
     facts = _exchange(store, own, world, patience)
     rendezvous.clean_up(world)
     if code := _refused(facts, world):
         rendezvous.exit_store(store, world, placement.timeout)
         return code
-    if error is not None:
-        raise error
     device = devices.choose(placement.device, world.local_rank)
     watch = Watch(store, Beat(world.rank, own.host, own.pid), world.size, placement.timeout)
     watch.start()
@@ -93,7 +89,7 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
         return 1
 
 
-def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> tuple[Facts, FlagscaleError | None]:
+def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> Facts:
     """This rank's facts, and what keeps it from taking part."""
     placement = specs[0].placement
     me = (world.rank, socket.gethostname(), os.getpid())
@@ -107,9 +103,9 @@ def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> tuple[Facts, Flag
             _possible(spec, device.kind)
         if placement.pin:
             devices.pin(world.local_rank)
-        return Facts(*me, device.name, str(device.torch_device)), None
+        return Facts(*me, device.name, str(device.torch_device))
     except FlagscaleError as error:
-        return Facts(*me, "", "", str(error), error.exit_code), error
+        return Facts(*me, "", "", str(error), error.exit_code)
 
 
 def _load(backend: CommBackend) -> None:
