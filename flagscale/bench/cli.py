@@ -47,18 +47,14 @@ def main_comm(words: Sequence[str]) -> int:
     # What follows belongs to the command, which parses it itself.
     command, rest = parser.parse_args(words[:1]).command, list(words[1:])
     if command == "list":
-        return _list(rest)
+        options = argparse.ArgumentParser(prog="flagscale comm list")
+        options.add_argument("--json", action="store_true", help="for programs")
+        from flagscale.comm.listing import show
+
+        show("json" if options.parse_args(rest).json else "table")
+        return 0
     if command == "tune" and (missing := missing_torch()):
         raise ConfigError(f"flagscale comm tune measures GPUs: {missing}")
     module, first, _ = _COMMANDS[command]
     code: int = import_module(module).main([*first, *rest], prog=f"flagscale comm {command}")
     return code
-
-
-def _list(words: list[str]) -> int:
-    options = argparse.ArgumentParser(prog="flagscale comm list")
-    options.add_argument("--json", action="store_true", help="for programs")
-    from flagscale.comm.listing import show
-
-    show("json" if options.parse_args(words).json else "table")
-    return 0

@@ -91,9 +91,8 @@ def run(order: Order) -> int:
     os.chdir(order.directory if Path(order.directory).is_dir() else scratch)
     for name in order.files:
         (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-    code = 1
+    code, log_dir = 1, scratch / LOGS if order.logs else None
     try:
-        log_dir = scratch / LOGS if order.logs else None
         code = run_job(order.job, order.count, log_dir=log_dir, ranks=order.ranks)
     finally:
         # Also where a line of a rank could not be passed on: nobody reads any more.

@@ -7,11 +7,12 @@ import platform
 import shlex
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from flagscale.comm.base import distribution_version
 
 PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
 
@@ -19,12 +20,14 @@ PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
 def facts(*packages: str) -> dict[str, Any]:
     """Date, processor, memory, system, versions and the command line. Host names, paths of the
     user and the environment stay out: results are published."""
+    project, script = Path(__file__).resolve().parents[2], Path(sys.argv[0]).resolve()
+    shown = script.relative_to(project) if project in script.parents else script.name
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *_relative(sys.argv)]),
+        "command": shlex.join(["python", str(shown), *sys.argv[1:]]),
         **hardware(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages or PACKAGES},
+        "versions": {name: distribution_version(name) for name in packages or PACKAGES},
     }
 
 
@@ -40,13 +43,6 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def _relative(words: list[str]) -> list[str]:
-    project = Path(__file__).resolve().parents[2]
-    script = Path(words[0]).resolve()
-    shown = script.relative_to(project) if project in script.parents else script.name
-    return [str(shown), *words[1:]]
-
-
 def processor() -> str:
     """What the maker calls the processor."""
     other = platform.processor() or platform.machine()
@@ -56,10 +52,3 @@ def processor() -> str:
         return other
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else other
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

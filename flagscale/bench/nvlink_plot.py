@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.collectives.plots import Line, require_matplotlib, write_panels
+from flagscale.bench.collectives.curves import Line, require_image, write_panels
 from flagscale.bench.files import read_object
 from flagscale.comm.fsccl.tune import Timing, best
 from flagscale.guard import guard
@@ -18,7 +18,7 @@ _LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers"
 
 def write(report: Mapping[str, Any], path: Path) -> None:
     """A panel for each collective, into an ``.svg`` or ``.png``; raises as
-    :func:`.plots.write_panels` does."""
+    :func:`.curves.write_panels` does."""
     timings = [Timing(**row) for row in report.get("timings", [])]
     panels = {}
     for collective in dict.fromkeys(t.collective for t in timings):
@@ -40,10 +40,11 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "nvlink_plot.py") -> 
     parser.add_argument("report", type=Path, help="what nvlink_check or comm tune wrote by --json")
     parser.add_argument("figure", type=Path, help="an .svg or .png")
     given = parser.parse_args(argv)
-    return guard(lambda: _draw(given.report, given.figure))
 
+    def drawn() -> int:
+        require_image(given.figure)
+        kept = "what nvlink_check keeps by --json"
+        write(read_object(given.report, str(given.report), kept), given.figure)
+        return 0
 
-def _draw(report: Path, figure: Path) -> int:
-    require_matplotlib(str(figure))
-    write(read_object(report, str(report), "what nvlink_check keeps by --json"), figure)
-    return 0
+    return guard(drawn)

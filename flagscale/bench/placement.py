@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flagscale.bench import options as comm
+from flagscale.bench.command_line import COMM, at_least, filled
 from flagscale.bench.files import read_text
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
@@ -53,7 +53,8 @@ def add_place(parser: argparse.ArgumentParser) -> Callable[..., object]:
     add(*("-r", "--nworkers", "-np", "--nproc"), type=int, metavar="N", help="number of ranks")
     add("-N", "--nnodes", type=int, default=1, metavar="N", help="number of hosts (1)")
     add("--backend", default="auto", metavar="NAME", help="as distributed_backend in a YAML (auto)")
-    comm.add_flag(add)
+    options = "options of the backend, as train.system.comm in a YAML (flagscale comm list)"
+    add(COMM, nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=options)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
     add("-s", "--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="start there")
     add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
@@ -63,22 +64,12 @@ def add_place(parser: argparse.ArgumentParser) -> Callable[..., object]:
     add("--mpi-log-dir", type=Path, metavar="DIR", help="a file for every rank's output")
     add("--data-collector-host", metavar="HOST", help="where rank 0 collects (its own)")
     add("--data-collector-port", type=int, metavar="PORT", help="its port (a free one)")
-    add("-S", "--slurm-mode", action="store_true", help="start by srun")
-    add("--slurm-job-id", metavar="ID", help="in this allocation (a new one)")
+    add("-S", "--slurm-mode", dest="slurm", action="store_true", help="start by srun")
+    add("--slurm-job-id", dest="slurm_job", metavar="ID", help="in this allocation (a new one)")
     add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs of a host (what it has)")
     add("--slurm-setup-script", type=Path, metavar="FILE", help="run on each host before")
     add("--slurm-wait", type=float, default=600, metavar="S", help="longest wait in queue (600)")
     return add
-
-
-def at_least(flag: str, value: int | None, least: int) -> None:
-    """Refuse a number that is too small.
-
-    Raises:
-        ConfigError: ``value`` is less than ``least``.
-    """
-    if value is not None and value < least:
-        raise ConfigError(f"{flag} {value}; expected at least {least}")
 
 
 def require_room(ranks: int, cores: int, place: Placement, host: str) -> None:
@@ -117,26 +108,18 @@ def placement(options: argparse.Namespace) -> Placement:
     for host in hosts:
         if host.slots is not None and not per_host and each > host.slots:
             raise ConfigError(f"-r {workers}: {each} ranks on {host.name}, slots={host.slots}")
-    return Placement(
+    return filled(
+        Placement,
+        options,
         workers=workers,
         nodes=nodes,
-        backend=options.backend,
-        device=options.device,
-        timeout=options.timeout,
-        pin=options.vcpu_pin_mode,
-        oversubscribe=options.oversubscribe,
         address=options.data_collector_host,
         port=options.data_collector_port,
         hosts=hosts,
         per_host=per_host or (each,) * len(hosts),
-        starter=options.starter,
-        ssh_config=options.ssh_config,
         log_dir=options.mpi_log_dir,
-        slurm=options.slurm_mode,
-        slurm_job=options.slurm_job_id,
         slurm_cpus=options.slurm_vcpus_per_node,
         slurm_setup=options.slurm_setup_script,
-        slurm_wait=options.slurm_wait,
     )
 
 
@@ -144,16 +127,14 @@ def _check(options: argparse.Namespace) -> None:
     at_least("-r/--nworkers", options.nworkers, 1)
     at_least("-N/--nnodes", options.nnodes, 1)
     at_least("-u/--slurm-vcpus-per-node", options.slurm_vcpus_per_node, 1)
-    if options.ngpus != 1:
-        raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
     for flag, seconds in (("-T/--timeout", options.timeout), ("--slurm-wait", options.slurm_wait)):
         if not 0 < seconds < math.inf:
             raise ConfigError(f"{flag} {seconds:g}; expected seconds above 0")
-    if options.slurm_job_id is not None and not options.slurm_job_id.isdigit():
-        raise ConfigError(f"--slurm-job-id {options.slurm_job_id!r}; expected a number")
+    if options.slurm_job is not None and not options.slurm_job.isdigit():
+        raise ConfigError(f"--slurm-job-id {options.slurm_job!r}; expected a number")
     if options.slurm_setup_script and not options.slurm_setup_script.is_file():
         raise ConfigError(f"--slurm-setup-script {options.slurm_setup_script}: no such file")
-    if (options.hosts or options.hosts_file) and options.slurm_mode:
+    if (options.hosts or options.hosts_file) and options.slurm:
         raise ConfigError("--hosts and --slurm-mode exclude each other")
     if options.hosts and options.hosts_file:
         raise ConfigError("--hosts and --hosts-file exclude each other")

@@ -10,10 +10,8 @@ import base64
 import os
 import sys
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from operator import attrgetter
 from typing import Any, get_type_hints
 
 from flagscale.bench import codec
@@ -39,8 +37,8 @@ class Job:
     """What was typed: it is kept with the results."""
 
     @classmethod
-    def of(cls, run: Callable[..., int], plan: Any) -> Job:
-        return cls(f"{run.__module__}:{run.__qualname__}", codec.encode(plan), tuple(sys.argv))
+    def of(cls, run: str, plan: Any) -> Job:
+        return cls(run, codec.encode(plan), tuple(sys.argv))
 
     @property
     def command(self) -> list[str]:
@@ -63,6 +61,17 @@ class Job:
         return {JOB_VARIABLE: packed}
 
 
+def carry_out(run: str, plan: Any, world: BenchWorld | None) -> int:
+    """Do as a rank of ``world`` what a :attr:`Job.run` says, with a plan or the JSON of one; the
+    exit code."""
+    module, _, name = run.partition(":")
+    function = getattr(import_module(module), name)
+    if isinstance(plan, str):
+        plan = codec.decode(get_type_hints(function)["plan"], plan)
+    code: int = function(plan, world)
+    return code
+
+
 def main() -> int:
     """Carry out this rank's job; the exit code.
 
@@ -76,9 +85,7 @@ def main() -> int:
     world = detect(os.environ)
     if world is None:
         raise ConfigError("flagscale.bench.rank is what ranks are started with")
-    module, _, name = job.run.partition(":")
-    run: Callable[[Any, BenchWorld], int] = attrgetter(name)(import_module(module))
-    return run(codec.decode(get_type_hints(run)["plan"], job.plan), world)
+    return carry_out(job.run, job.plan, world)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,17 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from flagscale.bench.pmi import Pmi
 from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError, UnreachableError
 
@@ -35,7 +37,8 @@ def rendezvous(
     timeout = timedelta(seconds=seconds)
     try:
         if world.launcher == "torchrun":
-            return _by_torchrun(timeout)
+            store: Store = next(iter(torch_rendezvous("env://", timeout=timeout)))[0]
+            return store
         host = address or world.address
         if host and (port or world.port):
             return _tcp(host, port or world.port or 0, world, timeout)
@@ -52,11 +55,6 @@ def rendezvous(
     )
 
 
-def _by_torchrun(timeout: timedelta) -> Store:
-    store: Store = next(iter(torch_rendezvous("env://", timeout=timeout)))[0]
-    return store
-
-
 def _tcp(host: str, port: int, world: BenchWorld, timeout: timedelta) -> TCPStore:
     """``wait_for_workers`` is off: whoever needs the others waits for their keys."""
     leads = world.rank == 0
@@ -64,15 +62,45 @@ def _tcp(host: str, port: int, world: BenchWorld, timeout: timedelta) -> TCPStor
 
 
 def _by_pmi(world: BenchWorld, address: str | None, port: int | None, timeout: timedelta) -> Store:
-    with Pmi(int(os.environ["PMI_FD"])) as pmi:
-        store = None
+    """By the little of PMI-1 that is needed under MPICH's mpirun, without an MPI library.
+
+    Hydra gives every rank a socket (``PMI_FD``) and speaks lines of ``key=value`` words over it:
+    put a pair, wait for all ranks, get another's pair. It works between hosts and needs no shared
+    disk.
+    """
+    store = None
+    with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as stream:
+        ask = partial(_ask_pmi, stream)
+        ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
+        name = ask("get_my_kvsname", "my_kvsname").get("kvsname", "")
         if world.rank == 0:
             host = address or ("127.0.0.1" if world.one_host else socket.gethostname())
             store = _tcp(host, port or 0, world, timeout)
-            pmi.put(_KEY, f"{host}/{store.port}")
-        pmi.barrier()
-        found, _, number = pmi.get(_KEY).rpartition("/")
+            ask(f"put kvsname={name} key={_KEY} value={host}/{store.port}", "put_result")
+        ask("barrier_in", "barrier_out")
+        told = ask(f"get kvsname={name} key={_KEY}", "get_result")["value"]
+        # A rank that has said init and ends without finalize counts as failed.
+        ask("finalize", "finalize_ack")
+    found, _, number = told.rpartition("/")
     return store or _tcp(found, int(number), world, timeout)
+
+
+def _ask_pmi(stream: IO[bytes], request: str, expected: str) -> Mapping[str, str]:
+    """The words of the launcher's answer.
+
+    Raises:
+        UnreachableError: it does not answer as PMI-1 says.
+    """
+    try:
+        stream.write(f"cmd={request}\n".encode())
+        line = stream.readline().decode(errors="replace").strip()
+    except OSError as error:
+        raise UnreachableError(f"mpirun does not answer on PMI_FD: {error}") from error
+    words = dict(word.partition("=")[::2] for word in line.split() if "=" in word)
+    if words.get("cmd") != expected or words.get("rc", "0") != "0":
+        asked = request.partition(" ")[0]
+        raise UnreachableError(f"mpirun answered {line!r} to {asked!r} over PMI")
+    return words
 
 
 def _file_of(world: BenchWorld) -> Path:
@@ -104,6 +132,12 @@ def _by_file(world: BenchWorld, path: Path, port: int, timeout: timedelta) -> St
             continue
         return _tcp(host, number, world, timeout)
     raise UnreachableError(f"rank {world.rank} waited for rank 0 in vain")
+
+
+def join(store: Store, world: BenchWorld, backend: str, **more: Any) -> None:
+    """Make the default group of ``world``; ``more`` as ``init_process_group`` takes it."""
+    more |= {"rank": world.rank, "world_size": world.size}
+    dist.init_process_group(backend, store=store, **more)
 
 
 def clean_up(world: BenchWorld) -> None:

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from flagscale.bench import codec
 from flagscale.bench.rank import Job
-from flagscale.bench.world import RENDEZVOUS_VARIABLE, STARTER_VARIABLE
+from flagscale.bench.world import RENDEZVOUS_VARIABLE, STARTER_VARIABLE, VARIABLES
 from flagscale.hosts.kernel import die_with
 
 _POLL_SECONDS = 0.05
@@ -94,9 +95,11 @@ def spawn(
                         preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509 - no lock
                     )
                 processes.append(process)
-            shown = log_path(log_dir, 0) if log_dir is not None and first == 0 else None
-            with _following(shown) as follow:
-                return _wait(processes, first, follow, tied=ranks is not None)
+            shown = None
+            if log_dir is not None and first == 0:
+                shown = stack.enter_context(log_path(log_dir, 0).open("rb"))
+                stack.callback(_follow, shown)
+            return _wait(processes, first, shown, tied=ranks is not None)
         finally:
             _end(processes)
 
@@ -106,19 +109,11 @@ def log_path(directory: Path, rank: int | str) -> Path:
     return directory / f"rank_{rank}.log"
 
 
-@contextmanager
-def _following(path: Path | None) -> Iterator[Callable[[], None]]:
-    """What copies to standard output what a growing file has got; it is done at the end, too."""
-    with ExitStack() as stack:
-        file = None if path is None else stack.enter_context(path.open("rb"))
-
-        def copy() -> None:
-            if file is not None and (new := file.read()):
-                sys.stdout.buffer.write(new)
-                sys.stdout.flush()
-
-        stack.callback(copy)
-        yield copy
+def _follow(file: IO[bytes] | None) -> None:
+    """Copy to standard output what a growing file has got."""
+    if file is not None and (new := file.read()):
+        sys.stdout.buffer.write(new)
+        sys.stdout.flush()
 
 
 def call(words: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -129,14 +124,8 @@ def call(words: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         return process.wait()
     finally:
-        if process.poll() is None:
-            # It hands this on to what it has started.
-            process.terminate()
-            try:
-                process.wait(timeout=_LAUNCHER_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        # It hands this on to what it has started.
+        _end([process], _LAUNCHER_SECONDS)
 
 
 def call_starter(argv: Sequence[str], environment: Mapping[str, str], log_dir: Path | None) -> int:
@@ -212,28 +201,28 @@ def _interrupt(number: int, _frame: object) -> None:
 def _environment(
     local: int, count: int, directory: Path, ranks: RankRange | None
 ) -> dict[str, str]:
+    # Each rank is one of several on this host.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if ranks is None:
-        place = {RENDEZVOUS_VARIABLE: str(directory / "meeting")}
-    else:
-        place = {STARTER_VARIABLE: "SSH", "MASTER_ADDR": ranks.address}
-        place["MASTER_PORT"] = str(ranks.port)
-    return {
-        **os.environ,
-        **place,
-        "RANK": str(local if ranks is None else ranks.first + local),
-        "WORLD_SIZE": str(count if ranks is None else ranks.world),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(count),
-        # Each rank is one of several on this host.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTHONPATH": python_path(),
-    }
+        own = rank_environment(local, count, local, count)
+        return {**own, **threads, RENDEZVOUS_VARIABLE: str(directory / "meeting")}
+    own = rank_environment(ranks.first + local, ranks.world, local, count)
+    meeting = {"MASTER_ADDR": ranks.address, "MASTER_PORT": str(ranks.port)}
+    return {**own, **threads, **meeting, STARTER_VARIABLE: "SSH"}
+
+
+def rank_environment(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """This process's environment for a rank, by torchrun's names."""
+    places = (rank, size, local_rank, local_size)
+    names = VARIABLES["torchrun"]
+    own = {name: str(place) for name, place in zip(names, places, strict=True)}
+    return {**os.environ, **own, "PYTHONPATH": python_path()}
 
 
 def _wait(
     processes: Sequence[subprocess.Popen[bytes]],
     first: int,
-    follow: Callable[[], None],
+    shown: IO[bytes] | None,
     *,
     tied: bool,
 ) -> int:
@@ -241,7 +230,7 @@ def _wait(
     told = False
     while True:
         codes = [process.poll() for process in processes]
-        follow()
+        _follow(shown)
         for rank, code in enumerate(codes, start=first):
             # After the first failure the rest end because of it, some by our own hand.
             if code is not None and code < 0 and not told:
@@ -273,14 +262,14 @@ def _overall(codes: Sequence[int]) -> int:
     return own_code(next((code for code in codes if code > 0), min(codes)))
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End our own children, by their ids: first asked, then forced."""
+def _end(processes: Sequence[subprocess.Popen[bytes]], seconds: float = _KILL_SECONDS) -> None:
+    """End our own children, by their ids: first asked, then, after ``seconds``, forced."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
             # One that is stopped would only see the request when it goes on.
             process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + _KILL_SECONDS
+    deadline = time.monotonic() + seconds
     for process in processes:
         try:
             process.wait(timeout=max(0.0, deadline - time.monotonic()))

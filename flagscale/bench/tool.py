@@ -7,23 +7,41 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from flagscale.bench.files import UnreadableFileError
 from flagscale.bench.placement import Placement, require_room
-from flagscale.bench.rank import Job
+from flagscale.bench.rank import Job, carry_out
 from flagscale.bench.spawn import cores_here, run_job
 from flagscale.bench.world import BenchWorld, detect
 from flagscale.errors import ConfigError
 from flagscale.guard import guard
 
-P = TypeVar("P")
+
+class Plan(Protocol):
+    """What a command line amounts to."""
+
+    @property
+    def placement(self) -> Placement:
+        """Which ranks run where."""
+
+    def check(self, ranks: int) -> None:
+        """Refuse what does not fit so many ranks.
+
+        Raises:
+            ConfigError: it does not.
+        """
+
+
+P = TypeVar("P", bound=Plan)
 
 
 class Tool(ABC, Generic[P]):
     """A command; ``P`` is the plan that its line amounts to."""
 
     prog: str
+    run: str
+    """What every rank carries out, see :attr:`.Job.run`: by its name, for it needs torch."""
 
     def main(self, arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
         """Run the command; the exit code. Under a launcher, every rank comes here with the same
@@ -40,17 +58,6 @@ class Tool(ABC, Generic[P]):
             ConfigError: a flag or value is wrong; a file it names cannot be read or used.
         """
 
-    @abstractmethod
-    def placement(self, plan: P) -> Placement:
-        """Which ranks run where."""
-
-    def check(self, plan: P, ranks: int) -> None:
-        """Refuse what does not fit so many ranks.
-
-        Raises:
-            ConfigError: it does not.
-        """
-
     def header(self, plan: P) -> bool:
         """Whether lines about the start are wanted."""
         return True
@@ -59,14 +66,9 @@ class Tool(ABC, Generic[P]):
         """Whether libraries shall speak."""
         return False
 
-    @staticmethod
-    @abstractmethod
-    def run(plan: P, world: BenchWorld) -> int:
-        """Measure as one of the ranks; the exit code."""
-
     def start_here(self, plan: P, ranks: int) -> int:
         """Start the ranks on this machine; the exit code."""
-        return run_job(Job.of(self.run, plan), ranks, log_dir=self.placement(plan).log_dir)
+        return run_job(Job.of(self.run, plan), ranks, log_dir=plan.placement.log_dir)
 
     def run_line(self, words: list[str], prog: str) -> int:
         """Carry out a command line; the exit code.
@@ -77,8 +79,8 @@ class Tool(ABC, Generic[P]):
         world = detect(os.environ)
         try:
             plan = self.read(words, prog, keeps=world is None or world.rank == 0)
-            ranks = self._ranks(self.placement(plan), world)
-            self.check(plan, ranks)
+            ranks = _ranks(plan.placement, world)
+            plan.check(ranks)
         except ConfigError as error:
             if world is None or world.rank == 0:
                 raise
@@ -94,31 +96,43 @@ class Tool(ABC, Generic[P]):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO" if debug else "ERROR")
         if debug:
             os.environ.setdefault("NCCL_DEBUG", "INFO")
-        return self._start(plan, ranks) if world is None else self.run(plan, world)
-
-    def _ranks(self, place: Placement, world: BenchWorld | None) -> int:
-        wanted = place.workers
-        if world is None and wanted is None:
-            raise ConfigError(
-                "the number of ranks is missing: -r 8, or start this under torchrun, mpirun or srun"
-            )
-        if world is not None and wanted not in (None, world.size):
-            raise ConfigError(
-                f"-r asks for {wanted} ranks, and {world.launcher} has started {world.size}",
-                hint="leave -r out under a launcher, or make both equal",
-            )
-        return (wanted or 0) if world is None else world.size
+        return self._start(plan, ranks) if world is None else carry_out(self.run, plan, world)
 
     def _start(self, plan: P, ranks: int) -> int:
-        place = self.placement(plan)
-        if place.slurm or place.hosts:
-            # What opens connections is no business of the ranks, which load this module too.
-            from flagscale.bench.starters import start_elsewhere
+        place = plan.placement
+        # What opens connections is no business of the ranks, which load this module too.
+        if place.slurm:
+            from flagscale.bench.starters.slurm import run_in_slurm
 
-            return start_elsewhere(place, self.run, plan, header=self.header(plan))
+            job = Job.of(self.run, plan)
+            return run_in_slurm(place, job, os.environ, note=self.header(plan))
+        if place.hosts and place.starter == "mpirun":
+            from flagscale.bench.starters.mpirun import run_by_mpirun
+
+            return run_by_mpirun(place, Job.of(self.run, plan), os.environ)
+        if place.hosts:
+            from flagscale.bench.starters.ssh import run_over_ssh
+
+            return run_over_ssh(place, self.run, plan, os.environ)
         if place.nodes > 1:
             raise ConfigError(
                 f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
             )
         require_room(ranks, cores_here(), place, "this machine")
         return self.start_here(plan, ranks)
+
+
+def _ranks(place: Placement, world: BenchWorld | None) -> int:
+    """How many ranks there are, or shall be."""
+    if world is None:
+        if place.workers is None:
+            raise ConfigError(
+                "the number of ranks is missing: -r 8, or start this under torchrun, mpirun or srun"
+            )
+        return place.workers
+    if place.workers not in (None, world.size):
+        raise ConfigError(
+            f"-r asks for {place.workers} ranks, and {world.launcher} has started {world.size}",
+            hint="leave -r out under a launcher, or make both equal",
+        )
+    return world.size

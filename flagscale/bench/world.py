@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,13 +38,11 @@ class BenchWorld:
 
 
 # Each launcher's variables: rank, number of ranks, local rank, local number of ranks.
-_VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
+VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "OpenMPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
@@ -63,7 +61,7 @@ def detect(environment: Mapping[str, str]) -> BenchWorld | None:
     launcher = _launcher(environment)
     if launcher is None:
         return None
-    names = _VARIABLES[launcher if launcher not in ("local", "SSH") else "torchrun"]
+    names = VARIABLES.get(launcher, VARIABLES["torchrun"])
     rank, size = (_number(environment, name) for name in names[:2])
     local_rank = _number(environment, names[2], rank)
     if launcher == "Slurm":
@@ -76,11 +74,7 @@ def detect(environment: Mapping[str, str]) -> BenchWorld | None:
     if launcher == "Slurm" and address is None and local_size != size:
         address, port = _slurm_endpoint(environment)
     return BenchWorld(
-        launcher=launcher,
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
+        *(launcher, rank, size, local_rank, local_size),
         rendezvous=_rendezvous(launcher, environment) if local_size == size else None,
         address=address,
         port=_port(port) if address else None,
@@ -150,3 +144,14 @@ def first_host(nodes: str) -> str:
     if found is None:
         return ""
     return found["stem"] + (found["first"] or "") + (found["tail"] or "")
+
+
+def folded(ranks: Sequence[int]) -> str:
+    """``0-3,6`` of 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

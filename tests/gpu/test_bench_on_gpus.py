@@ -118,7 +118,7 @@ def test_options_reach_nccl(tmp_path: Path) -> None:
     program = """
 import torch, torch.distributed as dist
 from flagscale.bench.collectives.devices import choose
-from flagscale.bench.collectives.process_groups import form
+from flagscale.bench.collectives.devices import form
 from flagscale.comm import registry
 device = choose("cuda", 0)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

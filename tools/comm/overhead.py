@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from flagscale.bench.collectives.bodies import Shape, assemble, build
-from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.process_groups import RankGroup
-from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup
+from flagscale.bench.collectives.launch import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.collectives.timing import Marks, measure

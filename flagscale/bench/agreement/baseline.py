@@ -8,7 +8,6 @@ times. On a CPU the calls go to gloo's own object, below ``torch.distributed``.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import c_void_p
 from typing import Any
@@ -18,25 +17,22 @@ import torch.distributed as dist
 
 from flagscale.bench.agreement import definitions
 from flagscale.bench.agreement.nccl import DATA_TYPES, SUM, Nccl
-from flagscale.bench.collectives.datatypes import DataType
 from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.operations import DataType
 
 Issue = Callable[[], None]
 ROOT = 0
+_ONE_CALL: dict[str, tuple[str, tuple[int, ...]]] = {
+    "all_reduce": ("ncclAllReduce", (SUM,)),
+    "all_gather": ("ncclAllGather", ()),
+    "reduce_scatter": ("ncclReduceScatter", (SUM,)),
+    "broadcast": ("ncclBroadcast", (ROOT,)),
+    "reduce": ("ncclReduce", (SUM, ROOT)),
+}
+"""What NCCL has a function for, and what that takes between the type and the communicator."""
 
 
-class Baseline(ABC):
-    """Makes calls on buffers of its own."""
-
-    operations: tuple[str, ...]
-
-    @abstractmethod
-    def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
-        """Allocates buffers of ``size`` bytes. The result makes the call for the stream that is
-        current when it is asked."""
-
-
-class NcclBaseline(Baseline):
+class NcclBaseline:
     """NCCL through ctypes, on a communicator of its own."""
 
     operations = definitions.OPERATIONS
@@ -49,6 +45,8 @@ class NcclBaseline(Baseline):
         self._nccl.function("ncclCommDestroy")(self._handle)
 
     def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        """Allocates buffers of ``size`` bytes. The result makes the call for the stream that is
+        current when it is asked."""
         n = definitions.counts(operation, self._ranks, size, type_.bytes)
         dtype = getattr(torch, type_.torch)
         source = torch.zeros(n.send, dtype=dtype, device="cuda")
@@ -63,19 +61,23 @@ class NcclBaseline(Baseline):
             # The closure keeps the buffers.
             _keep = (source, target)
             stream = torch.cuda.current_stream().cuda_stream
-            simple: dict[str, tuple[str, tuple[Any, ...]]] = {
-                "all_reduce": ("ncclAllReduce", (SUM,)),
-                "all_gather": ("ncclAllGather", ()),
-                "reduce_scatter": ("ncclReduceScatter", (SUM,)),
-                "broadcast": ("ncclBroadcast", (ROOT,)),
-                "reduce": ("ncclReduce", (SUM, ROOT)),
-            }
-            if operation in simple:
-                name, more = simple[operation]
+            if operation in _ONE_CALL:
+                name, more = _ONE_CALL[operation]
                 call = self._nccl.function(name)
                 return lambda: call(send, receive, n.count, code, *more, handle, stream)
+            start, end = self._nccl.function("ncclGroupStart"), self._nccl.function("ncclGroupEnd")
+            out, into = self._nccl.function("ncclSend"), self._nccl.function("ncclRecv")
             sends, receives = self._messages(operation, send, receive, step)
-            return self._grouped(sends, receives, n.count, code, stream)
+
+            def issue() -> None:
+                start()
+                for address, peer in sends:
+                    out(address, n.count, code, peer, handle, stream)
+                for address, peer in receives:
+                    into(address, n.count, code, peer, handle, stream)
+                end()
+
+            return issue
 
         return make
 
@@ -83,41 +85,18 @@ class NcclBaseline(Baseline):
         self, operation: str, send: int, receive: int, step: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Addresses and peers of what this rank sends and receives."""
-        me, ranks = self._rank, range(self._ranks)
+        me, ranks = self._rank, self._ranks
+        parts, into = ([(at + r * step, r) for r in range(ranks)] for at in (send, receive))
         if operation == "all_to_all":
-            return [(send + r * step, r) for r in ranks], [(receive + r * step, r) for r in ranks]
+            return parts, into
         if operation == "gather":
-            into = [(receive + r * step, r) for r in ranks] if me == ROOT else []
-            return [(send, ROOT)], into
+            return [(send, ROOT)], into if me == ROOT else []
         if operation == "scatter":
-            out = [(send + r * step, r) for r in ranks] if me == ROOT else []
-            return out, [(receive, ROOT)]
-        return [(send, (me + 1) % self._ranks)], [(receive, (me - 1) % self._ranks)]
-
-    def _grouped(
-        self,
-        sends: list[tuple[int, int]],
-        receives: list[tuple[int, int]],
-        count: int,
-        code: int,
-        stream: int,
-    ) -> Issue:
-        start, end = self._nccl.function("ncclGroupStart"), self._nccl.function("ncclGroupEnd")
-        send, receive = self._nccl.function("ncclSend"), self._nccl.function("ncclRecv")
-        handle = self._handle
-
-        def issue() -> None:
-            start()
-            for address, peer in sends:
-                send(address, count, code, peer, handle, stream)
-            for address, peer in receives:
-                receive(address, count, code, peer, handle, stream)
-            end()
-
-        return issue
+            return parts if me == ROOT else [], [(receive, ROOT)]
+        return [(send, (me + 1) % ranks)], [(receive, (me - 1) % ranks)]
 
 
-class GlooBaseline(Baseline):
+class GlooBaseline:
     """gloo's process group itself, for what needs no lists of tensors."""
 
     operations = ("all_reduce", "all_gather", "broadcast")
@@ -127,6 +106,7 @@ class GlooBaseline(Baseline):
         self._ranks = group.size()
 
     def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        """As :meth:`NcclBaseline.calls`."""
         n = definitions.counts(operation, self._ranks, size, type_.bytes)
         dtype, backend = getattr(torch, type_.torch), self._backend
         source = torch.zeros(n.send, dtype=dtype)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from flagscale.bench.agreement import plot
+from flagscale.bench.agreement import definitions, verdict
+from flagscale.bench.collectives.curves import require_image
+from flagscale.bench.collectives.launch import parse_spec
 from flagscale.bench.collectives.operations import operation
-from flagscale.bench.collectives.plots import require_image
-from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.command_line import Parser
 from flagscale.bench.files import read_object, require_writable
-from flagscale.bench.machine import facts
 from flagscale.bench.placement import Placement
 from flagscale.bench.tool import Tool
-from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
 
-EXIT_DIFFERS = 4
 _DESCRIPTION = """\
 Measure collectives by the benchmark and by a baseline that does what nccl-tests does, by turns in
 the same processes, and say where they differ by more than the limit.
@@ -50,17 +46,33 @@ class AgreementPlan:
     json: Path | None
     plot: Path | None
 
+    @property
+    def placement(self) -> Placement:
+        """All ranks on this machine."""
+        return self.spec.placement
+
+    def check(self, ranks: int) -> None:
+        if ranks < 2:
+            raise ConfigError("one rank moves nothing that could agree; expected at least -r 2")
+
 
 class Agreement(Tool[AgreementPlan]):
     """Holds the benchmark's figures against a baseline's."""
 
     prog = "agreement.py"
+    run = "flagscale.bench.agreement.rank:run_rank"
 
     def run_line(self, words: list[str], prog: str) -> int:
         options = _parser(prog).parse(words)
-        if options.kept is None:
+        kept, figure = options.kept, options.plot
+        if kept is None:
             return super().run_line(words, prog)
-        return _draw(options.kept, options.plot)
+        if figure is None:
+            raise ConfigError("--import is for drawing: --plot FILE is missing")
+        require_image(figure, "--plot")
+        result = read_object(kept, f"--import {kept}", "what --json of this command keeps")
+        verdict.write_figure(result, figure)
+        return 0
 
     def read(self, words: list[str], prog: str, *, keeps: bool) -> AgreementPlan:
         options = _parser(prog).parse(words)
@@ -72,44 +84,6 @@ class Agreement(Tool[AgreementPlan]):
             raise ConfigError("--rounds must be at least 2, --limit above 0 per cent")
         spec = _spec(options)
         return AgreementPlan(spec, options.rounds, options.limit / 100, options.json, options.plot)
-
-    def placement(self, plan: AgreementPlan) -> Placement:
-        return plan.spec.placement
-
-    def check(self, plan: AgreementPlan, ranks: int) -> None:
-        if ranks < 2:
-            raise ConfigError("one rank moves nothing that could agree; expected at least -r 2")
-
-    @staticmethod
-    def run(plan: AgreementPlan, world: BenchWorld) -> int:
-        from flagscale.bench.agreement.rank import Sides
-        from flagscale.bench.agreement.verdict import conclusion, table
-
-        spec, limit = plan.spec, plan.limit
-        sides = Sides(spec, world, plan.rounds)
-        way = "graphs" if spec.iterations.replays and sides.device.is_cuda else "calls one by one"
-        about = facts("flagscale", "torch") | {
-            **{"library": sides.version, "device": sides.device.name, "ranks": world.size},
-            **{"type": spec.types[0].name, "way": way, "rounds": plan.rounds, "limit": limit},
-        }
-        pairs = []
-        if world.rank == 0:
-            print(f"# {world.size} ranks, {sides.device.name}, {sides.version}, {way}")
-            print(table([], limit)[0], flush=True)
-        for pair in sides.run():
-            pairs.append(pair)
-            if world.rank == 0:
-                print(table([pair], limit)[1], flush=True)
-        sides.close()
-        text, fine = conclusion(pairs, limit)
-        if world.rank == 0:
-            print(f"# {text}")
-            kept = {**about, "text": text, "rows": [pair.to_json(limit) for pair in pairs]}
-            if plan.json is not None:
-                plan.json.write_text(json.dumps(kept, indent=1) + "\n")
-            if plan.plot is not None:
-                plot.write(kept, plan.plot)
-        return 0 if fine else EXIT_DIFFERS
 
 
 def _parser(prog: str) -> Parser:
@@ -134,23 +108,14 @@ def _parser(prog: str) -> Parser:
     return parser
 
 
-def _draw(kept: Path, figure: Path | None) -> int:
-    if figure is None:
-        raise ConfigError("--import is for drawing: --plot FILE is missing")
-    require_image(figure, "--plot")
-    plot.write(read_object(kept, f"--import {kept}", "what --json of this command keeps"), figure)
-    return 0
-
-
 def _spec(options: argparse.Namespace) -> BenchSpec:
     """What the benchmark's own command line would be."""
-    from flagscale.bench.agreement.definitions import OPERATIONS
-
-    names = options.operations.split(",") if options.operations else OPERATIONS
+    known = definitions.OPERATIONS
+    names = options.operations.split(",") if options.operations else known
     chosen = [operation(name).name for name in names]
     for name in chosen:
-        if name not in OPERATIONS:
-            raise ConfigError(f"--operations {name}: nccl-tests has {', '.join(OPERATIONS)}")
+        if name not in known:
+            raise ConfigError(f"--operations {name}: nccl-tests has {', '.join(known)}")
     line = [",".join(chosen), "-d", options.datatype, "-n", options.iters]
     line += ["-b", options.minbytes, "-e", options.maxbytes, "-f", options.stepfactor]
     line += ["-w", options.warmup_iters, "--device", options.device]

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from flagscale.bench import rendezvous
 from flagscale.bench.agreement import definitions
-from flagscale.bench.agreement.baseline import Baseline, GlooBaseline, NcclBaseline, time_of
+from flagscale.bench.agreement.baseline import GlooBaseline, NcclBaseline, time_of
+from flagscale.bench.agreement.launch import AgreementPlan
 from flagscale.bench.agreement.nccl import Nccl
-from flagscale.bench.agreement.verdict import Pair
+from flagscale.bench.agreement.verdict import Pair, conclusion, table, write_figure
 from flagscale.bench.collectives import bodies, devices
-from flagscale.bench.collectives.buffers import PreparedBuffers, prepare, release
-from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.process_groups import RankGroup, form
+from flagscale.bench.collectives.bodies import PreparedBuffers, prepare, release
+from flagscale.bench.collectives.devices import form
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.collectives.timing import Marks, measure
+from flagscale.bench.machine import facts
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 
+EXIT_DIFFERS = 4
 _SECONDS = 600.0
+
+
+def run_rank(plan: AgreementPlan, world: BenchWorld) -> int:
+    """Measure as one of the ranks; rank 0 prints and keeps the result. The exit code."""
+    spec, limit, speaks = plan.spec, plan.limit, world.rank == 0
+    sides = Sides(spec, world, plan.rounds)
+    way = "graphs" if spec.iterations.replays and sides.device.is_cuda else "calls one by one"
+    about = facts("flagscale", "torch") | {
+        **{"library": sides.version, "device": sides.device.name, "ranks": world.size},
+        **{"type": spec.types[0].name, "way": way, "rounds": plan.rounds, "limit": limit},
+    }
+    pairs = []
+    if speaks:
+        print(f"# {world.size} ranks, {sides.device.name}, {sides.version}, {way}")
+        print(table([], limit)[0], flush=True)
+    for pair in sides.run():
+        pairs.append(pair)
+        if speaks:
+            print(table([pair], limit)[1], flush=True)
+    sides.close()
+    text, fine = conclusion(pairs, limit)
+    if speaks:
+        print(f"# {text}")
+        kept = {**about, "text": text, "rows": [pair.to_json(limit) for pair in pairs]}
+        if plan.json is not None:
+            plan.json.write_text(json.dumps(kept, indent=1) + "\n")
+        if plan.plot is not None:
+            write_figure(kept, plan.plot)
+    return 0 if fine else EXIT_DIFFERS
 
 
 class Sides:
@@ -34,18 +66,22 @@ class Sides:
         self._spec, self._world, self._rounds = spec, world, rounds
         store = rendezvous.rendezvous(world, _SECONDS)
         self.device = devices.choose(spec.placement.device, world.local_rank)
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore("control", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=_SECONDS),
-        )
+        timeout = timedelta(seconds=_SECONDS)
+        rendezvous.join(PrefixStore("control", store), world, "gloo", timeout=timeout)
         name = "nccl" if self.device.is_cuda else "gloo"
         everyone = (tuple(range(world.size)),)
         adapter = registry.usable(name, self.device.kind)
         self._group = form(adapter, everyone, world.rank, self.device, _SECONDS, {})
-        self.baseline, self.version = _baseline(self.device, self._group, world, store)
+        self.baseline: GlooBaseline | NcclBaseline
+        if not self.device.is_cuda:
+            self.baseline, self.version = GlooBaseline(self._group.process_group), "gloo"
+            return
+        nccl = Nccl()
+        if world.rank == 0:
+            store.set("identity", nccl.unique_id().hex())
+        identity = bytes.fromhex(store.get("identity").decode())
+        self.baseline = NcclBaseline(nccl, identity, world.size, world.rank)
+        self.version = f"NCCL {nccl.version()}"
 
     def run(self) -> Iterator[Pair]:
         """Measure everything; every rank gets every pair."""
@@ -111,15 +147,3 @@ class Sides:
             self.baseline.close()
         dist.destroy_process_group()
         rendezvous.clean_up(self._world)
-
-
-def _baseline(
-    device: BenchDevice, group: RankGroup, world: BenchWorld, store: Store
-) -> tuple[Baseline, str]:
-    if not device.is_cuda:
-        return GlooBaseline(group.process_group), "gloo"
-    nccl = Nccl()
-    if world.rank == 0:
-        store.set("identity", nccl.unique_id().hex())
-    identity = bytes.fromhex(store.get("identity").decode())
-    return NcclBaseline(nccl, identity, world.size, world.rank), f"NCCL {nccl.version()}"

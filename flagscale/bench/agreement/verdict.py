@@ -1,15 +1,18 @@
-"""What two series of times come to: a row of the table, and whether they agree."""
+"""What two series of times come to: a row of the table, whether they agree, and a figure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from flagscale.bench.collectives.curves import Line, write_panels
 from flagscale.bench.collectives.statistics import Ratio
 
 Verdict = Literal["agrees", "differs", "unsure"]
 _EXACT = 1e-9
+_SIDES = (("our_busbw", "this benchmark", "C0", "-"), ("bare_busbw", "baseline", "black", ":"))
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,9 @@ def table(pairs: Sequence[Pair], limit: float) -> list[str]:
     lines = [heading]
     for pair in pairs:
         ratio = pair.ratio
-        cells = f"{pair.operation:>14}  {pair.size:>12}  {pair.ours:>10.2f}  {pair.baseline:>10.2f}"
-        cells += (
-            f"  {pair.our_busbw:>10.2f}  {pair.baseline_busbw:>10.2f}  {ratio.value - 1:>+7.1%}"
-        )
+        numbers = (pair.ours, pair.baseline, pair.our_busbw, pair.baseline_busbw)
+        cells = f"{pair.operation:>14}  {pair.size:>12}"
+        cells += "".join(f"  {number:>10.2f}" for number in numbers) + f"  {ratio.value - 1:>+7.1%}"
         interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
         lines.append(f"{cells}  {interval:>16}  {pair.verdict(limit)}")
     return lines
@@ -74,3 +76,21 @@ def conclusion(pairs: Sequence[Pair], limit: float) -> tuple[str, bool]:
     far = f"{worst.operation} of {worst.size} B"
     text += f"; the furthest is {far}, {worst.ratio.value - 1:+.1%} in time"
     return text, "differs" not in found
+
+
+def write_figure(result: Mapping[str, Any], path: Path) -> None:
+    """A panel for each operation of what ``--json`` keeps, in 1e9 bytes a second; raises as
+    :func:`.curves.write_panels` does."""
+    of_each: dict[str, list[Mapping[str, Any]]] = {}
+    for row in result.get("rows", []):
+        of_each.setdefault(row["operation"], []).append(row)
+    panels = {
+        operation: [
+            Line(label, {row["size"]: row[side] for row in rows}, colour, style)
+            for side, label, colour, style in _SIDES
+        ]
+        for operation, rows in of_each.items()
+    }
+    about = [result.get(name) for name in ("device", "library", "way", "type")]
+    title = f"{result.get('ranks')} ranks, {', '.join(map(str, about))}"
+    write_panels(path, title, "busbw (GB/s)", panels)

@@ -1,9 +1,10 @@
-"""What is timed: one operation on prepared buffers, as a function without arguments."""
+"""What is timed: one operation on prepared buffers, as a function without arguments; and all
+buffers of one size: allocated, registered where asked, and the steps that use them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from flagscale.bench.collectives import sizes
-from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup
 from flagscale.bench.collectives.patterns import Exchange, Pairs, exchanges_for, pairs_for
-from flagscale.bench.collectives.process_groups import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case, GroupsSpec
 
 # torch 2.13 renamed them and warns of the old names.
@@ -86,13 +86,10 @@ def shapes(
     Raises:
         ConfigError: all-to-all-v counts or pairs do not fit the group.
     """
-    total = sum(spec.buffers.ratio)
-    found, notes = [], []
-    for ratio in spec.buffers.ratio:
-        shape, said = _shape(case, round(size * ratio / total), group, spec.groups)
-        found.append(shape)
-        notes += [note for note in said if note not in notes]
-    return tuple(found), tuple(notes)
+    ratios = spec.buffers.ratio
+    parts = [round(size * ratio / sum(ratios)) for ratio in ratios]
+    found, said = zip(*(_shape(case, part, group, spec.groups) for part in parts), strict=True)
+    return found, tuple(dict.fromkeys(note for notes in said for note in notes))
 
 
 def _shape(
@@ -103,9 +100,9 @@ def _shape(
         return Shape(0, 0, 0), ()
     if op.name == "all_to_all_v":
         exchanges, notes = exchanges_for(n, given.exchange, size, element)
-        mine = exchanges[max(group.index, 0)]
         most = max(sum(e.send_counts) for e in exchanges)
-        return Shape(most, mine.send_extent, mine.recv_extent, exchanges), notes
+        inputs, outputs = exchanges[max(group.index, 0)].extents
+        return Shape(most, inputs, outputs, exchanges), notes
     elements = sizes.fit(size, element, n if op.parts else 1) // element
     inputs = elements // n if op.input == "part" else elements
     outputs = elements // n if op.output == "part" else elements
@@ -128,14 +125,11 @@ def build(
     if case.in_place and name == "reduce_scatter":
         source = zeros(shape.inputs)
         output = source.narrow(0, group.index * shard, shard)
-    elif case.in_place:
-        output = zeros(shape.outputs) if output is None else output
-        source = output
-        if name == "all_gather":
-            source = output.narrow(0, group.index * shard, shard)
     else:
-        source = zeros(shape.inputs)
         output = zeros(shape.outputs) if output is None else output
+        source = output if case.in_place else zeros(shape.inputs)
+        if case.in_place and name == "all_gather":
+            source = output.narrow(0, group.index * shard, shard)
     ends = _Ends(case, shape, group, _wire(case, source), _wire(case, output))
     return Part(shape, source, output, _ISSUES[name](ends))
 
@@ -155,22 +149,19 @@ def assemble(parts: tuple[Part, ...], device: BenchDevice, group: RankGroup, nam
     process_group = group.process_group
     # gloo moves GPU memory, too, and has no such launch.
     grouping = device.is_cuda and group.backend_on(device).supports_coalescing
-    if grouping and name in ("all_reduce", "all_gather", "reduce_scatter"):
 
-        def grouped() -> None:
-            # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.
-            with _coalescing_manager(process_group, device.torch_device):
-                for part in parts:
-                    part.issue(False)
-
-        return Body(parts, grouped)
+    def grouped() -> None:
+        # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.
+        with _coalescing_manager(process_group, device.torch_device):
+            for part in parts:
+                part.issue(False)
 
     def together() -> None:
-        works = [work for part in parts for work in part.issue(True)]
-        for work in works:
+        for work in [work for part in parts for work in part.issue(True)]:
             work.wait()
 
-    return Body(parts, together)
+    coalesced = grouping and name in ("all_reduce", "all_gather", "reduce_scatter")
+    return Body(parts, grouped if coalesced else together)
 
 
 @dataclass(frozen=True)
@@ -218,11 +209,8 @@ def _all_to_all_v(ends: _Ends) -> Issue:
         group = ends.group.process_group
         return _issue(dist.all_to_all_single, out, source, received, sent, group)
     # torch's list form wants equal pieces on some backends, so gaps go message by message.
-    return _messages(
-        ends.group,
-        _pieces(source, mine.send_displs, mine.send_counts, unit),
-        _pieces(out, mine.recv_displs, mine.recv_counts, unit),
-    )
+    send = _pieces(source, mine.send_displs, mine.send_counts, unit)
+    return _messages(ends.group, send, _pieces(out, mine.recv_displs, mine.recv_counts, unit))
 
 
 def _pieces(
@@ -256,14 +244,10 @@ def _messages(
 
 
 def _along_pairs(ends: _Ends) -> Issue:
-    me, places = ends.group.index, range(ends.group.size)
-    targets = {receiver for sender, receiver in ends.shape.pairs if sender == me}
-    sources = {sender for sender, receiver in ends.shape.pairs if receiver == me}
-    return _messages(
-        ends.group,
-        [ends.source if place in targets else None for place in places],
-        [ends.out if place in sources else None for place in places],
-    )
+    me, places, pairs = ends.group.index, range(ends.group.size), ends.shape.pairs
+    send = [ends.source if (me, place) in pairs else None for place in places]
+    receive = [ends.out if (place, me) in pairs else None for place in places]
+    return _messages(ends.group, send, receive)
 
 
 def _barrier(ends: _Ends) -> Issue:
@@ -301,3 +285,84 @@ def algorithm(group: RankGroup, device: BenchDevice) -> str:
     with suppress(RuntimeError, AttributeError):
         return str(group.backend_on(device).last_algorithm())
     return "n/a"
+
+
+@dataclass(frozen=True)
+class PreparedBuffers:
+    """One size on one backend, ready to run."""
+
+    group: RankGroup
+    bodies: tuple[Body, ...]
+    """One, or one an iteration with unique buffers."""
+    keep: Any = None
+    """What must live as long as the buffers."""
+
+    @property
+    def distinct(self) -> tuple[Part, ...]:
+        """Every part with buffers of its own; those of one body share theirs when aggregated."""
+        return tuple(part for body in self.bodies for part in body.parts)
+
+    def steps(self, count: int, first: int = 0) -> list[Callable[[], None]]:
+        """``count`` steps, of the buffers from number ``first`` on, over and over."""
+        many = len(self.bodies)
+        return [self.bodies[(first + i) % many].step for i in range(count)]
+
+
+def prepare(
+    case: Case, shapes: tuple[Shape, ...], group: RankGroup, device: BenchDevice, spec: BenchSpec
+) -> PreparedBuffers:
+    """Allocate all buffers of a size.
+
+    Raises:
+        RuntimeError: there is not enough memory, or the backend cannot register it.
+    """
+    if not group.member:
+        return PreparedBuffers(group, ())
+    iterations = spec.iterations
+    count = iterations.measured + iterations.warmup if spec.buffers.unique else 1
+    bodies: list[Body] = []
+    with _pool(group, device, spec.buffers.registered) as keep:
+        for _ in range(count):
+            shared = bodies[0].parts if bodies and spec.buffers.shared_output else ()
+            parts = []
+            for index, shape in enumerate(shapes * iterations.aggregated):
+                reuse = shared[index].output if shared and not case.in_place else None
+                parts.append(build(case, shape, group, device, reuse))
+            bodies.append(assemble(tuple(parts), device, group, case.operation.name))
+    return PreparedBuffers(group, tuple(bodies), keep)
+
+
+@contextmanager
+def _pool(group: RankGroup, device: BenchDevice, registered: int) -> Iterator[Any]:
+    """Allocations within are registered with the backend of ``group`` at the end."""
+    if not registered or not device.is_cuda:
+        yield None
+        return
+    backend: Any = group.backend_on(device)
+    if not hasattr(backend, "register_mem_pool"):
+        raise RuntimeError(f"{group.backend} registers no memory: measure it without -R")
+    pool = _memory_pool(backend, registered)
+    with torch.cuda.use_mem_pool(pool):
+        yield pool
+    backend.register_mem_pool(pool, **({"symm": True} if registered == 2 else {}))
+
+
+def _memory_pool(backend: Any, registered: int) -> Any:
+    """Of memory that NCCL made itself, or of CUDA's, which it registers too, but not as windows."""
+    try:
+        return torch.cuda.MemPool(backend.mem_allocator)
+    except RuntimeError as error:
+        if registered == 2:
+            raise RuntimeError(
+                "symmetric windows need memory of NCCL's own allocator, which torch lends only "
+                f"where the GPUs support multicast and it is not switched off: use -R 1 ({error})"
+            ) from error
+        return torch.cuda.MemPool()
+
+
+def release(prepared: PreparedBuffers, device: BenchDevice) -> None:
+    """Undo the registration of a size's buffers before they go."""
+    if prepared.keep is not None:
+        device.synchronize()
+        backend: Any = prepared.group.backend_on(device)
+        backend.deregister_mem_pool(prepared.keep)

@@ -1,19 +1,220 @@
-"""One correctness check of a size: run each operation once on known data and look at the result."""
+"""Whether an operation's output is right: run once on known data, reproducible inputs, a golden
+result, tolerances.
+
+Every input element is a function of seed, rank and position, so each rank can work out what any
+other rank sent, piece by piece, without a message and without holding all inputs at once. The
+golden result is computed on the CPU in 64 bits.
+
+Tolerance of a floating sum: each of the additions rounds once, whatever their order, so the error
+is at most ``g(k) * sum |x_i|`` with ``g(k) = k*u / (1 - k*u)``, ``u`` the unit roundoff and ``k``
+the number of roundings (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
+A product's is ``g(k) * |product|``. What only moves, a minimum and a maximum are exact.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from flagscale.bench.collectives.bodies import Part
-from flagscale.bench.collectives.buffers import PreparedBuffers
-from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.golden import Golden, Verdict, digest
-from flagscale.bench.collectives.spec import BenchSpec, Case
+from flagscale.bench.collectives.bodies import Part, PreparedBuffers, Shape
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup
+from flagscale.bench.collectives.spec import BenchSpec, Case, CheckMode
 
+CHUNK = 2**20
+"""Elements that are worked out at once."""
+
+_ALL = -1
 _SHOWN = 4
+_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of output elements and where their values come from."""
+
+    start: int
+    length: int
+    source: int
+    """A place in the group, or all of them."""
+    source_start: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check of one output found."""
+
+    wrong: int = 0
+    first: int = -1
+    """The first wrong element."""
+    expected: float = 0.0
+    found: float = 0.0
+
+    def __str__(self) -> str:
+        where = f"{self.wrong} wrong, the first at {self.first}"
+        return (
+            f"{where}: expected {self.expected:g}, found {self.found:g}" if self.wrong else "right"
+        )
+
+
+def pieces(case: Case, shape: Shape, group: RankGroup) -> Iterator[Piece]:
+    """What this rank's output must hold after the operation; nothing where it is undefined."""
+    name, n, me = case.operation.name, group.size, group.index
+    shard = shape.shard(n)
+    if case.operation.rooted and name in ("reduce", "gather") and me != case.root:
+        return
+    if name in ("all_reduce", "reduce", "reduce_scatter"):
+        start = me * shard if name == "reduce_scatter" else 0
+        yield Piece(0, shape.outputs, _ALL, start)
+    elif name in ("all_gather", "gather", "all_to_all"):
+        start = me * shard if name == "all_to_all" else 0
+        for source in range(n):
+            yield Piece(source * shard, shard, source, start)
+    elif name == "all_to_all_v":
+        mine = shape.exchanges[me]
+        for source, sender in enumerate(shape.exchanges):
+            length = mine.recv_counts[source]
+            yield Piece(mine.recv_displs[source], length, source, sender.send_displs[me])
+    elif name in ("broadcast", "scatter"):
+        yield Piece(0, shape.outputs, case.root, me * shard if name == "scatter" else 0)
+    else:
+        for source, target in shape.pairs:
+            if target == me:
+                yield Piece(0, shape.outputs, source, 0)
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The data of one check."""
+
+    case: Case
+    group: RankGroup
+    mode: CheckMode
+    seed: int
+
+    def fill(self, part: Part) -> None:
+        """Write this rank's input and spoil the output, so that what is not written shows."""
+        if part.output.numel() and not self.case.in_place:
+            part.output.copy_(torch.full((1,), 77, dtype=torch.int64).to(part.output.dtype))
+        elif self.case.in_place and self.case.operation.name == "all_gather":
+            part.output.zero_()
+        for start in range(0, part.input.numel(), CHUNK):
+            length = min(CHUNK, part.input.numel() - start)
+            values = self.inputs(self.group.index, start, length)
+            part.input[start : start + length] = values.to(part.input.device)
+
+    def inputs(self, place: int, start: int, length: int) -> torch.Tensor:
+        """Elements of the input of the group's ``place``-th rank, in its own type."""
+        dtype = getattr(torch, self.case.type.torch)
+        if self.mode == "all_ones":
+            return torch.ones(length, dtype=torch.int64).to(dtype)
+        bits = _random_bits(self.seed, self.group.ranks[place], start, length)
+        if self.case.type.kind == "integer":
+            return bits.to(dtype)
+        unit = (bits & 0xFFFFFF).to(torch.float64) / 2**24
+        if self.case.reduction == "prod":
+            # Near one in size, so that a product over many ranks stays in range.
+            sign = ((bits >> 32) & 1) * 2 - 1
+            return ((0.75 + unit / 2) * sign).to(dtype)
+        return (unit * 2 - 1).to(dtype)
+
+    def expect(self, piece: Piece, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values of a piece's elements, in 64 bits, and how far from them is right."""
+        wide = torch.int64 if self.case.type.kind == "integer" else torch.float64
+        place = piece.source_start + start
+        if piece.source != _ALL:
+            value = self.inputs(piece.source, place, length).to(wide)
+            return value, torch.zeros(length, dtype=torch.float64)
+        value = self.inputs(0, place, length).to(wide)
+        size = value.abs().to(torch.float64)
+        calls = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
+        combine = calls.get(self.case.reduction, torch.add)
+        for source in range(1, self.group.size):
+            other = self.inputs(source, place, length).to(wide)
+            value = combine(value, other)
+            size += other.abs().to(torch.float64)
+        if self.case.reduction == "avg":
+            value = value / self.group.size
+            size = size / self.group.size
+        return value, self._tolerance(value, size)
+
+    def _tolerance(self, value: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        type_, ranks = self.case.type, self.group.size
+        if type_.kind == "integer" or self.case.reduction in ("min", "max"):
+            return torch.zeros_like(size)
+        # An average may scale every input before it adds; one rounding more for the result.
+        roundings = ranks + 1 if self.case.reduction == "avg" else ranks
+        error = roundings * type_.roundoff
+        bound = error / (1 - error) if error < 0.5 else 1.0
+        scale = value.abs() if self.case.reduction == "prod" else size
+        return bound * scale + roundings * type_.tiny
+
+    def _expected(self, part: Part) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Where this rank's output is defined: elements, values, how far off is right."""
+        for piece in pieces(self.case, part.shape, self.group):
+            for start in range(0, piece.length, CHUNK):
+                length = min(CHUNK, piece.length - start)
+                begin = piece.start + start
+                yield slice(begin, begin + length), *self.expect(piece, start, length)
+
+    def verify(self, part: Part) -> Verdict:
+        """Compare this rank's output with the golden result."""
+        wrong, first, expected, found = 0, -1, 0.0, 0.0
+        for place, value, tolerance in self._expected(part):
+            actual = part.output[place].cpu()
+            bad = _differs(actual, value, tolerance)
+            count = int(bad.sum())
+            if count and not wrong:
+                at = int(bad.nonzero()[0])
+                first, expected = place.start + at, float(value[at])
+                found = float(actual[at].to(torch.float64))
+            wrong += count
+        return Verdict(wrong, first, expected, found)
+
+    def whole(self, part: Part) -> torch.Tensor:
+        """The golden output, in 64 bits; zero where nothing is defined. For dumps."""
+        wide = torch.int64 if self.case.type.kind == "integer" else torch.float64
+        result = torch.zeros(part.output.numel(), dtype=wide)
+        for place, value, _ in self._expected(part):
+            result[place] = value
+        return result
+
+
+def _differs(actual: torch.Tensor, value: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+    if value.dtype == torch.int64:
+        # The golden sum wraps around as the type does.
+        return actual.to(torch.int64) != value.to(actual.dtype).to(torch.int64)
+    distance = (actual.to(torch.float64) - value).abs()
+    # Rounding of the golden value itself may overflow; NaN must count as different.
+    same = (distance <= tolerance) | (actual == value.to(actual.dtype))
+    return ~same
+
+
+def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical shift right; torch's is arithmetic."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _random_bits(seed: int, rank: int, start: int, length: int) -> torch.Tensor:
+    """64 bits an element by splitmix64, whose stream is a function of the position."""
+    key = (seed * 1_000_003 + rank * 7919 + 1) % 2**62
+    bits = (torch.arange(start, start + length, dtype=torch.int64) + key) * _MIX[0]
+    bits = (bits ^ _shift(bits, 30)) * _MIX[1]
+    bits = (bits ^ _shift(bits, 27)) * _MIX[2]
+    return bits ^ _shift(bits, 31)
+
+
+def digest(output: torch.Tensor) -> bytes:
+    """A fingerprint of a tensor's bytes, to compare ranks without sending the data."""
+    result = hashlib.blake2b(digest_size=16)
+    step = CHUNK * 8
+    raw = output.contiguous().view(torch.uint8)
+    for start in range(0, raw.numel(), step):
+        result.update(raw[start : start + step].cpu().numpy().tobytes())
+    return result.digest()
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from flagscale.bench import options as comm
 from flagscale.bench.collectives.operations import OPERATIONS, is_operation
 from flagscale.bench.collectives.statistics import is_statistic
-from flagscale.bench.command_line import Parser
+from flagscale.bench.command_line import COMM, Parser, own_words
 from flagscale.bench.placement import add_place
 
 CHECK_MODES = ("random", "all_ones")
@@ -66,10 +66,9 @@ def normalise(arguments: Sequence[str]) -> list[str]:
             if not names and words and not words[0].startswith("-"):
                 names.append(words.pop(0))
             result.append(f"--stats={','.join(names)}")
-        elif word == comm.FLAG:
-            count = comm.own_words(words)
+        elif word == COMM:
             # ``=`` binds a value to its flag: the operation behind it is none.
-            result += [f"{word}={words.pop(0)}" for _ in range(count)] or [word]
+            result += [f"{word}={words.pop(0)}" for _ in range(own_words(words))] or [word]
         elif word in ("-s", "--hosts"):
             count = next((i for i, w in enumerate(words) if w.startswith("-")), len(words))
             hosts, words = words[:count], words[count:]
@@ -85,20 +84,11 @@ def build_parser(prog: str = "bench.py") -> Parser:
     operations = "\n".join(
         f"  {', '.join((op.name, *op.aliases)):42} {op.summary}" for op in OPERATIONS.values()
     )
-    parser = Parser(
-        prog,
-        _DESCRIPTION,
-        _EPILOG.format(operations=operations),
-    )
-    parser.add_argument(
-        "operation", nargs="?", metavar="OPERATION", help="see below; several with commas, or all"
-    )
-    parser.add_argument(
-        "--batch",
-        type=Path,
-        metavar="FILE",
-        help="run every line of FILE, each a command line, in one group of ranks",
-    )
+    parser = Parser(prog, _DESCRIPTION, _EPILOG.format(operations=operations))
+    which = "see below; several with commas, or all"
+    parser.add_argument("operation", nargs="?", metavar="OPERATION", help=which)
+    batch = "run every line of FILE, each a command line, in one group of ranks"
+    parser.add_argument("--batch", type=Path, metavar="FILE", help=batch)
     for add in (_benchmark, _iterations, _data, _place, _groups, _output, _comparing, _foreign):
         add(parser)
     return parser
@@ -122,31 +112,19 @@ def _benchmark(parser: Parser) -> None:
 
 def _iterations(parser: Parser) -> None:
     add = parser.add_argument_group("how often").add_argument
-    add("-n", "--iters", type=int, default=20, metavar="N", help="measured iterations (20)")
-    add(
-        "-w",
-        "--warmup_iters",
-        "--warmup-iters",
-        type=int,
-        default=5,
-        metavar="N",
-        help="before (5)",
-    )
-    add(
-        *("-I", "--neff_iters", "--replays", "-G", "--cudagraph"),
-        type=int,
-        metavar="N",
-        help="capture the iterations in a CUDA graph and replay it so often; on a CPU: repeat them",
-    )
-    add(
-        *("-W", "--neff_warmup_iters", "--warmup-replays"),
-        type=int,
-        default=0,
-        metavar="N",
-        help="replays before the measured ones (0)",
-    )
-    add("-m", "--agg-iters", type=int, default=1, metavar="N", help="operations issued together")
-    add("--run-cycles", type=int, default=1, metavar="N", help="runs of the whole sweep (1)")
+    count: dict[str, Any] = {"type": int, "metavar": "N"}
+    add("-n", "--iters", dest="measured", default=20, **count, help="measured iterations (20)")
+    warmup = ("-w", "--warmup_iters", "--warmup-iters")
+    add(*warmup, dest="warmup", default=5, **count, help="before (5)")
+    replays = ("-I", "--neff_iters", "--replays", "-G", "--cudagraph")
+    graph = "capture the iterations in a CUDA graph and replay it so often; on a CPU: repeat them"
+    add(*replays, dest="replays", **count, help=graph)
+    before = ("-W", "--neff_warmup_iters", "--warmup-replays")
+    first = "replays before the measured ones (0)"
+    add(*before, dest="replay_warmup", default=0, **count, help=first)
+    together = "operations issued together"
+    add("-m", "--agg-iters", dest="aggregated", default=1, **count, help=together)
+    add("--run-cycles", dest="cycles", default=1, **count, help="runs of the whole sweep (1)")
     add("-z", "--blocking", nargs="?", const="1", default="0", help="1: wait for each operation")
     add("-a", "--average", default="1", help="time of: 0 rank 0, 1 mean, 2 min, 3 max of ranks (1)")
     add("-C", "--report-cputime", nargs="?", const="1", default="0", help="1: time to issue only")
@@ -155,21 +133,14 @@ def _iterations(parser: Parser) -> None:
 
 def _data(parser: Parser) -> None:
     add = parser.add_argument_group("data").add_argument
-    add(
-        *("-c", "--check"),
-        metavar="MODE",
-        help="verify, outside the timing: random (against a golden result) or all_ones",
-    )
+    verify = "verify, outside the timing: random (against a golden result) or all_ones"
+    add("-c", "--check", metavar="MODE", help=verify)
     add("--seed", type=int, help="of random data (the time; it is printed)")
     add("--dump-dir", type=Path, default=Path("bench-failures"), help="for data of a failed check")
     add("--unique-buff", action="store_true", help="buffers of its own for every iteration")
     add("--shared-output-buff", action="store_true", help="with --unique-buff: one output")
-    add(
-        *("-R", "--local_register", "--register"),
-        choices=("0", "1", "2"),
-        default="0",
-        help="1: buffers registered with the backend, 2: symmetrically",
-    )
+    register = "1: buffers registered with the backend, 2: symmetrically"
+    add("-R", "--local_register", "--register", choices=("0", "1", "2"), default="0", help=register)
     add("--coalesced-cc-size-ratio", metavar="[1,2,1]", help="split in parts issued together")
     add("--alltoallv-metadata", type=Path, metavar="JSON", help="counts and displacements")
 
@@ -177,7 +148,7 @@ def _data(parser: Parser) -> None:
 def _place(parser: Parser) -> None:
     add = add_place(parser)
     add("-T", "--timeout", type=float, default=300, metavar="S", help="stuck after so long (300)")
-    add("--vcpu-pin-mode", action="store_true", help="keep each rank on one CPU")
+    add("--vcpu-pin-mode", dest="pin", action="store_true", help="keep each rank on one CPU")
 
 
 def _groups(parser: Parser) -> None:
@@ -190,38 +161,35 @@ def _groups(parser: Parser) -> None:
 def _output(parser: Parser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--format", choices=("nccom", "nccl-tests", "flagcx"), default="nccom", help="of the table")
-    add(
-        "-t", "--stats", default="avg", metavar="STAT", help="avg min max p50 p99 p99/p50 ... (avg)"
-    )
-    add("--bw-unit", choices=("GB", "GiB"), default="GB", help="1e9 or 2**30 bytes (GB)")
+    stats = "avg min max p50 p99 p99/p50 ... (avg)"
+    add("-t", "--stats", default="avg", metavar="STAT", help=stats)
+    unit = "1e9 or 2**30 bytes (GB)"
+    add("--bw-unit", dest="unit", choices=("GB", "GiB"), default="GB", help=unit)
     add("--show-algorithm", action="store_true", help="which the backend chose, where it tells")
-    add("--show-input-output-size", action="store_true", help="bytes of a rank's buffers")
-    add("--no-header", action="store_true", help="no lines about versions and devices")
+    sizes = "bytes of a rank's buffers"
+    add("--show-input-output-size", dest="show_sizes", action="store_true", help=sizes)
+    header = "no lines about versions and devices"
+    add("--no-header", dest="header", action="store_false", help=header)
     add("--non-interactive", action="store_true", help="no progress")
     add("--debug", action="store_true", help="the backend's own messages; implies the former")
     add("-p", "--print-buffer", nargs="?", const="1", default="0", help="1: some of rank 0's data")
-    add("-J", "--report-to-json-file", "--json", type=Path, metavar="FILE", help="keep results")
-    add("--plot", type=Path, action="append", default=[], metavar="FILE", help=".svg or .png")
+    keep = ("-J", "--report-to-json-file", "--json")
+    add(*keep, dest="json", type=Path, metavar="FILE", help="keep results")
+    files: dict[str, Any] = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
+    add("--plot", dest="plots", **files, help=".svg or .png")
     add("--report", type=Path, metavar="FILE.html", help="one file with tables and curves")
-    add(
-        *("--import", "--import-results"),
-        dest="imports",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="output of nccl-tests or nccom-test, or our JSON, to plot beside",
-    )
+    others = "output of nccl-tests or nccom-test, or our JSON, to plot beside"
+    add("--import", "--import-results", dest="imports", **files, help=others)
 
 
 def _comparing(parser: Parser) -> None:
     add = parser.add_argument_group("comparing").add_argument
     add("--compare", metavar="A,B", help="measure these backends by turns")
-    add("--compare-rounds", type=int, default=10, metavar="N", help="turns each (10)")
+    rounds = "turns each (10)"
+    add("--compare-rounds", dest="rounds", type=int, default=10, metavar="N", help=rounds)
     add("--baseline", type=Path, metavar="JSON", help="exit 4 where slower than this result")
-    add(
-        "--tolerance", default="5%", metavar="SHARE", help="slower by more than this is worse (5%%)"
-    )
+    worse = "slower by more than this is worse (5%%)"
+    add("--tolerance", default="5%", metavar="SHARE", help=worse)
     add("--peak", type=float, metavar="GB/s", help="nominal limit of busbw (by device)")
     add("--probe", action="store_true", help="measure the limit by plain copies to a neighbour")
 

@@ -1,4 +1,5 @@
-"""The device a rank measures on, and the few calls that differ between kinds of devices."""
+"""Where a rank measures: its device, with the few calls that differ between kinds of devices, and
+the process groups it joins: one a replica group, for each backend."""
 
 from __future__ import annotations
 
@@ -6,23 +7,21 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
 
 from flagscale.bench.machine import processor
+from flagscale.comm.base import CommBackend
+from flagscale.comm.options import OptionValues
 from flagscale.errors import ConfigError
 
 NOMINAL_BUS_GB = {
-    "V100": 150.0,
-    "A100": 300.0,
-    "A800": 200.0,
-    "H100": 450.0,
-    "H200": 450.0,
-    "H800": 200.0,
-    "H20": 450.0,
-    "B200": 900.0,
-    "GB200": 900.0,
+    **{"V100": 150.0, "A100": 300.0, "A800": 200.0, "H100": 450.0, "H200": 450.0},
+    **{"H800": 200.0, "H20": 450.0, "B200": 900.0, "GB200": 900.0},
 }
 """NVLink in one direction, in 1e9 bytes a second, by a word of the device's name."""
 
@@ -105,9 +104,12 @@ def probe_copies(device: BenchDevice) -> float:
     On a single GPU the copy stays on it; on a CPU it is one within memory, the way of every
     message between ranks of one host. The better half of the copies counts.
     """
-    size = _PROBE_BYTES[device.kind]
+    size, neighbour = _PROBE_BYTES[device.kind], device.torch_device
+    if device.is_cuda:
+        following = (device.torch_device.index or 0) + 1
+        neighbour = torch.device("cuda", following % torch.cuda.device_count())
     source = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
-    target = torch.zeros(size, dtype=torch.uint8, device=_neighbour(device))
+    target = torch.zeros(size, dtype=torch.uint8, device=neighbour)
     target.copy_(source)
     device.synchronize()
     times = []
@@ -120,8 +122,57 @@ def probe_copies(device: BenchDevice) -> float:
     return size / (sum(better) / len(better)) / 1e9
 
 
-def _neighbour(device: BenchDevice) -> torch.device:
-    if not device.is_cuda:
-        return device.torch_device
-    index = device.torch_device.index or 0
-    return torch.device("cuda", (index + 1) % torch.cuda.device_count())
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks that one operation joins, as this rank sees them."""
+
+    backend: str
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of the group."""
+    index: int
+    """This rank's place in ``ranks``; -1 when it has none."""
+    process_group: dist.ProcessGroup
+
+    def backend_on(self, device: BenchDevice) -> Any:
+        """torch's object of the backend for tensors of ``device``."""
+        return self.process_group._get_backend(device.torch_device)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def member(self) -> bool:
+        return self.index >= 0
+
+
+def form(
+    backend: CommBackend,
+    groups: tuple[tuple[int, ...], ...],
+    rank: int,
+    device: BenchDevice,
+    seconds: float,
+    options: OptionValues,
+) -> RankGroup:
+    """The group of ``rank`` among ``groups``; every rank calls this with the same groups. The
+    variables that ``options`` amount to are set already.
+
+    A rank outside of all groups gets one it is no member of.
+    """
+    mine: RankGroup | None = None
+    given = backend.init_options(device.torch_device, options)
+    for ranks in groups:
+        with backend.creating():
+            process_group: dist.ProcessGroup = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=seconds),
+                backend=backend.torch_backend(device.kind),
+                pg_options=given.get("pg_options"),
+            )
+        if rank in ranks:
+            mine = RankGroup(backend.name, ranks, ranks.index(rank), process_group)
+            if device.is_cuda:
+                # Communicators are made by the first operation; registering memory needs one.
+                dist.all_reduce(torch.zeros(1, device=device.torch_device), group=process_group)
+                device.synchronize()
+    return mine or RankGroup(backend.name, groups[0], -1, _get_default_group())

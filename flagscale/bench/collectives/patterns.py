@@ -7,7 +7,7 @@ command line is read; what depends on the number of ranks is checked when that i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,30 +18,47 @@ from flagscale.errors import ConfigError
 Groups = tuple[tuple[int, ...], ...]
 Pairs = tuple[tuple[int, int], ...]
 
+_GROUPS = "--custom-replica-group"
+_PAIRS = "--custom-src-target-pairs"
+_COUNTS = "--alltoallv-metadata"
 ALIGNMENT = 32
 """All-to-all-v counts are rounded up to so many bytes, as nccom-test does."""
 
 
-def read_json(path: Path, flag: str, key: str) -> Any:
-    """The value under ``key`` of a JSON file, or the whole file where it is a list.
+def _read(path: Path, flag: str, key: str) -> tuple[str, Any]:
+    """What messages call a JSON file, and the value under ``key`` in it, or the whole file where it
+    is a list.
 
     Raises:
         ConfigError: the file cannot be read, is no JSON, or has no such key.
     """
-    text = read_text(path, f"{flag}: {path}")
+    where = f"{flag}: {path}"
+    text = read_text(path, where)
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag}: {path}:{error.lineno}: not JSON: {error.msg}") from error
+        raise ConfigError(f"{where}:{error.lineno}: not JSON: {error.msg}") from error
     if isinstance(data, list):
-        return data
+        return where, data
     if isinstance(data, dict) and key in data:
-        return data[key]
-    raise ConfigError(f'{flag}: {path}: expected {{"{key}": [...]}}')
+        return where, data[key]
+    raise ConfigError(f'{where}: expected {{"{key}": [...]}}')
 
 
 def _whole_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _require_once(ranks: Sequence[int], where: str, what: str) -> None:
+    twice = [rank for rank in ranks if ranks.count(rank) > 1]
+    if twice:
+        raise ConfigError(f"{where}: rank {min(twice)} {what}")
+
+
+def _require_present(ranks: Iterable[int], world: int, flag: str) -> None:
+    absent = next((rank for rank in ranks if rank >= world), None)
+    if absent is not None:
+        raise ConfigError(f"{flag}: rank {absent} does not exist among {world} ranks")
 
 
 def read_groups(path: Path) -> Groups:
@@ -50,17 +67,13 @@ def read_groups(path: Path) -> Groups:
     Raises:
         ConfigError: the form is wrong, a rank is in two groups, or sizes differ.
     """
-    flag = "--custom-replica-group"
-    data = read_json(path, flag, "replica_groups")
+    where, data = _read(path, _GROUPS, "replica_groups")
     if not data or not all(_whole_numbers(group) and group for group in data):
-        raise ConfigError(f"{flag}: {path}: expected lists of ranks, such as [[0, 1], [2, 3]]")
-    ranks = [rank for group in data for rank in group]
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    if twice:
-        raise ConfigError(f"{flag}: {path}: rank {twice[0]} is in more than one place")
+        raise ConfigError(f"{where}: expected lists of ranks, such as [[0, 1], [2, 3]]")
+    _require_once([rank for group in data for rank in group], where, "is in more than one place")
     if len({len(group) for group in data}) > 1:
         sizes = ", ".join(str(len(group)) for group in data)
-        raise ConfigError(f"{flag}: {path}: the groups must be equally large, found {sizes}")
+        raise ConfigError(f"{where}: the groups must be equally large, found {sizes}")
     # torch numbers the ranks of a group in rising order, whatever order they are given in.
     return tuple(tuple(sorted(group)) for group in data)
 
@@ -75,11 +88,7 @@ def groups_for(world: int, custom: Groups | None, dimension: int | None) -> Grou
         ConfigError: a rank does not exist, or the dimension does not divide the world.
     """
     if custom is not None:
-        absent = [rank for group in custom for rank in group if rank >= world]
-        if absent:
-            raise ConfigError(
-                f"--custom-replica-group: rank {absent[0]} does not exist among {world} ranks"
-            )
+        _require_present((rank for group in custom for rank in group), world, _GROUPS)
         return custom
     if dimension is None:
         return (tuple(range(world)),)
@@ -95,19 +104,15 @@ def read_pairs(path: Path) -> Pairs:
     Raises:
         ConfigError: the form is wrong, or a rank sends or receives twice.
     """
-    flag = "--custom-src-target-pairs"
-    data = read_json(path, flag, "src_target_pairs")
+    where, data = _read(path, _PAIRS, "src_target_pairs")
     if data and isinstance(data[0], list) and data[0] and isinstance(data[0][0], list):
         if len(data) > 1:
-            raise ConfigError(f"{flag}: {path}: one list of pairs is run, found {len(data)}")
+            raise ConfigError(f"{where}: one list of pairs is run, found {len(data)}")
         data = data[0]
     if not data or not all(_whole_numbers(pair) and len(pair) == 2 for pair in data):
-        raise ConfigError(f"{flag}: {path}: expected pairs of ranks, such as [[[0, 1], [1, 0]]]")
+        raise ConfigError(f"{where}: expected pairs of ranks, such as [[[0, 1], [1, 0]]]")
     for index, does in ((0, "sends"), (1, "receives")):
-        ranks = [pair[index] for pair in data]
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        if twice:
-            raise ConfigError(f"{flag}: {path}: rank {twice[0]} {does} more than once")
+        _require_once([pair[index] for pair in data], where, f"{does} more than once")
     return tuple((pair[0], pair[1]) for pair in data)
 
 
@@ -119,11 +124,7 @@ def pairs_for(ranks: int, custom: Pairs | None) -> Pairs:
     """
     if custom is None:
         return tuple((rank, (rank + 1) % ranks) for rank in range(ranks))
-    absent = [rank for pair in custom for rank in pair if rank >= ranks]
-    if absent:
-        raise ConfigError(
-            f"--custom-src-target-pairs: rank {absent[0]} does not exist among {ranks} ranks"
-        )
+    _require_present((rank for pair in custom for rank in pair), ranks, _PAIRS)
     return custom
 
 
@@ -137,25 +138,18 @@ class Exchange:
     recv_displs: tuple[int, ...]
 
     @property
-    def send_extent(self) -> int:
-        """Elements of the send buffer: to the end of the last piece."""
-        return _extent(self.send_counts, self.send_displs)
+    def _sides(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        return (self.send_counts, self.send_displs), (self.recv_counts, self.recv_displs)
 
     @property
-    def recv_extent(self) -> int:
-        """Elements of the receive buffer: to the end of the last piece."""
-        return _extent(self.recv_counts, self.recv_displs)
+    def extents(self) -> list[int]:
+        """Elements of the send and of the receive buffer: to the end of the last piece."""
+        return [max(map(sum, zip(*side, strict=True)), default=0) for side in self._sides]
 
     @property
     def packed(self) -> bool:
         """Pieces lie one after the other, in the order of the ranks, without gaps."""
-        return self.send_displs == _packed(self.send_counts) and self.recv_displs == _packed(
-            self.recv_counts
-        )
-
-
-def _extent(counts: Sequence[int], displs: Sequence[int]) -> int:
-    return max((d + c for c, d in zip(counts, displs, strict=True)), default=0)
+        return all(displs == _packed(counts) for counts, displs in self._sides)
 
 
 def _packed(counts: Sequence[int]) -> tuple[int, ...]:
@@ -171,20 +165,19 @@ def read_exchange(path: Path) -> tuple[Exchange, ...]:
     Raises:
         ConfigError: a key is missing, a count is no whole number, or lengths differ.
     """
-    flag = "--alltoallv-metadata"
-    data = read_json(path, flag, "alltoallv_metadata")
+    where, data = _read(path, _COUNTS, "alltoallv_metadata")
     if not data or not all(isinstance(entry, dict) for entry in data):
-        raise ConfigError(f"{flag}: {path}: expected one object, or one a rank")
+        raise ConfigError(f"{where}: expected one object, or one a rank")
     for number, entry in enumerate(data):
         for key in _KEYS:
             if not _whole_numbers(entry.get(key)) or not entry[key]:
                 raise ConfigError(
-                    f"{flag}: {path}: entry {number}: {key} must be a list of whole numbers "
+                    f"{where}: entry {number}: {key} must be a list of whole numbers "
                     f"from 0 on, found {json.dumps(entry.get(key))[:60]}"
                 )
         if len({len(entry[key]) for key in _KEYS}) > 1:
             lengths = ", ".join(f"{key} {len(entry[key])}" for key in _KEYS)
-            raise ConfigError(f"{flag}: {path}: entry {number}: lengths differ: {lengths}")
+            raise ConfigError(f"{where}: entry {number}: lengths differ: {lengths}")
     return tuple(Exchange(*(tuple(entry[key]) for key in _KEYS)) for entry in data)
 
 
@@ -201,27 +194,29 @@ def exchanges_for(
         ConfigError: the number of entries or their length does not fit ``ranks``; two ranks
             disagree on a count; pieces of a receive buffer overlap.
     """
-    flag = "--alltoallv-metadata"
-    notes: list[str] = []
-    if custom is None:
-        custom = _for_all(_uneven(ranks), ranks, [])
-    for entry in custom:
+    entries = (_uneven(ranks),) if custom is None else custom
+    for entry in entries:
         if len(entry.send_counts) != ranks:
-            raise ConfigError(f"{flag}: {len(entry.send_counts)} counts for {ranks} ranks")
-    if len(custom) not in (1, ranks):
-        raise ConfigError(f"{flag}: {len(custom)} entries for {ranks} ranks; expected 1 or {ranks}")
-    entries = custom if len(custom) == ranks else _for_all(custom[0], ranks, notes)
-    _agree(entries, flag)
+            raise ConfigError(f"{_COUNTS}: {len(entry.send_counts)} counts for {ranks} ranks")
+    if len(entries) not in (1, ranks):
+        found = f"{len(entries)} entries for {ranks} ranks"
+        raise ConfigError(f"{_COUNTS}: {found}; expected 1 or {ranks}")
+    notes: tuple[str, ...] = ()
+    if len(entries) != ranks:
+        given, entries = entries[0], _for_all(entries[0], ranks)
+        if custom is not None and any(e.recv_counts != given.recv_counts for e in entries):
+            notes = ("all_to_all_v: receive counts follow from one entry's send counts",)
+    _agree(entries)
     most = max(sum(entry.send_counts) for entry in entries)
     if most == 0:
-        raise ConfigError(f"{flag}: every count is 0")
+        raise ConfigError(f"{_COUNTS}: every count is 0")
     unit = max(1, ALIGNMENT // element)
 
     def scale(count: int) -> int:
         # Ceiling of the exact share, in whole units: rounding must agree on both sides.
         return -(-count * size // (most * element * unit)) * unit
 
-    return tuple(_scaled(entry, scale, flag) for entry in entries), tuple(notes)
+    return tuple(_scaled(entry, scale) for entry in entries), notes
 
 
 def _uneven(ranks: int) -> Exchange:
@@ -230,36 +225,31 @@ def _uneven(ranks: int) -> Exchange:
     return Exchange(counts, _packed(counts), counts, _packed(counts))
 
 
-def _for_all(entry: Exchange, ranks: int, notes: list[str]) -> tuple[Exchange, ...]:
+def _for_all(entry: Exchange, ranks: int) -> tuple[Exchange, ...]:
     entries = []
     for rank in range(ranks):
         received = (entry.send_counts[rank],) * ranks
-        fits = received == entry.recv_counts
-        displs = entry.recv_displs if fits else _packed(received)
+        displs = entry.recv_displs if received == entry.recv_counts else _packed(received)
         entries.append(Exchange(entry.send_counts, entry.send_displs, received, displs))
-        if not fits and not notes:
-            notes.append("all_to_all_v: receive counts follow from one entry's send counts")
     return tuple(entries)
 
 
-def _agree(entries: Sequence[Exchange], flag: str) -> None:
+def _agree(entries: Sequence[Exchange]) -> None:
     for source, sender in enumerate(entries):
         for target, receiver in enumerate(entries):
             sent, received = sender.send_counts[target], receiver.recv_counts[source]
             if sent != received:
-                raise ConfigError(
-                    f"{flag}: rank {source} sends {sent} elements to rank {target}, "
-                    f"which expects {received}"
-                )
+                text = f"rank {source} sends {sent} elements to rank {target}, which expects"
+                raise ConfigError(f"{_COUNTS}: {text} {received}")
 
 
-def _scaled(entry: Exchange, scale: Any, flag: str) -> Exchange:
+def _scaled(entry: Exchange, scale: Callable[[int], int]) -> Exchange:
     def place(counts: tuple[int, ...], displs: tuple[int, ...]) -> tuple[int, ...]:
         placed = [0] * len(counts)
         end = old_end = 0
         for i in sorted(range(len(counts)), key=lambda i: (displs[i], counts[i])):
             if displs[i] < old_end and counts[i]:
-                raise ConfigError(f"{flag}: pieces overlap at displacement {displs[i]}")
+                raise ConfigError(f"{_COUNTS}: pieces overlap at displacement {displs[i]}")
             placed[i] = end + scale(max(displs[i] - old_end, 0))
             end = placed[i] + scale(counts[i])
             old_end = max(old_end, displs[i] + counts[i])

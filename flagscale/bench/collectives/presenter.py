@@ -2,39 +2,162 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from flagscale.bench.collectives.curves import curves_of
-from flagscale.bench.collectives.plots import write_plot
-from flagscale.bench.collectives.records import Row, hold, limits_of, write_json
+from flagscale import __version__
+from flagscale.bench.collectives.curves import curves_of, write_plot
+from flagscale.bench.collectives.patterns import Groups
+from flagscale.bench.collectives.records import (
+    Row,
+    allowed_environment,
+    hold,
+    limits_of,
+    write_json,
+)
 from flagscale.bench.collectives.report import write_report
 from flagscale.bench.collectives.session import Listener
-from flagscale.bench.collectives.spec import BenchSpec, Case
+from flagscale.bench.collectives.spec import Average, BenchSpec, Case
 from flagscale.bench.collectives.table import Table, table
+from flagscale.bench.machine import hardware
+from flagscale.bench.world import BenchWorld, folded
+from flagscale.comm import registry
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank's part of the header."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    place: str
+    """The device as torch names it."""
+    error: str | None = None
+    exit_code: int = 0
+
+
+def versions() -> dict[str, str]:
+    """Of everything whose version a result depends on."""
+    own = {"flagscale": __version__, "torch": torch.__version__}
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return {**own, "python": platform.python_version(), **cuda}
+
+
+def topology(facts: Sequence[Facts]) -> str:
+    """``8 ranks on 2 hosts: a [0-3] 4 x NVIDIA H200, b [4-7] 4 x NVIDIA H200``."""
+    hosts: dict[str, list[Facts]] = {}
+    for fact in facts:
+        hosts.setdefault(fact.host, []).append(fact)
+    places = []
+    for host, ranks in hosts.items():
+        names = {f.device for f in ranks}
+        devices = ", ".join(f"{sum(f.device == n for f in ranks)} x {n}" for n in sorted(names))
+        places.append(f"{host} [{folded([f.rank for f in ranks])}] {devices}")
+    count, many = len(facts), len(hosts)
+    world = f"{count} rank{'s' if count > 1 else ''} on {many} host{'s' if many > 1 else ''}"
+    return f"{world}: {'; '.join(places)}"
+
+
+_AVERAGES: dict[Average, str] = {
+    **{"rank0": "of rank 0", "mean": "mean over ranks"},
+    **{"min": "least of ranks", "max": "most of ranks"},
+}
+
+
+def header(
+    spec: BenchSpec,
+    world: BenchWorld,
+    facts: Sequence[Facts],
+    backends: Sequence[str],
+    groups: Groups,
+) -> list[str]:
+    """The lines about how a run was measured, without their comment sign."""
+    size = "1e9" if spec.output.unit == "GB" else "2**30"
+    clock = "time to issue" if spec.cpu_time else "wall clock / iterations"
+    loop = spec.iterations
+    known = _backend_versions(backends)
+    measured = []
+    for name, backend in zip(spec.backends, backends, strict=True):
+        given = ", ".join(f"{option}={value}" for option, value in spec.options_of(name).items())
+        words = (backend, known.get(backend), given and f"({given})")
+        measured.append(" ".join(filter(None, words)))
+    lines = [
+        " ".join(f"{name} {version}" for name, version in versions().items()),
+        f"backend {', '.join(measured)}; {topology(facts)}; started by {world.launcher}",
+        f"unit {spec.output.unit}/s = {size} bytes a second; time: {clock}, "
+        f"{_AVERAGES[spec.average]}; percentiles: of each iteration's slowest rank",
+        f"{loop.measured} iterations after {loop.warmup}"
+        + (f", {loop.replays} times" if loop.replays else "")
+        + (f", {loop.aggregated} operations each" if loop.aggregated > 1 else "")
+        + (f"; checked: {spec.check.mode}, seed {spec.check.seed}" if spec.check.mode else ""),
+    ]
+    if len(groups) > 1 or len(groups[0]) != world.size:
+        shown = " ".join(f"[{folded(group)}]" for group in groups[:8])
+        lines.append(f"{len(groups)} groups at once: {shown}{' ...' if len(groups) > 8 else ''}")
+    return lines
+
+
+def _backend_versions(backends: Sequence[str]) -> dict[str, str]:
+    """Of those that have one of their own."""
+    found = {name: registry.backend(name).version() for name in backends}
+    return {name: version for name, version in found.items() if version}
+
+
+def rank_lines(facts: Sequence[Facts]) -> list[str]:
+    """nccl-tests' list of devices."""
+    return [
+        f"Rank {f.rank:>2} Group  0 Pid {f.pid:>6} on {f.host:>10} device {f.place} {f.device}"
+        for f in facts
+    ]
+
+
+def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> dict[str, Any]:
+    """What a JSON file says about how its results came about."""
+    loop = spec.iterations
+    return {
+        "config": {
+            "prog": spec.prog,
+            "command": list(spec.command),
+            "backends": list(backends),
+            "options": {found.name: dict(found.values) for found in spec.options},
+            "ranks": len(facts),
+            "iterations": asdict(loop),
+            "average": spec.average,
+            "timing": "cpu" if facts[0].place == "cpu" else spec.timing,
+            "check": spec.check.mode,
+            "seed": spec.check.seed,
+            "bandwidth_unit": "1e9 bytes per second",
+        },
+        "environment": {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "versions": {**versions(), **_backend_versions(backends)},
+            **hardware(),
+            "topology": topology(facts),
+            "devices": sorted({f.device for f in facts}),
+            "variables": allowed_environment(os.environ),
+        },
+    }
+
 
 EXIT_FAILED = 1
 EXIT_WORSE = 4
 
 
-class Kept:
-    """The rows of every file. Lines of a batch may name the same one: it gets the rows of all."""
-
-    def __init__(self) -> None:
-        self._rows: dict[Path, list[Row]] = {}
-
-    def of(self, path: Path) -> list[Row]:
-        return self._rows.setdefault(path.absolute(), [])
-
-    def add(self, rows: Sequence[Row], spec: BenchSpec) -> None:
-        for path in dict.fromkeys(path.absolute() for path in spec.output.files):
-            self.of(path).extend(rows)
+Kept = defaultdict[Path, list[Row]]
+"""The rows of every file. Lines of a batch may name the same one: it gets the rows of all."""
 
 
 class Presenter(Listener):
@@ -44,136 +167,107 @@ class Presenter(Listener):
     def __init__(
         self, spec: BenchSpec, kept: Kept, header: Sequence[str], about: Mapping[str, Any]
     ) -> None:
-        self.all_rows: list[Row] = []
+        self._all_rows: list[Row] = []
         self._spec, self._kept, self._header, self._about = spec, kept, header, about
-        self._table: Table | None = None
+        self._table: Table = table(spec, (), parts=False)
         self._rows: list[Row] = []
-        self._progress: Progress | None = None
+        # The table itself must stay on a terminal and in a pipe alike, so progress goes elsewhere.
+        # Never refreshed by a thread of its own, which would disturb the timing.
+        self._progress = Progress(
+            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+            console=Console(stderr=True),
+            auto_refresh=False,
+            transient=True,
+            disable=not (spec.output.interactive and sys.stderr.isatty()),
+        )
         self._task = TaskID(0)
-        self._many = False
 
     def __enter__(self) -> Presenter:
         if self._spec.output.header:
             for line in self._header:
                 print(f"# {line}")
         for note in self._spec.notes:
-            self.note(note)
-        # The table itself must stay on a terminal and in a pipe alike, so progress goes elsewhere.
-        if self._spec.output.interactive and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            # Never refreshed by a thread of its own, which would disturb the timing.
-            self._progress = Progress(
-                *columns, console=Console(stderr=True), auto_refresh=False, transient=True
-            )
-            self._progress.start()
+            print(f"# note: {note}")
         sys.stdout.flush()
+        self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._progress.stop()
         self._save(complete=kind is None)
         sys.stdout.flush()
 
-    def note(self, text: str) -> None:
-        self._print([f"# note: {text}"])
-
-    def sample(self, text: str) -> None:
+    def say(self, text: str) -> None:
         self._print([f"# {text}"])
 
     def series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
-        op = cases[0].operation
         spec = self._spec
         types = [t.name for t in spec.types]
-        self._table = table(spec, types, parts=op.parts, backends=backends)
+        self._table = table(spec, types, parts=cases[0].operation.parts, backends=backends)
         self._rows = []
         # One operation needs no title: nccom-test prints none.
-        several = self._several()
+        counts = (spec.operations, spec.types, spec.reductions, spec.roots)
+        several = any(len(c) > 1 for c in counts) or -1 in spec.roots
         title = [f"# {cases[0].label.removesuffix(' in place')}"] if several else []
         self._print([*title, *self._table.head()])
-        if self._progress is not None:
-            for task in self._progress.task_ids:
-                self._progress.remove_task(task)
-            self._task = self._progress.add_task(cases[0].label, total=sizes)
-            self._progress.refresh()
+        for task in self._progress.task_ids:
+            self._progress.remove_task(task)
+        self._task = self._progress.add_task(cases[0].label, total=sizes)
+        self._progress.refresh()
 
     def rows(self, rows: Sequence[Row]) -> None:
-        self._rows += rows
-        self.all_rows += rows
-        self._kept.add(rows, self._spec)
-        if self._table is not None:
-            self._print(self._table.lines(rows))
-        if self._progress is not None:
-            self._progress.advance(self._task)
-            self._progress.refresh()
+        files = {path.absolute() for path in self._spec.output.files}
+        for kept in (self._rows, self._all_rows, *(self._kept[path] for path in files)):
+            kept.extend(rows)
+        self._print(self._table.lines(rows))
+        self._progress.advance(self._task)
+        self._progress.refresh()
         # A run that is cut short has left all it measured.
         self._save(complete=False)
 
     def end_series(self) -> None:
-        if self._table is not None:
-            self._print(self._table.foot(self._rows))
+        self._print(self._table.foot(self._rows))
 
-    def _several(self) -> bool:
-        spec = self._spec
-        counts = (spec.operations, spec.types, spec.reductions, spec.roots)
-        return any(len(c) > 1 for c in counts) or -1 in spec.roots
+    def finish(self) -> int:
+        """Write what was asked for and judge the run: 0, 1 (a row failed) or 4 (worse than before).
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        output = self._spec.output
+        for path in output.plots:
+            own = self._kept[path.absolute()]
+            write_plot(path, [*curves_of(own), *output.imports], limits_of(own))
+        if output.report is not None:
+            own = self._kept[output.report.absolute()]
+            curves = [*curves_of(own), *output.imports]
+            write_report(output.report, own, curves, self._header, self._about)
+        if any(not row.ok for row in self._all_rows):
+            return EXIT_FAILED
+        return self._against_baseline()
+
+    def _against_baseline(self) -> int:
+        baseline = self._spec.comparison.baseline
+        if baseline is None:
+            return 0
+        held = hold(self._all_rows, baseline, self._spec.comparison.tolerance)
+        if not held.compared:
+            text = f"error: --baseline {baseline.path}: none of its rows is one of these"
+            print(text, file=sys.stderr)
+            return 2
+        for line in held.worse:
+            print(f"worse: {line}", file=sys.stderr)
+        print(f"# baseline: {held.compared} compared, {len(held.worse)} worse", flush=True)
+        return EXIT_WORSE if held.worse else 0
 
     def _print(self, lines: Sequence[str]) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._progress.stop()
         for line in lines:
             print(line)
         sys.stdout.flush()
-        if self._progress is not None:
-            self._progress.start()
+        self._progress.start()
 
     def _save(self, *, complete: bool) -> None:
         path = self._spec.output.json
         if path is not None:
-            write_json(path, self._kept.of(path), self._about, complete=complete)
-
-
-def finish(
-    spec: BenchSpec,
-    rows: Sequence[Row],
-    kept: Kept,
-    header: Sequence[str],
-    about: Mapping[str, Any],
-) -> int:
-    """Write what was asked for and judge the run: 0, 1 (a row failed) or 4 (worse than before).
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    imported = spec.output.imports
-    for path in spec.output.plots:
-        own = kept.of(path)
-        write_plot(path, [*curves_of(own), *imported], limits_of(own))
-    if (report := spec.output.report) is not None:
-        own = kept.of(report)
-        write_report(report, own, [*curves_of(own), *imported], header, about)
-    if any(not row.ok for row in rows):
-        return EXIT_FAILED
-    return _against_baseline(spec, rows)
-
-
-def _against_baseline(spec: BenchSpec, rows: Sequence[Row]) -> int:
-    baseline = spec.comparison.baseline
-    if baseline is None:
-        return 0
-    held = hold(rows, baseline, spec.comparison.tolerance)
-    if not held.compared:
-        print(
-            f"error: --baseline {baseline.path}: none of its rows is one of these", file=sys.stderr
-        )
-        return 2
-    for line in held.worse:
-        print(f"worse: {line}", file=sys.stderr)
-    print(f"# baseline: {held.compared} compared, {len(held.worse)} worse")
-    sys.stdout.flush()
-    return EXIT_WORSE if held.worse else 0
+            write_json(path, self._kept[path.absolute()], self._about, complete=complete)

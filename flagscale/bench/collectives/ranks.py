@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
+import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from flagscale.bench import rendezvous
+from flagscale.bench import codec, rendezvous
 from flagscale.bench.collectives import devices, patterns
-from flagscale.bench.collectives.facts import (
-    Facts,
-    about,
-    gather_facts,
-    header,
-    rank_lines,
-)
-from flagscale.bench.collectives.presenter import Kept, Presenter, finish
+from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.presenter import Facts, Kept, Presenter, about, header, rank_lines
 from flagscale.bench.collectives.session import Listener, Session
-from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.collectives.spec import Batch, BenchSpec
 from flagscale.bench.collectives.statistics import warning
 from flagscale.bench.collectives.watch import Beat, Watch
 from flagscale.bench.world import BenchWorld
@@ -35,14 +30,14 @@ from flagscale.errors import ConfigError, FlagscaleError, JobError
 _START_SECONDS = 300.0
 
 
-def run_rank(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
-    """Run ``specs`` as one rank of ``world``; the exit code. Where that is not 0, it ends the
+def run_rank(plan: Batch, world: BenchWorld) -> int:
+    """Run ``plan`` as one rank of ``world``; the exit code. Where that is not 0, it ends the
     process.
 
     Raises:
         FlagscaleError: on the rank that has the word; others end silently with its exit code.
     """
-    code = _measure(specs, world)
+    code = _measure(plan.specs, world)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -57,27 +52,26 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
     placement = specs[0].placement
     # Loading torch, and compiling a backend on its first use, may take longer than an iteration.
     patience = placement.timeout + _START_SECONDS
-    store = rendezvous.rendezvous(
-        world, address=placement.address, port=placement.port, seconds=patience
-    )
-    own, error = _prepare(specs, world)
+    store = rendezvous.rendezvous(world, patience, placement.address, placement.port)
+    own = _prepare(specs, world)
     facts = _exchange(store, own, world, patience)
     rendezvous.clean_up(world)
     if code := _refused(facts, world):
         rendezvous.exit_store(store, world, placement.timeout)
         return code
-    if error is not None:
-        raise error
     device = devices.choose(placement.device, world.local_rank)
     watch = Watch(store, Beat(world.rank, own.host, own.pid), world.size, placement.timeout)
     watch.start()
     try:
         watch.enter("the meeting of all ranks")
-        _join(store, world, placement.timeout)
+        # The group through which ranks tell each other what they measured; not the measured one.
+        # The watch speaks first and knows more.
+        timeout = timedelta(seconds=placement.timeout * 2 + 60)
+        rendezvous.join(PrefixStore("control", store), world, "gloo", timeout=timeout)
         # What is loaded by now stays; collections before each loop then look at little.
         gc.collect()
         gc.freeze()
-        kept = Kept()
+        kept: Kept = defaultdict(list)
         code = max(_run(spec, Session(world, device, watch), facts, kept) for spec in specs)
         dist.barrier()
         watch.finish()
@@ -88,25 +82,17 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
             return ConfigError.exit_code
         raise
     except (dist.DistError, RuntimeError) as failure:
-        _explain(failure, watch)
+        # The one rank that has the word says who died.
+        if message := watch.diagnose():
+            lines = str(failure).strip().splitlines() or [repr(failure)]
+            print(f"error: {message}\n  {lines[0][:300]}", file=sys.stderr)
         return 1
 
 
-def _join(store: Store, world: BenchWorld, seconds: float) -> None:
-    """The group through which ranks tell each other what they measured; not the measured one."""
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("control", store),
-        rank=world.rank,
-        world_size=world.size,
-        # The watch speaks first and knows more.
-        timeout=timedelta(seconds=seconds * 2 + 60),
-    )
-
-
-def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> tuple[Facts, FlagscaleError | None]:
+def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> Facts:
     """This rank's facts, and what keeps it from taking part."""
     placement = specs[0].placement
+    me = (world.rank, socket.gethostname(), os.getpid())
     try:
         device = devices.choose(placement.device, world.local_rank)
         for spec in specs:
@@ -117,11 +103,9 @@ def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> tuple[Facts, Flag
             _possible(spec, device.kind)
         if placement.pin:
             devices.pin(world.local_rank)
-        return gather_facts(world.rank, device), None
+        return Facts(*me, device.name, str(device.torch_device))
     except FlagscaleError as error:
-        return Facts(
-            world.rank, os.uname().nodename, os.getpid(), "", "", str(error), error.exit_code
-        ), error
+        return Facts(*me, "", "", str(error), error.exit_code)
 
 
 def _load(backend: CommBackend) -> None:
@@ -160,16 +144,15 @@ def _possible(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
 
 def _exchange(store: Store, own: Facts, world: BenchWorld, seconds: float) -> list[Facts]:
     """Everyone's facts, through the store: no process group is needed to say what is wrong."""
-    store.set(f"facts/{own.rank}", json.dumps(asdict(own)))
+    store.set(f"facts/{own.rank}", codec.encode(own))
     keys = [f"facts/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except dist.DistError as error:
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise JobError(
-            f"ranks {absent} of {world.size} did not come within {seconds:g} s"
-        ) from error
-    found = [Facts(**json.loads(value)) for value in store.multi_get(keys)]
+        text = f"ranks {absent} of {world.size} did not come within {seconds:g} s"
+        raise JobError(text) from error
+    found = [codec.decode(Facts, value) for value in store.multi_get(keys)]
     # Rank 0's store must outlive the slowest reader.
     if store.add("facts/read", 1) == world.size:
         store.set("facts/all", "1")
@@ -195,20 +178,13 @@ def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts], kept: Kept) 
     spec = _possible(spec, session.device.kind)
     # Without --seed every rank took its own clock.
     spec = replace(spec, check=replace(spec.check, seed=_from_first(spec.check.seed)))
-    names = tuple(
-        registry.backend(name).resolve(session.device.kind).name for name in spec.backends
-    )
-    if spec.comparison.peak is None and session.device.nominal_gb is None and spec.comparison.probe:
-        note = "peak: the nominal limit of this device is not known; give it with --peak"
-        spec = replace(spec, notes=(*spec.notes, note))
     if world.rank:
         session.run(spec, Listener())
         # Launchers report a rank whose code differs as a failure of their own.
         return _from_first(0)
-    spec = replace(spec, notes=(*spec.notes, *_without_meaning(spec, session.device.kind)))
-    samples = spec.iterations.measured * (spec.iterations.replays or 1)
-    if text := warning(spec.output.statistics, samples):
-        spec = replace(spec, notes=(*spec.notes, text))
+    device = session.device
+    spec = replace(spec, notes=(*spec.notes, *_notes(spec, device)))
+    names = [registry.backend(name).resolve(device.kind).name for name in spec.backends]
     groups = patterns.groups_for(world.size, spec.groups.custom, spec.groups.dimension)
     lines = header(spec, world, facts, names, groups)
     if spec.output.format == "nccl-tests":
@@ -216,20 +192,26 @@ def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts], kept: Kept) 
     known = about(spec, facts, names)
     with Presenter(spec, kept, lines, known) as presenter:
         session.run(spec, presenter)
-    return _from_first(finish(spec, presenter.all_rows, kept, lines, known))
+    return _from_first(presenter.finish())
 
 
-def _without_meaning(spec: BenchSpec, kind: DeviceType) -> list[str]:
-    """What was asked for and changes nothing on this kind of device."""
-    if kind == "cuda":
-        return []
+def _notes(spec: BenchSpec, device: BenchDevice) -> Iterator[str]:
+    """What is not known of this device, what was asked for and changes nothing on it, and what so
+    few iterations do not tell."""
+    if spec.comparison.probe and spec.comparison.peak is None and device.nominal_gb is None:
+        yield "peak: the nominal limit of this device is not known; give it with --peak"
     asked = {
         "-R": (spec.buffers.registered > 0, "host memory is not registered"),
         "--timing events": (spec.timing == "events", "there are none on a CPU"),
         "-z": (spec.blocking, "every operation is awaited on a CPU"),
         "-C": (spec.cpu_time, "an operation ends when it has been issued on a CPU"),
     }
-    return [f"{flag}: {reason}" for flag, (given, reason) in asked.items() if given]
+    for flag, (given, reason) in asked.items():
+        if given and not device.is_cuda:
+            yield f"{flag}: {reason}"
+    samples = spec.iterations.measured * (spec.iterations.replays or 1)
+    if text := warning(spec.output.statistics, samples):
+        yield text
 
 
 def _from_first(own: int) -> int:
@@ -237,11 +219,3 @@ def _from_first(own: int) -> int:
     values = [own]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def _explain(failure: Exception, watch: Watch) -> None:
-    """Say who died, on the one rank that has the word."""
-    message = watch.diagnose()
-    if message is not None:
-        lines = str(failure).strip().splitlines()
-        print(f"error: {message}\n  {lines[0][:300] if lines else failure!r}", file=sys.stderr)

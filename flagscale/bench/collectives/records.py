@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from flagscale.bench.collectives.statistics import Ratio
 from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
+from flagscale.files import write_atomic
 
 GB = 1e9
 GIB = 2**30
@@ -62,14 +62,6 @@ class Row:
         return self.algbw * self.bus_factor
 
     @property
-    def key(self) -> Key:
-        """What makes two rows of different runs comparable."""
-        return (
-            *(self.operation, self.type, self.reduction, self.root, self.in_place),
-            *(self.backend, self.ranks, self.size),
-        )
-
-    @property
     def ok(self) -> bool:
         return self.failure is None and not self.wrong
 
@@ -84,6 +76,14 @@ def limits_of(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
+_KEY = ("operation", "type", "reduction", "root", "in_place", "backend", "ranks", "size")
+"""What makes rows of different runs comparable."""
+_OF_SAME_NAME = (
+    *("algorithm", "operation", "reduction", "root", "in_place"),
+    *("backend", "ranks", "samples", "wrong", "failure"),
+)
+
+
 def to_json(row: Row) -> dict[str, Any]:
     """A row with nccom-test's keys first and ours after them."""
     data: dict[str, Any] = {
@@ -96,20 +96,10 @@ def to_json(row: Row) -> dict[str, Any]:
         **{name: _finite(value) for name, value in row.statistics.items()},
         "total_input_size(B)": row.input_bytes,
         "total_output_size(B)": row.output_bytes,
-        "algorithm": row.algorithm,
-        "operation": row.operation,
-        "reduction": row.reduction,
-        "root": row.root,
-        "in_place": row.in_place,
-        "backend": row.backend,
-        "ranks": row.ranks,
-        "samples": row.samples,
-        "wrong": row.wrong,
-        "failure": row.failure,
+        **{name: getattr(row, name) for name in _OF_SAME_NAME},
     }
     if row.ratio is not None:
-        low, high = _finite(row.ratio.low), _finite(row.ratio.high)
-        data["time_ratio"] = {"value": row.ratio.value, "low": low, "high": high}
+        data["time_ratio"] = {name: _finite(value) for name, value in asdict(row.ratio).items()}
     for name in ("peak_share", "probe_share"):
         if getattr(row, name) is not None:
             data[name] = getattr(row, name)
@@ -146,35 +136,17 @@ def write_json(
     Raises:
         OSError: it cannot be written.
     """
-    data = {
-        "results": [to_json(row) for row in rows],
-        "format": FORMAT_VERSION,
-        "complete": complete,
-        **about,
-    }
-    target = path.absolute()
-    descriptor, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-        Path(draft).chmod(0o644)
-        Path(draft).replace(target)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
-
-
-Key = tuple[str, str, str, int, bool, str, int, int]
-"""What makes rows of different runs comparable: see :attr:`Row.key`."""
+    results = [to_json(row) for row in rows]
+    data = {"results": results, "format": FORMAT_VERSION, "complete": complete, **about}
+    write_atomic(path, json.dumps(data, indent=1) + "\n", 0o644, durable=False)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The times of an earlier run, in microseconds."""
+    """The times of an earlier run, in microseconds, by the values of :data:`_KEY`."""
 
     path: Path
-    times: tuple[tuple[Key, float], ...]
+    times: tuple[tuple[tuple[str, str, str, int, bool, str, int, int], float], ...]
 
 
 def read_baseline(path: Path) -> Baseline:
@@ -186,9 +158,8 @@ def read_baseline(path: Path) -> Baseline:
     text = read_text(path, f"--baseline {path}")
     try:
         data = json.loads(text)
-        names = ("operation", "type", "reduction", "root", "in_place", "backend", "ranks")
         times = tuple(
-            ((*(row[name] for name in names), row["size(B)"]), float(row["time:avg(us)"]))
+            ((*(row[name] for name in _KEY[:-1]), row["size(B)"]), float(row["time:avg(us)"]))
             for row in data["results"]
             if row["time:avg(us)"] is not None and row["failure"] is None
         )
@@ -212,7 +183,7 @@ def hold(rows: Sequence[Row], baseline: Baseline, tolerance: float) -> Held:
     worse, compared = [], 0
     times = dict(baseline.times)
     for row in rows:
-        before = times.get(row.key)
+        before = times.get(attrgetter(*_KEY)(row))
         if before is None or not row.ok:
             continue
         compared += 1

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.collectives.curves import Curve
-from flagscale.bench.collectives.plots import draw
+from flagscale.bench.collectives.curves import Curve, draw
 from flagscale.bench.collectives.records import Row, limits_of
 from flagscale.bench.collectives.sizes import format_size
 
@@ -67,18 +65,13 @@ def render(
         parts.append(f"<h2>{escape(name)}</h2>")
         # What moves nothing, or failed throughout, has no curves.
         if any(curve.operation == name and curve.points for curve in drawn) and own[0].size:
-            parts.append(_image(drawn, limits_of(own)))
+            image = draw(drawn, "svg", limits_of(own)).decode()
+            # An SVG within HTML has neither an XML declaration nor a document type.
+            parts.append(image[max(image.find("<svg"), 0) :])
         parts.append(_table(own))
     details = escape(json.dumps(about, indent=1))
     parts.append(f"<details><summary>how it was measured</summary><pre>{details}</pre></details>")
     return "\n".join([*parts, "</body></html>", ""])
-
-
-def _image(curves: Sequence[Curve], limits: Mapping[str, float]) -> str:
-    image = draw(curves, "svg", limits).decode()
-    # An SVG within HTML has neither an XML declaration nor a document type.
-    start = re.search(r"<svg\b", image)
-    return image if start is None else image[start.start() :]
 
 
 Column = tuple[str, Callable[[Row], str]]
@@ -95,23 +88,20 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
         ("backend", lambda row: row.backend),
         ("time (us)", lambda row: f"{row.time:.2f}"),
     ]
-    for name in dict.fromkeys(name for row in rows for name in row.statistics):
-        columns.append((name, _statistic(name)))
+    names = dict.fromkeys(name for row in rows for name in row.statistics)
+    columns += [(name, _statistic(name)) for name in names]
     columns += [
         ("algbw (GB/s)", lambda row: f"{row.algbw:.2f}"),
         ("busbw (GB/s)", lambda row: f"{row.busbw:.2f}"),
     ]
-    further: list[tuple[bool, Column]] = [
-        (any(row.peak_share for row in rows), ("of peak", lambda row: _share(row.peak_share))),
-        (any(row.probe_share for row in rows), ("of probe", lambda row: _share(row.probe_share))),
-        (any(row.ratio for row in rows), ("time ratio (95 %)", _ratio)),
-        (any(row.algorithm != "n/a" for row in rows), ("algorithm", lambda row: row.algorithm)),
-        (
-            any(row.wrong is not None for row in rows),
-            ("wrong", lambda row: "-" if row.wrong is None else str(row.wrong)),
-        ),
+    further: list[Column] = [
+        ("of peak", lambda row: f"{row.peak_share:.1%}" if row.peak_share else "-"),
+        ("of probe", lambda row: f"{row.probe_share:.1%}" if row.probe_share else "-"),
+        ("time ratio (95 %)", _ratio),
+        ("algorithm", lambda row: row.algorithm),
+        ("wrong", lambda row: "-" if row.wrong is None else str(row.wrong)),
     ]
-    return columns + [column for wanted, column in further if wanted]
+    return columns + [c for c in further if {c[1](row) for row in rows} - {"-", "n/a"}]
 
 
 def _statistic(name: str) -> Callable[[Row], str]:
@@ -134,10 +124,6 @@ def _table(rows: Sequence[Row]) -> str:
         failure = f'<td class="bad" colspan="{rest}">{escape(row.failure)}</td></tr>'
         lines.append(cells.removesuffix("</tr>") + failure)
     return "\n".join([*lines, "</table></div>"])
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _ratio(row: Row) -> str:

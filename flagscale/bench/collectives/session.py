@@ -1,32 +1,28 @@
-"""Measuring, on every rank at once. Rank 0 gets the rows, the others take part."""
+"""Measuring, on every rank at once, and how the reports of all ranks about one size become a row.
+Rank 0 gets the rows, the others take part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
 
 from flagscale.bench.collectives import bodies, checks, patterns
-from flagscale.bench.collectives.bodies import Shape
-from flagscale.bench.collectives.buffers import PreparedBuffers, prepare, release
-from flagscale.bench.collectives.devices import BenchDevice, probe_copies
-from flagscale.bench.collectives.process_groups import RankGroup, form
+from flagscale.bench.collectives.bodies import PreparedBuffers, Shape, prepare, release
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup, form, probe_copies
 from flagscale.bench.collectives.records import Row
-from flagscale.bench.collectives.rows import (
-    Report,
-    against_limits,
-    blank_row,
-    make_row,
-    turn_times,
-)
-from flagscale.bench.collectives.spec import BenchSpec, Case
+from flagscale.bench.collectives.spec import Average, BenchSpec, Case
 from flagscale.bench.collectives.statistics import paired_ratio
 from flagscale.bench.collectives.timing import Measured, gatherings, measure
 from flagscale.bench.collectives.watch import Watch
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
+
+Limits = tuple[float | None, float | None]
+"""The nominal and the measured limit of the bus bandwidth, in 1e9 bytes a second."""
 
 
 class Listener:
@@ -41,11 +37,8 @@ class Listener:
     def end_series(self) -> None:
         """The table is complete."""
 
-    def note(self, text: str) -> None:
-        """Something the reader should know."""
-
-    def sample(self, text: str) -> None:
-        """Some of rank 0's data, which was asked for."""
+    def say(self, text: str) -> None:
+        """Something the reader should know, or asked for."""
 
 
 @dataclass
@@ -70,12 +63,16 @@ class Session:
             n for c in cases for s in spec.sizes for n in bodies.shapes(c, s, groups[0], spec)[1]
         ]
         for note in dict.fromkeys(said):
-            listener.note(note)
+            listener.say(f"note: {note}")
         limits = self._limits(spec)
         if text := _limits_in_words(limits, spec):
-            listener.note(text)
+            listener.say(f"note: {text}")
+        # Cases that differ in their place alone make one table.
+        tables: dict[Case, list[Case]] = {}
+        for case in cases:
+            tables.setdefault(replace(case, in_place=False), []).append(case)
         for _ in range(spec.iterations.cycles):
-            for series in _series(cases):
+            for series in tables.values():
                 self._series(series, groups, spec, limits, listener)
 
     def _form(self, spec: BenchSpec, ranks: patterns.Groups) -> list[RankGroup]:
@@ -87,8 +84,7 @@ class Session:
             groups.append(form(adapter, ranks, self.world.rank, self.device, seconds, values))
         return _named_apart(groups)
 
-    def _limits(self, spec: BenchSpec) -> tuple[float | None, float | None]:
-        """The nominal and the measured limit of the bus bandwidth, in 1e9 bytes a second."""
+    def _limits(self, spec: BenchSpec) -> Limits:
         nominal = spec.comparison.peak or self.device.nominal_gb
         if not spec.comparison.probe:
             return nominal, None
@@ -101,7 +97,7 @@ class Session:
         cases: Sequence[Case],
         groups: Sequence[RankGroup],
         spec: BenchSpec,
-        limits: tuple[float | None, float | None],
+        limits: Limits,
         listener: Listener,
     ) -> None:
         sizes: dict[int, int] = {}
@@ -114,9 +110,9 @@ class Session:
             rows: list[Row] = []
             for case in cases:
                 shapes = bodies.shapes(case, size, groups[0], spec)[0]
-                blank = blank_row(case, shapes, groups[0], spec)
+                blank = _blank_row(case, shapes, groups[0])
                 rows += _Size(self, spec, case, blank, groups, listener).rows(shapes)
-            listener.rows([against_limits(row, limits) for row in rows])
+            listener.rows([_against_limits(row, limits) for row in rows])
         listener.end_series()
 
     def together(self) -> None:
@@ -129,6 +125,17 @@ class Session:
         found: list[Any] = [None] * self.world.size
         dist.all_gather_object(found, value)
         return found
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank sends to rank 0 about one size on one backend."""
+
+    member: bool
+    group: tuple[int, ...]
+    turns: tuple[Measured, ...] = ()
+    checks: tuple[checks.Checked, ...] = ()
+    algorithm: str = "n/a"
 
 
 @dataclass
@@ -147,16 +154,14 @@ class _Size:
 
     def rows(self, shapes: tuple[Shape, ...]) -> list[Row]:
         """A row of each backend, on every rank (only rank 0's are shown)."""
-        device = self.session.device
         self.session.watch.enter(f"{self.case.label} {self.blank.size} B, preparation")
         failure = self._attempt(lambda: self._prepare(shapes)) or self._attempt(self._first_run)
         if failure:
             rows = [replace(self.blank, backend=g.backend, failure=failure) for g in self.groups]
         else:
-            turns = self._turns()
-            rows = self._judge(self._reports(turns))
+            rows = self._judge(self._reports(self._turns()))
         for prepared in self.ready:
-            release(prepared, device)
+            release(prepared, self.session.device)
         return rows
 
     def _prepare(self, shapes: tuple[Shape, ...]) -> None:
@@ -172,7 +177,7 @@ class _Size:
             if spec.output.print_buffers and case.operation.name != "barrier":
                 said = checks.sample(case, prepared, device, spec)
                 whose = f"{prepared.group.backend}, rank {self.session.world.rank}"
-                self.listener.sample(f"{self.blank.size} B, {whose}: {said}")
+                self.listener.say(f"{self.blank.size} B, {whose}: {said}")
             self.checked.append(checks.check(case, prepared, device, spec))
             for step in prepared.steps(min(1, len(prepared.bodies))):
                 step()
@@ -184,7 +189,8 @@ class _Size:
         try:
             work()
         except (RuntimeError, MemoryError, ValueError) as error:
-            problem = _first_line(error)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            problem = lines[0][:200]
         found = self.session.gather(problem)
         failed = [rank for rank, text in enumerate(found) if text]
         return f"Failure on rank {failed[0]}: {found[failed[0]]}" if failed else None
@@ -229,12 +235,12 @@ class _Size:
 
     def _judge(self, reports: Sequence[Sequence[Report]]) -> list[Row]:
         rows: list[Row] = []
-        base = turn_times(reports[0], self.spec)
+        base = _turn_times(reports[0], self.spec)
         for prepared, of_ranks in zip(self.ready, reports, strict=True):
             blank = replace(self.blank, backend=prepared.group.backend)
-            row = make_row(blank, of_ranks, self.spec)
+            row = _make_row(blank, of_ranks, self.spec)
             if rows:
-                row = replace(row, ratio=paired_ratio(turn_times(of_ranks, self.spec), base))
+                row = replace(row, ratio=paired_ratio(_turn_times(of_ranks, self.spec), base))
             if row.failure is not None:
                 self._dump(prepared, of_ranks)
             rows.append(row)
@@ -249,15 +255,6 @@ class _Size:
             checks.dump(self.case, prepared, self.spec, self.blank.size, rank, part)
 
 
-def _series(cases: Sequence[Case]) -> Iterator[list[Case]]:
-    """Cases that differ in their place alone make one table."""
-    found: dict[tuple[Any, ...], list[Case]] = {}
-    for case in cases:
-        key = (case.operation.name, case.type.name, case.reduction, case.root)
-        found.setdefault(key, []).append(case)
-    yield from found.values()
-
-
 def _named_apart(groups: Sequence[RankGroup]) -> list[RankGroup]:
     """One backend against itself, which shows the noise, needs two names."""
     names = [group.backend for group in groups]
@@ -269,12 +266,7 @@ def _named_apart(groups: Sequence[RankGroup]) -> list[RankGroup]:
     ]
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
-
-
-def _limits_in_words(limits: tuple[float | None, float | None], spec: BenchSpec) -> str:
+def _limits_in_words(limits: Limits, spec: BenchSpec) -> str:
     """What the columns peak(%) and probe(%) are shares of."""
     nominal, measured = limits
     words = []
@@ -283,3 +275,90 @@ def _limits_in_words(limits: tuple[float | None, float | None], spec: BenchSpec)
     if measured is not None:
         words.append(f"probe {measured:.2f} GB/s, plain copies to the neighbour")
     return "; ".join(words)
+
+
+def _blank_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> Row:
+    element = case.type.bytes
+    count = sum(shape.elements for shape in shapes)
+    return Row(
+        operation=case.operation.name,
+        type=case.type.name,
+        nccl_type=case.type.nccl,
+        reduction=case.reduction,
+        root=case.root,
+        in_place=case.in_place,
+        backend=group.backend,
+        ranks=group.size,
+        size=count * element,
+        count=count,
+        input_bytes=sum(shape.inputs for shape in shapes) * element,
+        output_bytes=sum(shape.outputs for shape in shapes) * element,
+        bus_factor=case.operation.bus_factor(group.size),
+    )
+
+
+_OVER_RANKS: dict[Average, Callable[[Sequence[float]], float]] = {
+    **{"rank0": lambda times: times[0], "mean": fmean, "min": min, "max": max}
+}
+
+
+def _turn_times(reports: Sequence[Report], spec: BenchSpec) -> list[float]:
+    """The time of each turn, over the ranks by ``-a``."""
+    over_ranks = _OVER_RANKS[spec.average]
+    turns = zip(*(report.turns for report in reports if report.member), strict=True)
+    return [over_ranks([turn.average for turn in of_ranks]) for of_ranks in turns]
+
+
+def _make_row(blank: Row, reports: Sequence[Report], spec: BenchSpec) -> Row:
+    members = [report for report in reports if report.member]
+    average = fmean(_turn_times(reports, spec))
+    # Of each iteration the longest over the ranks: that is what everyone waited for.
+    samples = [
+        max(of_ranks)
+        for turn in zip(*(report.turns for report in members), strict=True)
+        for of_ranks in zip(*(measured.samples for measured in turn), strict=True)
+    ]
+    statistics = {
+        s.heading: s.value(average, samples) for s in spec.output.statistics if s.name != "avg"
+    }
+    wrong, failure = _correctness(members, spec, blank)
+    return replace(
+        blank,
+        time=average,
+        statistics=statistics,
+        samples=len(samples),
+        algorithm=members[0].algorithm,
+        wrong=wrong,
+        failure=failure,
+    )
+
+
+def _correctness(
+    members: Sequence[Report], spec: BenchSpec, blank: Row
+) -> tuple[int | None, str | None]:
+    if spec.check.mode is None or blank.operation == "barrier":
+        return None, None
+    wrong = sum(check.wrong for report in members for check in report.checks)
+    if wrong:
+        first = next(c.first for report in members for c in report.checks if c.wrong)
+        ranks = sum(any(c.wrong for c in report.checks) for report in members)
+        what = f"{wrong} wrong in all; {first}"
+        where = f"data in {spec.check.dump_shown}"
+        return wrong, f"Check failed on {ranks} of {len(members)} ranks: {what} - {where}"
+    prints: dict[tuple[int, ...], set[tuple[bytes, ...]]] = {}
+    for report in members:
+        found = tuple(check.fingerprint for check in report.checks)
+        prints.setdefault(report.group, set()).add(found)
+    for group, different in prints.items():
+        if len(different) > 1:
+            return 0, f"Check failed: ranks {group} ended with different bytes"
+    return 0, None
+
+
+def _against_limits(row: Row, limits: Limits) -> Row:
+    nominal, measured = limits
+    return replace(
+        row,
+        peak_share=row.busbw / nominal if nominal else None,
+        probe_share=row.busbw / measured if measured else None,
+    )

@@ -10,8 +10,7 @@ from typing import Literal
 from flagscale.bench.codec import WRITTEN
 from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.curves import Curve
-from flagscale.bench.collectives.datatypes import DataType
-from flagscale.bench.collectives.operations import Operation
+from flagscale.bench.collectives.operations import DataType, Operation
 from flagscale.bench.collectives.records import Baseline
 from flagscale.bench.collectives.statistics import Statistic
 from flagscale.bench.placement import Placement
@@ -197,18 +196,19 @@ class BenchSpec:
         Raises:
             ConfigError: a root does not exist, or no operation can run in the place asked for.
         """
-        found = False
-        for op in self.operations:
-            types = self.types[:1] if op.name == "barrier" else self.types
-            for type_ in types:
-                for case in self._of(op, type_, ranks):
-                    found = True
-                    yield case
+        found = [
+            case
+            for op in self.operations
+            for type_ in (self.types[:1] if op.name == "barrier" else self.types)
+            for case in self._of(op, type_, ranks)
+        ]
         if not found:
             names = ", ".join(op.name for op in self.operations)
-            raise ConfigError(
-                f"{names} {self._asked()}: torch.distributed does not offer it for these types"
-            )
+            words = {"in": "in place", "out": "out of place"}
+            asked = " and ".join(words[place] for place in self.places or ())
+            text = f"{names} {asked}: torch.distributed does not offer it for these types"
+            raise ConfigError(text)
+        yield from found
 
     def _of(self, op: Operation, type_: DataType, ranks: int) -> Iterator[Case]:
         reductions = self.reductions if op.reduces else ("none",)
@@ -234,12 +234,21 @@ class BenchSpec:
         offered = {"out": op.out_of_place, "in": op.in_place}
         return tuple(place == "in" for place in self.places if offered[place])
 
-    def _asked(self) -> str:
-        return " and ".join("in place" if p == "in" else "out of place" for p in self.places or ())
-
 
 @dataclass(frozen=True)
 class Batch:
     """Runs of the benchmark one after the other, in the same ranks."""
 
     specs: tuple[BenchSpec, ...]
+
+    @property
+    def placement(self) -> Placement:
+        """That of all runs."""
+        return self.specs[0].placement
+
+    def check(self, ranks: int) -> None:
+        for spec in self.specs:
+            groups = patterns.groups_for(ranks, spec.groups.custom, spec.groups.dimension)
+            list(spec.cases(len(groups[0])))
+            if any(op.name == "permute" for op in spec.operations):
+                patterns.pairs_for(len(groups[0]), spec.groups.pairs)

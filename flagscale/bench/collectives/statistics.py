@@ -63,14 +63,12 @@ def parse_statistics(names: Sequence[str]) -> tuple[Statistic, ...]:
     Raises:
         ConfigError: one of them is unknown, or none is given.
     """
-    for name in names:
-        if not is_statistic(name):
-            raise ConfigError(
-                f"-t/--stats {name!r} is not known; expected avg, min, max, a percentile such as "
-                "p50, or a ratio such as p99/p50"
-            )
     if not names:
         raise ConfigError("-t/--stats needs at least one of avg, min, max, p50, p99/p50 ...")
+    for name in names:
+        if not is_statistic(name):
+            known = "avg, min, max, a percentile such as p50, or a ratio such as p99/p50"
+            raise ConfigError(f"-t/--stats {name!r} is not known; expected {known}")
     return tuple(Statistic(name) for name in dict.fromkeys(names))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from flagscale.bench.collectives.records import GB, GIB, Row
 from flagscale.bench.collectives.spec import BandwidthUnit, BenchSpec
+from flagscale.bench.collectives.statistics import Statistic
 
 _GAP = "    "
 
@@ -17,14 +18,12 @@ def number(value: float) -> str:
     """Two decimals at most, and none where they are zero, as nccom-test's times."""
     if not math.isfinite(value):
         return "n/a"
-    rounded = round(value, 2)
-    return str(rounded)
+    return str(round(value, 2))
 
 
 def whole_number(value: float) -> str:
     """As :func:`number`, but ``10`` for 10.0: percentiles are often whole."""
-    text = number(value)
-    return text.removesuffix(".0")
+    return number(value).removesuffix(".0")
 
 
 def average(rows: Sequence[Row], unit: BandwidthUnit = "GB") -> float:
@@ -34,18 +33,15 @@ def average(rows: Sequence[Row], unit: BandwidthUnit = "GB") -> float:
     return mean if unit == "GB" else mean * GB / GIB
 
 
-class Table(ABC):
+class Table(Protocol):
     """One table: a head, lines, a foot."""
 
-    @abstractmethod
     def head(self) -> list[str]:
         """The lines before the first row."""
 
-    @abstractmethod
     def lines(self, rows: Sequence[Row]) -> list[str]:
         """The lines of one size: of one row, or of several places or backends."""
 
-    @abstractmethod
     def foot(self, rows: Sequence[Row]) -> list[str]:
         """The lines after the last row."""
 
@@ -63,7 +59,7 @@ class Column:
         return max(len(self.heading), self.widest)
 
 
-class NccomTable(Table):
+class NccomTable:
     """Right-aligned columns, four blanks apart."""
 
     def __init__(self, spec: BenchSpec, types: Sequence[str], *, backends: int = 1) -> None:
@@ -109,9 +105,7 @@ def _columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[Colum
     columns.append(Column("type", lambda r: r.type, max(map(len, types), default=0)))
     if spec.places is not None and len(spec.places) > 1:
         columns.append(Column("place", lambda r: "in" if r.in_place else "out"))
-    for statistic in output.statistics:
-        write = number if statistic.name == "avg" else whole_number
-        columns.append(_statistic(statistic.heading, write))
+    columns += [_statistic(statistic) for statistic in output.statistics]
     columns += [
         Column(f"algbw({output.unit}/s)", lambda r: f"{r.algbw * scale:.2f}"),
         Column(f"busbw({output.unit}/s)", lambda r: f"{r.busbw * scale:.2f}"),
@@ -119,13 +113,11 @@ def _columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[Colum
     return columns + _further(spec, backends)
 
 
-def _statistic(heading: str, write: Callable[[float], str]) -> Column:
-    def text(row: Row) -> str:
-        return write(
-            row.time if heading == "time:avg(us)" else row.statistics.get(heading, math.nan)
-        )
-
-    return Column(heading, text)
+def _statistic(statistic: Statistic) -> Column:
+    name = statistic.heading
+    if statistic.name == "avg":
+        return Column(name, lambda r: number(r.time))
+    return Column(name, lambda r: whole_number(r.statistics.get(name, math.nan)))
 
 
 def _further(spec: BenchSpec, backends: int) -> list[Column]:
@@ -154,7 +146,7 @@ def _interval(row: Row) -> str:
     return "-" if row.ratio is None else f"{row.ratio.low:.3f} to {row.ratio.high:.3f}"
 
 
-class NcclTable(Table):
+class NcclTable:
     """nccl-tests': out of place and in place beside each other. ``count`` is a rank's part where
     the buffer is cut in parts, as there."""
 
@@ -168,16 +160,7 @@ class NcclTable(Table):
         units = ("(us)", "(GB/s)", "(GB/s)", "")
         first = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
         second = f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
-        return [
-            "#",
-            left + places,
-            first + 2 * self._four(*names),
-            second + 2 * self._four(*units),
-        ]
-
-    @staticmethod
-    def _four(time: str, algbw: str, busbw: str, wrong: str) -> str:
-        return f"  {time:>7}  {algbw:>6}  {busbw:>6} {wrong:>6}"
+        return ["#", left + places, first + 2 * _four(*names), second + 2 * _four(*units)]
 
     def lines(self, rows: Sequence[Row]) -> list[str]:
         first = rows[0]
@@ -185,15 +168,8 @@ class NcclTable(Table):
         line = f"{first.size:>12}  {count:>12}  {first.nccl_type:>8}  {first.reduction:>6}"
         line += f"  {first.root:>6}"
         for in_place in (False, True):
-            row = next((r for r in rows if r.in_place is in_place), None)
-            line += self._cells(row)
+            line += _nccl_cells(next((r for r in rows if r.in_place is in_place), None))
         return [line]
-
-    def _cells(self, row: Row | None) -> str:
-        if row is None or row.failure is not None:
-            return self._four("N/A", "N/A", "N/A", "N/A")
-        wrong = "N/A" if row.wrong is None else str(row.wrong)
-        return self._four(_nccl_time(row.time), f"{row.algbw:.2f}", f"{row.busbw:.2f}", wrong)
 
     def foot(self, rows: Sequence[Row]) -> list[str]:
         wrong = sum(row.wrong or 0 for row in rows)
@@ -202,13 +178,19 @@ class NcclTable(Table):
         return [*failures, bounds, f"# Avg bus bandwidth    : {average(rows):g} ", "#"]
 
 
-def _nccl_time(time: float) -> str:
-    if time >= 10_000:
-        return f"{time:.0f}"
-    return f"{time:.1f}" if time >= 100 else f"{time:.2f}"
+def _nccl_cells(row: Row | None) -> str:
+    if row is None or row.failure is not None:
+        return _four("N/A", "N/A", "N/A", "N/A")
+    wrong = "N/A" if row.wrong is None else str(row.wrong)
+    digits = 0 if row.time >= 10_000 else 1 if row.time >= 100 else 2
+    return _four(f"{row.time:.{digits}f}", f"{row.algbw:.2f}", f"{row.busbw:.2f}", wrong)
 
 
-class FlagcxTable(Table):
+def _four(time: str, algbw: str, busbw: str, wrong: str) -> str:
+    return f"  {time:>7}  {algbw:>6}  {busbw:>6} {wrong:>6}"
+
+
+class FlagcxTable:
     """FlagCX's performance tests': a sentence a size, bandwidths in 1e9 bytes a second."""
 
     def head(self) -> list[str]:

@@ -32,8 +32,6 @@ class Measured:
     """Of an operation."""
     samples: tuple[float, ...]
     """Of every iteration, or of every replay of many; empty when nobody asked."""
-    issue: float
-    """To issue an operation."""
 
 
 @dataclass
@@ -74,12 +72,10 @@ def measure(
         else:
             run_marked(warmup, marks)
             total, issued, samples = loops.on_device(steps)
-    scale = 1e3 * operations
-    per_sample = 1e3 * spec.iterations.aggregated
+    scale, per_sample = 1e3 * operations, 1e3 * spec.iterations.aggregated
     return Measured(
         average=(issued if spec.cpu_time else total) / scale,
         samples=tuple(s / per_sample for s in samples),
-        issue=issued / scale,
     )
 
 

@@ -8,17 +8,17 @@ the rest.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from flagscale.bench import codec
 from flagscale.bench.collectives.timing import Marks
 
 PERIOD = 1.0
@@ -46,9 +46,6 @@ class Beat:
     def progress(self) -> tuple[int, int]:
         return self.stage, self.steps
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
@@ -59,11 +56,11 @@ def explain(beats: dict[int, Beat | None], now: float) -> str:
     heard = [beat for beat in beats.values() if beat is not None]
     silent = [beat for beat in heard if now - beat.time > SILENT and not beat.done]
     lines = [f"rank {rank} was never heard" for rank in absent]
-    for beat in silent:
-        lines.append(
-            f"{beat} has been silent for {now - beat.time:.0f} s: dead or stopped, last heard in "
-            f"{beat.where}, iteration {beat.steps}"
-        )
+    lines += [
+        f"{beat} has been silent for {now - beat.time:.0f} s: dead or stopped, last heard in "
+        f"{beat.where}, iteration {beat.steps}"
+        for beat in silent
+    ]
     if not lines and heard:
         least, most = min(b.progress for b in heard), max(b.progress for b in heard)
         if least < most:
@@ -122,13 +119,13 @@ class Watch:
 
     def _read(self, rank: int) -> Beat | None:
         key = f"beat/{rank}"
-        return Beat(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+        return codec.decode(Beat, self._store.get(key)) if self._store.check([key]) else None
 
     def _publish(self) -> None:
         self._beat.time = time.time()
         self._beat.steps = len(self.marks.readings)
         try:
-            self._store.set(f"beat/{self._beat.rank}", self._beat.encode())
+            self._store.set(f"beat/{self._beat.rank}", codec.encode(self._beat))
         except (dist.DistError, RuntimeError):
             # Rank 0's store is gone; the operation that needs it will say so.
             return
@@ -145,13 +142,11 @@ class Watch:
 
     def _give_up(self) -> None:
         self._stop.set()
-        beating = threading.Thread(target=self._beat_on, daemon=True)
-        beating.start()
+        threading.Thread(target=self._beat_on, daemon=True).start()
         message = self.diagnose()
         if message is not None:
             sys.stdout.flush()
-            text = f"error: no progress for {self._timeout:g} s: {message}\n"
-            os.write(2, text.encode())
+            os.write(2, f"error: no progress for {self._timeout:g} s: {message}\n".encode())
         # The main thread is inside a call that nothing else ends.
         os._exit(EXIT_STUCK)
 

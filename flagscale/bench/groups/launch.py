@@ -3,17 +3,76 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
-from flagscale.bench.command_line import Parser
+from flagscale.bench.codec import WRITTEN
+from flagscale.bench.command_line import Parser, judge
 from flagscale.bench.files import require_writable
-from flagscale.bench.groups.plan import VARIANTS, GroupsPlan, Variant
-from flagscale.bench.options import judge
 from flagscale.bench.placement import Placement, add_place, placement
+from flagscale.bench.rank import carry_out
 from flagscale.bench.tool import Tool
-from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
+
+Variant = Literal["bound", "cold", "warm", "split"]
+VARIANTS: tuple[Variant, ...] = ("bound", "cold", "warm", "split")
+ON_ACCELERATORS: tuple[Variant, ...] = ("bound", "split")
+"""Those that have a meaning on accelerators alone: only these can be bound."""
+
+
+@dataclass(frozen=True)
+class GroupsPlan:
+    """What is measured."""
+
+    variants: tuple[Variant, ...]
+    counts: tuple[int, ...]
+    repeats: int
+    members: int | None
+    placement: Placement
+    comm: tuple[str, ...] = ()
+    """The backend's options, as they were given."""
+    json: Path | None = field(default=None, metadata=WRITTEN)
+
+    def check(self, ranks: int) -> None:
+        if self.members is not None and not 1 <= self.members <= ranks:
+            raise ConfigError(f"--members {self.members}; expected 1 to {ranks}")
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """One measurement, in fresh processes."""
+
+    variant: Variant
+    count: int
+    """Groups."""
+    of: GroupsPlan
+    result: Path
+    """Where rank 0 leaves its sample."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: seconds, of each the most over the ranks."""
+
+    world: float
+    """Creating the default group."""
+    create: float
+    """Creating all further groups."""
+    first: float
+    """The first all_reduce on each of them."""
+    second: float
+    """The second."""
+    memory: float
+    """MiB of device memory that all of it holds, on the rank that holds most; 0 on a CPU."""
+    splits: int
+    """How many communicators the backend says it split off; -1 where it does not tell."""
+
+    @property
+    def usable(self) -> float:
+        """Seconds until the further groups can be used: created, and run once."""
+        return self.create + self.first
+
 
 STUCK_SECONDS = 600.0
 """Without all ranks for so long a measurement has failed."""
@@ -43,6 +102,7 @@ class Groups(Tool[GroupsPlan]):
     """Measures the creation of groups."""
 
     prog = "groups.py"
+    run = "flagscale.bench.groups.rank:run_rank"
 
     def read(self, words: list[str], prog: str, *, keeps: bool) -> GroupsPlan:
         options = _parser(prog).parse(words)
@@ -50,30 +110,16 @@ class Groups(Tool[GroupsPlan]):
             require_writable(options.json, "--json")
         return _plan(options)
 
-    def placement(self, plan: GroupsPlan) -> Placement:
-        return plan.place
-
-    def check(self, plan: GroupsPlan, ranks: int) -> None:
-        if plan.members is not None and not 1 <= plan.members <= ranks:
-            raise ConfigError(f"--members {plan.members}; expected 1 to {ranks}")
-
     def start_here(self, plan: GroupsPlan, ranks: int) -> int:
-        from flagscale.bench.groups.rank import measure_all
-
-        return measure_all(plan, ranks, None)
-
-    @staticmethod
-    def run(plan: GroupsPlan, world: BenchWorld) -> int:
-        from flagscale.bench.groups.rank import measure_all
-
-        return measure_all(plan, world.size, world)
+        # Fresh processes are what it measures: this one only starts them.
+        return carry_out(self.run, plan, None)
 
 
 def _parser(prog: str) -> Parser:
     parser = Parser(prog, _DESCRIPTION)
     add_place(parser)
     # Of the placement of other commands; here ranks are processes that last a second.
-    parser.set_defaults(timeout=STUCK_SECONDS, vcpu_pin_mode=False, ngpus=1)
+    parser.set_defaults(timeout=STUCK_SECONDS)
     add = parser.add_argument_group("what is measured").add_argument
     add("--arms", "--variants", default=",".join(VARIANTS), help="which, with commas (all)")
     add("--groups", default="1,8,33", help="numbers of groups, with commas (1,8,33)")
@@ -102,13 +148,13 @@ def _plan(options: argparse.Namespace) -> GroupsPlan:
     if options.simple:
         variants, counts, repeats = ("cold" if options.without_split else "bound",), (1,), 1
     place = placement(options)
-    judge([options.backend], options.comm)
+    judge([place.backend], options.comm)
     return GroupsPlan(
         variants=cast(tuple[Variant, ...], variants),
         counts=counts,
         repeats=repeats,
         members=options.members,
-        place=place,
+        placement=place,
         comm=tuple(options.comm),
         json=options.json,
     )

@@ -1,48 +1,62 @@
-"""Fresh processes for each measurement: starting them, and what they do."""
+"""What a rank does: start fresh processes for each measurement, or be one of these; and what all
+measurements show, in a table and in words.
+
+In a fresh process it makes the default group, further groups, and does the first two operations of
+these. The variants differ in one thing each:
+
+=====  ==========================================================================================
+bound  the default group is bound to a device (``device_id``), which connects it at once and lets
+       ``new_group`` split its communicator (ncclCommSplit) instead of making one from nothing
+cold   nothing is bound; communicators are made by each group's first operation
+warm   as cold, but the default group has run an operation before: the control, for without it the
+       very first communicator of the process is counted as the cost of the sub-group
+split  as bound, with ``split_group`` in place of ``new_group``
+=====  ==========================================================================================
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from flagscale.bench import codec, rendezvous
 from flagscale.bench.collectives import devices
-from flagscale.bench.collectives.facts import folded
-from flagscale.bench.groups.plan import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
-from flagscale.bench.groups.summary import Results, findings, table
-from flagscale.bench.groups.trial import measure, members_of
+from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.statistics import median_ratio
+from flagscale.bench.groups.launch import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
 from flagscale.bench.machine import facts
 from flagscale.bench.rank import Job
-from flagscale.bench.spawn import interruptible, python_path, run_job
-from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld
+from flagscale.bench.spawn import interruptible, rank_environment, run_job
+from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld, folded
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
 
+_TIMEOUT = timedelta(minutes=10)
+_MIB = 2**20
 
-def run_rank(plan: TrialPlan, world: BenchWorld) -> int:
+
+def run_trial(plan: TrialPlan, world: BenchWorld) -> int:
     """One measurement, as one of its ranks; rank 0 writes the result."""
-    place = plan.of.place
+    place = plan.of.placement
     store = rendezvous.rendezvous(world, place.timeout)
-    device = devices.choose(place.device, world.local_rank)
-    values = registry.options_of(place.backend, plan.of.comm)
-    backend = registry.usable(place.backend, device.kind, given_by="--backend")
-    backend.export(values)
     # All but one, as in a sub-group of a node; two ranks at least have something to say.
     members = plan.of.members or max(min(2, world.size), world.size - 1)
     groups = members_of(plan.count, members, world.size)
-    sample = measure(plan.variant, groups, world, store, device, backend, values)
+    sample = _measure(plan, groups, world, store)
     if world.rank == 0:
         plan.result.write_text(codec.encode(sample))
     dist.destroy_process_group()
@@ -51,27 +65,201 @@ def run_rank(plan: TrialPlan, world: BenchWorld) -> int:
     return 0
 
 
-def measure_all(plan: GroupsPlan, size: int, world: BenchWorld | None) -> int:
+def members_of(count: int, members: int, world: int) -> list[list[int]]:
+    """``count`` groups of ``members`` ranks, each one rank further round than the one before."""
+    return [sorted((first + i) % world for i in range(members)) for first in range(count)]
+
+
+def _measure(plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store: Store) -> Sample:
+    """Measure one variant in this fresh process; every rank of ``world`` calls it."""
+    place, variant = plan.of.placement, plan.variant
+    device = devices.choose(place.device, world.local_rank)
+    values = registry.options_of(place.backend, plan.of.comm)
+    backend = registry.usable(place.backend, device.kind, given_by="--backend")
+    backend.export(values)
+    before = _used(device)
+    _together(store, world, "start")
+    begin = time.perf_counter()
+    with backend.creating():
+        given = backend.init_options(device.torch_device, values).get("pg_options")
+        options: dict[str, Any] = {"timeout": _TIMEOUT, "pg_options": given}
+        named: dict[str, Any] = {"backend": backend.torch_backend(device.kind), **options}
+        bound: dict[str, Any] = (
+            {"device_id": device.torch_device} if variant in ON_ACCELERATORS else {}
+        )
+        rendezvous.join(PrefixStore("world", store), world, **named, **bound)
+        created_world = time.perf_counter() - begin
+        if variant == "warm":
+            _all_reduce(None, device)
+        _together(store, world, "create")
+        begin = time.perf_counter()
+        if variant == "split":
+            handles = [dist.split_group(None, [ranks], **options) for ranks in groups]
+        else:
+            handles = [dist.new_group(ranks, **named) for ranks in groups]
+    device.synchronize()
+    create = time.perf_counter() - begin
+    mine = [h for h, ranks in zip(handles, groups, strict=True) if world.rank in ranks]
+    first, second = (_turn(name, mine, store, world, device) for name in ("first", "second"))
+    memory = (_used(device) - before) / _MIB
+    own = Sample(created_world, create, first, second, memory, splits=_splits(device))
+    return _most(own, world, store)
+
+
+def _turn(
+    name: str, handles: list[Any], store: Store, world: BenchWorld, device: BenchDevice
+) -> float:
+    """Seconds of an operation on each of this rank's groups, one after the other."""
+    _together(store, world, name)
+    begin = time.perf_counter()
+    for handle in handles:
+        _all_reduce(handle, device)
+    return time.perf_counter() - begin
+
+
+def _all_reduce(group: dist.ProcessGroup | None, device: BenchDevice) -> None:
+    dist.all_reduce(torch.ones(1024, device=device.torch_device), group=group)
+    device.synchronize()
+
+
+def _together(store: Store, world: BenchWorld, name: str) -> None:
+    """All ranks are here. Through the store: a collective would warm what is to be measured."""
+    if store.add(f"here/{name}", 1) == world.size:
+        store.set(f"all/{name}", "1")
+    store.wait([f"all/{name}"], _TIMEOUT)
+
+
+def _used(device: BenchDevice) -> float:
+    """Bytes of the device that are in use, by anyone: what NCCL holds is not torch's."""
+    if not device.is_cuda:
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device.torch_device)
+    return float(total - free)
+
+
+def _splits(device: BenchDevice) -> int:
+    """The backend's own count of splits of the default group's communicator."""
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    backend: Any = _get_default_group()._get_backend(device.torch_device)
+    count: Callable[[], int] | None = getattr(backend, "comm_split_count", None)
+    return int(count()) if count is not None else -1
+
+
+def _most(own: Sample, world: BenchWorld, store: Store) -> Sample:
+    """Of every number the most over the ranks."""
+    store.set(f"sample/{world.rank}", codec.encode(own))
+    texts = [store.get(f"sample/{rank}") for rank in range(world.size)]
+    samples = [asdict(codec.decode(Sample, text)) for text in texts]
+    _together(store, world, "end")
+    return Sample(**{name: max(s[name] for s in samples) for name in samples[0]})
+
+
+Results = Mapping[tuple[Variant, int], Sequence[Sample]]
+"""The samples of each variant and number of groups, in the order they were taken."""
+
+_COLUMNS = ("world", "create", "first", "second")
+_ENOUGH = 10
+
+
+def table(results: Results) -> list[str]:
+    """Medians: milliseconds, and MiB of device memory."""
+    lines = [
+        f"{'variant':>7}  {'groups':>6}  {'runs':>4}"
+        + "".join(f"  {name + ' ms':>10}" for name in _COLUMNS)
+        + f"  {'GPU MiB':>8}  {'splits':>6}"
+    ]
+    for (variant, count), samples in results.items():
+        cells = "".join(
+            f"  {statistics.median(getattr(s, name) for s in samples) * 1e3:>10.1f}"
+            for name in _COLUMNS
+        )
+        memory = statistics.median(s.memory for s in samples)
+        splits = {s.splits for s in samples}
+        shown = "n/a" if splits == {-1} else "/".join(str(s) for s in sorted(splits))
+        lines.append(
+            f"{variant:>7}  {count:>6}  {len(samples):>4}{cells}  {memory:>8.0f}  {shown:>6}"
+        )
+    return lines
+
+
+def findings(results: Results) -> list[str]:
+    """What is proved, what is only the cost of a first communicator, and what is not shown."""
+    lines = []
+    for count in dict.fromkeys(count for _, count in results):
+        here = {variant: results[variant, count] for variant, c in results if c == count}
+        lines += _of_count(here, count)
+    fewest = min(len(samples) for samples in results.values())
+    if fewest < _ENOUGH:
+        advice = f"take at least {_ENOUGH} before a ratio is relied on."
+        lines.append(f"{fewest} runs a variant: {advice}")
+    if any(variant in ON_ACCELERATORS for variant, _ in results):
+        lines.append(
+            "A bound default group runs unbatched sends and receives one after the other on one "
+            "communicator: weigh that against the gain."
+        )
+    return lines
+
+
+def _of_count(here: Mapping[Variant, Sequence[Sample]], count: int) -> list[str]:
+    groups = f"{count} group{'s' if count > 1 else ''}"
+    lines = []
+    control, cold = here.get("warm"), here.get("cold")
+    for variant in (variant for variant in ON_ACCELERATORS if variant in here):
+        samples = here[variant]
+        lines.append(f"{variant}: {_proof(samples, count)}")
+        if control is not None:
+            lines.append(f"{variant} against the warmed control: {_against(control, samples)}")
+        if cold is not None:
+            contains = "contains the process's first communicator and is no gain of splitting"
+            lines.append(f"{variant} against cold: {_against(cold, samples)}; this {contains}")
+    if control is not None and cold is not None:
+        ratio = _against(cold, control)
+        lines.append(f"warm against cold (the first communicator alone): {ratio}")
+    return [f"{groups}, {line}" for line in lines]
+
+
+def _proof(samples: Sequence[Sample], count: int) -> str:
+    splits = {s.splits for s in samples}
+    if splits == {-1}:
+        return "the backend does not tell whether it split"
+    if all(s >= count for s in splits):
+        return f"proved: the backend counts {max(splits)} splits"
+    return f"NOT split: the backend counts {max(splits)} splits of {count}"
+
+
+def _against(slow: Sequence[Sample], fast: Sequence[Sample]) -> str:
+    ratio = median_ratio([s.usable for s in slow], [s.usable for s in fast])
+    saved = statistics.median(s.usable for s in slow) - statistics.median(s.usable for s in fast)
+    if min(len(slow), len(fast)) < 2:
+        shown = "in a single run each, which shows no difference"
+    else:
+        verdict = "" if ratio.clear else " (no difference shown)"
+        shown = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}{verdict}"
+    return f"usable {ratio.value:.2f} times as fast, {shown}; {saved * 1e3:+.1f} ms saved"
+
+
+_TRIAL = "flagscale.bench.groups.rank:run_trial"
+
+
+@interruptible()
+def run_rank(plan: GroupsPlan, world: BenchWorld | None) -> int:
     """Everything, as one of the ranks of a launcher, or as their one starter; the exit code."""
-    with interruptible():
-        return _measure_all(plan, size, world)
-
-
-def _measure_all(plan: GroupsPlan, size: int, world: BenchWorld | None) -> int:
-    on_gpu = plan.place.device == "cuda" or (
-        plan.place.device == "auto" and torch.cuda.is_available()
-    )
-    backend = registry.usable(plan.place.backend, "cuda" if on_gpu else "cpu", given_by="--backend")
+    wanted = plan.placement.device
+    on_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    name = plan.placement.backend
+    backend = registry.usable(name, "cuda" if on_gpu else "cpu", given_by="--backend")
     variants = [v for v in plan.variants if on_gpu or v not in ON_ACCELERATORS]
     left_out = [v for v in plan.variants if v not in variants]
     if not variants:
         raise ConfigError(f"{', '.join(left_out)}: only accelerators can be bound")
     speaks = world is None or world.rank == 0
-    starter = _Starter(plan, size, world)
+    starter = _Starter(plan, world)
     hosts = starter.hosts()
     if speaks:
         given = f" ({', '.join(plan.comm)})" if plan.comm else ""
-        print(f"# {size} ranks, backend {backend.name} {backend.version() or ''}".rstrip() + given)
+        version = f"backend {backend.name} {backend.version() or ''}".rstrip()
+        print(f"# {starter.size} ranks, {version}{given}")
         print(f"# {hosts}; started by {world.launcher if world is not None else 'local'}")
         for variant in left_out:
             print(f"# {variant}: left out, only accelerators can be bound")
@@ -87,7 +275,7 @@ def _measure_all(plan: GroupsPlan, size: int, world: BenchWorld | None) -> int:
             {"arm": variant, "groups": count, "samples": [asdict(s) for s in samples]}
             for (variant, count), samples in results.items()
         ]
-        about |= {"ranks": size, "hosts": hosts.count(" ["), "backend": backend.name}
+        about |= {"ranks": starter.size, "hosts": hosts.count(" ["), "backend": backend.name}
         about |= {"options": list(plan.comm)} if plan.comm else {}
         plan.json.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
     return 0
@@ -97,21 +285,22 @@ class _Starter:
     """Starts the processes of every measurement: all of them here, or under a launcher each rank
     its own, which then meet at a port that rank 0 picks."""
 
-    def __init__(self, plan: GroupsPlan, size: int, world: BenchWorld | None) -> None:
-        self._plan, self._size, self._world = plan, size, world
+    def __init__(self, plan: GroupsPlan, world: BenchWorld | None) -> None:
+        self._plan, self._world = plan, world
         self._number = 0
         self._store: Store | None = None
+        self.size = plan.placement.workers or 1
         if world is not None:
-            place = plan.place
+            place, self.size = plan.placement, world.size
             self._store = rendezvous.rendezvous(world, place.timeout, place.address, place.port)
 
     def hosts(self) -> str:
         """Which ranks are on which host."""
         if self._world is None or self._store is None:
-            return f"{socket.gethostname()} [{folded(range(self._size))}]"
+            return f"{socket.gethostname()} [{folded(range(self.size))}]"
         self._store.set(f"host/{self._world.rank}", socket.gethostname())
         ranks: dict[str, list[int]] = {}
-        for rank in range(self._size):
+        for rank in range(self.size):
             host = self._store.get(f"host/{rank}").decode()
             ranks.setdefault(host, []).append(rank)
         return ", ".join(f"{host} [{folded(some)}]" for host, some in ranks.items())
@@ -126,15 +315,15 @@ class _Starter:
             for variant, count in turns if repeat % 2 == 0 else reversed(turns):
                 results[variant, count].append(self._once(variant, count))
         if self._world is not None and self._store is not None:
-            rendezvous.exit_store(self._store, self._world, self._plan.place.timeout)
+            rendezvous.exit_store(self._store, self._world, self._plan.placement.timeout)
         return results
 
     def _once(self, variant: Variant, count: int) -> Sample:
         with tempfile.TemporaryDirectory(prefix="flagscale-groups-") as directory:
             result = Path(directory) / "result.json"
-            job = Job.of(run_rank, TrialPlan(variant, count, self._plan, result))
+            job = Job.of(_TRIAL, TrialPlan(variant, count, self._plan, result))
             if self._world is None or self._store is None:
-                code = run_job(job, self._size)
+                code = run_job(job, self.size)
             else:
                 code = self._beside(job, self._world, self._store)
             if code:
@@ -148,20 +337,13 @@ class _Starter:
         if world.rank == 0:
             with socket.socket() as probe:
                 probe.bind(("", 0))
-                known = self._plan.place.address or world.address or socket.gethostname()
+                known = self._plan.placement.address or world.address or socket.gethostname()
                 store.set(key, f"{known} {probe.getsockname()[1]}")
         host, port = store.get(key).decode().split()
-        environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "PMI"))},
-            "RANK": str(world.rank),
-            "WORLD_SIZE": str(world.size),
-            "LOCAL_RANK": str(world.local_rank),
-            "LOCAL_WORLD_SIZE": str(world.local_size),
-            "MASTER_ADDR": "127.0.0.1" if world.one_host else host,
-            "MASTER_PORT": port,
-            "PYTHONPATH": python_path(),
-        }
-        environment.pop(RENDEZVOUS_VARIABLE, None)
+        own = rank_environment(world.rank, world.size, world.local_rank, world.local_size)
+        launchers = ("TORCHELASTIC_", "PMI", RENDEZVOUS_VARIABLE)
+        environment = {k: v for k, v in own.items() if not k.startswith(launchers)}
+        environment |= {"MASTER_ADDR": "127.0.0.1" if world.one_host else host, "MASTER_PORT": port}
         given = codec.encode(job).encode()
         return subprocess.run(job.command, env=environment, input=given, check=False).returncode
 
@@ -172,7 +354,7 @@ class _Starter:
             key = f"sample/{self._number}"
             if text is not None:
                 self._store.set(key, text)
-            self._store.wait([key], timedelta(seconds=self._plan.place.timeout))
+            self._store.wait([key], timedelta(seconds=self._plan.placement.timeout))
             text = self._store.get(key).decode()
         if text is None:
             raise JobError("rank 0 left no result")

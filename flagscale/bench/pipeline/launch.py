@@ -4,28 +4,128 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from flagscale.bench.collectives.datatypes import data_type
-from flagscale.bench.collectives.plots import require_image
+from flagscale.bench.collectives.curves import require_image
+from flagscale.bench.collectives.operations import DataType, data_type
 from flagscale.bench.collectives.sizes import format_size, parse_size
-from flagscale.bench.command_line import Parser, did_you_mean
+from flagscale.bench.command_line import Parser, at_least, did_you_mean, filled
 from flagscale.bench.files import require_writable
-from flagscale.bench.pipeline.plan import (
-    DEFAULTS,
-    MOST_CHUNKS,
-    MOST_ELEMENTS,
-    TITLES,
-    UNITS,
-    PipelinePlan,
-    Schedule,
-)
-from flagscale.bench.placement import Placement, at_least
+from flagscale.bench.placement import Placement
 from flagscale.bench.tool import Tool
-from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError
+
+TITLES: Mapping[str, str] = {
+    "all_gather": "Allgather",
+    "reduce_scatter": "ReduceScatter",
+    "all_reduce": "Allreduce",
+}
+DEFAULTS: Mapping[str, tuple[int, int]] = {
+    "all_gather": (4, 262144),
+    "reduce_scatter": (8, 262144),
+    "all_reduce": (4, 32768),
+}
+"""``k`` and ``nelem_per_send`` of each operation where none are given."""
+UNITS: Mapping[str, int] = {"GB": 10**9, "GiB": 2**30}
+
+MOST_CHUNKS, MOST_ELEMENTS = 64, 1 << 26
+"""The limits of fsccl (``FSCCL_PIPELINE_K``, ``FSCCL_PIPELINE_NELEM``)."""
+SLOTS = 2
+"""Sends that a ring of a rank has room for: what fsccl calls the depth of a channel."""
+
+_WIDTH = 99
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One operation with its parameters; ``k`` = 0 is fsccl's own choice of algorithm."""
+
+    operation: str
+    k: int
+    nelem: int
+
+    @property
+    def label(self) -> str:
+        if self.k == 0:
+            return f"{self.operation} without a pipeline"
+        return f"{self.operation} k={self.k} nelem={self.nelem}"
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Everything that ranks measure."""
+
+    schedules: tuple[Schedule, ...]
+    sizes: tuple[int, ...]
+    type: DataType
+    check_iters: int
+    warmup_iters: int
+    iters: int
+    device: Literal["auto", "cpu", "cuda"]
+    unit: str
+    workers: int | None = None
+    json: Path | None = None
+    plot: Path | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """All ranks on this machine."""
+        return Placement(workers=self.workers, device=self.device)
+
+    def check(self, ranks: int) -> None:
+        at_least("-r", ranks, 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size of one schedule. Times are those of each iteration's slowest rank, in microseconds;
+    ``size`` is the whole buffer in bytes, as an all-gather collects it."""
+
+    operation: str
+    k: int
+    nelem_per_send: int
+    size: int
+    avg_us: float
+    min_us: float
+
+    def algbw(self, time: float, unit: str) -> float:
+        """``size`` over a time in microseconds, in ``unit`` a second."""
+        return self.size / (time * 1e-6) / UNITS[unit]
+
+    def busbw(self, ranks: int) -> float:
+        """Of the average time, in 1e9 bytes a second, by nccl-tests' factors."""
+        factor = (ranks - 1) / ranks * (2 if self.operation == "all_reduce" else 1)
+        return self.algbw(self.avg_us, "GB") * factor
+
+
+def heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
+    """The lines above a schedule's rows."""
+    title = f" {TITLES[schedule.operation]} "
+    how = "fsccl's own choice of algorithm"
+    if schedule.k > 0:
+        scratch = schedule.k * SLOTS * schedule.nelem * plan.type.bytes
+        how = f"k={schedule.k}, nelem_per_send={schedule.nelem}, scratch_size={scratch}"
+    bandwidths = (f"{which}_algbw({plan.unit}/s)" for which in ("avg", "max"))
+    columns = ("size(B)", "avg_time(us)", "min_time(us)", *bandwidths)
+    return [
+        title.center(_WIDTH, "#"),
+        f"nranks={ranks}",
+        f"{how}, dtype={plan.type.name}",
+        f"check_iters={plan.check_iters}, warmup_iters={plan.warmup_iters}, iters={plan.iters}",
+        "",
+        "".join(f"{column:>20}" for column in columns),
+    ]
+
+
+def line(row: Row, unit: str) -> str:
+    """A row of the table."""
+    times = (row.avg_us, row.min_us)
+    numbers = (*times, *(row.algbw(time, unit) for time in times))
+    return f"{row.size:>20}" + "".join(f"{number:>20.2f}" for number in numbers)
+
 
 _DESCRIPTION = """\
 Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. A block a rank is cut in k
@@ -54,6 +154,7 @@ class Pipeline(Tool[PipelinePlan]):
     """Measures pipelined schedules."""
 
     prog = "pipeline.py"
+    run = "flagscale.bench.pipeline.rank:run_rank"
 
     def read(self, words: list[str], prog: str, *, keeps: bool) -> PipelinePlan:
         options = _parser(prog).parse(words)
@@ -63,87 +164,54 @@ class Pipeline(Tool[PipelinePlan]):
             require_writable(options.json, "--json")
         return _plan(options)
 
-    def placement(self, plan: PipelinePlan) -> Placement:
-        return Placement(workers=plan.workers, device=plan.device)
-
-    def check(self, plan: PipelinePlan, ranks: int) -> None:
-        at_least("-r", ranks, 2)
-
-    @staticmethod
-    def run(plan: PipelinePlan, world: BenchWorld) -> int:
-        from flagscale.bench.pipeline.rank import run_rank
-
-        return run_rank(plan, world)
-
 
 def _parser(prog: str) -> Parser:
     parser = Parser(prog, _DESCRIPTION)
     add = parser.add_argument
-    add("-r", "--nworkers", "-np", type=int, metavar="N", help="number of ranks")
+    add("-r", "--nworkers", "-np", dest="workers", type=int, metavar="N", help="number of ranks")
     add("--ops", default=",".join(TITLES), metavar="LIST", help="operations, with commas (all)")
     add("-k", metavar="LIST", help="chunks, with commas (4; reduce_scatter: 8)")
-    add(
-        "--nelem-per-send",
-        "--nelem",
-        metavar="LIST",
-        help="elements of a send, with commas (262144; all_reduce: 32768)",
-    )
+    elements = "elements of a send, with commas (262144; all_reduce: 32768)"
+    add("--nelem-per-send", "--nelem", metavar="LIST", help=elements)
     add("--sizes", default="64M", metavar="LIST", help="of the whole buffer, with commas (64M)")
     add("-d", "--datatype", default="fp32", metavar="TYPE", help="of the elements (fp32)")
     add("--check-iters", type=int, default=10, metavar="N", help="with their result checked (10)")
-    add(
-        "-w", "--warmup-iters", type=int, default=10, metavar="N", help="before the clock runs (10)"
-    )
+    before = "before the clock runs (10)"
+    add("-w", "--warmup-iters", type=int, default=10, metavar="N", help=before)
     add("-n", "--iters", type=int, default=50, metavar="N", help="measured (50)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--bw-unit", choices=tuple(UNITS), default="GB", help="1e9 or 2^30 bytes (GB)")
+    unit = "1e9 or 2^30 bytes (GB)"
+    add("--bw-unit", dest="unit", choices=tuple(UNITS), default="GB", help=unit)
     add("--json", "--report-to-json-file", type=Path, metavar="FILE", help="keep the result")
     add("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
     return parser
 
 
 def _plan(options: argparse.Namespace) -> PipelinePlan:
-    counts = (options.check_iters, options.warmup_iters)
-    if min(counts) < 0 or options.iters < 1:
+    if min(options.check_iters, options.warmup_iters) < 0 or options.iters < 1:
         raise ConfigError(
             "--check-iters and --warmup-iters need numbers of at least 0, --iters of at least 1"
         )
     operations = _list("--ops", options.ops, _operation)
-    ks = options.k and _list("-k", options.k, _number("-k", 0, MOST_CHUNKS))
-    nelems = options.nelem_per_send and _list(
-        "--nelem-per-send",
-        options.nelem_per_send,
-        _number("--nelem-per-send", 1, MOST_ELEMENTS),
-    )
-    schedules = [
+    ks = _numbers("-k", options.k, 0, MOST_CHUNKS)
+    nelems = _numbers("--nelem-per-send", options.nelem_per_send, 1, MOST_ELEMENTS)
+    schedules = tuple(
         Schedule(op, k, nelem)
         for op in operations
         for k in ks or DEFAULTS[op][:1]
         for nelem in (nelems or DEFAULTS[op][1:])[: None if k else 1]  # which k=0 does not have
-    ]
-    sizes = _list("--sizes", options.sizes, parse_size)
-    limit = _number("FSCCL_ONE_SHOT_BYTES", 0, 1 << 30)(
-        os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
     )
+    sizes = _list("--sizes", options.sizes, parse_size)
+    one_shot = os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
+    limit = _number("FSCCL_ONE_SHOT_BYTES", one_shot, 0, 1 << 30)
     if min(sizes) <= limit and any(schedule.k for schedule in schedules):
         raise ConfigError(
             f"--sizes {format_size(min(sizes))}: buffers up to {format_size(limit)} go in one step "
             "and not by a pipeline",
             hint="FSCCL_ONE_SHOT_BYTES=0 in the environment sends all sizes through it",
         )
-    return PipelinePlan(
-        schedules=tuple(schedules),
-        sizes=sizes,
-        type=data_type(options.datatype),
-        check_iters=options.check_iters,
-        warmup_iters=options.warmup_iters,
-        iters=options.iters,
-        device=options.device,
-        unit=options.bw_unit,
-        workers=options.nworkers,
-        json=options.json,
-        plot=options.plot,
-    )
+    type_ = data_type(options.datatype)
+    return filled(PipelinePlan, options, schedules=schedules, sizes=sizes, type=type_)
 
 
 def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
@@ -159,13 +227,15 @@ def _operation(word: str) -> str:
     raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{did_you_mean(word, TITLES)}")
 
 
-def _number(flag: str, least: int, most: int) -> Callable[[str], int]:
-    def read(word: str) -> int:
-        if word.isdecimal() and least <= int(word) <= most:
-            return int(word)
-        raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
+def _numbers(flag: str, text: str | None, least: int, most: int) -> tuple[int, ...]:
+    """Those of a list; none where the flag is not given."""
+    return _list(flag, text, lambda word: _number(flag, word, least, most)) if text else ()
 
-    return read
+
+def _number(flag: str, word: str, least: int, most: int) -> int:
+    if word.isdecimal() and least <= int(word) <= most:
+        return int(word)
+    raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
 
 
 main = Pipeline().main

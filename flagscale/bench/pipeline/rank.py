@@ -12,17 +12,14 @@ import torch.distributed as dist
 
 from flagscale.bench import rendezvous
 from flagscale.bench.collectives import bodies
-from flagscale.bench.collectives.curves import Curve, Point
-from flagscale.bench.collectives.datatypes import DataType
-from flagscale.bench.collectives.devices import BenchDevice, choose
-from flagscale.bench.collectives.golden import Golden
-from flagscale.bench.collectives.operations import OPERATIONS
-from flagscale.bench.collectives.plots import write_plot
-from flagscale.bench.collectives.process_groups import RankGroup
+from flagscale.bench.collectives.checks import Golden
+from flagscale.bench.collectives.curves import Curve, Point, write_plot
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup, choose
+from flagscale.bench.collectives.operations import OPERATIONS, DataType
 from flagscale.bench.collectives.sizes import fit
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.machine import facts
-from flagscale.bench.pipeline.plan import PipelinePlan, Row, Schedule, heading, line
+from flagscale.bench.pipeline.launch import PipelinePlan, Row, Schedule, heading, line
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import JobError
@@ -66,13 +63,7 @@ def run_rank(plan: PipelinePlan, world: BenchWorld) -> int:
     backend = registry.usable("fsccl", device.kind)
     backend.init_options(device.torch_device)
     with backend.creating():
-        dist.init_process_group(
-            "fsccl",
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=_SECONDS),
-        )
+        rendezvous.join(store, world, "fsccl", timeout=timedelta(seconds=_SECONDS))
     dist.barrier()
     rendezvous.clean_up(world)
     about = facts("flagscale", "torch") if keep is not None else {}
@@ -139,7 +130,7 @@ def _measure(
             times.append((time.perf_counter() - begin) * 1e6)
     slowest = torch.tensor(times, dtype=torch.float64, device=device.torch_device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return [float(t) for t in slowest.tolist()]
+    return list(slowest.tolist())
 
 
 def _curves(rows: list[Row], ranks: int) -> list[Curve]:

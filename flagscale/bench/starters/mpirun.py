@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from flagscale.bench.placement import Placement
 from flagscale.bench.rank import Job
 from flagscale.bench.spawn import call_starter, handed_on, interruptible, log_path, own_code
-from flagscale.bench.starters.addresses import candidates, known_here
+from flagscale.bench.starters.ssh import candidates, known_here
 from flagscale.errors import ConfigError, UnreachableError
-from flagscale.hosts.hostfile import Host
 
 _PORT = 29_511
 _NOT_STARTED = 255
@@ -50,7 +49,13 @@ def starter_argv(
         raise UnreachableError(
             "--starter mpirun: mpirun is not installed here", hint="OpenMPI or MPICH"
         )
-    _require_plain(place.hosts)
+    for host in place.hosts:
+        given = [name for name in ("user", "port", "proxy") if getattr(host, name) is not None]
+        if given:
+            raise ConfigError(
+                f"--starter mpirun: it cannot be told the {' and '.join(given)} of {host.name}",
+                hint="say so in an SSH configuration (--ssh-config), or leave the start to ssh",
+            )
     added = {**handed_on(environment), **job.variable()}
     added["MASTER_ADDR"] = known_here(candidates(place))
     added["MASTER_PORT"] = str(place.port or _PORT)
@@ -59,16 +64,6 @@ def starter_argv(
         for variable in _SSH_ARGUMENTS:
             added.setdefault(variable, f"-F {place.ssh_config.absolute()}")
     return mpirun_argv(place, job.command, open_mpi=_is_open_mpi(mpirun), names=names), added
-
-
-def _require_plain(hosts: Sequence[Host]) -> None:
-    for host in hosts:
-        given = [name for name in ("user", "port", "proxy") if getattr(host, name) is not None]
-        if given:
-            raise ConfigError(
-                f"--starter mpirun: it cannot be told the {' and '.join(given)} of {host.name}",
-                hint="say so in an SSH configuration (--ssh-config), or leave the start to ssh",
-            )
 
 
 def mpirun_argv(

@@ -15,14 +15,7 @@ from contextlib import contextmanager
 from flagscale.bench.files import read_text
 from flagscale.bench.placement import Placement
 from flagscale.bench.rank import Job
-from flagscale.bench.spawn import (
-    call,
-    call_starter,
-    interruptible,
-    log_path,
-    own_code,
-    python_path,
-)
+from flagscale.bench.spawn import call, call_starter, interruptible, log_path, own_code, python_path
 from flagscale.errors import ConfigError, JobError, UnreachableError
 
 _PROGRAMS = ("srun", "salloc", "squeue", "scancel")
@@ -163,5 +156,4 @@ def _ask(
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it does not say why"
+    return (text.strip().splitlines() or ["it does not say why"])[-1]

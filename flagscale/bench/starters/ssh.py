@@ -2,7 +2,8 @@
 
 Every host is reached before any rank starts, and told over one connection what to run. A rank's
 end with an error, a lost host or a signal to this process ends all: a host ends its ranks when
-the connection that brought them is closed.
+the connection that brought them is closed. Ranks meet at an address that every host takes for the
+first one: a name may be SSH's alone, an alias that no host can resolve; so the hosts are asked.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import sys
 import tarfile
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TextIO, TypeVar
 
 from flagscale.bench import codec
-from flagscale.bench.host import LOGS, Order, PreparedHost
+from flagscale.bench.host import LOGS, Order, PreparedHost, look_up
 from flagscale.bench.placement import Placement, require_room
 from flagscale.bench.rank import Job
 from flagscale.bench.spawn import RankRange, handed_on, interruptible, own_code, python_path
-from flagscale.bench.starters.addresses import agreed, candidates
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
 from flagscale.hosts.errors import HostError
 from flagscale.hosts.executor import Endpoint, Executor
 from flagscale.hosts.fan_out import Hosts, describe, require_all
+from flagscale.hosts.names import compress
+from flagscale.hosts.ssh import SshConfig
 
 # Longer than a host takes to end its own ranks, so that it can still say why.
 _GRACE_SECONDS = 12.0
@@ -33,10 +36,8 @@ _PREPARE_SECONDS = 60.0
 P = TypeVar("P")
 
 
-def run_over_ssh(
-    place: Placement, run: Callable[..., int], plan: Any, environment: Mapping[str, str]
-) -> int:
-    """Have every rank of ``place`` carry out ``run`` with ``plan``.
+def run_over_ssh(place: Placement, run: str, plan: Any, environment: Mapping[str, str]) -> int:
+    """Have every rank of ``place`` carry out ``run`` (:attr:`.Job.run`) with ``plan``.
 
     The files that the plan says are written come back. The exit code is rank 0's host's own, or
     that of the first other host that failed.
@@ -46,7 +47,8 @@ def run_over_ssh(
             middle.
         ConfigError: a host has no flagscale at this machine's path, or no room for its ranks.
     """
-    with interruptible(), _reach(place) as hosts:
+    ends = [Endpoint(h.name, h.via or "ssh", h.user, h.port, h.proxy) for h in place.hosts]
+    with interruptible(), Hosts(ends, {"ssh": {"config": place.ssh_config}}) as hosts:
         prepared, address = _prepare(hosts, place)
         port = place.port or prepared[0].port
         orders: list[Order] = []
@@ -54,18 +56,17 @@ def run_over_ssh(
         for number, (host, count) in enumerate(zip(prepared, place.per_host, strict=True)):
             moved, files = carried(plan, host.scratch)
             first = sum(place.per_host[:number])
-            orders.append(
-                Order(
-                    job=Job.of(run, moved),
-                    count=count,
-                    ranks=RankRange(first, place.workers or 1, address, port),
-                    environment=handed_on(environment),
-                    directory=str(Path.cwd()),
-                    scratch=host.scratch,
-                    files=tuple(files),
-                    logs=place.log_dir is not None,
-                )
+            order = Order(
+                job=Job.of(run, moved),
+                count=count,
+                ranks=RankRange(first, place.workers or 1, address, port),
+                environment=handed_on(environment),
+                directory=str(Path.cwd()),
+                scratch=host.scratch,
+                files=tuple(files),
+                logs=place.log_dir is not None,
             )
+            orders.append(order)
         if place.log_dir is not None:
             files[LOGS] = place.log_dir
         return _Run(hosts, orders, files).run()
@@ -83,14 +84,6 @@ def carried(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
 
     moved = codec.with_files(plan, place)
     return moved, {name: local for local, name in names.items()}
-
-
-def _reach(place: Placement) -> Hosts:
-    endpoints = [
-        Endpoint(host.name, host.via or "ssh", host.user, host.port, host.proxy)
-        for host in place.hosts
-    ]
-    return Hosts(endpoints, {"ssh": {"config": place.ssh_config}})
 
 
 def _command(*words: str) -> list[str]:
@@ -182,8 +175,8 @@ class _Run:
                 _command("run"),
                 stdin=codec.encode(self._orders[number]).encode(),
                 timeout=None,
-                on_stdout=self._writer(sys.stdout.buffer.write, sys.stdout.flush),
-                on_stderr=self._writer(sys.stderr.buffer.write, sys.stderr.flush),
+                on_stdout=partial(self._hand_on, sys.stdout),
+                on_stderr=partial(self._hand_on, sys.stderr),
             ).exit_status
             # What rank 0 wrote, complete or not, and what every host has of logs and dumps.
             with tempfile.TemporaryFile() as archive:
@@ -200,15 +193,10 @@ class _Run:
                 self._end_soon()
         return code
 
-    def _writer(
-        self, write: Callable[[bytes], object], flush: Callable[[], object]
-    ) -> Callable[[bytes], object]:
-        def hand_on(data: bytes) -> None:
-            with self._lock:
-                write(data)
-                flush()
-
-        return hand_on
+    def _hand_on(self, stream: TextIO, data: bytes) -> None:
+        with self._lock:
+            stream.buffer.write(data)
+            stream.flush()
 
     def _end_soon(self) -> None:
         """End the other hosts, too, if they do not end by themselves."""
@@ -221,3 +209,48 @@ class _Run:
     def _end_all(self) -> None:
         self._ended_by_us.set()
         self._hosts.close()
+
+
+def candidates(place: Placement) -> tuple[str, ...]:
+    """What the ranks may meet at, the first choice first: what the user says or the first host's
+    name, then what the SSH configuration has for that name."""
+    first = place.hosts[0]
+    given = place.address or ("127.0.0.1" if len(place.hosts) == 1 else first.addr)
+    if given:
+        return (given,)
+    address = SshConfig.load(place.ssh_config).target(first.name).address
+    return tuple(dict.fromkeys((first.name, address)))
+
+
+def known_here(addresses: Sequence[str]) -> str:
+    """The first address that this machine can resolve, where the hosts cannot be asked."""
+    return next(iter(look_up(addresses)), addresses[0])
+
+
+def agreed(addresses: Sequence[str], prepared: Sequence[PreparedHost], names: Sequence[str]) -> str:
+    """The first address that every host can resolve, and that no host but the first takes for
+    itself. ``names`` are what the user calls the hosts.
+
+    Raises:
+        UnreachableError: there is none.
+    """
+    complaints: list[str] = []
+    for address in addresses:
+        hosts = list(zip(names, prepared, strict=True))
+        lost = [name for name, host in hosts if address not in host.known]
+        itself = [
+            name
+            for name, host in hosts
+            if host.known.get(address) is False and host.machine != prepared[0].machine
+        ]
+        if not lost and not itself:
+            return address
+        if lost:
+            complaints.append(f"{address} means nothing on {compress(lost)}")
+        if itself:
+            complaints.append(f"{address} is {compress(itself)} itself on {compress(itself)}")
+    raise UnreachableError(
+        f"nothing was measured: the ranks cannot meet on {names[0]}: {'; '.join(complaints)}",
+        hint="give an address of it that every host reaches: --data-collector-host, or addr= in "
+        "a hostfile",
+    )

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.bench.collectives.datatypes import DATA_TYPES
-from flagscale.bench.collectives.operations import OPERATIONS
+from flagscale.bench.collectives.operations import DATA_TYPES, OPERATIONS
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

@@ -12,7 +12,7 @@ from flagscale.bench.agreement import definitions
 from flagscale.bench.agreement.launch import main
 from flagscale.bench.agreement.nccl import DATA_TYPES, Nccl
 from flagscale.bench.agreement.verdict import Pair, conclusion, table
-from flagscale.bench.collectives.datatypes import DATA_TYPES as OURS
+from flagscale.bench.collectives.operations import DATA_TYPES as OURS
 from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.sizes import fit
 from flagscale.bench.collectives.statistics import Ratio

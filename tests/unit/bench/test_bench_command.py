@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from flagscale.bench.collectives import curves, records
-from flagscale.bench.collectives.launch import Bench, read_specs
+from flagscale.bench.collectives.launch import Bench, parse_spec, read_specs
 from flagscale.bench.collectives.records import Row
-from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.watch import Beat, explain
 from flagscale.bench.spawn import cores_here

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flagscale.bench.collectives import bodies, buffers, checks
+from flagscale.bench.collectives import bodies, checks
 from flagscale.bench.collectives.bodies import Shape
-from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.golden import CHUNK, Golden, Verdict, digest, pieces
-from flagscale.bench.collectives.process_groups import RankGroup
-from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.checks import CHUNK, Golden, Verdict, digest, pieces
+from flagscale.bench.collectives.devices import BenchDevice, RankGroup
+from flagscale.bench.collectives.launch import parse_spec
 from flagscale.bench.collectives.spec import Case
 
 pytestmark = pytest.mark.torch
@@ -148,7 +147,7 @@ def test_a_failed_check_leaves_its_data(tmp_path: Path) -> None:
     line = ["allr", "-d", "fp32", "-c", "--seed", "3", "--dump-dir", str(tmp_path / "a 'dump'")]
     spec = parse_spec(line)
     case, group = next(spec.cases(1)), _group(0, size=1)
-    prepared = buffers.prepare(case, (Shape(6, 6, 6),), group, CPU, spec)
+    prepared = bodies.prepare(case, (Shape(6, 6, 6),), group, CPU, spec)
     assert checks.check(case, prepared, CPU, spec).wrong == 0
     prepared.distinct[0].output[4] = 9.0
     path = checks.dump(case, prepared, spec, 24, 7, 0)

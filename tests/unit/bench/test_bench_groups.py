@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.bench.groups.launch import main
-from flagscale.bench.groups.plan import Sample, Variant
-from flagscale.bench.groups.summary import findings, table
-from flagscale.bench.groups.trial import members_of
+from flagscale.bench.groups.launch import Sample, Variant, main
+from flagscale.bench.groups.rank import findings, members_of, table
 
 pytestmark = pytest.mark.torch
 

@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 from flagscale.bench import codec
-from flagscale.bench.collectives.launch import Bench, main, read_specs
-from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.launch import Bench, main, parse_spec, read_specs
 from flagscale.bench.collectives.spec import Batch
 from flagscale.bench.files import UnreadableFileError
 from flagscale.bench.host import Order, PreparedHost, look_up
 from flagscale.bench.rank import JOB_VARIABLE, Job
 from flagscale.bench.spawn import RankRange
-from flagscale.bench.starters import addresses, mpirun, slurm
-from flagscale.bench.starters.ssh import carried, unpack
+from flagscale.bench.starters import mpirun, slurm, ssh
 from flagscale.bench.world import BenchWorld, detect, first_host
 from flagscale.errors import ConfigError, UnreachableError
 
@@ -272,7 +270,7 @@ def test_files_that_ranks_write_are_carried_to_hosts_and_back(tmp_path: Path) ->
     batch = tmp_path / "b.txt"
     batch.write_text("allr -J 'my $HOME.json' # said\n\npermute --dump-dir bad --json out.json\n")
     plan = Batch(tuple(read_specs(["--batch", str(batch), "-r", "2", "--json", "out.json"])))
-    moved, files = carried(plan, "/d")
+    moved, files = ssh.carried(plan, "/d")
     here = Path.cwd()
     assert files == {
         "1/bench-failures": here / "bench-failures",
@@ -305,7 +303,7 @@ def test_of_what_a_host_sends_only_what_was_asked_for_is_taken(tmp_path: Path) -
     own, dumps = tmp_path / "own" / "kept.json", tmp_path / "own" / "dumps"
     own.parent.mkdir()
     own.write_text("old")
-    unpack(archive, {"1/x.json": own, "2/dumps": dumps})
+    ssh.unpack(archive, {"1/x.json": own, "2/dumps": dumps})
     found = {
         str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()
     }
@@ -379,7 +377,7 @@ def test_where_ranks_may_meet(tmp_path: Path, line: str, expected: tuple[str, ..
     hosts.write_text("alias slots=1 addr=10.1.1.1\nb slots=1\n")
     ranks = "" if "-file" in line else "-r 2"
     place = _place(f"allr {ranks} --ssh-config {config} {line.format(hosts=hosts)}")
-    assert addresses.candidates(place) == expected
+    assert ssh.candidates(place) == expected
 
 
 def _prepared(machine: str, **known: bool) -> PreparedHost:
@@ -399,13 +397,13 @@ def _prepared(machine: str, **known: bool) -> PreparedHost:
 def test_ranks_meet_where_every_host_finds_the_first(
     hosts: list[PreparedHost], expected: str
 ) -> None:
-    assert addresses.agreed(("a", "b"), hosts, ["h1", "h2"]) == expected
+    assert ssh.agreed(("a", "b"), hosts, ["h1", "h2"]) == expected
 
 
 def test_hosts_that_cannot_meet_are_told_why() -> None:
     hosts = [_prepared("x", b=False), _prepared("y", b=False), _prepared("z", a=True)]
     with pytest.raises(UnreachableError) as caught:
-        addresses.agreed(("a", "b"), hosts, ["h1", "h2", "h3"])
+        ssh.agreed(("a", "b"), hosts, ["h1", "h2", "h3"])
     assert caught.value.message == (
         "nothing was measured: the ranks cannot meet on h1: a means nothing on h[1-2]; "
         "b means nothing on h3; b is h2 itself on h2"
@@ -420,5 +418,5 @@ def test_a_host_tells_which_addresses_it_knows() -> None:
 
 
 def test_mpirun_is_told_an_address_that_this_machine_knows() -> None:
-    assert addresses.known_here(("no-such-name.invalid", "192.0.2.1")) == "192.0.2.1"
-    assert addresses.known_here(("no-such-name.invalid",)) == "no-such-name.invalid"
+    assert ssh.known_here(("no-such-name.invalid", "192.0.2.1")) == "192.0.2.1"
+    assert ssh.known_here(("no-such-name.invalid",)) == "no-such-name.invalid"

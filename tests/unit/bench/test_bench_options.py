@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.bench.collectives.launch import read_specs
-from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.launch import parse_spec, read_specs
 from flagscale.errors import ConfigError
 
 

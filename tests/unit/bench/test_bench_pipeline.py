@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.bench.collectives.datatypes import data_type
-from flagscale.bench.pipeline.launch import main
-from flagscale.bench.pipeline.plan import PipelinePlan, Row, Schedule, heading, line
+from flagscale.bench.collectives.operations import data_type
+from flagscale.bench.pipeline.launch import PipelinePlan, Row, Schedule, heading, line, main
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from flagscale.bench.collectives import ranks
-from flagscale.bench.collectives.settings import parse_spec
+from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.bench.collectives.launch import parse_spec
 from flagscale.comm import registry
 from flagscale.comm.registry import Gloo
 from flagscale.errors import ConfigError
@@ -53,8 +55,9 @@ def test_operations_that_a_backend_lacks_are_left_out(monkeypatch: pytest.Monkey
 
 def test_flags_without_meaning_on_a_cpu_are_told() -> None:
     spec = parse_spec(["allr", "--sb2sb", "--timing", "events", "-z", "1", "-C"])
-    assert [note.partition(":")[0] for note in ranks._without_meaning(spec, "cpu")] == [
+    cpu, gpu = (BenchDevice(torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert [note.partition(":")[0] for note in ranks._notes(spec, cpu)] == [
         *("-R", "--timing events", "-z", "-C")
     ]
-    assert ranks._without_meaning(spec, "cuda") == []
-    assert ranks._without_meaning(parse_spec(["allr"]), "cpu") == []
+    assert list(ranks._notes(spec, gpu)) == []
+    assert list(ranks._notes(parse_spec(["allr"]), cpu)) == []

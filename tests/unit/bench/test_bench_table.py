@@ -11,11 +11,10 @@ import pytest
 
 from flagscale.bench.collectives import statistics
 from flagscale.bench.collectives.curves import Curve, Point, curves_of
-from flagscale.bench.collectives.datatypes import data_type
-from flagscale.bench.collectives.operations import operation
+from flagscale.bench.collectives.launch import parse_spec
+from flagscale.bench.collectives.operations import data_type, operation
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.report import render
-from flagscale.bench.collectives.settings import parse_spec
 from flagscale.bench.collectives.table import NcclTable, table
 
 
