@@ -4,7 +4,7 @@ answer there. Standard library alone.
 Travels to the host as text and runs there with the host's own Python, whatever its version, so
 it imports nothing of this project and stays with what Python 3.7 understands. The launcher
 imports it too: both sides must take the same digest of the same code. Run without ``site``, which
-takes longer than all the rest. What it answers is kept in a file, see :mod:`.world`.
+takes longer than all the rest. What it answers is kept in a file, see :mod:`.python_world`.
 """
 
 # Every host pays for what is imported here, and pathlib is not needed.

@@ -9,7 +9,6 @@ a host's job imports this module, and it must start fast and run anywhere.
 from __future__ import annotations
 
 import os
-import pwd
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -103,32 +102,6 @@ def belongs(pid: int, run_id: str) -> bool:
     return _entry(run_id) in data.split(b"\0")
 
 
-def is_closed(process: Process) -> bool:
-    """Whether a living process is one that this user may not look into, or may not end. What it
-    carries is not known then, and that it was not found means nothing."""
-    try:
-        (PROC / str(process.pid) / "environ").open("rb").close()
-        os.kill(process.pid, 0)
-    except PermissionError:
-        return is_alive(process)
-    except OSError:
-        return False
-    return False
-
-
-def owner(pid: int) -> str:
-    """The user that a process runs as; empty if it is gone."""
-    try:
-        lines = (PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace")
-        uid = next(line.split()[1] for line in lines.splitlines() if line.startswith("Uid:"))
-    except (OSError, StopIteration):
-        return ""
-    try:
-        return pwd.getpwuid(int(uid)).pw_name
-    except KeyError:
-        return f"user {uid}"
-
-
 def _entry(run_id: str) -> bytes:
     return f"{RUN_ID_VARIABLE}={run_id}".encode()
 
@@ -193,19 +166,14 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @dataclass(frozen=True)
 class Swept:
     """What ending a run's processes took. ``owner`` is whose those ``left`` are, where this user
-    may not end them; ``ranks``: pids by rank, of those that were ranks."""
+    may not end them; ``ranks``: pids by rank, of those that were ranks: these two are what hosts
+    tell of a stop."""
 
     terminated: tuple[int, ...] = ()
     killed: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
     owner: str = ""
     ranks: Mapping[int, int] = field(default_factory=dict)
-
-
-def closed(candidates: Iterable[Process | None]) -> Swept | None:
-    """What there is to say where one of these is not for this user to end; None where none is."""
-    found = next((one for one in candidates if one is not None and is_closed(one)), None)
-    return Swept(left=(found.pid,), owner=owner(found.pid)) if found is not None else None
 
 
 def sweep(run_id: str, grace: float, *, exclude: Collection[int] = ()) -> Swept:
@@ -235,11 +203,5 @@ def sweep(run_id: str, grace: float, *, exclude: Collection[int] = ()) -> Swept:
         return not alive
 
     wait_until(kill_rest, 5.0)
-    rest = members(run_id, exclude=exclude)
-    whose = closed(rest)
-    return Swept(
-        tuple(sorted(terminated)),
-        tuple(sorted(killed)),
-        tuple(process.pid for process in rest),
-        whose.owner if whose is not None else "",
-    )
+    rest = tuple(process.pid for process in members(run_id, exclude=exclude))
+    return Swept(tuple(sorted(terminated)), tuple(sorted(killed)), rest)

@@ -67,26 +67,19 @@ def read(text: str) -> World | None:
     return World(values["version"], executable, packages, values.get("code", ""), answers)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is asked of a host's Python: ``project`` is where this project is there, ``setup`` the
-    commands that make its ``python`` the right one, ``compared`` whether its code is told."""
-
-    project: str
-    python: str
-    setup: str
-    compared: bool
-
-
-def given(asked: Asked, *, fresh: bool) -> dict[str, Value]:
-    """The variables of :func:`function`. ``fresh``: nothing that is kept is believed."""
-    question = [asked.project, asked.python, asked.setup, asked.compared]
+def given(
+    project: str, python: str, setup: str, *, compared: bool, fresh: bool
+) -> dict[str, Value]:
+    """The variables of :func:`function`: where this ``project`` is on the host, the commands that
+    make its ``python`` the right one, whether its code is told. ``fresh``: nothing that is kept is
+    believed."""
+    question = [project, python, setup, compared]
     return {
         "question": _digest(json.dumps([probe_text(), *question])),
-        "kept_name": _digest(json.dumps([asked.python, asked.setup]))[:16],
-        "compared": "yes" if asked.compared else "",
+        "kept_name": _digest(json.dumps([python, setup]))[:16],
+        "compared": "yes" if compared else "",
         "fresh": "yes" if fresh else "",
-        "code_roots": [f"{asked.project}/{root}" for root in probe.CODE_ROOTS],
+        "code_roots": [f"{project}/{root}" for root in probe.CODE_ROOTS],
     }
 
 

@@ -16,15 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import paramiko
 
-from flagscale.hosts.closing import Closing
-from flagscale.hosts.errors import (
-    ChannelRefusedError,
-    ConnectionLostError,
-    HostError,
-)
-from flagscale.hosts.executor import OnOutput, Result
-from flagscale.hosts.ssh.command import command_line
-from flagscale.hosts.ssh.exchange import Exchange, close_channel
+from flagscale.hosts import errors
+from flagscale.hosts.errors import HostError
+from flagscale.hosts.executor import Closing, OnOutput, Result
+from flagscale.hosts.ssh.exchange import Exchange, close_channel, command_line
 from flagscale.hosts.ssh.shell import LINE, Shell
 from flagscale.hosts.ssh.target import SshTarget
 
@@ -94,11 +89,8 @@ class Connection(Closing):
         on_stdout: OnOutput | None = None,
         on_stderr: OnOutput | None = None,
     ) -> Result:
-        """Run a command and wait for its end.
-
-        ``argv`` reaches the command as it is, whatever it contains; it is visible in the host's
-        process table, ``stdin`` is not. ``timeout`` is in seconds, None for no limit. Output goes
-        to the callbacks as it comes where there are any, and into the result where there are none.
+        """Run a command and wait for its end, see :meth:`~flagscale.hosts.executor.Executor.run`.
+        ``argv`` reaches it as it is, whatever it contains.
 
         Raises a :class:`~.errors.HostError` where the command's end is not known: the connection
         was lost, the time was over, the account's login shell did not start it.
@@ -146,7 +138,7 @@ class Connection(Closing):
     def _execute(self, line: str, timeout: float | None) -> paramiko.Channel:
         """A channel on which the account's login shell was given a line."""
         with self._answer_within(min(timeout or self._lost, self._lost), "start a command"):
-            channel = self._session()
+            channel = self.transport.open_session(timeout=self._lost)
             channel.exec_command(line.encode("utf-8", "surrogateescape"))
         return channel
 
@@ -159,22 +151,16 @@ class Connection(Closing):
 
     def lost(self) -> HostError:
         """The error for a connection that broke."""
-        return ConnectionLostError(
+        return errors.ConnectionLostError(
             self.target.name,
             f"the connection to {self.target.route} was lost: the machine, its network or its "
             "sshd went away; what was started there may still run",
         )
 
-    def _session(self) -> paramiko.Channel:
-        return self.transport.open_session(timeout=self._lost)
-
     @contextlib.contextmanager
-    def _answer_within(self, seconds: float, what: str, hint: str | None = None) -> Iterator[None]:
-        """End the connection, and with it the block, where the server is silent for too long.
-        ``hint``: what to do where it refuses.
-
-        paramiko waits without a limit for answers to requests.
-        """
+    def _answer_within(self, seconds: float, what: str) -> Iterator[None]:
+        """End the connection, and with it the block, where the server is silent for too long:
+        paramiko waits without a limit for answers to requests."""
         expired = threading.Event()
 
         def expire() -> None:
@@ -187,16 +173,16 @@ class Connection(Closing):
         try:
             yield
         except paramiko.ChannelException as error:
-            raise ChannelRefusedError(
+            raise errors.ChannelRefusedError(
                 self.target.name, f"{self.target.route} refuses a session: {error.text}"
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             if expired.is_set():
                 what = f"{self.target.route} did not {what} within {seconds:g} s"
-                raise ConnectionLostError(self.target.name, what) from error
+                raise errors.ConnectionLostError(self.target.name, what) from error
             if isinstance(error, paramiko.SSHException) and self.stands():
                 what = f"{self.target.route} refuses to {what}: {error}"
-                raise ChannelRefusedError(self.target.name, what, hint=hint) from error
+                raise errors.ChannelRefusedError(self.target.name, what) from error
             raise self.lost() from error
         finally:
             timer.cancel()

@@ -1,4 +1,10 @@
-"""One command's input, output and end.
+"""One command: the line that a host's login shell gets to see, its input, output and end.
+
+The line is built by :mod:`shlex` and nothing else. It starts ``sh``, which starts the command, so
+that a command that a signal ends has the status 128+n that every shell reports; scripts have a
+line of their own, see :mod:`.shell`. A marker on both output streams says that the login shell's
+own start-up files are done: what they printed before it is not the command's output, and without
+it the command never ran.
 
 Nothing here waits for ever: output that stops coming is followed by a question to the SSH server,
 and a command may have a deadline.
@@ -8,21 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import select
+import shlex
 import threading
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import paramiko
 
-from flagscale.hosts.errors import (
-    CommandTimeoutError,
-    ConnectionLostError,
-    HostError,
-    LoginShellError,
-)
+from flagscale.hosts import errors
+from flagscale.hosts.errors import HostError
 from flagscale.hosts.executor import OnOutput, Result
-from flagscale.hosts.ssh.command import AfterMarker
 from flagscale.hosts.ssh.target import SshTarget
+
+#: Login shells get the line as one argument, which Linux limits to 128 KiB.
+LONGEST = 128 * 1024 - 1
+
+MARKER = b"\x02flagscale\x03"
+
+#: Shell commands that print the marker, given as ``$0``, on both streams.
+MARK = r"""printf '\002%s\003' "$0"; printf '\002%s\003' "$0" >&2;"""
+_WRAPPER = f'{MARK} "$@"; exit $?'
 
 _CHUNK = 1 << 16
 #: sshd takes this much input before the command has read any of it.
@@ -33,6 +45,42 @@ _LINGER = 2.0
 
 #: Seconds between looks at whether a command that says nothing has ended.
 _GLANCE = 0.25
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The line for the login shell that runs ``argv``.
+
+    Raises :class:`ValueError` for what no process can be given: an empty command, a NUL, or more
+    than Linux takes. Long and secret things belong on stdin.
+    """
+    if not argv:
+        raise ValueError("a command needs at least its name")
+    if any("\0" in argument for argument in argv):
+        raise ValueError("an argument cannot contain NUL")
+    line = shlex.join(["exec", "sh", "-c", _WRAPPER, "flagscale", *argv])
+    size = len(line.encode("utf-8", "surrogateescape"))
+    if size > LONGEST:
+        raise ValueError(f"a command line of {size} bytes is too long; use stdin")
+    return line
+
+
+class AfterMarker:
+    """Collects a stream's bytes and gives out only those after the marker."""
+
+    def __init__(self) -> None:
+        self.before = bytearray()
+        self.seen = False
+
+    def feed(self, data: bytes) -> bytes:
+        if self.seen:
+            return data
+        self.before += data
+        noise, found, rest = bytes(self.before).partition(MARKER)
+        if not found:
+            return b""
+        self.seen = True
+        self.before = bytearray(noise)
+        return rest
 
 
 class Link(Protocol):
@@ -153,7 +201,7 @@ class Exchange:
             return status
         if not self._connection.stands():
             raise self._connection.lost()
-        raise ConnectionLostError(
+        raise errors.ConnectionLostError(
             self._connection.target.name,
             "the session was killed on the host before the command's exit status was known",
         )
@@ -167,7 +215,7 @@ class Exchange:
     def _check_time(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             said = bytes(self._stderr or self._stdout)[-500:].decode(errors="replace").strip()
-            raise CommandTimeoutError(
+            raise errors.CommandTimeoutError(
                 self._connection.target.name,
                 "the command did not end in time; it may still run"
                 + (f". Its last output: {said}" if said else ""),
@@ -176,7 +224,7 @@ class Exchange:
     def _never_started(self, status: int) -> HostError:
         said = bytes(self._out.before + self._err.before)[-500:].decode(errors="replace").strip()
         target = self._connection.target
-        return LoginShellError(
+        return errors.LoginShellError(
             target.name,
             f"the login shell of {target.user} ended with status {status} before it ran anything"
             + (f": {said}" if said else ""),

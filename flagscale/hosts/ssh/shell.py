@@ -13,8 +13,7 @@ import shlex
 import paramiko
 
 from flagscale.hosts.executor import Result
-from flagscale.hosts.ssh.command import MARK, AfterMarker
-from flagscale.hosts.ssh.exchange import Exchange, Link, close_channel
+from flagscale.hosts.ssh.exchange import MARK, AfterMarker, Exchange, Link, close_channel
 
 # Whole scripts are read, counted in bytes, before their first command runs: one that was cut off
 # on its way does not run. Nothing of them shows in a process table. One line: tcsh, which may be

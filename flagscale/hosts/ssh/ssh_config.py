@@ -1,23 +1,26 @@
 """The user's SSH configuration, turned into targets.
 
 paramiko parses and matches; this module adds ``Include``, file and line in errors, and the
-meaning of the options. Read once for all hosts of an action.
+meaning of the options, and puts two conditions of ``Match`` right. Read once for all hosts of an
+action.
 """
 
 from __future__ import annotations
 
+import functools
 import getpass
 import glob
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import paramiko
 
 from flagscale.errors import ConfigError, Problem
-from flagscale.hosts.ssh.match import Parsed
 from flagscale.hosts.ssh.target import SSH_PORT, SshTarget
 
 SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
@@ -27,6 +30,8 @@ USUAL_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 DEEPEST_INCLUDE = 16
 MOST_JUMPS = 8
+#: Seconds a ``Match exec`` command may take.
+_PATIENCE = 30
 
 _SETTING = re.compile(r"(\w+)(?:\s*=\s*|\s+)(.+)")
 
@@ -221,3 +226,51 @@ def _files(names: object) -> tuple[Path, ...]:
 def _usual_identities() -> tuple[Path, ...]:
     usual = (Path.home() / ".ssh" / name for name in USUAL_IDENTITIES)
     return tuple(path for path in usual if path.is_file())
+
+
+class Parsed(paramiko.SSHConfig):
+    """``Match host`` sees a HostName with its ``%h`` replaced; ``Match exec`` leaves stdin alone.
+
+    paramiko compares with the text of HostName, tokens and all, and runs commands through a
+    package that copies this process's stdin to them.
+    """
+
+    def _does_match(
+        self,
+        match_list: list[dict[str, Any]],
+        target_hostname: str,
+        canonical: bool,
+        final: bool,
+        options: Mapping[str, Any],
+    ) -> bool:
+        seen = type(options)(options)  # type: ignore[call-arg]
+        if "hostname" in seen:
+            seen["hostname"] = seen["hostname"].replace("%h", target_hostname)  # type: ignore[index]
+        commands = [condition for condition in match_list if condition["type"] == "exec"]
+        others = [condition for condition in match_list if condition["type"] != "exec"]
+        decide = super()._does_match  # type: ignore[misc]
+        if others and not decide(others, target_hostname, canonical, final, seen):
+            return False
+        for condition in commands:
+            command = self._tokenize(  # type: ignore[attr-defined]
+                seen, target_hostname, "match-exec", condition["param"]
+            )
+            if _succeeds(command) == condition["negate"]:
+                return False
+        return bool(match_list)
+
+
+@functools.cache
+def _succeeds(command: str) -> bool:
+    """Whether the user's command ends with 0. It is a shell's, as in ssh_config(5)."""
+    try:
+        done = subprocess.run(
+            ["sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0

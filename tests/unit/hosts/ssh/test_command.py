@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flagscale.hosts.errors import ProxyCommandError
 from flagscale.hosts.executor import Result
 from flagscale.hosts.ssh import SshTarget
-from flagscale.hosts.ssh.command import (
+from flagscale.hosts.ssh.exchange import (
     LONGEST,
     MARKER,
     AfterMarker,
