@@ -32,7 +32,6 @@ from flagscale.launch.liveness.attempt import Stage
 from flagscale.launch.liveness.coordinator import Coordinator
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.job import Notice, unreached
-from flagscale.launch.liveness.leftovers import sweep_after_agent
 from flagscale.launch.liveness.member import Member
 from flagscale.launch.liveness.messages import FromHost, JobPhase
 from flagscale.launch.liveness.network import Client, Ready, Server, allow_files
@@ -354,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line = parse(sys.argv[1:] if arguments is None else arguments, run_id)
     run_dir = line.options.run_dir
     if line.sweep:
-        return sweep_after_agent(run_id, run_dir, line.options.stop_grace)
+        return identity.sweep_after_agent(run_id, run_dir, line.options.stop_grace)
     other = identity.already_alive(run_id, run_dir)
     if other is not None:
         say(f"run {run_id} is alive already (agent {other})")

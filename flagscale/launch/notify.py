@@ -25,8 +25,8 @@ from typing import Any
 
 from flagscale.hosts.kernel import die_with
 from flagscale.launch.liveness.job import Notice
+from flagscale.launch.liveness.options import COMMAND, WEBHOOK
 from flagscale.launch.liveness.telling import say
-from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
 from flagscale.status import RUN_ID_VARIABLE
 
 TIMEOUT_SECONDS = 10.0

@@ -12,11 +12,10 @@ from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostf
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.backends import backend_problems
 from flagscale.launch.planning.environment import shell_notes
-from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.planning.naming import idle_names, unknown_names
 from flagscale.launch.planning.plan import plan, wanted_port
-from flagscale.launch.planning.slots import slots
+from flagscale.launch.planning.slots import machines, slots
 from flagscale.launch.state import new_run_id
 
 # What a dry run shows where only the master host could tell.

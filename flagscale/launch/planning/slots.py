@@ -1,17 +1,64 @@
-"""From hosts to slots: which ranks each host takes, and what the host is like for them. Pure."""
+"""From hosts to slots: what each host is like, as far as that is known, and which ranks it takes.
+Pure but for :func:`this_machine`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flagscale.config.interpolation import parts, references
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host, count_ranks
 from flagscale.launch.planning import devices
 from flagscale.launch.planning.model import Machine, Slot
 from flagscale.launch.planning.per_host import Settings, all_settings
+
+if TYPE_CHECKING:
+    from flagscale.hosts.facts import Facts
+
+
+def this_machine() -> Machine:
+    return Machine(
+        python=sys.executable,
+        project=PROJECT,
+        workdir=Path.cwd(),
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=devices.installed_gpus(),
+        environment=dict(os.environ),
+    )
+
+
+def machines(
+    experiment: Experiment, hosts: Sequence[Host], facts: Mapping[int, Facts], *, here: bool
+) -> list[Machine]:
+    """The hosts as machines; ``here``: the only one is this machine. Nothing of this machine's
+    environment reaches others; a host without an answer is one of which nothing is known."""
+    if here:
+        return [this_machine()]
+    unknown = Machine(
+        python=sys.executable,
+        project=PROJECT,
+        # Where files are not shared, this working directory may not exist.
+        workdir=None if experiment.runner.no_shared_fs else Path.cwd(),
+        cpus=None,
+        gpus=None,
+    )
+    return [
+        unknown
+        if (known := facts.get(node_rank)) is None
+        else replace(
+            unknown,
+            cpus=known.cpus,
+            gpus=known.gpus,
+            interface=known.interface if len(hosts) > 1 else None,
+        )
+        for node_rank in range(len(hosts))
+    ]
 
 
 def slots(

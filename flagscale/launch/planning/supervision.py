@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from flagscale.config.schema import Notify, Runner
-from flagscale.launch.liveness import secret, variables
-from flagscale.launch.liveness.options import AgentOptions
+from flagscale.launch.liveness import secret
+from flagscale.launch.liveness.options import COMMAND, WEBHOOK, AgentOptions
 from flagscale.launch.planning.environment import EnvValue
 from flagscale.launch.planning.model import Slot
 
-AGENT_SECRETS = (secret.VARIABLE, variables.WEBHOOK)
+AGENT_SECRETS = (secret.VARIABLE, WEBHOOK)
 """Variables that the script passes to the agent and to nobody else."""
 _LAST_PORT = 65535
 _NOTIFYING_HOSTS = 2
@@ -75,9 +75,9 @@ def agent_environment(runner: Runner, slot: Slot, meeting: Meeting | None) -> It
 
 def _notify_values(notify: Notify) -> Iterator[EnvValue]:
     if notify.command:
-        yield EnvValue(variables.COMMAND, notify.command, NOTIFY)
+        yield EnvValue(COMMAND, notify.command, NOTIFY)
     if notify.webhook:
-        yield EnvValue(variables.WEBHOOK, notify.webhook, NOTIFY, secret=True)
+        yield EnvValue(WEBHOOK, notify.webhook, NOTIFY, secret=True)
 
 
 NOTIFY = "runner.notify"

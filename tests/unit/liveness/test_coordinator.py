@@ -32,7 +32,7 @@ from flagscale.launch.liveness.messages import (
     StopJob,
     Stopping,
 )
-from flagscale.launch.liveness.policy import Policy
+from flagscale.launch.liveness.options import Policy
 from flagscale.launch.liveness.stall import RankProgress
 
 POSITION = Position(
