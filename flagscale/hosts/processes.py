@@ -73,22 +73,14 @@ def environment(pid: int) -> dict[bytes, bytes]:
     return {name: value for name, _, value in pairs}
 
 
-def is_rank(pid: int) -> bool:
-    """Whether torchrun started this process as a rank: it has RANK, and its parent has none.
-    A rank's own children inherit it."""
-    above = parent(pid)
-    variables = environment(pid)
-    if b"RANK" not in variables or b"LOCAL_RANK" not in variables:
-        return False
-    return above is not None and b"RANK" not in environment(above)
-
-
 def ranks(among: Iterable[Process]) -> dict[int, Process]:
-    """Those of these processes that torchrun started as ranks, by rank."""
+    """Those of these processes that torchrun started as ranks, by rank: such a one has RANK, and
+    its parent has none. A rank's own children inherit it."""
     found = {}
     for process in among:
-        rank = environment(process.pid).get(b"RANK", b"")
-        if rank.isdigit() and is_rank(process.pid):
+        variables, above = environment(process.pid), parent(process.pid)
+        rank = variables.get(b"RANK", b"") if b"LOCAL_RANK" in variables else b""
+        if rank.isdigit() and above is not None and b"RANK" not in environment(above):
             found[int(rank)] = process
     return found
 

@@ -73,10 +73,8 @@ class Answer:
         return int(text) if text.isdigit() else None
 
 
-class CutOffError(HostError):
+class CutOffError(HostError, summary="answered in part"):
     """A host's answer ended too early to be believed."""
-
-    summary = "answered in part"
 
 
 def ask(executor: Executor, program: str, timeout: float) -> Answer:

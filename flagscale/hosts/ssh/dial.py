@@ -87,8 +87,7 @@ class Dialer(Closing):
                 thing.close()
             else:
                 _shut(thing)
-            with self._lock:
-                self._open.discard(thing)
+            self._forget(thing)
         self._identities.close()
 
     def connect(self, target: SshTarget) -> Connection:
@@ -130,8 +129,7 @@ class Dialer(Closing):
             if transport is not None:
                 transport.close()
             _shut(sock)
-            with self._lock:
-                self._open.discard(sock)
+            self._forget(sock)
             if isinstance(error, _NO_GREETING) and isinstance(sock, proxy.ProxySocket):
                 raise sock.ended or error from error.__cause__
             raise
@@ -144,9 +142,9 @@ class Dialer(Closing):
         connection.close()
         raise HostError(target.name, "the action was cancelled")
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, thing: socket.socket | Connection) -> None:
         with self._lock:
-            self._open.discard(connection)
+            self._open.discard(thing)
 
     # -- the wire -----------------------------------------------------------------------------
 
@@ -155,7 +153,10 @@ class Dialer(Closing):
         if target.via is not None:
             return self._through(target, target.via)
         if target.proxy_command is not None:
-            return self._proxied(target, target.proxy_command)
+            sock = proxy.start(target, target.proxy_command)
+            with self._lock:
+                self._open.add(sock)
+            return sock
         return self._socket(target)
 
     def _socket(self, target: SshTarget) -> socket.socket:
@@ -177,16 +178,9 @@ class Dialer(Closing):
                 return sock
             except OSError as error:
                 failures.append(error)
-                with self._lock:
-                    self._open.discard(sock)
+                self._forget(sock)
                 sock.close()
         raise faults.opening_failed(target, failures[0], limit) from failures[0]
-
-    def _proxied(self, target: SshTarget, command: str) -> socket.socket:
-        sock = proxy.start(target, command)
-        with self._lock:
-            self._open.add(sock)
-        return sock
 
     def _through(self, target: SshTarget, via: SshTarget) -> socket.socket:
         jump = self.kept(via)

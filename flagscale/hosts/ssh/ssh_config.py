@@ -74,26 +74,14 @@ class SshConfig:
         user: str | None = None,
         port: int | None = None,
         proxy: str | None = None,
-        identity_file: Path | None = None,
+        seen: tuple[str, ...] = (),
     ) -> SshTarget:
         """How to reach ``name``, a host or an alias. What is given here wins over the files.
 
         ``proxy`` is written as for ``ssh -J``: ``[user@]host[:port]``, several with commas in the
-        order they are passed through; ``none`` for a direct connection.
+        order they are passed through; ``none`` for a direct connection. ``seen``: the hosts that
+        are reached through this one.
         """
-        target = self._target(name, user, port, proxy, ())
-        if identity_file is None:
-            return target
-        return replace(target, identity_files=(identity_file,), default_identities=False)
-
-    def _target(
-        self,
-        name: str,
-        user: str | None,
-        port: int | None,
-        proxy: str | None,
-        seen: tuple[str, ...],
-    ) -> SshTarget:
         if name in seen or len(seen) > MOST_JUMPS:
             raise self._wrong("ProxyJump", f"goes in a circle: {' -> '.join((*seen, name))}")
         options = self._lookup(name)
@@ -125,11 +113,10 @@ class SshConfig:
         for index, jump in enumerate(jumps.split(",")):
             user, host, port = self._jump(jump.strip())
             # Only the first hop is reached by its own ProxyJump; the others through the chain.
-            hop = (
-                self._target(host, user, port, None if index == 0 else "none", seen)
-                if (host != last.name)
-                else None
-            )
+            hop = None
+            if host != last.name:
+                proxy = None if index == 0 else "none"
+                hop = self.target(host, user=user, port=port, proxy=proxy, seen=seen)
             if hop is None or (hop.address, hop.port) == (last.address, last.port):
                 # `Host *` with a ProxyJump covers the jump host too: it is reached directly.
                 return via
