@@ -34,7 +34,7 @@ def run(experiment: Experiment, options: Options) -> int:
     from flagscale.launch.preflight.checks import require, warnings
 
     foreground = experiment.runner.foreground or options.action == "test"
-    texts = Texts(_config_text(experiment), _overrides_text(experiment))
+    texts = _texts(experiment)
     runner = runner_for(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
         # The one thing that is no mistake in the configuration, so it comes first.
@@ -136,16 +136,13 @@ def attend(experiment: Experiment, options: Options) -> int:
     raise RunStateError(text, hint="start one with action=run; `flagscale runs` lists yours")
 
 
-def _config_text(experiment: Experiment) -> str:
-    """The resolved configuration without its secrets."""
+def _texts(experiment: Experiment) -> Texts:
+    """The resolved configuration, and the overrides as a YAML list, without their secrets."""
     import yaml
 
     shown = redact(readable(experiment.resolved))
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-
-
-def _overrides_text(experiment: Experiment) -> str:
-    """The overrides as a YAML list without their secrets."""
-    import yaml
-
-    return yaml.safe_dump(redact_overrides(experiment.overrides), allow_unicode=True)
+    overrides = redact_overrides(experiment.overrides)
+    return Texts(
+        yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
+        yaml.safe_dump(overrides, allow_unicode=True),
+    )

@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 
 from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kills
-from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE
+from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, HostFiles
 from flagscale.launch.liveness import identity, secret
 from flagscale.launch.liveness.attempt import Stage
 from flagscale.launch.liveness.coordinator import Coordinator
@@ -38,7 +38,6 @@ from flagscale.launch.liveness.network import Client, Ready, Server, allow_files
 from flagscale.launch.liveness.options import CommandLine, own_output, parse
 from flagscale.launch.liveness.signals import Signals
 from flagscale.launch.liveness.telling import keep, say
-from flagscale.launch.liveness.watch import HostView
 from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
@@ -60,7 +59,7 @@ class Agent:
     def __init__(self, line: CommandLine, run_id: str, key: bytes | None) -> None:
         options = self._options = line.options
         output = own_output(options.run_dir)
-        self._host = HostView(
+        self._host = HostFiles(
             options.name, options.first_rank, options.nproc, options.run_dir, output
         )
         self._run_id = run_id

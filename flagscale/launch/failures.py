@@ -22,7 +22,7 @@ from flagscale.launch.liveness.diagnosis import (
     last_lines,
 )
 from flagscale.launch.liveness.messages import OVER, JobPhase
-from flagscale.launch.state import HostState, RunState
+from flagscale.launch.state import Exit, HostState, RunState
 from flagscale.status import Event
 
 
@@ -68,6 +68,16 @@ def _completed(agreed: Failure, reports: Sequence[Report], hosts: Sequence[HostS
         said = agreed.headline()
         found = (f for f in same if f.rank == agreed.rank and f.headline().startswith(said))
     return next(found, agreed)
+
+
+def job_code(state: RunState, exits: Sequence[Exit | None], failure: Failure | None) -> int | None:
+    """The job's exit code, as far as it is known: of the host that failed first, else of the first
+    that ended with one that isn't 0. The others were told to end, and may have done so sooner.
+    None while no host has ended."""
+    first = failure.host if failure is not None else None
+    pairs = zip(state.hosts, exits, strict=True)
+    ends = [(host.name != first, end.ended, end.code) for host, end in pairs if end is not None]
+    return next((code for *_, code in sorted(ends) if code), 0) if ends else None
 
 
 def is_settled(hosts: Sequence[HostState]) -> bool:

@@ -54,6 +54,21 @@ def host_label(rank: int, host: str) -> str:
     return f"host_{rank}_{safe}"
 
 
+@dataclass(frozen=True)
+class HostFiles:
+    """A host's part of a run, and where its files are."""
+
+    name: str
+    first_rank: int
+    nproc: int
+    run_dir: Path
+    output: Path
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.nproc)
+
+
 class _Below:
     """A path below the experiment's directory."""
 

@@ -10,7 +10,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch.failures import earlier_failures, first_failure, is_settled, job_record
+from flagscale.launch.failures import (
+    earlier_failures,
+    first_failure,
+    is_settled,
+    job_code,
+    job_record,
+)
 from flagscale.launch.layout import latest_status
 from flagscale.launch.liveness.diagnosis import Failure, last_lines
 from flagscale.launch.state import Exit, HostState, RunState
@@ -184,7 +190,7 @@ def take(
         since=_since(state, phase, events, exits),
         world_size=state.world_size,
         joined=len(joined),
-        exit_code=_exit_code(state, exits, failure),
+        exit_code=job_code(state, exits, failure),
         failure=failure,
         hosts=tuple(rows),
         warnings=tuple(warnings),
@@ -193,18 +199,6 @@ def take(
         earlier=earlier_failures(state.hosts),
         **_progress(events, phase),
     )
-
-
-def _exit_code(
-    state: RunState, exits: Sequence[Exit | None], failure: Failure | None
-) -> int | None:
-    """The job's code as far as it is known: the host that failed first knows it; others may have
-    been told to end."""
-    first = failure.host if failure is not None else None
-    ends = zip(state.hosts, exits, strict=True)
-    codes = [(host.name != first, end.code) for host, end in ends if end is not None]
-    codes.sort(key=lambda code: code[0])
-    return next((code for _, code in codes if code), 0) if codes else None
 
 
 def _row(host: HostState, phase: Phase, seen: Seen, joined: set[int]) -> HostRow:

@@ -14,30 +14,21 @@ from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, plain, read_json, write_atomic, write_json
 from flagscale.hosts.names import compress, some
 from flagscale.hosts.processes import Process
-from flagscale.launch.layout import EXIT_FILE, Layout
+from flagscale.launch.layout import EXIT_FILE, HostFiles, Layout
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 
 
-@dataclass(frozen=True)
-class HostState:
+@dataclass(frozen=True, kw_only=True)
+class HostState(HostFiles):
     """One host of a started run."""
 
     node_rank: int
-    name: str
-    nproc: int
-    first_rank: int
-    run_dir: Path
     script: Path
-    output: Path
     pid_file: Path
     pid: int | None = None
     start_ticks: int | None = None
     boot_id: str | None = None
     """Of the host, once it has started the script."""
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.nproc)
 
     def process(self) -> Process | None:
         """The host's script, as it was started."""

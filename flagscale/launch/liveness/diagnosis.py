@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flagscale.files import plain
-from flagscale.launch.layout import RANKS_DIRECTORY
+from flagscale.launch.layout import RANKS_DIRECTORY, HostFiles
 from flagscale.launch.liveness.records import from_record, printable
 from flagscale.status import Event
 
@@ -118,21 +118,6 @@ def first_of(reports: Iterable[Report]) -> Report | None:
     first = min(report.time for report in named)
     same_moment = [report for report in named if report.time - first <= SAME_MOMENT_SECONDS]
     return min(same_moment, key=lambda report: (report.severity, report.time))
-
-
-class HostFiles(Protocol):
-    """What has to be known of a host to read its files."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def first_rank(self) -> int: ...
-    @property
-    def ranks(self) -> range: ...
-    @property
-    def run_dir(self) -> Path: ...
-    @property
-    def output(self) -> Path: ...
 
 
 @dataclass(frozen=True)

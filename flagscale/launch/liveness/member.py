@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from flagscale import files
 from flagscale.hosts.kernel import out_of_memory_kills
-from flagscale.launch.layout import status_directory
+from flagscale.launch.layout import HostFiles, status_directory
 from flagscale.launch.liveness import messages
 from flagscale.launch.liveness.attempt import Attempt, Stage
 from flagscale.launch.liveness.diagnosis import End, Failure, Report, Severity, host_report
 from flagscale.launch.liveness.messages import FromHost, HostStatus, Order, Position
 from flagscale.launch.liveness.telling import say
-from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
+from flagscale.launch.liveness.watch import RankWatch, StackCall, size_of
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
 LOOK_SECONDS = 0.25
@@ -29,7 +28,7 @@ class Member:
     """One host's part of the job. What it has to say collects in ``out``."""
 
     def __init__(
-        self, number: int, host: HostView, run_id: str, grace: float, command: Sequence[str]
+        self, number: int, host: HostFiles, run_id: str, grace: float, command: Sequence[str]
     ) -> None:
         self.number = number
         self.host = host
@@ -68,7 +67,7 @@ class Member:
         directory = self.host.run_dir / status_directory(number)
         self._watch = RankWatch(directory)
         self._kills_before = out_of_memory_kills()
-        self._output_start = _size(self.host.output)
+        self._output_start = size_of(self.host.output)
         self._reported, self._told_ended, self._call = None, False, None
         self.failure = None
         environment = {
@@ -198,22 +197,16 @@ class Member:
                 self.finished = True
                 self._end_failed()
             case messages.StartAttempt() if order.attempt == self.attempt_number + 1:
-                self._start_again(order.attempt)
+                if self.attempt.stage is Stage.OVER and self.signal is None:
+                    say(f"attempt {order.attempt + 1} starts")
+                    self.begin(order.attempt)
             case messages.EndAttempt() if order.attempt == self.attempt_number:
                 self.failure = order.failure or self.failure
                 self._end_failed()
             case messages.DumpStacks() if order.attempt == self.attempt_number:
-                self._dump_stacks(now)
-
-    def _start_again(self, number: int) -> None:
-        if self.attempt.stage is Stage.OVER and self.signal is None:
-            say(f"attempt {number + 1} starts")
-            self.begin(number)
-
-    def _dump_stacks(self, now: float) -> None:
-        if self._call is None and self.attempt.stage is Stage.RUNNING:
-            self._called_at = now
-            self._call = StackCall(self.host, self._watch, self.attempt.ranks())
+                if self._call is None and self.attempt.stage is Stage.RUNNING:
+                    self._called_at = now
+                    self._call = StackCall(self.host, self._watch, self.attempt.ranks())
 
     def stop(self, number: int, *, tell: bool = True, cause: Failure | None = None) -> None:
         """End the job in order, with the whole grace period, and start it no more. ``cause``: what
@@ -263,10 +256,3 @@ def _short(report: Report | None) -> Report | None:
         failure.host, failure.rank, failure.exit_code, failure.reason[:4000], trace, failure.log
     )
     return Report(shortened, report.time, report.severity)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -7,7 +7,7 @@ what differs from run to run as ``run_id``, ``master_port`` and ``run_secret``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,8 @@ def program_arguments(
 
 def unnamed_directories(layout: Layout, sections: Mapping[str, Any]) -> dict[str, str]:
     """The directories of this experiment that training uses, by argument, where the YAML names
-    none."""
-    given = set(_names(sections))
+    none. A null names one: ``save: null`` saves nothing."""
+    given = {name for _, name, _ in leaves(sections, nulls=True)}
     defaults = {
         "save": layout.checkpoints,
         "load": layout.checkpoints,
@@ -124,15 +124,6 @@ def unnamed_directories(layout: Layout, sections: Mapping[str, Any]) -> dict[str
         "wandb_save_dir": layout.wandb,
     }
     return {name: str(path) for name, path in defaults.items() if name not in given}
-
-
-def _names(sections: Mapping[Any, Any]) -> Iterator[str]:
-    """The arguments that a YAML names. A null is among them: ``save: null`` saves nothing."""
-    for key, value in sections.items():
-        if isinstance(value, Mapping):
-            yield from _names(value)
-        else:
-            yield str(key).replace("-", "_")
 
 
 @dataclass(frozen=True)

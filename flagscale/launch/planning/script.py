@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from flagscale import __version__
 from flagscale.config.interpolation import parts, references
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
-from flagscale.launch.planning import unprobed
 from flagscale.launch.planning.environment import PYTHON_PATH, EnvValue
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
 from flagscale.launch.planning.supervision import AGENT_SECRETS
@@ -100,6 +99,39 @@ fi
 # The job, watched by an agent that leaves no process of this run behind.
 phase=job
 """
+# What a host's script finds out by itself where nobody asked the host before: in a dry run, and in
+# a run without a preflight, which then needs one command a host and no more.
+_MACHINE = """\
+# Nobody asked this host what it is like, so it looks. `experiment.envs` wins.
+cores=$(nproc)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
+if [[ -e /proc/driver/nvidia/gpus ]] || command -v nvidia-smi >/dev/null; then
+    # No NVLink multicast: it is not safe on hosts that are shared with others.
+    export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
+    export TORCH_SYMM_MEM_DISABLE_MULTICAST="${TORCH_SYMM_MEM_DISABLE_MULTICAST:-1}"
+else
+    export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
+fi"""
+
+_NETWORK = """\
+# The interface that reaches the other hosts. The master's own name may mean a loopback address.
+address=
+read -r address _ < <(getent ahosts "$master") || true
+if [[ $address == 127.* || $address == ::1 ]]; then
+    read -r _ _ address _ <<<"${SSH_CONNECTION:-}"
+fi
+interface=
+route=$(ip -o route get "$address" 2>/dev/null || true)
+if [[ $route =~ \\ dev\\ ([^ ]+) ]]; then interface=${BASH_REMATCH[1]}; fi
+if [[ $interface == lo ]]; then
+    read -r _ interface _ < <(ip -o addr show to "$address") || true
+fi
+interface=${interface%%@*}
+if [[ -n $interface ]]; then
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
+    export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$interface}"
+    export FSCCL_SOCKET_IFNAME="${FSCCL_SOCKET_IFNAME:-=$interface}"
+fi"""
 # The kernel takes words of up to 128 KiB: thousands of names without an order are more than that.
 _PIECE_LINES = 256
 _START = '"${agent[@]}" -- "${torchrun[@]}" "${program[@]}"'
@@ -257,8 +289,12 @@ def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
         yield from _hide(secret)
     yield ""
     yield "# experiment.cmds, verbatim."
-    looks = unprobed.text(plan, host)
-    yield from _verbatim("before_start", "\n".join(filter(None, (host.before_start, looks))))
+    looks = [host.before_start]
+    if host.unprobed:
+        looks += [f"processes={host.nproc}", _MACHINE]
+        if len(plan.hosts) > 1:
+            looks += [f"master={shlex.quote(plan.master_addr)}", _NETWORK]
+    yield from _verbatim("before_start", "\n".join(filter(None, looks)))
     yield from _verbatim("after_stop", host.after_stop)
     yield ""
 

@@ -137,7 +137,9 @@ def _packages(
     if facts.python is None:
         return Check("packages", False, "its Python did not answer")
     needed = {"torch": "install the `train` extra there (here: make setup)"}
-    if _reports_to_wandb(experiment):
+    given = leaves(experiment.train.sections())
+    reports = any(name == "wandb_project" and value for _, name, value in given)
+    if reports and not experiment.task.external:
         needed["wandb"] = "pip install wandb, or remove wandb_project"
     there = packages_of(list(found.facts.values()))
     names = [name for name in there if name != "wandb" or name in needed]
@@ -150,12 +152,6 @@ def _packages(
         text = ", ".join(f"{name} {own[name]} (others: {usual[name]})" for name in differing)
         return Check("packages", False, text, "install the same versions on every host")
     return Check("packages", True, ", ".join(f"{name} {own[name]}" for name in names[:3]))
-
-
-def _reports_to_wandb(experiment: Experiment) -> bool:
-    given = leaves(experiment.train.sections())
-    asked = any(name == "wandb_project" and value for _, name, value in given)
-    return asked and not experiment.task.external
 
 
 def _code(experiment: Experiment, found: Survey, facts: Facts) -> Check:

@@ -218,25 +218,18 @@ class HostRunner:
         return sum(look.ranks or 0 for look in self._looks.values())
 
     def wait(self, state: RunState) -> int:
-        """The job's exit code: of the host that failed first, else of the first that ended with
-        one that isn't 0. The others were told to end, and may have done so sooner."""
-        from flagscale.launch.failures import first_failure
+        from flagscale.launch.failures import first_failure, job_code
 
         while not self.ended(state):
             time.sleep(processes.POLL_SECONDS)
-        failure = first_failure(state, {})
-        first = failure.host if failure is not None else None
-        ends = [
-            (host.name != first, end.ended, end.code)
-            for host in state.hosts
-            if (end := host.exit()) is not None
-        ]
-        failed = next((code for *_, code in sorted(ends) if code), 0)
-        if failed or len(ends) == len(state.hosts):
-            return failed
+        exits = [host.exit() for host in state.hosts]
+        code = job_code(state, exits, first_failure(state, {})) or 0
+        untold = exits.count(None)
+        if code or not untold:
+            return code
         # Of a script that could not write it down, on a full disk, its parent knows the code.
         codes = [child.wait() for child in self._children.values()]
-        known = len(ends) + len(codes) >= len(state.hosts)
+        known = len(codes) >= untold
         return next((code if code > 0 else 128 - code for code in codes if code), 0 if known else 1)
 
     def _refresh(self, state: RunState, request: ProbeRequest) -> None:
