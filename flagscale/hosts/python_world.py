@@ -75,7 +75,7 @@ def given(
     believed."""
     question = [project, python, setup, compared]
     return {
-        "question": _digest(json.dumps([probe_text(), *question])),
+        "question": _digest(json.dumps([source(_PROBE), *question])),
         "kept_name": _digest(json.dumps([python, setup]))[:16],
         "compared": "yes" if compared else "",
         "fresh": "yes" if fresh else "",
@@ -92,10 +92,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def probe_text() -> str:
-    return _PROBE.read_text(encoding="utf-8")
-
-
 def python_function() -> str:
     """``python_program``: the probe, run by ``$python`` after ``$setup``. A program on stdin
     imports from the working directory first: none of the user's modules lies in the root. Its
@@ -104,5 +100,5 @@ def python_function() -> str:
         "python_program() {\n"
         '    (eval "$setup" >/dev/null || exit; cd /; exec "$python" -S - "$@")'
         " <<'END_OF_PROBE'\n"
-        f"{probe_text()}END_OF_PROBE\n}}"
+        f"{source(_PROBE)}END_OF_PROBE\n}}"
     )

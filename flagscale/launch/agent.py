@@ -33,7 +33,7 @@ from flagscale.launch.liveness.coordinator import Coordinator
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.job import Notice, unreached
 from flagscale.launch.liveness.member import Member
-from flagscale.launch.liveness.messages import FromHost, JobPhase
+from flagscale.launch.liveness.messages import JobPhase
 from flagscale.launch.liveness.network import Client, Ready, Server, allow_files
 from flagscale.launch.liveness.options import CommandLine, own_output, parse
 from flagscale.launch.liveness.signals import Signals
@@ -104,11 +104,7 @@ class Agent:
             # Whatever it is: nothing that nobody watches may live on.
             self.member.attempt.kill()
             raise
-        kills_after = out_of_memory_kills()
-        kills = None
-        if kills_before is not None and kills_after is not None:
-            kills = kills_after - kills_before
-        return self._record(self.member.code(), started, kills)
+        return self._record(self.member.code(), started, out_of_memory_kills(kills_before))
 
     def _watch(self, wakeup: socket.socket) -> None:
         if self._coordinator is not None:
@@ -251,13 +247,10 @@ class Agent:
             self.member.out.append(self.member.beat())
         messages, self.member.out = self.member.out, []
         for message in messages:
-            self._pass_on(message, now)
-
-    def _pass_on(self, message: FromHost, now: float) -> None:
-        if self._coordinator is not None:
-            self._coordinator.receive(self.member.number, message, now)
-        elif self._client is not None:
-            self._client.send(message)
+            if self._coordinator is not None:
+                self._coordinator.receive(self.member.number, message, now)
+            elif self._client is not None:
+                self._client.send(message)
 
     def _coordinate(self, now: float) -> None:
         coordinator = self._coordinator

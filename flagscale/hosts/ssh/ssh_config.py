@@ -99,7 +99,7 @@ class SshConfig:
             connect_timeout=self._number(options, "connecttimeout", 0) or None,
             agent_socket=_agent_socket(options.get("identityagent")),
             identities_only=options.get("identitiesonly", "no").lower() == "yes",
-            identity_files=_usual_identities() if identities is None else _files(identities),
+            identity_files=_identity_files(identities),
             default_identities=identities is None,
         )
         jumps = proxy if proxy is not None else options.get("proxyjump")
@@ -204,15 +204,13 @@ def _agent_socket(option: str | None) -> str | None:
     return str(Path(option).expanduser())
 
 
-def _files(names: object) -> tuple[Path, ...]:
-    """paramiko gives this one option as a list."""
-    words = [str(name) for name in names] if isinstance(names, list) else []
+def _identity_files(named: object) -> tuple[Path, ...]:
+    """Those that the user named, of which paramiko gives a list; else the usual ones."""
+    if named is None:
+        usual = (Path.home() / ".ssh" / name for name in USUAL_IDENTITIES)
+        return tuple(path for path in usual if path.is_file())
+    words = [str(name) for name in named] if isinstance(named, list) else []
     return tuple(Path(word).expanduser() for word in words if word.lower() != "none")
-
-
-def _usual_identities() -> tuple[Path, ...]:
-    usual = (Path.home() / ".ssh" / name for name in USUAL_IDENTITIES)
-    return tuple(path for path in usual if path.is_file())
 
 
 class Parsed(paramiko.SSHConfig):

@@ -162,8 +162,7 @@ class Member:
         attempt = self.attempt
         if self.signal is not None or not attempt.code:
             return None
-        kills, before = out_of_memory_kills(), self._kills_before
-        counted = kills - before if kills is not None and before is not None else None
+        counted = out_of_memory_kills(self._kills_before)
         late = self._failed_late()
         events = {
             rank: [row for row in rows if row.event != "failed" or rank not in late]
