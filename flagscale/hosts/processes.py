@@ -65,12 +65,15 @@ def _stat_fields(pid: int) -> list[bytes] | None:
 
 def environment(pid: int) -> dict[bytes, bytes]:
     """The environment a process was started with; empty when it is gone or not ours to read."""
-    try:
-        data = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if entry)
+    pairs = (entry.partition(b"=") for entry in _environ(pid) if entry)
     return {name: value for name, _, value in pairs}
+
+
+def _environ(pid: int) -> list[bytes]:
+    try:
+        return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def ranks(among: Iterable[Process]) -> dict[int, Process]:
@@ -87,15 +90,7 @@ def ranks(among: Iterable[Process]) -> dict[int, Process]:
 
 def belongs(pid: int, run_id: str) -> bool:
     """Whether this process carries the run's identity."""
-    try:
-        data = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return False
-    return _entry(run_id) in data.split(b"\0")
-
-
-def _entry(run_id: str) -> bytes:
-    return f"{RUN_ID_VARIABLE}={run_id}".encode()
+    return f"{RUN_ID_VARIABLE}={run_id}".encode() in _environ(pid)
 
 
 def members(run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
@@ -174,26 +169,18 @@ def sweep(run_id: str, grace: float, *, exclude: Collection[int] = ()) -> Swept:
     Processes that the run starts meanwhile are found too, since the search is repeated. ``left``
     holds what survives a KILL for five seconds: a process in uninterruptible sleep.
     """
-    terminated: set[int] = set()
+    terminated, killed = set[int](), set[int]()
 
-    def terminate_rest() -> bool:
+    def signalled(number: signal.Signals, ended: set[int]) -> bool:
         alive = members(run_id, exclude=exclude)
         for process in alive:
-            if process.pid not in terminated and send(process, signal.SIGTERM, run_id=run_id):
-                terminated.add(process.pid)
+            again = number is signal.SIGKILL or process.pid not in ended
+            if again and send(process, number, run_id=run_id):
+                ended.add(process.pid)
         return not alive
 
-    if wait_until(terminate_rest, grace):
+    if wait_until(lambda: signalled(signal.SIGTERM, terminated), grace):
         return Swept(tuple(sorted(terminated)))
-    killed: set[int] = set()
-
-    def kill_rest() -> bool:
-        alive = members(run_id, exclude=exclude)
-        for process in alive:
-            if send(process, signal.SIGKILL, run_id=run_id):
-                killed.add(process.pid)
-        return not alive
-
-    wait_until(kill_rest, 5.0)
+    wait_until(lambda: signalled(signal.SIGKILL, killed), 5.0)
     rest = tuple(process.pid for process in members(run_id, exclude=exclude))
     return Swept(tuple(sorted(terminated)), tuple(sorted(killed)), rest)
