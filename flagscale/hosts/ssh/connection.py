@@ -11,7 +11,7 @@ import secrets
 import shlex
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import paramiko
 
@@ -24,7 +24,7 @@ from flagscale.hosts.ssh.exchange import (
     close_channel,
     command_line,
 )
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
 # Whole scripts are read, counted in bytes, before their first command runs: one that was cut off
 # on its way does not run. Nothing of them shows in a process table. One line: tcsh, which may be
@@ -53,15 +53,9 @@ class Connection(Link):
     """An authenticated connection. Made by :func:`.dial.connect`; a context manager."""
 
     def __init__(
-        self,
-        target: SshTarget,
-        transport: paramiko.Transport,
-        sock: socket.socket,
-        lost: float,
-        on_close: Callable[[Connection], object],
+        self, target: SshTarget, transport: paramiko.Transport, sock: socket.socket, lost: float
     ) -> None:
         super().__init__(target, transport, sock, lost)
-        self.on_close(lambda: on_close(self))
         # A shell that is at rest; whoever runs a script takes it away for as long as it runs.
         self._shells: list[Shell] = []
 

@@ -29,8 +29,7 @@ from flagscale.hosts.ssh import faults, known_hosts, proxy
 from flagscale.hosts.ssh.connection import Connection
 from flagscale.hosts.ssh.identities import Identities
 from flagscale.hosts.ssh.packets import OrderlyPacketizer
-from flagscale.hosts.ssh.ssh_config import SshConfig
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts.ssh.ssh_config import SshConfig, SshTarget
 
 # paramiko reports on a channel of ours, so that its tracebacks do not reach a user's terminal.
 LOG_CHANNEL = "flagscale.transport.paramiko"
@@ -133,7 +132,8 @@ class Dialer(Closing):
             if isinstance(error, _NO_GREETING) and isinstance(sock, proxy.ProxySocket):
                 raise sock.ended or error from error.__cause__
             raise
-        connection = Connection(target, transport, sock, self.options.lost, self._forget)
+        connection = Connection(target, transport, sock, self.options.lost)
+        connection.on_close(lambda: self._forget(connection))
         with self._lock:
             self._open.discard(sock)
             if not self._stopped.is_set():

@@ -26,7 +26,7 @@ import paramiko
 from flagscale.hosts import errors
 from flagscale.hosts.errors import HostError
 from flagscale.hosts.executor import Closing, OnOutput, Result
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
 #: Login shells get the line as one argument, which Linux limits to 128 KiB.
 LONGEST = 128 * 1024 - 1

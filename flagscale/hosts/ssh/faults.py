@@ -14,7 +14,7 @@ from paramiko.ssh_exception import IncompatiblePeer
 from flagscale.hosts import errors
 from flagscale.hosts.errors import HostError
 from flagscale.hosts.ssh.known_hosts import AUTHORITY, KnownKey, Verdict
-from flagscale.hosts.ssh.target import SSH_PORT, SshTarget
+from flagscale.hosts.ssh.ssh_config import SSH_PORT, SshTarget
 
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 

@@ -19,7 +19,7 @@ from paramiko.message import Message
 
 from flagscale.hosts import errors
 from flagscale.hosts.errors import HostError
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
 # paramiko's words for an end of the connection; any other refusal is the host's.
 _HUNG_UP = "transport shut down or saw EOF"

@@ -1,4 +1,4 @@
-"""The user's SSH configuration, turned into targets.
+"""The user's SSH configuration, turned into targets: where and how to log in.
 
 paramiko parses and matches; this module adds ``Include``, file and line in errors, and the
 meaning of the options, and puts two conditions of ``Match`` right. Read once for all hosts of an
@@ -21,8 +21,8 @@ from typing import Any
 import paramiko
 
 from flagscale.errors import ConfigError, Problem
-from flagscale.hosts.ssh.target import SSH_PORT, SshTarget
 
+SSH_PORT = 22
 SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
 SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
@@ -34,6 +34,51 @@ MOST_JUMPS = 8
 _PATIENCE = 30
 
 _SETTING = re.compile(r"(\w+)(?:\s*=\s*|\s+)(.+)")
+
+
+@dataclass(frozen=True)
+class SshTarget:
+    """One host as SSH reaches it. Made by :meth:`.ssh_config.SshConfig.target`.
+
+    ``name`` is what the user calls the host and what messages say. ``via`` is the last jump host
+    on the way, itself a target with a ``via`` of its own. ``identity_files`` are tried in order;
+    ``default_identities`` says that the user named none and these are the usual ones.
+    """
+
+    name: str
+    address: str
+    user: str
+    port: int = SSH_PORT
+    identity_files: tuple[Path, ...] = ()
+    default_identities: bool = False
+    identities_only: bool = False
+    agent_socket: str | None = None
+    known_hosts: tuple[Path, ...] = ()
+    host_key_alias: str | None = None
+    remember_new_keys: bool = False
+    revoked_keys: Path | None = None
+    connect_timeout: float | None = None
+    via: SshTarget | None = None
+    proxy_command: str | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """The address, and the port where it is not the usual one, for messages."""
+        port = "" if self.port == SSH_PORT else f" port {self.port}"
+        return f"{self.address}{port}"
+
+    @property
+    def route(self) -> str:
+        """``endpoint``, and the jump hosts on the way to it."""
+        return self.endpoint if self.via is None else f"{self.endpoint} through {self.via.name}"
+
+    @property
+    def known_as(self) -> str:
+        """The host's name in known_hosts files."""
+        name = (self.host_key_alias or self.address).lower()
+        if self.host_key_alias or self.port == SSH_PORT:
+            return name
+        return f"[{name}]:{self.port}"
 
 
 @dataclass(frozen=True)
