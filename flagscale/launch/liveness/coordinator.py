@@ -18,10 +18,9 @@ from typing import Any
 
 from flagscale.launch.liveness import messages
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity, first_of
-from flagscale.launch.liveness.job import JobHost, Notice, unreached
+from flagscale.launch.liveness.job import JobHost, Notice, stalled_report, unreached
 from flagscale.launch.liveness.messages import FromHost, HostStatus, JobPhase, Order, Position
 from flagscale.launch.liveness.options import Policy
-from flagscale.launch.liveness.stall import stalled_report
 
 BACK_OFF_SECONDS = 1.0
 MAX_BACK_OFF_SECONDS = 60.0

@@ -12,11 +12,12 @@ from flagscale.hosts import kernel, processes
 from flagscale.hosts.processes import Process
 from flagscale.launch.layout import HostFiles
 from flagscale.launch.liveness.diagnosis import rank_log
-from flagscale.launch.liveness.stall import MAX_STACK_CHARACTERS, RankProgress
+from flagscale.launch.liveness.messages import RankProgress
 from flagscale.status import BUSY, Event, Progress, read_events, read_progress, status_files
 
 STACK_SIGNAL = signal.SIGUSR2
 """What makes the training program write its stacks to stderr."""
+MAX_STACK_CHARACTERS = 4000
 _SETTLED_SECONDS = 0.5
 _MOVING = frozenset({"joined", "ready", "progress", "evaluation", "checkpoint", "finished"})
 

@@ -1,4 +1,4 @@
 """From an experiment and its hosts to exactly what each host will run: environment, plan, scripts.
 
-Pure but for :mod:`.devices` and :func:`.slots.this_machine`, which look at this machine.
+Pure but for :func:`.slots.this_machine`, which looks at this machine.
 """

@@ -26,6 +26,7 @@ from flagscale.launch.liveness.messages import (
     KeepAlive,
     Order,
     Position,
+    RankProgress,
     Reported,
     Stacks,
     StartAttempt,
@@ -33,7 +34,6 @@ from flagscale.launch.liveness.messages import (
     Stopping,
 )
 from flagscale.launch.liveness.options import Policy
-from flagscale.launch.liveness.stall import RankProgress
 
 POSITION = Position(
     status=HostStatus.RUNNING,
