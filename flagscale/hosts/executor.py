@@ -9,11 +9,10 @@ entry points ``flagscale.executors``.
 from __future__ import annotations
 
 import signal
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from flagscale.registry import Registry
 
@@ -93,15 +92,6 @@ class Executor(Protocol):
     ) -> Result:
         """Run a command; ``argv`` shows in the host's process table. Output goes to the callbacks
         as it comes where there are any, and into the result where there are none."""
-
-
-@runtime_checkable
-class Ties(Protocol):
-    """An executor of this very machine, which can have what it starts end with this process."""
-
-    def run_tied(self, script: str) -> tuple[Result, subprocess.Popen[bytes]]:
-        """Run a script that ends by ``exec``, so that what it becomes is a child of this process:
-        TERM comes to it when this process ends. The result is what it said before that."""
 
 
 class Opener(Protocol):

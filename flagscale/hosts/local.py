@@ -47,7 +47,8 @@ class LocalExecutor:
         return _Exchange(self._start(argv), timeout).run(data)
 
     def run_tied(self, script: str) -> tuple[Result, subprocess.Popen[bytes]]:
-        """See :meth:`flagscale.hosts.executor.Ties.run_tied`."""
+        """Run a script that ends by ``exec``, so that what it becomes is a child of this process:
+        TERM comes to it when this process ends. The result is what it said before that."""
         argv, data = _read_by_bash(script)
         process = self._start(argv, tied=True)
         return _Exchange(process, None, stays=True).run(data), process

@@ -127,7 +127,6 @@ class TableEntry:
     rank: int
     code: int
     time: float
-    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,6 @@ def parse_table(output: str, killed: Collection[int] = ()) -> list[TableEntry]:
             int(match["rank"]),
             int(match["code"]),
             datetime.fromisoformat(match["time"]).timestamp(),
-            int(match["pid"]),
         )
         for match in _ENTRY.finditer(output, start)
         if int(match["pid"]) not in killed

@@ -21,7 +21,7 @@ from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import make_private_directory, write_atomic
 from flagscale.hosts import probe, processes
-from flagscale.hosts.executor import Executor, Ties
+from flagscale.hosts.executor import Executor
 from flagscale.hosts.fan_out import Hosts, describe, require_all
 from flagscale.hosts.processes import Process, Swept
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
@@ -108,6 +108,8 @@ class HostRunner:
     def submit(self, plan: LaunchPlan, texts: Texts, *, foreground: bool = False) -> RunState:
         """Start the run, detached on every host: it lives on when this process ends. Only in the
         foreground, on this very machine, it ends with it."""
+        from flagscale.hosts.local import LocalExecutor
+
         layout = plan.layout
         began = time.monotonic()
         with start_lock(layout):
@@ -119,7 +121,7 @@ class HostRunner:
             programs = _programs(plan, texts, previous, tied=foreground)
 
             def begin(number: int, executor: Executor) -> start.Started:
-                if foreground and isinstance(executor, Ties):
+                if foreground and isinstance(executor, LocalExecutor):
                     result, self._children[number] = executor.run_tied(programs[number])
                 else:
                     result = executor.run_script(programs[number], timeout=start.SECONDS)
