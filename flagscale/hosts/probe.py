@@ -180,7 +180,9 @@ def look(project: str, compared: str, python: str, kept: str, key: str) -> list[
     if compared:
         lines.append(_told("code", digest_of(manifest(project))))
     if kept:
-        keep(kept, [key, *_made(world), *lines, "end"])
+        there = sorted(world.made.items())
+        made = [f"made {m} {path}" if m else f"gone {path}" for path, m in there]
+        keep(kept, [key, *made, *lines, "end"])
     return lines
 
 
@@ -195,11 +197,6 @@ def _program(name: str) -> str:
         return name
     places = [os.path.join(place, name) for place in os.environ.get("PATH", "").split(os.pathsep)]
     return next((place for place in places if os.access(place, os.X_OK)), name)
-
-
-def _made(world: World) -> list[str]:
-    there = sorted(world.made.items())
-    return [f"made {m} {path}" if m else f"gone {path}" for path, m in there]
 
 
 def keep(path: str, lines: list[str]) -> None:

@@ -13,6 +13,7 @@ from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import RunStateError
 from flagscale.hosts.names import compress
 from flagscale.launch import attending, logs, runs
+from flagscale.launch.liveness.telling import say
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.base import Prepared, Runner, Texts, runner_for
 from flagscale.launch.show import places
@@ -107,7 +108,7 @@ def _stay(runner: Runner, state: RunState) -> int:
         with ticker.shown(lambda: runner.query(state)) as show:
             logs.follow(outputs, lambda: runner.ended(state), show)
     except KeyboardInterrupt:
-        print(f"flagscale: stopping run {state.run_id}", file=sys.stderr, flush=True)
+        say(f"stopping run {state.run_id}")
         attending.interrupt(runner, state)
         runner.bring_output(state)
         for line in (line for output in outputs for line in output.read(final=True)):
@@ -118,7 +119,7 @@ def _stay(runner: Runner, state: RunState) -> int:
     if end.failure is not None:
         print(f"first failure: {end.failure.describe()}", file=sys.stderr)
     if end.phase is Phase.STOPPED:
-        print(f"flagscale: run {state.run_id} was stopped", file=sys.stderr)
+        say(f"run {state.run_id} was stopped")
         # Ranks that have saved what they had end with 0, but the job is not done.
         return code or 128 + signal.SIGTERM
     return code

@@ -10,7 +10,6 @@ seconds.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from typing import Any, NoReturn
 
@@ -21,6 +20,7 @@ from flagscale.hosts.names import compress, some
 from flagscale.launch.failures import first_failure, job_record
 from flagscale.launch.layout import Layout
 from flagscale.launch.liveness.diagnosis import Failure, last_lines
+from flagscale.launch.liveness.telling import say
 from flagscale.launch.runners.base import Runner
 from flagscale.launch.snapshot import EventReader
 from flagscale.launch.state import RunState
@@ -102,7 +102,7 @@ class _Start:
             self._joined_at = self._told_at = now
             if self._wait_for != "joined" and not self._done():
                 what = _WAITED_FOR[self._wait_for]
-                _say(f"{joined} in {now - self._began:.1f} s; waiting for {what}")
+                say(f"{joined} in {now - self._began:.1f} s; waiting for {what}")
         if not self._done():
             return ""
         seconds = now - self._began
@@ -150,7 +150,7 @@ class _Start:
             what = f"{len(self._reached('joined'))} of {self._state.world_size} rank(s) joined"
         else:
             what = f"waiting for {_WAITED_FOR[self._wait_for]}"
-        _say(f"{now - self._began:.0f} s: {what}{self._missing()}")
+        say(f"{now - self._began:.0f} s: {what}{self._missing()}")
 
     def _late(self) -> str:
         """What there is to say once the time is over. Raises :class:`JobError`, and ends the run,
@@ -187,7 +187,7 @@ class _Start:
         for number, restart in enumerate(restarts[self._restarts :], self._restarts + 1):
             failure = Failure.from_record(restart.get("failure"))
             why = failure.headline() if failure is not None else "for no reason that is known"
-            _say(f"attempt {number} of {job.get('attempts')} failed: {why}; the job starts again")
+            say(f"attempt {number} of {job.get('attempts')} failed: {why}; the job starts again")
         if len(restarts) != self._restarts:
             self._restarts = len(restarts)
             self._joined_at, self._attempt_began = None, time.monotonic()
@@ -217,10 +217,6 @@ class _Start:
             _half_ended(state, runner)
         which = f" in attempt {self._restarts + 1}" if self._restarts else ""
         raise JobError(f"run {state.run_id} failed{which}: {failure.describe()}", exit_code=1)
-
-
-def _say(text: str) -> None:
-    print(f"flagscale: {text}", file=sys.stderr, flush=True)
 
 
 def _meeting_points(state: RunState) -> str:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flagscale.files import plain
 from flagscale.launch.liveness import messages
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity, first_of
 from flagscale.launch.liveness.job import JobHost, Notice, stalled_report, unreached
@@ -294,7 +295,7 @@ class Coordinator:
             self._go(JobPhase.WAITING)
             wait = min(BACK_OFF_SECONDS * 2 ** len(self.restarts), MAX_BACK_OFF_SECONDS)
             self._restart_at = now + wait
-            self.restarts.append({"attempt": self.attempt, "failure": self._record()})
+            self.restarts.append({"attempt": self.attempt, "failure": plain(self.failure)})
             self.notices.append(Notice("restarted", self.attempt + 1, self.failure))
         else:
             self._finish(Notice("failed", self.attempt, self.failure))
@@ -327,16 +328,13 @@ class Coordinator:
         self.notices.append(notice)
         self._order(messages.FinishJob(self.failure))
 
-    def _record(self) -> dict[str, Any] | None:
-        return self.failure.to_record() if self.failure is not None else None
-
     def summary(self) -> dict[str, Any]:
         """What ``query`` shows of the job."""
         return {
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
             "attempts": self.policy.attempts,
-            "failure": self._record(),
+            "failure": plain(self.failure),
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
         }

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from flagscale import __version__
 from flagscale.config.interpolation import parts, references
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
-from flagscale.launch.planning.environment import PYTHON_PATH, EnvValue
+from flagscale.launch.planning.environment import PYTHON_PATH
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
 from flagscale.launch.planning.per_host import bash
 from flagscale.launch.planning.supervision import AGENT_SECRETS
@@ -108,7 +108,8 @@ def _environment(host: HostPlan) -> Iterator[str]:
     secrets = [value for value in hidden if value.name not in AGENT_SECRETS]
     if secrets:
         yield "# Secrets are not written to files: they come from the environment."
-        yield from (_require(value) for value in secrets)
+        required = ':?is a secret: export it, then run this script}"'
+        yield from (f': "${{{value.name}{required}' for value in secrets)
     yield ""
     yield "# The adapted training backend first, then this project."
     path = ":".join(filter(None, (*host.python_path, own_path)))
@@ -145,10 +146,6 @@ def _hide(names: Sequence[str]) -> Iterator[str]:
     for number, name in enumerate(names):
         yield f"    export {name}=$hidden_{number}"
     yield "}"
-
-
-def _require(value: EnvValue) -> str:
-    return f': "${{{value.name}:?is a secret: export it, then run this script}}"'
 
 
 def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
