@@ -240,8 +240,9 @@ def choose_hosts(
         return (Host("localhost"),)
     hosts = tuple(listed)[: count_nodes(len(listed), nnodes)]
     # Asking the resolver for each of many names could take minutes; nobody needs the answer.
-    ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else _sounds_local
-    here = [host.name for host in hosts if host.via is None and ask(host.name)]
+    ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else is_loopback
+    own = socket.gethostname()
+    here = [h.name for h in hosts if h.via is None and (h.name == own or ask(h.name))]
     if len(here) > 1:
         problem = Problem(_HOSTFILE, f"{hostfile}: all of {compress(here)} are this machine")
         hint = "name it once, with as many slots as it has devices"
@@ -258,10 +259,6 @@ def meeting_address(given: str | None, hosts: Sequence[Host]) -> str:
     """Where ranks on ``hosts`` meet, unless the user has ``given`` an address."""
     alone = "127.0.0.1" if len(hosts) == 1 else None
     return given or alone or hosts[0].addr or hosts[0].name
-
-
-def _sounds_local(name: str) -> bool:
-    return name == socket.gethostname() or is_loopback(name)
 
 
 def is_loopback(name: str) -> bool:

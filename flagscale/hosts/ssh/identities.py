@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paramiko
-from paramiko.agent import AgentKey, AgentSSH
+from paramiko.agent import AgentSSH
 from paramiko.message import Message
 
 from flagscale.hosts import errors
@@ -150,7 +150,8 @@ class Identities:
                 self._agents[path] = None  # a stale SSH_AUTH_SOCK is no reason to fail
         agent = self._agents[path]
         for key in agent.get_keys() if agent is not None else ():
-            yield Identity(f"{_agent_label(key)} (agent)", key)
+            label = getattr(key, "comment", "") or key.get_name()
+            yield Identity(f"{label} (agent)", key)
 
     def _load(self, path: Path) -> Identity | Unusable:
         if path not in self._files:
@@ -183,10 +184,6 @@ def _public_blob(path: Path) -> bytes | None:
         return base64.b64decode(path.read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _agent_label(key: AgentKey) -> str:
-    return str(getattr(key, "comment", "") or key.get_name())
 
 
 def _other_methods(target: SshTarget, methods: list[str]) -> errors.LoginError:

@@ -6,11 +6,10 @@ import argparse
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -110,7 +109,7 @@ class AgentOptions(Policy):
             raise ValueError(f"this is no JSON: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"expected a JSON object, found {json.dumps(record)[:80]}")
-        kinds = _kinds()
+        kinds = get_type_hints(cls)
         for name in record:
             if name not in kinds:
                 near = "".join(f"; did you mean {n!r}?" for n in get_close_matches(name, kinds, 1))
@@ -124,11 +123,6 @@ class AgentOptions(Policy):
         except ValueError as error:
             raise ValueError(f"hosts: {error}") from None
         return made
-
-
-@cache
-def _kinds() -> Mapping[str, Any]:
-    return get_type_hints(AgentOptions)
 
 
 def _value(name: str, kind: Any, value: object) -> Any:

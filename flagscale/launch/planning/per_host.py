@@ -55,11 +55,6 @@ class Settings:
             text += f'export PATH={directory}"${{PATH:+:$PATH}}"\n'
         return text
 
-    @property
-    def commands_before(self) -> str:
-        """What the host's script runs before the job."""
-        return self.setup + self.before_start
-
 
 def settings(experiment: Experiment, host: Host) -> Settings:
     """What an experiment says of this host."""

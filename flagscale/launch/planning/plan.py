@@ -172,7 +172,7 @@ class _Job:
             script=layout.script(slot.node_rank, host.name),
             output=layout.output(slot.node_rank, host.name),
             pid_file=layout.pid(slot.node_rank, host.name),
-            before_start=own.commands_before,
+            before_start=own.setup + own.before_start,
             after_stop=own.after_stop,
             origins=own.origins,
             unprobed=machine.cpus is None,

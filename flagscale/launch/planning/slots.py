@@ -83,18 +83,13 @@ def slots(
         # Hosts of which nothing is different share one machine, as they share their settings.
         key = (id(bare), id(own))
         if key not in on:
-            on[key] = _with_settings(bare, own)
+            python = own.python or ("python" if own.conda else bare.python)
+            on[key] = replace(bare, python=python, project=own.build_dir or bare.project)
         machine = on[key]
         nproc = ranks_of(experiment, host, machine)
         made.append(Slot(len(made), nproc, first, host, machine, own))
         first += nproc
     return tuple(made)
-
-
-def _with_settings(machine: Machine, own: Settings) -> Machine:
-    """A machine on which an experiment's own Python and directory hold."""
-    python = own.python or ("python" if own.conda else machine.python)
-    return replace(machine, python=python, project=own.build_dir or machine.project)
 
 
 def ranks_of(experiment: Experiment, host: Host, machine: Machine) -> int:

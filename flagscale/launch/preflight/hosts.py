@@ -38,6 +38,7 @@ def check_hosts(
     """Everything that the hosts' answers tell, the troubles of unreachable ones first. Of what is
     between hosts, this machine alone has nothing to tell. ``previous``: the run before."""
     usual = _usual(found)
+    exp_dir, key = str(plan.exp_dir), "experiment.exp_dir"
     per_host: tuple[Callable[[HostPlan, Facts], Check], ...] = (
         lambda host, facts: _python(facts, usual),
         lambda host, facts: _packages(experiment, found, facts, usual),
@@ -50,7 +51,9 @@ def check_hosts(
             facts.python.answers.get(backend.CHECK) if facts.python else None,
             facts.gpus or 0,
         ),
-        lambda host, facts: _disk(plan, facts),
+        lambda host, facts: _rounded(
+            directories.check_directory("exp_dir", exp_dir, facts.exp_dir, key=key), exp_dir
+        ),
         lambda host, facts: _earlier_run(facts, previous),
     )
     between = (
@@ -200,12 +203,6 @@ def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts, master: Facts | N
     if not facts.address:
         text = f"{plan.master_addr} means nothing there"
     return Check("interface", False, text, hint)
-
-
-def _disk(plan: LaunchPlan, facts: Facts) -> Check:
-    exp_dir = str(plan.exp_dir)
-    check = directories.check_directory("exp_dir", exp_dir, facts.exp_dir, key="experiment.exp_dir")
-    return _rounded(check, exp_dir)
 
 
 def _directories(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Iterator[Check]:
