@@ -24,6 +24,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kills
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, HostFiles
@@ -36,7 +37,6 @@ from flagscale.launch.liveness.member import Member
 from flagscale.launch.liveness.messages import JobPhase
 from flagscale.launch.liveness.network import Client, Ready, Server, allow_files
 from flagscale.launch.liveness.options import CommandLine, own_output, parse
-from flagscale.launch.liveness.signals import Signals
 from flagscale.launch.liveness.telling import keep, say
 from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
@@ -51,6 +51,33 @@ FAREWELL_SECONDS = 3.0
 # What a host that never met host 0 takes to tell it that it has ended.
 _MEETING_SECONDS = 6.0
 _BIND_SECONDS = 10.0
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Signals:
+    """The signals by which an agent is told to end its job, for its loop to look at."""
+
+    def __init__(self) -> None:
+        self.pending: list[int] = []
+
+    def listen(self) -> socket.socket:
+        """From now on keep signals, and have them wake up whoever waits for the socket."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        self._writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        for number in FORWARDED:
+            signal.signal(number, self._keep)
+        return reader
+
+    def _keep(self, number: int, _frame: FrameType | None) -> None:
+        self.pending.append(number)
+
+    def take(self) -> list[int]:
+        taken, self.pending = self.pending, []
+        return taken
 
 
 class Agent:
@@ -65,7 +92,7 @@ class Agent:
         self._run_id = run_id
         self._key = key
         self._selector = selectors.DefaultSelector()
-        self._signals = Signals([])
+        self._signals = Signals()
         self._signalled_at = 0.0
         now = time.monotonic()
         self._port = options.liveness_port if key is not None else None

@@ -10,13 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch.failures import (
-    earlier_failures,
-    first_failure,
-    is_settled,
-    job_code,
-    job_record,
-)
+from flagscale.launch import failures
 from flagscale.launch.layout import latest_status
 from flagscale.launch.liveness.diagnosis import Failure, last_lines
 from flagscale.launch.state import Exit, HostState, RunState
@@ -177,12 +171,14 @@ def take(
     phase = _overall([row.phase for row in rows])
     # Looked at before the verdict is read, which may become final in between.
     unsettled = phase is Phase.RUNNING and _to_be_settled(state, seen)
-    failure = first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
+    failure = (
+        failures.first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
+    )
     warnings = _warnings(events)
     if failure is not None and unsettled:
         warnings.append(f"{failure.headline()}; {_UNSETTLED}")
         failure = None
-    job = job_record(state.hosts)
+    job = failures.job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,
         name=state.name,
@@ -190,13 +186,13 @@ def take(
         since=_since(state, phase, events, exits),
         world_size=state.world_size,
         joined=len(joined),
-        exit_code=job_code(state, exits, failure),
+        exit_code=failures.job_code(state, exits, failure),
         failure=failure,
         hosts=tuple(rows),
         warnings=tuple(warnings),
         attempt=int(job.get("attempt", 1)),
         attempts=int(job.get("attempts", 1)),
-        earlier=earlier_failures(state.hosts),
+        earlier=failures.earlier_failures(state.hosts),
         **_progress(events, phase),
     )
 
@@ -240,7 +236,7 @@ def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen) -> 
 def _to_be_settled(state: RunState, seen: Mapping[int, Seen]) -> bool:
     """Whether the first failure is not agreed on yet, and those who will agree on it are alive:
     the script of the first host tells what became of its agent."""
-    return seen.get(0, Seen()).alive == "script" and not is_settled(state.hosts)
+    return seen.get(0, Seen()).alive == "script" and not failures.is_settled(state.hosts)
 
 
 def _overall(phases: Sequence[Phase]) -> Phase:

@@ -19,15 +19,11 @@ from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, meeting_address
 from flagscale.hosts.names import ranges
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
+from flagscale.launch.planning import supervision
 from flagscale.launch.planning.environment import build_environment
 from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle, Slot
 from flagscale.launch.planning.per_host import rebased
-from flagscale.launch.planning.supervision import (
-    Meeting,
-    agent_environment,
-    agent_options,
-    liveness_port,
-)
+from flagscale.launch.planning.supervision import Meeting
 
 
 def plan(
@@ -51,7 +47,7 @@ def plan(
     meeting = None
     if len(slots) > 1:
         names = tuple(ranges(host.name for host in hosts))
-        port = liveness_port(given, master_port)
+        port = supervision.liveness_port(given, master_port)
         meeting = Meeting(address, port, names, hosts[0].name, run_secret)
     job = _Job(experiment, run_id, len(slots), (address, master_port), meeting)
     return LaunchPlan(
@@ -161,11 +157,13 @@ class _Job:
             address=host.addr or host.name,
             nproc=slot.nproc,
             first_rank=slot.first_rank,
-            environment=(*environment, *agent_environment(runner, slot, self.meeting)),
+            environment=(*environment, *supervision.agent_environment(runner, slot, self.meeting)),
             python_path=(str(backend), str(machine.project)),
             workdir=machine.workdir or machine.project,
             python=machine.python,
-            agent=agent_options(runner, self.experiment.name, slot, run_dir, self.meeting),
+            agent=supervision.agent_options(
+                runner, self.experiment.name, slot, run_dir, self.meeting
+            ),
             torchrun=self._torchrun(slot, run_dir),
             program=self._program(slot, layout),
             run_dir=run_dir,
