@@ -36,7 +36,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str]] = {
         "[user@]host[:port], as for ssh -J",
     ),
 }
-"""What fits, and what it is called."""
+"""Of each option of a line, what fits, and what that is called."""
 _KEYS = (*_OPTIONS, "addr", "via")
 _EXPECTED = "expected `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] [via=V]`"
 
@@ -48,7 +48,7 @@ class Host:
     ``port``, ``user`` and ``proxy`` (as ``ssh -J`` takes it) are how SSH reaches it, where they
     differ from the user's SSH configuration; ``addr`` is its address in the network over which
     ranks talk, where that is not the name SSH uses. ``via`` is another way to reach it than SSH,
-    see :mod:`.registry`.
+    see :data:`.executor.EXECUTORS`.
     """
 
     name: str

@@ -89,9 +89,11 @@ def _notes_on_hosts(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
     if wanted is not None and wanted > there:
         asked = f"experiment.runner.nnodes is {wanted}"
         yield f"{there} host(s) take part: {asked}, the hostfile has {there}"
+    if experiment.runner.hostfile is not None:
+        return
     names = [host.name for host in made.hosts]
     idle = [key for key, _, _ in _unmatched(experiment, (), names)]
-    if idle and experiment.runner.hostfile is None:
+    if idle:
         yield (
             f"{', '.join(idle)}: not used, since without experiment.runner.hostfile the only host "
             f"is {compress(names)}, of no type"
