@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from flagscale.hosts.closing import Closing
-from flagscale.hosts.executor import Endpoint
-from flagscale.hosts.fan_out import LIMIT, Hosts, Outcome
+from flagscale.errors import FlagscaleError
+from flagscale.hosts.executor import Closing, Endpoint, Executor
+from flagscale.hosts.fan_out import LIMIT, Hosts
 from flagscale.hosts.ssh import Connection, Dialer, DialOptions, SshTarget
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What became of one host: ``value``, or ``error`` and then ``value`` is None."""
+
+    number: int
+    value: T | None
+    error: FlagscaleError | None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    def get(self) -> T:
+        """The value; raises the error where there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+def outcomes_of(hosts: Hosts, action: Callable[[int, Executor], T], count: int) -> list[Outcome[T]]:
+    """Do ``action`` on every host; what became of each, in their order."""
+    values, errors = hosts.each(action)
+    assert {*values, *errors} == set(range(count))
+    return [Outcome(number, values.get(number), errors.get(number)) for number in range(count)]
 
 
 class Dialing(Closing):
@@ -33,10 +60,9 @@ def fan_out(
     *,
     limit: int = LIMIT,
     options: DialOptions | None = None,
-    on_done: Callable[[Outcome[T]], object] | None = None,
 ) -> list[Outcome[T]]:
     """Do ``action`` on every target over a connection of its own."""
     endpoints = [Endpoint(str(number)) for number in range(len(targets))]
     opener = Dialing(targets, options)
     with Hosts(endpoints, openers={"ssh": opener}, limit=limit) as hosts:
-        return hosts.map(lambda _, connection: action(connection), on_done=on_done)
+        return outcomes_of(hosts, lambda _, connection: action(connection), len(targets))

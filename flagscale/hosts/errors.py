@@ -18,116 +18,83 @@ class HostError(UnreachableError):
     #: Whether trying again in a moment may help: the host was busy, not wrong.
     retryable: ClassVar[bool] = False
 
+    def __init_subclass__(cls, *, summary: str = "", retryable: bool = False) -> None:
+        super().__init_subclass__()
+        cls.summary = summary or cls.summary
+        cls.retryable = retryable or cls.retryable
+
     def __init__(self, host: str, what: str, *, hint: str | None = None) -> None:
         super().__init__(f"{host}: {what}", hint=hint)
         self.host = host
-        self.what = what
 
 
-class NameResolutionError(HostError):
+class NameResolutionError(HostError, summary="host name does not resolve"):
     """The host's name means nothing to this machine."""
 
-    summary = "host name does not resolve"
 
-
-class NoRouteError(HostError):
+class NoRouteError(HostError, summary="no route to host"):
     """The network says that there is no such machine, or no way to it."""
 
-    summary = "no route to host"
 
-
-class ConnectionRefusedByHostError(HostError):
+class ConnectionRefusedByHostError(HostError, summary="connection refused"):
     """The machine is there and nothing listens on the port."""
 
-    summary = "connection refused"
 
-
-class ConnectTimeoutError(HostError):
+class ConnectTimeoutError(HostError, summary="no answer"):
     """Nothing answered: the machine is off, or a firewall drops the packets."""
 
-    summary = "no answer"
 
-
-class GreetingTimeoutError(HostError):
+class GreetingTimeoutError(HostError, summary="sshd does not answer"):
     """Something accepts connections on the port and says nothing: sshd is stopped or starved."""
 
-    summary = "sshd does not answer"
 
-
-class ConnectionDroppedError(HostError):
+class ConnectionDroppedError(HostError, summary="sshd drops connections", retryable=True):
     """sshd closed the connection during its greeting, as it does under a burst (MaxStartups)."""
 
-    summary = "sshd drops connections"
-    retryable = True
 
-
-class HandshakeError(HostError):
+class HandshakeError(HostError, summary="no SSH handshake"):
     """What listens there is no SSH server, or none that we have an algorithm in common with."""
 
-    summary = "no SSH handshake"
 
-
-class ProxyCommandError(HostError):
+class ProxyCommandError(HostError, summary="proxy command failed"):
     """The user's ProxyCommand did not give us a connection."""
 
-    summary = "proxy command failed"
 
-
-class HostKeyError(HostError):
+class HostKeyError(HostError, summary="host key cannot be checked"):
     """The host's key is not one we can trust."""
 
-    summary = "host key cannot be checked"
 
-
-class UnknownHostKeyError(HostKeyError):
+class UnknownHostKeyError(HostKeyError, summary="host key is not known"):
     """No known_hosts file has a key of this host."""
 
-    summary = "host key is not known"
 
-
-class ChangedHostKeyError(HostKeyError):
+class ChangedHostKeyError(HostKeyError, summary="HOST KEY HAS CHANGED"):
     """known_hosts has another key of this host."""
 
-    summary = "HOST KEY HAS CHANGED"
 
-
-class RevokedHostKeyError(HostKeyError):
+class RevokedHostKeyError(HostKeyError, summary="HOST KEY IS REVOKED"):
     """The user has declared this very key void, for it is known to others."""
 
-    summary = "HOST KEY IS REVOKED"
 
-
-class LoginError(HostError):
+class LoginError(HostError, summary="login refused"):
     """The host accepts none of our keys for this user."""
 
-    summary = "login refused"
 
-
-class LoginBrokenError(HostError):
+class LoginBrokenError(HostError, summary="connection closed during the login"):
     """The connection ended while we logged in, and not because of our keys as far as we know."""
 
-    summary = "connection closed during the login"
 
-
-class ConnectionLostError(HostError):
+class ConnectionLostError(HostError, summary="connection lost"):
     """The connection broke while it was in use."""
 
-    summary = "connection lost"
 
-
-class CommandTimeoutError(HostError):
+class CommandTimeoutError(HostError, summary="command timed out"):
     """The host accepted a command and did not finish it in time."""
 
-    summary = "command timed out"
 
-
-class ChannelRefusedError(HostError):
+class ChannelRefusedError(HostError, summary="session refused"):
     """The host logged us in and refuses to run a command, or to forward to another host."""
 
-    summary = "session refused"
 
-
-class LoginShellError(HostError):
+class LoginShellError(HostError, summary="login shell failed"):
     """The account's login shell ended before it ran the command."""
-
-    summary = "login shell failed"

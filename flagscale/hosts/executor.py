@@ -2,17 +2,26 @@
 
 An :class:`Executor` is one host, reached: it runs a program there and brings its answer. An
 :class:`Opener` makes executors of one kind for one command of the user's, and holds what they
-share. Kinds are found by name (:mod:`.registry`): ``local`` is this machine, ``ssh`` another.
+share. Kinds are found by name: ``local`` is this machine, ``ssh`` another; others come from the
+entry points ``flagscale.executors``.
 """
 
 from __future__ import annotations
 
 import signal
-import subprocess
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
+from flagscale.registry import Registry
+
+EXECUTORS: Registry = Registry(
+    "flagscale.executors",
+    "way to reach a host",
+    {"local": "flagscale.hosts.local:LocalOpener", "ssh": "flagscale.hosts.ssh.dial:SshOpener"},
+)
+C = TypeVar("C", bound="Closing")
 OnOutput = Callable[[bytes], object]
 
 
@@ -85,15 +94,6 @@ class Executor(Protocol):
         as it comes where there are any, and into the result where there are none."""
 
 
-@runtime_checkable
-class Ties(Protocol):
-    """An executor of this very machine, which can have what it starts end with this process."""
-
-    def run_tied(self, script: str) -> tuple[Result, subprocess.Popen[bytes]]:
-        """Run a script that ends by ``exec``, so that what it becomes is a child of this process:
-        TERM comes to it when this process ends. The result is what it said before that."""
-
-
 class Opener(Protocol):
     """Reaches hosts. Thread-safe: hosts are opened side by side."""
 
@@ -103,3 +103,24 @@ class Opener(Protocol):
 
     def close(self) -> None:
         """Give up what is held open, and wake up whoever waits for a host."""
+
+
+def opener(via: str, settings: Mapping[str, Any]) -> Opener:
+    """What reaches hosts in this way. ``settings`` are those of all hosts of a run that are reached
+    so. Raises :class:`~flagscale.errors.ConfigError` for a way that nobody knows."""
+    made: Opener = EXECUTORS.load(via)(settings)
+    return made
+
+
+class Closing(ABC):
+    """A context manager that is entered as itself and closed at the end, however it is left."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what is held. May be called more than once."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -2,7 +2,7 @@
 
 Asked of every host before a run is planned, so it is bash without a process more than needed.
 Where a preflight is wanted, the same program looks at where the run will write and what it needs,
-and tells what the host's Python is like, see :mod:`.world`.
+and tells what the host's Python is like, see :mod:`.python_world`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 from flagscale import checkpoints
 from flagscale.hosts import probe
 from flagscale.hosts import python_world as world
-from flagscale.hosts.answer import Answer
-from flagscale.hosts.answer import ask as ask_host
 from flagscale.hosts.executor import Executor
-from flagscale.hosts.program import PROGRAMS, Value, program
+from flagscale.hosts.program import PROGRAMS, Answer, Value, program
+from flagscale.hosts.program import ask as ask_host
 from flagscale.hosts.python_world import World
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
@@ -150,8 +149,8 @@ def text(question: Question) -> str:
     if need is not None:
         given |= {"thorough": "yes", "project": need.project, "exp_dir": need.exp_dir}
         given |= {"load": need.load, "needed": need.paths, "written": need.written}
-        asked = world.Asked(need.project, question.python, question.setup, need.compared)
-        given |= world.given(asked, fresh=need.fresh)
+        asked = (need.project, question.python, question.setup)
+        given |= world.given(*asked, compared=need.compared, fresh=need.fresh)
         given |= {"asked": _as_json(need.asked)}
         given |= {"asked_of_checkpoints": _as_json(need.asked_of_checkpoints)}
         more.append(world.function())

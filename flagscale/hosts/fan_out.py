@@ -8,16 +8,12 @@ with three broken hosts out of sixty-four wants to know of all three.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
-from flagscale.hosts.closing import Closing
-from flagscale.hosts.executor import Endpoint, Executor, Opener
+from flagscale.hosts.executor import Closing, Endpoint, Executor, Opener, opener
 from flagscale.hosts.names import compress
-from flagscale.hosts.registry import opener
 
 T = TypeVar("T")
 
@@ -26,26 +22,6 @@ LIMIT = 48
 
 Action = Callable[[int, Executor], T]
 """What is done on a host, given with its number."""
-
-
-@dataclass(frozen=True)
-class Outcome(Generic[T]):
-    """What became of one host: ``value``, or ``error`` and then ``value`` is None."""
-
-    number: int
-    value: T | None
-    error: FlagscaleError | None
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        return self.error is None
-
-    def get(self) -> T:
-        """The value; raises the error where there is one."""
-        if self.error is not None:
-            raise self.error
-        return self.value  # type: ignore[return-value]
 
 
 class Hosts(Closing):
@@ -76,62 +52,47 @@ class Hosts(Closing):
         for one in self._openers.values():
             one.close()
 
-    def map(
-        self,
-        action: Action[T],
-        numbers: Sequence[int] | None = None,
-        *,
-        on_done: Callable[[Outcome[T]], object] | None = None,
-    ) -> list[Outcome[T]]:
-        """Do ``action`` on every host, or on those of ``numbers``; the outcomes in their order.
+    def each(
+        self, action: Action[T], numbers: Sequence[int] | None = None
+    ) -> tuple[dict[int, T], dict[int, FlagscaleError]]:
+        """Do ``action`` on every host, or on those of ``numbers``; by number what it returned, and
+        the errors of hosts on which it failed or which could not be reached, in their order.
 
-        It is done once a host: only reaching it is tried again. Its own :class:`FlagscaleError`
-        becomes the host's outcome; any other exception is a bug, ends the whole action and is
-        raised. ``on_done`` is called in this thread as hosts finish. On Ctrl-C everything that is
-        held open is closed, and KeyboardInterrupt goes on.
+        It is done once a host: only reaching it is tried again. An exception that is no
+        :class:`FlagscaleError` is a bug, ends the whole action and is raised. On Ctrl-C everything
+        that is held open is closed, and KeyboardInterrupt goes on.
         """
         chosen = range(len(self.endpoints)) if numbers is None else numbers
+
+        def visit(number: int) -> T | FlagscaleError:
+            try:
+                return action(number, self._reach(self.endpoints[number]))
+            except FlagscaleError as error:
+                return error
+
         if len(chosen) == 1 and self.endpoints[chosen[0]].via == "local":
             # A thread costs more than the whole visit.
-            outcome = self._one(chosen[0], action)
-            if on_done is not None:
-                on_done(outcome)
-            return [outcome]
-        if not chosen:
-            return []
-        from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+            outcomes = [visit(chosen[0])]
+        else:
+            outcomes = self._side_by_side(visit, chosen) if chosen else []
+        found = dict(zip(chosen, outcomes, strict=True))
+        values = {n: one for n, one in found.items() if not isinstance(one, FlagscaleError)}
+        return values, {n: one for n, one in found.items() if isinstance(one, FlagscaleError)}
 
-        pool = ThreadPoolExecutor(min(self._limit, len(chosen)), thread_name_prefix="fan-out")
-        futures: list[Future[Outcome[T]]] = []
+    def _side_by_side(self, visit: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
+        from concurrent.futures import ThreadPoolExecutor, as_completed
+
+        pool = ThreadPoolExecutor(min(self._limit, len(numbers)), thread_name_prefix="fan-out")
         try:
-            futures = [pool.submit(self._one, number, action) for number in chosen]
+            futures = [pool.submit(visit, number) for number in numbers]
             for future in as_completed(futures):
-                outcome = future.result()
-                if on_done is not None:
-                    on_done(outcome)
+                future.result()
         except BaseException:
             self.close()  # wakes the threads that wait for a host
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         pool.shutdown(wait=True)
         return [future.result() for future in futures]
-
-    def each(
-        self, action: Action[T], numbers: Sequence[int] | None = None
-    ) -> tuple[dict[int, T], dict[int, FlagscaleError]]:
-        """As :meth:`map`: what the action returned, and the errors of hosts on which it failed or
-        which could not be reached."""
-        outcomes = self.map(action, numbers)
-        values = {one.number: one.get() for one in outcomes if one.ok}
-        return values, {one.number: one.error for one in outcomes if one.error is not None}
-
-    def _one(self, number: int, action: Action[T]) -> Outcome[T]:
-        start = time.monotonic()
-        try:
-            value = action(number, self._reach(self.endpoints[number]))
-        except FlagscaleError as error:
-            return Outcome(number, None, error, time.monotonic() - start)
-        return Outcome(number, value, None, time.monotonic() - start)
 
     def _reach(self, endpoint: Endpoint) -> Executor:
         with self._lock:

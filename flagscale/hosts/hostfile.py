@@ -9,23 +9,36 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from flagscale.errors import ConfigError, Problem
+from flagscale.hosts.executor import EXECUTORS
 from flagscale.hosts.names import compress, expand
-from flagscale.hosts.registry import EXECUTORS
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._\-]*[A-Za-z0-9])?|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 _NUMBER = re.compile(r"[1-9][0-9]*")
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]*")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*[$]?")
-_PROXY = re.compile(r"[A-Za-z0-9_.\-@:\[\],]+")
-_KEYS = ("slots", "type", "port", "user", "addr", "proxy", "via")
-_EXPECTED = "expected `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] [via=V]`"
 _LARGEST_PORT = 65535
+_HOSTFILE = "experiment.runner.hostfile"
+_OPTIONS: dict[str, tuple[Callable[[str], object], str]] = {
+    "slots": (_NUMBER.fullmatch, "a whole number of at least 1"),
+    "type": (re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]*").fullmatch, "a word such as A800"),
+    "port": (
+        lambda text: _NUMBER.fullmatch(text) and int(text) <= _LARGEST_PORT,
+        f"a number from 1 to {_LARGEST_PORT}",
+    ),
+    "user": (_USER.fullmatch, "the name of an account"),
+    "proxy": (
+        re.compile(r"[A-Za-z0-9_.\-@:\[\],]+").fullmatch,
+        "[user@]host[:port], as for ssh -J",
+    ),
+}
+"""Of each option of a line, what fits, and what that is called."""
+_KEYS = (*_OPTIONS, "addr", "via")
+_EXPECTED = "expected `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] [via=V]`"
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,7 @@ class Host:
     ``port``, ``user`` and ``proxy`` (as ``ssh -J`` takes it) are how SSH reaches it, where they
     differ from the user's SSH configuration; ``addr`` is its address in the network over which
     ranks talk, where that is not the name SSH uses. ``via`` is another way to reach it than SSH,
-    see :mod:`.registry`.
+    see :data:`.executor.EXECUTORS`.
     """
 
     name: str
@@ -111,32 +124,31 @@ def _parse_line(words: list[str]) -> list[Host]:
             raise ValueError(f"{key} is given twice")
         values[key] = value
     addresses = _addresses(values.get("addr"), len(names))
-    common = _checked(values)
+    _check(values)
+    common = Host(
+        name="",
+        slots=int(values["slots"]),
+        device_type=values.get("type"),
+        port=int(values["port"]) if "port" in values else None,
+        user=values.get("user"),
+        proxy=values.get("proxy"),
+        via=values.get("via"),
+    )
     return [
-        Host(name, *common, addr=address, proxy=values.get("proxy"), via=values.get("via"))
+        replace(common, name=name, addr=address)
         for name, address in zip(names, addresses, strict=True)
     ]
 
 
-def _checked(values: dict[str, str]) -> tuple[int, str | None, int | None, str | None]:
-    """Slots, type, port and user of a line."""
-    slots, device_type = values.get("slots"), values.get("type")
-    port, user, proxy = values.get("port"), values.get("user"), values.get("proxy")
-    if slots is None:
+def _check(values: Mapping[str, str]) -> None:
+    """Raise :class:`ValueError` for an option of a line that is missing or not of its form."""
+    if "slots" not in values:
         raise ValueError(f"slots is missing; {_EXPECTED}")
-    if not _NUMBER.fullmatch(slots):
-        raise ValueError(f"slots={slots}: expected a whole number of at least 1")
-    if device_type is not None and not _WORD.fullmatch(device_type):
-        raise ValueError(f"type={device_type}: expected a word such as A800")
-    if port is not None and not (_NUMBER.fullmatch(port) and int(port) <= _LARGEST_PORT):
-        raise ValueError(f"port={port}: expected a number from 1 to {_LARGEST_PORT}")
-    if user is not None and not _USER.fullmatch(user):
-        raise ValueError(f"user={user}: expected the name of an account")
+    for key, (fits, expected) in _OPTIONS.items():
+        if key in values and not fits(values[key]):
+            raise ValueError(f"{key}={values[key]}: expected {expected}")
     if "via" in values and (complaint := EXECUTORS.missing(values["via"])):
         raise ValueError(f"via={values['via']}: {complaint}")
-    if proxy is not None and not _PROXY.fullmatch(proxy):
-        raise ValueError(f"proxy={proxy}: expected [user@]host[:port], as for ssh -J")
-    return int(slots), device_type, int(port) if port else None, user
 
 
 def _addresses(addr: str | None, count: int) -> list[str | None]:
@@ -164,18 +176,13 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts of a hostfile. A missing file is an error: training on this machine alone is
     never what its absence means."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse_hostfile(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
-        raise ConfigError(
-            Problem("experiment.runner.hostfile", f"no such file: {path}"),
-            hint="write it, or leave the key out to train on this machine",
-        ) from None
+        hint = "write it, or leave the key out to train on this machine"
+        raise ConfigError(Problem(_HOSTFILE, f"no such file: {path}"), hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(
-            Problem("experiment.runner.hostfile", f"cannot read {path}: {reason}")
-        ) from error
-    return parse_hostfile(text, path)
+        raise ConfigError(Problem(_HOSTFILE, f"cannot read {path}: {reason}")) from error
 
 
 def count_nodes(in_hostfile: int | None, in_yaml: int | str | None) -> int:
@@ -227,30 +234,24 @@ def choose_hosts(
     """
     if listed is None:
         if count_nodes(None, nnodes) > 1:
-            raise ConfigError(
-                Problem(
-                    "experiment.runner.nnodes",
-                    f"{nnodes} hosts, but there is no hostfile that names them",
-                ),
-                hint="set experiment.runner.hostfile, or nnodes: 1 for this machine",
-            )
+            text = f"{nnodes} hosts, but there is no hostfile that names them"
+            hint = "set experiment.runner.hostfile, or nnodes: 1 for this machine"
+            raise ConfigError(Problem("experiment.runner.nnodes", text), hint=hint)
         return (Host("localhost"),)
     hosts = tuple(listed)[: count_nodes(len(listed), nnodes)]
     # Asking the resolver for each of many names could take minutes; nobody needs the answer.
-    ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else _sounds_local
-    here = [host.name for host in hosts if host.via is None and ask(host.name)]
-    key = "experiment.runner.hostfile"
+    ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else is_loopback
+    own = socket.gethostname()
+    here = [h.name for h in hosts if h.via is None and (h.name == own or ask(h.name))]
     if len(here) > 1:
-        raise ConfigError(
-            Problem(key, f"{hostfile}: all of {_some(here)} are this machine"),
-            hint="name it once, with as many slots as it has devices",
-        )
+        problem = Problem(_HOSTFILE, f"{hostfile}: all of {compress(here)} are this machine")
+        hint = "name it once, with as many slots as it has devices"
+        raise ConfigError(problem, hint=hint)
     if runner_type == "local" and len(here) < len(hosts):
         others = [host.name for host in hosts if host.name not in here]
-        raise ConfigError(
-            Problem(key, f"{hostfile}: other machines: {_some(others)}"),
-            hint="experiment.runner.type: ssh starts there; local is this machine only",
-        )
+        problem = Problem(_HOSTFILE, f"{hostfile}: other machines: {compress(others)}")
+        hint = "experiment.runner.type: ssh starts there; local is this machine only"
+        raise ConfigError(problem, hint=hint)
     return hosts
 
 
@@ -258,10 +259,6 @@ def meeting_address(given: str | None, hosts: Sequence[Host]) -> str:
     """Where ranks on ``hosts`` meet, unless the user has ``given`` an address."""
     alone = "127.0.0.1" if len(hosts) == 1 else None
     return given or alone or hosts[0].addr or hosts[0].name
-
-
-def _sounds_local(name: str) -> bool:
-    return name == socket.gethostname() or is_loopback(name)
 
 
 def is_loopback(name: str) -> bool:
@@ -272,7 +269,3 @@ def is_loopback(name: str) -> bool:
 def is_local_only(hosts: Sequence[Host]) -> bool:
     """Whether a run's only host is this machine: then no SSH is involved."""
     return len(hosts) == 1 and hosts[0].via is None and is_this_machine(hosts[0].name)
-
-
-def _some(names: list[str]) -> str:
-    return compress(names)

@@ -36,9 +36,9 @@ def die_with(parent_pid: int, number: signal.Signals) -> Callable[[], None]:
     return arrange
 
 
-def out_of_memory_kills() -> int | None:
-    """How many processes of this control group the kernel has killed for memory; None if it does
-    not say. Version 2 first, then version 1."""
+def out_of_memory_kills(before: int | None = 0) -> int | None:
+    """How many processes of this control group the kernel has killed for memory, since there were
+    so many ``before``; None if it does not say. Version 2 first, then version 1."""
     for name in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
             lines = Path(name).read_text(encoding="ascii").splitlines()
@@ -47,7 +47,7 @@ def out_of_memory_kills() -> int | None:
         for line in lines:
             key, _, value = line.partition(" ")
             if key == "oom_kill" and value.isdigit():
-                return int(value)
+                return int(value) - before if before is not None else None
     return None
 
 

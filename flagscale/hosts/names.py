@@ -94,23 +94,16 @@ def compress(names: Iterable[str]) -> str:
             order[name] = None
             continue
         last = found[-1]
-        # Zeros in front belong to the number's width; without them every width is one group.
-        width = len(last[0]) if last[0][0] == "0" else 0
-        key = (name[: last.start()], name[last.end() :], width)
-        key = _joinable(key, last[0], groups)
-        groups.setdefault(key, []).append(int(last[0]))
+        before, after, digits = name[: last.start()], name[last.end() :], last[0]
+        # Zeros in front belong to the number's width; without them every width is one group, but
+        # for `10`, which goes with `08` and `09`.
+        padded = (before, after, len(digits))
+        key = padded if digits[0] == "0" or padded in groups else (before, after, 0)
+        groups.setdefault(key, []).append(int(digits))
         order[key] = None
     return ",".join(
         item if isinstance(item, str) else _folded(item, groups[item]) for item in order
     )
-
-
-def _joinable(
-    key: tuple[str, str, int], digits: str, groups: dict[tuple[str, str, int], list[int]]
-) -> tuple[str, str, int]:
-    """``10`` goes with ``08`` and ``09``: the group of padded numbers of the same width."""
-    padded = (key[0], key[1], len(digits))
-    return padded if key[2] == 0 and padded in groups else key
 
 
 def _folded(key: tuple[str, str, int], numbers: Sequence[int]) -> str:

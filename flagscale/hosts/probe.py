@@ -4,7 +4,7 @@ answer there. Standard library alone.
 Travels to the host as text and runs there with the host's own Python, whatever its version, so
 it imports nothing of this project and stays with what Python 3.7 understands. The launcher
 imports it too: both sides must take the same digest of the same code. Run without ``site``, which
-takes longer than all the rest. What it answers is kept in a file, see :mod:`.world`.
+takes longer than all the rest. What it answers is kept in a file, see :mod:`.python_world`.
 """
 
 # Every host pays for what is imported here, and pathlib is not needed.
@@ -180,7 +180,9 @@ def look(project: str, compared: str, python: str, kept: str, key: str) -> list[
     if compared:
         lines.append(_told("code", digest_of(manifest(project))))
     if kept:
-        keep(kept, [key, *_made(world), *lines, "end"])
+        there = sorted(world.made.items())
+        made = [f"made {m} {path}" if m else f"gone {path}" for path, m in there]
+        keep(kept, [key, *made, *lines, "end"])
     return lines
 
 
@@ -195,11 +197,6 @@ def _program(name: str) -> str:
         return name
     places = [os.path.join(place, name) for place in os.environ.get("PATH", "").split(os.pathsep)]
     return next((place for place in places if os.access(place, os.X_OK)), name)
-
-
-def _made(world: World) -> list[str]:
-    there = sorted(world.made.items())
-    return [f"made {m} {path}" if m else f"gone {path}" for path, m in there]
 
 
 def keep(path: str, lines: list[str]) -> None:

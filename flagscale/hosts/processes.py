@@ -9,7 +9,6 @@ a host's job imports this module, and it must start fast and run anywhere.
 from __future__ import annotations
 
 import os
-import pwd
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -66,71 +65,32 @@ def _stat_fields(pid: int) -> list[bytes] | None:
 
 def environment(pid: int) -> dict[bytes, bytes]:
     """The environment a process was started with; empty when it is gone or not ours to read."""
-    try:
-        data = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if entry)
+    pairs = (entry.partition(b"=") for entry in _environ(pid) if entry)
     return {name: value for name, _, value in pairs}
 
 
-def is_rank(pid: int) -> bool:
-    """Whether torchrun started this process as a rank: it has RANK, and its parent has none.
-    A rank's own children inherit it."""
-    above = parent(pid)
-    variables = environment(pid)
-    if b"RANK" not in variables or b"LOCAL_RANK" not in variables:
-        return False
-    return above is not None and b"RANK" not in environment(above)
+def _environ(pid: int) -> list[bytes]:
+    try:
+        return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def ranks(among: Iterable[Process]) -> dict[int, Process]:
-    """Those of these processes that torchrun started as ranks, by rank."""
+    """Those of these processes that torchrun started as ranks, by rank: such a one has RANK, and
+    its parent has none. A rank's own children inherit it."""
     found = {}
     for process in among:
-        rank = environment(process.pid).get(b"RANK", b"")
-        if rank.isdigit() and is_rank(process.pid):
+        variables, above = environment(process.pid), parent(process.pid)
+        rank = variables.get(b"RANK", b"") if b"LOCAL_RANK" in variables else b""
+        if rank.isdigit() and above is not None and b"RANK" not in environment(above):
             found[int(rank)] = process
     return found
 
 
 def belongs(pid: int, run_id: str) -> bool:
     """Whether this process carries the run's identity."""
-    try:
-        data = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return False
-    return _entry(run_id) in data.split(b"\0")
-
-
-def is_closed(process: Process) -> bool:
-    """Whether a living process is one that this user may not look into, or may not end. What it
-    carries is not known then, and that it was not found means nothing."""
-    try:
-        (PROC / str(process.pid) / "environ").open("rb").close()
-        os.kill(process.pid, 0)
-    except PermissionError:
-        return is_alive(process)
-    except OSError:
-        return False
-    return False
-
-
-def owner(pid: int) -> str:
-    """The user that a process runs as; empty if it is gone."""
-    try:
-        lines = (PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace")
-        uid = next(line.split()[1] for line in lines.splitlines() if line.startswith("Uid:"))
-    except (OSError, StopIteration):
-        return ""
-    try:
-        return pwd.getpwuid(int(uid)).pw_name
-    except KeyError:
-        return f"user {uid}"
-
-
-def _entry(run_id: str) -> bytes:
-    return f"{RUN_ID_VARIABLE}={run_id}".encode()
+    return f"{RUN_ID_VARIABLE}={run_id}".encode() in _environ(pid)
 
 
 def members(run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
@@ -193,7 +153,8 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @dataclass(frozen=True)
 class Swept:
     """What ending a run's processes took. ``owner`` is whose those ``left`` are, where this user
-    may not end them; ``ranks``: pids by rank, of those that were ranks."""
+    may not end them; ``ranks``: pids by rank, of those that were ranks: these two are what hosts
+    tell of a stop."""
 
     terminated: tuple[int, ...] = ()
     killed: tuple[int, ...] = ()
@@ -202,44 +163,24 @@ class Swept:
     ranks: Mapping[int, int] = field(default_factory=dict)
 
 
-def closed(candidates: Iterable[Process | None]) -> Swept | None:
-    """What there is to say where one of these is not for this user to end; None where none is."""
-    found = next((one for one in candidates if one is not None and is_closed(one)), None)
-    return Swept(left=(found.pid,), owner=owner(found.pid)) if found is not None else None
-
-
 def sweep(run_id: str, grace: float, *, exclude: Collection[int] = ()) -> Swept:
     """End every process of the run: TERM, ``grace`` seconds, KILL.
 
     Processes that the run starts meanwhile are found too, since the search is repeated. ``left``
     holds what survives a KILL for five seconds: a process in uninterruptible sleep.
     """
-    terminated: set[int] = set()
+    terminated, killed = set[int](), set[int]()
 
-    def terminate_rest() -> bool:
+    def signalled(number: signal.Signals, ended: set[int]) -> bool:
         alive = members(run_id, exclude=exclude)
         for process in alive:
-            if process.pid not in terminated and send(process, signal.SIGTERM, run_id=run_id):
-                terminated.add(process.pid)
+            again = number is signal.SIGKILL or process.pid not in ended
+            if again and send(process, number, run_id=run_id):
+                ended.add(process.pid)
         return not alive
 
-    if wait_until(terminate_rest, grace):
+    if wait_until(lambda: signalled(signal.SIGTERM, terminated), grace):
         return Swept(tuple(sorted(terminated)))
-    killed: set[int] = set()
-
-    def kill_rest() -> bool:
-        alive = members(run_id, exclude=exclude)
-        for process in alive:
-            if send(process, signal.SIGKILL, run_id=run_id):
-                killed.add(process.pid)
-        return not alive
-
-    wait_until(kill_rest, 5.0)
-    rest = members(run_id, exclude=exclude)
-    whose = closed(rest)
-    return Swept(
-        tuple(sorted(terminated)),
-        tuple(sorted(killed)),
-        tuple(process.pid for process in rest),
-        whose.owner if whose is not None else "",
-    )
+    wait_until(lambda: signalled(signal.SIGKILL, killed), 5.0)
+    rest = tuple(process.pid for process in members(run_id, exclude=exclude))
+    return Swept(tuple(sorted(terminated)), tuple(sorted(killed)), rest)

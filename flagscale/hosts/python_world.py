@@ -67,26 +67,19 @@ def read(text: str) -> World | None:
     return World(values["version"], executable, packages, values.get("code", ""), answers)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is asked of a host's Python: ``project`` is where this project is there, ``setup`` the
-    commands that make its ``python`` the right one, ``compared`` whether its code is told."""
-
-    project: str
-    python: str
-    setup: str
-    compared: bool
-
-
-def given(asked: Asked, *, fresh: bool) -> dict[str, Value]:
-    """The variables of :func:`function`. ``fresh``: nothing that is kept is believed."""
-    question = [asked.project, asked.python, asked.setup, asked.compared]
+def given(
+    project: str, python: str, setup: str, *, compared: bool, fresh: bool
+) -> dict[str, Value]:
+    """The variables of :func:`function`: where this ``project`` is on the host, the commands that
+    make its ``python`` the right one, whether its code is told. ``fresh``: nothing that is kept is
+    believed."""
+    question = [project, python, setup, compared]
     return {
-        "question": _digest(json.dumps([probe_text(), *question])),
-        "kept_name": _digest(json.dumps([asked.python, asked.setup]))[:16],
-        "compared": "yes" if asked.compared else "",
+        "question": _digest(json.dumps([source(_PROBE), *question])),
+        "kept_name": _digest(json.dumps([python, setup]))[:16],
+        "compared": "yes" if compared else "",
         "fresh": "yes" if fresh else "",
-        "code_roots": [f"{asked.project}/{root}" for root in probe.CODE_ROOTS],
+        "code_roots": [f"{project}/{root}" for root in probe.CODE_ROOTS],
     }
 
 
@@ -99,10 +92,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def probe_text() -> str:
-    return _PROBE.read_text(encoding="utf-8")
-
-
 def python_function() -> str:
     """``python_program``: the probe, run by ``$python`` after ``$setup``. A program on stdin
     imports from the working directory first: none of the user's modules lies in the root. Its
@@ -111,5 +100,5 @@ def python_function() -> str:
         "python_program() {\n"
         '    (eval "$setup" >/dev/null || exit; cd /; exec "$python" -S - "$@")'
         " <<'END_OF_PROBE'\n"
-        f"{probe_text()}END_OF_PROBE\n}}"
+        f"{source(_PROBE)}END_OF_PROBE\n}}"
     )

@@ -13,6 +13,7 @@ from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import RunStateError
 from flagscale.hosts.names import compress
 from flagscale.launch import attending, logs, runs
+from flagscale.launch.liveness.telling import say
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.base import Prepared, Runner, Texts, runner_for
 from flagscale.launch.show import places
@@ -34,7 +35,7 @@ def run(experiment: Experiment, options: Options) -> int:
     from flagscale.launch.preflight.checks import require, warnings
 
     foreground = experiment.runner.foreground or options.action == "test"
-    texts = Texts(_config_text(experiment), _overrides_text(experiment))
+    texts = _texts(experiment)
     runner = runner_for(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
         # The one thing that is no mistake in the configuration, so it comes first.
@@ -107,7 +108,7 @@ def _stay(runner: Runner, state: RunState) -> int:
         with ticker.shown(lambda: runner.query(state)) as show:
             logs.follow(outputs, lambda: runner.ended(state), show)
     except KeyboardInterrupt:
-        print(f"flagscale: stopping run {state.run_id}", file=sys.stderr, flush=True)
+        say(f"stopping run {state.run_id}")
         attending.interrupt(runner, state)
         runner.bring_output(state)
         for line in (line for output in outputs for line in output.read(final=True)):
@@ -118,7 +119,7 @@ def _stay(runner: Runner, state: RunState) -> int:
     if end.failure is not None:
         print(f"first failure: {end.failure.describe()}", file=sys.stderr)
     if end.phase is Phase.STOPPED:
-        print(f"flagscale: run {state.run_id} was stopped", file=sys.stderr)
+        say(f"run {state.run_id} was stopped")
         # Ranks that have saved what they had end with 0, but the job is not done.
         return code or 128 + signal.SIGTERM
     return code
@@ -136,16 +137,13 @@ def attend(experiment: Experiment, options: Options) -> int:
     raise RunStateError(text, hint="start one with action=run; `flagscale runs` lists yours")
 
 
-def _config_text(experiment: Experiment) -> str:
-    """The resolved configuration without its secrets."""
+def _texts(experiment: Experiment) -> Texts:
+    """The resolved configuration, and the overrides as a YAML list, without their secrets."""
     import yaml
 
     shown = redact(readable(experiment.resolved))
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-
-
-def _overrides_text(experiment: Experiment) -> str:
-    """The overrides as a YAML list without their secrets."""
-    import yaml
-
-    return yaml.safe_dump(redact_overrides(experiment.overrides), allow_unicode=True)
+    overrides = redact_overrides(experiment.overrides)
+    return Texts(
+        yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
+        yaml.safe_dump(overrides, allow_unicode=True),
+    )

@@ -24,22 +24,20 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kills
-from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE
+from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, HostFiles
 from flagscale.launch.liveness import identity, secret
 from flagscale.launch.liveness.attempt import Stage
 from flagscale.launch.liveness.coordinator import Coordinator
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.job import Notice, unreached
-from flagscale.launch.liveness.leftovers import sweep_after_agent
 from flagscale.launch.liveness.member import Member
-from flagscale.launch.liveness.messages import FromHost, JobPhase
+from flagscale.launch.liveness.messages import JobPhase
 from flagscale.launch.liveness.network import Client, Ready, Server, allow_files
 from flagscale.launch.liveness.options import CommandLine, own_output, parse
-from flagscale.launch.liveness.signals import Signals
 from flagscale.launch.liveness.telling import keep, say
-from flagscale.launch.liveness.watch import HostView
 from flagscale.launch.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
@@ -53,6 +51,33 @@ FAREWELL_SECONDS = 3.0
 # What a host that never met host 0 takes to tell it that it has ended.
 _MEETING_SECONDS = 6.0
 _BIND_SECONDS = 10.0
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Signals:
+    """The signals by which an agent is told to end its job, for its loop to look at."""
+
+    def __init__(self) -> None:
+        self.pending: list[int] = []
+
+    def listen(self) -> socket.socket:
+        """From now on keep signals, and have them wake up whoever waits for the socket."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        self._writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        for number in FORWARDED:
+            signal.signal(number, self._keep)
+        return reader
+
+    def _keep(self, number: int, _frame: FrameType | None) -> None:
+        self.pending.append(number)
+
+    def take(self) -> list[int]:
+        taken, self.pending = self.pending, []
+        return taken
 
 
 class Agent:
@@ -61,13 +86,13 @@ class Agent:
     def __init__(self, line: CommandLine, run_id: str, key: bytes | None) -> None:
         options = self._options = line.options
         output = own_output(options.run_dir)
-        self._host = HostView(
+        self._host = HostFiles(
             options.name, options.first_rank, options.nproc, options.run_dir, output
         )
         self._run_id = run_id
         self._key = key
         self._selector = selectors.DefaultSelector()
-        self._signals = Signals([])
+        self._signals = Signals()
         self._signalled_at = 0.0
         now = time.monotonic()
         self._port = options.liveness_port if key is not None else None
@@ -106,11 +131,7 @@ class Agent:
             # Whatever it is: nothing that nobody watches may live on.
             self.member.attempt.kill()
             raise
-        kills_after = out_of_memory_kills()
-        kills = None
-        if kills_before is not None and kills_after is not None:
-            kills = kills_after - kills_before
-        return self._record(self.member.code(), started, kills)
+        return self._record(self.member.code(), started, out_of_memory_kills(kills_before))
 
     def _watch(self, wakeup: socket.socket) -> None:
         if self._coordinator is not None:
@@ -253,13 +274,10 @@ class Agent:
             self.member.out.append(self.member.beat())
         messages, self.member.out = self.member.out, []
         for message in messages:
-            self._pass_on(message, now)
-
-    def _pass_on(self, message: FromHost, now: float) -> None:
-        if self._coordinator is not None:
-            self._coordinator.receive(self.member.number, message, now)
-        elif self._client is not None:
-            self._client.send(message)
+            if self._coordinator is not None:
+                self._coordinator.receive(self.member.number, message, now)
+            elif self._client is not None:
+                self._client.send(message)
 
     def _coordinate(self, now: float) -> None:
         coordinator = self._coordinator
@@ -354,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line = parse(sys.argv[1:] if arguments is None else arguments, run_id)
     run_dir = line.options.run_dir
     if line.sweep:
-        return sweep_after_agent(run_id, run_dir, line.options.stop_grace)
+        return identity.sweep_after_agent(run_id, run_dir, line.options.stop_grace)
     other = identity.already_alive(run_id, run_dir)
     if other is not None:
         say(f"run {run_id} is alive already (agent {other})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 
 from flagscale.config.schema import Options
@@ -12,7 +13,7 @@ from flagscale.errors import ConfigError, RunStateError
 from flagscale.launch import logs, runs, snapshot
 from flagscale.launch.ending import Stopped, cost, require_recorded, require_stopped
 from flagscale.launch.runners.base import Runner, runner_of
-from flagscale.launch.snapshot import Phase, Snapshot
+from flagscale.launch.snapshot import Phase
 from flagscale.launch.state import RunState, latest
 
 _FOLLOW_SECONDS = 1.0
@@ -29,16 +30,14 @@ def query(state: RunState, options: Options) -> int:
     followed, 3 if a host does not answer."""
     from flagscale.launch.show.watch import watch
 
-    runner = runner_of(state)
-
-    def look() -> Snapshot:
-        # A stop is told by the state.
-        return runner.query(latest(state), with_lines=options.follow)
-
-    try:
-        last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
-    finally:
-        runner.close()
+    with closing(runner_of(state)) as runner:
+        last = watch(
+            # A stop is told by the state.
+            lambda: runner.query(latest(state), with_lines=options.follow),
+            follow=options.follow,
+            as_json=options.json,
+            every=_FOLLOW_SECONDS,
+        )
     runs.remember(latest(state), last)
     if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
         return 1
@@ -50,8 +49,7 @@ def show_logs(state: RunState, options: Options) -> int:
     if options.rank is not None and options.rank >= state.world_size:
         ranks = f"ranks 0 to {state.world_size - 1}"
         raise ConfigError(f"rank={options.rank}: run {state.run_id} has {ranks}")
-    runner = runner_of(state)
-    try:
+    with closing(runner_of(state)) as runner:
         runner.bring_output(state)
         if options.follow:
             _follow(runner, state, options)
@@ -60,8 +58,6 @@ def show_logs(state: RunState, options: Options) -> int:
         for line in logs.lines_of(state, options.rank, options.lines):
             silent = False
             print(line)
-    finally:
-        runner.close()
     if silent and options.lines != 0:
         who = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
         files = ", ".join(str(output.path) for output in logs.of_hosts(state, options.rank))
@@ -81,9 +77,8 @@ def _follow(runner: Runner, state: RunState, options: Options) -> None:
 def stop(state: RunState, _options: Options) -> int:
     """End a run, if it lives; 3 if that is not known of every host. What keeps the disk from
     recording it is told once the run has ended."""
-    runner = runner_of(state)
     began = time.monotonic()
-    try:
+    with closing(runner_of(state)) as runner:
         stopped = end(runner, state)
         require_stopped(state, stopped)
         if stopped.swept:
@@ -94,8 +89,6 @@ def stop(state: RunState, _options: Options) -> int:
             require_recorded(state, stopped)
             return 0
         phase = runner.query(state).phase
-    finally:
-        runner.close()
     if not phase.ended:
         raise RunStateError(
             f"run {state.run_id} of {state.name} is {phase.value}, but none of its processes was "

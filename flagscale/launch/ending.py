@@ -25,11 +25,6 @@ class Stopped:
     killed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unrecorded: OSError | None = None
 
-    @property
-    def left(self) -> dict[str, tuple[int, ...]]:
-        """Processes that survive a KILL, by host."""
-        return {host: swept.left for host, swept in self.swept.items() if swept.left}
-
 
 def require_stopped(state: RunState, stopped: Stopped) -> None:
     """Raise where a run may still live: :class:`UnreachableError` naming the hosts that could not
@@ -45,17 +40,20 @@ def require_stopped(state: RunState, stopped: Stopped) -> None:
     owners = {host: swept for host, swept in stopped.swept.items() if swept.owner}
     if owners:
         whose = sorted({swept.owner for swept in owners.values()})
-        left = [f"{host}: {', '.join(map(str, swept.left))}" for host, swept in owners.items()]
         raise RunStateError(
             f"run {state.run_id} of {state.name} lives and is {' and '.join(whose)}'s, whose "
-            f"processes this user may not end: {'; '.join(left)}",
+            f"processes this user may not end: {_left(owners)}",
             hint=f"stop it as {whose[0]}",
         )
-    if stopped.left:
-        left = [f"{host}: {', '.join(map(str, pids))}" for host, pids in stopped.left.items()]
-        raise RunStateError(
-            f"run {state.run_id}: these processes survive a KILL: {'; '.join(left)}"
-        )
+    survivors = _left(stopped.swept)
+    if survivors:
+        raise RunStateError(f"run {state.run_id}: these processes survive a KILL: {survivors}")
+
+
+def _left(swept: Mapping[str, Swept]) -> str:
+    """The pids of what is left, by host."""
+    hosts = (f"{host}: {', '.join(map(str, s.left))}" for host, s in swept.items() if s.left)
+    return "; ".join(hosts)
 
 
 def record_stop(state: RunState) -> OSError | None:

@@ -11,18 +11,10 @@ from typing import Any
 
 from flagscale.files import read_json
 from flagscale.launch.layout import LIVENESS_FILE
-from flagscale.launch.liveness.diagnosis import (
-    End,
-    Failure,
-    Report,
-    Severity,
-    describe_code,
-    first_of,
-    host_report,
-    last_lines,
-)
+from flagscale.launch.liveness import diagnosis
+from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
 from flagscale.launch.liveness.messages import OVER, JobPhase
-from flagscale.launch.state import HostState, RunState
+from flagscale.launch.state import Exit, HostState, RunState
 from flagscale.status import Event
 
 
@@ -49,7 +41,7 @@ def first_failure(state: RunState, events: Mapping[int, Sequence[Event]]) -> Fai
     agreed = _agreed(state.hosts)
     if agreed is not None:
         return _completed(agreed, reports, state.hosts)
-    first = first_of(reports)
+    first = diagnosis.first_of(reports)
     return first.failure if first is not None else None
 
 
@@ -68,6 +60,16 @@ def _completed(agreed: Failure, reports: Sequence[Report], hosts: Sequence[HostS
         said = agreed.headline()
         found = (f for f in same if f.rank == agreed.rank and f.headline().startswith(said))
     return next(found, agreed)
+
+
+def job_code(state: RunState, exits: Sequence[Exit | None], failure: Failure | None) -> int | None:
+    """The job's exit code, as far as it is known: of the host that failed first, else of the first
+    that ended with one that isn't 0. The others were told to end, and may have done so sooner.
+    None while no host has ended."""
+    first = failure.host if failure is not None else None
+    pairs = zip(state.hosts, exits, strict=True)
+    ends = [(host.name != first, end.ended, end.code) for host, end in pairs if end is not None]
+    return next((code for *_, code in sorted(ends) if code), 0) if ends else None
 
 
 def is_settled(hosts: Sequence[HostState]) -> bool:
@@ -104,19 +106,21 @@ def _host_report(host: HostState, events: Mapping[int, Sequence[Event]]) -> Repo
     """What failed first on one host, from its own files."""
     ended = host.exit()
     if ended is None:
-        return host_report(host, events, None)
+        return diagnosis.host_report(host, events, None)
     failed = any(event.event == "failed" for rank in host.ranks for event in events.get(rank, ()))
     if ended.code == 0 or (ended.signal is not None and not failed):
         return None
     if ended.phase == "before_start":
         how = ended.how or f"failed with exit code {ended.code}"
         reason = f"before_start {how}; the job was not started"
-        shown = last_lines(host.output)
+        shown = diagnosis.last_lines(host.output)
         failure = Failure(host.name, None, ended.code, reason, shown, host.output)
         return Report(failure, ended.ended, Severity.KILLED)
     if ended.phase == "agent" and len(host.ranks) and not failed:
-        what = describe_code(ended.code)
+        what = diagnosis.describe_code(ended.code)
         reason = f"lost its agent, which ended with {what}; what it watched was ended too"
         failure = Failure(host.name, None, ended.code, reason, "", host.output)
         return Report(failure, ended.ended, Severity.KILLED)
-    return host_report(host, events, End(ended.code, ended.ended, ended.out_of_memory_kills))
+    return diagnosis.host_report(
+        host, events, diagnosis.End(ended.code, ended.ended, ended.out_of_memory_kills)
+    )

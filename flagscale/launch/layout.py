@@ -55,6 +55,31 @@ def host_label(rank: int, host: str) -> str:
 
 
 @dataclass(frozen=True)
+class HostFiles:
+    """A host's part of a run, and where its files are."""
+
+    name: str
+    first_rank: int
+    nproc: int
+    run_dir: Path
+    output: Path
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.nproc)
+
+
+class _Below:
+    """A path below the experiment's directory."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, layout: Layout, _owner: type[Layout]) -> Path:
+        return layout.exp_dir / self._path
+
+
+@dataclass(frozen=True)
 class Layout:
     """The paths of one experiment."""
 
@@ -62,45 +87,16 @@ class Layout:
     log_dir: Path | None = None
     """``runner.log_dir``: where torchrun's logs and the runs' directories go instead."""
 
-    @property
-    def logs(self) -> Path:
-        return self.exp_dir / "logs"
-
-    @property
-    def state(self) -> Path:
-        return self.logs / "state.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.logs / "run.lock"
-
-    @property
-    def scripts(self) -> Path:
-        return self.logs / "scripts"
-
-    @property
-    def plan(self) -> Path:
-        return self.scripts / "plan.json"
-
-    @property
-    def config(self) -> Path:
-        return self.scripts / "config.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        return self.scripts / "overrides.yaml"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.exp_dir / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.exp_dir / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        return self.exp_dir / "wandb"
+    logs = _Below("logs")
+    state = _Below("logs/state.json")
+    lock = _Below("logs/run.lock")
+    scripts = _Below("logs/scripts")
+    plan = _Below("logs/scripts/plan.json")
+    config = _Below("logs/scripts/config.yaml")
+    overrides = _Below("logs/scripts/overrides.yaml")
+    checkpoints = _Below("checkpoints")
+    tensorboard = _Below("tensorboard")
+    wandb = _Below("wandb")
 
     def script(self, rank: int, host: str) -> Path:
         return self.scripts / f"{host_label(rank, host)}_run.sh"

@@ -50,10 +50,6 @@ class Row:
             "trouble": self.trouble,
         }
 
-    @property
-    def is_over(self) -> bool:
-        return Phase(self.seen.phase).ended
-
 
 def show(run: str | None, *, everything: bool, as_json: bool) -> int:
     """List runs: those that live or have ended lately, ``everything``, or, given a run or what it
@@ -66,7 +62,11 @@ def show(run: str | None, *, everything: bool, as_json: bool) -> int:
         rows = list(pool.map(_row, found))
     if run is None and not everything:
         now = time.time()
-        rows = [row for row in rows if not row.is_over or now - row.seen.since < _RECENT_SECONDS]
+        rows = [
+            row
+            for row in rows
+            if not Phase(row.seen.phase).ended or now - row.seen.since < _RECENT_SECONDS
+        ]
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=2, ensure_ascii=False))
         return 0

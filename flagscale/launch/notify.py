@@ -18,15 +18,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from flagscale.hosts.kernel import die_with
 from flagscale.launch.liveness.job import Notice
+from flagscale.launch.liveness.options import COMMAND, WEBHOOK
 from flagscale.launch.liveness.telling import say
-from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
 from flagscale.status import RUN_ID_VARIABLE
 
 TIMEOUT_SECONDS = 10.0
@@ -60,14 +61,9 @@ class Notifier:
     """Starts notifications and never waits for one."""
 
     def __init__(self, wanted: Collection[str], run: str, name: str, attempts: int) -> None:
-        command, webhook = (
-            os.environ.pop(COMMAND, ""),
-            os.environ.pop(WEBHOOK, ""),
-        )
-        self._wanted = wanted if command or webhook else ()
-        self._secrets = {COMMAND: command, WEBHOOK: webhook}
-        self._about = {"run": run, "name": name}
-        self._attempts = attempts
+        self._secrets = {name: os.environ.pop(name, "") for name in (COMMAND, WEBHOOK)}
+        self._wanted = wanted if any(self._secrets.values()) else ()
+        self._about = partial(payload, run=run, name=name, attempts=attempts)
         self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
 
     def tell(self, notice: Notice) -> None:
@@ -75,7 +71,9 @@ class Notifier:
         wanted = {notice.event, "finished"} if notice.event in _ENDS else {notice.event}
         if wanted.isdisjoint(self._wanted):
             return
-        record = payload(notice, **self._about, attempts=self._attempts)
+        # Texts are cut to what is worth sending.
+        about = self._about(notice)
+        record = {k: v[-8000:] if isinstance(v, str) else v for k, v in about.items()}
         # Without the run's identity: this must survive the end of the attempt that it tells of.
         environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
         try:
@@ -92,7 +90,7 @@ class Notifier:
         if process.stdin is not None:
             # Less than a pipe holds, so that this does not wait.
             with suppress(OSError):
-                process.stdin.write(json.dumps(_fitting(record)).encode())
+                process.stdin.write(json.dumps(record).encode())
             with suppress(OSError):
                 process.stdin.close()
         self._running[process.pid] = (process, time.monotonic())
@@ -112,21 +110,11 @@ class Notifier:
         return bool(self._running)
 
 
-def _fitting(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with texts cut to what is worth sending."""
-    return {k: v[-8000:] if isinstance(v, str) else v for k, v in record.items()}
-
-
 def main() -> int:
     """Send what stdin holds to where the environment says."""
     data = sys.stdin.buffer.read()
-    command = os.environ.pop(COMMAND, "")
-    webhook = os.environ.pop(WEBHOOK, "")
-    faults = []
-    if webhook:
-        faults.append(_post(webhook, data))
-    if command:
-        faults.append(_call(command, data))
+    command, webhook = (os.environ.pop(name, "") for name in (COMMAND, WEBHOOK))
+    faults = [_post(webhook, data) if webhook else "", _call(command, data) if command else ""]
     for fault in filter(None, faults):
         say(f"a notification failed: {fault}")
     return 1 if any(faults) else 0

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.checks import check_world, notes
-from flagscale.config.schema import Experiment
-from flagscale.errors import ConfigError
+from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
+from flagscale.config.sources import place_of
+from flagscale.config.yaml_file import short
+from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostfile
+from flagscale.hosts.names import compress
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.backends import backend_problems
 from flagscale.launch.planning.environment import shell_notes
-from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
-from flagscale.launch.planning.naming import idle_names, unknown_names
 from flagscale.launch.planning.plan import plan, wanted_port
-from flagscale.launch.planning.slots import slots
+from flagscale.launch.planning.slots import machines, slots
 from flagscale.launch.state import new_run_id
 
 # What a dry run shows where only the master host could tell.
@@ -87,7 +89,46 @@ def _notes_on_hosts(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
     if wanted is not None and wanted > there:
         asked = f"experiment.runner.nnodes is {wanted}"
         yield f"{there} host(s) take part: {asked}, the hostfile has {there}"
-    if experiment.runner.hostfile is None:
-        idle = idle_names(experiment, [host.name for host in made.hosts])
-        if idle:
-            yield idle
+    if experiment.runner.hostfile is not None:
+        return
+    names = [host.name for host in made.hosts]
+    idle = [key for key, _, _ in _unmatched(experiment, (), names)]
+    if idle:
+        yield (
+            f"{', '.join(idle)}: not used, since without experiment.runner.hostfile the only host "
+            f"is {compress(names)}, of no type"
+        )
+
+
+def unknown_names(experiment: Experiment, listed: Sequence[Host]) -> list[Problem]:
+    """Names that are no host's and no type's of the whole hostfile, ``listed``: a run of some of
+    its hosts still may say what is different on the others."""
+    hostfile = experiment.runner.hostfile
+    where = short(hostfile) if hostfile else "the hostfile"
+    types = list(dict.fromkeys(host.device_type for host in listed if host.device_type))
+    names = [host.name for host in listed]
+    problems = []
+    for key, name, by_type in _unmatched(experiment, types, set(names)):
+        known, what = (types, "type") if by_type else (names, "name")
+        there = f"it has {compress(known)}" if known else "its lines have no type="
+        near = did_you_mean(name, known) or f"; {there}"
+        message = f"no host in {where} has this {what}{near}"
+        problems.append(Problem(key, message, place_of(experiment.sources, key)))
+    return problems
+
+
+def _unmatched(
+    experiment: Experiment, types: Collection[str], names: Collection[str]
+) -> Iterator[tuple[str, str, bool]]:
+    """Dotted key and name of every part for a type or a host that is none of these, and whether
+    it is for a type."""
+    envs = experiment.envs
+    for prefix, parts in (
+        ("", (experiment.by_type, experiment.by_host)),
+        ("experiment.envs.", (envs.by_type, envs.by_host)),
+    ):
+        for section, given in zip(SPECIFIC_SECTIONS, parts, strict=True):
+            by_type = section == SPECIFIC_SECTIONS[0]
+            for name in given:
+                if name not in (types if by_type else names):
+                    yield f"{prefix}{section}.{name}", name, by_type

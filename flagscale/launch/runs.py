@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -152,11 +152,8 @@ def known() -> list[Entry]:
 def query(state: RunState) -> Snapshot:
     """What a run is doing now, as its hosts tell. Raises :class:`FlagscaleError` where they cannot
     be asked."""
-    runner = runner_of(state)
-    try:
+    with closing(runner_of(state)) as runner:
         seen = runner.query(state)
-    finally:
-        runner.close()
     remember(state, seen)
     return seen
 
@@ -266,7 +263,7 @@ def _state_here(run_id: str, run_dir: Path) -> RunState:
     above = run_dir.parents
     usual = len(above) > 3 and (above[1].name, above[2].name) == ("details", "logs")
     exp_dir = above[3] if usual else run_dir
-    nothing = run_dir / "none"
-    host = HostState(0, "localhost", 0, 0, run_dir, nothing, nothing, nothing)
+    none = run_dir / "none"
+    host = HostState("localhost", 0, 0, run_dir, none, node_rank=0, script=none, pid_file=none)
     runner = RunnerHandle("local")
     return latest(RunState(run_id, exp_dir.name, exp_dir, 0.0, 0, True, 10.0, runner, (host,)))

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch.failures import earlier_failures, first_failure, is_settled, job_record
+from flagscale.launch import failures
 from flagscale.launch.layout import latest_status
 from flagscale.launch.liveness.diagnosis import Failure, last_lines
 from flagscale.launch.state import Exit, HostState, RunState
@@ -171,12 +171,14 @@ def take(
     phase = _overall([row.phase for row in rows])
     # Looked at before the verdict is read, which may become final in between.
     unsettled = phase is Phase.RUNNING and _to_be_settled(state, seen)
-    failure = first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
+    failure = (
+        failures.first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
+    )
     warnings = _warnings(events)
     if failure is not None and unsettled:
         warnings.append(f"{failure.headline()}; {_UNSETTLED}")
         failure = None
-    job = job_record(state.hosts)
+    job = failures.job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,
         name=state.name,
@@ -184,27 +186,15 @@ def take(
         since=_since(state, phase, events, exits),
         world_size=state.world_size,
         joined=len(joined),
-        exit_code=_exit_code(state, exits, failure),
+        exit_code=failures.job_code(state, exits, failure),
         failure=failure,
         hosts=tuple(rows),
         warnings=tuple(warnings),
         attempt=int(job.get("attempt", 1)),
         attempts=int(job.get("attempts", 1)),
-        earlier=earlier_failures(state.hosts),
+        earlier=failures.earlier_failures(state.hosts),
         **_progress(events, phase),
     )
-
-
-def _exit_code(
-    state: RunState, exits: Sequence[Exit | None], failure: Failure | None
-) -> int | None:
-    """The job's code as far as it is known: the host that failed first knows it; others may have
-    been told to end."""
-    first = failure.host if failure is not None else None
-    ends = zip(state.hosts, exits, strict=True)
-    codes = [(host.name != first, end.code) for host, end in ends if end is not None]
-    codes.sort(key=lambda code: code[0])
-    return next((code for _, code in codes if code), 0) if codes else None
 
 
 def _row(host: HostState, phase: Phase, seen: Seen, joined: set[int]) -> HostRow:
@@ -246,7 +236,7 @@ def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen) -> 
 def _to_be_settled(state: RunState, seen: Mapping[int, Seen]) -> bool:
     """Whether the first failure is not agreed on yet, and those who will agree on it are alive:
     the script of the first host tells what became of its agent."""
-    return seen.get(0, Seen()).alive == "script" and not is_settled(state.hosts)
+    return seen.get(0, Seen()).alive == "script" and not failures.is_settled(state.hosts)
 
 
 def _overall(phases: Sequence[Phase]) -> Phase:

@@ -9,9 +9,8 @@ seconds.
 
 from __future__ import annotations
 
-import sys
+import math
 import time
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from flagscale.errors import JobError
@@ -21,6 +20,7 @@ from flagscale.hosts.names import compress, some
 from flagscale.launch.failures import first_failure, job_record
 from flagscale.launch.layout import Layout
 from flagscale.launch.liveness.diagnosis import Failure, last_lines
+from flagscale.launch.liveness.telling import say
 from flagscale.launch.runners.base import Runner
 from flagscale.launch.snapshot import EventReader
 from flagscale.launch.state import RunState
@@ -40,27 +40,6 @@ _WAITED_FOR = {
     "ready": "the model, the data and the checkpoint",
     "step": "the first step",
 }
-
-
-@dataclass
-class _External:
-    """Watches the rank processes of a program that reports nothing."""
-
-    state: RunState
-    runner: Runner
-    checked: float = 0.0
-    since: float | None = None
-
-    def started(self) -> bool:
-        now = time.monotonic()
-        if now - self.checked < _SCAN_SECONDS:
-            return False
-        self.checked = now
-        if self.runner.rank_count(self.state) < self.state.world_size:
-            self.since = None
-        elif self.since is None:
-            self.since = now
-        return self.since is not None and now - self.since >= EXTERNAL_SECONDS
 
 
 def wait_until_started(
@@ -89,11 +68,11 @@ class _Start:
         joining = wait_for == "joined" or (wait_for == "ready" and state.external)
         self._wait_for = "joined" if joining else wait_for
         self._reader = EventReader(state.hosts)
-        self._foreign = _External(state, runner)
         self._began = self._attempt_began = time.monotonic()
         self._joined_at: float | None = None
         self._told_at = self._began
         self._restarts = 0
+        self._counted_at, self._running_since = 0.0, math.inf
 
     def wait(self) -> str:
         while True:
@@ -113,7 +92,7 @@ class _Start:
     def _seen(self) -> str:
         """What there is to say of a start that is as far as it is waited for; empty before."""
         world, events = self._state.world_size, self._reader.events
-        if self._state.external and not events and self._foreign.started():
+        if self._state.external and not events and self._processes_run():
             return f"{world} rank process(es) are running"
         if len(self._reached("joined")) < world:
             return ""
@@ -123,7 +102,7 @@ class _Start:
             self._joined_at = self._told_at = now
             if self._wait_for != "joined" and not self._done():
                 what = _WAITED_FOR[self._wait_for]
-                _say(f"{joined} in {now - self._began:.1f} s; waiting for {what}")
+                say(f"{joined} in {now - self._began:.1f} s; waiting for {what}")
         if not self._done():
             return ""
         seconds = now - self._began
@@ -131,6 +110,16 @@ class _Start:
             return f"{joined} in {seconds:.1f} s"
         what = "ready" if self._wait_for == "ready" else "past the first step"
         return f"{joined} and are {what} in {seconds:.1f} s"
+
+    def _processes_run(self) -> bool:
+        """Whether all rank processes of a program that reports nothing have lived for a while."""
+        now = time.monotonic()
+        if now - self._counted_at < _SCAN_SECONDS:
+            return False
+        self._counted_at = now
+        everybody = self._runner.rank_count(self._state) >= self._state.world_size
+        self._running_since = min(self._running_since, now) if everybody else math.inf
+        return now - self._running_since >= EXTERNAL_SECONDS
 
     def _is_current(self, job: dict[str, Any]) -> bool:
         """Whether what the ranks have reported is all of the attempt that is under way."""
@@ -161,7 +150,7 @@ class _Start:
             what = f"{len(self._reached('joined'))} of {self._state.world_size} rank(s) joined"
         else:
             what = f"waiting for {_WAITED_FOR[self._wait_for]}"
-        _say(f"{now - self._began:.0f} s: {what}{self._missing()}")
+        say(f"{now - self._began:.0f} s: {what}{self._missing()}")
 
     def _late(self) -> str:
         """What there is to say once the time is over. Raises :class:`JobError`, and ends the run,
@@ -198,7 +187,7 @@ class _Start:
         for number, restart in enumerate(restarts[self._restarts :], self._restarts + 1):
             failure = Failure.from_record(restart.get("failure"))
             why = failure.headline() if failure is not None else "for no reason that is known"
-            _say(f"attempt {number} of {job.get('attempts')} failed: {why}; the job starts again")
+            say(f"attempt {number} of {job.get('attempts')} failed: {why}; the job starts again")
         if len(restarts) != self._restarts:
             self._restarts = len(restarts)
             self._joined_at, self._attempt_began = None, time.monotonic()
@@ -213,7 +202,12 @@ class _Start:
             code = runner.wait(state)
             if code == 0:
                 return "the job has ended already, with exit code 0"
-            raise JobError(_describe_end(state, code), exit_code=1)
+            output = state.hosts[0].output
+            raise JobError(
+                f"run {state.run_id} ended with exit code {code} before its ranks had started\n"
+                f"{last_lines(output)}\n  log: {output}",
+                exit_code=1,
+            )
         if failure is None and self._reader.ranks("failed"):
             return "a rank reported a failure, but the job goes on"
         if failure is None:
@@ -223,10 +217,6 @@ class _Start:
             _half_ended(state, runner)
         which = f" in attempt {self._restarts + 1}" if self._restarts else ""
         raise JobError(f"run {state.run_id} failed{which}: {failure.describe()}", exit_code=1)
-
-
-def _say(text: str) -> None:
-    print(f"flagscale: {text}", file=sys.stderr, flush=True)
 
 
 def _meeting_points(state: RunState) -> str:
@@ -251,9 +241,3 @@ def _half_ended(state: RunState, runner: Runner) -> NoReturn:
         f"run {state.run_id}: the script ended on {compress(gone)} before every rank had joined. "
         f"The run was stopped\n{last_lines(ended.output)}\n  log: {ended.output}"
     )
-
-
-def _describe_end(state: RunState, code: int) -> str:
-    host = state.hosts[0]
-    text = f"run {state.run_id} ended with exit code {code} before its ranks had started"
-    return f"{text}\n{last_lines(host.output)}\n  log: {host.output}"

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +14,21 @@ from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, plain, read_json, write_atomic, write_json
 from flagscale.hosts.names import compress, some
 from flagscale.hosts.processes import Process
-from flagscale.launch.layout import EXIT_FILE, Layout
-from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
+from flagscale.launch.layout import EXIT_FILE, HostFiles, Layout
+from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 
 
-@dataclass(frozen=True)
-class HostState:
+@dataclass(frozen=True, kw_only=True)
+class HostState(HostFiles):
     """One host of a started run."""
 
     node_rank: int
-    name: str
-    nproc: int
-    first_rank: int
-    run_dir: Path
     script: Path
-    output: Path
     pid_file: Path
     pid: int | None = None
     start_ticks: int | None = None
     boot_id: str | None = None
     """Of the host, once it has started the script."""
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.nproc)
 
     def process(self) -> Process | None:
         """The host's script, as it was started."""
@@ -94,7 +85,7 @@ class RunState:
     stop_grace: float
     runner: RunnerHandle
     hosts: tuple[HostState, ...] = ()
-    stop_requested: float | None = field(default=None)
+    stop_requested: float | None = None
     shared_fs: bool = True
 
     def save(self, path: Path) -> None:
@@ -169,31 +160,16 @@ def new_run_id() -> str:
 
 def state_of(plan: LaunchPlan) -> RunState:
     """The state of a plan that is about to start."""
-    return RunState(
-        run_id=plan.run_id,
-        name=plan.name,
-        exp_dir=plan.exp_dir,
-        started=round(time.time(), 3),
-        world_size=plan.world_size,
-        external=plan.external,
-        stop_grace=plan.stop_grace,
-        hosts=tuple(_host_state(host) for host in plan.hosts),
-        runner=plan.runner,
-        shared_fs=plan.shared_fs,
-    )
+    hosts = tuple(HostState(**_same(HostState, host)) for host in plan.hosts)
+    shared = {**_same(RunState, plan), "hosts": hosts}
+    return RunState(**shared, started=round(time.time(), 3))
 
 
-def _host_state(host: HostPlan) -> HostState:
-    return HostState(
-        node_rank=host.node_rank,
-        name=host.name,
-        nproc=host.nproc,
-        first_rank=host.first_rank,
-        run_dir=host.run_dir,
-        script=host.script,
-        output=host.output,
-        pid_file=host.pid_file,
-    )
+def _same(kind: type, of: object) -> dict[str, Any]:
+    """What a plan says under the names of a state's fields."""
+    return {
+        field.name: getattr(of, field.name) for field in fields(kind) if hasattr(of, field.name)
+    }
 
 
 def with_process(state: RunState, node_rank: int, process: Process, boot_id: str) -> RunState:

@@ -7,10 +7,8 @@ and what to do.
 """
 
 from flagscale.hosts.ssh.connection import Connection
-from flagscale.hosts.ssh.dial import Dialer, DialOptions, connect
-from flagscale.hosts.ssh.opener import SshOpener
-from flagscale.hosts.ssh.ssh_config import SshConfig
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts.ssh.dial import Dialer, DialOptions, SshOpener, connect
+from flagscale.hosts.ssh.ssh_config import SshConfig, SshTarget
 
 __all__ = [
     "Connection",

@@ -1,91 +1,67 @@
-"""A connection to one host, and what can be done over it.
+"""A connection to one host, and what can be done over it: a command, or a script.
 
-Nothing here waits for ever. A command may run without a time limit, but a host that stops
-answering is noticed: by the kernel where packets get lost (TCP_USER_TIMEOUT), and by a question
-that any live SSH server answers where packets are received and nobody acts on them.
+Starting a session costs a host several processes, so a connection starts one with a bash for its
+scripts and keeps it. Each script runs in a subshell with nothing on its stdin; words that nobody
+can guess, on both output streams, say that it has ended.
 """
 
 from __future__ import annotations
 
-import contextlib
+import secrets
 import shlex
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import paramiko
 
-from flagscale.hosts.closing import Closing
-from flagscale.hosts.errors import (
-    ChannelRefusedError,
-    ConnectionLostError,
-    HostError,
-)
 from flagscale.hosts.executor import OnOutput, Result
-from flagscale.hosts.ssh.command import command_line
-from flagscale.hosts.ssh.exchange import Exchange, close_channel
-from flagscale.hosts.ssh.shell import LINE, Shell
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts.ssh.exchange import (
+    MARK,
+    AfterMarker,
+    Exchange,
+    Link,
+    close_channel,
+    command_line,
+)
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
-# Seconds that paramiko's thread gets to end after it reported an error.
-_LAST_WORDS = 0.5
+# Whole scripts are read, counted in bytes, before their first command runs: one that was cut off
+# on its way does not run. Nothing of them shows in a process table. One line: tcsh, which may be
+# the login shell, cannot quote a newline.
+_LOOP = (
+    f"{MARK} "
+    'while read -r turn size && LC_ALL=C read -r -N "$size" script; do '
+    '(eval "$script") </dev/null; '
+    r"""printf '\002%s %d\003' "$turn" "$?"; printf '\002%s\003' "$turn" >&2; done"""
+)
+
+#: What the login shell is given. The login shell has read the user's start-up files already; a
+#: bash that sees that SSH started it would read them once more.
+LINE = shlex.join(["exec", "bash", "--norc", "-c", _LOOP, "flagscale"])
 
 
-class Connection(Closing):
+def script_input(turn: str, script: str) -> bytes:
+    """A script as the loop on the host expects it."""
+    if "\0" in script:
+        raise ValueError("a script cannot contain NUL")
+    data = (script or ":").encode("utf-8", "surrogateescape")
+    return f"{turn} {len(data)}\n".encode() + data
+
+
+class Connection(Link):
     """An authenticated connection. Made by :func:`.dial.connect`; a context manager."""
 
     def __init__(
-        self,
-        target: SshTarget,
-        transport: paramiko.Transport,
-        sock: socket.socket,
-        lost: float,
-        on_close: Callable[[Connection], object],
+        self, target: SshTarget, transport: paramiko.Transport, sock: socket.socket, lost: float
     ) -> None:
-        self.target = target
-        self.transport = transport
-        self._sock = sock
-        self._lost = lost
-        self._on_close: list[Callable[[], object]] = [lambda: on_close(self)]
+        super().__init__(target, transport, sock, lost)
         # A shell that is at rest; whoever runs a script takes it away for as long as it runs.
         self._shells: list[Shell] = []
 
     @property
     def name(self) -> str:
         return self.target.name
-
-    @property
-    def alive(self) -> bool:
-        return self.transport.is_active()
-
-    def stands(self) -> bool:
-        """Whether the connection is alive after an error on it: an answer, not its end.
-
-        paramiko's thread tells the channels of a broken connection first and ends after that.
-        """
-        self.transport.join(_LAST_WORDS)
-        return self.alive
-
-    @property
-    def idle_limit(self) -> float:
-        """Seconds of silence after which :meth:`check_alive` is due."""
-        return self._lost
-
-    def on_close(self, action: Callable[[], object]) -> None:
-        self._on_close.append(action)
-
-    def close(self) -> None:
-        """Close the connection. Commands that still run on the host go on running there."""
-        # The transport's thread sees the end of the stream at once instead of at its next poll.
-        with contextlib.suppress(OSError, EOFError, AttributeError, TypeError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        # Through a jump host that is gone by now there is nobody to say goodbye to.
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-            self.transport.close()
-        actions, self._on_close = self._on_close, []
-        for action in actions:
-            action()
 
     def run(
         self,
@@ -96,11 +72,8 @@ class Connection(Closing):
         on_stdout: OnOutput | None = None,
         on_stderr: OnOutput | None = None,
     ) -> Result:
-        """Run a command and wait for its end.
-
-        ``argv`` reaches the command as it is, whatever it contains; it is visible in the host's
-        process table, ``stdin`` is not. ``timeout`` is in seconds, None for no limit. Output goes
-        to the callbacks as it comes where there are any, and into the result where there are none.
+        """Run a command and wait for its end, see :meth:`~flagscale.hosts.executor.Executor.run`.
+        ``argv`` reaches it as it is, whatever it contains.
 
         Raises a :class:`~.errors.HostError` where the command's end is not known: the connection
         was lost, the time was over, the account's login shell did not start it.
@@ -147,58 +120,79 @@ class Connection(Closing):
 
     def _execute(self, line: str, timeout: float | None) -> paramiko.Channel:
         """A channel on which the account's login shell was given a line."""
-        with self._answer_within(min(timeout or self._lost, self._lost), "start a command"):
-            channel = self._session()
+        with self.answer_within(
+            min(timeout or self.idle_limit, self.idle_limit), "start a command"
+        ):
+            channel = self.transport.open_session(timeout=self.idle_limit)
             channel.exec_command(line.encode("utf-8", "surrogateescape"))
         return channel
 
-    def check_alive(self) -> None:
-        """Ask the SSH server for a sign of life; raises :class:`ConnectionLostError`."""
-        with self._answer_within(self._lost, "answer"):
-            self.transport.global_request("keepalive@openssh.com", wait=True)
-            if not self.alive:
-                raise self.lost()
 
-    def lost(self) -> HostError:
-        """The error for a connection that broke."""
-        return ConnectionLostError(
-            self.target.name,
-            f"the connection to {self.target.route} was lost: the machine, its network or its "
-            "sshd went away; what was started there may still run",
-        )
+class Shell:
+    """A bash at the other end of a channel. One thread at a time."""
 
-    def _session(self) -> paramiko.Channel:
-        return self.transport.open_session(timeout=self._lost)
+    def __init__(self, connection: Link, channel: paramiko.Channel) -> None:
+        self._connection = connection
+        self._channel = channel
+        self._noise = (AfterMarker(), AfterMarker())
 
-    @contextlib.contextmanager
-    def _answer_within(self, seconds: float, what: str, hint: str | None = None) -> Iterator[None]:
-        """End the connection, and with it the block, where the server is silent for too long.
-        ``hint``: what to do where it refuses.
+    @property
+    def lives(self) -> bool:
+        return not (self._channel.closed or self._channel.eof_received)
 
-        paramiko waits without a limit for answers to requests.
-        """
-        expired = threading.Event()
+    def close(self) -> None:
+        """End it. A script that still runs may go on running."""
+        close_channel(self._channel)
 
-        def expire() -> None:
-            expired.set()
-            self.close()
+    def run(self, script: str, deadline: float | None) -> Result:
+        """Run a script until its end; where that is not known, the shell is of no more use."""
+        return _Turn(self._connection, self._channel, deadline, self._noise).run_script(script)
 
-        timer = threading.Timer(seconds, expire)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        except paramiko.ChannelException as error:
-            raise ChannelRefusedError(
-                self.target.name, f"{self.target.route} refuses a session: {error.text}"
-            ) from error
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            if expired.is_set():
-                what = f"{self.target.route} did not {what} within {seconds:g} s"
-                raise ConnectionLostError(self.target.name, what) from error
-            if isinstance(error, paramiko.SSHException) and self.stands():
-                what = f"{self.target.route} refuses to {what}: {error}"
-                raise ChannelRefusedError(self.target.name, what, hint=hint) from error
-            raise self.lost() from error
-        finally:
-            timer.cancel()
+
+class _Turn(Exchange):
+    """One script's input, output and end."""
+
+    def __init__(
+        self,
+        connection: Link,
+        channel: paramiko.Channel,
+        deadline: float | None,
+        noise: tuple[AfterMarker, AfterMarker],
+    ) -> None:
+        super().__init__(connection, channel, deadline)
+        self._out, self._err = noise
+        self._turn = secrets.token_hex(8)
+        self._out_end = _End(f"\2{self._turn} ")
+        self._err_end = _End(f"\2{self._turn}")
+
+    def run_script(self, script: str) -> Result:
+        self._feed(script_input(self._turn, script), last=False)
+        self._collect()
+        out, err = self._out_end, self._err_end
+        if out.at < 0 or err.at < 0:
+            return self._result()  # the shell itself has ended
+        status = int(self._stdout[out.after : self._stdout.index(b"\3", out.after)])
+        return Result(status, bytes(self._stdout[: out.at]), bytes(self._stderr[: err.at]))
+
+    def _over(self) -> bool:
+        ended = self._out_end.is_in(self._stdout) and self._err_end.is_in(self._stderr)
+        return ended or super()._over()
+
+
+class _End:
+    """Looks for what ends a stream, in what has come since it last looked."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text.encode()
+        self._looked = 0
+        self.at = -1
+
+    @property
+    def after(self) -> int:
+        return self.at + len(self._text)
+
+    def is_in(self, stream: bytearray) -> bool:
+        if self.at < 0:
+            self.at = stream.find(self._text, self._looked)
+            self._looked = max(0, len(stream) - len(self._text))
+        return self.at >= 0 and b"\3" in stream[self.after :]

@@ -2,7 +2,8 @@
 
 A :class:`Dialer` opens the connections of one action. It reads keys once, tries again where a
 burst of connections made sshd drop some, and keeps one connection to each jump host, through which
-all hosts behind it are reached.
+all hosts behind it are reached. An :class:`SshOpener` keeps those to hosts, too, from one program
+to the next.
 """
 
 from __future__ import annotations
@@ -14,34 +15,21 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import paramiko
 
-from flagscale.hosts.closing import Closing
-from flagscale.hosts.errors import (
-    ChannelRefusedError,
-    ConnectionDroppedError,
-    GreetingTimeoutError,
-    HandshakeError,
-    HostError,
-    HostKeyError,
-)
-from flagscale.hosts.ssh import faults, proxy
+from flagscale.hosts import errors
+from flagscale.hosts.errors import HostError
+from flagscale.hosts.executor import Closing, Endpoint
+from flagscale.hosts.ssh import faults, known_hosts, proxy
 from flagscale.hosts.ssh.connection import Connection
 from flagscale.hosts.ssh.identities import Identities
-from flagscale.hosts.ssh.known_hosts import (
-    REVOKED,
-    KnownKey,
-    UnreadableError,
-    Verdict,
-    judge,
-    known_kinds,
-    lookup,
-    revoked,
-)
 from flagscale.hosts.ssh.packets import OrderlyPacketizer
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts.ssh.ssh_config import SshConfig, SshTarget
 
 # paramiko reports on a channel of ours, so that its tracebacks do not reach a user's terminal.
 LOG_CHANNEL = "flagscale.transport.paramiko"
@@ -50,7 +38,7 @@ logging.getLogger(LOG_CHANNEL).propagate = False
 
 _RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")
 # What a ProxyCommand that ended looks like from here.
-_NO_GREETING = (ConnectionDroppedError, GreetingTimeoutError, HandshakeError)
+_NO_GREETING = (errors.ConnectionDroppedError, errors.GreetingTimeoutError, errors.HandshakeError)
 _lock_known_hosts = threading.Lock()
 
 
@@ -80,8 +68,8 @@ class Dialer(Closing):
         self._identities = Identities()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._jumps: dict[SshTarget, Connection] = {}
-        self._jump_locks: dict[SshTarget, threading.Lock] = {}
+        self._kept: dict[SshTarget, Connection] = {}
+        self._turns: dict[SshTarget, threading.Lock] = {}
         self._open: set[socket.socket | Connection] = set()
 
     def close(self) -> None:
@@ -92,14 +80,13 @@ class Dialer(Closing):
         self._stopped.set()
         with self._lock:
             doomed = tuple(self._open)
-            self._jumps.clear()
+            self._kept.clear()
         for thing in doomed:
             if isinstance(thing, Connection):
                 thing.close()
             else:
                 _shut(thing)
-            with self._lock:
-                self._open.discard(thing)
+            self._forget(thing)
         self._identities.close()
 
     def connect(self, target: SshTarget) -> Connection:
@@ -118,6 +105,17 @@ class Dialer(Closing):
             self._stopped.wait(random.uniform(0, 2 * self.options.pause * 2 ** (attempt - 1)))
         raise HostError(target.name, "no attempt to connect was allowed")
 
+    def kept(self, target: SshTarget) -> Connection:
+        """The one connection to a host that is kept, opened where there is none that stands. Raises
+        as :meth:`connect`."""
+        with self._lock:
+            turn = self._turns.setdefault(target, threading.Lock())
+        with turn:
+            found = self._kept.get(target)
+            if found is None or not found.alive:
+                found = self._kept[target] = self.connect(target)
+            return found
+
     def _connect_once(self, target: SshTarget) -> Connection:
         if self._stopped.is_set():
             raise HostError(target.name, "the action was cancelled")
@@ -130,12 +128,12 @@ class Dialer(Closing):
             if transport is not None:
                 transport.close()
             _shut(sock)
-            with self._lock:
-                self._open.discard(sock)
+            self._forget(sock)
             if isinstance(error, _NO_GREETING) and isinstance(sock, proxy.ProxySocket):
                 raise sock.ended or error from error.__cause__
             raise
-        connection = Connection(target, transport, sock, self.options.lost, self._forget)
+        connection = Connection(target, transport, sock, self.options.lost)
+        connection.on_close(lambda: self._forget(connection))
         with self._lock:
             self._open.discard(sock)
             if not self._stopped.is_set():
@@ -144,9 +142,9 @@ class Dialer(Closing):
         connection.close()
         raise HostError(target.name, "the action was cancelled")
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, thing: socket.socket | Connection) -> None:
         with self._lock:
-            self._open.discard(connection)
+            self._open.discard(thing)
 
     # -- the wire -----------------------------------------------------------------------------
 
@@ -155,7 +153,10 @@ class Dialer(Closing):
         if target.via is not None:
             return self._through(target, target.via)
         if target.proxy_command is not None:
-            return self._proxied(target, target.proxy_command)
+            sock = proxy.start(target, target.proxy_command)
+            with self._lock:
+                self._open.add(sock)
+            return sock
         return self._socket(target)
 
     def _socket(self, target: SshTarget) -> socket.socket:
@@ -177,31 +178,19 @@ class Dialer(Closing):
                 return sock
             except OSError as error:
                 failures.append(error)
-                with self._lock:
-                    self._open.discard(sock)
+                self._forget(sock)
                 sock.close()
         raise faults.opening_failed(target, failures[0], limit) from failures[0]
 
-    def _proxied(self, target: SshTarget, command: str) -> socket.socket:
-        sock = proxy.start(target, command)
-        with self._lock:
-            self._open.add(sock)
-        return sock
-
     def _through(self, target: SshTarget, via: SshTarget) -> socket.socket:
-        with self._lock:
-            turn = self._jump_locks.setdefault(via, threading.Lock())
-        with turn:
-            jump = self._jumps.get(via)
-            if jump is None or not jump.alive:
-                jump = self._jumps[via] = self.connect(via)
+        jump = self.kept(via)
         limit = target.connect_timeout or self.options.connect
         try:
             channel = jump.transport.open_channel(
                 "direct-tcpip", (target.address, target.port), ("127.0.0.1", 0), timeout=limit
             )
         except paramiko.ChannelException as error:
-            raise ChannelRefusedError(
+            raise errors.ChannelRefusedError(
                 target.name, f"{via.name} cannot reach {target.endpoint} for us: {error.text}"
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
@@ -214,13 +203,13 @@ class Dialer(Closing):
 
     def _handshake(self, sock: socket.socket, target: SshTarget) -> paramiko.Transport:
         limit, start = self.options.greeting, time.monotonic()
-        keys = lookup(target.known_hosts, target.known_as)
+        keys = known_hosts.lookup(target.known_hosts, target.known_as)
         transport = paramiko.Transport(sock, packetizer_class=OrderlyPacketizer)
         try:
             transport.set_log_channel(LOG_CHANNEL)
             transport.banner_timeout = transport.handshake_timeout = limit
             transport.auth_timeout = self.options.login
-            _prefer(transport, known_kinds(keys))
+            _prefer(transport, known_hosts.known_kinds(keys))
             try:
                 transport.start_client(timeout=limit)
                 if not transport.initial_kex_done:  # the time is over: paramiko returns in silence
@@ -230,15 +219,35 @@ class Dialer(Closing):
                 elapsed = time.monotonic() - start
                 raise faults.handshake_failed(target, error, elapsed, limit) from error
             kind, blob = offered.get_name(), offered.asbytes()
-            verdict, line = judge([*_revoked(target, kind, blob), *keys], kind, blob)
-            if verdict is Verdict.UNKNOWN and target.remember_new_keys and line is None:
+            verdict, line = known_hosts.judge([*_revoked(target, kind, blob), *keys], kind, blob)
+            if verdict is known_hosts.Verdict.UNKNOWN and target.remember_new_keys and line is None:
                 _remember(target, kind, blob)
-            elif verdict is not Verdict.KNOWN:
+            elif verdict is not known_hosts.Verdict.KNOWN:
                 raise faults.host_key_refused(target, verdict, kind, blob, line)
         except BaseException:
             transport.close()
             raise
         return transport
+
+
+class SshOpener(Closing):
+    """Reaches hosts by SSH; an :class:`~flagscale.hosts.executor.Opener`. A connection that broke
+    is opened again."""
+
+    def __init__(self, settings: Mapping[str, Any], options: DialOptions | None = None) -> None:
+        """``settings["config"]`` is an SSH configuration in place of the user's."""
+        given = settings.get("config")
+        self._config = SshConfig.load(Path(given) if given else None)
+        self._dialer = Dialer(options)
+
+    def open(self, endpoint: Endpoint) -> Connection:
+        target = self._config.target(
+            endpoint.name, user=endpoint.user, port=endpoint.port, proxy=endpoint.proxy
+        )
+        return self._dialer.kept(target)
+
+    def close(self) -> None:
+        self._dialer.close()
 
 
 def connect(target: SshTarget, options: DialOptions | None = None) -> Connection:
@@ -268,17 +277,21 @@ def _tune(sock: socket.socket, lost: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _revoked(target: SshTarget, kind: str, blob: bytes) -> list[KnownKey]:
+def _revoked(target: SshTarget, kind: str, blob: bytes) -> list[known_hosts.KnownKey]:
     """The line by which the user's RevokedHostKeys names the key, if it does."""
     if target.revoked_keys is None:
         return []
     try:
-        where = revoked(target.revoked_keys, blob)
-    except UnreadableError as error:
+        where = known_hosts.revoked(target.revoked_keys, blob)
+    except known_hosts.UnreadableError as error:
         what = f"no host is trusted while the list of revoked keys cannot be read: {error}"
-        raise HostKeyError(target.name, what) from error
+        raise errors.HostKeyError(target.name, what) from error
     encoded = base64.b64encode(blob).decode()
-    return [KnownKey(kind, encoded, REVOKED, where)] if where is not None else []
+    return (
+        [known_hosts.KnownKey(kind, encoded, known_hosts.REVOKED, where)]
+        if where is not None
+        else []
+    )
 
 
 def _prefer(transport: paramiko.Transport, kinds: list[str]) -> None:

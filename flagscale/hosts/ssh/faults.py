@@ -11,21 +11,10 @@ from pathlib import Path
 
 from paramiko.ssh_exception import IncompatiblePeer
 
-from flagscale.hosts.errors import (
-    ChangedHostKeyError,
-    ConnectionDroppedError,
-    ConnectionRefusedByHostError,
-    ConnectTimeoutError,
-    GreetingTimeoutError,
-    HandshakeError,
-    HostError,
-    NameResolutionError,
-    NoRouteError,
-    RevokedHostKeyError,
-    UnknownHostKeyError,
-)
+from flagscale.hosts import errors
+from flagscale.hosts.errors import HostError
 from flagscale.hosts.ssh.known_hosts import AUTHORITY, KnownKey, Verdict
-from flagscale.hosts.ssh.target import SSH_PORT, SshTarget
+from flagscale.hosts.ssh.ssh_config import SSH_PORT, SshTarget
 
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
@@ -33,25 +22,25 @@ _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETD
 def opening_failed(target: SshTarget, error: OSError, seconds: float) -> HostError:
     """Why no TCP connection came about."""
     if isinstance(error, socket.gaierror):
-        return NameResolutionError(
+        return errors.NameResolutionError(
             target.name,
             f"the name {target.address!r} does not resolve ({error.strerror})",
             hint="correct the hostfile, or give the alias a HostName in ~/.ssh/config",
         )
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return ConnectTimeoutError(
+        return errors.ConnectTimeoutError(
             target.name,
             f"no answer from {target.endpoint} within {seconds:g} s: "
             "the machine is down, or a firewall drops the packets",
         )
     if error.errno in _NO_ROUTE:
-        return NoRouteError(
+        return errors.NoRouteError(
             target.name,
             f"no route to {target.endpoint} ({error.strerror}): "
             "the machine is off, unplugged, or on another network",
         )
     if error.errno == errno.ECONNREFUSED:
-        return ConnectionRefusedByHostError(
+        return errors.ConnectionRefusedByHostError(
             target.name,
             f"nothing listens on {target.address} port {target.port}: sshd is not running there, "
             "or the port is wrong",
@@ -62,7 +51,7 @@ def opening_failed(target: SshTarget, error: OSError, seconds: float) -> HostErr
 
 
 def dropped(target: SshTarget) -> HostError:
-    return ConnectionDroppedError(
+    return errors.ConnectionDroppedError(
         target.name,
         f"{target.route} closed the connection during its greeting, again and again",
         hint="sshd is overloaded, or MaxStartups or a ban list in its configuration is too tight",
@@ -79,15 +68,15 @@ def handshake_failed(
     """
     text = str(error or "")
     if error is None or elapsed >= 0.9 * limit:
-        return GreetingTimeoutError(
+        return errors.GreetingTimeoutError(
             target.name,
             f"{target.route} accepts connections and says nothing within {limit:g} s: "
             "sshd is stopped, or the machine is out of memory or disk",
         )
     if isinstance(error, IncompatiblePeer):
-        return HandshakeError(target.name, f"{target.route}: no algorithm in common: {text}")
+        return errors.HandshakeError(target.name, f"{target.route}: no algorithm in common: {text}")
     if "Indecipherable" in text or "Invalid SSH banner" in text:
-        return HandshakeError(
+        return errors.HandshakeError(
             target.name,
             f"what listens on {target.route} is not an SSH server: {text}",
             hint="check the port",
@@ -96,7 +85,7 @@ def handshake_failed(
     ended = ("banner", "Negotiation failed", "No existing session")
     if isinstance(error, (EOFError, OSError)) or any(words in text for words in ended):
         return dropped(target)
-    return HandshakeError(target.name, f"{target.route}: {text or type(error).__name__}")
+    return errors.HandshakeError(target.name, f"{target.route}: {text or type(error).__name__}")
 
 
 def fingerprint(blob: bytes) -> str:
@@ -113,7 +102,7 @@ def host_key_refused(
     file = target.known_hosts[0] if target.known_hosts else Path.home() / ".ssh" / "known_hosts"
     where = line.where if line else ""
     if verdict is Verdict.REVOKED:
-        return RevokedHostKeyError(
+        return errors.RevokedHostKeyError(
             target.name,
             f"the host key of {target.route}, {offered}, is revoked by {where}: whoever answers "
             "with it may be anybody",
@@ -122,7 +111,7 @@ def host_key_refused(
     if verdict is Verdict.CHANGED and line is not None:
         known = fingerprint(base64.b64decode(line.blob))
         remove = shlex.join(["ssh-keygen", "-f", where.rpartition(":")[0], "-R", target.known_as])
-        return ChangedHostKeyError(
+        return errors.ChangedHostKeyError(
             target.name,
             f"the host key of {target.route} has changed: it offers {offered}, and {where} has "
             f"{line.kind} {known}. The machine was reinstalled, or another one answers",
@@ -134,7 +123,7 @@ def host_key_refused(
         if line.marker == AUTHORITY:
             more = f"; {where} trusts a certificate authority, but certificates of hosts cannot be "
             more += "checked here, only keys"
-    return UnknownHostKeyError(
+    return errors.UnknownHostKeyError(
         target.name,
         f"the host key of {target.route}, {offered}, is not in {file}{more}",
         hint=f"compare the fingerprint, then run: {_add(target, file, kind, blob)}",

@@ -14,16 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paramiko
-from paramiko.agent import AgentKey, AgentSSH
+from paramiko.agent import AgentSSH
 from paramiko.message import Message
 
-from flagscale.hosts.errors import (
-    GreetingTimeoutError,
-    HostError,
-    LoginBrokenError,
-    LoginError,
-)
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts import errors
+from flagscale.hosts.errors import HostError
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
 # paramiko's words for an end of the connection; any other refusal is the host's.
 _HUNG_UP = "transport shut down or saw EOF"
@@ -105,7 +101,7 @@ class Identities:
                 raise _other_methods(target, error.allowed_types) from error
             except paramiko.AuthenticationException as error:
                 if "timeout" in str(error).lower():
-                    raise GreetingTimeoutError(
+                    raise errors.GreetingTimeoutError(
                         target.name, f"{target.route} stopped answering during the login"
                     ) from error
                 tried.append(identity.label)
@@ -154,7 +150,8 @@ class Identities:
                 self._agents[path] = None  # a stale SSH_AUTH_SOCK is no reason to fail
         agent = self._agents[path]
         for key in agent.get_keys() if agent is not None else ():
-            yield Identity(f"{_agent_label(key)} (agent)", key)
+            label = getattr(key, "comment", "") or key.get_name()
+            yield Identity(f"{label} (agent)", key)
 
     def _load(self, path: Path) -> Identity | Unusable:
         if path not in self._files:
@@ -189,20 +186,16 @@ def _public_blob(path: Path) -> bytes | None:
         return None
 
 
-def _agent_label(key: AgentKey) -> str:
-    return str(getattr(key, "comment", "") or key.get_name())
-
-
-def _other_methods(target: SshTarget, methods: list[str]) -> LoginError:
-    return LoginError(
+def _other_methods(target: SshTarget, methods: list[str]) -> errors.LoginError:
+    return errors.LoginError(
         target.name,
         f"{target.route} wants {' or '.join(methods)} from user {target.user}; "
         "only keys work without someone at the keyboard",
     )
 
 
-def _broken(target: SshTarget, offered: Identity) -> LoginBrokenError:
-    return LoginBrokenError(
+def _broken(target: SshTarget, offered: Identity) -> errors.LoginBrokenError:
+    return errors.LoginBrokenError(
         target.name,
         f"{target.route} closed the connection during the login, when it was offered the key "
         f"{offered.label}: its sshd was killed, or the machine or network went away",
@@ -217,7 +210,7 @@ def _refused(
     if not offered:
         what = f"there is no key to log in to {target.route} as {target.user} with"
         hint = "; ".join(notes) or "set IdentityFile in ~/.ssh/config, or start an SSH agent"
-        return LoginError(target.name, what, hint=hint)
+        return errors.LoginError(target.name, what, hint=hint)
     what = f"{target.route} accepts none of our keys for user {target.user}: {', '.join(tried)}"
     notes.append(f"add the public key to {target.user}'s authorized_keys on the host")
-    return LoginError(target.name, what, hint="; ".join(notes))
+    return errors.LoginError(target.name, what, hint="; ".join(notes))

@@ -8,6 +8,7 @@ host that is every connection behind it. (paramiko's issues 1115 and 1705.)
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -19,6 +20,7 @@ from paramiko.common import (
 )
 from paramiko.message import Message
 from paramiko.packet import Packetizer
+from paramiko.ssh_exception import SSHException
 
 # Messages from the first to the last kind begin with the number of the channel they are for, as
 # the receiver counts channels (RFC 4254, sections 5.2 to 5.4).
@@ -46,6 +48,11 @@ class OrderlyPacketizer(Packetizer):
             if raw[0] == MSG_CHANNEL_CLOSE:
                 self._closed.add(channel)
             super().send_message(data)
+
+    def close(self) -> None:
+        """Close the stream. One through a jump host says goodbye to that host, which may be gone."""
+        with contextlib.suppress(OSError, EOFError, SSHException):
+            super().close()
 
     def read_message(self) -> tuple[int, Message]:
         """The next message with its kind."""

@@ -15,7 +15,7 @@ import tempfile
 from typing import IO
 
 from flagscale.hosts.errors import ProxyCommandError
-from flagscale.hosts.ssh.target import SshTarget
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
 # The command is a shell's; what replaces its tokens must mean nothing to one.
 _PLAIN = re.compile(r"[\w.:%+-]*")

@@ -1,25 +1,28 @@
-"""The user's SSH configuration, turned into targets.
+"""The user's SSH configuration, turned into targets: where and how to log in.
 
 paramiko parses and matches; this module adds ``Include``, file and line in errors, and the
-meaning of the options. Read once for all hosts of an action.
+meaning of the options, and puts two conditions of ``Match`` right. Read once for all hosts of an
+action.
 """
 
 from __future__ import annotations
 
+import functools
 import getpass
 import glob
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import paramiko
 
 from flagscale.errors import ConfigError, Problem
-from flagscale.hosts.ssh.match import Parsed
-from flagscale.hosts.ssh.target import SSH_PORT, SshTarget
 
+SSH_PORT = 22
 SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
 SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
@@ -27,8 +30,55 @@ USUAL_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 DEEPEST_INCLUDE = 16
 MOST_JUMPS = 8
+#: Seconds a ``Match exec`` command may take.
+_PATIENCE = 30
 
 _SETTING = re.compile(r"(\w+)(?:\s*=\s*|\s+)(.+)")
+
+
+@dataclass(frozen=True)
+class SshTarget:
+    """One host as SSH reaches it. Made by :meth:`.ssh_config.SshConfig.target`.
+
+    ``name`` is what the user calls the host and what messages say. ``via`` is the last jump host
+    on the way, itself a target with a ``via`` of its own. ``identity_files`` are tried in order;
+    ``default_identities`` says that the user named none and these are the usual ones.
+    """
+
+    name: str
+    address: str
+    user: str
+    port: int = SSH_PORT
+    identity_files: tuple[Path, ...] = ()
+    default_identities: bool = False
+    identities_only: bool = False
+    agent_socket: str | None = None
+    known_hosts: tuple[Path, ...] = ()
+    host_key_alias: str | None = None
+    remember_new_keys: bool = False
+    revoked_keys: Path | None = None
+    connect_timeout: float | None = None
+    via: SshTarget | None = None
+    proxy_command: str | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """The address, and the port where it is not the usual one, for messages."""
+        port = "" if self.port == SSH_PORT else f" port {self.port}"
+        return f"{self.address}{port}"
+
+    @property
+    def route(self) -> str:
+        """``endpoint``, and the jump hosts on the way to it."""
+        return self.endpoint if self.via is None else f"{self.endpoint} through {self.via.name}"
+
+    @property
+    def known_as(self) -> str:
+        """The host's name in known_hosts files."""
+        name = (self.host_key_alias or self.address).lower()
+        if self.host_key_alias or self.port == SSH_PORT:
+            return name
+        return f"[{name}]:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -69,26 +119,14 @@ class SshConfig:
         user: str | None = None,
         port: int | None = None,
         proxy: str | None = None,
-        identity_file: Path | None = None,
+        seen: tuple[str, ...] = (),
     ) -> SshTarget:
         """How to reach ``name``, a host or an alias. What is given here wins over the files.
 
         ``proxy`` is written as for ``ssh -J``: ``[user@]host[:port]``, several with commas in the
-        order they are passed through; ``none`` for a direct connection.
+        order they are passed through; ``none`` for a direct connection. ``seen``: the hosts that
+        are reached through this one.
         """
-        target = self._target(name, user, port, proxy, ())
-        if identity_file is None:
-            return target
-        return replace(target, identity_files=(identity_file,), default_identities=False)
-
-    def _target(
-        self,
-        name: str,
-        user: str | None,
-        port: int | None,
-        proxy: str | None,
-        seen: tuple[str, ...],
-    ) -> SshTarget:
         if name in seen or len(seen) > MOST_JUMPS:
             raise self._wrong("ProxyJump", f"goes in a circle: {' -> '.join((*seen, name))}")
         options = self._lookup(name)
@@ -106,7 +144,7 @@ class SshConfig:
             connect_timeout=self._number(options, "connecttimeout", 0) or None,
             agent_socket=_agent_socket(options.get("identityagent")),
             identities_only=options.get("identitiesonly", "no").lower() == "yes",
-            identity_files=_usual_identities() if identities is None else _files(identities),
+            identity_files=_identity_files(identities),
             default_identities=identities is None,
         )
         jumps = proxy if proxy is not None else options.get("proxyjump")
@@ -120,11 +158,10 @@ class SshConfig:
         for index, jump in enumerate(jumps.split(",")):
             user, host, port = self._jump(jump.strip())
             # Only the first hop is reached by its own ProxyJump; the others through the chain.
-            hop = (
-                self._target(host, user, port, None if index == 0 else "none", seen)
-                if (host != last.name)
-                else None
-            )
+            hop = None
+            if host != last.name:
+                proxy = None if index == 0 else "none"
+                hop = self.target(host, user=user, port=port, proxy=proxy, seen=seen)
             if hop is None or (hop.address, hop.port) == (last.address, last.port):
                 # `Host *` with a ProxyJump covers the jump host too: it is reached directly.
                 return via
@@ -212,12 +249,58 @@ def _agent_socket(option: str | None) -> str | None:
     return str(Path(option).expanduser())
 
 
-def _files(names: object) -> tuple[Path, ...]:
-    """paramiko gives this one option as a list."""
-    words = [str(name) for name in names] if isinstance(names, list) else []
+def _identity_files(named: object) -> tuple[Path, ...]:
+    """Those that the user named, of which paramiko gives a list; else the usual ones."""
+    if named is None:
+        usual = (Path.home() / ".ssh" / name for name in USUAL_IDENTITIES)
+        return tuple(path for path in usual if path.is_file())
+    words = [str(name) for name in named] if isinstance(named, list) else []
     return tuple(Path(word).expanduser() for word in words if word.lower() != "none")
 
 
-def _usual_identities() -> tuple[Path, ...]:
-    usual = (Path.home() / ".ssh" / name for name in USUAL_IDENTITIES)
-    return tuple(path for path in usual if path.is_file())
+class Parsed(paramiko.SSHConfig):
+    """``Match host`` sees a HostName with its ``%h`` replaced; ``Match exec`` leaves stdin alone.
+
+    paramiko compares with the text of HostName, tokens and all, and runs commands through a
+    package that copies this process's stdin to them.
+    """
+
+    def _does_match(
+        self,
+        match_list: list[dict[str, Any]],
+        target_hostname: str,
+        canonical: bool,
+        final: bool,
+        options: Mapping[str, Any],
+    ) -> bool:
+        seen = type(options)(options)  # type: ignore[call-arg]
+        if "hostname" in seen:
+            seen["hostname"] = seen["hostname"].replace("%h", target_hostname)  # type: ignore[index]
+        commands = [condition for condition in match_list if condition["type"] == "exec"]
+        others = [condition for condition in match_list if condition["type"] != "exec"]
+        decide = super()._does_match  # type: ignore[misc]
+        if others and not decide(others, target_hostname, canonical, final, seen):
+            return False
+        for condition in commands:
+            command = self._tokenize(  # type: ignore[attr-defined]
+                seen, target_hostname, "match-exec", condition["param"]
+            )
+            if _succeeds(command) == condition["negate"]:
+                return False
+        return bool(match_list)
+
+
+@functools.cache
+def _succeeds(command: str) -> bool:
+    """Whether the user's command ends with 0. It is a shell's, as in ssh_config(5)."""
+    try:
+        done = subprocess.run(
+            ["sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0

@@ -16,29 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flagscale.files import plain
+from flagscale.launch.liveness import messages
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity, first_of
-from flagscale.launch.liveness.job import JobHost, Notice, unreached
-from flagscale.launch.liveness.messages import (
-    Beat,
-    DumpStacks,
-    EndAttempt,
-    Ended,
-    FinishJob,
-    FromHost,
-    Hello,
-    HostStatus,
-    JobPhase,
-    KeepAlive,
-    Order,
-    Position,
-    Reported,
-    Stacks,
-    StartAttempt,
-    StopJob,
-    Stopping,
-)
-from flagscale.launch.liveness.policy import Policy
-from flagscale.launch.liveness.stall import stalled_report
+from flagscale.launch.liveness.job import JobHost, Notice, stalled_report, unreached
+from flagscale.launch.liveness.messages import FromHost, HostStatus, JobPhase, Order, Position
+from flagscale.launch.liveness.options import Policy
 
 BACK_OFF_SECONDS = 1.0
 MAX_BACK_OFF_SECONDS = 60.0
@@ -108,27 +91,27 @@ class Coordinator:
         host = self.hosts[number]
         if host.lost:
             # Back too late: the job has been ended without it.
-            self._order(FinishJob(self.failure), number)
+            self._order(messages.FinishJob(self.failure), number)
             return
         host.heard = now
         offset = now - message.sent
         host.offset = offset if host.offset is None else min(host.offset, offset)
-        if isinstance(message, Stopping):
+        if isinstance(message, messages.Stopping):
             self._stop(message.signal, message.failure)
         elif message.attempt == self.attempt:
             self._take(number, message, now)
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._catch_up(number)
 
     def _take(self, number: int, message: FromHost, now: float) -> None:
         host = self.hosts[number]
         match message:
-            case Hello() | Beat() | Ended():
+            case messages.Hello() | messages.Beat() | messages.Ended():
                 self._update(host, message.position, now)
                 self._look_for_end(number, message.position)
-            case Reported():
+            case messages.Reported():
                 self._add(host, message.report, now)
-            case Stacks():
+            case messages.Stacks():
                 host.ranks = message.ranks
 
     def _update(self, host: JobHost, position: Position, now: float) -> None:
@@ -171,13 +154,13 @@ class Coordinator:
     def _catch_up(self, number: int) -> None:
         """Tell a host that was away what it has missed."""
         if self.phase is JobPhase.STOPPING:
-            self._order(StopJob(15, self._cause), number)
+            self._order(messages.StopJob(15, self._cause), number)
         elif self.phase is JobPhase.ENDING and not self.hosts[number].over:
-            self._order(EndAttempt(self.attempt, self.failure), number)
+            self._order(messages.EndAttempt(self.attempt, self.failure), number)
         elif self.phase is JobPhase.RUNNING and self.attempt:
-            self._order(StartAttempt(self.attempt), number)
+            self._order(messages.StartAttempt(self.attempt), number)
         elif self.phase is JobPhase.OVER:
-            self._order(FinishJob(self.failure), number)
+            self._order(messages.FinishJob(self.failure), number)
 
     def _order(self, order: Order, host: int | None = None) -> None:
         self.orders.append((host, order))
@@ -189,7 +172,7 @@ class Coordinator:
         self._forgive(now)
         if now - self._beat_at >= self.policy.beat_seconds:
             self._beat_at = now
-            self._order(KeepAlive())
+            self._order(messages.KeepAlive())
         if self.phase is JobPhase.OVER:
             return
         if now - self._swept >= SWEEP_SECONDS:
@@ -256,7 +239,7 @@ class Coordinator:
             self._dumped_at = now
             for host in alive:
                 host.ranks = None
-            self._order(DumpStacks(self.attempt))
+            self._order(messages.DumpStacks(self.attempt))
         elif all(host.ranks is not None for host in alive) or (
             now - self._dumped_at > STACK_SECONDS
         ):
@@ -284,7 +267,7 @@ class Coordinator:
     def _fail(self) -> None:
         if self.phase is JobPhase.RUNNING and self.policy.on_failure == "stop":
             self._go(JobPhase.ENDING)
-            self._order(EndAttempt(self.attempt, self.failure))
+            self._order(messages.EndAttempt(self.attempt, self.failure))
 
     def _stop(self, number: int, cause: Failure | None) -> None:
         """A host was told to stop: the whole job stops, and is not started again. ``cause``: what
@@ -293,7 +276,7 @@ class Coordinator:
             return
         self._go(JobPhase.STOPPING)
         self._cause = cause
-        self._order(StopJob(number, cause))
+        self._order(messages.StopJob(number, cause))
 
     def leave(self, now: float) -> None:
         """This host goes, and a stop waits for nobody: what is known has to do."""
@@ -312,7 +295,7 @@ class Coordinator:
             self._go(JobPhase.WAITING)
             wait = min(BACK_OFF_SECONDS * 2 ** len(self.restarts), MAX_BACK_OFF_SECONDS)
             self._restart_at = now + wait
-            self.restarts.append({"attempt": self.attempt, "failure": self._record()})
+            self.restarts.append({"attempt": self.attempt, "failure": plain(self.failure)})
             self.notices.append(Notice("restarted", self.attempt + 1, self.failure))
         else:
             self._finish(Notice("failed", self.attempt, self.failure))
@@ -338,15 +321,12 @@ class Coordinator:
         for host in self.hosts:
             host.ended, host.joined, host.busy, host.moves = None, 0, False, -1
             host.status = HostStatus.STARTING
-        self._order(StartAttempt(self.attempt))
+        self._order(messages.StartAttempt(self.attempt))
 
     def _finish(self, notice: Notice) -> None:
         self._go(JobPhase.OVER)
         self.notices.append(notice)
-        self._order(FinishJob(self.failure))
-
-    def _record(self) -> dict[str, Any] | None:
-        return self.failure.to_record() if self.failure is not None else None
+        self._order(messages.FinishJob(self.failure))
 
     def summary(self) -> dict[str, Any]:
         """What ``query`` shows of the job."""
@@ -354,7 +334,7 @@ class Coordinator:
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
             "attempts": self.policy.attempts,
-            "failure": self._record(),
+            "failure": plain(self.failure),
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
         }

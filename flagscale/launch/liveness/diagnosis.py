@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flagscale.files import plain
-from flagscale.launch.layout import RANKS_DIRECTORY
+from flagscale.launch.layout import RANKS_DIRECTORY, HostFiles
 from flagscale.launch.liveness.records import from_record, printable
 from flagscale.status import Event
 
@@ -120,21 +120,6 @@ def first_of(reports: Iterable[Report]) -> Report | None:
     return min(same_moment, key=lambda report: (report.severity, report.time))
 
 
-class HostFiles(Protocol):
-    """What has to be known of a host to read its files."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def first_rank(self) -> int: ...
-    @property
-    def ranks(self) -> range: ...
-    @property
-    def run_dir(self) -> Path: ...
-    @property
-    def output(self) -> Path: ...
-
-
 @dataclass(frozen=True)
 class TableEntry:
     """A rank in torchrun's table of failures. ``code`` is negative for a signal."""
@@ -142,7 +127,6 @@ class TableEntry:
     rank: int
     code: int
     time: float
-    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,7 +153,6 @@ def parse_table(output: str, killed: Collection[int] = ()) -> list[TableEntry]:
             int(match["rank"]),
             int(match["code"]),
             datetime.fromisoformat(match["time"]).timestamp(),
-            int(match["pid"]),
         )
         for match in _ENTRY.finditer(output, start)
         if int(match["pid"]) not in killed

@@ -1,14 +1,18 @@
-"""Which agent watches a host's part of a run, as the run's directory says."""
+"""Which agent watches a host's part of a run, as the run's directory says; and what becomes of the
+run where that agent was killed."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from flagscale.files import make_private_directory, read_json, write_json
 from flagscale.hosts import processes
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
+from flagscale.launch.liveness.telling import keep
 
 
 def announce(run_dir: Path) -> str | None:
@@ -46,3 +50,16 @@ def already_alive(run_id: str, run_dir: Path) -> int | None:
     process = processes.Process(int(record["pid"]), int(record["start_ticks"]))
     alive = processes.is_alive(process) and processes.belongs(process.pid, run_id)
     return process.pid if alive else None
+
+
+def sweep_after_agent(run_id: str, run_dir: Path, grace: float) -> int:
+    """End what a killed agent left behind and record the end that it could not record."""
+    # The kernel reaps orphans from now on, so that they don't stay as zombies.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    spared = [os.getpid(), *processes.ancestors(os.getpid())]
+    swept = processes.sweep(run_id, grace, exclude=spared)
+    if not (run_dir / EXIT_FILE).exists():
+        record = {"code": 137, "phase": "agent", "signal": None, "ended": round(time.time(), 3)}
+        record["swept"] = [*swept.terminated, *swept.killed]
+        keep(run_dir / EXIT_FILE, record, instead_of=run_dir / AGENT_FILE)
+    return 0

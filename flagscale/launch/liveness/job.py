@@ -1,12 +1,14 @@
-"""What the coordinator knows of each host of a job, and what it tells people."""
+"""What the coordinator knows of each host of a job, which rank of a stalled one holds up the
+others, and what it tells people."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from flagscale.launch.liveness.diagnosis import Failure
-from flagscale.launch.liveness.messages import HostStatus
-from flagscale.launch.liveness.stall import RankProgress
+from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
+from flagscale.launch.liveness.messages import HostStatus, RankProgress
 
 
 @dataclass
@@ -50,3 +52,33 @@ def unreached(port: int | None) -> str:
         f" at port {port} of the first host (experiment.runner.liveness_port): an agent did not "
         "start, or a firewall drops the port"
     )
+
+
+def behind(ranks: Sequence[RankProgress]) -> RankProgress | None:
+    """The rank that the others wait for: the lowest step, then a process that is stopped, then
+    one that does not answer where others do, then one that waits for nobody."""
+    if not ranks:
+        return None
+    lowest = min((rank.step for rank in ranks if rank.step is not None), default=None)
+    last = [rank for rank in ranks if lowest is None or rank.step == lowest]
+    return min(last, key=lambda rank: (not rank.stopped, rank.answered, rank.waits, rank.rank))
+
+
+def stalled_report(
+    ranks: Sequence[RankProgress], seconds: float, host: str, output: Path
+) -> Report:
+    """The failure of a job that got no further for ``seconds``. ``host`` and ``output`` stand in
+    where no rank could be asked. The report's time is left to the caller."""
+    last = behind(ranks)
+    if last is None:
+        reason = f"stalled: no rank has got on for {seconds:.0f} s"
+        return Report(Failure(host, None, None, reason, "", output), 0.0, Severity.KILLED)
+    at = f" {last.doing}" if last.doing else ""
+    at += f" at step {last.step}" if last.step is not None else ""
+    reason = f"stalled: no rank has got on for {seconds:.0f} s, and this one is behind{at}"
+    if last.stopped:
+        reason += "; its process is stopped (SIGSTOP)"
+    elif not last.answered:
+        reason += "; it did not say where it is"
+    failure = Failure(last.host, last.rank, None, reason, last.stack, last.log)
+    return Report(failure, 0.0, Severity.KILLED)

@@ -5,32 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from flagscale import files
 from flagscale.hosts.kernel import out_of_memory_kills
-from flagscale.launch.layout import status_directory
+from flagscale.launch.layout import HostFiles, status_directory
+from flagscale.launch.liveness import messages
 from flagscale.launch.liveness.attempt import Attempt, Stage
 from flagscale.launch.liveness.diagnosis import End, Failure, Report, Severity, host_report
-from flagscale.launch.liveness.messages import (
-    Beat,
-    DumpStacks,
-    EndAttempt,
-    Ended,
-    FinishJob,
-    FromHost,
-    Hello,
-    HostStatus,
-    Order,
-    Position,
-    Reported,
-    Stacks,
-    StartAttempt,
-    StopJob,
-    Stopping,
-)
+from flagscale.launch.liveness.messages import FromHost, HostStatus, Order, Position
 from flagscale.launch.liveness.telling import say
-from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
+from flagscale.launch.liveness.watch import RankWatch, StackCall, size_of
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
 LOOK_SECONDS = 0.25
@@ -44,7 +28,7 @@ class Member:
     """One host's part of the job. What it has to say collects in ``out``."""
 
     def __init__(
-        self, number: int, host: HostView, run_id: str, grace: float, command: Sequence[str]
+        self, number: int, host: HostFiles, run_id: str, grace: float, command: Sequence[str]
     ) -> None:
         self.number = number
         self.host = host
@@ -83,7 +67,7 @@ class Member:
         directory = self.host.run_dir / status_directory(number)
         self._watch = RankWatch(directory)
         self._kills_before = out_of_memory_kills()
-        self._output_start = _size(self.host.output)
+        self._output_start = size_of(self.host.output)
         self._reported, self._told_ended, self._call = None, False, None
         self.failure = None
         environment = {
@@ -121,23 +105,23 @@ class Member:
         if self._call is not None and (
             self._call.complete(now) or now - self._called_at > _STACK_SECONDS
         ):
-            self.out.append(Stacks(*self._head(), self._call.ranks()))
+            self.out.append(messages.Stacks(*self._head(), self._call.ranks()))
             self._call = None
         if self.attempt.stage is Stage.OVER and not self._told_ended:
             self._told_ended = True
             self._reported = self._final_report() or self._reported
-            self.out.append(Ended(*self._head(), self._position()))
+            self.out.append(messages.Ended(*self._head(), self._position()))
 
     # -- what it says -----------------------------------------------------------------------
 
-    def hello(self) -> Hello:
+    def hello(self) -> messages.Hello:
         """Everything that the coordinator has to know of a host that it doesn't know."""
         if self.signal is not None:
             self._say_stopping(self.signal)
-        return Hello(*self._head(), self._position())
+        return messages.Hello(*self._head(), self._position())
 
-    def beat(self) -> Beat:
-        return Beat(*self._head(), self._position())
+    def beat(self) -> messages.Beat:
+        return messages.Beat(*self._head(), self._position())
 
     def _head(self) -> tuple[int, int, float]:
         """What every message begins with."""
@@ -171,15 +155,14 @@ class Member:
         if self._watch.failed and self._reported is None and not self.attempt.ending:
             self._reported = _short(host_report(self.host, self._watch.events, None))
             if self._reported is not None:
-                self.out.append(Reported(*self._head(), self._reported))
+                self.out.append(messages.Reported(*self._head(), self._reported))
 
     def _final_report(self) -> Report | None:
         """What failed here, now that torchrun has ended; None for what others brought about."""
         attempt = self.attempt
         if self.signal is not None or not attempt.code:
             return None
-        kills, before = out_of_memory_kills(), self._kills_before
-        counted = kills - before if kills is not None and before is not None else None
+        counted = out_of_memory_kills(self._kills_before)
         late = self._failed_late()
         events = {
             rank: [row for row in rows if row.event != "failed" or rank not in late]
@@ -206,29 +189,23 @@ class Member:
     def obey(self, order: Order, now: float) -> None:
         """Follow an order of the coordinator."""
         match order:
-            case StopJob():
+            case messages.StopJob():
                 self.stop(order.signal, tell=False, cause=order.failure)
-            case FinishJob():
+            case messages.FinishJob():
                 self.failure = order.failure or self.failure
                 self.finished = True
                 self._end_failed()
-            case StartAttempt() if order.attempt == self.attempt_number + 1:
-                self._start_again(order.attempt)
-            case EndAttempt() if order.attempt == self.attempt_number:
+            case messages.StartAttempt() if order.attempt == self.attempt_number + 1:
+                if self.attempt.stage is Stage.OVER and self.signal is None:
+                    say(f"attempt {order.attempt + 1} starts")
+                    self.begin(order.attempt)
+            case messages.EndAttempt() if order.attempt == self.attempt_number:
                 self.failure = order.failure or self.failure
                 self._end_failed()
-            case DumpStacks() if order.attempt == self.attempt_number:
-                self._dump_stacks(now)
-
-    def _start_again(self, number: int) -> None:
-        if self.attempt.stage is Stage.OVER and self.signal is None:
-            say(f"attempt {number + 1} starts")
-            self.begin(number)
-
-    def _dump_stacks(self, now: float) -> None:
-        if self._call is None and self.attempt.stage is Stage.RUNNING:
-            self._called_at = now
-            self._call = StackCall(self.host, self._watch, self.attempt.ranks())
+            case messages.DumpStacks() if order.attempt == self.attempt_number:
+                if self._call is None and self.attempt.stage is Stage.RUNNING:
+                    self._called_at = now
+                    self._call = StackCall(self.host, self._watch, self.attempt.ranks())
 
     def stop(self, number: int, *, tell: bool = True, cause: Failure | None = None) -> None:
         """End the job in order, with the whole grace period, and start it no more. ``cause``: what
@@ -240,7 +217,7 @@ class Member:
                 self._say_stopping(number)
 
     def _say_stopping(self, number: int) -> None:
-        self.out.append(Stopping(*self._head(), number, self.cause))
+        self.out.append(messages.Stopping(*self._head(), number, self.cause))
 
     def lose(self, failure: Failure) -> None:
         """The coordinator, or the way to it, is gone: end everything here."""
@@ -278,10 +255,3 @@ def _short(report: Report | None) -> Report | None:
         failure.host, failure.rank, failure.exit_code, failure.reason[:4000], trace, failure.log
     )
     return Report(shortened, report.time, report.severity)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

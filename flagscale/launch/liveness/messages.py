@@ -8,18 +8,25 @@ exactly one of these is passed over, so that no message can do more than say som
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 from flagscale.files import plain
 from flagscale.launch.liveness.diagnosis import Failure, Report
 from flagscale.launch.liveness.protocol import MAX_FRAME_BYTES
 from flagscale.launch.liveness.records import from_record
-from flagscale.launch.liveness.stall import RankProgress
 
 # A host's failure goes on to all others, in a frame in which its letters may take thrice the room.
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES // 4
+# In a stack: this rank is in a collective or at a barrier, so it waits for another one.
+_WAITS = re.compile(
+    r"torch[/\\]distributed[/\\]|torch[/\\]autograd[/\\]graph\.py"
+    r"| in (\w*barrier|all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|recv\w*)$",
+    re.MULTILINE,
+)
 
 
 class JobPhase(str, Enum):
@@ -46,6 +53,24 @@ class HostStatus(str, Enum):
 
 OVER = (HostStatus.FINISHED, HostStatus.FAILED, HostStatus.LOST)
 """Of a host whose part of the attempt is over."""
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """How far a rank is. ``answered`` says whether it wrote its stack when asked to."""
+
+    host: str
+    rank: int
+    step: int | None
+    doing: str
+    stopped: bool
+    answered: bool
+    stack: str
+    log: Path
+
+    @property
+    def waits(self) -> bool:
+        return bool(_WAITS.search(self.stack))
 
 
 @dataclass(frozen=True)

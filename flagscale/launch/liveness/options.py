@@ -6,21 +6,61 @@ import argparse
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flagscale.files import json_text, plain
 from flagscale.hosts.names import expand
-from flagscale.launch.liveness.policy import Policy
 from flagscale.status import RUN_ID_VARIABLE
 
 Event = Literal["failed", "stalled", "restarted", "finished"]
 """What people can be notified of."""
+OnFailure = Literal["stop", "leave"]
+# Evaluations and checkpoints move no step: they get this many times the time, and half an hour
+# at the least.
+BUSY_FACTOR = 4.0
+BUSY_SECONDS = 1800.0
+# What stands in no command line comes in the environment.
+COMMAND = "FLAGSCALE_NOTIFY_COMMAND"
+WEBHOOK = "FLAGSCALE_NOTIFY_WEBHOOK"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Keys of ``experiment.runner`` by their names, which say what they mean. Times are in seconds.
+
+    A key that is to reach the agents is a field here, and no more: planning copies it by name.
+    """
+
+    max_restarts: int
+    on_failure: OnFailure
+    lost_host_timeout: float
+    start_timeout: float
+    hang_detection_timeout: float
+    """0: a stall is never looked for."""
+
+    @property
+    def attempts(self) -> int:
+        """How often the job may be started: what is left alone after a failure starts once."""
+        return self.max_restarts + 1 if self.on_failure == "stop" else 1
+
+    @property
+    def beat_seconds(self) -> float:
+        """How often each end of a link lets the other hear of it."""
+        return min(5.0, self.lost_host_timeout / 5)
+
+    def stall_limit(self, *, busy: bool) -> float | None:
+        """How long no rank may get on before the job counts as stalled."""
+        if not self.hang_detection_timeout:
+            return None
+        if not busy:
+            # How far ranks are comes with the heartbeats: between two of them nobody knows.
+            return max(self.hang_detection_timeout, 2 * self.beat_seconds)
+        return max(BUSY_SECONDS, BUSY_FACTOR * self.hang_detection_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +109,7 @@ class AgentOptions(Policy):
             raise ValueError(f"this is no JSON: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"expected a JSON object, found {json.dumps(record)[:80]}")
-        kinds = _kinds()
+        kinds = get_type_hints(cls)
         for name in record:
             if name not in kinds:
                 near = "".join(f"; did you mean {n!r}?" for n in get_close_matches(name, kinds, 1))
@@ -83,11 +123,6 @@ class AgentOptions(Policy):
         except ValueError as error:
             raise ValueError(f"hosts: {error}") from None
         return made
-
-
-@cache
-def _kinds() -> Mapping[str, Any]:
-    return get_type_hints(AgentOptions)
 
 
 def _value(name: str, kind: Any, value: object) -> Any:

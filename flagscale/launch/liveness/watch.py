@@ -10,29 +10,16 @@ from pathlib import Path
 
 from flagscale.hosts import kernel, processes
 from flagscale.hosts.processes import Process
+from flagscale.launch.layout import HostFiles
 from flagscale.launch.liveness.diagnosis import rank_log
-from flagscale.launch.liveness.stall import MAX_STACK_CHARACTERS, RankProgress
+from flagscale.launch.liveness.messages import RankProgress
 from flagscale.status import BUSY, Event, Progress, read_events, read_progress, status_files
 
 STACK_SIGNAL = signal.SIGUSR2
 """What makes the training program write its stacks to stderr."""
+MAX_STACK_CHARACTERS = 4000
 _SETTLED_SECONDS = 0.5
 _MOVING = frozenset({"joined", "ready", "progress", "evaluation", "checkpoint", "finished"})
-
-
-@dataclass(frozen=True)
-class HostView:
-    """A host as its agent knows it; fits :class:`diagnosis.HostFiles`."""
-
-    name: str
-    first_rank: int
-    nproc: int
-    run_dir: Path
-    output: Path
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.nproc)
 
 
 @dataclass
@@ -92,13 +79,13 @@ class RankWatch:
 class StackCall:
     """Asks every rank of a host for its stacks, which land in its log."""
 
-    def __init__(self, host: HostView, watch: RankWatch, ranks: Mapping[int, Process]) -> None:
+    def __init__(self, host: HostFiles, watch: RankWatch, ranks: Mapping[int, Process]) -> None:
         self._host = host
         self._watch = watch
         self._ranks = dict(ranks)
         self._stopped = {rank: kernel.is_stopped(p.pid) for rank, p in self._ranks.items()}
         self._logs = {rank: rank_log(host, rank) for rank in self._ranks}
-        self._starts = {rank: _size(log) for rank, log in self._logs.items()}
+        self._starts = {rank: size_of(log) for rank, log in self._logs.items()}
         self._asked: set[int] = set()
         self._seen: dict[int, str] = {}
         self._changed = 0.0  # when what they have written was last seen to change
@@ -155,7 +142,8 @@ class StackCall:
         return (found + rest).rstrip()[:MAX_STACK_CHARACTERS] if found else ""
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
     try:
         return os.stat(path).st_size  # noqa: PTH116 - once a rank
     except OSError:

@@ -1,4 +1,4 @@
 """From an experiment and its hosts to exactly what each host will run: environment, plan, scripts.
 
-Pure but for :mod:`.devices`, :mod:`.machines` and :mod:`.ports`, which look at this machine.
+Pure but for :func:`.slots.this_machine`, which looks at this machine.
 """

@@ -12,7 +12,8 @@ from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.liveness import secret, variables
+from flagscale.launch.liveness import secret
+from flagscale.launch.liveness.options import WEBHOOK
 from flagscale.status import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -149,7 +150,7 @@ def _complaint(name: str, value: str) -> str | None:
 def _lost_references(given: Mapping[str, EnvValue]) -> Iterator[tuple[str, str, str]]:
     """References to variables that no longer have the host's own value where its script starts: the
     launcher puts its own and all secrets into the environment of the script."""
-    taken = {*_LAUNCHERS, variables.WEBHOOK} | {v.name for v in given.values() if v.secret}
+    taken = {*_LAUNCHERS, WEBHOOK} | {v.name for v in given.values() if v.secret}
     for value in given.values():
         for name in references(value.value):
             if name in taken:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,20 +19,16 @@ from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.schema import PROJECT, Experiment, Specific
 from flagscale.hosts.hostfile import Host
+from flagscale.hosts.program import source
 
 # The sections of `train` that hold what a layer adds, and that no YAML can name.
 _ADDED = "specific"
 
-_ACTIVATE = """\
-# The conda environment, with whichever conda this host has.
-if ! command -v conda >/dev/null; then
-    for _base in "${CONDA_EXE%/bin/conda}" ~/miniconda3 ~/miniforge3 ~/anaconda3 /opt/conda; do
-        if [ -x "$_base/bin/conda" ]; then export PATH="$_base/condabin:$_base/bin:$PATH"; fi
-    done
-fi
-command -v conda >/dev/null || { echo "flagscale: there is no conda on this host" >&2; exit 1; }
-eval "$(conda shell.bash hook)"
-"""
+
+@cache
+def bash(name: str) -> str:
+    """A part of a host's script, from its file beside this one, without the words that open it."""
+    return source(Path(__file__).with_name(name)).partition("\n\n")[2].rstrip("\n")
 
 
 @dataclass(frozen=True)
@@ -52,16 +49,11 @@ class Settings:
         """Shell commands that make the host's Python the one that is found first."""
         text = ""
         if self.conda:
-            text += f"{_ACTIVATE}conda activate {shlex.quote(self.conda)}\n"
+            text += f"{bash('conda.sh')}\nconda activate {shlex.quote(self.conda)}\n"
         if self.python and "/" in self.python:
             directory = shlex.quote(str(PurePosixPath(self.python).parent))
             text += f'export PATH={directory}"${{PATH:+:$PATH}}"\n'
         return text
-
-    @property
-    def commands_before(self) -> str:
-        """What the host's script runs before the job."""
-        return self.setup + self.before_start
 
 
 def settings(experiment: Experiment, host: Host) -> Settings:

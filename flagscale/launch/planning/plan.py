@@ -7,7 +7,7 @@ what differs from run to run as ``run_id``, ``master_port`` and ``run_secret``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,11 @@ from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, meeting_address
 from flagscale.hosts.names import ranges
 from flagscale.launch.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
+from flagscale.launch.planning import supervision
 from flagscale.launch.planning.environment import build_environment
 from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle, Slot
 from flagscale.launch.planning.per_host import rebased
-from flagscale.launch.planning.supervision import (
-    Meeting,
-    agent_environment,
-    agent_options,
-    liveness_port,
-)
+from flagscale.launch.planning.supervision import Meeting
 
 
 def plan(
@@ -51,7 +47,7 @@ def plan(
     meeting = None
     if len(slots) > 1:
         names = tuple(ranges(host.name for host in hosts))
-        port = liveness_port(given, master_port)
+        port = supervision.liveness_port(given, master_port)
         meeting = Meeting(address, port, names, hosts[0].name, run_secret)
     job = _Job(experiment, run_id, len(slots), (address, master_port), meeting)
     return LaunchPlan(
@@ -115,8 +111,8 @@ def program_arguments(
 
 def unnamed_directories(layout: Layout, sections: Mapping[str, Any]) -> dict[str, str]:
     """The directories of this experiment that training uses, by argument, where the YAML names
-    none."""
-    given = set(_names(sections))
+    none. A null names one: ``save: null`` saves nothing."""
+    given = {name for _, name, _ in leaves(sections, nulls=True)}
     defaults = {
         "save": layout.checkpoints,
         "load": layout.checkpoints,
@@ -124,15 +120,6 @@ def unnamed_directories(layout: Layout, sections: Mapping[str, Any]) -> dict[str
         "wandb_save_dir": layout.wandb,
     }
     return {name: str(path) for name, path in defaults.items() if name not in given}
-
-
-def _names(sections: Mapping[Any, Any]) -> Iterator[str]:
-    """The arguments that a YAML names. A null is among them: ``save: null`` saves nothing."""
-    for key, value in sections.items():
-        if isinstance(value, Mapping):
-            yield from _names(value)
-        else:
-            yield str(key).replace("-", "_")
 
 
 @dataclass(frozen=True)
@@ -170,18 +157,20 @@ class _Job:
             address=host.addr or host.name,
             nproc=slot.nproc,
             first_rank=slot.first_rank,
-            environment=(*environment, *agent_environment(runner, slot, self.meeting)),
+            environment=(*environment, *supervision.agent_environment(runner, slot, self.meeting)),
             python_path=(str(backend), str(machine.project)),
             workdir=machine.workdir or machine.project,
             python=machine.python,
-            agent=agent_options(runner, self.experiment.name, slot, run_dir, self.meeting),
+            agent=supervision.agent_options(
+                runner, self.experiment.name, slot, run_dir, self.meeting
+            ),
             torchrun=self._torchrun(slot, run_dir),
             program=self._program(slot, layout),
             run_dir=run_dir,
             script=layout.script(slot.node_rank, host.name),
             output=layout.output(slot.node_rank, host.name),
             pid_file=layout.pid(slot.node_rank, host.name),
-            before_start=own.commands_before,
+            before_start=own.setup + own.before_start,
             after_stop=own.after_stop,
             origins=own.origins,
             unprobed=machine.cpus is None,

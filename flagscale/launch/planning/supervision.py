@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from flagscale.config.schema import Notify, Runner
-from flagscale.launch.liveness import secret, variables
-from flagscale.launch.liveness.options import AgentOptions
+from flagscale.config.schema import Runner
+from flagscale.launch.liveness import secret
+from flagscale.launch.liveness.options import COMMAND, WEBHOOK, AgentOptions
 from flagscale.launch.planning.environment import EnvValue
 from flagscale.launch.planning.model import Slot
 
-AGENT_SECRETS = (secret.VARIABLE, variables.WEBHOOK)
+AGENT_SECRETS = (secret.VARIABLE, WEBHOOK)
 """Variables that the script passes to the agent and to nobody else."""
 _LAST_PORT = 65535
 _NOTIFYING_HOSTS = 2
@@ -69,15 +69,13 @@ def agent_environment(runner: Runner, slot: Slot, meeting: Meeting | None) -> It
     """What a host's script gives to its agent."""
     if meeting is not None and meeting.secret is not None:
         yield EnvValue(secret.VARIABLE, meeting.secret, "run", secret=True)
-    if runner.notify is not None and slot.node_rank < _NOTIFYING_HOSTS:
-        yield from _notify_values(runner.notify)
-
-
-def _notify_values(notify: Notify) -> Iterator[EnvValue]:
+    notify = runner.notify
+    if notify is None or slot.node_rank >= _NOTIFYING_HOSTS:
+        return
     if notify.command:
-        yield EnvValue(variables.COMMAND, notify.command, NOTIFY)
+        yield EnvValue(COMMAND, notify.command, NOTIFY)
     if notify.webhook:
-        yield EnvValue(variables.WEBHOOK, notify.webhook, NOTIFY, secret=True)
+        yield EnvValue(WEBHOOK, notify.webhook, NOTIFY, secret=True)
 
 
 NOTIFY = "runner.notify"

@@ -1,5 +1,5 @@
 """What would keep a run from starting, found before anything starts.
 
-:mod:`.local` looks at this machine, :mod:`.survey` asks all other hosts at once and
-:mod:`.hosts` judges their answers. :mod:`.backend` and :mod:`.directories` do so for either.
+:mod:`.survey` asks all hosts at once and :mod:`.hosts` judges their answers, with
+:mod:`.backend`, :mod:`.checkpoint` and :mod:`.directories`.
 """

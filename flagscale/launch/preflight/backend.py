@@ -13,7 +13,7 @@ from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.backends import chooses_here
-from flagscale.launch.planning.devices import hidden
+from flagscale.launch.planning.slots import hidden
 from flagscale.launch.preflight.checks import Check
 
 CHECK = "communication"

@@ -38,6 +38,7 @@ def check_hosts(
     """Everything that the hosts' answers tell, the troubles of unreachable ones first. Of what is
     between hosts, this machine alone has nothing to tell. ``previous``: the run before."""
     usual = _usual(found)
+    exp_dir, key = str(plan.exp_dir), "experiment.exp_dir"
     per_host: tuple[Callable[[HostPlan, Facts], Check], ...] = (
         lambda host, facts: _python(facts, usual),
         lambda host, facts: _packages(experiment, found, facts, usual),
@@ -50,7 +51,9 @@ def check_hosts(
             facts.python.answers.get(backend.CHECK) if facts.python else None,
             facts.gpus or 0,
         ),
-        lambda host, facts: _disk(plan, facts),
+        lambda host, facts: _rounded(
+            directories.check_directory("exp_dir", exp_dir, facts.exp_dir, key=key), exp_dir
+        ),
         lambda host, facts: _earlier_run(facts, previous),
     )
     between = (
@@ -137,7 +140,9 @@ def _packages(
     if facts.python is None:
         return Check("packages", False, "its Python did not answer")
     needed = {"torch": "install the `train` extra there (here: make setup)"}
-    if _reports_to_wandb(experiment):
+    given = leaves(experiment.train.sections())
+    reports = any(name == "wandb_project" and value for _, name, value in given)
+    if reports and not experiment.task.external:
         needed["wandb"] = "pip install wandb, or remove wandb_project"
     there = packages_of(list(found.facts.values()))
     names = [name for name in there if name != "wandb" or name in needed]
@@ -150,12 +155,6 @@ def _packages(
         text = ", ".join(f"{name} {own[name]} (others: {usual[name]})" for name in differing)
         return Check("packages", False, text, "install the same versions on every host")
     return Check("packages", True, ", ".join(f"{name} {own[name]}" for name in names[:3]))
-
-
-def _reports_to_wandb(experiment: Experiment) -> bool:
-    given = leaves(experiment.train.sections())
-    asked = any(name == "wandb_project" and value for _, name, value in given)
-    return asked and not experiment.task.external
 
 
 def _code(experiment: Experiment, found: Survey, facts: Facts) -> Check:
@@ -204,12 +203,6 @@ def _interface(plan: LaunchPlan, host: HostPlan, facts: Facts, master: Facts | N
     if not facts.address:
         text = f"{plan.master_addr} means nothing there"
     return Check("interface", False, text, hint)
-
-
-def _disk(plan: LaunchPlan, facts: Facts) -> Check:
-    exp_dir = str(plan.exp_dir)
-    check = directories.check_directory("exp_dir", exp_dir, facts.exp_dir, key="experiment.exp_dir")
-    return _rounded(check, exp_dir)
 
 
 def _directories(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Iterator[Check]:

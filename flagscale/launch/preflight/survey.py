@@ -20,11 +20,10 @@ from flagscale.hosts.fan_out import Hosts
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.layout import Layout
 from flagscale.launch.liveness import secret
-from flagscale.launch.planning.machines import machines
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.planning.per_host import Settings, all_settings, rebased
 from flagscale.launch.planning.plan import master_address, plan, wanted_port
-from flagscale.launch.planning.slots import slots
+from flagscale.launch.planning.slots import machines, slots
 from flagscale.launch.planning.supervision import liveness_port
 from flagscale.launch.preflight import backend, checkpoint, directories
 

@@ -21,7 +21,7 @@ from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import make_private_directory, write_atomic
 from flagscale.hosts import probe, processes
-from flagscale.hosts.executor import Executor, Ties
+from flagscale.hosts.executor import Executor
 from flagscale.hosts.fan_out import Hosts, describe, require_all
 from flagscale.hosts.processes import Process, Swept
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
@@ -108,6 +108,8 @@ class HostRunner:
     def submit(self, plan: LaunchPlan, texts: Texts, *, foreground: bool = False) -> RunState:
         """Start the run, detached on every host: it lives on when this process ends. Only in the
         foreground, on this very machine, it ends with it."""
+        from flagscale.hosts.local import LocalExecutor
+
         layout = plan.layout
         began = time.monotonic()
         with start_lock(layout):
@@ -119,7 +121,7 @@ class HostRunner:
             programs = _programs(plan, texts, previous, tied=foreground)
 
             def begin(number: int, executor: Executor) -> start.Started:
-                if foreground and isinstance(executor, Ties):
+                if foreground and isinstance(executor, LocalExecutor):
                     result, self._children[number] = executor.run_tied(programs[number])
                 else:
                     result = executor.run_script(programs[number], timeout=start.SECONDS)
@@ -218,25 +220,18 @@ class HostRunner:
         return sum(look.ranks or 0 for look in self._looks.values())
 
     def wait(self, state: RunState) -> int:
-        """The job's exit code: of the host that failed first, else of the first that ended with
-        one that isn't 0. The others were told to end, and may have done so sooner."""
-        from flagscale.launch.failures import first_failure
+        from flagscale.launch.failures import first_failure, job_code
 
         while not self.ended(state):
             time.sleep(processes.POLL_SECONDS)
-        failure = first_failure(state, {})
-        first = failure.host if failure is not None else None
-        ends = [
-            (host.name != first, end.ended, end.code)
-            for host in state.hosts
-            if (end := host.exit()) is not None
-        ]
-        failed = next((code for *_, code in sorted(ends) if code), 0)
-        if failed or len(ends) == len(state.hosts):
-            return failed
+        exits = [host.exit() for host in state.hosts]
+        code = job_code(state, exits, first_failure(state, {})) or 0
+        untold = exits.count(None)
+        if code or not untold:
+            return code
         # Of a script that could not write it down, on a full disk, its parent knows the code.
         codes = [child.wait() for child in self._children.values()]
-        known = len(ends) + len(codes) >= len(state.hosts)
+        known = len(codes) >= untold
         return next((code if code > 0 else 128 - code for code in codes if code), 0 if known else 1)
 
     def _refresh(self, state: RunState, request: ProbeRequest) -> None:

@@ -23,23 +23,18 @@ def handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
     asked = runner.type == "ssh" and runner.hostfile is not None
     if is_local_only(hosts) and not asked:
         return RunnerHandle("local", {"machine": os.uname().nodename})
-    ways = [
-        _without_none(
-            via=host.via,
-            user=host.user,
-            port=host.port or (runner.ssh_port if host.via is None else None),
-            proxy=host.proxy,
-        )
-        for host in hosts
-    ]
+    ways = [_way(host, runner.ssh_port) for host in hosts]
     found: dict[str, Any] = {"hosts": ways} if any(ways) else {}
     if runner.ssh_config is not None:
         found["config"] = str(runner.ssh_config)
     return RunnerHandle("ssh", found)
 
 
-def _without_none(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _way(host: Host, ssh_port: int | None) -> dict[str, Any]:
+    """What the hostfile says of how a host is reached; ``ssh_port``: where it names no port."""
+    port = host.port or (ssh_port if host.via is None else None)
+    way = {"via": host.via, "user": host.user, "port": port, "proxy": host.proxy}
+    return {name: value for name, value in way.items() if value is not None}
 
 
 def is_here(runner: RunnerHandle) -> bool:

@@ -94,16 +94,13 @@ def _varying(hosts: Sequence[HostPlan]) -> Iterator[tuple[str, str]]:
     if any(host.address != host.name for host in hosts):
         yield "address", _names([host.address for host in hosts])
     for what in ("run_dir", "pid_file"):
-        patterns = dict.fromkeys(_pattern(host, str(getattr(host, what))) for host in hosts)
-        yield what, _first_and_last(list(patterns))
+        labels = ((str(getattr(h, what)), host_label(h.node_rank, h.name)) for h in hosts)
+        patterns = (path.replace(label, "host_<node_rank>_<name>") for path, label in labels)
+        yield what, _first_and_last(list(dict.fromkeys(patterns)))
     for what in _ROLES:
         yield from _by_host(what, hosts, [getattr(host.agent, what) for host in hosts])
     told = [[v.name for v in host.environment if v.origin == NOTIFY] for host in hosts]
     yield from _by_host(NOTIFY, hosts, told)
-
-
-def _pattern(host: HostPlan, path: str) -> str:
-    return path.replace(host_label(host.node_rank, host.name), "host_<node_rank>_<name>")
 
 
 def _by_host(

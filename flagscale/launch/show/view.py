@@ -115,8 +115,7 @@ def _equal_rows(hosts: Sequence[HostRow]) -> list[list[HostRow]]:
 
 def _host_cells(snapshot: Snapshot, rows: Sequence[HostRow]) -> tuple[Text, Text, str, str]:
     phase = rows[0].phase
-    ranks, joined = sum(row.ranks for row in rows), sum(row.joined for row in rows)
-    shown = f"{joined}/{ranks}" if phase is Phase.STARTING else f"{ranks}"
+    shown = _ranks(phase, sum(row.joined for row in rows), sum(row.ranks for row in rows))
     names = Text(compress(row.host for row in rows))
     return names, Text(phase.value, STYLES[phase]), _clock(snapshot.since), shown
 
@@ -127,10 +126,8 @@ def _clock(moment: float) -> str:
     return clock if day == today else f"{day} {clock}"
 
 
-def _ranks(snapshot: Snapshot) -> str:
-    if snapshot.phase is Phase.STARTING:
-        return f"{snapshot.joined}/{snapshot.world_size}"
-    return str(snapshot.world_size)
+def _ranks(phase: Phase, joined: int, ranks: int) -> str:
+    return f"{joined}/{ranks}" if phase is Phase.STARTING else f"{ranks}"
 
 
 def _figures(snapshot: Snapshot, row: HostRow | None = None) -> tuple[str, str, str, str, str]:
@@ -153,7 +150,8 @@ def _figures(snapshot: Snapshot, row: HostRow | None = None) -> tuple[str, str, 
 def one_line(snapshot: Snapshot) -> str:
     """A run in one line, for output that is no terminal."""
     step, loss, speed, _, left = _figures(snapshot)
-    parts = [snapshot.phase.value, f"ranks {_ranks(snapshot)}"]
+    ranks = _ranks(snapshot.phase, snapshot.joined, snapshot.world_size)
+    parts = [snapshot.phase.value, f"ranks {ranks}"]
     named = (("step", step), ("loss", loss), ("tokens/s", speed), ("left", left))
     return "  ".join(parts + [f"{name} {value}" for name, value in named if value])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from ssh_hosts import fan_out
+from ssh_hosts import fan_out, outcomes_of
 
 from flagscale.errors import JobError
 from flagscale.hosts import errors as e
@@ -89,15 +89,15 @@ def test_hosts_keep_their_connections_and_mend_them(bed: Bed) -> None:
     settings = {"ssh": {"config": bed.ssh_config}}
     with Hosts([Endpoint(name) for name in bed.names], settings) as hosts:
         for _ in range(3):
-            assert [outcome.get() for outcome in hosts.map(names)] == bed.names
+            assert [one.get() for one in outcomes_of(hosts, names, 3)] == bed.names
         assert logins() == [1, 1, 1]
         for session in bed[1].sessions():
             os.kill(session.pid, signal.SIGKILL)
-        outcomes = hosts.map(names)
-        if not outcomes[1].ok:  # the break was not noticed before the command was sent
-            assert isinstance(outcomes[1].error, e.HostError)
-            outcomes = hosts.map(names)
-        assert [outcome.get() for outcome in outcomes] == bed.names
+        found = outcomes_of(hosts, names, 3)
+        if not found[1].ok:  # the break was not noticed before the command was sent
+            assert isinstance(found[1].error, e.HostError)
+            found = outcomes_of(hosts, names, 3)
+        assert [one.get() for one in found] == bed.names
         assert logins() == [1, 2, 1]
         assert hosts.each(names, [2]) == ({2: "h02"}, {})
 
@@ -120,7 +120,7 @@ def test_interrupting_ends_at_once(bed: Bed, tmp_path: Path) -> None:
         "wait = ['sh', '-c', 'echo go; exec sleep 600']\n"
         "def action(n, c): c.run(wait, timeout=None, on_stdout=lambda data: data and say(data))\n"
         "try:\n"
-        "    hosts.map(action)\n"
+        "    hosts.each(action)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted', flush=True)\n"
     )

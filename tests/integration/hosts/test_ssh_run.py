@@ -91,7 +91,7 @@ def test_secrets_stay_out_of_the_process_table(bed: Bed, config: SshConfig) -> N
 
 @pytest.mark.bed(hosts=1)
 def test_a_script_that_was_cut_off_does_not_run(bed: Bed, config: SshConfig) -> None:
-    from flagscale.hosts.ssh.shell import LINE, script_input
+    from flagscale.hosts.ssh.connection import LINE, script_input
 
     whole = script_input("t", "touch /tmp/one\ntouch /tmp/two\n")
     with connect(config.target("h00")) as connection:

@@ -19,7 +19,7 @@ from flagscale.config.schema import PROJECT, Experiment, Specific
 from flagscale.config.specifics import specific_problems
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import read_hostfile
-from flagscale.launch.planning.naming import unknown_names
+from flagscale.launch.preparing import unknown_names
 
 if TYPE_CHECKING:
     from conftest import Workspace

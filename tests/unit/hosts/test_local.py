@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flagscale.hosts import errors, processes
-from flagscale.hosts.executor import Endpoint, Executor, Ties
+from flagscale.hosts.executor import Endpoint, Executor
 from flagscale.hosts.local import LocalExecutor, LocalOpener
 from flagscale.status import RUN_ID_VARIABLE
 
@@ -87,7 +87,7 @@ def test_no_bash_is_a_host_that_cannot_be_used(
 
 def test_it_is_an_executor(here: LocalExecutor) -> None:
     executor: Executor = here
-    assert isinstance(executor, Ties)
+    assert isinstance(executor, LocalExecutor)
 
 
 TIED = """\

@@ -15,8 +15,8 @@ import pytest
 
 from flagscale.hosts import facts
 from flagscale.hosts import python_world as world
-from flagscale.hosts.answer import parse
 from flagscale.hosts.facts import Need, Question
+from flagscale.hosts.program import parse
 from flagscale.hosts.python_world import World
 
 # Counts how often it is started.

@@ -15,8 +15,7 @@ import pytest
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import RunStateError
 from flagscale.hosts import processes
-from flagscale.hosts.answer import parse
-from flagscale.hosts.processes import Swept
+from flagscale.hosts.program import Answer, parse
 from flagscale.launch import actions
 from flagscale.launch.ending import Stopped
 from flagscale.launch.layout import Layout
@@ -66,16 +65,23 @@ def state(make_plan: Callable[..., LaunchPlan], place: Path) -> Iterator[RunStat
         script.kill()
 
 
+def asked_by_nobody(state: RunState) -> tuple[Answer, bytes]:
+    """What a stop by another user is told, and what it prints on stderr."""
+    program = stop.text(state, state.hosts[0])
+    done = subprocess.run(
+        ["bash", "-c", program], user=_NOBODY, extra_groups=[], capture_output=True, check=True
+    )
+    return parse(done.stdout), done.stderr
+
+
 def test_closed_is_not_gone(state: RunState) -> None:
     script = state.hosts[0].process()
     assert script is not None
     later = replace(script, start_ticks=script.start_ticks - 1)
-    assert not processes.is_closed(script)
-    with nobody():
-        assert processes.is_closed(script)
-        assert not processes.is_closed(later)
-        assert processes.closed([None, script]) == Swept(left=(script.pid,), owner="root")
-        assert processes.closed([None, later]) is None
+    answer, _ = asked_by_nobody(with_process(state, 0, later, processes.boot_id()))
+    assert (answer.get("found"), answer.get("owner")) == ("0", "")
+    answer, _ = asked_by_nobody(state)
+    assert (answer.get("found"), answer.get("owner")) == ("1", "root")
 
 
 def test_stop_says_whose_it_is(
@@ -104,13 +110,9 @@ def test_never_ended_already_while_it_lives(
 
 
 def test_a_host_says_whose_it_is(state: RunState) -> None:
-    program = stop.text(state, state.hosts[0])
-    done = subprocess.run(
-        ["bash", "-c", program], user=_NOBODY, extra_groups=[], capture_output=True, check=True
-    )
-    answer = parse(done.stdout)
+    answer, said = asked_by_nobody(state)
     assert (answer.get("owner"), answer.get("left")) == ("root", str(state.hosts[0].pid))
-    assert (done.stderr, answer.get("end")) == (b"", "yes")
+    assert (said, answer.get("end")) == (b"", "yes")
     script = state.hosts[0].process()
     assert script is not None
     assert processes.is_alive(script)

@@ -26,14 +26,14 @@ from flagscale.launch.liveness.messages import (
     KeepAlive,
     Order,
     Position,
+    RankProgress,
     Reported,
     Stacks,
     StartAttempt,
     StopJob,
     Stopping,
 )
-from flagscale.launch.liveness.policy import Policy
-from flagscale.launch.liveness.stall import RankProgress
+from flagscale.launch.liveness.options import Policy
 
 POSITION = Position(
     status=HostStatus.RUNNING,

@@ -25,6 +25,7 @@ from flagscale.launch.liveness.messages import (
     KeepAlive,
     Order,
     Position,
+    RankProgress,
     Reported,
     Stacks,
     StartAttempt,
@@ -34,7 +35,6 @@ from flagscale.launch.liveness.messages import (
     encode,
 )
 from flagscale.launch.liveness.protocol import MAX_FRAME_BYTES
-from flagscale.launch.liveness.stall import RankProgress
 
 FAILURE = Failure("h1", 3, -9, "ended 'so'\n\u2028", "trace", Path("/a b/stderr.log"))
 REPORT = Report(FAILURE, 1.5, Severity.KILLED)

@@ -16,7 +16,7 @@ import pytest
 
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.job import Notice
-from flagscale.launch.liveness.variables import COMMAND, WEBHOOK
+from flagscale.launch.liveness.options import COMMAND, WEBHOOK
 from flagscale.launch.notify import Notifier, payload
 
 FAILURE = Failure("h1", 3, -9, "ended with signal 9", "trace", Path("/x/stderr.log"))

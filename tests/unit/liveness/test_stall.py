@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from flagscale.launch.liveness.diagnosis import Severity
-from flagscale.launch.liveness.stall import RankProgress, behind, stalled_report
+from flagscale.launch.liveness.job import behind, stalled_report
+from flagscale.launch.liveness.messages import RankProgress
 
 IN_COLLECTIVE = 'File "/v/torch/distributed/distributed_c10d.py", line 2810 in all_reduce'
 IN_LOADER = 'File "/v/torch/utils/data/dataloader.py", line 1200 in _try_get_data'

@@ -28,7 +28,7 @@ def state(tmp_path: Path) -> RunState:
         run_dir = tmp_path / f"h{n}"
         run_dir.mkdir()
         paths = {name: run_dir / name for name in ("script", "output", "pid_file")}
-        hosts.append(HostState(n, f"h{n}", 1, n, run_dir, **paths))
+        hosts.append(HostState(f"h{n}", n, 1, run_dir, node_rank=n, **paths))
     return RunState(
         "r", "n", tmp_path, time.time(), 2, True, 1.0, RunnerHandle("local"), tuple(hosts)
     )

@@ -14,10 +14,10 @@ import pytest
 from launch_lab import until
 
 from flagscale.hosts import kernel, processes
-from flagscale.launch.layout import latest_status, status_directory
+from flagscale.launch.layout import HostFiles, latest_status, status_directory
 from flagscale.launch.liveness import secret
 from flagscale.launch.liveness.attempt import Attempt, Stage
-from flagscale.launch.liveness.watch import HostView, RankWatch, StackCall
+from flagscale.launch.liveness.watch import RankWatch, StackCall
 from flagscale.status import BUSY, RUN_ID_VARIABLE, STEP, StatusWriter, read_progress
 
 
@@ -63,7 +63,7 @@ def test_half_of_what_a_rank_says_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
-    view = HostView("h", 0, 3, tmp_path, tmp_path / "out")
+    view = HostFiles("h", 0, 3, tmp_path, tmp_path / "out")
     handler = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2);"
     sleeping = "import time\ndef wait_for_it():\n time.sleep(600)\nwait_for_it()"
     ranks = {}
@@ -100,7 +100,7 @@ def test_a_stack_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
         until(lambda: kernel.catches(rank.pid, signal.SIGUSR2))
         found = processes.identify(rank.pid)
         assert found is not None
-        view = HostView("h", 0, 1, tmp_path, tmp_path / "out")
+        view = HostFiles("h", 0, 1, tmp_path, tmp_path / "out")
         call = StackCall(view, RankWatch(tmp_path), {0: found})
         looks = []
         with log.open("a") as file:

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from flagscale.errors import FlagscaleError
-from flagscale.hosts.answer import ask
 from flagscale.hosts.executor import Executor
-from flagscale.hosts.program import program
+from flagscale.hosts.program import ask, program
 from flagscale.hosts.python_world import python_function
 
 _SECONDS = 300.0

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from flagscale.errors import FlagscaleError
 from flagscale.files import make_private_directory
-from flagscale.hosts.answer import Piece, ask
 from flagscale.hosts.executor import Executor
-from flagscale.hosts.program import program
+from flagscale.hosts.program import Piece, ask, program
 from flagscale.launch.layout import EXIT_FILE, RANKS_DIRECTORY, STATUS_DIRECTORY
 from flagscale.launch.snapshot import Seen
 from flagscale.launch.state import HostState, RunState

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.errors import RunStateError
-from flagscale.hosts.answer import parse
 from flagscale.hosts.executor import Result
-from flagscale.hosts.program import assignment, program
+from flagscale.hosts.program import assignment, parse, program
 from flagscale.launch.layout import OLD_OUTPUT_FILE
 from flagscale.launch.planning.model import HostPlan
 from flagscale.launch.state import HostState

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from flagscale.hosts.answer import ask
 from flagscale.hosts.executor import Executor
 from flagscale.hosts.processes import Swept
-from flagscale.hosts.program import program
+from flagscale.hosts.program import ask, program
 from flagscale.launch.layout import AGENT_FILE
 from flagscale.launch.state import HostState, RunState
 from flagscale.status import RUN_ID_VARIABLE

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from flagscale.hosts.errors import ProxyCommandError
 from flagscale.hosts.executor import Result
 from flagscale.hosts.ssh import SshTarget
-from flagscale.hosts.ssh.command import (
+from flagscale.hosts.ssh.connection import LINE, script_input
+from flagscale.hosts.ssh.exchange import (
     LONGEST,
     MARKER,
     AfterMarker,
     command_line,
 )
 from flagscale.hosts.ssh.proxy import expand
-from flagscale.hosts.ssh.shell import LINE, script_input
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
 

@@ -76,9 +76,9 @@ def test_options_of_an_alias(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_the_launcher_is_told_wins(home: Path) -> None:
     loaded = config(home, "Host *\n  User a\n  Port 1\n  ProxyJump gate\n  IdentityFile ~/x\n")
-    target = loaded.target("n", user="b", port=2, proxy="none", identity_file=Path("/y"))
+    target = loaded.target("n", user="b", port=2, proxy="none")
     assert (target.user, target.port, target.via) == ("b", 2, None)
-    assert target.identity_files == (Path("/y"),)
+    assert target.identity_files == (home / "x",)
     assert target.known_as == "[n]:2"
 
 

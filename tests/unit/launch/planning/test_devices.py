@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.launch.planning.devices import automatic_ranks, hidden, visible_devices
+from flagscale.launch.planning.slots import automatic_ranks, hidden, visible_devices
 
 
 @pytest.mark.parametrize(

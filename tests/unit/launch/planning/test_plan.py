@@ -21,11 +21,10 @@ from flagscale.config.schema import (
 from flagscale.errors import ConfigError
 from flagscale.files import json_text
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.liveness.policy import Policy
-from flagscale.launch.planning.machines import machines
+from flagscale.launch.liveness.options import Policy
 from flagscale.launch.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launch.planning.plan import plan
-from flagscale.launch.planning.slots import slots
+from flagscale.launch.planning.slots import machines, slots
 
 MakePlan = Callable[..., LaunchPlan]
 

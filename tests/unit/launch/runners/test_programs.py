@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.hosts import facts, probe
-from flagscale.hosts.answer import Answer, Piece, parse
 from flagscale.hosts.facts import ModuleQuestion, Need, Question
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.program import END, PROGRAMS, source
+from flagscale.hosts.program import END, PROGRAMS, Answer, Piece, parse, source
 from flagscale.launch.planning.model import LaunchPlan, Machine
 from flagscale.launch.planning.script import render
 from flagscale.launch.runners.programs import code, look, start, stop

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flagscale.hosts import processes
-from flagscale.hosts.answer import Answer, parse
 from flagscale.hosts.hostfile import Host
+from flagscale.hosts.program import Answer, parse
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.programs import stop
 from flagscale.launch.state import RunState, state_of

@@ -1,0 +1,11 @@
+# shellcheck shell=bash disable=SC2034,SC2154
+# What makes conda known to a host's script.
+
+# The conda environment, with whichever conda this host has.
+if ! command -v conda >/dev/null; then
+    for _base in "${CONDA_EXE%/bin/conda}" ~/miniconda3 ~/miniforge3 ~/anaconda3 /opt/conda; do
+        if [ -x "$_base/bin/conda" ]; then export PATH="$_base/condabin:$_base/bin:$PATH"; fi
+    done
+fi
+command -v conda >/dev/null || { echo "flagscale: there is no conda on this host" >&2; exit 1; }
+eval "$(conda shell.bash hook)"
