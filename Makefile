@@ -14,7 +14,7 @@ TORCH  := torch==2.13.0
 CONFIG := --config-path ./examples/llama3/conf --config-name train
 
 .PHONY: help setup setup-dev system backend data quickstart test test-fast _fast test-bare lint format docs \
-	gpu-test bench clean
+	gpu-test gpu-bench bench clean
 
 help: ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -89,6 +89,9 @@ docs: setup-dev ## write the generated files: configuration reference, argument 
 
 bench: setup backend data ## measure launching and training on this machine into docs/results/
 	$(RUN) tools/bench/local_launch.py
+
+gpu-bench: setup backend ## measure training on this machine's GPUs into docs/results/
+	$(RUN) tools/bench/gpu.py --output docs/results/gpu.json
 
 gpu-test: setup-dev backend ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu

@@ -39,6 +39,13 @@ class Device:
         """What the maker calls it, such as ``NVIDIA H200``; ``cpu`` for a CPU."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
 
+    @property
+    def multiplies_eight_bits(self) -> bool:
+        """Whether there are matrix products of 8-bit floats; a CPU's are slow, but right."""
+        if not self.is_cuda:
+            return True
+        return torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
+
     def synchronize(self) -> None:
         """Wait for all work given to the device."""
         if self.is_cuda:

@@ -19,6 +19,7 @@ from flagscale.train.device import Device
 from flagscale.train.distributed import Rank
 from flagscale.train.meter import Meter
 from flagscale.train.model.config import transformer_config
+from flagscale.train.model.gpt import notes
 from flagscale.train.model.provider import parameters_of
 from flagscale.train.profiling import Profiler
 from flagscale.train.report import Reporter
@@ -47,6 +48,8 @@ def prepare(
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
     reporter.say(_describe(args, state, vocabulary, device, rank))
+    for note in notes(args, config, device):
+        reporter.say(note)
     _resume(args, state, checkpointer, reporter, fresh=fresh)
     # A loader draws a seed for its workers. On a CPU it would come from the generator of dropout,
     # and a resumed run would no longer draw what the uninterrupted one does.

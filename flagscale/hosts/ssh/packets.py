@@ -50,7 +50,7 @@ class OrderlyPacketizer(Packetizer):
             super().send_message(data)
 
     def close(self) -> None:
-        """Close the stream. One through a jump host says goodbye to that host, which may be gone."""
+        """Close the stream. Through a jump host that takes a goodbye, and it may be gone."""
         with contextlib.suppress(OSError, EOFError, SSHException):
             super().close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.errors import ConfigError
+from flagscale.train.device import Device
 from flagscale.train.layers.compiling import compile_layers, why_not
 from flagscale.train.layers.embedding import AccumulatingEmbedding
 from flagscale.train.layers.fp8 import Recipe
@@ -21,6 +24,7 @@ from flagscale.train.layers.linear import AccumulatingColumnLinear, Accumulating
 from flagscale.train.layers.loss import vocabulary_loss
 from flagscale.train.layers.precision import use_fp8
 from flagscale.train.layers.rotary import use_table
+from flagscale.train.model.config import implementation
 
 LINEARS: dict[type, type] = {
     ColumnParallelLinear: AccumulatingColumnLinear,
@@ -53,18 +57,38 @@ def _become(module: torch.nn.Module, old: type, new: type) -> None:
         module.__class__ = new
 
 
-def finish(
-    model: Any, args: argparse.Namespace, config: TransformerConfig, *, compiled: bool
-) -> None:
+def notes(args: argparse.Namespace, config: TransformerConfig, device: Device) -> Iterator[str]:
+    """What a user may want to know of how the model is built, a line each."""
+    if implementation(args, device) == "compiled":
+        reason = why_not(config)
+        if reason is not None and device.is_cuda:
+            yield f"the layers are not compiled, which costs speed: {reason}"
+        if args.fp8:
+            experts = ", but for experts," if args.num_moe_experts else ""
+            yield (
+                f"fp8: the layers' linear products{experts} take 8-bit numbers ({args.fp8}, "
+                f"{args.fp8_recipe}); attention, embedding, head and loss are in bf16"
+            )
+
+
+def finish(model: Any, args: argparse.Namespace, config: TransformerConfig, device: Device) -> None:
     """Choose the precision of products, and compile layers where that is asked for and possible.
 
     Args:
         model: the bare model, in data parallelism already.
         args: resolved arguments.
         config: the model's configuration.
-        compiled: whether the device gains by it.
+        device: where the model is; a CPU does not gain by compiling.
+
+    Raises:
+        ConfigError: the device or the layers' sizes do not allow the precision.
     """
-    if compiled and why_not(config) is None:
+    if device.is_cuda and why_not(config) is None:
         compile_layers(model)
     if args.fp8:
+        if not device.multiplies_eight_bits:
+            raise ConfigError(
+                f"fp8: {device.name} has no matrix products of 8-bit numbers",
+                hint="leave fp8 out; it takes Ada, Hopper or later",
+            )
         use_fp8(model, config, Recipe(args.fp8, args.fp8_recipe, args.fp8_wgrad))

@@ -67,7 +67,7 @@ def build_chunks(
     ]
     if fast:
         for chunk in chunks:
-            finish(unwrap(chunk), args, config, compiled=device.is_cuda)
+            finish(unwrap(chunk), args, config, device)
     return chunks
 
 

@@ -250,3 +250,20 @@ def test_the_reference_really_learns(results: dict[str, Any]) -> None:
     loss = results["llama"]["loss"]
     assert loss[-1] < loss[0]
     assert all(norm > 0.1 for norm in results["llama"]["norm"])
+
+
+def test_a_model_is_two_graphs(results: dict[str, Any], tmp_path: Path) -> None:
+    """One for training and one for evaluation, which all layers, micro-batches and steps share;
+    no part of a layer is left out, with the parameters gathered as it runs."""
+    path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
+    found = subprocess.run(
+        [sys.executable, str(WORKER.with_name("graph_worker.py")),
+         *f"{LLAMA} {COMPILED} {OVERLAP}".split()],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-4000:]
+    counted = json.loads(found.stdout.splitlines()[-1])
+    assert (counted["graphs"], counted["breaks"]) == (2, 0)
+    assert counted["loss"] == pytest.approx(results["llama"]["loss"], rel=1e-5)
+    assert [counted["validation"]] == pytest.approx(results["llama"]["validation"], rel=1e-5)

@@ -146,7 +146,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "30 is not divisible",
     ),
     "cp": ({"context_parallel_size": 2}, "context_parallel_size", "cannot split a sequence"),
-    "te": ({"transformer_impl": "transformer_engine"}, "transformer_impl", "only `local`"),
+    "te": ({"transformer_impl": "transformer_engine"}, "transformer_impl", "take auto"),
     **{
         name: (
             {name: value},
@@ -198,7 +198,32 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "split-of-four": ({"split": "1,1,1,1"}, "split", "up to three numbers"),
     "split-of-nothing": ({"split": "0,0,0"}, "split", "up to three numbers"),
     "warmup": ({"lr_warmup_iters": 10}, "lr_warmup_iters", "leaves nothing of the 10"),
-    "fp8": ({"fp8": "hybrid"}, "fp8", "needs Transformer Engine"),
+    "fp8": ({"fp8": "hybrid"}, "fp8", "hybrid needs bf16"),
+    "fp8-plain-layers": (
+        {"fp8": "hybrid", "bf16": True, "transformer_impl": "local"},
+        "fp8",
+        "needs transformer_impl: auto or compiled",
+    ),
+    "fp8-recipe": (
+        {"fp8": "hybrid", "bf16": True, "fp8_recipe": "delayed"},
+        "fp8_recipe",
+        "delayed is not built; take tensorwise or rowwise",
+    ),
+    "fp8-tokens": (
+        {"fp8": "hybrid", "bf16": True, "seq_length": 20, "micro_batch_size": 2},
+        "micro_batch_size",
+        "2 x seq_length 20 = 40 tokens: 8-bit matrix products take multiples of 16",
+    ),
+    "fp8-no-layer": (
+        {"fp8": "e4m3", "bf16": True, "first_last_layers_bf16": True, "num_layers": 2},
+        "first_last_layers_bf16",
+        "leave none of 2 layers to fp8 e4m3",
+    ),
+    "profile": (
+        {"profile": True, "profile_step_start": 5, "profile_step_end": 5},
+        "profile_step_end",
+        "5 is not after profile_step_start 5",
+    ),
     "gather": ({"overlap_param_gather": True}, "overlap_param_gather", "use_distributed_opt"),
     "no-data": ({"mock_data": None}, "data_path", "mock_data: true"),
     "blend-two-weights": (

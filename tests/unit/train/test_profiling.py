@@ -1,0 +1,34 @@
+"""What a profile's kernels are taken for."""
+
+from __future__ import annotations
+
+import pytest
+
+from flagscale.train.profiling import kind_of, summary
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
+        ("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT", "matrix products in 8 bits"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
+        ("triton_poi_fused__scaled_mm__to_copy_clamp", "compiled"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer and norm"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::reduce_kernel<128, 4>", "other"),
+    ],
+)
+def test_kind(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
+def test_a_summary_is_of_one_step() -> None:
+    lines = list(summary({"nvjet_sm90_tst": 6.0, "triton_poi": 2.0, "Memset": 0.0}, steps=2))
+    assert lines[0] == "4.0 ms of kernels a step"
+    assert lines[1].split() == ["matrix", "products", "3.0", "ms", "75.0", "%"]
+    assert lines[-3].split() == ["3.00", "ms", "nvjet_sm90_tst"]
