@@ -93,13 +93,13 @@ def call(op: str, count: int = 1 << 18, repeat: int = 1) -> str:
     return "done"
 
 
-def unequal_self(kind: str, sent: int, expected: int) -> None:
-    """Rank 0 sends itself other than it expects of itself; everyone else fits."""
+def unequal_self(kind: str, sent: int, expected: int, at: int = 0) -> None:
+    """The rank ``at`` sends itself other than it expects of itself; everyone else fits."""
     n, me = dist.get_world_size(), dist.get_rank()
-    odd = me == 0
+    odd = me == at
     rows_in, rows_out = [4] * n, [4] * n
     if odd:
-        rows_in[0], rows_out[0] = sent, expected
+        rows_in[at], rows_out[at] = sent, expected
     given = [torch.ones(rows) for rows in rows_in]
     wanted = [torch.zeros(rows) for rows in rows_out]
     if kind == "all_to_all_single":
@@ -107,9 +107,9 @@ def unequal_self(kind: str, sent: int, expected: int) -> None:
     elif kind == "all_to_all":
         dist.all_to_all(wanted, given)
     elif kind == "gather":
-        dist.gather(given[0], wanted if odd else None, dst=0)
+        dist.gather(given[at], wanted if odd else None, dst=at)
     elif kind == "scatter":
-        dist.scatter(wanted[0], given if odd else None, src=0)
+        dist.scatter(wanted[at], given if odd else None, src=at)
     else:
         raise ValueError(kind)
     dist.barrier()  # who had nothing to do with it learns of it here

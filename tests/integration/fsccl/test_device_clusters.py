@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,6 +149,27 @@ def test_different_operations_are_named(ranks: Any) -> None:
     for error in say(ranks, members).values():
         assert "all_reduce #1 of 4000 bytes of float32, sum" in error
         assert "all_reduce #1 of 4004 bytes" in error
+    ranks.leave(members)
+
+
+BOTH_WAITS = {
+    "messages": [{"FSCCL_CLUSTERS": "1,1"}] * 2,
+    "shared-memory": [{"FSCCL_REACH": name} for name in "ab"],
+}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("waits", list(BOTH_WAITS))
+def test_a_failure_is_told_to_who_has_gone_on(ranks: Any, waits: str, at: int) -> None:
+    """The engine fails before the core's first collective, for which the other rank waits."""
+    members = join(ranks, [{**GLOO, **more} for more in BOTH_WAITS[waits]])
+    ranks.call(members, "call", op="all_reduce")
+    case = {"kind": "gather", "sent": 1, "expected": 9, "at": at}
+    ranks[1 - at].ask("unequal_self", **case)
+    time.sleep(0.3)  # it has sent its part
+    ranks[at].ask("unequal_self", **case)
+    for error in say(ranks, members, SLACK).values():
+        assert re.search(rf"rank {at} .*sends itself 4 bytes and expects 36", error), error
     ranks.leave(members)
 
 

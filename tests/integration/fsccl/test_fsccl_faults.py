@@ -152,6 +152,7 @@ PATHS = [
     pytest.param({"FSCCL_NATIVE": "fsccl"}, id="native"),
     pytest.param({"FSCCL_NATIVE": "gloo"}, id="engine"),
     pytest.param({"FSCCL_NATIVE": "fsccl", "FSCCL_CLUSTERS": "1,1"}, id="engine-of-clusters"),
+    pytest.param({"FSCCL_NATIVE": "gloo", "FSCCL_CLUSTERS": "1,1", "FSCCL_SHM": "0"}, id="hosts"),
 ]
 
 

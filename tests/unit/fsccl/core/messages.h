@@ -95,7 +95,6 @@ class Stranger {
     own.push_back(listen_tcp(config_.tcp, &config_.addresses[0]));
     listener_ = listen_tcp(config_.tcp, &config_.addresses[1]);
     messenger = std::make_unique<Messenger>(config_, std::move(own));
-    messenger->listen();
   }
   // The connection on which the messenger sends, and that on which it receives.
   Fd accept() {

@@ -70,7 +70,7 @@ void abort_at_once() {
   peer.messenger->close();
 }
 
-// Who connects to a rank that has failed is told why.
+// Who connects to a rank that has failed is told why, though that one has not listened before.
 void abort_before_the_peer_connects() {
   Stranger peer;
   peer.messenger->abort(Error(Fault::kAborted, 0, "enough"));
@@ -239,6 +239,7 @@ void long_reasons_are_cut() {
 
 void a_stranger_is_turned_away() {
   Stranger peer;
+  peer.messenger->listen();
   const Fd fd = peer.connect(4712);
   char none = 0;
   expect(read(fd.get(), &none, 1) == 0, "an answer to a stranger");

@@ -68,14 +68,10 @@ inline std::vector<Misfit> misfits(int n) {
   return out;
 }
 
-// Who is done with his call, as nothing of it is amiss for him, learns it by the next.
 inline void meet_misfit(Group& group, const Misfit& misfit) {
-  const Deadline d = Deadline::after(Deadline::Ms(60000));
   std::string said = "no error";
   try {
-    group.barrier(d);
-    misfit.call(group, d);
-    group.barrier(d);
+    misfit.call(group, Deadline::after(Deadline::Ms(60000)));
   } catch (const Error& e) {
     said = e.what();
   }
@@ -87,21 +83,42 @@ inline void meet_misfit(Group& group, const Misfit& misfit) {
 }
 
 // Nobody leaves before all have been told.
+inline void on_all(const Settings& settings, int n, const std::function<void(Group&)>& call) {
+  Board board;
+  std::vector<std::unique_ptr<Group>> groups;
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < n; ++r) {
+    GroupConfig config;
+    config.rank = r;
+    config.size = n;
+    config.settings = settings;
+    groups.push_back(std::make_unique<Group>(std::make_unique<BoardRendezvous>(board), config));
+  }
+  for (auto& g : groups) ranks.emplace_back([&] { call(*g); });
+  for (auto& t : ranks) t.join();
+}
+
+// Who is done with his call, as nothing of it is amiss for him, learns it by the next.
 inline void meet_misfits(const Settings& settings, int n) {
   for (const Misfit& misfit : misfits(n)) {
-    Board board;
-    std::vector<std::unique_ptr<Group>> groups;
-    std::vector<std::thread> ranks;
-    for (int r = 0; r < n; ++r) {
-      GroupConfig config;
-      config.rank = r;
-      config.size = n;
-      config.settings = settings;
-      groups.push_back(std::make_unique<Group>(std::make_unique<BoardRendezvous>(board), config));
-    }
-    for (auto& g : groups) ranks.emplace_back([&] { meet_misfit(*g, misfit); });
-    for (auto& t : ranks) t.join();
+    const auto between_barriers = [&misfit](Group& group, const Deadline& d) {
+      group.barrier(d);
+      misfit.call(group, d);
+      group.barrier(d);
+    };
+    on_all(settings, n, [&](Group& g) { meet_misfit(g, {misfit.words, between_barriers}); });
   }
+}
+
+// A rank knows the others and fails before its first collective here, as an engine beside the core
+// may, when the others are in theirs or come to it.
+inline void fail_early(const Settings& settings, int n) {
+  const auto call = [n](Group& group, const Deadline& d) {
+    group.everyone(d);
+    if (group.rank() + 1 < n) return group.barrier(d);
+    group.fail("early", 1, Error(Fault::kSystem, group.rank(), "the last rank has failed"));
+  };
+  on_all(settings, n, [&](Group& g) { meet_misfit(g, {{"the last rank has failed"}, call}); });
 }
 
 }  // namespace fsccl

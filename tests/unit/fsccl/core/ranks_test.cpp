@@ -332,6 +332,7 @@ int main(int argc, char** argv) {
   }
   for (auto& t : ranks) t.join();
   meet_misfits(settings, n);
+  fail_early(settings, n);
   name_the_late(settings, n);
   stranger(settings);
   std::puts("ok");

@@ -78,9 +78,7 @@ std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
     }
     // Where the segment is there it has the verdict, and the rendezvous may not.
     if (open_.load(std::memory_order_acquire)) lane_->throw_if_aborted();
-    if (nap.count() > 4000 && rendezvous_->has({kFailedKey})) {
-      throw Error(Fault::kAborted, -1, rendezvous_->get({kFailedKey})[0]);
-    }
+    if (nap.count() > 4000) hear_failure();
     if (d.passed()) {
       std::string missing;
       int first = -1;
@@ -97,6 +95,16 @@ std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
   return rendezvous_->get(keys);
 }
 
+void Group::hear_failure() const {
+  std::vector<std::string> told;
+  try {
+    if (rendezvous_->has({kFailedKey})) told = rendezvous_->get({kFailedKey});
+  } catch (const std::exception&) {
+    throw Error(Fault::kSystem, -1, "the store of the group is gone before all ranks have joined");
+  }
+  if (!told.empty()) throw Error(Fault::kAborted, -1, told[0]);
+}
+
 void Group::meet(const Deadline& d) {
   if (met_.load(std::memory_order_acquire)) return;
   std::lock_guard<std::mutex> hold(meeting_);
@@ -109,10 +117,7 @@ void Group::meet(const Deadline& d) {
   }
   who_.clear();
   for (const std::string& text : collect(keys, everyone, d)) who_.push_back(Identity::decode(text));
-  // Others may have met, failed and gone, without having known this rank.
-  if (rendezvous_->has({kFailedKey})) {
-    throw Error(Fault::kAborted, -1, rendezvous_->get({kFailedKey})[0]);
-  }
+  hear_failure();  // others may have met, failed and gone, without having known this rank
   for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
   check_compatible(config_.rank, who_, names_);
   clusters_ = form_clusters(config_.rank, who_, config_.global_ranks, config_.settings);
@@ -200,6 +205,7 @@ void Group::open_lane(const Deadline& d) {
   lane_ = std::make_unique<Lane>(std::move(segment), clusters_.index, std::move(config));
   lane_->set_watch([this] {
     if (failed_) throw Error(*verdict_);
+    if (!lane_->complete()) hear_failure();  // who fails before it joins says so there alone
   });
   if (hierarchical()) {
     lane_->set_trace([this](int rank) {

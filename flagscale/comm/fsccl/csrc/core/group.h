@@ -128,6 +128,7 @@ class Group {
   std::vector<std::string> collect(const std::vector<std::string>& keys,
                                    const std::vector<int>& from, const Deadline& d);
   Segment shared_segment(const std::string& what, size_t bytes, size_t first, const Deadline& d);
+  void hear_failure() const;  // throws what a rank has told at the rendezvous
   void check_rank(int rank, const char* what) const;
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }

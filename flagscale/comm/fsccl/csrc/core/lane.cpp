@@ -277,6 +277,13 @@ void Lane::throw_if_aborted() const {
   }
 }
 
+bool Lane::complete() const {
+  for (int p = 0; p < size(); ++p) {
+    if (line(p).joined.load(std::memory_order_acquire) == 0) return false;
+  }
+  return true;
+}
+
 void Lane::leave() {
   Line& mine = line(rank_);
   mine.left.store(1, std::memory_order_seq_cst);

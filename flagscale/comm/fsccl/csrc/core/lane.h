@@ -101,6 +101,7 @@ class Lane {
   // The first failure wins; everybody who waits, now or later, throws it. Any thread may call.
   void abort(int group_rank_at_fault, const std::string& why);
   void throw_if_aborted() const;
+  bool complete() const;  // whether all members have mapped it
   // Tells the others that this rank goes in good order. Waits for nobody.
   void leave();
   // Whom this rank waits for, or whom its mate does that it waits for, and so on; -1 when it does

@@ -83,8 +83,8 @@ class Messenger : private LinkOwner {
   // Calls `then` once the request has finished: now, or later from one thread of the messenger's.
   void notify(const RequestPtr& request, std::function<void()> then);
 
-  // Fails everything under way and all that comes later, and tells every connected peer.
-  // Afterwards no memory of any request is touched any more.
+  // Fails everything under way and all that comes later, and tells every peer that is connected or
+  // connects later. Afterwards no memory of any request is touched any more.
   void abort(const Error& why);
   // Called, once, from a thread of the messenger's when a peer reports that the group failed.
   void on_abort(std::function<void(const Error&)> handler) { aborted_ = std::move(handler); }

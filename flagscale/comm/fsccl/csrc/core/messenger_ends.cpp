@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 #include "messenger.h"
 
@@ -129,6 +130,12 @@ void Messenger::abort(const Error& why) {
   abort_locked(why, nullptr);
   push_queued(hold);
   hold.wait_for_copies();
+  if (getpid() != process_) return;  // a forked child has neither the threads nor a say
+  try {  // who connects later is told then, also where nothing has been sent or received before
+    ensure_started(opened_by_peers_, kReceiverName);
+  } catch (const std::system_error&) {
+    // No memory for a thread, which may be why the group fails: that is what is to be told.
+  }
 }
 
 void Messenger::tell_failure(const LinkPtr& link) {
