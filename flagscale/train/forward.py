@@ -7,8 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from flagscale.train.device import Device
+from flagscale.train.model.context import own_batch
 from flagscale.train.state import unwrap
 
 Batch = Mapping[str, torch.Tensor]
@@ -21,14 +24,18 @@ LOSS_KEY = "loss_sum_and_tokens"
 class ForwardStep:
     """Callable of ``(iterator, model)``: the model's output and a function that gives the loss."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, per_token: bool) -> None:
+        """``per_token``: the loss is divided by all tokens of a step, not of a micro-batch."""
         self._device = device.torch_device
+        self._per_token = per_token
 
     def __call__(
         self, iterator: Iterator[Batch] | None, model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
         bare: Any = unwrap(model)
+        group = parallel_state.get_context_parallel_group()
         batch = next(iterator) if iterator is not None else {}
+        batch = own_batch(batch, group.rank(), group.size())
         first, last = bare.pre_process, bare.post_process
         output = model(
             input_ids=self._moved(batch["tokens"]) if first else None,
@@ -37,18 +44,24 @@ class ForwardStep:
             labels=self._moved(batch["labels"]) if last else None,
         )
         mask = self._moved(batch["loss_mask"]).float() if last else None
-        return output, partial(loss_of, mask)
+        shared = None if group.size() == 1 or self._per_token else group
+        return output, partial(loss_of, mask, shared=shared)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
 
 
-def loss_of(mask: torch.Tensor | None, losses: torch.Tensor) -> LossResult:
+def loss_of(
+    mask: torch.Tensor | None, losses: torch.Tensor, *, shared: dist.ProcessGroup | None = None
+) -> LossResult:
     """Loss of a micro-batch from each token's.
 
     Args:
         mask: ``[micro-batch, sequence]``, 1.0 where a token counts.
         losses: cross-entropies in nats, of the same shape.
+        shared: the ranks that have parts of these sequences, if the mean is to be over all of
+            theirs. The schedule divides by this rank's tokens and data parallelism averages over
+            these ranks, so the sum is scaled by what makes that their mean.
 
     Returns:
         Sum of the losses, number of tokens that count, and a report. The schedule divides the sum
@@ -59,4 +72,8 @@ def loss_of(mask: torch.Tensor | None, losses: torch.Tensor) -> LossResult:
     total = (losses * mask).sum() if mask is not None else losses.sum()
     count = mask.sum() if mask is not None else torch.full_like(total, losses.numel())
     report = torch.stack([total.detach(), count]).double()
+    if shared is not None:
+        together = count.clone()
+        dist.all_reduce(together, group=shared)
+        total = total * (count * shared.size() / together.clamp(min=1))
     return total, count.to(torch.int), {LOSS_KEY: report}

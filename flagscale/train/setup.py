@@ -111,6 +111,7 @@ def _describe(
         "tp": args.tensor_model_parallel_size,
         "pp": args.pipeline_model_parallel_size,
         "vpp": args.virtual_pipeline_model_parallel_size or 1,
+        "cp": args.context_parallel_size,
         "ep": args.expert_model_parallel_size,
         "dp": args.data_parallel_size,
     }

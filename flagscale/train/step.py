@@ -37,7 +37,7 @@ class Stepper:
         self._state = state
         self._device = device.torch_device
         self._profiler = profiler
-        self._forward = ForwardStep(device)
+        self._forward = ForwardStep(device, per_token=args.calculate_per_token_loss)
         self.routers = RouterLosses(args, self._device, state.progress.iteration)
         self._schedule = get_forward_backward_func()
         _connect(args, config, state)

@@ -41,6 +41,8 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 
 CASES: dict[str, tuple[int, str, str, float]] = {
     "fp32": (1, "", "fp32", 0.0),
+    "fp32-plain-layers": (1, "--transformer-impl local", "fp32", 1e-4),
+    "fp32-cp2": (2, "--context-parallel-size 2", "fp32", 1e-4),
     "fp32-local-attention": (1, "--attention-backend local", "fp32", 1e-4),
     "fp32-dp2-overlap": (2, OVERLAP, "fp32", 1e-4),
     "fp32-tp2-sp": (2, SP, "fp32", 1e-4),
@@ -51,6 +53,9 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "fp32-tp2-pp2-vpp2": (4, f"{SP} {VPP2}", "fp32", 1e-4),
     "fp32-tp2-pp2-overlap-dp2": (8, f"{SP} {VPP2} {OVERLAP}", "fp32", 1e-4),
     "bf16": (1, "--bf16", "bf16", 0.0),
+    "bf16-plain-layers": (1, "--bf16 --transformer-impl local", "bf16", 2e-2),
+    "bf16-cp2": (2, "--bf16 --context-parallel-size 2", "bf16", 2e-2),
+    "bf16-fp8": (1, "--bf16 --fp8 hybrid", "bf16", 3e-2),
     "bf16-flash": (1, "--bf16 --attention-backend flash", "bf16", 1e-2),
     "bf16-local-attention": (1, "--bf16 --attention-backend local", "bf16", 2e-2),
     "bf16-fused-loss": (1, "--bf16 --cross-entropy-loss-fusion", "bf16", 2e-2),

@@ -42,7 +42,7 @@ def resolve(args: argparse.Namespace, world_size: int) -> argparse.Namespace:
 
 def _set_batch(args: argparse.Namespace, world_size: int) -> None:
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    args.data_parallel_size = world_size // model
+    args.data_parallel_size = world_size // (model * args.context_parallel_size)
     slice_ = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = slice_

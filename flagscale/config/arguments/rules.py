@@ -79,6 +79,7 @@ def broken(values: Values) -> list[Broken]:
         precision.compiled_only,
         precision.eight_bits,
         _tensor_parallel,
+        _context_parallel,
         _pipeline_parallel,
         _experts,
         _length,
@@ -147,12 +148,6 @@ def _unsupported(values: Values) -> Iterator[Broken]:
     for name in OPTIMIZER_DTYPES:
         if str(values.get(name) or "fp32").rpartition(".")[2] not in ("fp32", "float32"):
             yield name, f"{values[name]!r} needs Transformer Engine's optimizer; leave it out"
-    if values["context_parallel_size"] > 1:
-        yield (
-            "context_parallel_size",
-            f"{values['context_parallel_size']}: the attention here cannot split a sequence over "
-            "ranks yet; use 1",
-        )
     if values["transformer_impl"] == "transformer_engine":
         yield (
             "transformer_impl",
@@ -215,6 +210,23 @@ def _tensor_parallel(values: Values) -> Iterator[Broken]:
 
 def _indivisible(values: Values, name: str, by: str) -> Broken:
     return name, f"{values[name]} is not divisible by {by} {values[by]}"
+
+
+def _context_parallel(values: Values) -> Iterator[Broken]:
+    cp, tp = values["context_parallel_size"], values["tensor_model_parallel_size"]
+    if cp == 1:
+        return
+    if values["attention_backend"] == "local":
+        message = f"{cp}: megatron.core's own attention (attention_backend: local) cannot split a "
+        yield "context_parallel_size", message + "sequence over ranks; take auto"
+    pieces = 2 * cp * (tp if values["sequence_parallel"] else 1)
+    if values["seq_length"] % pieces:
+        by = f"2 x context_parallel_size {cp}" + (f" x tensor {tp}" if pieces > 2 * cp else "")
+        yield "seq_length", f"{values['seq_length']} is not divisible by {by}"
+    kinds = values["cp_comm_type"]
+    for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
+        if kind not in (None, "all_gather"):
+            yield "cp_comm_type", f"{kind}: keys and values are gathered here; leave it out"
 
 
 def _pipeline_parallel(values: Values) -> Iterator[Broken]:

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
+from flagscale.train.model.context import attend
 
 _KERNELS = {
     AttnBackend.flash: SDPBackend.FLASH_ATTENTION,
@@ -49,9 +50,12 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        *,
+        pg_collection: Any,
         **_: Any,
     ) -> None:
         super().__init__(config)
+        self.group = pg_collection.cp
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ConfigError(f"attention with a {attn_mask_type.name} mask is not supported")
         self.causal = attn_mask_type == AttnMaskType.causal
@@ -79,18 +83,29 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         Returns:
             ``[sequence, batch, heads x head dimension]``.
         """
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         with self._random_state(dropout):
-            out = functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                dropout_p=dropout,
-                is_causal=self.causal,
-                scale=self.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            if self.group.size() > 1:
+                out = attend(
+                    query,
+                    key,
+                    value,
+                    self.group,
+                    causal=self.causal,
+                    scale=self.scale,
+                    dropout=dropout,
+                )
+            else:
+                q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+                out = functional.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    dropout_p=dropout,
+                    is_causal=self.causal,
+                    scale=self.scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _random_state(self, dropout: float) -> AbstractContextManager[Any]:
@@ -128,4 +143,6 @@ def _cudnn_is_faster(config: Any, device: Device) -> bool:
         and config.kv_channels <= 128
         and config.kv_channels % 8 == 0
         and not config.attention_dropout
+        # Queries that end where the keys do have a flash kernel alone.
+        and config.context_parallel_size == 1
     )

@@ -45,6 +45,7 @@ BF16 = LLAMA + "--bf16"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 DO = "--use-distributed-optimizer"
@@ -125,6 +126,17 @@ CASES = (
     Case("tp2-dp2-sp-do-overlap", 4, LLAMA, f"{SP} {OVERLAP}", "llama"),
     Case("pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{VPP2} {OVERLAP}", "llama"),
     Case("tied-tp2-pp2-vpp2-sp", 4, TIED, f"{SP} {VPP2}", "tied"),
+    Case("cp2", 2, LLAMA, CP2, "llama"),
+    Case("cp2-per-token", 2, LLAMA, CP2 + " --calculate-per-token-loss", "llama"),
+    Case("gpt2-cp2", 2, GPT2, CP2, "gpt2"),
+    Case("moe-cp2", 2, MOE, CP2, "moe"),
+    Case("bf16-cp2", 2, BF16, CP2, "bf16", 1e-2),
+    Case("cp2-tp2-sp", 4, LLAMA, f"{CP2} {SP}", "llama", backend=FASTER),
+    Case("cp2-pp2-recompute", 4, LLAMA, f"{CP2} {PP2} --recompute-granularity full "
+         "--recompute-method uniform --recompute-num-layers 1", "llama"),
+    Case("cp2-dp2-do-overlap", 4, LLAMA, f"{CP2} {OVERLAP}", "llama"),
+    Case("cp4", 4, LLAMA, "--context-parallel-size 4", "llama"),
+    Case("compiled-cp2", 2, LLAMA, f"{COMPILED} {CP2}", "llama"),
     # The faster build computes what the plain one does.
     Case("compiled", 1, LLAMA, COMPILED, "llama"),
     Case("compiled-tied", 1, TIED, COMPILED, "tied"),

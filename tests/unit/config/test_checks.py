@@ -145,7 +145,31 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "seq_length",
         "30 is not divisible",
     ),
-    "cp": ({"context_parallel_size": 2}, "context_parallel_size", "cannot split a sequence"),
+    "cp-local": (
+        {"context_parallel_size": 2, "attention_backend": "local"},
+        "context_parallel_size",
+        "cannot split a sequence over ranks; take auto",
+    ),
+    "cp-length": (
+        {"context_parallel_size": 2, "seq_length": 30},
+        "seq_length",
+        "30 is not divisible by 2 x context_parallel_size 2",
+    ),
+    "cp-sp-length": (
+        {
+            "context_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "seq_length": 36,
+        },
+        "seq_length",
+        "36 is not divisible by 2 x context_parallel_size 2 x tensor 2",
+    ),
+    "cp-ring": (
+        {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+        "cp_comm_type",
+        "p2p: keys and values are gathered here",
+    ),
     "te": ({"transformer_impl": "transformer_engine"}, "transformer_impl", "take auto"),
     **{
         name: (
@@ -342,7 +366,7 @@ def test_notes(values: dict[str, Any], world: int, note: str | None) -> None:
 
 
 def test_problems_name_the_place() -> None:
-    experiment = _experiment({"context_parallel_size": 2})
+    experiment = _experiment({"context_parallel_size": 2, "attention_backend": "local"})
     sources = {"train.model.inner.context_parallel_size": "a.yaml:3"}
     placed = Experiment(**{**vars(experiment), "sources": sources})
     assert str(check_arguments(placed)[0]).startswith(

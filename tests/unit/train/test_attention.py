@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.errors import ConfigError
 from flagscale.train.model.attention import SDPAttention
+from flagscale.train.model.context import in_order, own_pieces
 
 pytestmark = pytest.mark.torch
 
@@ -23,7 +25,8 @@ def attention(mask: Any = AttnMaskType.causal, **changes: Any) -> SDPAttention:
         attention_dropout=0.0,
         **changes,
     )
-    return SDPAttention(config, 1, mask, "self")
+    alone = SimpleNamespace(size=lambda: 1)
+    return SDPAttention(config, 1, mask, "self", pg_collection=SimpleNamespace(cp=alone))
 
 
 def inputs() -> tuple[Any, Any, Any]:
@@ -64,3 +67,12 @@ def test_attention_in_both_directions_with_a_scale() -> None:
 def test_an_arbitrary_mask_is_refused() -> None:
     with pytest.raises(ConfigError, match="padding mask"):
         attention(AttnMaskType.padding)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_pieces_come_back_in_order(size: int) -> None:
+    """Each rank has one piece from the front and one from the end."""
+    whole = torch.arange(size * 4)
+    own = [own_pieces(whole, 0, rank, size) for rank in range(size)]
+    assert own[0].tolist() == [0, 1, size * 4 - 2, size * 4 - 1]
+    assert in_order(torch.cat(own), size).tolist() == whole.tolist()
