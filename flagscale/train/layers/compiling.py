@@ -14,16 +14,18 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from flagscale.train.layers.jit import why_not_here
+
 
 def why_not(config: TransformerConfig) -> str | None:
-    """Why layers of this configuration cannot be compiled as a whole; None where they can."""
+    """Why layers of this configuration cannot be compiled as a whole here; None where they can."""
     if config.recompute_granularity == "selective":
         return "recompute_granularity: selective recomputes parts of a layer"
     if config.attention_dropout and not config.sequence_parallel:
         return "attention_dropout draws from a state of its own for each tensor-parallel rank"
     if config.fine_grained_activation_offloading or config.cpu_offloading:
         return "offloading moves parts of a layer's activations"
-    return None
+    return why_not_here()
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:

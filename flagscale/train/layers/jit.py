@@ -1,15 +1,36 @@
-"""Functions that are compiled where it pays."""
+"""Functions that are compiled where it pays and is possible."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+@functools.cache
+def why_not_here() -> str | None:
+    """Why this machine cannot compile for CUDA; None where it can.
+
+    Triton builds a small extension of Python for every kernel it starts, with a C compiler.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang")):
+        return "there is no C compiler (gcc, clang, or what CC names)"
+    include = sysconfig.get_paths()["include"]
+    if not (Path(include) / "Python.h").is_file():
+        return f"Python's headers are not installed ({include}/Python.h)"
+    return None
 
 
 def compiled_on_cuda(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -22,7 +43,7 @@ def compiled_on_cuda(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]], C
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             first = args[0]
-            if isinstance(first, torch.Tensor) and first.is_cuda:
+            if isinstance(first, torch.Tensor) and first.is_cuda and why_not_here() is None:
                 return fast(*args, **kwargs)
             return function(*args, **kwargs)
 

@@ -54,8 +54,10 @@ class _Linear(torch.autograd.Function):
             of_input = collectives.start_reduce_scatter(of_input, ctx.size, ctx.group)
         elif ctx.sharing == "reduce":
             of_input = collectives.start_all_reduce(of_input, ctx.group)
+        of_weight: torch.Tensor | None = None
         if accumulator is None:
-            of_weight = flat(gradient).t() @ flat(input_)
+            if ctx.needs_input_grad[1]:
+                of_weight = flat(gradient).t() @ flat(input_)
         else:
             add_product(accumulator, gradient, input_)
             of_weight = stand_in(weight)

@@ -143,6 +143,7 @@ def _cudnn_is_faster(config: Any, device: Device) -> bool:
         and config.kv_channels <= 128
         and config.kv_channels % 8 == 0
         and not config.attention_dropout
+        and not config.deterministic_mode
         # Queries that end where the keys do have a flash kernel alone.
         and config.context_parallel_size == 1
     )

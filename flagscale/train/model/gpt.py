@@ -39,7 +39,8 @@ class FastGPT(GPTModel):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # What megatron.core builds without a specification; the classes differ in methods alone.
-        if self.pre_process:
+        # Adding up rows is in no fixed order on CUDA.
+        if self.pre_process and not self.config.deterministic_mode:
             _become(self.embedding.word_embeddings, VocabParallelEmbedding, AccumulatingEmbedding)
         if self.post_process:
             _become(self.output_layer, ColumnParallelLinear, AccumulatingColumnLinear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from torch.nn import functional
 
-from flagscale.train.layers import fp8
+from flagscale.train.layers import compiling, fp8, jit
 from flagscale.train.layers.accumulating import add_product, add_rows, add_tensor
-from flagscale.train.layers.compiling import why_not
 from flagscale.train.layers.linear import _Linear
 from flagscale.train.layers.loss import vocabulary_loss
 from flagscale.train.layers.rotary import rotate
@@ -167,13 +167,36 @@ def test_eight_bit_products_are_near_the_exact_ones(
         ({"cpu_offloading": True}, "offloading"),
     ],
 )
-def test_what_cannot_be_compiled_is_said(changes: dict[str, Any], reason: str | None) -> None:
+def test_what_cannot_be_compiled_is_said(
+    changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "why_not_here", lambda: None)
     usual = {
         "recompute_granularity": None, "attention_dropout": 0.0, "sequence_parallel": False,
         "fine_grained_activation_offloading": False, "cpu_offloading": False,
     }  # fmt: skip
-    found = why_not(SimpleNamespace(**{**usual, **changes}))  # type: ignore[arg-type]
+    found = compiling.why_not(SimpleNamespace(**{**usual, **changes}))  # type: ignore[arg-type]
     assert found is None if reason is None else reason in str(found)
+
+
+def test_a_machine_that_cannot_compile_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slim images have neither compiler nor headers; layers run uncompiled there."""
+    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda _: None)
+    assert jit.why_not_here.__wrapped__() == "Triton is not installed"
+    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "no C compiler" in str(jit.why_not_here.__wrapped__())
+    compiler = tmp_path / "mycc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", "mycc")
+    monkeypatch.setattr(jit.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert f"({tmp_path}/Python.h)" in str(jit.why_not_here.__wrapped__())
+    (tmp_path / "Python.h").touch()
+    assert jit.why_not_here.__wrapped__() is None
 
 
 def test_the_compiler_s_lowering_is_where_it_was() -> None:
