@@ -39,6 +39,11 @@ SP = TP2 + " --sequence-parallel"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
+MOE = """
+--bf16 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128
+--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
+"""
+
 CASES: dict[str, tuple[int, str, str, float]] = {
     "fp32": (1, "", "fp32", 0.0),
     "fp32-plain-layers": (1, "--transformer-impl local", "fp32", 1e-4),
@@ -55,6 +60,9 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bf16": (1, "--bf16", "bf16", 0.0),
     "bf16-plain-layers": (1, "--bf16 --transformer-impl local", "bf16", 2e-2),
     "bf16-cp2": (2, "--bf16 --context-parallel-size 2", "bf16", 2e-2),
+    "moe": (1, MOE, "moe", 0.0),
+    "moe-grouped": (1, f"{MOE} --moe-grouped-gemm", "moe", 2e-2),
+    "moe-grouped-ep2": (2, f"{MOE} --moe-grouped-gemm --expert-model-parallel-size 2", "moe", 2e-2),
     "bf16-fp8": (1, "--bf16 --fp8 hybrid", "bf16", 3e-2),
     "bf16-flash": (1, "--bf16 --attention-backend flash", "bf16", 1e-2),
     "bf16-local-attention": (1, "--bf16 --attention-backend local", "bf16", 2e-2),

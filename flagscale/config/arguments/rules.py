@@ -24,7 +24,6 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("use_custom_fsdp", "this trainer shards the optimizer only (use_distributed_optimizer)"),
     ("multi_latent_attention", "there is no multi-latent attention without Transformer Engine"),
     ("mtp_num_layers", "multi-token prediction is not built"),
-    ("moe_grouped_gemm", "grouped GEMM needs a CUDA extension; experts run one after another"),
     ("moe_permute_fusion", "it needs Transformer Engine's fused permutation"),
     ("moe_router_fusion", "it needs Transformer Engine's fused router"),
     ("fp4", "fp4 needs Transformer Engine"),
@@ -50,7 +49,7 @@ _UNSUPPORTED: tuple[tuple[str, str], ...] = (
 
 _NOT_RECOMPUTED: Mapping[str, str] = {
     "layernorm": "needs Transformer Engine",
-    "moe_act": "needs moe_grouped_gemm, which is not built",
+    "moe_act": "needs Transformer Engine's grouped experts",
     "mla_up_proj": "needs multi-latent attention, which is not built",
 }
 _LOCAL_ATTENTION: Mapping[str, Any] = {
@@ -265,6 +264,10 @@ def _experts(values: Values) -> Iterator[Broken]:
         yield "expert_model_parallel_size", f"{ep} needs num_moe_experts"
     elif experts and experts % ep:
         yield _indivisible(values, "num_moe_experts", "expert_model_parallel_size")
+    if values["moe_grouped_gemm"] and not experts:
+        yield "moe_grouped_gemm", "needs num_moe_experts"
+    elif values["moe_grouped_gemm"] and values["add_bias_linear"]:
+        yield "moe_grouped_gemm", "the grouped experts have no biases: set disable_bias_linear"
     if experts and values["moe_token_dispatcher_type"] == "flex":
         tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
         if tp * ep == 1:

@@ -56,6 +56,7 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         "fp8": None,
+        "moe_grouped_gemm": False,
         # Weights are drawn by flagscale.train.model.initialize. Initialisation must stay on all
         # the same: it is what marks the parameters that are split over tensor-parallel ranks.
         "perform_initialization": True,

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)\.(.*)")
+_GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)")
 _RESIDUAL = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
 _GATED = re.compile(r"linear_fc1\.(weight|bias)$")
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -60,9 +61,22 @@ def global_parameters(
             name = f"decoder.layers.{number}.{found[2]}"
         if found := _EXPERT.fullmatch(name):
             name = f"{found[1]}{int(found[2]) + first_expert}.{found[3]}"
+        if found := _GROUPED.fullmatch(name):
+            for index, own in enumerate(_of_experts(parameter)):
+                yield f"{found[1]}local_experts.{index + first_expert}.{found[2]}", own
+            continue
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             name = _EMBEDDING
         yield name, parameter
+
+
+def _of_experts(parameter: torch.nn.Parameter) -> Iterator[Any]:
+    """The matrices of the experts that lie in one parameter, each split as the whole is."""
+    for matrix in parameter:
+        for attribute in ("tensor_model_parallel", "allreduce"):
+            setattr(matrix, attribute, getattr(parameter, attribute))
+        matrix.partition_dim = parameter.partition_dim - 1  # type: ignore[attr-defined]
+        yield matrix
 
 
 def _std(name: str, config: TransformerConfig) -> float:

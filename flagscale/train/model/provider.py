@@ -15,12 +15,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
+from flagscale.train.layers.experts import GroupedExperts
 from flagscale.train.model.attention import SDPAttention, choose_kernel
 from flagscale.train.model.config import ddp_config, implementation
 from flagscale.train.model.gpt import LINEARS, FastGPT, finish
@@ -82,7 +84,7 @@ def _gpt(
     interleaved = stage is not None
     return (FastGPT if fast else GPTModel)(
         config=config,
-        transformer_layer_spec=_block_spec(config, stage, fast=fast),
+        transformer_layer_spec=_block_spec(args, config, stage, fast=fast),
         vocab_size=vocabulary,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(
@@ -104,7 +106,9 @@ def _gpt(
     )
 
 
-def _block_spec(config: TransformerConfig, stage: int | None, *, fast: bool) -> Any:
+def _block_spec(
+    args: argparse.Namespace, config: TransformerConfig, stage: int | None, *, fast: bool
+) -> Any:
     """megatron.core's local layers of this stage, with the norms and attention replaced, and the
     linear layers of a ``fast`` model."""
     spec = get_gpt_decoder_block_spec(
@@ -119,6 +123,8 @@ def _block_spec(config: TransformerConfig, stage: int | None, *, fast: bool) -> 
         replacements[DotProductAttention] = SDPAttention
     if fast:
         replacements.update(LINEARS)
+    if args.moe_grouped_gemm:
+        replacements[SequentialMLP] = GroupedExperts
     spec.layer_norm = replacements[WrappedTorchNorm]
     spec.layer_specs = [_replace(layer, replacements) for layer in spec.layer_specs]
     return spec

@@ -50,6 +50,12 @@ LAYOUTS = {
     "pp2-vpp2": Layout(2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "moe-one": Layout(1, "", "moe"),
     "moe-ep2": Layout(2, "--expert-model-parallel-size 2", "moe"),
+    "moe-grouped": Layout(1, "--moe-grouped-gemm", "moe"),
+    "moe-ep2-do": Layout(2, f"--expert-model-parallel-size 2 {DO}", "moe"),
+    "moe-grouped-ep2-do": Layout(
+        2, f"--moe-grouped-gemm --expert-model-parallel-size 2 {DO}", "moe"
+    ),
+    "cp2-do": Layout(2, f"--context-parallel-size 2 {DO}"),
     "bf16-dp2-do": Layout(2, DO, "bf16"),
     "tied-pp2": Layout(2, PP2, "tied"),
     "tied-one": Layout(1, "", "tied"),

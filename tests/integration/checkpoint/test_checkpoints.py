@@ -29,6 +29,10 @@ RESHARD = (
     ("pp2-do", "dp2-do-overlap"),
     ("dp2-do-overlap", "one-do"),
     ("tied-pp2", "tied-one"),
+    ("moe-one", "moe-grouped"),
+    ("moe-ep2-do", "moe-grouped-ep2-do"),
+    ("moe-grouped-ep2-do", "moe-ep2-do"),
+    ("dp2-do", "cp2-do"),
 )
 
 

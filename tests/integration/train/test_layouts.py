@@ -49,6 +49,7 @@ CP2 = "--context-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 DO = "--use-distributed-optimizer"
+GROUPED = "--moe-grouped-gemm"
 COMPILED = "--transformer-impl compiled"
 OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 
@@ -150,6 +151,14 @@ CASES = (
     Case("compiled-pp2", 2, LLAMA, f"{COMPILED} {PP2}", "llama"),
     Case("compiled-tied-pp2-do", 2, TIED, f"{COMPILED} {PP2} {DO}", "tied"),
     Case("compiled-gpt2-tp2-sp", 2, GPT2, f"{COMPILED} {SP}", "gpt2", backend=FASTER),
+    Case("moe-grouped", 1, MOE, GROUPED, "moe"),
+    Case("moe-grouped-bf16", 1, MOE + "--bf16", GROUPED, "moe", 2e-2),
+    Case("moe-grouped-ep2", 2, MOE, f"{GROUPED} --expert-model-parallel-size 2", "moe"),
+    Case("moe-grouped-tp2", 2, BALANCED, f"{GROUPED} {SP}", "moe-balanced", backend=FASTER),
+    Case("moe-grouped-allgather-dp2-do", 2, MOE.replace("alltoall", "allgather"),
+         f"{GROUPED} {OVERLAP}", "moe"),
+    Case("compiled-moe-grouped-ep2", 2, MOE,
+         f"{COMPILED} {GROUPED} --expert-model-parallel-size 2 {OVERLAP}", "moe"),
     Case("compiled-moe-ep2", 2, MOE, f"{COMPILED} --expert-model-parallel-size 2", "moe"),
     Case("compiled-moe-tp2", 2, BALANCED, f"{COMPILED} {SP}", "moe-balanced", backend=FASTER),
     Case("compiled-tp2-dp2-sp-do-overlap", 4, LLAMA, f"{COMPILED} {SP} {OVERLAP}", "llama"),

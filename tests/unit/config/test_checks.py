@@ -243,6 +243,12 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "first_last_layers_bf16",
         "leave none of 2 layers to fp8 e4m3",
     ),
+    "grouped-bias": (
+        {"num_moe_experts": 4, "moe_grouped_gemm": True, "add_bias_linear": True},
+        "moe_grouped_gemm",
+        "have no biases",
+    ),
+    "grouped-dense": ({"moe_grouped_gemm": True}, "moe_grouped_gemm", "needs num_moe_experts"),
     "profile": (
         {"profile": True, "profile_step_start": 5, "profile_step_end": 5},
         "profile_step_end",

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from flagscale.train.layers import compiling, fp8, jit
 from flagscale.train.layers.accumulating import add_product, add_rows, add_tensor
+from flagscale.train.layers.experts import ALIGNMENT, _GroupedProduct, places
 from flagscale.train.layers.linear import _Linear
 from flagscale.train.layers.loss import vocabulary_loss
 from flagscale.train.layers.rotary import rotate
@@ -154,6 +155,32 @@ def test_eight_bit_products_are_near_the_exact_ones(
     assert error(input_.grad, exact[2] @ exact[1]) < rounding
     of_weight = exact[2].reshape(-1, 48).t() @ exact[0].reshape(-1, 64)
     assert error(total, of_weight) < (rounding if eight else 0.01)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 17, 16], [0, 0, 0, 1], [32, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_grouped_products_are_each_expert_s(counts: list[int], dtype: Any) -> None:
+    tokens = sum(counts)
+    rows, ends = places(torch.tensor(counts), tokens)
+    assert not any(int(end) % ALIGNMENT for end in ends)
+    assert len(set(rows.tolist())) == tokens
+    input_ = torch.zeros(tokens + 4 * ALIGNMENT, 32, dtype=dtype)
+    input_[rows] = numbers(tokens, 32, dtype=dtype)
+    input_.requires_grad_()
+    weight = numbers(4, 16, 32, seed=1, dtype=dtype).requires_grad_()
+    gradient = numbers(tokens, 16, seed=2, dtype=dtype)
+    total = torch.zeros(4, 16, 32)
+    output = _GroupedProduct.apply(input_, weight, total, ends)[rows]
+    output.backward(gradient)
+    given = zip(
+        input_.detach()[rows].split(counts), gradient.split(counts), weight.detach(), strict=True
+    )
+    parts = [(x.float(), g.float(), w.float()) for x, g, w in given]
+    rounding = 1e-5 if dtype == torch.float32 else 1e-2
+    assert error(output.detach(), torch.cat([x @ w.t() for x, _, w in parts])) < rounding
+    assert input_.grad is not None
+    assert error(input_.grad[rows], torch.cat([g @ w for _, g, w in parts])) < rounding
+    assert error(total, torch.stack([g.t() @ x for x, g, _ in parts])) < rounding
 
 
 @pytest.mark.parametrize(
