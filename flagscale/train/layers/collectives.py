@@ -6,6 +6,7 @@ since a graph cannot hold those.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -46,3 +47,32 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     """The result of a collective that was started."""
     done: torch.Tensor = _OPERATORS.wait_tensor(tensor)
     return done
+
+
+def gradients(
+    input_: torch.Tensor,
+    of_input: Callable[[], torch.Tensor],
+    of_weight: Callable[[torch.Tensor], torch.Tensor | None],
+    sharing: Sharing,
+    size: int,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both gradients of a layer whose input is shared. What is gathered or summed over the ranks
+    is on its way while the other matrix product runs.
+
+    Args:
+        input_: as the layer was given it; with ``gather`` a part of the sequence.
+        of_input: computes the gradient of the whole input, as far as this rank's weights go.
+        of_weight: computes the weight's from the whole input.
+        sharing: how the input is shared, over the ``size`` ranks of ``group``.
+    """
+    if sharing == "gather":
+        whole = start_all_gather(input_, size, group)
+    found = of_input()
+    if sharing == "gather":
+        input_ = wait(whole)
+        found = start_reduce_scatter(found, size, group)
+    elif sharing == "reduce":
+        found = start_all_reduce(found, group)
+    weight = of_weight(input_)
+    return (found if sharing == "none" else wait(found)), weight

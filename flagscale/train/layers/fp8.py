@@ -126,22 +126,18 @@ class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input_, weight, accumulator, transposed, transposed_scale = ctx.saved_tensors
-        if ctx.sharing == "gather":
-            whole = collectives.start_all_gather(input_, ctx.size, ctx.group)
-        dtype = GRADIENTS[ctx.gradients]
-        values, scale = quantize(flat(gradient), dtype, ctx.scaling)
-        of_input = _product(
-            values, scale, transposed, transposed_scale, gradient.dtype, fast=False
-        ).view(*gradient.shape[:-1], -1)
-        if ctx.sharing == "gather":
-            input_ = collectives.wait(whole)
-            of_input = collectives.start_reduce_scatter(of_input, ctx.size, ctx.group)
-        elif ctx.sharing == "reduce":
-            of_input = collectives.start_all_reduce(of_input, ctx.group)
-        of_weight = _weight_gradient(ctx, gradient, values, scale, input_, weight, accumulator)
-        if ctx.sharing != "none":
-            of_input = collectives.wait(of_input)
-        return of_input, of_weight, *[None] * 11
+        values, scale = quantize(flat(gradient), GRADIENTS[ctx.gradients], ctx.scaling)
+
+        def of_input() -> torch.Tensor:
+            dtype = gradient.dtype
+            found = _product(values, scale, transposed, transposed_scale, dtype, fast=False)
+            return found.view(*gradient.shape[:-1], -1)
+
+        def of_weight(whole: torch.Tensor) -> torch.Tensor:
+            return _weight_gradient(ctx, gradient, values, scale, whole, weight, accumulator)
+
+        both = collectives.gradients(input_, of_input, of_weight, ctx.sharing, ctx.size, ctx.group)
+        return *both, *[None] * 11
 
 
 def _weight_gradient(

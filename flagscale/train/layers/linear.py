@@ -46,24 +46,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input_, weight, accumulator = ctx.saved_tensors
-        if ctx.sharing == "gather":
-            whole = collectives.start_all_gather(input_, ctx.size, ctx.group)
-        of_input = gradient @ weight
-        if ctx.sharing == "gather":
-            input_ = collectives.wait(whole)
-            of_input = collectives.start_reduce_scatter(of_input, ctx.size, ctx.group)
-        elif ctx.sharing == "reduce":
-            of_input = collectives.start_all_reduce(of_input, ctx.group)
-        of_weight: torch.Tensor | None = None
-        if accumulator is None:
-            if ctx.needs_input_grad[1]:
-                of_weight = flat(gradient).t() @ flat(input_)
-        else:
-            add_product(accumulator, gradient, input_)
-            of_weight = stand_in(weight)
-        if ctx.sharing != "none":
-            of_input = collectives.wait(of_input)
-        return of_input, of_weight, None, None, None, None
+
+        def of_weight(whole: torch.Tensor) -> torch.Tensor | None:
+            if accumulator is not None:
+                add_product(accumulator, gradient, whole)
+                return stand_in(weight)
+            return flat(gradient).t() @ flat(whole) if ctx.needs_input_grad[1] else None
+
+        both = collectives.gradients(
+            input_, lambda: gradient @ weight, of_weight, ctx.sharing, ctx.size, ctx.group
+        )
+        return *both, None, None, None, None
 
 
 class _Product:
