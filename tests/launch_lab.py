@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,20 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 def remove(directory: Path) -> None:
     """Remove a directory to which others are writing: nobody finds it while it goes."""
     shutil.rmtree(directory.rename(directory.with_name(f"{directory.name} that was")))
+
+
+def with_process(state: RunState, process: Process, boot_id: str) -> RunState:
+    """The state with the script of its first host, as it was started."""
+    first = replace(state.hosts[0], **vars(process), boot_id=boot_id)
+    return replace(state, hosts=(first, *state.hosts[1:]))
+
+
+def script_of(state: RunState) -> Process:
+    """The script of a run's first host."""
+    host = state.hosts[0]
+    assert host.pid is not None
+    assert host.start_ticks is not None
+    return Process(host.pid, host.start_ticks)
 
 
 def rank_processes(state: RunState) -> dict[int, Process]:

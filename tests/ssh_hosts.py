@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+from unittest.mock import patch
 
 from flagscale.errors import FlagscaleError
 from flagscale.hosts.executor import Closing, Endpoint, Executor
 from flagscale.hosts.fan_out import LIMIT, Hosts
-from flagscale.hosts.ssh import Connection, Dialer, DialOptions, SshTarget
+from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.ssh.dial import Dialer, DialOptions
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
 T = TypeVar("T")
 
@@ -54,6 +57,18 @@ class Dialing(Closing):
         self._dialer.close()
 
 
+def connect(target: SshTarget, options: DialOptions | None = None) -> Connection:
+    """Log in to one host. The connection's ``close`` also closes the jump hosts' on the way."""
+    dialer = Dialer(options)
+    try:
+        connection = dialer.connect(target)
+    except BaseException:
+        dialer.close()
+        raise
+    connection.on_close(dialer.close)
+    return connection
+
+
 def fan_out(
     targets: Sequence[SshTarget],
     action: Callable[[Connection], T],
@@ -63,6 +78,6 @@ def fan_out(
 ) -> list[Outcome[T]]:
     """Do ``action`` on every target over a connection of its own."""
     endpoints = [Endpoint(str(number)) for number in range(len(targets))]
-    opener = Dialing(targets, options)
-    with Hosts(endpoints, openers={"ssh": opener}, limit=limit) as hosts:
+    with patch("flagscale.hosts.fan_out.LIMIT", limit), Hosts(endpoints, {}) as hosts:
+        hosts._openers["ssh"] = Dialing(targets, options)
         return outcomes_of(hosts, lambda _, connection: action(connection), len(targets))

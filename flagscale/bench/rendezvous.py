@@ -140,6 +140,13 @@ def join(store: Store, world: BenchWorld, backend: str, **more: Any) -> None:
     dist.init_process_group(backend, store=store, **more)
 
 
+def together(store: Store, world: BenchWorld, name: str, timeout: timedelta) -> None:
+    """All ranks are here. Through the store: a collective would warm what is to be measured."""
+    if store.add(f"here/{name}", 1) == world.size:
+        store.set(f"all/{name}", "1")
+    store.wait([f"all/{name}"], timeout)
+
+
 def clean_up(world: BenchWorld) -> None:
     """Remove what the rendezvous left on disk. Call on rank 0 once all ranks have met."""
     if world.rank == 0 and world.rendezvous:

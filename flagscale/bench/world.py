@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,14 +144,3 @@ def first_host(nodes: str) -> str:
     if found is None:
         return ""
     return found["stem"] + (found["first"] or "") + (found["tail"] or "")
-
-
-def folded(ranks: Sequence[int]) -> str:
-    """``0-3,6`` of 0, 1, 2, 3, 6."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

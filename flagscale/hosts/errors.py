@@ -25,7 +25,6 @@ class HostError(UnreachableError):
 
     def __init__(self, host: str, what: str, *, hint: str | None = None) -> None:
         super().__init__(f"{host}: {what}", hint=hint)
-        self.host = host
 
 
 class NameResolutionError(HostError, summary="host name does not resolve"):

@@ -8,11 +8,10 @@ entry points ``flagscale.executors``.
 
 from __future__ import annotations
 
-import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from flagscale.registry import Registry
 
@@ -50,14 +49,6 @@ class Result:
         return self.exit_status == 0
 
     @property
-    def signal(self) -> signal.Signals | None:
-        """The signal that ended the command, as far as the exit status says."""
-        try:
-            return signal.Signals(self.exit_status - 128) if self.exit_status > 128 else None
-        except ValueError:
-            return None
-
-    @property
     def text(self) -> str:
         """stdout as text; bytes that are not UTF-8 become replacement characters."""
         return self.stdout.decode(errors="replace")
@@ -75,9 +66,7 @@ class Executor(Protocol):
     def name(self) -> str:
         """What the user calls the host."""
 
-    def run_script(
-        self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60
-    ) -> Result:
+    def run_script(self, script: str, *, timeout: float | None = 60) -> Result:
         """Run a bash script that shows in no process table; nothing is on its stdin. ``timeout``
         is in seconds, None for no limit. Raises :class:`ValueError` for a script with a NUL."""
 
@@ -95,7 +84,8 @@ class Executor(Protocol):
 
 
 class Opener(Protocol):
-    """Reaches hosts. Thread-safe: hosts are opened side by side."""
+    """Reaches hosts. Thread-safe: hosts are opened side by side. Made of the settings of all hosts
+    of a run that are reached so."""
 
     def open(self, endpoint: Endpoint) -> Executor:
         """The host, reached; the same one as long as the way to it stands. Raises
@@ -103,13 +93,6 @@ class Opener(Protocol):
 
     def close(self) -> None:
         """Give up what is held open, and wake up whoever waits for a host."""
-
-
-def opener(via: str, settings: Mapping[str, Any]) -> Opener:
-    """What reaches hosts in this way. ``settings`` are those of all hosts of a run that are reached
-    so. Raises :class:`~flagscale.errors.ConfigError` for a way that nobody knows."""
-    made: Opener = EXECUTORS.load(via)(settings)
-    return made
 
 
 class Closing(ABC):

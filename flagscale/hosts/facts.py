@@ -17,7 +17,7 @@ from flagscale import checkpoints
 from flagscale.hosts import probe
 from flagscale.hosts import python_world as world
 from flagscale.hosts.executor import Executor
-from flagscale.hosts.program import PROGRAMS, Answer, Value, program
+from flagscale.hosts.program import PROGRAMS, Answer, Value, program, source
 from flagscale.hosts.program import ask as ask_host
 from flagscale.hosts.python_world import World
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
@@ -153,7 +153,7 @@ def text(question: Question) -> str:
         given |= world.given(*asked, compared=need.compared, fresh=need.fresh)
         given |= {"asked": _as_json(need.asked)}
         given |= {"asked_of_checkpoints": _as_json(need.asked_of_checkpoints)}
-        more.append(world.function())
+        more.append(source(PROGRAMS / "python_world.sh"))
     return program(PROGRAMS / "facts.sh", given, *more, world.python_function())
 
 

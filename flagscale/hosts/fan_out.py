@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
-from flagscale.hosts.executor import Closing, Endpoint, Executor, Opener, opener
+from flagscale.hosts.executor import EXECUTORS, Closing, Endpoint, Executor, Opener
 from flagscale.hosts.names import compress
 
 T = TypeVar("T")
@@ -20,28 +20,18 @@ T = TypeVar("T")
 #: Hosts that are reached at the same time. More gain nothing: one core serves this many.
 LIMIT = 48
 
-Action = Callable[[int, Executor], T]
-"""What is done on a host, given with its number."""
-
 
 class Hosts(Closing):
     """Hosts by number, reached when they are first asked. What reaches them stays open from one
     action to the next. A context manager: leaving it closes that, and no more."""
 
     def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        settings: Mapping[str, Mapping[str, Any]] | None = None,
-        *,
-        openers: Mapping[str, Opener] | None = None,
-        limit: int = LIMIT,
+        self, endpoints: Sequence[Endpoint], settings: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """``settings``: of each way to reach hosts, such as ``{"ssh": {"config": path}}``;
-        ``openers`` are used in place of what the registry knows by these names."""
+        """``settings``: of each way to reach hosts, such as ``{"ssh": {"config": path}}``."""
         self.endpoints = tuple(endpoints)
-        self._settings = settings or {}
-        self._openers: dict[str, Opener] = dict(openers or {})
-        self._limit = max(1, limit)
+        self._settings = settings
+        self._openers: dict[str, Opener] = {}
         self._lock = threading.Lock()
 
     @property
@@ -53,10 +43,11 @@ class Hosts(Closing):
             one.close()
 
     def each(
-        self, action: Action[T], numbers: Sequence[int] | None = None
+        self, action: Callable[[int, Executor], T], numbers: Sequence[int] | None = None
     ) -> tuple[dict[int, T], dict[int, FlagscaleError]]:
-        """Do ``action`` on every host, or on those of ``numbers``; by number what it returned, and
-        the errors of hosts on which it failed or which could not be reached, in their order.
+        """Do ``action`` on every host, given with its number, or on those of ``numbers``; by number
+        what it returned, and the errors of hosts on which it failed or which could not be reached,
+        in their order.
 
         It is done once a host: only reaching it is tried again. An exception that is no
         :class:`FlagscaleError` is a bug, ends the whole action and is raised. On Ctrl-C everything
@@ -82,7 +73,7 @@ class Hosts(Closing):
     def _side_by_side(self, visit: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         from concurrent.futures import ThreadPoolExecutor, as_completed
 
-        pool = ThreadPoolExecutor(min(self._limit, len(numbers)), thread_name_prefix="fan-out")
+        pool = ThreadPoolExecutor(min(LIMIT, len(numbers)), thread_name_prefix="fan-out")
         try:
             futures = [pool.submit(visit, number) for number in numbers]
             for future in as_completed(futures):
@@ -98,7 +89,7 @@ class Hosts(Closing):
         with self._lock:
             if endpoint.via not in self._openers:
                 settings = self._settings.get(endpoint.via, {})
-                self._openers[endpoint.via] = opener(endpoint.via, settings)
+                self._openers[endpoint.via] = EXECUTORS.load(endpoint.via)(settings)
             chosen = self._openers[endpoint.via]
         return chosen.open(endpoint)
 

@@ -185,19 +185,10 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         raise ConfigError(Problem(_HOSTFILE, f"cannot read {path}: {reason}")) from error
 
 
-def count_nodes(in_hostfile: int | None, in_yaml: int | str | None) -> int:
-    """How many hosts take part: the smaller of the hostfile's number and the YAML's, where
-    ``a:b`` means ``a``; 1 if neither is given."""
-    wanted = int(str(in_yaml).partition(":")[0]) if in_yaml is not None else None
-    given = [number for number in (in_hostfile, wanted) if number is not None]
-    return min(given, default=1)
-
-
-def count_ranks(slots: int | None, in_yaml: int | str | None, visible: int | None) -> int:
-    """How many ranks a host takes: the smallest of its slots, the YAML's number and its visible
-    devices, of those that are given; 1 if none is."""
-    wanted = int(in_yaml) if in_yaml is not None else None
-    return min((number for number in (slots, wanted, visible) if number is not None), default=1)
+def least(*numbers: int | None) -> int:
+    """How many hosts take part, or ranks on one: the smallest of what hostfile, YAML and visible
+    devices say, of those that are given; 1 if none is."""
+    return min((number for number in numbers if number is not None), default=1)
 
 
 @lru_cache(maxsize=256)
@@ -233,12 +224,12 @@ def choose_hosts(
     where the runner's type does not reach them.
     """
     if listed is None:
-        if count_nodes(None, nnodes) > 1:
+        if least(nnodes) > 1:
             text = f"{nnodes} hosts, but there is no hostfile that names them"
             hint = "set experiment.runner.hostfile, or nnodes: 1 for this machine"
             raise ConfigError(Problem("experiment.runner.nnodes", text), hint=hint)
         return (Host("localhost"),)
-    hosts = tuple(listed)[: count_nodes(len(listed), nnodes)]
+    hosts = tuple(listed)[: least(len(listed), nnodes)]
     # Asking the resolver for each of many names could take minutes; nobody needs the answer.
     ask = is_this_machine if len(hosts) == 1 or runner_type == "local" else is_loopback
     own = socket.gethostname()

@@ -40,10 +40,8 @@ class LocalExecutor:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def run_script(
-        self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60
-    ) -> Result:
-        argv, data = _read_by_bash(script, arguments)
+    def run_script(self, script: str, *, timeout: float | None = 60) -> Result:
+        argv, data = _read_by_bash(script)
         return _Exchange(self._start(argv), timeout).run(data)
 
     def run_tied(self, script: str) -> tuple[Result, subprocess.Popen[bytes]]:
@@ -83,12 +81,12 @@ class LocalExecutor:
             raise HostError(self.name, what, hint=f"is {argv[0]} on PATH?") from None
 
 
-def _read_by_bash(script: str, arguments: Sequence[str] = ()) -> tuple[list[str], bytes]:
+def _read_by_bash(script: str) -> tuple[list[str], bytes]:
     """The command that runs a script, and what it is to read."""
     if "\0" in script:
         raise ValueError("a script cannot contain NUL")
     data = script.encode("utf-8", "surrogateescape")
-    return ["bash", "--norc", "-c", _READ, "flagscale", str(len(data)), *arguments], data
+    return ["bash", "--norc", "-c", _READ, "flagscale", str(len(data))], data
 
 
 class _Exchange:

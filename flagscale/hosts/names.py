@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from math import prod
 
 MOST_NAMES = 16384
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
@@ -27,9 +28,7 @@ def expand(pattern: str) -> list[str]:
     if any("[" in text or "]" in text for text in texts):
         raise ValueError(f"{pattern!r}: a bracket without its other half")
     choices = [list(_numbers(inner)) for inner in ranges]
-    total = 1
-    for numbers in choices:
-        total *= len(numbers)
+    total = prod(map(len, choices))
     if total > MOST_NAMES:
         raise ValueError(f"{pattern!r} stands for {total} names; at most {MOST_NAMES} are taken")
     names = []
@@ -108,16 +107,19 @@ def compress(names: Iterable[str]) -> str:
 
 def _folded(key: tuple[str, str, int], numbers: Sequence[int]) -> str:
     before, after, width = key
+    text = folded(numbers, width)
+    return f"{before}{text}{after}" if text.isdigit() else f"{before}[{text}]{after}"
+
+
+def folded(numbers: Iterable[int], width: int = 0) -> str:
+    """``0-3,6`` of 0, 1, 2, 3, 6; with zeros in front up to ``width`` digits."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    if len(runs) == 1 and runs[0][0] == runs[0][1]:
-        return f"{before}{runs[0][0]:0{width}}{after}"
-    parts = [f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in runs]
-    return f"{before}[{','.join(parts)}]{after}"
+    return ",".join(f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in runs)
 
 
 def some(items: Sequence[object], most: int = 10) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.hosts import probe
-from flagscale.hosts.program import PROGRAMS, Value, source
+from flagscale.hosts.program import Value, source
 
 _PROBE = Path(probe.__file__)
 
@@ -70,7 +70,7 @@ def read(text: str) -> World | None:
 def given(
     project: str, python: str, setup: str, *, compared: bool, fresh: bool
 ) -> dict[str, Value]:
-    """The variables of :func:`function`: where this ``project`` is on the host, the commands that
+    """What ``python_world.sh`` is given: where this ``project`` is on the host, the commands that
     make its ``python`` the right one, whether its code is told. ``fresh``: nothing that is kept is
     believed."""
     question = [project, python, setup, compared]
@@ -81,11 +81,6 @@ def given(
         "fresh": "yes" if fresh else "",
         "code_roots": [f"{project}/{root}" for root in probe.CODE_ROOTS],
     }
-
-
-def function() -> str:
-    """The bash function ``look_at_python``."""
-    return source(PROGRAMS / "python_world.sh")
 
 
 def _digest(text: str) -> str:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from flagscale.files import plain
 from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kills
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, HostFiles
 from flagscale.launch.liveness import identity, secret
@@ -163,8 +164,9 @@ class Agent:
                 self._server = Server(self._key, port, self._selector, count)
             except OSError as error:
                 if time.monotonic() > deadline or self._signals.pending:
+                    reason = os.strerror(error.errno or 0)  # `strerror` names the address, too
                     return (
-                        f"the agents cannot meet at port {port} of this host: {error.strerror}; "
+                        f"the agents cannot meet at port {port} of this host: {reason}; "
                         "experiment.runner.liveness_port chooses another one"
                     )
                 time.sleep(TICK_SECONDS)
@@ -352,7 +354,7 @@ class Agent:
                 "swept": [*swept.terminated, *swept.killed],
                 "left": list(swept.left),
                 "attempt": member.attempt_number + 1,
-                "failure": failure.to_record() if failure is not None and code else None,
+                "failure": plain(failure) if code else None,
             },
             instead_of=run_dir / AGENT_FILE,
         )

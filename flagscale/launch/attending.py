@@ -28,7 +28,7 @@ def act(text: str, options: Options) -> int:
 def query(state: RunState, options: Options) -> int:
     """Tell the state of a run; with ``follow`` until it ends. 1 if it failed while it was
     followed, 3 if a host does not answer."""
-    from flagscale.launch.show.watch import watch
+    from flagscale.launch.show.view import watch
 
     with closing(runner_of(state)) as runner:
         last = watch(

@@ -14,6 +14,7 @@ from flagscale.launch.layout import LIVENESS_FILE
 from flagscale.launch.liveness import diagnosis
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
 from flagscale.launch.liveness.messages import OVER, JobPhase
+from flagscale.launch.liveness.records import from_record
 from flagscale.launch.state import Exit, HostState, RunState
 from flagscale.status import Event
 
@@ -28,7 +29,7 @@ def earlier_failures(hosts: Sequence[HostState]) -> tuple[tuple[int, Failure], .
     """What the attempts failed by that were followed by another one, each with its number from
     1."""
     restarts = job_record(hosts).get("restarts", [])
-    found = ((n, Failure.from_record(r.get("failure"))) for n, r in enumerate(restarts, 1))
+    found = ((n, from_record(Failure, r.get("failure"))) for n, r in enumerate(restarts, 1))
     return tuple((attempt, failure) for attempt, failure in found if failure is not None)
 
 
@@ -84,7 +85,7 @@ def is_settled(hosts: Sequence[HostState]) -> bool:
         return bool(phase != JobPhase.ENDING)
     # Where a failed job is left alone, others may live on for long: how the host that the failure
     # is of has ended is enough.
-    failure = Failure.from_record(job.get("failure"))
+    failure = from_record(Failure, job.get("failure"))
     states = job.get("hosts", {})
     return failure is not None and any(
         states.get(str(host.node_rank)) in OVER for host in hosts if host.name == failure.host
@@ -99,7 +100,7 @@ def _agreed(hosts: Sequence[HostState]) -> Failure | None:
     # An agent that was killed is the cause of what the others saw, and its own file says so.
     if any(record.get("phase") in ("agent", "before_start") for record in ended):
         live, ended = [], ended[:1]
-    return next((f for r in (*ended, *live) if (f := Failure.from_record(r.get("failure")))), None)
+    return next((f for r in (*ended, *live) if (f := from_record(Failure, r.get("failure")))), None)
 
 
 def _host_report(host: HostState, events: Mapping[int, Sequence[Event]]) -> Report | None:

@@ -18,18 +18,32 @@ from flagscale.launch.state import RunState
 _READ_BYTES = 1 << 16
 
 
-class Tail:
-    """Reads what is appended to a file, in whole lines."""
+class Output:
+    """A file that a host's script or a rank prints to, read in whole lines. ``label`` puts in front
+    of a line whose it is; None for lines that are not wanted."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, label: Callable[[str], str | None]) -> None:
+        self.path = path
+        self._label = label
         self._offset = 0
         self._rest = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, *, final: bool = False) -> Iterator[str]:
         """The lines that have come since the last call; the unfinished one too if ``final``."""
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
+        return self._labelled(self._forwards(final))
+
+    def last(self, count: int, *, final: bool = False) -> list[str]:
+        """The last so many lines so far, of which an unfinished one is one if ``final``."""
+        lines = list(islice(self._labelled(self._backwards()), count))[::-1]
+        lines += self.read(final=final)
+        return lines[max(0, len(lines) - count) :]
+
+    def _labelled(self, lines: Iterator[str]) -> Iterator[str]:
+        return (found for line in lines if (found := self._label(line)) is not None)
+
+    def _forwards(self, final: bool) -> Iterator[str]:
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._offset)
             while data := file.read(_READ_BYTES):
                 self._offset += len(data)
@@ -39,10 +53,10 @@ class Tail:
             yield self._rest
             self._rest = ""
 
-    def backwards(self) -> Iterator[str]:
+    def _backwards(self) -> Iterator[str]:
         """The whole lines so far, the last one first. To be called before :meth:`read`, which then
         gives what comes after them."""
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             lines = _backwards(file, end)
             self._offset = end - len(next(lines))
@@ -64,29 +78,6 @@ def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
         later.append(first)
         end = begin
     yield b"".join(reversed(later))
-
-
-class Output:
-    """A file that a host's script or a rank prints to. ``label`` puts in front of a line whose it
-    is; None for lines that are not wanted."""
-
-    def __init__(self, path: Path, label: Callable[[str], str | None]) -> None:
-        self.path = path
-        self._tail = Tail(path)
-        self._label = label
-
-    def read(self, *, final: bool = False) -> Iterator[str]:
-        """What has come since the last call, as :meth:`Tail.read`."""
-        return self._labelled(self._tail.read(final=final))
-
-    def last(self, count: int, *, final: bool = False) -> list[str]:
-        """The last so many lines so far, of which an unfinished one is one if ``final``."""
-        lines = list(islice(self._labelled(self._tail.backwards()), count))[::-1]
-        lines += self.read(final=final)
-        return lines[max(0, len(lines) - count) :]
-
-    def _labelled(self, lines: Iterator[str]) -> Iterator[str]:
-        return (found for line in lines if (found := self._label(line)) is not None)
 
 
 def of_hosts(state: RunState, rank: int | None = None) -> list[Output]:

@@ -24,6 +24,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from flagscale.files import plain
 from flagscale.hosts.kernel import die_with
 from flagscale.launch.liveness.job import Notice
 from flagscale.launch.liveness.options import COMMAND, WEBHOOK
@@ -53,7 +54,7 @@ def payload(notice: Notice, *, run: str, name: str, attempts: int) -> dict[str, 
     }
     if notice.failure is not None:
         text += f"\n{notice.failure.headline()}"
-        record |= notice.failure.to_record()
+        record |= plain(notice.failure)
     return {**record, "text": text}
 
 

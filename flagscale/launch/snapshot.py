@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from flagscale.files import plain
 from flagscale.launch import failures
 from flagscale.launch.layout import latest_status
 from flagscale.launch.liveness.diagnosis import Failure, last_lines
@@ -110,7 +111,7 @@ class Snapshot:
         record["hosts"] = [row.to_json() for row in self.hosts]
         if self.failure is not None:
             record["failure"]["log"] = str(self.failure.log)
-        record["earlier"] = [{"attempt": n, **f.to_record()} for n, f in self.earlier]
+        record["earlier"] = [{"attempt": n, **plain(f)} for n, f in self.earlier]
         return record
 
 

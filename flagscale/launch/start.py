@@ -20,6 +20,7 @@ from flagscale.hosts.names import compress, some
 from flagscale.launch.failures import first_failure, job_record
 from flagscale.launch.layout import Layout
 from flagscale.launch.liveness.diagnosis import Failure, last_lines
+from flagscale.launch.liveness.records import from_record
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.runners.base import Runner
 from flagscale.launch.snapshot import EventReader
@@ -185,7 +186,7 @@ class _Start:
         """Tell of attempts that are followed by another, which gets a time of its own."""
         restarts = job.get("restarts", [])
         for number, restart in enumerate(restarts[self._restarts :], self._restarts + 1):
-            failure = Failure.from_record(restart.get("failure"))
+            failure = from_record(Failure, restart.get("failure"))
             why = failure.headline() if failure is not None else "for no reason that is known"
             say(f"attempt {number} of {job.get('attempts')} failed: {why}; the job starts again")
         if len(restarts) != self._restarts:

@@ -6,14 +6,13 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, plain, read_json, write_atomic, write_json
 from flagscale.hosts.names import compress, some
-from flagscale.hosts.processes import Process
 from flagscale.launch.layout import EXIT_FILE, HostFiles, Layout
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 
@@ -29,12 +28,6 @@ class HostState(HostFiles):
     start_ticks: int | None = None
     boot_id: str | None = None
     """Of the host, once it has started the script."""
-
-    def process(self) -> Process | None:
-        """The host's script, as it was started."""
-        if self.pid is None or self.start_ticks is None:
-            return None
-        return Process(self.pid, self.start_ticks)
 
     def exit_record(self) -> dict[str, Any]:
         """What agent or script have written of the end of this host's part; empty if nothing."""
@@ -170,15 +163,6 @@ def _same(kind: type, of: object) -> dict[str, Any]:
     return {
         field.name: getattr(of, field.name) for field in fields(kind) if hasattr(of, field.name)
     }
-
-
-def with_process(state: RunState, node_rank: int, process: Process, boot_id: str) -> RunState:
-    """The state with the started script of one host."""
-    hosts = list(state.hosts)
-    hosts[node_rank] = replace(
-        hosts[node_rank], pid=process.pid, start_ticks=process.start_ticks, boot_id=boot_id
-    )
-    return replace(state, hosts=tuple(hosts))
 
 
 @contextmanager

@@ -31,10 +31,8 @@ class BoxExecutor:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def run_script(
-        self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60
-    ) -> Result:
-        argv = ["bash", "-c", 'eval "$(cat)"', "box", *arguments]
+    def run_script(self, script: str, *, timeout: float | None = 60) -> Result:
+        argv = ["bash", "-c", 'eval "$(cat)"', "box"]
         return self.run(argv, stdin=script.encode(), timeout=timeout)
 
     def run(

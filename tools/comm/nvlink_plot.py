@@ -3,12 +3,56 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from flagscale.bench.nvlink_plot import main
+from flagscale.bench.collectives.curves import Line, require_image, write_panels
+from flagscale.bench.files import read_object
+from flagscale.comm.fsccl.tune import Timing, best
+from flagscale.guard import guard
+
+_DESCRIPTION = "Draw the times of NCCL and of fsccl's NVLink engine over the size of messages."
+_LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers", "--"))
+
+
+def write(report: Mapping[str, Any], path: Path) -> None:
+    """A panel for each collective, into an ``.svg`` or ``.png``; raises as
+    :func:`.curves.write_panels` does."""
+    timings = [Timing(**row) for row in report.get("timings", [])]
+    panels = {}
+    for collective in dict.fromkeys(t.collective for t in timings):
+        own = [t for t in timings if t.collective == collective]
+        nccl = {size: other.microseconds for (_, size), (_, other) in best(own, "ordinary").items()}
+        lines = [Line("NCCL", nccl, "gray")]
+        for memory, label, style in _LINES:
+            ours = {size: t.microseconds for (_, size), (t, _) in best(own, memory).items()}
+            lines += [Line(label, ours, "C0", style)] if ours else []
+        panels[collective] = lines
+    about = f"{report.get('gpu')}, NCCL {report.get('nccl')}, CUDA graphs"
+    title = f"{report.get('ranks')} ranks, {about}"
+    write_panels(path, title, "microseconds", panels, columns=len(panels))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw a report; the exit code."""
+    parser = argparse.ArgumentParser(prog="nvlink_plot.py", description=_DESCRIPTION)
+    parser.add_argument("report", type=Path, help="what nvlink_check or comm tune wrote by --json")
+    parser.add_argument("figure", type=Path, help="an .svg or .png")
+    given = parser.parse_args(argv)
+
+    def drawn() -> int:
+        require_image(given.figure)
+        kept = "what nvlink_check keeps by --json"
+        write(read_object(given.report, str(given.report), kept), given.figure)
+        return 0
+
+    return guard(drawn)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,10 +27,10 @@ from torch.multiprocessing.spawn import spawn
 
 from flagscale.bench.collectives.bodies import Shape, assemble, build
 from flagscale.bench.collectives.devices import BenchDevice, RankGroup
-from flagscale.bench.collectives.launch import parse_spec
+from flagscale.bench.collectives.launch import read_specs
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.statistics import median_ratio
-from flagscale.bench.collectives.timing import Marks, measure
+from flagscale.bench.collectives.timing import measure
 
 LIMIT = 1.03
 
@@ -48,7 +48,7 @@ def _added(device: BenchDevice, spec: BenchSpec) -> float:
     """Microseconds an iteration of the benchmark's loop around a function that does nothing."""
     steps = [lambda: None] * 10_000
     spec = replace(spec, iterations=replace(spec.iterations, measured=len(steps)))
-    turns = [measure(steps, [], device, spec, Marks([]), lambda: None) for _ in range(20)]
+    turns = [measure(steps, [], device, spec, [], lambda: None) for _ in range(20)]
     return min(turn.average for turn in turns)
 
 
@@ -58,7 +58,7 @@ def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks
     )
     line = ["all_reduce", "-d", "fp32", "-n", str(options.iters), "-w", "0"]
-    spec = parse_spec(line)
+    (spec,) = read_specs(line)
     case, device = next(spec.cases(options.ranks)), BenchDevice(torch.device("cpu"))
     world = dist.group.WORLD
     if world is None:
@@ -76,7 +76,7 @@ def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
     for number in range(options.rounds):
         for which in ("ours", "baseline") if number % 2 else ("baseline", "ours"):
             if which == "ours":
-                ours.append(measure(steps, [], device, spec, Marks([]), dist.barrier).average)
+                ours.append(measure(steps, [], device, spec, [], dist.barrier).average)
             else:
                 baseline.append(_baseline(part.output, options.iters))
     if rank == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flagscale.bench.agreement import definitions, verdict
 from flagscale.bench.collectives.curves import require_image
-from flagscale.bench.collectives.launch import parse_spec
+from flagscale.bench.collectives.launch import read_specs
 from flagscale.bench.collectives.operations import operation
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.command_line import Parser
@@ -121,7 +121,7 @@ def _spec(options: argparse.Namespace) -> BenchSpec:
     line += ["-w", options.warmup_iters, "--device", options.device]
     line += [] if options.eager else ["-I", options.replays]
     line += ["-r", str(options.nworkers)] if options.nworkers is not None else []
-    spec = parse_spec(line)
+    (spec,) = read_specs(line)
     if len(spec.types) > 1:
         raise ConfigError(f"-d {options.datatype}: one type at a time")
     return spec

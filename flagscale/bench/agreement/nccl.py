@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
 
@@ -50,8 +51,8 @@ class Nccl:
         ConfigError: no library is found.
     """
 
-    def __init__(self, names: tuple[str, ...] = LIBRARIES) -> None:
-        self._library = _load(names)
+    def __init__(self) -> None:
+        self._library = _load()
         self._library.ncclGetErrorString.restype = c_char_p
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
@@ -89,13 +90,11 @@ class Nccl:
         return handle
 
 
-def _load(names: tuple[str, ...]) -> ctypes.CDLL:
-    for name in names:
-        try:
+def _load() -> ctypes.CDLL:
+    for name in LIBRARIES:
+        with suppress(OSError):
             return ctypes.CDLL(name)
-        except OSError:
-            continue
     raise ConfigError(
-        f"none of {', '.join(names)} can be loaded",
+        f"none of {', '.join(LIBRARIES)} can be loaded",
         hint="a CUDA build of torch brings NCCL along; import torch first",
     )

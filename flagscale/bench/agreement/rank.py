@@ -21,12 +21,11 @@ from flagscale.bench.collectives.bodies import PreparedBuffers, prepare, release
 from flagscale.bench.collectives.devices import form
 from flagscale.bench.collectives.spec import BenchSpec, Case
 from flagscale.bench.collectives.statistics import median_ratio
-from flagscale.bench.collectives.timing import Marks, measure
+from flagscale.bench.collectives.timing import measure
 from flagscale.bench.machine import facts
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 
-EXIT_DIFFERS = 4
 _SECONDS = 600.0
 
 
@@ -56,7 +55,7 @@ def run_rank(plan: AgreementPlan, world: BenchWorld) -> int:
             plan.json.write_text(json.dumps(kept, indent=1) + "\n")
         if plan.plot is not None:
             write_figure(kept, plan.plot)
-    return 0 if fine else EXIT_DIFFERS
+    return 0 if fine else 4
 
 
 class Sides:
@@ -128,7 +127,7 @@ class Sides:
         """Microseconds of an operation as the benchmark reports them, on this rank."""
         loop = self._spec.iterations
         steps, warmup = ready.steps(loop.measured), ready.steps(loop.warmup)
-        return measure(steps, warmup, self.device, self._spec, Marks([]), self._together).average
+        return measure(steps, warmup, self.device, self._spec, [], self._together).average
 
     def _means(self, own: list[float]) -> list[float]:
         """Of each turn the mean over the ranks, as both sides report it."""

@@ -297,11 +297,6 @@ class PreparedBuffers:
     keep: Any = None
     """What must live as long as the buffers."""
 
-    @property
-    def distinct(self) -> tuple[Part, ...]:
-        """Every part with buffers of its own; those of one body share theirs when aggregated."""
-        return tuple(part for body in self.bodies for part in body.parts)
-
     def steps(self, count: int, first: int = 0) -> list[Callable[[], None]]:
         """``count`` steps, of the buffers from number ``first`` on, over and over."""
         many = len(self.bodies)

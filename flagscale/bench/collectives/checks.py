@@ -277,7 +277,7 @@ def _first(values: torch.Tensor) -> str:
 
 def clear(prepared: PreparedBuffers) -> None:
     """Zeros in all buffers: repeated sums in place would overflow, which is slower on a CPU."""
-    for part in prepared.distinct:
+    for part in (part for body in prepared.bodies for part in body.parts):
         part.input.zero_()
         part.output.zero_()
 

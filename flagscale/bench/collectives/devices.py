@@ -85,12 +85,10 @@ def choose(wanted: str, local_rank: int) -> BenchDevice:
     return BenchDevice(torch.device("cuda", local_rank))
 
 
-def pin(local_rank: int) -> int:
-    """Keep this process on one of the CPUs it may use; returns which."""
+def pin(local_rank: int) -> None:
+    """Keep this process on one of the CPUs it may use."""
     allowed = sorted(os.sched_getaffinity(0))
-    cpu = allowed[local_rank % len(allowed)]
-    os.sched_setaffinity(0, {cpu})
-    return cpu
+    os.sched_setaffinity(0, {allowed[local_rank % len(allowed)]})
 
 
 _PROBE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}

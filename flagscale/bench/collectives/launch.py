@@ -28,7 +28,6 @@ from flagscale.bench.collectives.operations import (
 from flagscale.bench.collectives.records import read_baseline
 from flagscale.bench.collectives.spec import (
     Average,
-    BackendOptions,
     Batch,
     BenchSpec,
     Buffers,
@@ -76,12 +75,13 @@ def read_specs(
     this process is the one that writes files and compares with them, so they are looked at.
 
     Raises:
-        ConfigError: a line is wrong; the message names it.
+        ConfigError: a flag or value is wrong, or a file it names cannot be read or used; of a
+            batch, the message names the line.
     """
     parser = build_parser(prog)
     options = parser.parse(normalise(words))
     if options.batch is None:
-        return [from_options(options, words, prog=prog, keeps=keeps)]
+        return [_from_options(options, words, prog=prog, keeps=keeps)]
     if options.operation:
         raise ConfigError(f"--batch: the operation {options.operation!r} belongs into the file")
     specs: list[BenchSpec] = []
@@ -90,7 +90,7 @@ def read_specs(
             line = parser.parse(normalise([*words, *own]))
             if line.batch != options.batch:
                 raise ConfigError(f"--batch {line.batch}: a line of a batch has none of its own")
-            spec = from_options(line, [*words, *own], prog=prog, keeps=keeps)
+            spec = _from_options(line, [*words, *own], prog=prog, keeps=keeps)
         except ConfigError as error:
             raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
         _require_same_ranks(spec, specs, where)
@@ -138,23 +138,11 @@ _KEEPS_NOTHING: Any = {"json": None, "plots": [], "report": None, "imports": [],
 _DEFAULT_SIZE = 32 * 2**20
 
 
-def parse_spec(
-    arguments: Sequence[str], *, prog: str = "bench.py", keeps: bool = True
-) -> BenchSpec:
-    """The run that a command line describes.
-
-    Raises:
-        ConfigError: a flag or value is wrong; a file it names cannot be read or used.
-    """
-    options = build_parser(prog).parse(normalise(arguments))
-    return from_options(options, arguments, prog=prog, keeps=keeps)
-
-
-def from_options(
+def _from_options(
     options: argparse.Namespace, arguments: Sequence[str], *, prog: str, keeps: bool
 ) -> BenchSpec:
-    """The run that parsed flags describe; see :func:`parse_spec`. Unless it ``keeps`` results, a
-    rank other than the first, its host need not have the files for and of them."""
+    """The run that parsed flags describe. Unless it ``keeps`` results, a rank other than the first,
+    its host need not have the files for and of them."""
     if not keeps:
         options = argparse.Namespace(**{**vars(options), **_KEEPS_NOTHING})
     operations = _operations(options.operation)
@@ -180,7 +168,7 @@ def from_options(
         output=_output(options),
         comparison=comparison,
         placement=place,
-        options=tuple(BackendOptions(n, tuple(v.items())) for n, v in judged.items() if v),
+        options={name: values for name, values in judged.items() if values},
         timing=options.timing,
         average=_AVERAGES[options.average],
         blocking=_switch("-z/--blocking", options.blocking),

@@ -26,13 +26,14 @@ from flagscale.bench.collectives.records import (
     limits_of,
     write_json,
 )
-from flagscale.bench.collectives.report import write_report
+from flagscale.bench.collectives.report import render
 from flagscale.bench.collectives.session import Listener
 from flagscale.bench.collectives.spec import Average, BenchSpec, Case
 from flagscale.bench.collectives.table import Table, table
 from flagscale.bench.machine import hardware
-from flagscale.bench.world import BenchWorld, folded
+from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
+from flagscale.hosts.names import folded
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> d
             "prog": spec.prog,
             "command": list(spec.command),
             "backends": list(backends),
-            "options": {found.name: dict(found.values) for found in spec.options},
+            "options": dict(spec.options),
             "ranks": len(facts),
             "iterations": asdict(loop),
             "average": spec.average,
@@ -150,10 +151,6 @@ def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> d
             "variables": allowed_environment(os.environ),
         },
     }
-
-
-EXIT_FAILED = 1
-EXIT_WORSE = 4
 
 
 Kept = defaultdict[Path, list[Row]]
@@ -241,24 +238,25 @@ class Presenter(Listener):
         if output.report is not None:
             own = self._kept[output.report.absolute()]
             curves = [*curves_of(own), *output.imports]
-            write_report(output.report, own, curves, self._header, self._about)
+            page = render(own, curves, self._header, self._about)
+            output.report.write_text(page, encoding="utf-8")
         if any(not row.ok for row in self._all_rows):
-            return EXIT_FAILED
+            return 1
         return self._against_baseline()
 
     def _against_baseline(self) -> int:
         baseline = self._spec.comparison.baseline
         if baseline is None:
             return 0
-        held = hold(self._all_rows, baseline, self._spec.comparison.tolerance)
-        if not held.compared:
+        compared, worse = hold(self._all_rows, baseline, self._spec.comparison.tolerance)
+        if not compared:
             text = f"error: --baseline {baseline.path}: none of its rows is one of these"
             print(text, file=sys.stderr)
             return 2
-        for line in held.worse:
+        for line in worse:
             print(f"worse: {line}", file=sys.stderr)
-        print(f"# baseline: {held.compared} compared, {len(held.worse)} worse", flush=True)
-        return EXIT_WORSE if held.worse else 0
+        print(f"# baseline: {compared} compared, {len(worse)} worse", flush=True)
+        return 4 if worse else 0
 
     def _print(self, lines: Sequence[str]) -> None:
         self._progress.stop()

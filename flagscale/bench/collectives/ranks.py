@@ -154,9 +154,7 @@ def _exchange(store: Store, own: Facts, world: BenchWorld, seconds: float) -> li
         raise JobError(text) from error
     found = [codec.decode(Facts, value) for value in store.multi_get(keys)]
     # Rank 0's store must outlive the slowest reader.
-    if store.add("facts/read", 1) == world.size:
-        store.set("facts/all", "1")
-    store.wait(["facts/all"], timedelta(seconds=seconds))
+    rendezvous.together(store, world, "facts", timedelta(seconds=seconds))
     return found
 
 

@@ -19,8 +19,6 @@ from flagscale.files import write_atomic
 GB = 1e9
 GIB = 2**30
 
-FORMAT_VERSION = 1
-
 
 @dataclass(frozen=True)
 class Row:
@@ -137,7 +135,7 @@ def write_json(
         OSError: it cannot be written.
     """
     results = [to_json(row) for row in rows]
-    data = {"results": results, "format": FORMAT_VERSION, "complete": complete, **about}
+    data = {"results": results, "format": 1, "complete": complete, **about}
     write_atomic(path, json.dumps(data, indent=1) + "\n", 0o644, durable=False)
 
 
@@ -170,16 +168,9 @@ def read_baseline(path: Path) -> Baseline:
     return Baseline(path, times)
 
 
-@dataclass(frozen=True)
-class Held:
-    """How a run compares with its baseline."""
-
-    compared: int
-    worse: tuple[str, ...]
-
-
-def hold(rows: Sequence[Row], baseline: Baseline, tolerance: float) -> Held:
-    """Every row that took longer than the baseline by more than ``tolerance``, a fraction of it."""
+def hold(rows: Sequence[Row], baseline: Baseline, tolerance: float) -> tuple[int, list[str]]:
+    """How many rows the baseline has, too; and a line for each that took longer than there by more
+    than ``tolerance``, a fraction of it."""
     worse, compared = [], 0
     times = dict(baseline.times)
     for row in rows:
@@ -193,4 +184,4 @@ def hold(rows: Sequence[Row], baseline: Baseline, tolerance: float) -> Held:
                 f"{row.operation} {row.type} {row.size} B on {row.backend}: {row.time:.2f} us, "
                 f"{before:.2f} us before ({change:+.1%}, tolerance {tolerance:.1%})"
             )
-    return Held(compared, tuple(worse))
+    return compared, worse

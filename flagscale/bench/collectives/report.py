@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from flagscale.bench.collectives.curves import Curve, draw
@@ -24,28 +23,16 @@ pre { background: #f5f5f5; padding: .8rem; white-space: pre-wrap; overflow-wrap:
 svg { max-width: 100%; height: auto }"""
 
 
-def write_report(
-    path: Path,
-    rows: Sequence[Row],
-    curves: Sequence[Curve],
-    header: Sequence[str],
-    about: Mapping[str, Any],
-) -> None:
-    """Write the report.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
-    path.write_text(render(rows, curves, header, about), encoding="utf-8")
-
-
 def render(
     rows: Sequence[Row], curves: Sequence[Curve], header: Sequence[str], about: Mapping[str, Any]
 ) -> str:
     """The whole page: for each operation its diagrams, with the imported curves that may be of it,
     and its table. ``about`` is what a JSON file says beside its results. Every text from outside
-    is escaped."""
+    is escaped.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     names = list(dict.fromkeys(row.operation for row in rows))
     title = f"Collectives: {', '.join(names)}"
     config = about.get("config", {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,12 +14,10 @@ from flagscale.bench.collectives.operations import DataType, Operation
 from flagscale.bench.collectives.records import Baseline
 from flagscale.bench.collectives.statistics import Statistic
 from flagscale.bench.placement import Placement
-from flagscale.comm.options import OptionValue, OptionValues
+from flagscale.comm.options import OptionValues
 from flagscale.errors import ConfigError
 
-Format = Literal["nccom", "nccl-tests", "flagcx"]
 BandwidthUnit = Literal["GB", "GiB"]
-Timing = Literal["wall", "events"]
 Average = Literal["rank0", "mean", "min", "max"]
 CheckMode = Literal["random", "all_ones"]
 
@@ -79,7 +77,7 @@ class GroupsSpec:
 class Output:
     """What is shown and kept."""
 
-    format: Format = "nccom"
+    format: Literal["nccom", "nccl-tests", "flagcx"] = "nccom"
     statistics: tuple[Statistic, ...] = (Statistic("avg"),)
     unit: BandwidthUnit = "GB"
     show_algorithm: bool = False
@@ -112,14 +110,6 @@ class Comparison:
     """The nominal limit of the bus bandwidth, in 1e9 bytes a second."""
     probe: bool = False
     """Measure what plain copies between neighbours reach."""
-
-
-@dataclass(frozen=True)
-class BackendOptions:
-    """What is set of one backend, which is called ``name`` on the command line."""
-
-    name: str
-    values: tuple[tuple[str, OptionValue], ...]
 
 
 @dataclass(frozen=True)
@@ -163,9 +153,9 @@ class BenchSpec:
     output: Output = Output()
     comparison: Comparison = Comparison()
     placement: Placement = field(default_factory=Placement)
-    options: tuple[BackendOptions, ...] = ()
-    """What the command line sets of the backends."""
-    timing: Timing = "wall"
+    options: Mapping[str, OptionValues] = field(default_factory=dict, hash=False)
+    """What the command line sets of the backends, by the names they are asked for."""
+    timing: Literal["wall", "events"] = "wall"
     average: Average = "mean"
     blocking: bool = False
     cpu_time: bool = False
@@ -188,7 +178,7 @@ class BenchSpec:
 
     def options_of(self, name: str) -> OptionValues:
         """What is set of the backend called ``name``."""
-        return next((dict(found.values) for found in self.options if found.name == name), {})
+        return self.options.get(name, {})
 
     def cases(self, ranks: int) -> Iterator[Case]:
         """Every case for groups of ``ranks`` ranks, in the order they run.

@@ -46,11 +46,6 @@ class Statistic:
             return min(samples) if self.name == "min" else max(samples)
         return percentile(samples, float(self.name[1:]))
 
-    @property
-    def needs_samples(self) -> bool:
-        """Whether it needs the time of every iteration."""
-        return self.name != "avg"
-
 
 def is_statistic(name: str) -> bool:
     """Whether ``name`` is a statistic that can be asked for."""
@@ -111,21 +106,20 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
     count = len(logs)
-    mean = math.fsum(logs) / count
+    mean = statistics.fmean(logs)
     if count < 2:
         return Ratio(math.exp(mean), 0.0, math.inf)
-    variance = math.fsum((x - mean) ** 2 for x in logs) / (count - 1)
-    half = _student95(count - 1) * math.sqrt(variance / count)
+    half = _student95(count - 1) * statistics.stdev(logs) / math.sqrt(count)
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def median_ratio(above: Sequence[float], below: Sequence[float], *, seed: int = 0) -> Ratio:
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """The ratio of two medians with a 95 % interval by the bootstrap over pairs.
 
     For times on a machine that does other work: what disturbs a few turns by a factor moves a
     mean and not a median.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
     pairs = list(zip(above, below, strict=True))
     if len(pairs) < 2:
         return Ratio(above[0] / below[0], 0.0, math.inf)

@@ -15,15 +15,8 @@ _GAP = "    "
 
 
 def number(value: float) -> str:
-    """Two decimals at most, and none where they are zero, as nccom-test's times."""
-    if not math.isfinite(value):
-        return "n/a"
-    return str(round(value, 2))
-
-
-def whole_number(value: float) -> str:
-    """As :func:`number`, but ``10`` for 10.0: percentiles are often whole."""
-    return number(value).removesuffix(".0")
+    """Two decimals at most, as nccom-test's times."""
+    return str(round(value, 2)) if math.isfinite(value) else "n/a"
 
 
 def average(rows: Sequence[Row], unit: BandwidthUnit = "GB") -> float:
@@ -117,7 +110,8 @@ def _statistic(statistic: Statistic) -> Column:
     name = statistic.heading
     if statistic.name == "avg":
         return Column(name, lambda r: number(r.time))
-    return Column(name, lambda r: whole_number(r.statistics.get(name, math.nan)))
+    # ``10`` for 10.0: percentiles are often whole.
+    return Column(name, lambda r: number(r.statistics.get(name, math.nan)).removesuffix(".0"))
 
 
 def _further(spec: BenchSpec, backends: int) -> list[Column]:

@@ -34,12 +34,9 @@ class Measured:
     """Of every iteration, or of every replay of many; empty when nobody asked."""
 
 
-@dataclass
-class Marks:
-    """Clock readings of the loop that runs, in nanoseconds. Its length tells a watching thread
-    how far the loop is, at no cost to the loop."""
-
-    readings: list[int]
+Marks = list[int]
+"""Clock readings of the loop that runs, in nanoseconds. Its length tells a watching thread how far
+the loop is, at no cost to the loop."""
 
 
 @contextmanager
@@ -87,14 +84,15 @@ def gatherings(device: BenchDevice, spec: BenchSpec) -> int:
 
 
 def _needs_samples(spec: BenchSpec) -> bool:
-    return any(statistic.needs_samples for statistic in spec.output.statistics)
+    """Whether a statistic needs the time of every iteration."""
+    return any(statistic.name != "avg" for statistic in spec.output.statistics)
 
 
 def run_marked(steps: Sequence[Step], marks: Marks) -> None:
     """Run ``steps``, the clock read before the first and after each. The innermost loop."""
     clock = time.perf_counter_ns
-    marks.readings = []
-    read = marks.readings.append
+    marks.clear()
+    read = marks.append
     read(clock())
     for step in steps:
         step()
@@ -129,8 +127,8 @@ class _Loops:
             run_marked(warmup[:1], marks)
             run_marked(steps, marks)
             if number >= loop.replay_warmup:
-                totals.append(marks.readings[-1] - marks.readings[0])
-                samples += [b - a for a, b in pairwise(marks.readings)]
+                totals.append(marks[-1] - marks[0])
+                samples += [b - a for a, b in pairwise(marks)]
         mean = sum(totals) / len(totals)
         return mean, mean, samples
 
@@ -178,7 +176,7 @@ class _Loops:
             event.record()
         self.device.synchronize()
         wall = time.perf_counter_ns() - begin
-        self.marks.readings = [0] * (len(steps) + 1)
+        self.marks[:] = [0] * (len(steps) + 1)
         return (events[0].elapsed_time(events[1]) * 1e6 if events else wall), issued
 
     def _samples(self, steps: Sequence[Step]) -> list[float]:
@@ -190,7 +188,7 @@ class _Loops:
             step()
             event.record()
         self.device.synchronize()
-        self.marks.readings = [0] * (len(steps) + 2)
+        self.marks[:] = [0] * (len(steps) + 2)
         return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
 
 

@@ -24,7 +24,6 @@ from flagscale.bench.collectives.timing import Marks
 PERIOD = 1.0
 SILENT = 2.5
 """After so many seconds without a word a rank counts as silent."""
-EXIT_STUCK = 1
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Watch:
     """Tells the others how far this rank is, and ends it when it is stuck."""
 
     def __init__(self, store: Store, beat: Beat, size: int, timeout: float) -> None:
-        self.marks = Marks([])
+        self.marks: Marks = []
         # A connection of its own: the main thread may wait on the other.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=2))
@@ -92,7 +91,7 @@ class Watch:
         """This rank now works on ``where``."""
         self._beat.where = where
         self._beat.stage += 1
-        self.marks.readings = []
+        self.marks.clear()
         self._moved = time.monotonic()
 
     def finish(self) -> None:
@@ -123,7 +122,7 @@ class Watch:
 
     def _publish(self) -> None:
         self._beat.time = time.time()
-        self._beat.steps = len(self.marks.readings)
+        self._beat.steps = len(self.marks)
         try:
             self._store.set(f"beat/{self._beat.rank}", codec.encode(self._beat))
         except (dist.DistError, RuntimeError):
@@ -133,7 +132,7 @@ class Watch:
     def _run(self) -> None:
         seen = (-1, -1)
         while not self._stop.wait(PERIOD):
-            now = (self._beat.stage, len(self.marks.readings))
+            now = (self._beat.stage, len(self.marks))
             if now != seen:
                 seen, self._moved = now, time.monotonic()
             self._publish()
@@ -148,7 +147,7 @@ class Watch:
             sys.stdout.flush()
             os.write(2, f"error: no progress for {self._timeout:g} s: {message}\n".encode())
         # The main thread is inside a call that nothing else ends.
-        os._exit(EXIT_STUCK)
+        os._exit(1)
 
     def _beat_on(self) -> None:
         while True:

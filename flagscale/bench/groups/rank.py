@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_group
 
 from flagscale.bench import codec, rendezvous
 from flagscale.bench.collectives import devices
@@ -40,10 +41,12 @@ from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.groups.launch import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
 from flagscale.bench.machine import facts
 from flagscale.bench.rank import Job
+from flagscale.bench.rendezvous import together
 from flagscale.bench.spawn import interruptible, rank_environment, run_job
-from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld, folded
+from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
+from flagscale.hosts.names import folded
 
 _TIMEOUT = timedelta(minutes=10)
 _MIB = 2**20
@@ -78,7 +81,7 @@ def _measure(plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store:
     backend = registry.usable(place.backend, device.kind, given_by="--backend")
     backend.export(values)
     before = _used(device)
-    _together(store, world, "start")
+    together(store, world, "start", _TIMEOUT)
     begin = time.perf_counter()
     with backend.creating():
         given = backend.init_options(device.torch_device, values).get("pg_options")
@@ -91,7 +94,7 @@ def _measure(plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store:
         created_world = time.perf_counter() - begin
         if variant == "warm":
             _all_reduce(None, device)
-        _together(store, world, "create")
+        together(store, world, "create", _TIMEOUT)
         begin = time.perf_counter()
         if variant == "split":
             handles = [dist.split_group(None, [ranks], **options) for ranks in groups]
@@ -110,7 +113,7 @@ def _turn(
     name: str, handles: list[Any], store: Store, world: BenchWorld, device: BenchDevice
 ) -> float:
     """Seconds of an operation on each of this rank's groups, one after the other."""
-    _together(store, world, name)
+    together(store, world, name, _TIMEOUT)
     begin = time.perf_counter()
     for handle in handles:
         _all_reduce(handle, device)
@@ -120,13 +123,6 @@ def _turn(
 def _all_reduce(group: dist.ProcessGroup | None, device: BenchDevice) -> None:
     dist.all_reduce(torch.ones(1024, device=device.torch_device), group=group)
     device.synchronize()
-
-
-def _together(store: Store, world: BenchWorld, name: str) -> None:
-    """All ranks are here. Through the store: a collective would warm what is to be measured."""
-    if store.add(f"here/{name}", 1) == world.size:
-        store.set(f"all/{name}", "1")
-    store.wait([f"all/{name}"], _TIMEOUT)
 
 
 def _used(device: BenchDevice) -> float:
@@ -139,11 +135,8 @@ def _used(device: BenchDevice) -> float:
 
 def _splits(device: BenchDevice) -> int:
     """The backend's own count of splits of the default group's communicator."""
-    from torch.distributed.distributed_c10d import _get_default_group
-
     backend: Any = _get_default_group()._get_backend(device.torch_device)
-    count: Callable[[], int] | None = getattr(backend, "comm_split_count", None)
-    return int(count()) if count is not None else -1
+    return int(backend.comm_split_count()) if hasattr(backend, "comm_split_count") else -1
 
 
 def _most(own: Sample, world: BenchWorld, store: Store) -> Sample:
@@ -151,7 +144,7 @@ def _most(own: Sample, world: BenchWorld, store: Store) -> Sample:
     store.set(f"sample/{world.rank}", codec.encode(own))
     texts = [store.get(f"sample/{rank}") for rank in range(world.size)]
     samples = [asdict(codec.decode(Sample, text)) for text in texts]
-    _together(store, world, "end")
+    together(store, world, "end", _TIMEOUT)
     return Sample(**{name: max(s[name] for s in samples) for name in samples[0]})
 
 

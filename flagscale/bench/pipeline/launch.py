@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from flagscale.bench.collectives.curves import require_image
-from flagscale.bench.collectives.operations import DataType, data_type
+from flagscale.bench.collectives.operations import OPERATIONS, DataType, data_type
 from flagscale.bench.collectives.sizes import format_size, parse_size
 from flagscale.bench.command_line import Parser, at_least, did_you_mean, filled
 from flagscale.bench.files import require_writable
@@ -97,8 +97,7 @@ class Row:
 
     def busbw(self, ranks: int) -> float:
         """Of the average time, in 1e9 bytes a second, by nccl-tests' factors."""
-        factor = (ranks - 1) / ranks * (2 if self.operation == "all_reduce" else 1)
-        return self.algbw(self.avg_us, "GB") * factor
+        return self.algbw(self.avg_us, "GB") * OPERATIONS[self.operation].bus_factor(ranks)
 
 
 def heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:

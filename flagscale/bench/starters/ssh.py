@@ -28,7 +28,7 @@ from flagscale.hosts.errors import HostError
 from flagscale.hosts.executor import Endpoint, Executor
 from flagscale.hosts.fan_out import Hosts, describe, require_all
 from flagscale.hosts.names import compress
-from flagscale.hosts.ssh import SshConfig
+from flagscale.hosts.ssh.ssh_config import SshConfig
 
 # Longer than a host takes to end its own ranks, so that it can still say why.
 _GRACE_SECONDS = 12.0

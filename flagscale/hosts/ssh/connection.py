@@ -50,7 +50,7 @@ def script_input(turn: str, script: str) -> bytes:
 
 
 class Connection(Link):
-    """An authenticated connection. Made by :func:`.dial.connect`; a context manager."""
+    """An authenticated connection. Made by a :class:`.dial.Dialer`; a context manager."""
 
     def __init__(
         self, target: SshTarget, transport: paramiko.Transport, sock: socket.socket, lost: float
@@ -86,9 +86,7 @@ class Connection(Link):
         finally:
             close_channel(channel)
 
-    def run_script(
-        self, script: str, arguments: Sequence[str] = (), *, timeout: float | None = 60
-    ) -> Result:
+    def run_script(self, script: str, *, timeout: float | None = 60) -> Result:
         """Run a bash script that travels on stdin: no file, no trace of it in a process table.
 
         The scripts of a connection run in one bash there, each in a subshell: what one sets, the
@@ -96,11 +94,10 @@ class Connection(Link):
         is empty. What it leaves behind may go on, its output from then on is lost. Otherwise as
         :meth:`run`; raises :class:`ValueError` for a script that holds a NUL.
         """
-        given = f"set -- {shlex.join(arguments)}; " if arguments else ""
         deadline = None if timeout is None else time.monotonic() + timeout
         shell = self._idle_shell() or Shell(self, self._execute(LINE, timeout))
         try:
-            result = shell.run(given + script, deadline)
+            result = shell.run(script, deadline)
         except BaseException:
             shell.close()
             raise

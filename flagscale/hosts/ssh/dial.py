@@ -250,18 +250,6 @@ class SshOpener(Closing):
         self._dialer.close()
 
 
-def connect(target: SshTarget, options: DialOptions | None = None) -> Connection:
-    """Log in to one host. The connection's ``close`` also closes the jump hosts' on the way."""
-    dialer = Dialer(options)
-    try:
-        connection = dialer.connect(target)
-    except BaseException:
-        dialer.close()
-        raise
-    connection.on_close(dialer.close)
-    return connection
-
-
 def _tune(sock: socket.socket, lost: float) -> None:
     """Have the kernel end the connection when the other side is silent for ``lost`` seconds."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

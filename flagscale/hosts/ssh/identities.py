@@ -7,6 +7,7 @@ trip, so the key that opened the last host is offered first to the next one.
 from __future__ import annotations
 
 import base64
+import functools
 import socket
 import threading
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ class Identities:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: dict[Path, Identity | Unusable] = {}
+        self._load = functools.cache(load)
         self._agents: dict[str, Agent | None] = {}
         self._opened_last: bytes | None = None
 
@@ -152,11 +153,6 @@ class Identities:
         for key in agent.get_keys() if agent is not None else ():
             label = getattr(key, "comment", "") or key.get_name()
             yield Identity(f"{label} (agent)", key)
-
-    def _load(self, path: Path) -> Identity | Unusable:
-        if path not in self._files:
-            self._files[path] = load(path)
-        return self._files[path]
 
 
 def load(path: Path) -> Identity | Unusable:

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
-from flagscale.files import plain
 from flagscale.launch.layout import RANKS_DIRECTORY, HostFiles
-from flagscale.launch.liveness.records import from_record, printable
+from flagscale.launch.liveness.records import printable
 from flagscale.status import Event
 
 TAIL_BYTES = 256 * 1024
@@ -88,14 +86,6 @@ class Failure:
         """One line: who and why."""
         who = f"{self.host}: rank {self.rank}" if self.rank is not None else f"{self.host}:"
         return f"{who} {self.reason}".partition("\n")[0]
-
-    def to_record(self) -> dict[str, Any]:
-        return dict(plain(self))
-
-    @classmethod
-    def from_record(cls, record: object) -> Failure | None:
-        """What :meth:`to_record` gave; None for anything else."""
-        return from_record(cls, record)
 
 
 @dataclass(frozen=True)

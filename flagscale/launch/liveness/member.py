@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flagscale import files
 from flagscale.hosts.kernel import out_of_memory_kills
@@ -251,7 +252,5 @@ def _short(report: Report | None) -> Report | None:
         return report
     failure = report.failure
     trace = failure.traceback[-_MAX_TRACEBACK_CHARACTERS:]
-    shortened = Failure(
-        failure.host, failure.rank, failure.exit_code, failure.reason[:4000], trace, failure.log
-    )
-    return Report(shortened, report.time, report.severity)
+    shortened = replace(failure, reason=failure.reason[:4000], traceback=trace)
+    return replace(report, failure=shortened)

@@ -326,24 +326,14 @@ def allow_files(connections: int) -> int | None:
 
 
 def _listen(port: int) -> socket.socket:
+    anywhere = ("", port)
     if socket.has_dualstack_ipv6():
+        family = socket.AF_INET6
         with suppress(OSError):
-            return _bound(socket.AF_INET6, port)
-    return _bound(socket.AF_INET, port)
-
-
-def _bound(family: int, port: int) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(("", port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+            return socket.create_server(
+                anywhere, family=family, backlog=_BACKLOG, dualstack_ipv6=True
+            )
+    return socket.create_server(anywhere, backlog=_BACKLOG)
 
 
 def _resolve(address: tuple[str, int]) -> list[tuple[int, tuple[object, ...]]]:

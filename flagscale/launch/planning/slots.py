@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flagscale.config.interpolation import parts, references
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
-from flagscale.hosts.hostfile import Host, count_ranks
+from flagscale.hosts.hostfile import Host, least
 from flagscale.launch.planning.model import Machine, Slot
 from flagscale.launch.planning.per_host import Settings, all_settings
 
@@ -101,12 +102,8 @@ def ranks_of(experiment: Experiment, host: Host, machine: Machine) -> int:
     given = {**own, **{k: probe.filled(value, own) for k, value in known.items()}}
     wanted = experiment.runner.nproc_per_node
     if wanted == "auto":
-        visible = visible_devices(given)
-        if machine.gpus is None:
-            return count_ranks(host.slots, None, visible)
-        automatic = automatic_ranks(given, machine.gpus)
-        return count_ranks(host.slots, automatic, visible)
-    return count_ranks(host.slots, wanted, visible_devices(given))
+        wanted = None if machine.gpus is None else automatic_ranks(given, machine.gpus)
+    return least(host.slots, wanted, visible_devices(given))
 
 
 def visible_devices(environment: Mapping[str, str]) -> int | None:
@@ -125,14 +122,10 @@ def visible_devices(environment: Mapping[str, str]) -> int | None:
 
 
 def _entries(value: str) -> int | None:
-    entries = [entry.strip() for entry in value.split(",")]
+    none = ("", "-1", "all", "none", "void", "NoDevFiles")
     # CUDA reads a list up to the first entry that it does not know; -1 and empty end it.
-    kept: list[str] = []
-    for entry in entries:
-        if entry in ("", "-1", "all", "none", "void", "NoDevFiles"):
-            break
-        kept.append(entry)
-    return len(kept) or None
+    kept = takewhile(lambda entry: entry.strip() not in none, value.split(","))
+    return len(list(kept)) or None
 
 
 def hidden(environment: Mapping[str, str]) -> bool:

@@ -14,9 +14,6 @@ REACHABLE = "reachable"
 """The check whether a host can be used at all."""
 EARLIER_RUN = "earlier run"
 """The check whether a run is alive where one is to start."""
-_MIB = 1 << 20
-_DISK_FAILS_BELOW = 64 * _MIB
-_DISK_WARNS_BELOW = 2048 * _MIB
 
 
 @dataclass(frozen=True)
@@ -84,14 +81,6 @@ def port_origin(runner: Runner) -> str:
         return "picked there"
     key = "master_port" if runner.master_port else "rdzv_endpoint"
     return f"as experiment.runner.{key} says"
-
-
-def check_space(name: str, path: str, free: int, key: str) -> Check:
-    """What is free, in bytes, where the directory that ``key`` names is."""
-    found = f"{path}: {free / _MIB:,.0f} MiB free"
-    if free < _DISK_FAILS_BELOW:
-        return Check(name, False, found, f"make room there, or set {key}")
-    return Check(name, True, found, warning=free < _DISK_WARNS_BELOW)
 
 
 def warnings(checks: list[Check]) -> Iterator[str]:

@@ -17,9 +17,12 @@ from flagscale.hosts.facts import NOT_WRITABLE, PathState
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.per_host import Settings
 from flagscale.launch.planning.plan import unnamed_directories
-from flagscale.launch.preflight.checks import Check, check_space
+from flagscale.launch.preflight.checks import Check
 
 _CACHE = "data_cache_path"
+_MIB = 1 << 20
+_DISK_FAILS_BELOW = 64 * _MIB
+_DISK_WARNS_BELOW = 2048 * _MIB
 
 
 @dataclass(frozen=True)
@@ -91,4 +94,7 @@ def check_directory(name: str, path: str, state: PathState | None, *, key: str) 
         return Check(name, False, f"{state.existing} is {state.unfit}", hint)
     if state.free is None:
         return Check(name, True, f"{path}: free space unknown", warning=True)
-    return check_space(name, path, state.free, key)
+    found = f"{path}: {state.free / _MIB:,.0f} MiB free"
+    if state.free < _DISK_FAILS_BELOW:
+        return Check(name, False, found, f"make room there, or set {key}")
+    return Check(name, True, found, warning=state.free < _DISK_WARNS_BELOW)

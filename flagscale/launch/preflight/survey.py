@@ -136,18 +136,18 @@ def _needed(experiment: Experiment, own: Settings, *, here: bool) -> dict[str, s
 
 def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Need:
     own, host = made.settings[number], made.hosts[number]
+    project = str(own.build_dir or PROJECT)
     layout = Layout(experiment.exp_dir, experiment.runner.log_dir)
     want = directories.wanted(experiment, layout, own, first=number == 0)
 
     def ask(name: str, module: str, words: Sequence[str]) -> ModuleQuestion:
-        project = str(own.build_dir or PROJECT)
         return ModuleQuestion(name, module, words, project, environment)
 
     variables = experiment.envs.for_host(host.name, host.device_type)
     environment = {k: parts(k, v) for k, v in variables.items() if not is_secret(k, v)}
     of_backend = backend.words(experiment)
     return Need(
-        project=str(own.build_dir or PROJECT),
+        project=project,
         exp_dir=str(experiment.exp_dir),
         paths=list(made.needed[number]),
         written=list(want.written.values()),

@@ -23,7 +23,7 @@ from flagscale.files import make_private_directory, write_atomic
 from flagscale.hosts import probe, processes
 from flagscale.hosts.executor import Executor
 from flagscale.hosts.fan_out import Hosts, describe, require_all
-from flagscale.hosts.processes import Process, Swept
+from flagscale.hosts.processes import Swept
 from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners import reaching
@@ -39,7 +39,6 @@ from flagscale.launch.state import (
     new_run_id,
     start_lock,
     state_of,
-    with_process,
 )
 
 if TYPE_CHECKING:
@@ -128,9 +127,10 @@ class HostRunner:
                 return start.read(executor.name, result)
 
             started, errors = self._reach(state).each(begin)
+            hosts = list(state.hosts)
             for number, one in started.items():
-                process = Process(one.pid, one.start_ticks)
-                state = with_process(state, number, process, one.boot_id)
+                hosts[number] = replace(hosts[number], **vars(one))
+            state = replace(state, hosts=tuple(hosts))
             state.save(layout.state)
         if errors:
             self._give_up(state, errors, previous)

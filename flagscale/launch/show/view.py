@@ -1,11 +1,12 @@
-"""How runs and checks look in a terminal."""
+"""How runs and checks look in a terminal, once or again and again."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -154,6 +155,55 @@ def one_line(snapshot: Snapshot) -> str:
     parts = [snapshot.phase.value, f"ranks {ranks}"]
     named = (("step", step), ("loss", loss), ("tokens/s", speed), ("left", left))
     return "  ".join(parts + [f"{name} {value}" for name, value in named if value])
+
+
+def watch(query: Callable[[], Snapshot], *, follow: bool, as_json: bool, every: float) -> Snapshot:
+    """Show what ``query`` tells: a table, or one JSON object a line. ``follow`` keeps on every
+    ``every`` seconds until the run has ended. Returns the last state seen."""
+    if as_json:
+        return _as_json(query, follow, every)
+    if not follow:
+        last = query()
+        show(last)
+        return last
+    return _live(query, every) if sys.stdout.isatty() else _as_lines(query, every)
+
+
+def _as_json(query: Callable[[], Snapshot], follow: bool, every: float) -> Snapshot:
+    while True:
+        last = query()
+        indent = None if follow else 2
+        print(json.dumps(last.to_json(), indent=indent, ensure_ascii=False), flush=True)
+        if not follow or last.phase.ended:
+            return last
+        time.sleep(every)
+
+
+def _live(query: Callable[[], Snapshot], every: float) -> Snapshot:
+    from rich.live import Live
+
+    last = query()
+    with Live(run_table(last, with_lines=True), console=console(), auto_refresh=False) as live:
+        while not last.phase.ended:
+            time.sleep(every)
+            last = query()
+            live.update(run_table(last, with_lines=True), refresh=True)
+    return last
+
+
+def _as_lines(query: Callable[[], Snapshot], every: float) -> Snapshot:
+    """For output that is no terminal: a line whenever something changed, the table at the end."""
+    shown = ""
+    while True:
+        last = query()
+        line = one_line(last)
+        if line != shown:
+            print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+            shown = line
+        if last.phase.ended:
+            show(last)
+            return last
+        time.sleep(every)
 
 
 def checks_table(checks: list[Check]) -> RenderableType:

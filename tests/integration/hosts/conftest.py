@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bed.lab import Bed
 
-from flagscale.hosts.ssh import SshConfig
+from flagscale.hosts.ssh.ssh_config import SshConfig
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ from flagscale.errors import JobError
 from flagscale.hosts import errors as e
 from flagscale.hosts.executor import Endpoint, Executor
 from flagscale.hosts.fan_out import Hosts
-from flagscale.hosts.ssh import Connection, DialOptions, SshConfig
+from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.ssh.dial import DialOptions
+from flagscale.hosts.ssh.ssh_config import SshConfig
 
 pytestmark = pytest.mark.integration
 
@@ -111,11 +113,12 @@ def test_interrupting_ends_at_once(bed: Bed, tmp_path: Path) -> None:
         "import os\n"
         "from flagscale.hosts.executor import Endpoint\n"
         "from flagscale.hosts.fan_out import Hosts\n"
-        "from flagscale.hosts.ssh import DialOptions, SshOpener\n"
+        "from flagscale.hosts.ssh.dial import DialOptions, SshOpener\n"
         f"settings = {{'config': {str(bed.ssh_config)!r}}}\n"
         "opener = SshOpener(settings, DialOptions(connect=600))\n"
         f"endpoints = [Endpoint(name) for name in {bed.names!r}]\n"
-        "hosts = Hosts(endpoints, openers={'ssh': opener})\n"
+        "hosts = Hosts(endpoints, {})\n"
+        "hosts._openers['ssh'] = opener\n"
         "say = lambda _: os.write(1, b'running\\n')\n"  # a line whole, whatever other threads do
         "wait = ['sh', '-c', 'echo go; exec sleep 600']\n"
         "def action(n, c): c.run(wait, timeout=None, on_stdout=lambda data: data and say(data))\n"

@@ -14,11 +14,13 @@ from contextlib import ExitStack
 import pytest
 from bed.host import Host, HostProcess
 from bed.lab import Bed
-from ssh_hosts import fan_out
+from ssh_hosts import connect, fan_out
 
 from flagscale.errors import FlagscaleError
 from flagscale.hosts import errors as e
-from flagscale.hosts.ssh import Connection, DialOptions, SshConfig, connect
+from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.ssh.dial import DialOptions
+from flagscale.hosts.ssh.ssh_config import SshConfig
 
 pytestmark = pytest.mark.integration
 

@@ -18,11 +18,11 @@ from bed.keys import write_key
 from bed.lab import HUB_ADDRESS, Bed
 from launch_lab import until
 from paramiko.common import MSG_CHANNEL_DATA
-from ssh_hosts import fan_out
+from ssh_hosts import connect, fan_out
 
 from flagscale.hosts import errors as e
-from flagscale.hosts.ssh import DialOptions, SshConfig, connect
-from flagscale.hosts.ssh.dial import Dialer
+from flagscale.hosts.ssh.dial import Dialer, DialOptions
+from flagscale.hosts.ssh.ssh_config import SshConfig
 
 pytestmark = pytest.mark.integration
 

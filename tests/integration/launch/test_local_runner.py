@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from launch_bench import SLEEP, Bench
-from launch_lab import until
+from launch_lab import script_of, until
 
 from flagscale.config.schema import Commands, Environments, Runner, Train
 from flagscale.errors import RunStateError
@@ -196,8 +196,7 @@ def test_the_agent_is_killed(bench: Bench, program: str) -> None:
 
 def test_the_script_is_killed(bench: Bench) -> None:
     state = bench.start(SLEEP)
-    script = state.hosts[0].process()
-    assert script is not None
+    script = script_of(state)
     assert processes.send(script, signal.SIGKILL)
     bench.runner.wait(state)
     until(lambda: not processes.members(state.run_id))
@@ -210,8 +209,7 @@ def test_the_script_is_killed(bench: Bench) -> None:
 
 def test_script_and_agent_are_killed_at_once(bench: Bench) -> None:
     state = bench.start(STUBBORN)
-    agent, script = bench.agent(state), state.hosts[0].process()
-    assert script is not None
+    agent, script = bench.agent(state), script_of(state)
     for process in (script, agent):
         processes.send(process, signal.SIGSTOP)
     for process in (script, agent):

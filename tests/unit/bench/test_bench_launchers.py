@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_lines import parse_spec
 
 from flagscale.bench import codec
-from flagscale.bench.collectives.launch import Bench, main, parse_spec, read_specs
+from flagscale.bench.collectives.launch import Bench, main, read_specs
 from flagscale.bench.collectives.spec import Batch
 from flagscale.bench.files import UnreadableFileError
 from flagscale.bench.host import Order, PreparedHost, look_up

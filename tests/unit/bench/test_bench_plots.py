@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nvlink_plot import main as nvlink
 
 from flagscale.bench.agreement.launch import main as agreement
 from flagscale.bench.collectives.launch import main as collectives
-from flagscale.bench.nvlink_plot import main as nvlink
 from flagscale.bench.pipeline.launch import main as pipeline
 
 

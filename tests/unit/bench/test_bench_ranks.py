@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from bench_lines import parse_spec
 
 from flagscale.bench.collectives import ranks
 from flagscale.bench.collectives.devices import BenchDevice
-from flagscale.bench.collectives.launch import parse_spec
 from flagscale.comm import registry
 from flagscale.comm.registry import Gloo
 from flagscale.errors import ConfigError

@@ -8,10 +8,10 @@ import textwrap
 from dataclasses import replace
 
 import pytest
+from bench_lines import parse_spec
 
 from flagscale.bench.collectives import statistics
 from flagscale.bench.collectives.curves import Curve, Point, curves_of
-from flagscale.bench.collectives.launch import parse_spec
 from flagscale.bench.collectives.operations import data_type, operation
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.report import render

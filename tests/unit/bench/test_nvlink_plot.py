@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import nvlink_plot
 import pytest
 
-from flagscale.bench import nvlink_plot
 from flagscale.comm.fsccl.tune import Timing
 
 

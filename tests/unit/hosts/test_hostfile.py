@@ -12,9 +12,8 @@ from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import (
     Host,
     choose_hosts,
-    count_nodes,
-    count_ranks,
     is_this_machine,
+    least,
     parse_hostfile,
     read_hostfile,
 )
@@ -111,10 +110,10 @@ def test_hostfile_that_is_no_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("hostfile", "yaml", "expected"),
-    [(8, None, 8), (None, 4, 4), (8, "2:4", 2), (2, 8, 2), (None, None, 1)],
+    [(8, None, 8), (None, 4, 4), (8, 2, 2), (2, 8, 2), (None, None, 1)],
 )
-def test_count_nodes(hostfile: int | None, yaml: int | str | None, expected: int) -> None:
-    assert count_nodes(hostfile, yaml) == expected
+def test_count_nodes(hostfile: int | None, yaml: int | None, expected: int) -> None:
+    assert least(hostfile, yaml) == expected
 
 
 @pytest.mark.parametrize(
@@ -124,14 +123,14 @@ def test_count_nodes(hostfile: int | None, yaml: int | str | None, expected: int
         (8, None, 4, 4),
         (None, 8, 4, 4),
         (None, None, None, 1),
-        (None, "4", None, 4),
+        (None, 4, None, 4),
         (2, 8, None, 2),
     ],
 )
 def test_count_ranks(
-    slots: int | None, yaml: int | str | None, visible: int | None, expected: int
+    slots: int | None, yaml: int | None, visible: int | None, expected: int
 ) -> None:
-    assert count_ranks(slots, yaml, visible) == expected
+    assert least(slots, yaml, visible) == expected
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "127.0.0.53", socket.gethostname()])

@@ -43,7 +43,7 @@ def test_a_script_and_its_end(
 
 
 def test_arguments_and_commands_arrive_as_they_are(here: LocalExecutor) -> None:
-    assert here.run_script('printf "%s|" "$@"', [HOSTILE, ""]).text == f"{HOSTILE}||"
+    assert here.run(["printf", "%s|", HOSTILE, ""]).text == f"{HOSTILE}||"
     heard: list[bytes] = []
     data = os.urandom(3_000_000)
     done = here.run(["cat"], stdin=data, on_stdout=heard.append)

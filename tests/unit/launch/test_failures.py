@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flagscale.files import plain
 from flagscale.launch.failures import earlier_failures, first_failure, is_settled
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness.diagnosis import (
@@ -264,7 +265,7 @@ def test_a_verdict_is_completed_and_never_replaced(
     table = TABLE.replace("exitcode  : 3 (pid: 25867)", f"exitcode  : {code} (pid: 25867)")
     state.hosts[0].output.write_text(table, encoding="utf-8")
     verdict = Failure("node", 1, *agreed, "", state.hosts[0].output)
-    end(state, failure=verdict.to_record())
+    end(state, failure=plain(verdict))
     failure = first_failure(state, {1: [Event(1, 5.0, "failed", said)]} if said else {})
     assert failure is not None
     assert (failure.rank, failure.exit_code, failure.reason) == (1, *expected)
@@ -286,7 +287,7 @@ def test_what_became_of_the_agent_of_a_lost_host(
     lost = Failure("other", None, None, "was lost: no word from its agent", "", first.output)
     record = {"code": 137, "phase": phase, "signal": None, "ended": 2.0}
     (second.run_dir / EXIT_FILE).write_text(json.dumps(record), encoding="utf-8")
-    live = {"phase": "ending", "failure": lost.to_record()}
+    live = {"phase": "ending", "failure": plain(lost)}
     (first.run_dir / LIVENESS_FILE).write_text(json.dumps(live), encoding="utf-8")
     failure = first_failure(hosts, {})
     assert failure is not None
@@ -313,7 +314,7 @@ def test_when_the_agents_have_agreed(
     state: RunState, job: dict[str, str] | None, expected: bool
 ) -> None:
     if job is not None:
-        failure = Failure("node", 1, None, "boom", "", state.hosts[0].output).to_record()
+        failure = plain(Failure("node", 1, None, "boom", "", state.hosts[0].output))
         record = {"phase": job["phase"], "failure": failure if "state" in job else None}
         record["hosts"] = {"0": job.get("state", "running")}
         (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
@@ -325,7 +326,7 @@ def test_when_the_agents_have_agreed(
 def test_what_earlier_attempts_failed_by(state: RunState) -> None:
     assert earlier_failures(()) == earlier_failures(state.hosts) == ()
     failure = Failure("node", 1, 3, "boom", "", state.hosts[0].output)
-    restarts = [{"attempt": n, "failure": f} for n, f in enumerate((failure.to_record(), None))]
+    restarts = [{"attempt": n, "failure": f} for n, f in enumerate((plain(failure), None))]
     record = {"phase": "running", "attempt": 3, "failure": None, "restarts": restarts}
     (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
     assert earlier_failures(state.hosts) == ((1, failure),)

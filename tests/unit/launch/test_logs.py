@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagscale.launch import logs
-from flagscale.launch.logs import Tail, lines_of, of_hosts
+from flagscale.launch.logs import Output, lines_of, of_hosts
 from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.state import HostState, RunState
 
@@ -61,7 +61,7 @@ def test_a_run_without_output_has_the_ranks_files(state: RunState) -> None:
 
 def test_tail_gives_whole_lines_and_splits_no_character(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    tail = Tail(path)
+    tail = Output(path, str)
     assert list(tail.read()) == []
     data = "früh\nspät".encode()
     for cut in range(1, len(data)):
@@ -115,10 +115,10 @@ def test_backwards_is_forwards_turned_round(
 ) -> None:
     path = tmp_path_factory.mktemp("x") / "log"
     path.write_text("\n".join(lines), encoding="utf-8")
-    tail = Tail(path)
+    tail = Output(path, str)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logs, "_READ_BYTES", size)
-        assert list(tail.backwards()) == lines[:-1][::-1]
+        assert list(tail._backwards()) == lines[:-1][::-1]
     assert list(tail.read(final=True)) == [line for line in lines[-1:] if line]
 
 

@@ -12,6 +12,7 @@ import pytest
 from launch_lab import until
 from rich.console import Console
 
+from flagscale.files import plain
 from flagscale.hosts import processes
 from flagscale.launch import snapshot as snapshots
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
@@ -144,7 +145,7 @@ def fails(state: RunState, phase: str) -> None:
     host = state.hosts[0]
     rank, code = (0, -9) if phase == "over" else (1, None)
     reason = "ended with signal 9" if code else RESET.partition("rank 1 ")[2]
-    verdict = Failure(host.name, rank, code, reason, "", host.output).to_record()
+    verdict = plain(Failure(host.name, rank, code, reason, "", host.output))
     record = {"phase": phase, "failure": None if phase == "running" else verdict}
     (host.run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
 
@@ -193,13 +194,13 @@ def test_why_earlier_attempts_failed_is_shown(
     state: RunState, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failure = Failure("node", 1, 3, "failed: ValueError: bad data\nmore", "", Path("/x/e.log"))
-    restarts = [{"attempt": 0, "failure": failure.to_record()}]
+    restarts = [{"attempt": 0, "failure": plain(failure)}]
     record = {"phase": "running", "attempt": 2, "attempts": 3, "restarts": restarts}
     (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
     snapshot = take(state)
     assert (snapshot.attempt, snapshot.earlier) == (2, ((1, failure),))
     told = json.loads(json.dumps(snapshot.to_json()))["earlier"]
-    assert told == [{"attempt": 1, **failure.to_record()}]
+    assert told == [{"attempt": 1, **plain(failure)}]
     view.show(snapshot)
     shown = capsys.readouterr().out.splitlines()[-1]
     assert shown == "attempt 1 failed: node: rank 1 failed: ValueError: bad data"

@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_lab import script_of, with_process
 
 from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, read_json, write_atomic, write_json
 from flagscale.hosts.processes import Process
 from flagscale.launch.layout import Layout, host_label
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
-from flagscale.launch.state import load_state, new_run_id, state_of, with_process
+from flagscale.launch.state import load_state, new_run_id, state_of
 
 MakePlan = Callable[..., LaunchPlan]
 
 
 def test_a_state_is_read_as_it_was_written(make_plan: MakePlan, tmp_path: Path) -> None:
-    state = with_process(state_of(make_plan(exp_dir=tmp_path / "ü x")), 0, Process(7, 8), "boot")
+    state = with_process(state_of(make_plan(exp_dir=tmp_path / "ü x")), Process(7, 8), "boot")
     path = tmp_path / "state.json"
     state.save(path)
     assert load_state(path) == state
-    assert state.hosts[0].process() == Process(7, 8)
+    assert script_of(state) == Process(7, 8)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launch_lab import script_of, with_process
 
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import RunStateError
@@ -22,7 +23,7 @@ from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners.hosts import HostRunner
 from flagscale.launch.runners.programs import stop
-from flagscale.launch.state import RunState, state_of, with_process
+from flagscale.launch.state import RunState, state_of
 from flagscale.status import RUN_ID_VARIABLE
 
 pytestmark = pytest.mark.root  # who else can be somebody else
@@ -58,7 +59,7 @@ def state(make_plan: Callable[..., LaunchPlan], place: Path) -> Iterator[RunStat
     ) as script:
         process = processes.identify(script.pid)
         assert process is not None
-        made = with_process(made, 0, process, processes.boot_id())
+        made = with_process(made, process, processes.boot_id())
         made.save(path)
         path.chmod(0o644)
         yield made
@@ -75,10 +76,9 @@ def asked_by_nobody(state: RunState) -> tuple[Answer, bytes]:
 
 
 def test_closed_is_not_gone(state: RunState) -> None:
-    script = state.hosts[0].process()
-    assert script is not None
+    script = script_of(state)
     later = replace(script, start_ticks=script.start_ticks - 1)
-    answer, _ = asked_by_nobody(with_process(state, 0, later, processes.boot_id()))
+    answer, _ = asked_by_nobody(with_process(state, later, processes.boot_id()))
     assert (answer.get("found"), answer.get("owner")) == ("0", "")
     answer, _ = asked_by_nobody(state)
     assert (answer.get("found"), answer.get("owner")) == ("1", "root")
@@ -113,6 +113,5 @@ def test_a_host_says_whose_it_is(state: RunState) -> None:
     answer, said = asked_by_nobody(state)
     assert (answer.get("owner"), answer.get("left")) == ("root", str(state.hosts[0].pid))
     assert (said, answer.get("end")) == (b"", "yes")
-    script = state.hosts[0].process()
-    assert script is not None
+    script = script_of(state)
     assert processes.is_alive(script)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flagscale.files import plain
 from flagscale.launch.failures import first_failure, job_record
 from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launch.liveness.diagnosis import Failure
@@ -18,7 +19,7 @@ from flagscale.status import Event
 
 
 def verdict(host: str, rank: int | None, code: int | None = None) -> dict[str, Any]:
-    return Failure(host, rank, code, "was lost", "", Path("log")).to_record()
+    return plain(Failure(host, rank, code, "was lost", "", Path("log")))
 
 
 @pytest.fixture

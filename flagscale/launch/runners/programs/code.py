@@ -30,7 +30,6 @@ class CodeError(FlagscaleError):
 
     def __init__(self, host: str, reason: str) -> None:
         super().__init__(f"{host}: the code could not be copied: {reason}")
-        self.host = host
 
 
 def sync(

@@ -27,7 +27,8 @@ _BODY = Path(__file__).with_name("start.sh")
 
 @dataclass(frozen=True)
 class Started:
-    """The script's process on its host, as it cannot be confused with another."""
+    """The script's process on its host, as it cannot be confused with another: what a run's state
+    keeps of it, by the same names."""
 
     pid: int
     start_ticks: int
@@ -40,7 +41,6 @@ class StartError(RunStateError):
 
     def __init__(self, host: str, reason: str, *, beside: bool = False) -> None:
         super().__init__(f"{host}: the script could not be started: {reason}")
-        self.host = host
         self.beside = beside
 
 

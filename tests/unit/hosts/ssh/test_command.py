@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.hosts.errors import ProxyCommandError
-from flagscale.hosts.executor import Result
-from flagscale.hosts.ssh import SshTarget
 from flagscale.hosts.ssh.connection import LINE, script_input
 from flagscale.hosts.ssh.exchange import (
     LONGEST,
@@ -21,6 +19,7 @@ from flagscale.hosts.ssh.exchange import (
     command_line,
 )
 from flagscale.hosts.ssh.proxy import expand
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
 
@@ -89,14 +88,6 @@ def test_noise_before_the_marker_is_dropped(noise: bytes, output: bytes, step: i
     stream, after = noise + MARKER + output, AfterMarker()
     got = b"".join(after.feed(stream[i : i + step]) for i in range(0, len(stream), step))
     assert (got, bytes(after.before), after.seen) == (output, noise, True)
-
-
-@pytest.mark.parametrize(
-    ("status", "name"), [(0, None), (1, None), (128, None), (137, "SIGKILL"), (255, None)]
-)
-def test_signals(status: int, name: str | None) -> None:
-    found = Result(status, b"\xff", b"").signal
-    assert (found.name if found else None) == name
 
 
 def test_proxy_command_tokens() -> None:

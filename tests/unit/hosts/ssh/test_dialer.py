@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from flagscale.hosts.ssh import Dialer
+from flagscale.hosts.ssh.dial import Dialer
 
 
 class _Interrupted(socket.socket):

@@ -12,8 +12,9 @@ from paramiko.ssh_exception import IncompatiblePeer
 
 from flagscale.errors import UnreachableError
 from flagscale.hosts import errors
-from flagscale.hosts.ssh import SshTarget, faults
+from flagscale.hosts.ssh import faults
 from flagscale.hosts.ssh.known_hosts import KnownKey, Verdict
+from flagscale.hosts.ssh.ssh_config import SshTarget
 
 TARGET = SshTarget("node-1", "10.0.0.1", "me", 2222, known_hosts=(Path("/h/known hosts"),))
 BEHIND = SshTarget("inner", "inner", "me", via=SshTarget("gate", "gate", "me"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flagscale.errors import ConfigError
-from flagscale.hosts.ssh import SshConfig, SshTarget
+from flagscale.hosts.ssh.ssh_config import SshConfig, SshTarget
 
 
 @pytest.fixture
