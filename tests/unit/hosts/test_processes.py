@@ -11,7 +11,8 @@ import pytest
 from flagscale.hosts import processes
 from flagscale.hosts.processes import Process
 
-RUN = "20250102-030405-0f0f0f"
+# Of this process alone: another suite on this machine sweeps its own.
+RUN = f"20250102-030405-{os.getpid() % 0x1000000:06x}"
 
 
 @pytest.fixture
