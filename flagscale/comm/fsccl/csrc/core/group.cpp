@@ -78,7 +78,14 @@ std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
     }
     // Where the segment is there it has the verdict, and the rendezvous may not.
     if (open_.load(std::memory_order_acquire)) lane_->throw_if_aborted();
-    if (nap.count() > 4000) hear_failure();
+    if (nap.count() > 4000) {
+      try {
+        hear_failure();
+      } catch (const Error&) {
+        // Where all have come meanwhile somebody may have gone on, and wait for this rank to tell.
+        if (!rendezvous_->has(keys)) throw;
+      }
+    }
     if (d.passed()) {
       std::string missing;
       int first = -1;
@@ -117,7 +124,6 @@ void Group::meet(const Deadline& d) {
   }
   who_.clear();
   for (const std::string& text : collect(keys, everyone, d)) who_.push_back(Identity::decode(text));
-  hear_failure();  // others may have met, failed and gone, without having known this rank
   for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
   check_compatible(config_.rank, who_, names_);
   clusters_ = form_clusters(config_.rank, who_, config_.global_ranks, config_.settings);
@@ -135,14 +141,24 @@ void Group::meet(const Deadline& d) {
   messenger_ = std::make_unique<Messenger>(std::move(m), std::move(listeners_));
   messenger_->on_ask([this] { return awaited(); });
   messenger_->on_abort([this](const Error& why) {
-    {
-      const std::lock_guard<std::mutex> hold_verdict(verdict_mutex_);
-      if (!verdict_) verdict_ = std::make_unique<Error>(why);
-      failed_ = true;
-    }
+    judge(why);
     if (open_) lane_->abort(why.rank, why.what());
   });
   met_.store(true, std::memory_order_release);
+  try {
+    hear_failure();  // others may have met, failed and gone, without having known this rank
+  } catch (const Error& why) {
+    messenger_->abort(judge(why));  // and yet others wait for it, which cannot hear by now
+    throw;
+  }
+}
+
+// The group's one verdict is the first.
+Error Group::judge(const Error& why) {
+  const std::lock_guard<std::mutex> hold(verdict_mutex_);
+  if (!verdict_) verdict_ = std::make_unique<Error>(why);
+  failed_ = true;
+  return *verdict_;
 }
 
 int Group::awaited() const {
@@ -226,13 +242,7 @@ void Group::open_lane(const Deadline& d) {
 }
 
 void Group::fail(const char* what, uint64_t sequence, const Error& why) {
-  Error root(why);
-  {
-    std::lock_guard<std::mutex> hold(verdict_mutex_);
-    if (!verdict_) verdict_ = std::make_unique<Error>(why);
-    root = *verdict_;
-    failed_ = true;
-  }
+  const Error root = judge(why);
   if (open_) lane_->abort(root.rank, root.what());
   if (met_) messenger_->abort(root);
   if (!open_ || !met_) {

@@ -129,6 +129,7 @@ class Group {
                                    const std::vector<int>& from, const Deadline& d);
   Segment shared_segment(const std::string& what, size_t bytes, size_t first, const Deadline& d);
   void hear_failure() const;  // throws what a rank has told at the rendezvous
+  Error judge(const Error& why);
   void check_rank(int rank, const char* what) const;
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }
