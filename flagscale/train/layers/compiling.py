@@ -7,12 +7,17 @@ it. A layer's own hooks stay outside: they wait for the parameters that data par
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch._dynamo.exc import TorchDynamoException
 
 from flagscale.train.layers.jit import why_not_here
 
@@ -21,6 +26,8 @@ def why_not(config: TransformerConfig) -> str | None:
     """Why layers of this configuration cannot be compiled as a whole here; None where they can."""
     if config.recompute_granularity == "selective":
         return "recompute_granularity: selective recomputes parts of a layer"
+    if config.attention_backend == AttnBackend.local:
+        return "attention_backend: local is megatron.core's own attention, in several graphs"
     if config.attention_dropout and not config.sequence_parallel:
         return "attention_dropout draws from a state of its own for each tensor-parallel rank"
     if config.fine_grained_activation_offloading or config.cpu_offloading:
@@ -35,15 +42,39 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     Of a layer of experts its attention is compiled: which expert has how many tokens changes.
     """
     _write_both_halves_at_once()
-    layers = transformer_layers(model)
+    layers, failures = transformer_layers(model), list[Exception]()
     for layer in layers:
         # Or a bias would bring its gradient's graph into evaluation, and a graph of its own here.
         layer.bias_dropout_add_exec_handler = contextlib.nullcontext
         part = "_forward_attention" if isinstance(layer.mlp, MoELayer) else "forward"
-        whole = torch.compile(getattr(layer, part), fullgraph=True, dynamic=False, backend=backend)
-        setattr(layer, part, whole)
+        setattr(layer, part, or_as_it_is(getattr(layer, part), failures, backend))
     if layers:
         layers[0].register_forward_pre_hook(_with_usual_strides, with_kwargs=True)
+
+
+def or_as_it_is(
+    function: Callable[..., Any], failures: list[Exception], backend: str = "inductor"
+) -> Callable[..., Any]:
+    """``function`` compiled as one graph; as it is, with a warning, where that turns out not to be
+    possible, for all that share the list ``failures``. Nothing has run by then."""
+    whole = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not failures:
+            try:
+                return whole(*args, **options)
+            except TorchDynamoException as error:
+                failures.append(error)
+                reason = str(error).strip().splitlines()[0]
+                warnings.warn(
+                    f"layers are not compiled, which costs speed: {reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return function(*args, **options)
+
+    return call
 
 
 def _with_usual_strides(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 
 from flagscale.train.layers import compiling, fp8, jit
@@ -192,6 +193,7 @@ def test_grouped_products_are_each_expert_s(counts: list[int], dtype: Any) -> No
         ({"recompute_granularity": "selective"}, "recompute_granularity"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"cpu_offloading": True}, "offloading"),
+        ({"attention_backend": AttnBackend.local}, "attention_backend"),
     ],
 )
 def test_what_cannot_be_compiled_is_said(
@@ -201,9 +203,28 @@ def test_what_cannot_be_compiled_is_said(
     usual = {
         "recompute_granularity": None, "attention_dropout": 0.0, "sequence_parallel": False,
         "fine_grained_activation_offloading": False, "cpu_offloading": False,
+        "attention_backend": AttnBackend.auto,
     }  # fmt: skip
     found = compiling.why_not(SimpleNamespace(**{**usual, **changes}))  # type: ignore[arg-type]
     assert found is None if reason is None else reason in str(found)
+
+
+def test_what_breaks_a_graph_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    runs = []
+
+    def layer(tensor: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        runs.append(torch.compiler.is_compiling())
+        return tensor + 1
+
+    failures: list[Exception] = []
+    first, second = (compiling.or_as_it_is(layer, failures, "eager") for _ in range(2))
+    with pytest.warns(RuntimeWarning, match="layers are not compiled, which costs speed: .*break"):
+        assert first(torch.zeros(2)).tolist() == [1, 1]
+    assert second(torch.zeros(2)).tolist() == [1, 1]
+    assert runs == [False, False]
+    assert len(failures) == 1
 
 
 def test_a_machine_that_cannot_compile_says_why(
