@@ -240,6 +240,7 @@ def _without_chance(text: str) -> dict[str, Any]:
     return dict(json.loads(named))
 
 
+@pytest.mark.torch  # it really starts what was shown
 def test_what_a_dry_run_shows_is_what_is_started(lab: Lab) -> None:
     shown = lab.do("dryrun", "json=true").stdout
     done = lab.do("test")
