@@ -60,8 +60,9 @@ class Stepper:
         state.optimizer.zero_grad()
         reports = self._run(data, forward_only=False)
         updated, norm, zeros = state.optimizer.step()
-        for model in state.modules():
-            weights_changed(model)
+        if self._args.fp8:
+            for model in state.modules():
+                weights_changed(model)
         rate = _learning_rate(state.optimizer.param_groups)
         if updated:
             state.scheduler.step(increment=batch)

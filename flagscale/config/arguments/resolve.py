@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 from flagscale.config.arguments import rules
+from flagscale.config.arguments.precision import Values
 from flagscale.errors import ConfigError, Problem
 
 
@@ -66,7 +67,7 @@ def _set_virtual_stages(args: argparse.Namespace) -> None:
         args.overlap_p2p_comm, args.batch_p2p_comm = True, False
 
 
-def schedule_lengths(values: rules.Values) -> dict[str, Any]:
+def schedule_lengths(values: Values) -> dict[str, Any]:
     """Lengths of decay, warm-up, WSD's last phase and weight decay's increase, in samples, from
     resolved arguments."""
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flagscale.config.arguments.precision import Values
 from flagscale.config.arguments.resolve import schedule_lengths
-from flagscale.config.arguments.rules import Values, weight_decays
+from flagscale.config.arguments.rules import weight_decays
 from flagscale.errors import CheckpointError
 
 Content = Mapping[str, Any]

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagscale.config.arguments import precision
-
-Values = Mapping[str, Any]
-Broken = tuple[str, str]
+from flagscale.config.arguments.precision import Broken, Values
 
 _UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("use_megatron_fsdp", "this trainer shards the optimizer only (use_distributed_optimizer)"),

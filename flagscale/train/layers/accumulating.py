@@ -96,6 +96,31 @@ def stand_in(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight)
 
 
+def product_gradient(
+    accumulator: torch.Tensor | None,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    input_: torch.Tensor,
+) -> torch.Tensor:
+    """What autograd gets for ``weight``: ``gradient^T x input``, or, added to the accumulator where
+    there is one, a stand-in."""
+    if accumulator is None:
+        return flat(gradient).t() @ flat(input_)
+    add_product(accumulator, gradient, input_)
+    return stand_in(weight)
+
+
+def whole_gradient(
+    accumulator: torch.Tensor | None, weight: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """What autograd gets for ``weight``: ``value``, or, added to the accumulator where there is
+    one, a stand-in."""
+    if accumulator is None:
+        return value
+    add_tensor(accumulator, value)
+    return stand_in(weight)
+
+
 class Accumulating(Protocol):
     """A module that adds the gradient of its weight itself, once :func:`bind` has been called."""
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from flagscale.errors import ConfigError
-from flagscale.train.layers.accumulating import add_tensor, stand_in
+from flagscale.train.layers.accumulating import whole_gradient
 from flagscale.train.layers.jit import compiled_on_cuda
 
 ALIGNMENT = 16
@@ -44,10 +44,7 @@ class _GroupedProduct(torch.autograd.Function):
         gradient = gradient.contiguous()
         of_input = _product(gradient, weight, ends)
         of_weight = _product(gradient.t(), input_, ends)
-        if accumulator is not None:
-            add_tensor(accumulator, of_weight)
-            of_weight = stand_in(weight)
-        return of_input, of_weight, None, None
+        return of_input, whole_gradient(accumulator, weight, of_weight), None, None
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

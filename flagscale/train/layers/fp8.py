@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from flagscale.train.layers import collectives
-from flagscale.train.layers.accumulating import add_product, add_tensor, flat, stand_in
+from flagscale.train.layers.accumulating import flat, product_gradient, whole_gradient
 from flagscale.train.layers.jit import compiled_on_cuda
 
 Scaling = Literal["tensorwise", "rowwise"]
@@ -152,10 +152,7 @@ def _weight_gradient(
     """``gradient^T x input``, added to the accumulator where there is one. ``values`` and
     ``scale`` are the gradient in 8 bits, by rows of tokens."""
     if not ctx.weight_gradient:
-        if accumulator is None:
-            return flat(gradient).t() @ flat(input_)
-        add_product(accumulator, gradient, input_)
-        return stand_in(weight)
+        return product_gradient(accumulator, weight, gradient, input_)
     if ctx.scaling == "tensorwise":
         left, left_scale = values.t().contiguous(), scale
         right, right_scale = quantize(flat(input_), FORWARD, ctx.scaling)
@@ -165,7 +162,4 @@ def _weight_gradient(
         left, left_scale = quantize(flat(gradient).t().contiguous(), dtype, ctx.scaling)
         right, right_scale = quantize(flat(input_).t().contiguous(), FORWARD, ctx.scaling)
     product = _product(left, left_scale, right, right_scale, gradient.dtype, fast=False)
-    if accumulator is None:
-        return product
-    add_tensor(accumulator, product)
-    return stand_in(weight)
+    return whole_gradient(accumulator, weight, product)

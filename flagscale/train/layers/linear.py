@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch.nn import functional
 
 from flagscale.train.layers import collectives
-from flagscale.train.layers.accumulating import add_product, flat, stand_in
+from flagscale.train.layers.accumulating import product_gradient
 from flagscale.train.layers.collectives import Sharing, name_of
 from flagscale.train.layers.fp8 import Cast, Fp8Linear, Recipe
 
@@ -48,10 +48,9 @@ class _Linear(torch.autograd.Function):
         input_, weight, accumulator = ctx.saved_tensors
 
         def of_weight(whole: torch.Tensor) -> torch.Tensor | None:
-            if accumulator is not None:
-                add_product(accumulator, gradient, whole)
-                return stand_in(weight)
-            return flat(gradient).t() @ flat(whole) if ctx.needs_input_grad[1] else None
+            if not ctx.needs_input_grad[1]:
+                return None
+            return product_gradient(accumulator, weight, gradient, whole)
 
         both = collectives.gradients(
             input_, lambda: gradient @ weight, of_weight, ctx.sharing, ctx.size, ctx.group
