@@ -108,6 +108,24 @@ def test_a_killed_rank_is_named(ranks: Any, op: str, shared: str) -> None:
     ranks.leave([0, 1, 2])
 
 
+@pytest.mark.parametrize("native", ["gloo", "fsccl"])
+@pytest.mark.parametrize("shape", ["2,2", "4"])
+def test_who_waits_in_the_native_library_hears_of_a_failure_elsewhere(
+    ranks: Any, shape: str, native: str
+) -> None:
+    """Rank 1 waits there for rank 0, to which nothing else connects it, and never for rank 3."""
+    own = {**SMALL, "FSCCL_NATIVE": native, "FSCCL_CLUSTERS": shape, "FSCCL_SHM": "0"}
+    members = join(ranks, [own] * 4)
+    ranks.call(members, "call", op="all_reduce")
+    ranks.kill(3)
+    for i in range(3):
+        ranks[i].ask("call", op="broadcast", repeat=2)
+    for i, error in say(ranks, [0, 1, 2], SLACK).items():
+        named = "rank 3" in error or "cluster of rank" in error
+        assert named, f"rank {i}: {error}"
+    ranks.leave([0, 1, 2])
+
+
 def test_a_stopped_rank_is_named(ranks: Any) -> None:
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "2,2"}] * 4, TIMEOUT)
     ranks.call(members, "call", op="all_reduce")

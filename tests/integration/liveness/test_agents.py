@@ -194,7 +194,7 @@ def test_unauthenticated_peers_at_the_port_are_ignored(two: Stations) -> None:
     for peer in peers:
         peer.close()
     assert [station.agent.poll() for station in two.stations] == [None, None]
-    assert two.job()["hosts"] == {"0": "running", "1": "running"}
+    until(lambda: two.job()["hosts"] == {"0": "running", "1": "running"})
     two[0].agent.terminate()
     two.codes()
 

@@ -318,6 +318,12 @@ void Group::look() const {
   }
 }
 
+// A ring, so that one rank that is gone, or neighbours that are, leave the others connected.
+void Group::keep_in_touch(const Deadline& d) {
+  meet(d);
+  if (config_.size > 1) messenger_->touch((config_.rank + 1) % config_.size);
+}
+
 void Group::check_rank(int rank, const char* what) const {
   if (rank < 0 || rank >= config_.size) {
     fail_usage(std::string(what) + " " + std::to_string(rank) + " is not in the group of " +

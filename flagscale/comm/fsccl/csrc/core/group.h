@@ -107,6 +107,9 @@ class Group {
   void check() const;  // throws what failed the group, if anything did
   // As check(), and if a rank that shares memory with this one is gone. Any thread may call.
   void look() const;
+  // Sees to it that every rank hears of a failure, also one that no message has connected: who waits
+  // elsewhere than here (in a native library) may need it. All ranks call it.
+  void keep_in_touch(const Deadline& d);
   // Fails the group, tells everyone, and throws `why` with the operation's name.
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
   // As fail(), where nobody waits for the exception.

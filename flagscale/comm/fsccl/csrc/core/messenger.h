@@ -74,6 +74,8 @@ class Messenger : private LinkOwner {
 
   // Answers from now on, also before this rank sends or receives anything.
   void listen();
+  // As listen(), and connects to a rank, which then hears of a failure here, as this one of its.
+  void touch(int rank);
   // Asks a rank whom it waits for, and that one, and so on: the first of them that waits for nobody
   // or does not answer before the deadline. Throws what `watch` throws.
   int trace(int rank, const Deadline& deadline, const std::function<void()>& watch);

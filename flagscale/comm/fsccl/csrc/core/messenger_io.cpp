@@ -66,6 +66,14 @@ void Messenger::listen() {
   ensure_started(opened_by_peers_, kReceiverName);
 }
 
+void Messenger::touch(int rank) {
+  listen();
+  Hold hold(guard_);
+  if (failed_ || peer(rank).gone || !connect(rank)) return;  // who needs that rank will be told
+  queued_.push_back(peer(rank).out[0]);
+  push_queued(hold);
+}
+
 bool Messenger::connect(int rank) {
   Peer& p = peer(rank);
   if (!p.out.empty()) return true;

@@ -76,6 +76,7 @@ Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const Mak
   tracks_ = tracks([this](int peer) { look_for(peer); });
   arena_ = std::make_unique<Arena>(tracks_->device());
   open_board(d);
+  if (!one_host()) group_->keep_in_touch(d);  // the board does not tell everyone
   open_kernels(d);
   courier_ = std::make_unique<Courier>(*group_, [this](const Error& e) {
     std::lock_guard<std::mutex> hold(trouble_mutex_);
