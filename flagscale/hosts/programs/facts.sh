@@ -72,10 +72,10 @@ say address "$address"
 say interface "${interface%%@*}"
 
 # Ports at which something listens on this host, of IPv4 and IPv6.
-listening() { # $1: port
+listening() { # $1: port; sets `inode` to its socket's
     local local_address state hex
     printf -v hex '%04X' "$1"
-    while read -r _ local_address _ state _; do
+    while read -r _ local_address _ state _ _ _ _ _ inode _; do
         [[ $state == 0A && ${local_address##*:} == "$hex" ]] && return 0
     done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
     return 1
@@ -97,10 +97,12 @@ elif [[ -n $port ]] && ! listening "$port"; then
 fi
 for wanted in "$port" "$agents_port"; do
     [[ $wanted == [0-9]* ]] && listening "$wanted" || continue
+    # Whose it is can be seen of processes of the same user, and by root.
+    opened=$(find /proc/[0-9]*/fd -maxdepth 1 -lname "socket:\\[$inode\\]" 2>/dev/null)
     holder=
-    command -v ss >/dev/null && holder=$(ss -Hltnp "sport = :$wanted" 2>/dev/null)
-    [[ $holder =~ \"([^\"]+)\",pid=([0-9]+) ]] &&
-        holder="process ${BASH_REMATCH[2]} (${BASH_REMATCH[1]})"
+    if [[ $opened =~ ^/proc/([0-9]+)/ ]]; then
+        read -r name <"/proc/${BASH_REMATCH[1]}/comm" && holder="process ${BASH_REMATCH[1]} ($name)"
+    fi 2>/dev/null
     say busy_port "$wanted"
     say port_holder "${holder:-another process}"
     break

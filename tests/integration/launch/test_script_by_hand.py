@@ -11,7 +11,7 @@ import pytest
 from launch_bench import SLEEP, Bench
 from launch_lab import until
 
-from flagscale.config.schema import Commands, Environments
+from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.hosts import processes
 
 pytestmark = pytest.mark.integration
@@ -45,7 +45,8 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
     marks = bench.root / "marks"
     marks.mkdir()
     envs = Environments({"BEFORE": before, "MARKS": str(marks)})
-    state = bench.start(SLEEP, envs=envs, cmds=BESIDE)
+    # After a stop has begun there is time for after_stop, however busy the machine is.
+    state = bench.start(SLEEP, envs=envs, cmds=BESIDE, runner=Runner(stop_grace=30.0))
     agent = bench.agent(state) if lives == "agent" else None
     if agent is not None:
         until(lambda: bench.output.count("ready") == 2)
