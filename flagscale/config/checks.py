@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from flagscale.config.arguments import paths, rules
+from flagscale.config.arguments import layout, paths, rules
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.registry import arguments, registry
@@ -114,7 +114,7 @@ def check_places(experiment: Experiment) -> list[Problem]:
 def check_world(experiment: Experiment, world_size: int) -> list[Problem]:
     """Problems of ``world_size`` ranks, as planned, with the layout and the batch sizes."""
     args = Arguments.of(experiment)
-    broken = rules.broken_layout(args.values(), world_size)
+    broken = layout.broken_world(args.values(), world_size)
     return [args.problem(name, message) for name, message in broken]
 
 
@@ -130,8 +130,7 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
     args = Arguments.of(experiment)
     samples, batch = args["train_samples"], args["global_batch_size"]
     if batch is None and samples:
-        model = args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"]
-        batch = args["micro_batch_size"] * (world_size // (model * args["context_parallel_size"]))
+        batch = args["micro_batch_size"] * layout.data_parallel_size(args.values(), world_size)
     if samples and batch:
         steps, rest = divmod(samples, batch)
         text = f"{steps} steps: train_samples {samples} / global_batch_size {batch}"
@@ -160,7 +159,7 @@ def _spelling(args: Arguments) -> Iterator[Problem]:
 
 def _interleaving(args: Arguments) -> Iterator[Problem]:
     """The training program sets both; a YAML must not ask for the opposite."""
-    interleaved = args["num_layers"] and rules.virtual_chunks(args.values())
+    interleaved = args["num_layers"] and layout.virtual_chunks(args.values())
     if not interleaved:
         return
     reason = "stages that hold several model chunks would get each other's tensors"

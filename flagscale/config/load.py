@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from flagscale.config import schema
 from flagscale.config.actions import ACTIONS, Purpose
 from flagscale.config.arguments import paths
-from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
+from flagscale.config.arguments.maps import as_words
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.values import MAX_NAME, size, unfit
 from flagscale.config.checks import check_arguments, check_places

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.config import schema
-from flagscale.config.arguments.backend_options import NAME as BACKEND_OPTIONS
+from flagscale.config.arguments.maps import NAME as BACKEND_OPTIONS
 from flagscale.config.arguments.registry import lookup, registry
 from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.documented import kinds

@@ -8,8 +8,8 @@ from typing import Any
 
 from flagscale.config import harmless, schema
 from flagscale.config.arguments import paths
-from flagscale.config.arguments.backend_options import as_words
 from flagscale.config.arguments.flatten import collisions, leaves
+from flagscale.config.arguments.maps import as_words
 from flagscale.config.arguments.parser import canonicalise, unknown
 from flagscale.config.arguments.registry import lookup, refusal
 from flagscale.config.reader import Reader

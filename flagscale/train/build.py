@@ -6,6 +6,7 @@ import argparse
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.meshes import vocabulary_parts
 from flagscale.train.data.tokenizers import Tokenizer
 from flagscale.train.data.tokenizers.factory import padded_vocabulary
 from flagscale.train.device import Device
@@ -19,13 +20,11 @@ def build_state(
 ) -> TrainState:
     """Model with initial weights, optimizer and schedule; nothing done yet."""
     chunks = build_chunks(args, config, vocabulary, device)
-    optimizer = build_optimizer(args, chunks)
+    optimizer = build_optimizer(args, chunks, device)
     return TrainState(chunks, optimizer, build_scheduler(args, optimizer), Progress())
 
 
 def model_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
     """The embedding's rows: the larger of ``vocab_size`` and the tokenizer's, padded."""
     size = max(tokenizer.vocab_size, args.vocab_size or 0)
-    return padded_vocabulary(
-        size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-    )
+    return padded_vocabulary(size, args.make_vocab_size_divisible_by, vocabulary_parts(vars(args)))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from flagscale.comm import registry
 from flagscale.comm.base import TRAINING
 from flagscale.errors import ConfigError, JobError
 from flagscale.train.device import Device
+
+if TYPE_CHECKING:
+    from flagscale.train.meshes.groups import MeshGroups
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,41 @@ def join(
     return chosen.name, time.monotonic() - begin
 
 
-def lay_out(args: argparse.Namespace) -> None:
+def lay_out(args: argparse.Namespace) -> MeshGroups | None:
     """Create megatron.core's process groups for the layout of ``args`` and seed every generator.
 
     ``args`` has passed :mod:`flagscale.config.arguments.resolve`, so the sizes divide the world.
+
+    Returns the groups beyond megatron.core's that heterogeneous training has.
     """
     from megatron.core import parallel_state, tensor_parallel
+
+    groups = None
+    if args.meshes is None:
+        _lay_out_alike(args)
+    else:
+        groups = _lay_out_meshes(args)
+    # Dropout must differ between pipeline stages, and be equal among data-parallel replicas'
+    # tensor-parallel partners.
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return groups
+
+
+def _lay_out_meshes(args: argparse.Namespace) -> MeshGroups:
+    from flagscale.train.meshes import groups
+
+    return groups.make(
+        args.meshes,
+        args.stage,
+        minutes=args.distributed_timeout_minutes,
+        on_host=args.hetero_use_cpu_communication,
+    )
+
+
+def _lay_out_alike(args: argparse.Namespace) -> None:
+    from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -106,11 +139,6 @@ def lay_out(args: argparse.Namespace) -> None:
         # The optimizer's old checkpoint formats alone would use them.
         create_gloo_process_groups=False,
     )
-    # Dropout must differ between pipeline stages, and be equal among data-parallel replicas'
-    # tensor-parallel partners.
-    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def leave() -> None:

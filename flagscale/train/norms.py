@@ -18,21 +18,18 @@ def parameters_norm(chunks: list[DistributedDataParallel]) -> float:
 
     A weight that several ranks hold counts once.
     """
-    dense: list[torch.Tensor] = []
-    expert: list[torch.Tensor] = []
+    device = next(chunks[0].parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for chunk in chunks:
         for weight in chunk.parameters():
             if param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight):
-                own = dense if getattr(weight, "allreduce", True) else expert
-                own.append(weight.detach().float().square().sum())
-    device = next(chunks[0].parameters()).device
-    groups = [
-        (dense, parallel_state.get_model_parallel_group()),
-        (expert, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
-    ]
-    total = 0.0
-    for squares, group in groups:
-        share = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
-        dist.all_reduce(share, group=group)
-        total += float(share.item())
-    return math.sqrt(total)
+                total += weight.detach().float().square().sum() / _replicas(weight)
+    dist.all_reduce(total)
+    return math.sqrt(total.item())
+
+
+def _replicas(weight: torch.nn.Parameter) -> int:
+    """How many data-parallel ranks have the same."""
+    if getattr(weight, "allreduce", True):
+        return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    return int(parallel_state.get_expert_data_parallel_world_size())

@@ -71,5 +71,5 @@ def _weight(group: dist.ProcessGroup | None) -> float:
     add up; the other ranks of a pipeline stage hold losses of their own, of which the mean is
     taken; stages hold different layers, which add up."""
     parts = 1 if group is None else dist.get_world_size(group)
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return float(parts * stages / dist.get_world_size())
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return parts / dist.get_world_size(stage)

@@ -39,7 +39,7 @@ def prepare(
         DataError: the tokenizer or the data is missing, damaged or does not fit the model.
         CheckpointError: the checkpoint to start from cannot be used, or none could be saved.
     """
-    distributed.lay_out(args)
+    groups = distributed.lay_out(args)
     reporter = Reporter(args, status, speaks=rank.rank == 0)
     checkpointer = Checkpointer(args, warn=reporter.warn)
     fresh = checkpointer.try_out()
@@ -56,7 +56,7 @@ def prepare(
     with torch.random.fork_rng(devices=[]):
         data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
     profiler = Profiler(args, rank.rank, device, reporter.say)
-    stepper = Stepper(args, config, state, device, profiler)
+    stepper = Stepper(args, config, state, device, profiler, groups)
     meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
     return Trainer(args, state, stepper, data, checkpointer, reporter, meter), state
 

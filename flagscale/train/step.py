@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,6 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from flagscale.train.device import Device
 from flagscale.train.forward import LOSS_KEY, ForwardStep
 from flagscale.train.layers.precision import weights_changed
+from flagscale.train.meshes.exchange import Exchange
+from flagscale.train.meshes.gradients import Finalize, collection
+from flagscale.train.meshes.groups import MeshGroups
 from flagscale.train.profiling import Profiler
 from flagscale.train.readings import StepNumbers
 from flagscale.train.router_losses import RouterLosses
@@ -32,7 +36,9 @@ class Stepper:
         state: TrainState,
         device: Device,
         profiler: Profiler | None = None,
+        groups: MeshGroups | None = None,
     ) -> None:
+        """``groups``: those that heterogeneous training has beyond megatron.core's."""
         self._args = args
         self._state = state
         self._device = device.torch_device
@@ -41,6 +47,11 @@ class Stepper:
         self.routers = RouterLosses(args, self._device, state.progress.iteration)
         self._schedule = get_forward_backward_func()
         _connect(args, config, state)
+        self._pipeline: dict[str, Any] = {}
+        self._exchange: Exchange | None = None
+        if groups is not None:
+            self._exchange = _over_meshes(args, config, state, groups, self._device)
+            self._pipeline = {"p2p_communicator": self._exchange, "pg_collection": collection()}
 
     def train(self, data: Any, *, stop: tuple[bool, bool]) -> tuple[StepNumbers, torch.Tensor]:
         """Take one step: all micro-batches, the optimizer, the schedule; count the samples.
@@ -111,7 +122,10 @@ class Stepper:
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,
+            **self._pipeline,
         )
+        if self._exchange is not None:
+            self._exchange.finish()
         return reports
 
     def _shared(
@@ -143,6 +157,26 @@ def _connect(args: argparse.Namespace, config: TransformerConfig, state: TrainSt
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _over_meshes(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    state: TrainState,
+    groups: MeshGroups,
+    device: torch.device,
+) -> Exchange:
+    """Connect the schedules to the other meshes'."""
+    config.finalize_model_grads_func = Finalize(state.chunks, groups.ends)
+    return Exchange(
+        config,
+        args.meshes,
+        args.stage,
+        groups.boundaries,
+        parallel_state.get_tensor_model_parallel_group(),
+        device,
+        sequence=args.seq_length,
+    )
 
 
 def _one_or_all(functions: list[Any]) -> Any:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 
 from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve
+from flagscale.config.arguments.resolve import of_rank, resolve
 from flagscale.errors import FlagscaleError
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         pid=os.getpid(),
         device=device.name,
     )
-    args = resolve(args, rank.world_size)
+    args = of_rank(resolve(args, rank.world_size), rank.rank)
     require_packages(args)
     backend, seconds = distributed.join(
         rank,

@@ -107,6 +107,5 @@ REFUSED: dict[str, str] = {
     "spec": "this version builds its own layers",
     "use_legacy_models": "only megatron.core's models exist here",
     "use_checkpoint_args": "the YAML says what is trained",
-    "hetero_process_meshes": "this version trains on one mesh of like devices",
 }
 """Names that Megatron-LM or megatron.core knows and that cannot be given here, with the reason."""

@@ -10,7 +10,8 @@ import argparse
 import copy
 from typing import Any
 
-from flagscale.config.arguments import rules
+from flagscale.config.arguments import layout, rules
+from flagscale.config.arguments.meshes import Meshes, meshes_of, view
 from flagscale.config.arguments.precision import Values
 from flagscale.errors import ConfigError, Problem
 
@@ -20,13 +21,14 @@ def resolve(args: argparse.Namespace, world_size: int) -> argparse.Namespace:
 
     Sets ``global_batch_size``, ``train_iters``, ``train_samples``, ``data_parallel_size``,
     ``num_microbatches``, ``virtual_pipeline_model_parallel_size``, the point-to-point options of
-    the interleaved schedule, ``ffn_hidden_size`` and ``max_position_embeddings``.
+    the interleaved schedule, ``ffn_hidden_size`` and ``max_position_embeddings``; and ``meshes``,
+    None unless training is heterogeneous, when ``data_parallel_size`` is the first mesh's.
 
     Raises:
         ConfigError: with every problem found.
     """
     out = copy.copy(args)
-    broken = rules.broken(vars(out)) or rules.broken_layout(vars(out), world_size)
+    broken = rules.broken(vars(out)) or layout.broken_world(vars(out), world_size)
     if not broken:
         _set_batch(out, world_size)
         # Again: a schedule in samples can be compared with one in steps only now.
@@ -41,9 +43,24 @@ def resolve(args: argparse.Namespace, world_size: int) -> argparse.Namespace:
     return out
 
 
+def of_rank(args: argparse.Namespace, rank: int) -> argparse.Namespace:
+    """Resolved arguments as one rank has them: in heterogeneous training with the sizes of its own
+    mesh, and ``stage``, which it holds; ``micro_batch_size`` is its own part of a micro-batch."""
+    meshes: Meshes | None = args.meshes
+    if meshes is None:
+        return args
+    stage = meshes.stage_of(rank)
+    out = argparse.Namespace(**view(vars(args), meshes, stage.mesh_index))
+    out.stage = stage
+    out.data_parallel_size = stage.mesh.dp
+    out.micro_batch_size = len(meshes.sequences_of(stage.mesh, stage.place(rank)[0]))
+    _set_virtual_stages(out)
+    return out
+
+
 def _set_batch(args: argparse.Namespace, world_size: int) -> None:
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    args.data_parallel_size = world_size // (model * args.context_parallel_size)
+    args.meshes, args.stage = meshes_of(vars(args)), None
+    args.data_parallel_size = layout.data_parallel_size(vars(args), world_size)
     slice_ = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = slice_
@@ -60,7 +77,9 @@ def _set_length(args: argparse.Namespace) -> None:
 
 
 def _set_virtual_stages(args: argparse.Namespace) -> None:
-    args.virtual_pipeline_model_parallel_size = rules.virtual_chunks(vars(args))
+    if args.meshes is not None and args.stage is None:
+        return  # a rank's own, see of_rank()
+    args.virtual_pipeline_model_parallel_size = layout.virtual_chunks(vars(args))
     if args.virtual_pipeline_model_parallel_size is not None:
         # With batched point-to-point calls two interleaved stages get each other's tensors and
         # train on wrong gradients without a word.

@@ -74,6 +74,7 @@ def describe(values: Values, world_size: int) -> dict[str, Any]:
         "layout": _layout(values, world_size),
         "precision": _precision(values),
         "distributed_optimizer": bool(values["use_distributed_optimizer"]),
+        "experts_apart": True,
         "has_optimizer": not values["no_save_optim"],
         "has_rng": not values["no_save_rng"],
     }
@@ -83,8 +84,10 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _layout(values: Values, world_size: int) -> dict[str, int]:
+def _layout(values: Values, world_size: int) -> dict[str, int | str]:
     """Sizes that decide which rank draws which random numbers."""
+    if values["meshes"] is not None:
+        return {"meshes": values["meshes"].describe(), "world": world_size}
     return {
         "tensor": values["tensor_model_parallel_size"],
         "pipeline": values["pipeline_model_parallel_size"],
@@ -192,13 +195,14 @@ def _check_optimizer(content: Content, values: Values, ours: Mapping[str, Any]) 
 
 
 def _check_experts(content: Content, values: Values, ours: Mapping[str, Any]) -> None:
-    """With expert parallelism megatron.core keeps the experts in an optimizer of their own."""
-    saved = content.get("layout", ours["layout"])["expert"]
-    wanted = ours["layout"]["expert"]
-    if values["num_moe_experts"] and (saved == 1) != (wanted == 1):
+    """The experts have a part of the optimizer of their own; in older checkpoints only where they
+    lay on several ranks."""
+    layout = content.get("layout", ours["layout"])
+    apart = content.get("experts_apart", layout.get("expert", 1) > 1 or "layout" not in content)
+    if values["num_moe_experts"] and not apart:
         raise CheckpointError(
-            f"the checkpoint's optimizer was saved with expert_model_parallel_size {saved}, this "
-            f"run has {wanted}: between 1 and more its parts differ",
+            "the checkpoint's optimizer was saved by an older version with "
+            "expert_model_parallel_size 1, which kept experts and other weights together",
             hint="no_load_optim: true takes the weights and the progress alone",
         )
 

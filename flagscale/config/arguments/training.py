@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flagscale.config.arguments.hetero import Heterogeneous
 from flagscale.config.arguments.spec import Section, arg
 
 
@@ -329,6 +330,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Checkpointing, "system"),
     (Logging, "system"),
     (Profiling, "system"),
+    (Heterogeneous, "system"),
     (Model, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flagscale.comm import registry
-from flagscale.config.arguments.backend_options import NAME as OPTIONS
 from flagscale.config.arguments.flatten import leaves
+from flagscale.config.arguments.maps import NAME as OPTIONS
 from flagscale.config.arguments.registry import arguments
 from flagscale.config.arguments.values import convert
 from flagscale.config.checks import Arguments

@@ -155,10 +155,14 @@ class Checkpointer:
             raise failure
 
     def _begin(self, iteration: int, state: TrainState) -> Writing:
+        args = self._args
+        # Whether anybody has what others have too, which all ranks must answer alike.
+        replicas = args.data_parallel_size * args.context_parallel_size
         writing = Writing(
             self._open(iteration),
             self._content(state),
-            fully_parallel=self._args.ckpt_fully_parallel_save,
+            fully_parallel=args.ckpt_fully_parallel_save
+            and (replicas > 1 or args.meshes is not None),
             background=self._args.async_save,
             validate=not self._validated,
         )
@@ -177,7 +181,7 @@ class Checkpointer:
         args = self._args
         metadata = contents.sharding_metadata()
         with_group = contents.with_group(metadata)
-        content = contents.model_state(state, with_group)
+        content = contents.model_state(self._args, state, with_group)
         if not args.no_save_optim:
             model = dict(content)
             content["optimizer"] = contents.optimizer_state(

@@ -19,7 +19,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from flagscale.config.arguments import resuming
+from flagscale.config.arguments.meshes import vocabulary_parts
 from flagscale.train.checkpoint.padding import padded_buckets
+from flagscale.train.checkpoint.vocabulary import in_pieces
 from flagscale.train.state import TrainState
 
 METADATA_KEY = "content_metadata"  # where megatron.core looks for it
@@ -44,14 +46,18 @@ def with_group(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {**metadata, "dp_cp_group": group}
 
 
-def model_state(state: TrainState, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def model_state(
+    args: argparse.Namespace, state: TrainState, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
     """The sharded weights, one entry a model chunk."""
     modules = state.modules()
     names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
-    return {
-        name: module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-        for name, module in zip(names, modules, strict=True)
-    }
+    found: dict[str, Any] = {}
+    for name, module in zip(names, modules, strict=True):
+        found[name] = module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        if args.meshes is not None:
+            in_pieces(found[name], vocabulary_parts(vars(args)))
+    return found
 
 
 def optimizer_state(
@@ -130,5 +136,5 @@ def describe_run(args: argparse.Namespace, state: TrainState) -> dict[str, Any]:
 def vocabulary(args: argparse.Namespace, state: TrainState) -> list[int]:
     """The least and the most tokens that the padded vocabulary can stand for."""
     rows = int(state.modules()[0].vocab_size)  # type: ignore[arg-type]
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    multiple = args.make_vocab_size_divisible_by * vocabulary_parts(vars(args))
     return [rows - multiple + 1, rows]

@@ -66,7 +66,7 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     agree(None if found.path.is_dir() else f"{found.path} is not visible on this host")
     tokens = contents.vocabulary(args, state)
     wanted = parts_to_load(found.content, vars(args), dist.get_world_size(), tokens)
-    loaded = _read(found, state, wanted, fully_parallel=args.ckpt_fully_parallel_load)
+    loaded = _read(args, found, state, wanted)
     error = None
     try:
         _apply(loaded, state, wanted)
@@ -77,7 +77,7 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
 
 
 def _read(
-    found: Found, state: TrainState, wanted: Parts, *, fully_parallel: bool
+    args: argparse.Namespace, found: Found, state: TrainState, wanted: Parts
 ) -> dict[str, Any]:
     """The checkpoint's parts for this rank."""
     path = str(found.path)
@@ -86,14 +86,14 @@ def _read(
     try:
         metadata = dist_checkpointing.load_content_metadata(path) or contents.sharding_metadata()
         metadata = contents.with_group(metadata)
-        sharded = contents.model_state(state, metadata)
+        sharded = contents.model_state(args, state, metadata)
         if wanted.optimizer:
             model = dict(sharded)
             sharded["optimizer"] = contents.optimizer_state(state, model, metadata, is_loading=True)
         if wanted.rng:
             sharded.update(contents.rng_object())
         strategy = get_default_load_sharded_strategy(path)
-        if fully_parallel:
+        if args.ckpt_fully_parallel_load:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelLoadStrategyWrapper(strategy, group)
         loaded = dist_checkpointing.load(sharded, path, strategy)
@@ -111,6 +111,7 @@ def _apply(loaded: dict[str, Any], state: TrainState, wanted: Parts) -> None:
     if wanted.optimizer:
         with torch.no_grad():
             state.optimizer.load_state_dict(loaded["optimizer"])
+        _agree_on_step(state.optimizer)
         _load_schedule(loaded, state)
     else:
         state.optimizer.reload_model_params()  # its fp32 copies are of the initial weights
@@ -118,6 +119,19 @@ def _apply(loaded: dict[str, Any], state: TrainState, wanted: Parts) -> None:
         state.progress.load_state_dict(loaded["progress"])
     if wanted.rng:
         contents.restore_rng(loaded)
+
+
+def _agree_on_step(optimizer: Any) -> None:
+    """Give every group of parameters the step of all. What is saved of groups is rank 0's, and
+    where that has none of a group's parameters (experts, on another mesh) it has no step either."""
+    groups = [group for group in optimizer.param_groups if group["params"] or "step" in group]
+    device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+    step = torch.tensor([max((int(group.get("step") or 0) for group in groups), default=0)])
+    step = step.to(device)
+    dist.all_reduce(step, op=dist.ReduceOp.MAX)
+    for group in groups:
+        if int(step):
+            group["step"] = int(step)
 
 
 def _load_schedule(loaded: dict[str, Any], state: TrainState) -> None:

@@ -194,7 +194,7 @@ def _plan(sharded: Mapping[str, Any], directory: Path, fully_parallel: bool) -> 
     """Which rank writes what: the writer, and on rank 0 the metadata to complete."""
     strategy: Any = _PlanningStrategy(_BACKEND, _VERSION)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if fully_parallel and group.size() > 1:
+    if fully_parallel:
         strategy = FullyParallelSaveStrategyWrapper(strategy, group)
     with _without_manager_process():
         writer, metadata = strategy.async_save(sharded, str(directory))

@@ -64,7 +64,7 @@ def build_data_iterators(
     """
     plan = plan_data(args, tokenizer)
     datasets = _build_datasets(plan, tokenizer)
-    shard = shard or _own_shard()
+    shard = shard or own_shard(args)
     consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
     found = [
         _iterators(args, plan, split, data, taken, chunks, shard)
@@ -73,12 +73,16 @@ def build_data_iterators(
     return DataIterators(*found)
 
 
-def _own_shard() -> Shard:
+def own_shard(args: Any) -> Shard:
+    """This rank's part of the data, of its data-parallel group's."""
     from megatron.core import parallel_state
 
-    return Shard(
-        parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    if args.meshes is not None:
+        own = args.meshes.sequences_of(args.stage.mesh, rank)
+        return Shard(args.meshes.sequences, (own,))
+    size = parallel_state.get_data_parallel_world_size()
+    return Shard.even(rank, size, args.micro_batch_size)
 
 
 def _build_datasets(plan: DataPlan, tokenizer: Tokenizer) -> list[Dataset[Batch] | None]:
@@ -162,7 +166,6 @@ def _iterators(
         _enough(plan, split, len(data), consumed)  # type: ignore[arg-type]
     sampler = MicroBatchSampler(
         len(data),  # type: ignore[arg-type]
-        args.micro_batch_size,
         shard,
         consumed=consumed,
         order=order,

@@ -22,14 +22,26 @@ Order = Literal["single", "wrapped", "cyclic"]
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of every micro-batch: ``rank`` of ``size`` data-parallel ranks."""
+    """This rank's part of the samples: of every ``width`` consecutive ones it takes
+    ``micro_batches``, each a range of places among them, one after the other."""
 
-    rank: int = 0
-    size: int = 1
+    width: int
+    micro_batches: tuple[range, ...]
+
+    @classmethod
+    def even(cls, rank: int = 0, size: int = 1, micro_batch_size: int = 1) -> Shard:
+        """The ``rank``-th of ``size`` equal parts of each micro-batch."""
+        if not 0 <= rank < size:
+            raise ValueError(f"data-parallel rank {rank} is not in [0, {size})")
+        first = rank * micro_batch_size
+        return cls(size * micro_batch_size, (range(first, first + micro_batch_size),))
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"data-parallel rank {self.rank} is not in [0, {self.size})")
+        inside = range(self.width)
+        if not self.micro_batches or not all(
+            part and part[0] in inside and part[-1] in inside for part in self.micro_batches
+        ):
+            raise ValueError(f"{self.micro_batches} are no parts of {self.width} samples")
 
 
 class MicroBatchSampler:
@@ -39,7 +51,6 @@ class MicroBatchSampler:
     def __init__(
         self,
         samples: int,
-        micro_batch_size: int,
         shard: Shard,
         *,
         consumed: int = 0,
@@ -47,10 +58,9 @@ class MicroBatchSampler:
         seed: int = 0,
     ) -> None:
         """``samples`` are in the data set, ``consumed`` were taken by all ranks before."""
-        if samples < 1 or micro_batch_size < 1 or consumed < 0:
-            raise ValueError(f"bad sizes: {samples=} {micro_batch_size=} {consumed=}")
+        if samples < 1 or consumed < 0:
+            raise ValueError(f"bad sizes: {samples=} {consumed=}")
         self._samples = samples
-        self._micro_batch_size = micro_batch_size
         self._shard = shard
         self._consumed = consumed
         self._order = order
@@ -58,11 +68,10 @@ class MicroBatchSampler:
         self._epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        width = self._micro_batch_size * self._shard.size
-        position = self._consumed
+        position, width = self._consumed, self._shard.width
         while self._order != "single" or position + width <= self._samples:
-            first = position + self._shard.rank * self._micro_batch_size
-            yield [self._sample(first + i) for i in range(self._micro_batch_size)]
+            for part in self._shard.micro_batches:
+                yield [self._sample(position + place) for place in part]
             position += width
 
     def _sample(self, position: int) -> int:

@@ -71,15 +71,11 @@ class _Weights(torch.nn.Module):
 
     accumulator: torch.Tensor | None = None
 
-    def __init__(
-        self, shape: tuple[int, int, int], dimension: int, config: Any, *, shared: bool
-    ) -> None:
-        """``dimension`` is split over tensor-parallel ranks. ``shared``: every rank of a
-        data-parallel group has these experts."""
+    def __init__(self, shape: tuple[int, int, int], dimension: int, config: Any) -> None:
+        """``dimension`` is split over tensor-parallel ranks."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, dimension, 1)
-        self.weight.allreduce = shared  # type: ignore[attr-defined]
 
     def accumulated_weight(self) -> torch.nn.Parameter:
         return self.weight
@@ -108,9 +104,8 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         ranks = pg_collection.expt_tp.size()
         wide, hidden = config.moe_ffn_hidden_size // ranks, config.hidden_size
         rows = 2 * wide if config.gated_linear_unit else wide
-        shared = config.expert_model_parallel_size == 1
-        self.linear_fc1 = _Weights((self.count, rows, hidden), 1, config, shared=shared)
-        self.linear_fc2 = _Weights((self.count, hidden, wide), 2, config, shared=shared)
+        self.linear_fc1 = _Weights((self.count, rows, hidden), 1, config)
+        self.linear_fc2 = _Weights((self.count, hidden, wide), 2, config)
         self._register_load_state_dict_pre_hook(_drop_nothing)
 
     def forward(

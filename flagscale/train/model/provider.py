@@ -57,6 +57,7 @@ def build_chunks(
         _gpt(args, config, vocabulary, stage, fast=fast).to(device.torch_device) for stage in stages
     ]
     for model in models:
+        _set_experts_apart(model)
         initialize(model, config, args.seed)
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]
@@ -142,6 +143,16 @@ def _replace(spec: Any, replacements: dict[Any, Any]) -> Any:
         values = {f.name: _replace(getattr(spec, f.name), replacements) for f in fields(spec)}
         return type(spec)(**values)
     return replacements.get(spec, spec) if isinstance(spec, type) else spec
+
+
+def _set_experts_apart(model: torch.nn.Module) -> None:
+    """Experts have groups and a part of the optimizer of their own, however many ranks they lie
+    on. megatron.core says so only where these are more than one: then checkpoints of one rank fit
+    no more, meshes with and without expert parallelism have unlike optimizers, and with tensor
+    parallelism but not of experts gradients are summed over the wrong ranks."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def parameters_of(chunks: list[DistributedDataParallel]) -> list[torch.nn.Parameter]:

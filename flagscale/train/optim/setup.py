@@ -18,9 +18,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from flagscale.config.arguments.resolve import schedule_lengths
 from flagscale.config.arguments.rules import weight_decays
+from flagscale.train.device import Device
 from flagscale.train.model.config import optimizer_config
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.gradients import clip, gradient_norm
+from flagscale.train.optim.joint import join
 
 
 def replace_fallbacks() -> None:
@@ -44,11 +46,16 @@ def replace_fallbacks() -> None:
 
 
 def build_optimizer(
-    args: argparse.Namespace, chunks: list[DistributedDataParallel]
+    args: argparse.Namespace, chunks: list[DistributedDataParallel], device: Device
 ) -> MegatronOptimizer:
-    """The optimizer over the parameters of ``chunks``."""
+    """The optimizer over the parameters of ``chunks``, which are on ``device``."""
     replace_fallbacks()
-    return get_megatron_optimizer(optimizer_config(args), chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(
+        optimizer_config(args), chunks, use_gloo_process_groups=False
+    )
+    if args.meshes is not None or args.num_moe_experts:
+        join(optimizer, device.torch_device)
+    return optimizer
 
 
 def build_scheduler(

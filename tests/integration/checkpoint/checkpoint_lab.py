@@ -25,6 +25,7 @@ MOE = LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-
 DO = "--use-distributed-optimizer"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
+MESHES = "--enable-hetero --hetero-process-meshes"
 STEPS = 3
 
 
@@ -56,6 +57,18 @@ LAYOUTS = {
         2, f"--moe-grouped-gemm --expert-model-parallel-size 2 {DO}", "moe"
     ),
     "cp2-do": Layout(2, f"--context-parallel-size 2 {DO}"),
+    "meshes": Layout(3, f"{MESHES} 2 1 1 1 1  1 1 1 1 1 --hetero-pipeline-layer-split 3 1"),
+    "tied-meshes-do": Layout(
+        4, f"{MESHES} 2 1 1 1 1  1 1 1 2 1 {DO} --micro-batch-size 2 --sequence-parallel", "tied"
+    ),
+    "tied-meshes-turned-do": Layout(
+        4, f"{MESHES} 1 1 1 2 1  2 1 1 1 1 {DO} --hetero-pipeline-layer-split 1 3", "tied"
+    ),
+    # Experts in the second mesh alone.
+    "moe-meshes-do": Layout(
+        3, f"{MESHES} 1 1 1 1 1  1 1 2 2 1 {DO} --micro-batch-size 2", "moe-last"
+    ),
+    "moe-last-one-do": Layout(1, DO, "moe-last"),
     "bf16-dp2-do": Layout(2, DO, "bf16"),
     "tied-pp2": Layout(2, PP2, "tied"),
     "tied-one": Layout(1, "", "tied"),
@@ -64,6 +77,7 @@ LAYOUTS = {
 MODELS = {
     "llama": LLAMA,
     "moe": MOE,
+    "moe-last": f"{MOE} --moe-layer-freq 0 0 1 1",
     "bf16": LLAMA + " --bf16",
     "tied": LLAMA.replace("--untie-embeddings-and-output-weights", ""),
 }

@@ -75,7 +75,7 @@ class Run:
 
     def __init__(self, case: dict[str, Any], rank: Any, device: Any) -> None:
         from flagscale.config.arguments.parser import parse_arguments
-        from flagscale.config.arguments.resolve import resolve
+        from flagscale.config.arguments.resolve import of_rank, resolve
         from flagscale.train import distributed
         from flagscale.train.build import build_state, model_vocabulary
         from flagscale.train.checkpoint import Checkpointer
@@ -84,8 +84,9 @@ class Run:
 
         self.case = case
         self.rank = rank.rank
-        self.args = resolve(parse_arguments(case["argv"]), rank.world_size)
-        distributed.lay_out(self.args)
+        args = resolve(parse_arguments(case["argv"]), rank.world_size)
+        self.args = of_rank(args, rank.rank)
+        self.groups = distributed.lay_out(self.args)
         self.tokenizer = build_tokenizer(self.args)
         self.config = transformer_config(self.args, device)
         vocabulary = model_vocabulary(self.args, self.tokenizer)
@@ -115,7 +116,9 @@ class Run:
             self.data = build_data_iterators(
                 self.args, self.tokenizer, self.state.progress, chunks=chunks
             )
-            self.stepper = Stepper(self.args, self.config, self.state, self.device)
+            self.stepper = Stepper(
+                self.args, self.config, self.state, self.device, groups=self.groups
+            )
         readings = Readings()
         for _ in range(steps):
             readings.add(*self.stepper.train(self.data.train, stop=(False, False)))

@@ -73,7 +73,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     """Spread and mean of the initial weights, losses and gradient norms of the first steps, and
     the validation loss after them."""
     from flagscale.config.arguments.parser import parse_arguments
-    from flagscale.config.arguments.resolve import resolve
+    from flagscale.config.arguments.resolve import of_rank, resolve
     from flagscale.train import distributed
     from flagscale.train.build import build_state, model_vocabulary
     from flagscale.train.data.datasets import build_data_iterators
@@ -83,8 +83,8 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     from flagscale.train.readings import Readings
     from flagscale.train.step import Stepper, gathered
 
-    args = resolve(parse_arguments(argv), rank.world_size)
-    distributed.lay_out(args)
+    args = of_rank(resolve(parse_arguments(argv), rank.world_size), rank.rank)
+    groups = distributed.lay_out(args)
     tokenizer = build_tokenizer(args)
     config = transformer_config(args, device)
     state = build_state(args, config, model_vocabulary(args, tokenizer), device)
@@ -92,7 +92,7 @@ def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
     data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
     weights = global_parameters(state.modules()[0], config)
     spread = {name: [float(weight.std()), float(weight.mean())] for name, weight in weights}
-    stepper = Stepper(args, config, state, device)
+    stepper = Stepper(args, config, state, device, groups=groups)
     readings = Readings()
     for _ in range(STEPS):
         readings.add(*stepper.train(data.train, stop=(False, False)))

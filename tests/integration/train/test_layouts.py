@@ -85,6 +85,8 @@ REFERENCES = (
     Case("moe", 1, MOE, "", ""),
     Case("moe-balanced", 1, BALANCED, "", ""),
     Case("bf16", 1, BF16, "", ""),
+    Case("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
+    Case("tied-6", 1, TIED, "--global-batch-size 6", ""),
 )
 # A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time:
 # where the case is not about them, fsccl does them if it can be compiled.
@@ -114,6 +116,7 @@ CASES = (
     Case("gpt2-tp2-sp", 2, GPT2, SP, "gpt2", backend=FASTER),
     Case("gpt2-pp2", 2, GPT2, PP2, "gpt2"),
     Case("moe-ep2", 2, MOE, "--expert-model-parallel-size 2", "moe"),
+    Case("moe-tp2-etp1", 2, MOE, SP + " --expert-tensor-parallel-size 1", "moe", backend=FASTER),
     Case("moe-balanced-pp2", 2, BALANCED, PP2, "moe-balanced"),
     Case("moe-balanced-tp2", 2, BALANCED, SP, "moe-balanced", backend=FASTER),
     Case("bf16-fused-loss", 1, BF16, "--cross-entropy-loss-fusion", "bf16", 1e-2),
@@ -170,6 +173,52 @@ CASES = (
          "--first-last-layers-bf16", "bf16", 3e-2),
 )  # fmt: skip
 
+
+def meshes(sizes: str, split: str = "", more: str = "") -> str:
+    """Options of heterogeneous training: five sizes a mesh, a split of the layers."""
+    options = f"--enable-hetero --hetero-process-meshes {sizes}"
+    return f"{options}{f' --hetero-pipeline-layer-split {split}' if split else ''} {more}"
+
+
+# Pipeline stages on meshes that are laid out unlike each other: tp cp ep dp pp of each.
+TP2_DP2 = "2 1 1 1 1  1 1 1 2 1"
+DP2_TP2 = "1 1 1 2 1  2 1 1 1 1"
+MBS2 = "--micro-batch-size 2"
+MESHES = (
+    Case("mesh-tp2+dp2", 4, LLAMA, meshes(TP2_DP2, "3 1", MBS2), "llama"),
+    Case("mesh-tp2+dp2-sp-do", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
+         "--sequence-parallel"), "llama"),
+    Case("mesh-dp2+tp2-tied", 4, TIED, meshes(DP2_TP2, "1 3"), "tied"),
+    Case("mesh-dp2+tp2-tied-sp-do-overlap", 4, TIED, meshes(DP2_TP2, "1 3", f"{OVERLAP} "
+         "--sequence-parallel"), "tied"),
+    Case("mesh-1+1+1", 3, LLAMA, meshes("1 1 1 1 1  1 1 1 1 1  1 1 1 1 1", "1 2 1"), "llama"),
+    Case("mesh-1x2+dp2-no-layers-first", 4, LLAMA, meshes("1 1 1 1 2  1 1 1 2 1", "0 3 1", MBS2
+         + " --standalone-embedding-stage"), "llama"),
+    Case("mesh-dp3+dp2-per-token", 5, LLAMA, meshes("1 1 1 3 1  1 1 1 2 1", "2 2",
+         "--calculate-per-token-loss --global-batch-size 6"), "llama-6"),
+    Case("mesh-dp2+dp3-per-token", 5, LLAMA, meshes("1 1 1 2 1  1 1 1 3 1", "2 2",
+         "--calculate-per-token-loss --micro-batch-size 3 --global-batch-size 6"), "llama-6"),
+    Case("mesh-dp3+tp2-uneven-do", 5, TIED, meshes("1 1 1 3 1  2 1 1 1 1", "2 2",
+         f"{DO} --global-batch-size 6"), "tied-6"),
+    Case("mesh-cp2+dp2", 4, LLAMA, meshes("1 2 1 1 1  1 1 1 2 1", "2 2", MBS2), "llama"),
+    Case("mesh-dp2+cp2-do", 4, LLAMA, meshes("1 1 1 2 1  1 2 1 1 1", "2 2", DO), "llama"),
+    Case("mesh-1+tp2-cp2-sp", 5, LLAMA, meshes("1 1 1 1 1  2 2 1 1 1", "2 2",
+         "--sequence-parallel"), "llama", backend=FASTER),
+    Case("mesh-vpp2", 4, LLAMA, meshes(TP2_DP2, "2 2", f"{MBS2} "
+         "--num-virtual-stages-per-pipeline-rank 2"), "llama"),
+    Case("mesh-vpp2-tied-do-overlap", 4, TIED, meshes(DP2_TP2, "2 2", f"{OVERLAP} "
+         "--num-virtual-stages-per-pipeline-rank 2"), "tied"),
+    Case("mesh-bf16", 4, BF16, meshes(TP2_DP2, "3 1", MBS2), "bf16", 2e-2),
+    Case("mesh-fp16-do", 4, FP16, meshes(TP2_DP2, "3 1", f"{MBS2} {DO}"), "fp16", 2e-2),
+    Case("mesh-compiled", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{COMPILED} {MBS2}"), "llama"),
+    Case("mesh-gpt2", 4, GPT2, meshes(TP2_DP2, "1 1", MBS2), "gpt2"),
+    Case("mesh-recompute", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} --recompute-granularity full "
+         "--recompute-method uniform --recompute-num-layers 1"), "llama"),
+    Case("mesh-moe-ep2+dp2", 4, MOE, meshes("1 1 2 2 1  1 1 1 2 1", "2 2"), "moe"),
+    Case("mesh-moe-dp2+tp2-ep2-do", 4, MOE, meshes("1 1 1 2 1  2 1 2 1 1", "2 2",
+         f"{DO} --sequence-parallel --expert-tensor-parallel-size-per-process-mesh 1 1"), "moe"),
+)  # fmt: skip
+
 # Layouts that between them call every collective of megatron.core, once more on our own library.
 # A sum of two ranks' numbers has one value, whoever adds; four ranks may add in another order.
 ON_FSCCL = {
@@ -195,7 +244,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Loss, gradient norm and validation loss of every case, trained once for all tests."""
     directory = tmp_path_factory.mktemp("layouts")
     cases, answers = directory / "cases.json", directory / "results.json"
-    every = (*REFERENCES, *CASES, *(() if why_no_compiler() else FSCCL_CASES))
+    every = (*REFERENCES, *CASES, *MESHES, *(() if why_no_compiler() else FSCCL_CASES))
     cases.write_text(json.dumps([case.record(directory / "cache") for case in every]))
     path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -216,6 +265,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_layout_learns_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
+    expect_equal(case, results)
+
+
+@pytest.mark.parametrize("case", MESHES, ids=lambda case: case.name)
+def test_unlike_meshes_learn_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 

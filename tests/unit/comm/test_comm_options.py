@@ -8,7 +8,7 @@ import pytest
 from flagscale.comm import options, registry
 from flagscale.comm.base import OPERATIONS
 from flagscale.comm.options import Option
-from flagscale.config.arguments.backend_options import as_words
+from flagscale.config.arguments.maps import as_words
 from flagscale.errors import ConfigError
 
 

@@ -1,0 +1,58 @@
+"""The arguments of heterogeneous training: one model on unlike devices.
+
+Names and meanings are FlagScale's, so that its YAMLs need no change. What they make together is
+:mod:`flagscale.config.arguments.meshes`. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flagscale.config.arguments.spec import arg
+
+
+@dataclass(frozen=True)
+class Heterogeneous:
+    """Meshes: which ranks hold which pipeline stages, each with parallel sizes of its own."""
+
+    enable_hetero: bool = arg(
+        False,
+        "Train one model on meshes: pipeline stages on unlike devices, each mesh with its "
+        "own tensor-, context-, expert- and data-parallel sizes and number of layers",
+    )
+    hetero_process_meshes: tuple[str, ...] | None = arg(
+        None,
+        "The meshes, in the pipeline's order: five sizes each (tensor, context, expert, data and "
+        "pipeline parallel), or words such as tp=2,dp=4,layers=18,device_type=A800, which a YAML "
+        "writes as a list of maps of device_type, tp, cp, ep, etp, dp, pp and layers (a list: of "
+        "each stage). A micro-batch has micro_batch_size x dp of the first mesh sequences",
+    )
+    hetero_pipeline_layer_split: tuple[int, ...] | None = arg(
+        None,
+        "Layers of each pipeline stage, over all meshes; without it all have as many",
+        minimum=0,
+    )
+    hetero_device_types: tuple[str, ...] | None = arg(
+        None,
+        "The device type of each mesh, as the hostfile has it in `type=`: ranks are numbered by "
+        "mesh, so hosts are ordered by these types first",
+    )
+    hetero_current_device_type: str | None = arg(
+        None, "The device type of this rank's host; the launcher tells it from the hostfile"
+    )
+    hetero_use_cpu_communication: bool = arg(
+        False,
+        "What stages of different meshes send each other goes through the hosts' memory, by Gloo, "
+        "whatever the communication backend",
+    )
+    use_partial_reduce_for_shared_embedding: bool = arg(
+        True,
+        "Gradients of an embedding tied to the output layer are summed by the rows that ranks of "
+        "the two ends share, never as a whole: always so here",
+    )
+    standalone_embedding_stage: bool = arg(
+        False, "The first pipeline stage holds the embedding and no layers"
+    )
+    expert_tensor_parallel_size_per_process_mesh: tuple[int, ...] | None = arg(
+        None, "Tensor parallel size of the experts, of each mesh", minimum=1
+    )

@@ -1,0 +1,192 @@
+"""What must hold between the parallel sizes, the model's shape, the batch and the number of ranks.
+
+``values`` are arguments by name, as in :mod:`flagscale.config.arguments.rules`. Where training is
+heterogeneous each mesh is judged as a job of like ranks with its sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flagscale.config.arguments import mesh_rules
+from flagscale.config.arguments.meshes import malformed, meshes_of, view
+from flagscale.config.arguments.precision import Broken, Values
+
+
+def broken(values: Values) -> list[Broken]:
+    """Rules that do not depend on the number of ranks."""
+    wrong = list(malformed(values))
+    if wrong:
+        return wrong
+    meshes = meshes_of(values)
+    if meshes is None:
+        return list(_shape(values)) + list(_pipeline_parallel(values))
+    found = list(mesh_rules.broken(values, meshes))
+    if found:
+        return found
+    for index, mesh in enumerate(meshes.meshes):
+        for name, message in _shape(view(values, meshes, index)):
+            found.append((name, f"mesh {index} ({mesh.text()}): {message}"))
+    return found
+
+
+def _shape(values: Values) -> Iterator[Broken]:
+    yield from _tensor_parallel(values)
+    yield from _context_parallel(values)
+    yield from _experts(values)
+
+
+def broken_world(values: Values, world_size: int) -> list[Broken]:
+    """Rules of the parallel sizes and the batch with ``world_size`` ranks; they hold for any
+    Megatron."""
+    if values["enable_hetero"]:
+        wrong = list(malformed(values))
+        meshes = None if wrong else meshes_of(values)
+        return wrong if meshes is None else list(mesh_rules.world(values, meshes, world_size))
+    tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
+    cp = values["context_parallel_size"]
+    model = tp * pp * cp
+    if world_size % model:
+        sizes = f"tensor {tp} x pipeline {pp}" + (f" x context {cp}" if cp > 1 else "")
+        name = "tensor_model_parallel_size" if tp > 1 else "pipeline_model_parallel_size"
+        return [(name, f"{sizes} = {model} ranks do not divide the {world_size} of the job")]
+    return [*_batches(values, world_size // model), *_expert_ranks(values, world_size)]
+
+
+def data_parallel_size(values: Values, world_size: int) -> int:
+    """Replicas that share the sequences of a micro-batch; the first mesh's, of several."""
+    meshes = meshes_of(values)
+    if meshes is not None:
+        return meshes.meshes[0].dp
+    tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
+    return int(world_size // (tp * pp * values["context_parallel_size"]))
+
+
+def virtual_chunks(values: Values) -> int | None:
+    """Model chunks a pipeline rank holds, whichever of three arguments says so; None: one."""
+    pp = values["pipeline_model_parallel_size"]
+    layers = values["num_layers_per_virtual_pipeline_stage"]
+    chunks = values["num_virtual_stages_per_pipeline_rank"]
+    if layers is not None:
+        chunks = values["num_layers"] // (pp * layers)
+    chunks = chunks or values["virtual_pipeline_model_parallel_size"]
+    return None if chunks in (None, 1) else int(chunks)
+
+
+def _tensor_parallel(values: Values) -> Iterator[Broken]:
+    tp, heads = values["tensor_model_parallel_size"], values["num_attention_heads"]
+    groups, hidden = values["num_query_groups"], values["hidden_size"]
+    if heads % tp:
+        yield _indivisible(values, "num_attention_heads", "tensor_model_parallel_size")
+    if groups is not None:
+        if heads % groups:
+            yield "num_query_groups", f"{groups} does not divide {heads} heads"
+        elif groups % tp:
+            yield _indivisible(values, "num_query_groups", "tensor_model_parallel_size")
+    if values["kv_channels"] is None and hidden % heads:
+        yield _indivisible(values, "hidden_size", "num_attention_heads")
+    if values["ffn_hidden_size"] is not None and values["ffn_hidden_size"] % tp:
+        yield _indivisible(values, "ffn_hidden_size", "tensor_model_parallel_size")
+    if values["sequence_parallel"] and tp == 1:
+        yield "sequence_parallel", "needs tensor_model_parallel_size above 1"
+    elif values["sequence_parallel"] and values["seq_length"] % tp:
+        yield _indivisible(values, "seq_length", "tensor_model_parallel_size")
+
+
+def _indivisible(values: Values, name: str, by: str) -> Broken:
+    return name, f"{values[name]} is not divisible by {by} {values[by]}"
+
+
+def _context_parallel(values: Values) -> Iterator[Broken]:
+    cp, tp = values["context_parallel_size"], values["tensor_model_parallel_size"]
+    if cp == 1:
+        return
+    if values["attention_backend"] == "local":
+        message = f"{cp}: megatron.core's own attention (attention_backend: local) cannot split a "
+        yield "context_parallel_size", message + "sequence over ranks; take auto"
+    pieces = 2 * cp * (tp if values["sequence_parallel"] else 1)
+    if values["seq_length"] % pieces:
+        by = f"2 x context_parallel_size {cp}" + (f" x tensor {tp}" if pieces > 2 * cp else "")
+        yield "seq_length", f"{values['seq_length']} is not divisible by {by}"
+    kinds = values["cp_comm_type"]
+    for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
+        if kind not in (None, "all_gather"):
+            yield "cp_comm_type", f"{kind}: keys and values are gathered here; leave it out"
+
+
+def _pipeline_parallel(values: Values) -> Iterator[Broken]:
+    pp = values["pipeline_model_parallel_size"]
+    per_stage = values["num_layers_per_virtual_pipeline_stage"]
+    chunks = virtual_chunks(values)
+    if per_stage is not None and values["num_layers"] % (pp * per_stage):
+        by = f"{per_stage} x pipeline_model_parallel_size {pp}"
+        message = f"{values['num_layers']} layers do not divide into {by}"
+        yield "num_layers_per_virtual_pipeline_stage", message
+    elif values["pipeline_model_parallel_layout"] is None:
+        yield from _layers(values, pp, chunks or 1)
+    if chunks is not None and pp == 1:
+        message = f"{chunks} virtual stages need a pipeline of at least 2"
+        yield "pipeline_model_parallel_size", message
+
+
+def _layers(values: Values, pp: int, chunks: int) -> Iterator[Broken]:
+    """Layers divide evenly over the stages whose share is not given."""
+    layers, stages = values["num_layers"], pp
+    layers += bool(values["account_for_embedding_in_pipeline_split"])
+    layers += bool(values["account_for_loss_in_pipeline_split"])
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if values[name] is not None:
+            layers, stages = layers - values[name], stages - 1
+    if stages < 1 or layers < 0:
+        yield "num_layers", "the first and last stage leave nothing to the others"
+    elif layers % (stages * chunks):
+        each = f"{stages} pipeline stages" + (f" x {chunks} virtual" if chunks > 1 else "")
+        yield "num_layers", f"{layers} layers do not divide into {each}"
+
+
+def _experts(values: Values) -> Iterator[Broken]:
+    ep, experts = values["expert_model_parallel_size"], values["num_moe_experts"]
+    if ep > 1 and not experts:
+        yield "expert_model_parallel_size", f"{ep} needs num_moe_experts"
+    elif experts and experts % ep:
+        yield _indivisible(values, "num_moe_experts", "expert_model_parallel_size")
+    if values["moe_grouped_gemm"] and not experts:
+        yield "moe_grouped_gemm", "needs num_moe_experts"
+    elif values["moe_grouped_gemm"] and values["add_bias_linear"]:
+        yield "moe_grouped_gemm", "the grouped experts have no biases: set disable_bias_linear"
+    if experts and values["moe_token_dispatcher_type"] == "flex":
+        tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+        if tp * ep == 1:
+            yield (
+                "moe_token_dispatcher_type",
+                "flex needs experts on more than one rank (expert_model_parallel_size); take "
+                "alltoall",
+            )
+    if experts and values["moe_router_topk"] == 1 and not values["moe_router_pre_softmax"]:
+        yield "moe_router_topk", "1 needs moe_router_pre_softmax: true"
+
+
+def _batches(values: Values, dp: int) -> Iterator[Broken]:
+    micro, batch = values["micro_batch_size"], values["global_batch_size"]
+    batch = micro * dp if batch is None else batch
+    if batch % (micro * dp):
+        yield (
+            "global_batch_size",
+            f"{batch} is not divisible by micro_batch_size {micro} x data-parallel size {dp}",
+        )
+        return
+    pp, count = values["pipeline_model_parallel_size"], batch // (micro * dp)
+    if virtual_chunks(values) and pp > 1 and count % pp:
+        yield (
+            "global_batch_size",
+            f"{batch} gives {count} micro-batches, which pipeline_model_parallel_size {pp} with "
+            "virtual stages must divide",
+        )
+
+
+def _expert_ranks(values: Values, world_size: int) -> Iterator[Broken]:
+    ep, pp = values["expert_model_parallel_size"], values["pipeline_model_parallel_size"]
+    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+    if ep > 1 and world_size % (ep * expert_tp * pp):
+        message = f"{ep} x tensor {expert_tp} x pipeline {pp} does not divide {world_size} ranks"
+        yield "expert_model_parallel_size", message

@@ -1,0 +1,38 @@
+"""What a YAML may write as maps and the training program takes as words.
+
+``comm`` is a map of the communication backend's options, and ``hetero_process_meshes`` may be a
+list of maps, each a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flagscale.config.arguments import meshes
+from flagscale.config.arguments.values import word
+
+NAME = "comm"
+_MESHES = "hetero_process_meshes"
+
+
+def as_words(section: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A section of arguments in which such maps are the words that their arguments take; of
+    options null takes one away.
+
+    A map that holds more than plain values stays, to be refused with the place of the value.
+    """
+    made = {
+        key: as_words(value) if isinstance(value, Mapping) and key != NAME else value
+        for key, value in section.items()
+    }
+    listed = made.get(_MESHES)
+    if isinstance(listed, (list, tuple)):
+        made[_MESHES] = meshes.as_words(listed)
+    options = made.get(NAME)
+    if not isinstance(options, Mapping):
+        return made
+    if any(isinstance(value, (Mapping, list, tuple)) for value in options.values()):
+        return made
+    words = [f"{key}={word(value)}" for key, value in options.items() if value is not None]
+    return {**made, NAME: words or None}

@@ -1,0 +1,314 @@
+"""Meshes: which ranks hold which part of the model when devices are unlike.
+
+A mesh is a number of ranks with parallel sizes of its own that hold consecutive stages of one
+pipeline; the pipeline runs through the meshes in their order. Ranks are numbered mesh by mesh, and
+inside a mesh as Megatron numbers them: tensor-parallel ranks fastest, then context, data and
+pipeline. Pure, and free of torch: the launcher orders hosts and draws the plan by it, and the
+ranks make their process groups of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from flagscale.config.arguments.precision import Broken, Values
+
+_SIZES = ("tp", "cp", "ep", "dp", "pp")
+_WORDS = (*_SIZES, "etp", "layers", "device_type")
+_NUMBER = re.compile(r"[0-9]{1,6}")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks that are laid out alike. ``etp`` is the tensor parallel size of experts; ``layers``
+    are those of each of its ``pp`` stages, None where nothing is said."""
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    etp: int | None = None
+    layers: tuple[int, ...] | None = None
+    device_type: str | None = None
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def ranks(self) -> int:
+        return self.stage_ranks * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    def text(self) -> str:
+        """Such as ``tp2 dp4``; ``1 rank`` where every size is 1."""
+        named = {**{name: getattr(self, name) for name in _SIZES}, "etp": self.etp or 1}
+        return " ".join(f"{name}{size}" for name, size in named.items() if size > 1) or "1 rank"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the whole pipeline."""
+
+    index: int
+    mesh_index: int
+    mesh: Mesh
+    first_rank: int
+    layers: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.mesh.stage_ranks)
+
+    def rank(self, d: int, c: int, t: int) -> int:
+        """The rank at these data-, context- and tensor-parallel places."""
+        return self.first_rank + t + self.mesh.tp * (c + self.mesh.cp * d)
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Data-, context- and tensor-parallel place of one of the stage's ranks."""
+        inside, t = divmod(rank - self.first_rank, self.mesh.tp)
+        d, c = divmod(inside, self.mesh.cp)
+        return d, c, t
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """All meshes of a job, in the pipeline's order, every stage's layers known.
+
+    ``sequences`` are those of a micro-batch over all data-parallel ranks; ``chunks`` the model
+    chunks that a stage holds (the interleaved schedule's), over which its layers are divided;
+    ``sequence_parallel``: it is on in every mesh that has tensor-parallel ranks.
+    """
+
+    meshes: tuple[Mesh, ...]
+    sequences: int
+    chunks: int = 1
+    sequence_parallel: bool = False
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        made: list[Stage] = []
+        first = 0
+        for index, mesh in enumerate(self.meshes):
+            for layers in mesh.layers or (0,) * mesh.pp:
+                made.append(Stage(len(made), index, mesh, first, layers))
+                first += mesh.stage_ranks
+        return tuple(made)
+
+    @property
+    def world_size(self) -> int:
+        return sum(mesh.ranks for mesh in self.meshes)
+
+    def first_rank(self, mesh_index: int) -> int:
+        return sum(mesh.ranks for mesh in self.meshes[:mesh_index])
+
+    def stage_of(self, rank: int) -> Stage:
+        return next(stage for stage in self.stages if rank in stage.ranks)
+
+    def sequences_of(self, mesh: Mesh, d: int) -> range:
+        """Which sequences of a micro-batch the data-parallel rank ``d`` of a mesh has."""
+        return range(self.sequences * d // mesh.dp, self.sequences * (d + 1) // mesh.dp)
+
+    def layout(self) -> str:
+        """megatron.core's ``pipeline_model_parallel_layout``: E is the embedding, t a layer, L the
+        loss."""
+        counts = [s.layers // self.chunks for s in self.stages] * self.chunks
+        parts = ["t" * count for count in counts]
+        parts[0] = "E" + parts[0]
+        parts[-1] += "L"
+        return "|".join(parts)
+
+    def describe(self) -> str:
+        """One line, such as ``A800 tp2 dp4: 18 layers | A100 dp2: 14 layers``."""
+        texts = []
+        for mesh in self.meshes:
+            layers = "+".join(map(str, mesh.layers or ()))
+            type_ = f"{mesh.device_type} " if mesh.device_type else ""
+            texts.append(f"{type_}{mesh.text()}: {layers} layers")
+        return " | ".join(texts)
+
+
+def meshes_of(values: Values) -> Meshes | None:
+    """The meshes that arguments describe; None where training is not heterogeneous.
+
+    Raises:
+        ValueError: they are malformed; :func:`problems` says how.
+    """
+    if not values.get("enable_hetero"):
+        return None
+    found = list(malformed(values))
+    if found:
+        raise ValueError("; ".join(f"{name}: {message}" for name, message in found))
+    meshes = _with_layers(_read(values), values)
+    chunks = values["num_virtual_stages_per_pipeline_rank"]
+    chunks = chunks or values["virtual_pipeline_model_parallel_size"] or 1
+    sequences = values["micro_batch_size"] * meshes[0].dp
+    return Meshes(meshes, sequences, chunks, bool(values["sequence_parallel"]))
+
+
+def view(values: Values, meshes: Meshes, index: int) -> dict[str, Any]:
+    """The arguments as the ranks of one mesh have them: its own parallel sizes, beside the whole
+    pipeline's. What is decided by a mesh's sizes can be asked of them as of a job of like ranks."""
+    mesh = meshes.meshes[index]
+    return {
+        **values,
+        "tensor_model_parallel_size": mesh.tp,
+        "context_parallel_size": mesh.cp,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "pipeline_model_parallel_size": len(meshes.stages),
+        "pipeline_model_parallel_layout": meshes.layout(),
+        # The layers follow from the layout.
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": meshes.chunks if meshes.chunks > 1 else None,
+        "virtual_pipeline_model_parallel_size": None,
+        # A rank of its own has no sequence to share.
+        "sequence_parallel": values["sequence_parallel"] and mesh.tp > 1,
+    }
+
+
+def vocabulary_parts(values: Values) -> int:
+    """In how many equal parts the vocabulary can be cut, so that every mesh can cut it."""
+    meshes: Meshes | None = values["meshes"]
+    if meshes is None:
+        return int(values["tensor_model_parallel_size"])
+    return math.lcm(*(mesh.tp for mesh in meshes.meshes))
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def malformed(values: Values) -> Iterator[Broken]:
+    """Why arguments describe no meshes."""
+    given = [name for name in _DESCRIBING if values.get(name) is not None]
+    if not values.get("enable_hetero"):
+        for name in given:
+            yield name, "needs enable_hetero: true; without it all ranks are laid out alike"
+        return
+    sizes = values["hetero_process_meshes"]
+    if not sizes:
+        yield "enable_hetero", "needs hetero_process_meshes: which meshes?"
+        return
+    if not in_words(values):
+        yield from _number_problems(values, sizes)
+        return
+    for name in given:
+        if name != _MESHES:
+            yield name, f"is said by {_MESHES} already, which names sizes; keep one"
+    for number, text in enumerate(sizes):
+        for message in _word_problems(text):
+            yield _MESHES, f"mesh {number}: {message}"
+
+
+def _number_problems(values: Values, sizes: Sequence[str]) -> Iterator[Broken]:
+    for size in sizes:
+        if not _NUMBER.fullmatch(size) or int(size) < 1:
+            yield _MESHES, f"{size!r} is no whole number of at least 1"
+            return
+    if len(sizes) % len(_SIZES):
+        yield _MESHES, f"{len(sizes)} numbers are not five a mesh (tp, cp, ep, dp, pp)"
+        return
+    count = len(sizes) // len(_SIZES)
+    for name in ("hetero_device_types", "expert_tensor_parallel_size_per_process_mesh"):
+        if values[name] is not None and len(values[name]) != count:
+            yield name, f"{len(values[name])} for {count} meshes: give one for each"
+
+
+_MESHES = "hetero_process_meshes"
+_DESCRIBING = (
+    _MESHES,
+    "hetero_pipeline_layer_split",
+    "hetero_device_types",
+    "expert_tensor_parallel_size_per_process_mesh",
+)
+
+
+def in_words(values: Values) -> bool:
+    """Whether the meshes are given in words, which name their sizes."""
+    return any("=" in text for text in values[_MESHES] or ())
+
+
+def _read(values: Values) -> tuple[Mesh, ...]:
+    if in_words(values):
+        return tuple(_from_words(text) for text in values[_MESHES])
+    sizes = [int(size) for size in values[_MESHES]]
+    count = len(sizes) // len(_SIZES)
+    types = values["hetero_device_types"] or [None] * count
+    experts = values["expert_tensor_parallel_size_per_process_mesh"] or [None] * count
+    made = []
+    for i in range(count):
+        tp, cp, ep, dp, pp = sizes[len(_SIZES) * i : len(_SIZES) * (i + 1)]
+        made.append(Mesh(tp, cp, ep, dp, pp, experts[i], device_type=types[i]))
+    return tuple(made)
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    return [(key.strip(), value) for key, _, value in (p.partition("=") for p in text.split(","))]
+
+
+def _word_problems(text: str) -> Iterator[str]:
+    pairs = _pairs(text)
+    for key, value in pairs:
+        numbers = value.split("+") if key == "layers" else [value]
+        least = 0 if key == "layers" else 1
+        if key not in _WORDS:
+            yield f"{key!r} is none of {', '.join(_WORDS)}"
+        elif key == "device_type":
+            if not value:
+                yield "device_type is empty"
+        elif not all(_NUMBER.fullmatch(n) and int(n) >= least for n in numbers):
+            yield f"{key}: expected a whole number of at least {least}, found {value!r}"
+    if len({key for key, _ in pairs}) < len(pairs):
+        yield "a size is given twice"
+
+
+def _from_words(text: str) -> Mesh:
+    given: dict[str, Any] = {}
+    for key, value in _pairs(text):
+        if key == "layers":
+            given[key] = tuple(map(int, value.split("+")))
+        else:
+            given[key] = value if key == "device_type" else int(value)
+    return Mesh(**given)
+
+
+def as_words(meshes: Sequence[Any]) -> list[Any]:
+    """The words of a YAML's list of maps; what is no map stays, to be judged where it is read."""
+    return [_as_word(mesh) if isinstance(mesh, Mapping) else mesh for mesh in meshes]
+
+
+def _as_word(mesh: Mapping[Any, Any]) -> str:
+    parts = []
+    for key, value in mesh.items():
+        many = isinstance(value, (list, tuple))
+        if value is not None:
+            parts.append(f"{key}={'+'.join(map(str, value)) if many else value}")
+    return ",".join(parts)
+
+
+def _with_layers(meshes: Sequence[Mesh], values: Values) -> tuple[Mesh, ...]:
+    """The meshes with the layers of every stage, where they are said or follow."""
+    stages = sum(mesh.pp for mesh in meshes)
+    split = values["hetero_pipeline_layer_split"]
+    if any(mesh.layers is not None for mesh in meshes):
+        return tuple(meshes)
+    if split is None:
+        held = stages - bool(values["standalone_embedding_stage"])
+        split = [values["num_layers"] // max(held, 1)] * held
+    if values["standalone_embedding_stage"] and len(split) == stages - 1:
+        split = [0, *split]
+    made, first = [], 0
+    for mesh in meshes:
+        made.append(replace(mesh, layers=tuple(split[first : first + mesh.pp])))
+        first += mesh.pp
+    return tuple(made)

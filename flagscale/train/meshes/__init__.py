@@ -1,0 +1,1 @@
+"""Heterogeneous meshes: process groups, what stages exchange, gradients over unlike layouts."""

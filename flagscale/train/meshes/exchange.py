@@ -1,0 +1,248 @@
+"""Carries activations and gradients between stages that are laid out unlike each other.
+
+The methods that megatron.core's pipeline schedules call are those of its ``P2PCommunicator``; what
+crosses is what :mod:`.boundary` has planned. Receives are posted before sends; a send is under way
+while the stage computes, and its tensor is kept until it is through.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flagscale.config.arguments.meshes import Meshes, Stage
+from flagscale.train.meshes.boundary import Move, Region, moves, region
+from flagscale.train.meshes.groups import Boundaries, Stages
+
+_MOST_UNDER_WAY = 4
+"""Messages that are being sent at once, whose tensors are kept: two in each direction."""
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """One kind of message: what this rank sends and is sent of it, a micro-batch."""
+
+    group: dist.ProcessGroup
+    sends: tuple[Move, ...] = ()
+    receives: tuple[Move, ...] = ()
+
+
+class Exchange:
+    """What the schedule calls the communicator of its pipeline.
+
+    Shapes that the schedule gives are those of this rank's own layout, which the plan knows.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        meshes: Meshes,
+        stage: Stage,
+        boundaries: Boundaries,
+        tensor_parallel: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        sequence: int,
+    ) -> None:
+        """
+        Args:
+            config: the model's configuration on this rank.
+            meshes: of the whole job.
+            stage: this rank's.
+            boundaries: the groups to send in.
+            tensor_parallel: this rank's tensor-parallel group.
+            device: where tensors are.
+            sequence: tokens of a whole sequence.
+        """
+        self.config = config
+        self.pp_group = Stages(stage.index, len(meshes.stages))
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+        self._tensor_parallel = tensor_parallel
+        self._device = device
+        self._on_host = boundaries.on_host and device.type != "cpu"
+        rank, stages = dist.get_rank(), meshes.stages
+        self._region = region(meshes, stage, rank, sequence)
+        after, before = stages[(stage.index + 1) % len(stages)], stages[stage.index - 1]
+
+        def flow(group: dist.ProcessGroup, to: Stage, origin: Stage) -> _Flow:
+            out = moves(meshes, stage, to, sequence)
+            into = moves(meshes, origin, stage, sequence)
+            return _Flow(
+                group,
+                tuple(move for move in out if move.sender == rank),
+                tuple(move for move in into if move.receiver == rank),
+            )
+
+        # With interleaved stages the last one's successor is the first.
+        self._forward = flow(boundaries.forward, after, before)
+        self._backward = flow(boundaries.backward, before, after)
+        # Each rank's loss is a mean over its own part of a micro-batch, and gradients are averaged
+        # over the parts of a mesh: what comes of fewer parts counts more.
+        parts = stage.mesh.dp * stage.mesh.cp
+        self._scale = 1.0
+        if not config.calculate_per_token_loss:
+            self._scale = parts / (after.mesh.dp * after.mesh.cp)
+        self._under_way: deque[tuple[Sequence[Any], list[torch.Tensor]]] = deque()
+
+    # --- as the schedules call it -----------------------------------------------------------------
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        received = None if is_first_stage else self._receive(self._forward).wait()
+        return _as_asked(tensor_shapes, received)
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        received = None if is_last_stage else self._receive(self._backward).wait()
+        return _as_asked(tensor_shapes, received)
+
+    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
+        if not is_last_stage:
+            self._send(self._forward, output_tensors)
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
+        if not is_first_stage:
+            self._send(self._backward, input_tensor_grads)
+
+    def send_forward_recv_backward(
+        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
+    ) -> Any:
+        if is_last_stage:
+            return _as_asked(tensor_shapes, None)
+        coming = self._receive(self._backward)
+        self._send(self._forward, output_tensors)
+        return _as_asked(tensor_shapes, coming.wait())
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
+    ) -> Any:
+        if is_first_stage:
+            return _as_asked(tensor_shapes, None)
+        coming = self._receive(self._forward)
+        self._send(self._backward, input_tensor_grads)
+        return _as_asked(tensor_shapes, coming.wait())
+
+    def send_forward_recv_forward(
+        self, output_tensor: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        return self._pass_on(self._forward, output_tensor, recv_prev, "recv_prev", overlap_p2p_comm)
+
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: Any,
+        recv_next: bool,
+        tensor_shape: Any,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        return self._pass_on(
+            self._backward, input_tensor_grad, recv_next, "recv_next", overlap_p2p_comm
+        )
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Any,
+        input_tensor_grad: Any,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+    ) -> Any:
+        forward = self._receive(self._forward) if recv_prev else None
+        backward = self._receive(self._backward) if recv_next else None
+        if output_tensor is not None:
+            self._send(self._forward, output_tensor)
+        if input_tensor_grad is not None:
+            self._send(self._backward, input_tensor_grad)
+        return (forward.wait() if forward else None, backward.wait() if backward else None)
+
+    def finish(self) -> None:
+        """Wait for what is still being sent; between steps nothing is."""
+        while self._under_way:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Wait for the oldest message that was sent. A work can be waited for once."""
+        works, _ = self._under_way.popleft()
+        for work in works:
+            work.wait()
+
+    # --- how --------------------------------------------------------------------------------------
+
+    def _pass_on(self, flow: _Flow, tensor: Any, receives: bool, name: str, overlap: bool) -> Any:
+        coming = self._receive(flow) if receives else None
+        if tensor is not None:
+            self._send(flow, tensor)
+        if overlap:
+            handles = {name: coming} if coming else {}
+            return (coming.tensor if coming else None), handles
+        return coming.wait() if coming else None
+
+    def _send(self, flow: _Flow, tensor: Any) -> None:
+        (whole,) = tensor if isinstance(tensor, list) else (tensor,)
+        while len(self._under_way) >= _MOST_UNDER_WAY:
+            self._let_go()
+        whole, ops = whole.detach(), []
+        for move in flow.sends:
+            block = _block(whole, move.source, move.length, move.source_batch, move.sequences)
+            block = block.contiguous()
+            block = block.cpu() if self._on_host else block
+            ops.append(dist.P2POp(dist.isend, block, move.receiver, flow.group))
+        if ops:
+            works = dist.batch_isend_irecv(ops)
+            self._under_way.append((works, [op.tensor for op in ops]))
+
+    def _receive(self, flow: _Flow) -> _Coming:
+        held = self._region
+        shape = (held.length, len(held.batch), self.config.hidden_size)
+        tensor = torch.empty(shape, dtype=self.config.pipeline_dtype, device=self._device)
+        blocks, ops = [], []
+        for move in flow.receives:
+            place = _block(tensor, move.target, move.length, move.target_batch, move.sequences)
+            direct = place.is_contiguous() and not self._on_host
+            where = "cpu" if self._on_host else self._device
+            block = place if direct else torch.empty(place.shape, dtype=place.dtype, device=where)
+            blocks.append((place, block))
+            ops.append(dist.P2POp(dist.irecv, block, move.sender, flow.group))
+        works = dist.batch_isend_irecv(ops) if ops else []
+        gathers = self._tensor_parallel if held.own < held.length else None
+        scale = self._scale if flow is self._backward else 1.0
+        return _Coming(tensor, works, blocks, held, gathers, scale)
+
+
+@dataclass
+class _Coming:
+    """A tensor on its way, which is whole after :meth:`wait`."""
+
+    tensor: torch.Tensor
+    works: Sequence[Any]
+    blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    region: Region
+    gathers: dist.ProcessGroup | None
+    scale: float
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        for place, block in self.blocks:
+            if place is not block:
+                place.copy_(block)
+        own = self.tensor[self.region.first : self.region.first + self.region.own]
+        if self.scale != 1.0:
+            own.mul_(self.scale)
+        if self.gathers is not None:
+            dist.all_gather_into_tensor(self.tensor, own.clone(), group=self.gathers)
+        return self.tensor.requires_grad_()
+
+
+def _block(
+    tensor: torch.Tensor, token: int, length: int, sequence: int, sequences: int
+) -> torch.Tensor:
+    return tensor[token : token + length, sequence : sequence + sequences]
+
+
+def _as_asked(shapes: Any, tensor: torch.Tensor | None) -> Any:
+    """The interleaved schedule gives one shape and takes a tensor, the other lists of both."""
+    one = bool(shapes) and isinstance(shapes[0], int)
+    return tensor if one else [tensor]

@@ -1,0 +1,202 @@
+"""Meshes of heterogeneous training: how they are read, laid out, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from flagscale.config.arguments.meshes import Mesh, Meshes, as_words
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.resolve import of_rank, resolve
+from flagscale.errors import ConfigError
+
+MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2
+--ffn-hidden-size 128 --seq-length 32 --lr 1e-3 --train-iters 6 --mock-data --micro-batch-size 2
+--global-batch-size 8"""
+MESHES = "--enable-hetero --hetero-process-meshes"
+TWO = f"{MESHES} 2 1 1 1 1 1 1 1 2 1"  # tp2, dp2: 4 ranks
+
+
+def meshes_of(argv: str, world: int) -> Meshes:
+    found: Meshes = resolve(parse_arguments(f"{MODEL} {argv}".split()), world).meshes
+    return found
+
+
+REFUSED = {
+    "not-asked-for": ("--hetero-process-meshes 1 1 1 1 1", 4, "needs enable_hetero: true"),
+    "split-not-asked-for": ("--hetero-pipeline-layer-split 4", 4, "needs enable_hetero: true"),
+    "no-meshes": ("--enable-hetero", 4, "needs hetero_process_meshes"),
+    "not-five": (f"{MESHES} 2 1 1 1", 4, "4 numbers are not five"),
+    "no-number": (f"{MESHES} 2 1 1 1 x", 4, "'x' is no whole number"),
+    "a-size-of-0": (f"{MESHES} 0 1 1 1 1", 4, "0"),
+    "said-twice": (
+        f"{MESHES} tp=2 dp=2 --hetero-device-types A B",
+        4,
+        "is said by hetero_process_meshes already",
+    ),
+    "words-some-layers": (
+        f"{MESHES} tp=2,layers=2 dp=2",
+        4,
+        "dp2: say the layers of each of its 1 stages",
+    ),
+    "words-few-layers": (
+        f"{MESHES} tp=2,layers=2 pp=2,layers=2",
+        4,
+        "pp2: say the layers of each of its 2 stages",
+    ),
+    "types": (f"{TWO} --hetero-device-types A", 4, "1 for 2 meshes: give one for each"),
+    "expert-tp": (
+        f"{TWO} --num-experts 4 --expert-tensor-parallel-size-per-process-mesh 1 1 1",
+        4,
+        "3 for 2 meshes",
+    ),
+    "words-unknown": (f"{MESHES} tp=2,zp=3 dp=2", 4, "'zp' is none of tp"),
+    "words-no-number": (f"{MESHES} tp=two dp=2", 4, "mesh 0: tp: expected"),
+    "words-zero": (f"{MESHES} dp=0 dp=2", 4, "at least 1, found '0'"),
+    "words-layers": (f"{MESHES} layers=a dp=2", 4, "layers: expected"),
+    "words-twice": (f"{MESHES} tp=1,tp=2 dp=2", 4, "given twice"),
+    "words-no-type": (f"{MESHES} device_type=,tp=2 dp=2", 4, "is empty"),
+    "world": (TWO, 8, "the meshes take 2 + 2 = 4 ranks, and the job has 8"),
+    "one-stage": (f"{MESHES} 2 1 1 1 1", 2, "no pipeline"),
+    "split-count": (f"{TWO} --hetero-pipeline-layer-split 2 1 1", 4, "3 numbers for 2 stages"),
+    "split-sum": (f"{TWO} --hetero-pipeline-layer-split 2 1", 4, "are 3, num_layers is 4"),
+    "no-even-split": (
+        f"{MESHES} 1 1 1 1 2 1 1 1 1 1",
+        3,
+        "4 layers over 3 stages do not divide evenly; say how many each has",
+    ),
+    "no-layers": (f"{TWO} --hetero-pipeline-layer-split 4 0", 4, "stage 1 has no layers"),
+    "embedding-stage": (
+        f"{TWO} --standalone-embedding-stage --hetero-pipeline-layer-split 1 3",
+        4,
+        "has 1 layers; write 0",
+    ),
+    "layers-by-layout": (
+        f"{TWO} --pipeline-model-parallel-layout Ett|ttL",
+        4,
+        "said by hetero_pipeline_layer_split",
+    ),
+    "layers-of-first": (
+        f"{TWO} --num-layers-in-first-pipeline-stage 1",
+        4,
+        "said by hetero_pipeline_layer_split",
+    ),
+    "virtual-layers": (
+        f"{TWO} --num-virtual-stages-per-pipeline-rank 2 --hetero-pipeline-layer-split 3 1",
+        4,
+        "3 layers do not divide into 2",
+    ),
+    "virtual-batch": (
+        f"{TWO} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
+        4,
+        "gives 1 micro-batches, which the 2 stages",
+    ),
+    "pipeline": (f"{TWO} --pipeline-model-parallel-size 3", 4, "but the meshes have 2 stages"),
+    "tensor": (f"{TWO} --tensor-model-parallel-size 4", 4, "is no mesh's: theirs are [1, 2]"),
+    "context": (f"{TWO} --context-parallel-size 2", 4, "is no mesh's"),
+    "heads": (
+        f"{MESHES} 3 1 1 1 1 1 1 1 2 1 --seq-length 36 --hidden-size 96",
+        5,
+        "mesh 0 (tp3): 4 is not divisible by tensor",
+    ),
+    "query-groups": (
+        f"{MESHES} 4 1 1 1 1 1 1 1 2 1",
+        6,
+        "mesh 0 (tp4): 2 is not divisible by tensor",
+    ),
+    "sequence": (f"{TWO} --seq-length 33", 4, "33 is not divisible by 2, as mesh 0 (tp2) needs"),
+    "context-sequence": (
+        f"{MESHES} 1 3 1 1 1 1 1 1 2 1",
+        5,
+        "32 is not divisible by 6, as mesh 0 (cp3) needs",
+    ),
+    "context-attention": (
+        f"{MESHES} 1 2 1 1 1 1 1 1 2 1 --attention-backend local",
+        4,
+        "cannot split a sequence",
+    ),
+    "sequence-parallel": (
+        f"{MESHES} 1 1 1 2 1 1 1 1 2 1 --sequence-parallel",
+        4,
+        "needs a mesh with a tensor parallel size",
+    ),
+    "few-sequences": (f"{TWO} --micro-batch-size 1", 4, "has fewer than dp 2"),
+    "last-uneven": (
+        f"{MESHES} 1 1 1 2 1 1 1 1 3 1",
+        5,
+        "4 sequences of a micro-batch do not divide into dp 3",
+    ),
+    "batch": (f"{TWO} --global-batch-size 7", 4, "not divisible by micro_batch_size 2 x dp 1"),
+    "experts": (f"{MESHES} 1 1 2 2 1 1 1 1 2 1", 4, "mesh 0 (ep2 dp2): 2 needs num_moe_experts"),
+    "experts-ranks": (
+        f"--num-experts 4 {MESHES} 1 1 4 2 1 1 1 1 2 1",
+        4,
+        "ep 4 x expert tensor parallel 1 does not divide the 2 ranks of a stage",
+    ),
+    "experts-count": (
+        f"--num-experts 3 {MESHES} 1 1 2 2 1 1 1 1 2 1",
+        4,
+        "mesh 0 (ep2 dp2): 3 is not divisible",
+    ),
+    "experts-tp": (
+        f"{TWO} --expert-tensor-parallel-size-per-process-mesh 1 1",
+        4,
+        "tensor parallel size of experts needs num_moe_experts",
+    ),
+    "experts-uneven": (
+        "--num-experts 4 --enable-hetero --micro-batch-size 3 --global-batch-size 6 "
+        "--hetero-process-meshes 1 1 1 1 1 1 1 2 2 1 --calculate-per-token-loss",
+        3,
+        "need dp to divide 3 sequences",
+    ),
+    "zeros": (f"{TWO} --log-num-zeros-in-grad", 4, "zeros are not counted over unlike meshes"),
+}
+
+
+@pytest.mark.parametrize(("argv", "world", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_plan_of_meshes(argv: str, world: int, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        meshes_of(argv, world)
+    assert message in str(raised.value)
+
+
+def test_ranks_are_numbered_mesh_by_mesh() -> None:
+    found = meshes_of(f"{MESHES} 2 1 1 1 1 1 1 1 2 2 "
+                      "--hetero-pipeline-layer-split 2 1 1", 6)  # fmt: skip
+    assert [list(stage.ranks) for stage in found.stages] == [[0, 1], [2, 3], [4, 5]]
+    assert [stage.mesh_index for stage in found.stages] == [0, 1, 1]
+    assert found.stages[2].place(5) == (1, 0, 0)
+    assert found.describe() == "tp2: 2 layers | dp2 pp2: 1+1 layers"
+
+
+def test_tensor_parallel_ranks_are_numbered_first_then_context_then_data() -> None:
+    stage = Meshes((Mesh(tp=2, cp=2, dp=2, layers=(4,)),), 2).stages[0]
+    assert [stage.place(rank) for rank in (1, 2, 4)] == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
+    assert all(stage.rank(*stage.place(rank)) == rank for rank in stage.ranks)
+
+
+def test_a_rank_has_the_sizes_of_its_mesh() -> None:
+    args = resolve(parse_arguments(f"{MODEL} {TWO} --sequence-parallel".split()), 4)
+    first, last = of_rank(args, 1), of_rank(args, 3)
+    assert (args.data_parallel_size, args.num_microbatches) == (1, 4)
+    assert [a.tensor_model_parallel_size for a in (first, last)] == [2, 1]
+    assert [a.data_parallel_size for a in (first, last)] == [1, 2]
+    assert [a.micro_batch_size for a in (first, last)] == [2, 1]
+    assert [a.sequence_parallel for a in (first, last)] == [True, False]
+    assert {a.pipeline_model_parallel_size for a in (first, last)} == {2}
+    assert first.pipeline_model_parallel_layout == "Ett|ttL"
+
+
+def test_the_readable_form_says_the_same() -> None:
+    words = as_words([{"device_type": "A800", "tp": 2, "dp": 1, "layers": [3]},
+                      {"device_type": "A100", "dp": 2, "layers": 1, "ep": None}])  # fmt: skip
+    assert words == ["device_type=A800,tp=2,dp=1,layers=3", "device_type=A100,dp=2,layers=1"]
+    readable = meshes_of(f"--enable-hetero --hetero-process-meshes {' '.join(words)}", 4)
+    plain = f"{TWO} --hetero-pipeline-layer-split 3 1 --hetero-device-types A800 A100"
+    assert readable == meshes_of(plain, 4)
+
+
+def test_what_flagscales_yamls_say_beside_the_meshes_is_taken() -> None:
+    found = meshes_of(f"{TWO} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+                      "--hetero-current-device-type A800 --hetero-use-cpu-communication "
+                      "--use-partial-reduce-for-shared-embedding", 4)  # fmt: skip
+    assert [stage.layers for stage in found.stages] == [2, 2]

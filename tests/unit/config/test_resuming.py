@@ -1,0 +1,51 @@
+"""What a run takes of a checkpoint, by what both say of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.resolve import resolve
+from flagscale.config.arguments.resuming import describe, parts_to_load
+from flagscale.errors import CheckpointError
+
+LLAMA = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3
+--train-iters 6 --global-batch-size 4 --mock-data"""
+MOE = LLAMA + " --num-experts 4"
+MESHES = LLAMA + " --enable-hetero --hetero-process-meshes 2 1 1 1 1 1 1 1 1 1"
+
+
+def values(argv: str, world: int) -> dict[str, Any]:
+    return vars(resolve(parse_arguments(argv.split()), world))
+
+
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        ({"layout": {"expert": 1}}, True),
+        ({"layout": {"expert": 2}}, False),
+        ({"layout": {"expert": 1}, "experts_apart": True}, False),
+        ({}, False),
+    ],
+    ids=["older", "older-apart", "apart", "of-megatron"],
+)
+def test_experts_have_their_own_part_of_the_optimizer(
+    content: dict[str, Any], refused: bool
+) -> None:
+    if not refused:
+        assert parts_to_load(content, values(MOE, 2), 2).optimizer
+        return
+    with pytest.raises(CheckpointError, match="kept experts and other weights together"):
+        parts_to_load(content, values(MOE, 2), 2)
+    # Without experts there is nothing to keep apart.
+    assert parts_to_load(content, values(LLAMA, 2), 2).optimizer
+
+
+def test_random_states_are_of_one_layout_of_meshes() -> None:
+    own = values(MESHES, 3)
+    saved = {**describe(own, 3), "schedule": {}}
+    assert parts_to_load(saved, own, 3).rng
+    assert not parts_to_load(saved, values(MESHES + " --hetero-pipeline-layer-split 3 1", 3), 3).rng
+    assert not parts_to_load(saved, values(LLAMA, 3 + 1), 4).rng
