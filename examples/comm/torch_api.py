@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from flagscale.accelerators.device import select
 from flagscale.comm import registry
-from flagscale.comm.base import DeviceType
 from flagscale.errors import FlagscaleError, JobError
 
 # torch 2.13 renamed these two and warns of the old names.
@@ -202,7 +202,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--distributed-backend", default="auto", metavar="NAME")
     parser.add_argument("--comm", nargs="*", default=[], metavar="NAME=VALUE", help="its options")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", default="auto", metavar="KIND", help="such as cpu or cuda")
     return parser.parse_known_args(words)[0]
 
 
@@ -210,11 +210,8 @@ def main(words: Sequence[str]) -> None:
     """Join the other ranks, check every operation that the backend can do, leave."""
     options = arguments(words)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    kind: DeviceType = "cpu"
-    device = torch.device("cpu")
-    if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
-        torch.cuda.set_device(local_rank)
-        kind, device = "cuda", torch.device("cuda", local_rank)
+    chosen = select(options.device, local_rank)
+    kind, device = chosen.kind, chosen.torch_device
     values = registry.options_of(options.distributed_backend, options.comm)
     backend = registry.usable(options.distributed_backend, kind)
     backend.export(values)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, TypeVar
 
+from flagscale.accelerators.registry import AUTO, names, unusable
 from flagscale.comm import registry
 from flagscale.comm.options import OptionValues
 from flagscale.errors import ConfigError, Problem
@@ -42,6 +43,18 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(word, flags, n=1, cutoff=0.7)
             self.error(f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else ""))
         return options
+
+
+def add_device(add: Callable[..., object]) -> None:
+    """The flag of the device that ranks measure on."""
+    kinds = ", ".join(names())
+    add("--device", default=AUTO, type=_kind, metavar="KIND", help=f"{kinds} ({AUTO})")
+
+
+def _kind(word: str) -> str:
+    if complaint := unusable(word):
+        raise argparse.ArgumentTypeError(complaint)
+    return word
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

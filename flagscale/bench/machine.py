@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from flagscale.accelerators.cpu import processor
 from flagscale.comm.base import distribution_version
 
 PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
@@ -41,14 +42,3 @@ def hardware() -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
     }
-
-
-def processor() -> str:
-    """What the maker calls the processor."""
-    other = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return other
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else other

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flagscale.bench.command_line import COMM, at_least, filled
+from flagscale.accelerators.registry import AUTO
+from flagscale.bench.command_line import COMM, add_device, at_least, filled
 from flagscale.bench.files import read_text
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
@@ -24,7 +25,7 @@ class Placement:
     workers: int | None = None
     nodes: int = 1
     backend: str = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = AUTO
     timeout: float = 300.0
     """Seconds without a finished iteration after which a run counts as stuck."""
     pin: bool = False
@@ -55,7 +56,7 @@ def add_place(parser: argparse.ArgumentParser) -> Callable[..., object]:
     add("--backend", default="auto", metavar="NAME", help="as distributed_backend in a YAML (auto)")
     options = "options of the backend, as train.system.comm in a YAML (flagscale comm list)"
     add(COMM, nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=options)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is one")
+    add_device(add)
     add("-s", "--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="start there")
     add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
     add("--oversubscribe", action="store_true", help="start any number of ranks on a host")

@@ -7,15 +7,17 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from flagscale.accelerators.registry import accelerator
 from flagscale.comm import options as comm_options
 from flagscale.comm.options import Option, OptionValues
 
 if TYPE_CHECKING:
     import torch
 
-DeviceType = Literal["cpu", "cuda"]
+DeviceType = str
+"""A kind of device, as :mod:`flagscale.accelerators` knows it."""
 
 OPERATIONS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"),
@@ -35,7 +37,7 @@ class CommBackend(ABC):
     summary: str
     """One line for ``--help`` and documentation."""
     devices: tuple[DeviceType, ...]
-    """The devices whose tensors it moves."""
+    """The devices whose tensors it moves, by kind or by torch's type of them."""
     operations: tuple[str, ...] = OPERATIONS
     """What it can do on some device, of :data:`OPERATIONS`."""
     own_options: tuple[Option, ...] = ()
@@ -44,6 +46,10 @@ class CommBackend(ABC):
     """What to do where it is missing."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Variables that steer it, each with what it does."""
+
+    def serves(self, device: DeviceType) -> bool:
+        """Whether it moves tensors of ``device``."""
+        return device in self.devices or accelerator(device).torch_type in self.devices
 
     def operations_on(self, device: DeviceType) -> tuple[str, ...]:
         """What it can do with tensors of ``device``, of :data:`OPERATIONS`."""
@@ -104,10 +110,6 @@ def distribution_version(*names: str) -> str | None:
     return None
 
 
-def cuda_missing() -> str | None:
-    """Why no CUDA device can be used; None when one can. Imports torch."""
-    import torch
-
-    if torch.cuda.is_available():
-        return None
-    return "no CUDA device is visible (check CUDA_VISIBLE_DEVICES and the driver)"
+def device_missing(device: DeviceType) -> str | None:
+    """Why no such device can be used here; None when one can. Imports torch."""
+    return accelerator(device).missing()

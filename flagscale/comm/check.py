@@ -1,6 +1,6 @@
 """Whether this machine can use a communication backend: what a preflight asks a host's Python.
 
-    python -m flagscale.comm.check NAME [auto|cpu|cuda]
+    python -m flagscale.comm.check NAME [auto or a kind of device]
 
 prints one line of JSON: ``device``, ``version`` and, where training could not use the backend,
 ``problem`` and ``hint``. Imports torch, in which several backends are or are not.
@@ -12,8 +12,9 @@ import json
 import sys
 from collections.abc import Sequence
 
+from flagscale.accelerators.registry import CPU, chosen
 from flagscale.comm import registry
-from flagscale.comm.base import TRAINING, DeviceType, cuda_missing, missing_torch
+from flagscale.comm.base import TRAINING, missing_torch
 from flagscale.errors import ConfigError
 
 
@@ -21,13 +22,15 @@ def check(name: str, device: str = "auto") -> dict[str, str | None]:
     """What the host answers for the backend ``name`` with ranks on ``device``."""
     if missing := missing_torch():
         return {"problem": missing, "hint": "install the `train` extra"}
-    kind: DeviceType = "cpu" if device == "cpu" or cuda_missing() else "cuda"
+    kind = device
     try:
-        found = registry.usable(name, kind, TRAINING)
+        found = chosen(device)
+        kind = CPU if found.missing() else found.name
+        backend = registry.usable(name, kind, TRAINING)
     except ConfigError as error:
         message = error.message.removeprefix("distributed_backend: ")
         return {"device": kind, "problem": message, "hint": error.hint}
-    return {"device": kind, "version": found.version()}
+    return {"device": kind, "version": backend.version()}
 
 
 def main(words: Sequence[str]) -> int:

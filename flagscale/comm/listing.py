@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from flagscale.accelerators.registry import CPU, accelerators
 from flagscale.comm import registry
 from flagscale.comm.base import OPERATIONS, DeviceType
 
@@ -20,9 +21,8 @@ class Listed:
 
     name: str
     summary: str
-    cpu: str
-    """``yes``, ``-`` (not made for it), or why not."""
-    cuda: str
+    states: dict[DeviceType, str]
+    """By kind of device ``yes``, ``-`` (not made for it), or why not."""
     version: str | None
     how_to_get: str
     environment: dict[str, str]
@@ -33,7 +33,13 @@ class Listed:
 
     @property
     def works(self) -> bool:
-        return "yes" in (self.cpu, self.cuda)
+        return "yes" in self.states.values()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with an entry for each kind of device."""
+        plain = asdict(self)
+        states = plain.pop("states")
+        return {**plain, **states}
 
 
 def listed() -> list[Listed]:
@@ -43,17 +49,17 @@ def listed() -> list[Listed]:
         backend = registry.backend(name)
 
         def state(device: DeviceType, backend: registry.CommBackend = backend) -> str:
-            if device not in backend.devices:
+            if not backend.serves(device):
                 return "-"
             return backend.unavailable(device) or "yes"
 
-        cpu, cuda = state("cpu"), state("cuda")
+        states = {kind: state(kind) for kind in (CPU, *(found.name for found in accelerators()))}
         variables = dict(backend.environment)
-        operations = {device: tuple(backend.operations_on(device)) for device in backend.devices}
+        operations = {k: tuple(backend.operations_on(k)) for k in states if backend.serves(k)}
         options = {o.name: f"{o.doc} ({o.expected})" for o in backend.options}
         found.append(
             Listed(
-                *(name, backend.summary, cpu, cuda, backend.version()),
+                *(name, backend.summary, states, backend.version()),
                 *(backend.how_to_get, variables, operations, options),
             )
         )
@@ -64,13 +70,13 @@ def show(form: Literal["table", "json"] = "table") -> None:
     """Print the list."""
     rows = listed()
     if form == "json":
-        print(json.dumps([asdict(row) for row in rows], indent=1))
+        print(json.dumps([row.to_json() for row in rows], indent=1))
         return
     table = Table(box=None, pad_edge=False)
-    for heading in ("backend", "version", "cpu", "cuda", "what it is"):
+    for heading in ("backend", "version", *rows[0].states, "what it is"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        marks = ("yes" if t == "yes" else "-" if t == "-" else "no" for t in (row.cpu, row.cuda))
+        marks = ("yes" if t == "yes" else "-" if t == "-" else "no" for t in row.states.values())
         table.add_row(row.name, row.version or "-", *marks, row.summary)
     console = Console(highlight=False, markup=False)
     console.print(table)
@@ -78,7 +84,7 @@ def show(form: Literal["table", "json"] = "table") -> None:
     for row in rows:
         if row.works:
             continue
-        reasons = dict.fromkeys(t for t in (row.cpu, row.cuda) if t not in ("yes", "-"))
+        reasons = dict.fromkeys(t for t in row.states.values() if t not in ("yes", "-"))
         console.print(f"\n{row.name}: {'; '.join(reasons)}", soft_wrap=True)
         if row.how_to_get:
             console.print(f"  to get it: {row.how_to_get}", soft_wrap=True)

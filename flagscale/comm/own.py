@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale import __version__
-from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
+from flagscale.comm.base import CommBackend, DeviceType, device_missing, missing_torch
 from flagscale.comm.options import Option, OptionValues
 from flagscale.errors import ConfigError
 
@@ -67,9 +67,9 @@ class Fsccl(CommBackend):
         from flagscale.comm.fsccl.build import unavailable
         from flagscale.comm.fsccl.native import why_no_cuda
 
-        if device == "cuda":
+        if device == "cuda":  # its engine for GPUs is written for NVIDIA's
             try:
-                missing = cuda_missing() or why_no_cuda()
+                missing = device_missing(device) or why_no_cuda()
             except ConfigError as error:
                 missing = str(error)
             if missing:

@@ -12,27 +12,28 @@ arguments.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flagscale.accelerators.registry import accelerator
 from flagscale.comm.base import (
     OPERATIONS,
     CommBackend,
     DeviceType,
-    cuda_missing,
+    device_missing,
     distribution_version,
     missing_torch,
 )
 from flagscale.comm.options import Option, OptionValues
 from flagscale.errors import ConfigError
+from flagscale.registry import Registry
 
 if TYPE_CHECKING:
     import torch
 
-ENTRY_POINTS = "flagscale.comm_backends"
+INSTALLED = Registry("flagscale.comm_backends", "communication backend", {})
 
 
 class Mpi(CommBackend):
@@ -84,13 +85,17 @@ class Flagcx(CommBackend):
             return missing
         if importlib.util.find_spec("flagcx") is None:
             return "the Python module flagcx is not installed"
-        if device != "cuda":
+        if accelerator(device).is_host:
             return "flagcx moves device memory only"
-        return cuda_missing()
+        return device_missing(device)
+
+    def serves(self, device: DeviceType) -> bool:
+        # It is built for one of many makers' chips, and only that build itself could tell whose.
+        return not accelerator(device).is_host
 
     def torch_backend(self, device: DeviceType) -> str:
         # It has no collectives for host memory, which object collectives need.
-        return "cpu:gloo,cuda:flagcx"
+        return f"cpu:gloo,{accelerator(device).torch_type}:flagcx"
 
     @contextmanager
     def creating(self) -> Iterator[None]:
@@ -122,9 +127,10 @@ class TorchComms(CommBackend):
             return "the Python module torchcomms is not installed"
         if importlib.util.find_spec("torch.distributed.config") is None:
             return "this torch does not know torchcomms; it needs 2.12 or later"
-        return cuda_missing() if device == "cuda" else None
+        return device_missing(device)
 
     def torch_backend(self, device: DeviceType) -> str:
+        # ncclx is NVIDIA's nccl with additions.
         return "cuda:ncclx" if device == "cuda" else "cpu:gloo"
 
     @contextmanager
@@ -152,17 +158,16 @@ class DeviceMap(CommBackend):
         self._known = known
         adapters = [adapter for adapter in map(known, self._parts.values()) if adapter]
         self.operations = tuple(o for o in OPERATIONS if all(o in a.operations for a in adapters))
-        kinds: tuple[DeviceType, ...] = ("cpu", "cuda")
-        self.devices = tuple(kind for kind in kinds if kind in self._parts)
+        self.devices = tuple(self._parts)
 
     def operations_on(self, device: DeviceType) -> tuple[str, ...]:
-        adapter = self._known(self._parts.get(device, ""))
+        adapter = self._known(self._parts.get(accelerator(device).torch_type, ""))
         return self.operations if adapter is None else adapter.operations_on(device)
 
     def unavailable(self, device: DeviceType) -> str | None:
         if missing := missing_torch():
             return missing
-        part = self._parts.get(device)
+        part = self._parts.get(accelerator(device).torch_type)
         if part is None:
             return f"{self.name!r} names no backend for {device}"
         adapter = self._known(part)
@@ -197,7 +202,7 @@ class DeviceMap(CommBackend):
         # Who moves host memory alone is told so; arguments of one part cannot reach it.
         part = self._parts.get("cpu", "")
         adapter = self._known(part)
-        if adapter is not None and (device.type == "cpu" or self._parts.get("cuda") != part):
+        if adapter is not None and (device.type == "cpu" or self._parts.get(device.type) != part):
             adapter.init_options(torch.device("cpu"), values)
         return {}
 
@@ -238,10 +243,10 @@ class Broken(CommBackend):
 
     devices: tuple[DeviceType, ...] = ("cpu", "cuda")
 
-    def __init__(self, name: str, package: str, reason: str) -> None:
+    def __init__(self, name: str, reason: str, how_to_get: str) -> None:
         self.name = name
-        self.summary = f"from {package}, which does not load"
-        self.how_to_get = f"repair or remove {package}"
+        self.summary = f"from {reason.partition(':')[0]}, which does not load"
+        self.how_to_get = how_to_get
         self._reason = reason
 
     def unavailable(self, device: DeviceType) -> str | None:
@@ -251,20 +256,12 @@ class Broken(CommBackend):
 def third_parties() -> dict[str, CommBackend]:
     """The backends of installed packages, by name. One that does not load is there as well, and
     says why it cannot be used."""
-    found: dict[str, CommBackend] = {}
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        package = point.dist.name if point.dist is not None else point.value
-        found[point.name] = _load(point, package)
-    return found
+    return {name: _made(name) for name in INSTALLED.others()}
 
 
-def _load(point: importlib.metadata.EntryPoint, package: str) -> CommBackend:
+def _made(name: str) -> CommBackend:
     try:
-        loaded = point.load()
-        adapter = loaded() if isinstance(loaded, type) else loaded
-    except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
-        return Broken(point.name, package, f"{package}: {type(error).__name__}: {error}")
-    if not isinstance(adapter, CommBackend):
-        return Broken(point.name, package, f"{package}: {point.value} is no CommBackend")
-    adapter.name = point.name
-    return adapter
+        made: CommBackend = INSTALLED.made(name, CommBackend)
+    except ConfigError as error:
+        return Broken(name, error.message, error.hint or "")
+    return made

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flagscale.comm.base import CommBackend, DeviceType, cuda_missing, missing_torch
+from flagscale.accelerators.registry import accelerator, every
+from flagscale.comm.base import CommBackend, DeviceType, device_missing, missing_torch
 from flagscale.comm.options import Option, OptionValues, parse
 from flagscale.comm.own import Fsccl
 from flagscale.comm.plugins import (
@@ -51,12 +52,12 @@ class Gloo(CommBackend):
 
         if not dist.is_gloo_available():
             return "this build of torch has no gloo"
-        return cuda_missing() if device == "cuda" else None
+        return device_missing(device)
 
     def operations_on(self, device: DeviceType) -> tuple[str, ...]:
         # Its collectives copy GPU memory to the host and back; its messages are handed the
         # address as if it were the host's.
-        messages = ("sendrecv", "permute") if device == "cuda" else ()
+        messages = () if accelerator(device).is_host else ("sendrecv", "permute")
         return tuple(name for name in self.operations if name not in messages)
 
 
@@ -103,10 +104,12 @@ class Nccl(CommBackend):
             return missing
         import torch.distributed as dist
 
-        if missing := cuda_missing():
+        # It is NVIDIA's own, whatever kinds of devices there are.
+        if missing := device_missing("cuda"):
             return missing
         if device != "cuda":
-            return "nccl moves GPU memory only, and the training device is the CPU"
+            where = accelerator(device).shown
+            return f"nccl moves GPU memory only, and the training device is the {where}"
         return None if dist.is_nccl_available() else "this build of torch has no nccl"
 
     own_options = _NCCL_OPTIONS
@@ -133,14 +136,18 @@ class Auto(CommBackend):
     summary = "nccl on CUDA, gloo on the CPU"
     devices = ("cpu", "cuda")
 
+    def serves(self, device: DeviceType) -> bool:
+        return True
+
     def unavailable(self, device: DeviceType) -> str | None:
         return self.resolve(device).unavailable(device)
 
     @property
     def options(self) -> tuple[Option, ...]:
-        # Which of the two runs is known on the host alone; what means nothing to it is left out.
-        both = (*backend("nccl").options, *backend("gloo").options)
-        return tuple({option.name: option for option in both}.values())
+        # Which of them runs is known on the host alone; what means nothing to it is left out.
+        defaults = dict.fromkeys(kind.default_backend for kind in every())
+        options = (option for own in filter(None, map(_find, defaults)) for option in own.options)
+        return tuple({option.name: option for option in options}.values())
 
     def operations_on(self, device: DeviceType) -> tuple[str, ...]:
         return self.resolve(device).operations_on(device)
@@ -149,7 +156,7 @@ class Auto(CommBackend):
         return self.resolve(device).torch_backend(device)
 
     def resolve(self, device: DeviceType) -> CommBackend:
-        return backend("nccl" if device == "cuda" else "gloo")
+        return backend(accelerator(device).default_backend)
 
 
 _OWN: dict[str, CommBackend] = {
@@ -232,7 +239,10 @@ def _unfit(found: CommBackend, device: DeviceType, operations: Collection[str]) 
     """Why a backend does not do; None when it does."""
     if reason := found.unavailable(device):
         return reason
+    kind = accelerator(device)
+    where = "host memory" if kind.is_host else f"{kind.unit} memory"
+    if not found.serves(device):
+        return f"it does not move {where}"
     able = found.operations_on(device)
     lacking = [name for name in operations if name not in able]
-    where = "GPU memory" if device == "cuda" else "host memory"
     return f"it cannot do {', '.join(lacking)} on {where}" if lacking else None

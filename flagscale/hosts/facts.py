@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flagscale import checkpoints
+from flagscale.accelerators import probes
 from flagscale.hosts import probe
 from flagscale.hosts import python_world as world
 from flagscale.hosts.executor import Executor
@@ -91,11 +92,14 @@ class Facts:
     """What a host answered."""
 
     cpus: int | None
-    gpus: int | None
+    devices: Mapping[str, int]
+    """Of each kind of chip that it has, how many."""
     interface: str | None
     boot_id: str
     skew: float
     """Seconds by which its clock is ahead of ours, as little as the answer allows."""
+    products: Mapping[str, str] = field(default_factory=dict)
+    """What their makers call those, where the host can tell."""
     port: int | None = None
     busy_port: int | None = None
     port_holder: str = ""
@@ -144,6 +148,7 @@ def text(question: Question) -> str:
         "not_a_directory": NOT_A_DIRECTORY,
         "checkpoint_name": checkpoints.NAME,
         "tracker": checkpoints.TRACKER,
+        "looks": probes.looks(),
     }
     need, more = question.need, list[str]()
     if need is not None:
@@ -170,10 +175,11 @@ def read(answer: Answer, question: Question, before: float, after: float) -> Fac
     states = {path: _path_state(answer, f"_{number}") for number, path in enumerate(written)}
     return Facts(
         cpus=answer.number("cpus") or None,
-        gpus=answer.number("gpus"),
+        devices={kind: n for kind in probes.looks() if (n := answer.number(f"count_{kind}"))},
         interface=answer.get("interface") or None,
         boot_id=answer.get("boot_id"),
         skew=skew,
+        products={k: name for k in probes.looks() if (name := answer.get(f"product_{k}"))},
         port=answer.number("port"),
         busy_port=answer.number("busy_port"),
         port_holder=answer.get("port_holder"),

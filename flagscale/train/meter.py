@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from flagscale.train.device import Device
 from flagscale.train.report import Speed
-from flagscale.train.throughput import flops_per_token, peak_tflops
+from flagscale.train.throughput import flops_per_token
 
 
 class Meter:
@@ -25,9 +25,7 @@ class Meter:
         self._world_size = world_size
         self._tokens_per_step = args.global_batch_size * args.seq_length
         self._flops_per_step = self._tokens_per_step * flops_per_token(args, vocabulary)
-        self._peak = args.peak_tflops or peak_tflops(
-            device.name, sixteen_bit=args.bf16 or args.fp16
-        )
+        self._peak = args.peak_tflops or device.peak_tflops(sixteen_bit=args.bf16 or args.fp16)
         self._since = time.monotonic()
         self._step = 0
         self._left_out = 0.0

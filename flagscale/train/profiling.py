@@ -58,8 +58,8 @@ class Profiler:
             self._start_range()
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._device.is_cuda:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        if activity := self._device.accelerator.profiler_activity:
+            activities.append(torch.profiler.ProfilerActivity.__members__[activity])
         self._device.synchronize()
         self._running = torch.profiler.profile(activities=activities)
         self._running.start()
@@ -83,26 +83,27 @@ class Profiler:
         running.export_chrome_trace(str(self._path))
         self._path.chmod(0o600)
         self._say(f"trace of steps {self._first} to {self._end - 1}: {self._path}")
-        if self._device.is_cuda:
-            for line in summary(_kernels(running), self._end - self._first):
+        if activity := self._device.accelerator.profiler_activity:
+            for line in summary(_kernels(running, activity), self._end - self._first):
                 self._say(line)
 
     def _start_range(self) -> None:
-        if not self._device.is_cuda:
+        # `nsys` is NVIDIA's.
+        if self._device.kind != "cuda":
             raise ConfigError(
                 "profile: without use_pytorch_profiler only CUDA's profiler is told, and this "
-                "rank trains on a CPU",
+                f"rank trains on a {self._device.accelerator.shown}",
                 hint="set use_pytorch_profiler: true",
             )
         self._running = True
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
 
 
-def _kernels(profile: Any) -> dict[str, float]:
-    """Milliseconds of each kernel's name."""
+def _kernels(profile: Any, activity: str) -> dict[str, float]:
+    """Milliseconds of each kernel's name, of the devices that ``activity`` records."""
     found: dict[str, float] = defaultdict(float)
     for event in profile.events():
-        on_device = str(event.device_type).endswith("CUDA")
+        on_device = str(event.device_type).endswith(activity)
         if on_device and not getattr(event, "is_user_annotation", False):
             found[event.name] += event.time_range.elapsed_us() / 1e3
     return found

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from flagscale.accelerators.device import Device
 from flagscale.train.signals import Reason
 
 
@@ -53,12 +54,13 @@ class Readings:
     def add(self, numbers: StepNumbers, values: torch.Tensor) -> None:
         """Start copying ``values``: loss sum, tokens, signals, ranks out of
         time, gradient norm, own loss sum."""
-        if not values.is_cuda:
+        device = Device.of(values.device)
+        if device.is_host:
             self._pending.append((numbers, values, None))
             return
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived = device.event()
         arrived.record()
         self._pending.append((numbers, host, arrived))
 

@@ -1,4 +1,4 @@
-"""How much arithmetic a training step is, and how much a device can do.
+"""How much arithmetic a training step is.
 
 The count is of the model's own floating-point operations: two for each multiply-add, the backward
 pass as twice the forward pass, recomputation not counted, and of causal attention only the half
@@ -8,45 +8,7 @@ how much of the hardware does work that the model asks for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-# Peak dense 16-bit TFLOP/s with fp32 accumulation, from the makers' data sheets, by a part of the
-# device's name. The first that matches counts.
-PEAK_TFLOPS: Mapping[str, float] = {
-    "GB300": 2500.0,
-    "B300": 2250.0,
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "GH200": 989.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 149.7,
-    "A30": 165.0,
-    "A10": 125.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-    "V100": 125.0,
-}
-
-
-def peak_tflops(device_name: str, *, sixteen_bit: bool) -> float | None:
-    """Peak TFLOP/s of a device, None where it is not known or training is not in 16 bits."""
-    if not sixteen_bit:
-        return None
-    for part, peak in PEAK_TFLOPS.items():
-        if part in device_name:
-            return peak
-    return None
 
 
 def flops_per_token(args: Any, vocabulary: int) -> float:

@@ -25,13 +25,14 @@ PARTS = {
     **{name: set[str]() for name in ("errors", "files", "status")},
     "guard": {"errors"},
     "registry": {"errors"},
+    "accelerators": {"errors", "registry", "status"},
     "checkpoints": {"errors"},
-    "config": GROUND,
-    "hosts": {*GROUND, "checkpoints", "config"},
-    "comm": GROUND,
-    "launch": {*GROUND, "guard", "checkpoints", "config", "hosts", "comm"},
-    "train": {*GROUND, "checkpoints", "config", "comm"},
-    "bench": {*GROUND, "guard", "hosts", "comm"},
+    "config": {*GROUND, "accelerators"},
+    "hosts": {*GROUND, "accelerators", "checkpoints", "config"},
+    "comm": {*GROUND, "accelerators"},
+    "launch": {*GROUND, "accelerators", "guard", "checkpoints", "config", "hosts", "comm"},
+    "train": {*GROUND, "accelerators", "checkpoints", "config", "comm"},
+    "bench": {*GROUND, "accelerators", "guard", "hosts", "comm"},
     "patching": GROUND,
     "cli": {*GROUND, "guard", "config", "launch", "bench", "patching"},
 }
@@ -49,7 +50,9 @@ LAUNCH = {
     "runners": {*PLANNED, "state", "preflight", "preparing", "snapshot", "failures", "ending"},
 }
 HEAVY = {"torch", "megatron", "numpy"}
-TORCH = tuple(f"flagscale.{part}" for part in ("train", "comm", "bench", "checkpoints"))
+TORCH = tuple(
+    f"flagscale.{part}" for part in ("accelerators", "train", "comm", "bench", "checkpoints")
+)
 
 
 def _modules() -> dict[str, Path]:

@@ -26,11 +26,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flagscale.accelerators.cuda import Cuda
 from flagscale.bench import machine
 from flagscale.errors import ConfigError, JobError
 from flagscale.guard import guard
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
-from flagscale.train.throughput import flops_per_token, peak_tflops
+from flagscale.train.throughput import flops_per_token
 
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
@@ -185,7 +186,7 @@ def figures(row: Row, events: Sequence[Event], begun: float, last: int) -> dict[
     tokens = row.tokens * row.accumulated * row.replicas / row.gpus
     flops = flops_per_token(model, VOCABULARY) * tokens / seconds
     device = next(event.get("device") for event in events if event.event == "started")
-    peak = peak_tflops(device, sixteen_bit=True)
+    peak = Cuda().peak_tflops(device)
     return {
         "device": device,
         "step_seconds": seconds,

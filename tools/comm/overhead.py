@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from flagscale.accelerators.device import Device
 from flagscale.bench.collectives.bodies import Shape, assemble, build
-from flagscale.bench.collectives.devices import BenchDevice, RankGroup
+from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.launch import read_specs
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.statistics import median_ratio
@@ -44,7 +45,7 @@ def _baseline(tensor: torch.Tensor, iterations: int) -> float:
     return (time.perf_counter_ns() - begin) / 1e3 / iterations
 
 
-def _added(device: BenchDevice, spec: BenchSpec) -> float:
+def _added(device: Device, spec: BenchSpec) -> float:
     """Microseconds an iteration of the benchmark's loop around a function that does nothing."""
     steps = [lambda: None] * 10_000
     spec = replace(spec, iterations=replace(spec.iterations, measured=len(steps)))
@@ -59,7 +60,7 @@ def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
     )
     line = ["all_reduce", "-d", "fp32", "-n", str(options.iters), "-w", "0"]
     (spec,) = read_specs(line)
-    case, device = next(spec.cases(options.ranks)), BenchDevice(torch.device("cpu"))
+    case, device = next(spec.cases(options.ranks)), Device.of(torch.device("cpu"))
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no default group")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flagscale.accelerators.device import Device
 from flagscale.bench.agreement import definitions
 from flagscale.bench.agreement.nccl import DATA_TYPES, SUM, Nccl
-from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.operations import DataType
 
 Issue = Callable[[], None]
@@ -124,7 +124,7 @@ class GlooBaseline:
 
 def time_of(
     make: Callable[[], Issue],
-    device: BenchDevice,
+    device: Device,
     *,
     iterations: int,
     warmup: int,

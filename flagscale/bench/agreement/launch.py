@@ -12,7 +12,7 @@ from flagscale.bench.collectives.curves import require_image
 from flagscale.bench.collectives.launch import read_specs
 from flagscale.bench.collectives.operations import operation
 from flagscale.bench.collectives.spec import BenchSpec
-from flagscale.bench.command_line import Parser
+from flagscale.bench.command_line import Parser, add_device
 from flagscale.bench.files import read_object, require_writable
 from flagscale.bench.placement import Placement
 from flagscale.bench.tool import Tool
@@ -101,7 +101,7 @@ def _parser(prog: str) -> Parser:
     add("--eager", action="store_true", help="no graphs")
     add("--rounds", type=int, default=10, metavar="N", help="turns of each side (10)")
     add("--limit", type=float, default=3.0, metavar="%", help="per cent (3)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device(add)
     add("-J", "--json", type=Path, metavar="FILE", help="keep the result")
     add("--plot", type=Path, metavar="FILE", help="draw it, .svg or .png")
     add("--import", dest="kept", type=Path, metavar="FILE", help="a kept one; measure nothing")

@@ -33,14 +33,14 @@ def run_rank(plan: AgreementPlan, world: BenchWorld) -> int:
     """Measure as one of the ranks; rank 0 prints and keeps the result. The exit code."""
     spec, limit, speaks = plan.spec, plan.limit, world.rank == 0
     sides = Sides(spec, world, plan.rounds)
-    way = "graphs" if spec.iterations.replays and sides.device.is_cuda else "calls one by one"
+    way = "graphs" if spec.iterations.replays and not sides.device.is_host else "calls one by one"
     about = facts("flagscale", "torch") | {
-        **{"library": sides.version, "device": sides.device.name, "ranks": world.size},
+        **{"library": sides.version, "device": sides.device.product, "ranks": world.size},
         **{"type": spec.types[0].name, "way": way, "rounds": plan.rounds, "limit": limit},
     }
     pairs = []
     if speaks:
-        print(f"# {world.size} ranks, {sides.device.name}, {sides.version}, {way}")
+        print(f"# {world.size} ranks, {sides.device.product}, {sides.version}, {way}")
         print(table([], limit)[0], flush=True)
     for pair in sides.run():
         pairs.append(pair)
@@ -67,12 +67,13 @@ class Sides:
         self.device = devices.choose(spec.placement.device, world.local_rank)
         timeout = timedelta(seconds=_SECONDS)
         rendezvous.join(PrefixStore("control", store), world, "gloo", timeout=timeout)
-        name = "nccl" if self.device.is_cuda else "gloo"
+        # What nccl-tests measures, or what stands for it on a CPU: it is about NVIDIA's library.
+        name = "nccl" if self.device.kind == "cuda" else "gloo"
         everyone = (tuple(range(world.size)),)
         adapter = registry.usable(name, self.device.kind)
         self._group = form(adapter, everyone, world.rank, self.device, _SECONDS, {})
         self.baseline: GlooBaseline | NcclBaseline
-        if not self.device.is_cuda:
+        if name == "gloo":
             self.baseline, self.version = GlooBaseline(self._group.process_group), "gloo"
             return
         nccl = Nccl()
@@ -108,7 +109,7 @@ class Sides:
                     self.device,
                     iterations=loop.measured,
                     warmup=loop.warmup,
-                    launches=loop.replays if self.device.is_cuda else None,
+                    launches=None if self.device.is_host else loop.replays,
                     together=self._together,
                 )
                 theirs.append(seconds * 1e6)

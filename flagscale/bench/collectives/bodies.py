@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import sizes
-from flagscale.bench.collectives.devices import BenchDevice, RankGroup
+from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.patterns import Exchange, Pairs, exchanges_for, pairs_for
 from flagscale.bench.collectives.spec import BenchSpec, Case, GroupsSpec
 
@@ -113,7 +114,7 @@ def _shape(
 
 
 def build(
-    case: Case, shape: Shape, group: RankGroup, device: BenchDevice, output: Tensor | None = None
+    case: Case, shape: Shape, group: RankGroup, device: Device, output: Tensor | None = None
 ) -> Part:
     """Buffers of zeros and the operation on them. ``output`` reuses an earlier output."""
     dtype = getattr(torch, case.type.torch)
@@ -142,13 +143,13 @@ def _wire(case: Case, tensor: Tensor) -> Tensor:
     return tensor.view(_AS_SIGNED[tensor.dtype]) if tensor.dtype in _AS_SIGNED else tensor
 
 
-def assemble(parts: tuple[Part, ...], device: BenchDevice, group: RankGroup, name: str) -> Body:
+def assemble(parts: tuple[Part, ...], device: Device, group: RankGroup, name: str) -> Body:
     """One iteration of ``parts``."""
     if len(parts) == 1:
         return Body(parts, parts[0].run)
     process_group = group.process_group
     # gloo moves GPU memory, too, and has no such launch.
-    grouping = device.is_cuda and group.backend_on(device).supports_coalescing
+    grouping = not device.is_host and group.backend_on(device).supports_coalescing
 
     def grouped() -> None:
         # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.
@@ -251,7 +252,8 @@ def _along_pairs(ends: _Ends) -> Issue:
 
 
 def _barrier(ends: _Ends) -> Issue:
-    devices = [ends.source.device.index] if ends.source.is_cuda else None
+    index = ends.source.device.index  # None on the host
+    devices = None if index is None else [index]
     group = ends.group.process_group
     return _issue(lambda handle: dist.barrier(group, handle, devices))
 
@@ -277,7 +279,7 @@ _ISSUES: dict[str, Callable[[_Ends], Issue]] = {
 }
 
 
-def algorithm(group: RankGroup, device: BenchDevice) -> str:
+def algorithm(group: RankGroup, device: Device) -> str:
     """Which algorithm the backend chose for its last operation; ``n/a`` where it does not tell.
 
     A backend tells by a method ``last_algorithm() -> str``.
@@ -304,7 +306,7 @@ class PreparedBuffers:
 
 
 def prepare(
-    case: Case, shapes: tuple[Shape, ...], group: RankGroup, device: BenchDevice, spec: BenchSpec
+    case: Case, shapes: tuple[Shape, ...], group: RankGroup, device: Device, spec: BenchSpec
 ) -> PreparedBuffers:
     """Allocate all buffers of a size.
 
@@ -328,14 +330,15 @@ def prepare(
 
 
 @contextmanager
-def _pool(group: RankGroup, device: BenchDevice, registered: int) -> Iterator[Any]:
+def _pool(group: RankGroup, device: Device, registered: int) -> Iterator[Any]:
     """Allocations within are registered with the backend of ``group`` at the end."""
-    if not registered or not device.is_cuda:
+    if not registered or device.is_host:
         yield None
         return
     backend: Any = group.backend_on(device)
     if not hasattr(backend, "register_mem_pool"):
         raise RuntimeError(f"{group.backend} registers no memory: measure it without -R")
+    # NCCL's alone, and so CUDA's.
     pool = _memory_pool(backend, registered)
     with torch.cuda.use_mem_pool(pool):
         yield pool
@@ -355,7 +358,7 @@ def _memory_pool(backend: Any, registered: int) -> Any:
         return torch.cuda.MemPool()
 
 
-def release(prepared: PreparedBuffers, device: BenchDevice) -> None:
+def release(prepared: PreparedBuffers, device: Device) -> None:
     """Undo the registration of a size's buffers before they go."""
     if prepared.keep is not None:
         device.synchronize()

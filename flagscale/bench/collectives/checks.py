@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch
 
+from flagscale.accelerators.device import Device
 from flagscale.bench.collectives.bodies import Part, PreparedBuffers, Shape
-from flagscale.bench.collectives.devices import BenchDevice, RankGroup
+from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case, CheckMode
 
 CHUNK = 2**20
@@ -230,7 +231,7 @@ class Checked:
     """The first part that is wrong."""
 
 
-def check(case: Case, prepared: PreparedBuffers, device: BenchDevice, spec: BenchSpec) -> Checked:
+def check(case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec) -> Checked:
     """Fill, run once, verify; leaves zeros in the buffers for the timing."""
     if spec.check.mode is None or not prepared.group.member or case.operation.name == "barrier":
         return Checked()
@@ -255,7 +256,7 @@ def check(case: Case, prepared: PreparedBuffers, device: BenchDevice, spec: Benc
     )
 
 
-def sample(case: Case, prepared: PreparedBuffers, device: BenchDevice, spec: BenchSpec) -> str:
+def sample(case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec) -> str:
     """The first values of this rank's first buffers before and after an operation on known data;
     every rank calls this."""
     if not prepared.bodies:

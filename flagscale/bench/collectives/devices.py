@@ -1,88 +1,34 @@
-"""Where a rank measures: its device, with the few calls that differ between kinds of devices, and
-the process groups it joins: one a replica group, for each backend."""
+"""Where a rank measures: its device, and the process groups it joins: one a replica group, for
+each backend."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
-from flagscale.bench.machine import processor
+from flagscale.accelerators.device import Device, select
 from flagscale.comm.base import CommBackend
 from flagscale.comm.options import OptionValues
-from flagscale.errors import ConfigError
-
-NOMINAL_BUS_GB = {
-    **{"V100": 150.0, "A100": 300.0, "A800": 200.0, "H100": 450.0, "H200": 450.0},
-    **{"H800": 200.0, "H20": 450.0, "B200": 900.0, "GB200": 900.0},
-}
-"""NVLink in one direction, in 1e9 bytes a second, by a word of the device's name."""
 
 
-@dataclass(frozen=True)
-class BenchDevice:
-    """One rank's device."""
-
-    torch_device: torch.device
-
-    @property
-    def kind(self) -> Literal["cpu", "cuda"]:
-        return "cuda" if self.torch_device.type == "cuda" else "cpu"
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.kind == "cuda"
-
-    @property
-    def name(self) -> str:
-        """What the maker calls it."""
-        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else processor()
-
-    @property
-    def nominal_gb(self) -> float | None:
-        """The nominal limit of its bus bandwidth; None where it is not known."""
-        return next((NOMINAL_BUS_GB[w] for w in self.name.split() if w in NOMINAL_BUS_GB), None)
-
-    def synchronize(self) -> None:
-        """Wait for all work given to the device."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.torch_device)
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph of ``work``, as a function that launches it."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (a backend's watchdog) may go on calling the driver meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            work()
-        return graph.replay
-
-
-def choose(wanted: str, local_rank: int) -> BenchDevice:
+def choose(wanted: str, local_rank: int) -> Device:
     """The device of the rank ``local_rank`` of its host, made current.
 
     Raises:
-        ConfigError: CUDA is wanted and absent, or there are fewer GPUs than ranks.
+        ConfigError: no kind is called so, or there are no such devices or fewer than ranks.
     """
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
+    device = select(wanted, local_rank)
+    if device.is_host:
         # A rank's share of the machine is one thread; more would fight for the others' cores.
         torch.set_num_threads(1)
-        return BenchDevice(torch.device("cpu"))
-    if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: no CUDA device is visible", hint="or --device cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(f"local rank {local_rank} has no GPU: this host shows {count}")
-    torch.cuda.set_device(local_rank)
-    return BenchDevice(torch.device("cuda", local_rank))
+    return device
 
 
 def pin(local_rank: int) -> None:
@@ -91,21 +37,19 @@ def pin(local_rank: int) -> None:
     os.sched_setaffinity(0, {allowed[local_rank % len(allowed)]})
 
 
-_PROBE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+_PROBE_BYTES = {"host": 32 * 2**20, "device": 256 * 2**20}
 _COPIES = 10
 
 
-def probe_copies(device: BenchDevice) -> float:
+def probe_copies(device: Device) -> float:
     """What plain copies reach, in 1e9 bytes a second: of all ranks at once to the next GPU of
     this host.
 
     On a single GPU the copy stays on it; on a CPU it is one within memory, the way of every
     message between ranks of one host. The better half of the copies counts.
     """
-    size, neighbour = _PROBE_BYTES[device.kind], device.torch_device
-    if device.is_cuda:
-        following = (device.torch_device.index or 0) + 1
-        neighbour = torch.device("cuda", following % torch.cuda.device_count())
+    size = _PROBE_BYTES["host" if device.is_host else "device"]
+    neighbour = device.accelerator.neighbour(device.torch_device)
     source = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
     target = torch.zeros(size, dtype=torch.uint8, device=neighbour)
     target.copy_(source)
@@ -131,7 +75,7 @@ class RankGroup:
     """This rank's place in ``ranks``; -1 when it has none."""
     process_group: dist.ProcessGroup
 
-    def backend_on(self, device: BenchDevice) -> Any:
+    def backend_on(self, device: Device) -> Any:
         """torch's object of the backend for tensors of ``device``."""
         return self.process_group._get_backend(device.torch_device)
 
@@ -148,7 +92,7 @@ def form(
     backend: CommBackend,
     groups: tuple[tuple[int, ...], ...],
     rank: int,
-    device: BenchDevice,
+    device: Device,
     seconds: float,
     options: OptionValues,
 ) -> RankGroup:
@@ -169,7 +113,7 @@ def form(
             )
         if rank in ranks:
             mine = RankGroup(backend.name, ranks, ranks.index(rank), process_group)
-            if device.is_cuda:
+            if not device.is_host:
                 # Communicators are made by the first operation; registering memory needs one.
                 dist.all_reduce(torch.zeros(1, device=device.torch_device), group=process_group)
                 device.synchronize()

@@ -14,9 +14,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from flagscale.accelerators.device import Device
 from flagscale.bench import codec, rendezvous
 from flagscale.bench.collectives import devices, patterns
-from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.presenter import Facts, Kept, Presenter, about, header, rank_lines
 from flagscale.bench.collectives.session import Listener, Session
 from flagscale.bench.collectives.spec import Batch, BenchSpec
@@ -103,7 +103,7 @@ def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> Facts:
             _possible(spec, device.kind)
         if placement.pin:
             devices.pin(world.local_rank)
-        return Facts(*me, device.name, str(device.torch_device))
+        return Facts(*me, device.product, str(device.torch_device))
     except FlagscaleError as error:
         return Facts(*me, "", "", str(error), error.exit_code)
 
@@ -193,7 +193,7 @@ def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts], kept: Kept) 
     return _from_first(presenter.finish())
 
 
-def _notes(spec: BenchSpec, device: BenchDevice) -> Iterator[str]:
+def _notes(spec: BenchSpec, device: Device) -> Iterator[str]:
     """What is not known of this device, what was asked for and changes nothing on it, and what so
     few iterations do not tell."""
     if spec.comparison.probe and spec.comparison.peak is None and device.nominal_gb is None:
@@ -205,7 +205,7 @@ def _notes(spec: BenchSpec, device: BenchDevice) -> Iterator[str]:
         "-C": (spec.cpu_time, "an operation ends when it has been issued on a CPU"),
     }
     for flag, (given, reason) in asked.items():
-        if given and not device.is_cuda:
+        if given and device.is_host:
             yield f"{flag}: {reason}"
     samples = spec.iterations.measured * (spec.iterations.replays or 1)
     if text := warning(spec.output.statistics, samples):

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import bodies, checks, patterns
 from flagscale.bench.collectives.bodies import PreparedBuffers, Shape, prepare, release
-from flagscale.bench.collectives.devices import BenchDevice, RankGroup, form, probe_copies
+from flagscale.bench.collectives.devices import RankGroup, form, probe_copies
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.spec import Average, BenchSpec, Case
 from flagscale.bench.collectives.statistics import paired_ratio
@@ -46,7 +47,7 @@ class Session:
     """All ranks, ready to run a specification."""
 
     world: BenchWorld
-    device: BenchDevice
+    device: Device
     watch: Watch
 
     def run(self, spec: BenchSpec, listener: Listener) -> None:

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-
-from flagscale.bench.collectives.devices import BenchDevice
+from flagscale.accelerators.device import Device
 from flagscale.bench.collectives.spec import BenchSpec
 
 Step = Callable[[], None]
@@ -53,7 +51,7 @@ def _undisturbed() -> Iterator[None]:
 def measure(
     steps: Sequence[Step],
     warmup: Sequence[Step],
-    device: BenchDevice,
+    device: Device,
     spec: BenchSpec,
     marks: Marks,
     start: Callable[[], None],
@@ -62,7 +60,7 @@ def measure(
     operations = len(steps) * spec.iterations.aggregated
     loops = _Loops(device, spec, marks, start)
     with _undisturbed():
-        if not device.is_cuda or spec.blocking:
+        if device.is_host or spec.blocking:
             total, issued, samples = loops.on_host(steps, warmup)
         elif spec.iterations.replays:
             total, issued, samples = loops.replays(steps, warmup)
@@ -76,9 +74,9 @@ def measure(
     )
 
 
-def gatherings(device: BenchDevice, spec: BenchSpec) -> int:
+def gatherings(device: Device, spec: BenchSpec) -> int:
     """How often :func:`measure` brings the ranks together."""
-    if device.is_cuda and not spec.blocking:
+    if not device.is_host and not spec.blocking:
         return 2 if _needs_samples(spec) else 1
     return (spec.iterations.replays or 1) + spec.iterations.replay_warmup
 
@@ -107,14 +105,14 @@ Times = tuple[float, float, list[float]]
 class _Loops:
     """The ways to time steps."""
 
-    device: BenchDevice
+    device: Device
     spec: BenchSpec
     marks: Marks
     start: Callable[[], None]
 
     def on_host(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
         """Each step has finished when it returns, or is awaited here."""
-        if self.device.is_cuda:
+        if not self.device.is_host:
             steps, warmup = ([self._awaited(step) for step in some] for some in (steps, warmup))
         loop, marks = self.spec.iterations, self.marks
         totals: list[int] = []
@@ -145,7 +143,7 @@ class _Loops:
         return total, issued, self._samples(steps) if _needs_samples(self.spec) else []
 
     def replays(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
-        """The steps captured in a CUDA graph; a sample is a replay over its number of steps."""
+        """The steps captured in a graph; a sample is a replay over its number of steps."""
         # What a first call allocates or connects must not happen within the capture.
         run_marked(warmup or steps, self.marks)
         self.device.synchronize()
@@ -163,7 +161,9 @@ class _Loops:
 
     def _pass(self, steps: Sequence[Step]) -> tuple[float, float]:
         """Until all steps are finished and until they are issued."""
-        events = _events(2) if self.spec.timing == "events" else []  # to record one takes some us
+        events = (
+            self._events(2) if self.spec.timing == "events" else []
+        )  # to record one takes some us
         self.device.synchronize()
         self.start()
         begin = time.perf_counter_ns()
@@ -180,7 +180,7 @@ class _Loops:
         return (events[0].elapsed_time(events[1]) * 1e6 if events else wall), issued
 
     def _samples(self, steps: Sequence[Step]) -> list[float]:
-        events = _events(len(steps) + 1)
+        events = self._events(len(steps) + 1)
         self.device.synchronize()
         self.start()
         events[0].record()
@@ -191,6 +191,5 @@ class _Loops:
         self.marks[:] = [0] * (len(steps) + 2)
         return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
 
-
-def _events(count: int) -> list[Any]:
-    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
+    def _events(self, count: int) -> list[Any]:
+        return [self.device.event(timed=True) for _ in range(count)]

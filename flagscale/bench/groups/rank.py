@@ -34,9 +34,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_group
 
+from flagscale.accelerators.device import Device
+from flagscale.accelerators.registry import chosen
 from flagscale.bench import codec, rendezvous
 from flagscale.bench.collectives import devices
-from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.groups.launch import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
 from flagscale.bench.machine import facts
@@ -109,9 +110,7 @@ def _measure(plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store:
     return _most(own, world, store)
 
 
-def _turn(
-    name: str, handles: list[Any], store: Store, world: BenchWorld, device: BenchDevice
-) -> float:
+def _turn(name: str, handles: list[Any], store: Store, world: BenchWorld, device: Device) -> float:
     """Seconds of an operation on each of this rank's groups, one after the other."""
     together(store, world, name, _TIMEOUT)
     begin = time.perf_counter()
@@ -120,20 +119,17 @@ def _turn(
     return time.perf_counter() - begin
 
 
-def _all_reduce(group: dist.ProcessGroup | None, device: BenchDevice) -> None:
+def _all_reduce(group: dist.ProcessGroup | None, device: Device) -> None:
     dist.all_reduce(torch.ones(1024, device=device.torch_device), group=group)
     device.synchronize()
 
 
-def _used(device: BenchDevice) -> float:
+def _used(device: Device) -> float:
     """Bytes of the device that are in use, by anyone: what NCCL holds is not torch's."""
-    if not device.is_cuda:
-        return 0.0
-    free, total = torch.cuda.mem_get_info(device.torch_device)
-    return float(total - free)
+    return float(device.accelerator.used_memory(device.torch_device))
 
 
-def _splits(device: BenchDevice) -> int:
+def _splits(device: Device) -> int:
     """The backend's own count of splits of the default group's communicator."""
     backend: Any = _get_default_group()._get_backend(device.torch_device)
     return int(backend.comm_split_count()) if hasattr(backend, "comm_split_count") else -1
@@ -238,11 +234,10 @@ _TRIAL = "flagscale.bench.groups.rank:run_trial"
 @interruptible()
 def run_rank(plan: GroupsPlan, world: BenchWorld | None) -> int:
     """Everything, as one of the ranks of a launcher, or as their one starter; the exit code."""
-    wanted = plan.placement.device
-    on_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    kind = chosen(plan.placement.device)
     name = plan.placement.backend
-    backend = registry.usable(name, "cuda" if on_gpu else "cpu", given_by="--backend")
-    variants = [v for v in plan.variants if on_gpu or v not in ON_ACCELERATORS]
+    backend = registry.usable(name, kind.name, given_by="--backend")
+    variants = [v for v in plan.variants if not kind.is_host or v not in ON_ACCELERATORS]
     left_out = [v for v in plan.variants if v not in variants]
     if not variants:
         raise ConfigError(f"{', '.join(left_out)}: only accelerators can be bound")

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from flagscale.bench.collectives.curves import require_image
 from flagscale.bench.collectives.operations import OPERATIONS, DataType, data_type
 from flagscale.bench.collectives.sizes import format_size, parse_size
-from flagscale.bench.command_line import Parser, at_least, did_you_mean, filled
+from flagscale.bench.command_line import Parser, add_device, at_least, did_you_mean, filled
 from flagscale.bench.files import require_writable
 from flagscale.bench.placement import Placement
 from flagscale.bench.tool import Tool
@@ -64,7 +64,7 @@ class PipelinePlan:
     check_iters: int
     warmup_iters: int
     iters: int
-    device: Literal["auto", "cpu", "cuda"]
+    device: str
     unit: str
     workers: int | None = None
     json: Path | None = None
@@ -178,7 +178,7 @@ def _parser(prog: str) -> Parser:
     before = "before the clock runs (10)"
     add("-w", "--warmup-iters", type=int, default=10, metavar="N", help=before)
     add("-n", "--iters", type=int, default=50, metavar="N", help="measured (50)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device(add)
     unit = "1e9 or 2^30 bytes (GB)"
     add("--bw-unit", dest="unit", choices=tuple(UNITS), default="GB", help=unit)
     add("--json", "--report-to-json-file", type=Path, metavar="FILE", help="keep the result")

@@ -10,11 +10,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from flagscale.accelerators.device import Device
 from flagscale.bench import rendezvous
 from flagscale.bench.collectives import bodies
 from flagscale.bench.collectives.checks import Golden
 from flagscale.bench.collectives.curves import Curve, Point, write_plot
-from flagscale.bench.collectives.devices import BenchDevice, RankGroup, choose
+from flagscale.bench.collectives.devices import RankGroup, choose
 from flagscale.bench.collectives.operations import OPERATIONS, DataType
 from flagscale.bench.collectives.sizes import fit
 from flagscale.bench.collectives.spec import BenchSpec, Case
@@ -31,7 +32,7 @@ class Call:
     """An operation in one buffer of this rank: how it is run, and what must come out."""
 
     def __init__(
-        self, name: str, type_: DataType, size: int, group: RankGroup, device: BenchDevice
+        self, name: str, type_: DataType, size: int, group: RankGroup, device: Device
     ) -> None:
         operation = OPERATIONS[name]
         reduction = "sum" if operation.reduces else "none"
@@ -79,9 +80,7 @@ def run_rank(plan: PipelinePlan, world: BenchWorld) -> int:
     return 0
 
 
-def _measure_all(
-    s: Schedule, plan: PipelinePlan, device: BenchDevice, world: BenchWorld
-) -> list[Row]:
+def _measure_all(s: Schedule, plan: PipelinePlan, device: Device, world: BenchWorld) -> list[Row]:
     from flagscale.comm.fsccl import load_extension
 
     options = load_extension().Options(pipeline_k=s.k, pipeline_nelem=s.nelem)
@@ -106,7 +105,7 @@ def _measure_all(
 
 
 def _measure(
-    call: Call, plan: PipelinePlan, device: BenchDevice, group: dist.ProcessGroup
+    call: Call, plan: PipelinePlan, device: Device, group: dist.ProcessGroup
 ) -> list[float]:
     """Microseconds of the slowest rank in every iteration.
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flagscale.config.arguments import layout, precision
+from flagscale.config.arguments import devices, layout, precision
 from flagscale.config.arguments.precision import Broken, Values
 
 _UNSUPPORTED: tuple[tuple[str, str], ...] = (
@@ -69,6 +69,7 @@ def broken(values: Values) -> list[Broken]:
     if missing:
         return missing
     rules = (
+        devices.known,
         _unsupported,
         _not_built,
         _attention,

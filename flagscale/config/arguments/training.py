@@ -21,8 +21,8 @@ class Runtime:
 
     device: str = arg(
         "auto",
-        "Where to train: auto takes CUDA where this machine has it, otherwise the CPU",
-        choices=("auto", "cpu", "cuda"),
+        "Kind of device to train on: cpu, cuda, or one that an installed package brings "
+        "(docs/accelerators.md); auto takes the first that this machine has, otherwise the CPU",
     )
     distributed_backend: str = arg(
         "auto",

@@ -17,12 +17,13 @@ fi
 say cpus "$cpus"
 
 shopt -s nullglob
-devices=(/proc/driver/nvidia/gpus/*)
-gpus=${#devices[@]}
-if ((gpus == 0)) && command -v nvidia-smi >/dev/null; then
-    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
-fi
-say gpus "$gpus"
+look_for() { # $1: kind of chip; what its adapter knows sets these
+    local count=0 product='' devices=() key value
+    eval "${looks[$1]}"
+    say "count_$1" "$count"
+    say "product_$1" "$product"
+}
+for kind in "${!looks[@]}"; do look_for "$kind"; done
 
 # The interface over which this host reaches the master, or is the master.
 address=

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flagscale.accelerators import probes
 from flagscale.config.interpolation import ENVS, literal, readable, references
 from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
 from flagscale.config.secrets import is_secret
@@ -78,21 +79,21 @@ def build_environment(
     run_id: str,
     status_dir: Path,
     threads: int | None,
-    gpus: int | None,
+    devices: Mapping[str, int] | None,
     interface: str | None = None,
 ) -> tuple[EnvValue, ...]:
     """The variables a host's script sets, by precedence defaults < inherited < envs < device
     type < host. PYTHONPATH among them holds the user's own entries.
 
-    ``threads`` and ``gpus`` are None where the host has not been asked. ``interface`` is the one
-    that reaches the other hosts."""
+    ``threads`` and ``devices``, how many of each kind, are None where the host has not been asked.
+    ``interface`` is the one that reaches the other hosts."""
     given = _given(experiment, host)
     values = [
         EnvValue(RUN_ID_VARIABLE, run_id, "run"),
         EnvValue(STATUS_DIR_VARIABLE, str(status_dir), "run"),
     ]
     grace = max(1, round(min(experiment.runner.stop_grace, _SHUTDOWN_SECONDS)))
-    for name, value in _defaults(host, threads, gpus, grace).items():
+    for name, value in _defaults(host, threads, devices, grace).items():
         if name in given:
             continue
         # Written down too, so that the script does the same from another shell.
@@ -192,7 +193,9 @@ def _interfaces(interface: str | None) -> dict[str, str]:
     }
 
 
-def _defaults(host: Host, threads: int | None, gpus: int | None, grace: int) -> dict[str, str]:
+def _defaults(
+    host: Host, threads: int | None, devices: Mapping[str, int] | None, grace: int
+) -> dict[str, str]:
     """What is set where neither the user nor the inherited environment says otherwise."""
     defaults = {
         # Whole lines at once, in order with the launcher's own.
@@ -205,10 +208,4 @@ def _defaults(host: Host, threads: int | None, gpus: int | None, grace: int) -> 
     }
     if threads is not None:
         defaults["OMP_NUM_THREADS"] = str(threads)
-    if gpus:
-        # No NVLink multicast: it is not safe on hosts that are shared with others.
-        defaults |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    elif gpus == 0:
-        # Compiling costs a dozen seconds at the first step and gains nothing on a CPU.
-        defaults["TORCHDYNAMO_DISABLE"] = "1"
-    return defaults
+    return defaults if devices is None else {**defaults, **probes.defaults(devices)}

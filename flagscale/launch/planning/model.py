@@ -29,8 +29,8 @@ class Machine:
     workdir: Path | None
     """The ranks' working directory: where the user started; None for the project's directory."""
     cpus: int | None
-    gpus: int | None
-    """None, as for ``cpus``, where the machine has not been asked."""
+    devices: Mapping[str, int] | None
+    """How many of each kind; None, as for ``cpus``, where the machine has not been asked."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """What processes started there inherit."""
     interface: str | None = None

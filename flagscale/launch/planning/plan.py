@@ -146,7 +146,7 @@ class _Job:
             run_id=self.run_id,
             status_dir=run_dir / STATUS_DIRECTORY,
             threads=None if machine.cpus is None else max(1, machine.cpus // slot.nproc),
-            gpus=machine.gpus,
+            devices=machine.devices,
             interface=machine.interface,
         )
         backend = machine.project / BACKEND_DIRECTORY

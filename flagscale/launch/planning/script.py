@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from flagscale import __version__
+from flagscale.accelerators.probes import defaults_of_unprobed
 from flagscale.config.interpolation import parts, references
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
 from flagscale.launch.planning.environment import PYTHON_PATH
@@ -160,6 +161,7 @@ def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     looks = [host.before_start]
     if host.unprobed:
         looks += [f"processes={host.nproc}", bash("unprobed_machine.sh")]
+        looks += defaults_of_unprobed()
         if len(plan.hosts) > 1:
             looks += [f"master={shlex.quote(plan.master_addr)}", bash("unprobed_network.sh")]
     yield from _verbatim("before_start", "\n".join(filter(None, looks)))

@@ -9,33 +9,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flagscale.accelerators.registry import ACCELERATORS, AUTO, accelerator
+from flagscale.accelerators.visible import hidden, kind_of
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.backends import chooses_here
-from flagscale.launch.planning.slots import hidden
 from flagscale.launch.preflight.checks import Check
 
 CHECK = "communication"
 MODULE = "flagscale.comm.check"
 _WITH_TORCH = ("auto", "nccl", "gloo")
-_NO_GLOO = "gloo cannot do sendrecv, permute on GPU memory"
+_NO_GLOO = "gloo cannot do sendrecv, permute on {} memory"
 
 
 def words(experiment: Experiment) -> list[str] | None:
     """What is asked of :data:`MODULE`; None where nothing needs to be asked."""
     name, device = _wanted(experiment)
-    return None if not chooses_here(experiment) or name in _WITH_TORCH else [name, device]
+    # A package's kind of device is one of its Python's packages.
+    known = name in _WITH_TORCH and device in (AUTO, *ACCELERATORS.own)
+    return None if not chooses_here(experiment) or known else [name, device]
 
 
-def judge(experiment: Experiment, host: Host, answer: Mapping[str, Any] | None, gpus: int) -> Check:
-    """The check that a host's ``answer`` comes to; None where it was not asked."""
+def judge(
+    experiment: Experiment,
+    host: Host,
+    answer: Mapping[str, Any] | None,
+    devices: Mapping[str, int],
+) -> Check:
+    """The check that a host's ``answer`` comes to; None where it was not asked. ``devices``: how
+    many of each kind it has."""
     name, device = _wanted(experiment)
     if not chooses_here(experiment):
         return Check(CHECK, True, f"{experiment.task.entrypoint.name} chooses by itself")
     variables = experiment.envs.for_host(host.name, host.device_type)
-    if name == "gloo" and device != "cpu" and gpus and not hidden(variables):
-        answer = {"problem": _NO_GLOO, "hint": "auto takes nccl; device: cpu trains without GPUs"}
+    kind = accelerator(kind_of(device, devices, variables))
+    there = devices.get(kind.name) and not hidden(variables, kind.name)
+    if name == "gloo" and there and not kind.is_host:
+        hint = f"auto takes {kind.default_backend}; device: cpu trains without {kind.unit}s"
+        answer = {"problem": _NO_GLOO.format(kind.unit), "hint": hint}
     if answer is None:
         known = "which comes with torch" if name in _WITH_TORCH else "not asked for"
         return Check(CHECK, True, f"{name}, {known}")

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from flagscale.accelerators.registry import (
+    AUTO,
+    CPU,
+    accelerator,
+    accelerators,
+    broken,
+    preferred,
+)
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, Problem, RunStateError, UnreachableError
+from flagscale.launch.planning.model import HostPlan
 from flagscale.launch.planning.plan import wanted_port
+from flagscale.launch.planning.slots import wanted_kind
+
+if TYPE_CHECKING:
+    from flagscale.hosts.facts import Facts
 
 REACHABLE = "reachable"
 """The check whether a host can be used at all."""
+_NCCLS = "cuda"
+"""The kind that nccl is for: NVIDIA's own."""
 EARLIER_RUN = "earlier run"
 """The check whether a run is alive where one is to start."""
 
@@ -58,21 +74,36 @@ def exit_code(checks: Sequence[Check]) -> int:
     return ConfigError.exit_code if failed else 0
 
 
-def check_devices(experiment: Experiment, gpus: int, ranks: int) -> Check:
-    """A machine's GPUs against the ranks it takes."""
-    wanted = {
+def check_devices(experiment: Experiment, host: HostPlan, facts: Facts) -> Check:
+    """A host's devices against the ranks it takes, and against what the hostfile calls it."""
+    wanted, ranks = wanted_kind(experiment), host.nproc
+    kind = accelerator(preferred(AUTO if wanted == CPU else wanted, facts.devices))
+    count, gpus = facts.devices.get(kind.name, 0), facts.devices.get(_NCCLS, 0)
+    unit = accelerator(_NCCLS).unit if kind.name == CPU else kind.unit
+    product = facts.products.get(kind.name)
+    found = f"{count} {unit}(s){f', {product},' if product else ''} for {ranks} rank(s)"
+    backends = {
         str(value)
         for _, name, value in leaves(experiment.train.sections())
         if name == "distributed_backend"
     }
-    found = f"{gpus} GPU(s) for {ranks} rank(s)"
-    if "nccl" in wanted and gpus == 0:
+    if "nccl" in backends and gpus == 0:
         hint = "set train.system.distributed_backend: auto (or gloo)"
         return Check("devices", False, "nccl is asked for, but there is no GPU", hint)
-    if "nccl" in wanted and ranks > gpus:
+    if "nccl" in backends and ranks > gpus:
         hint = "lower experiment.runner.nproc_per_node: nccl wants a GPU for every rank"
         return Check("devices", False, found, hint)
-    return Check("devices", True, found, warning=0 < gpus < ranks)
+    called = next((a for a in accelerators() if host.device_type in (a.name, *a.host_types)), None)
+    if called is not None and not facts.devices.get(called.name):
+        found += f", but no {called.unit}, though the hostfile says type={host.device_type}"
+        return Check("devices", True, found, warning=True)
+    return Check("devices", True, found, warning=0 < count < ranks)
+
+
+def check_adapters() -> Check | None:
+    """The kinds of devices of installed packages that do not load here; None where all do."""
+    found = "; ".join(f"{kind}: {reason}" for kind, reason in broken().items())
+    return Check("kinds of devices", True, found, warning=True) if found else None
 
 
 def port_origin(runner: Runner) -> str:

@@ -22,6 +22,7 @@ from flagscale.launch.preflight.checks import (
     EARLIER_RUN,
     REACHABLE,
     Check,
+    check_adapters,
     check_devices,
     port_origin,
 )
@@ -44,12 +45,12 @@ def check_hosts(
         lambda host, facts: _packages(experiment, found, facts, usual),
         lambda host, facts: _code(experiment, found, facts),
         lambda host, facts: _paths(found.needed[host.node_rank], facts),
-        lambda host, facts: check_devices(experiment, facts.gpus or 0, host.nproc),
+        lambda host, facts: check_devices(experiment, host, facts),
         lambda host, facts: backend.judge(
             experiment,
             found.hosts[host.node_rank],
             facts.python.answers.get(backend.CHECK) if facts.python else None,
-            facts.gpus or 0,
+            facts.devices,
         ),
         lambda host, facts: _rounded(
             directories.check_directory("exp_dir", exp_dir, facts.exp_dir, key=key), exp_dir
@@ -68,6 +69,8 @@ def check_hosts(
         ]
         checks += _compressed(rows)
     checks += _directories(experiment, plan, found)
+    if (adapters := check_adapters()) is not None:
+        checks.append(adapters)
     if 0 in found.facts:
         checks += _ports(experiment, plan, found)
     return [replace(check, hosts="") for check in checks] if found.here else checks

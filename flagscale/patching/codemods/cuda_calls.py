@@ -32,7 +32,7 @@ _SAME_NAME = (
     "synchronize",
 )
 FUNCTIONS = {f"torch.cuda.{name}": name for name in _SAME_NAME} | {
-    "torch.cuda.is_available": "is_cuda",
+    "torch.cuda.is_available": "has_device",
     "torch.cuda.random.get_rng_state": "get_rng_state",
     "torch.cuda.random.set_rng_state": "set_rng_state",
     "torch.cuda.nvtx.range_push": "nvtx_range_push",

@@ -111,7 +111,7 @@ class PinnedFactories(Codemod):
     """``pin_memory=True`` of a factory call, which fails where there is no device to copy to."""
 
     name: ClassVar[str] = "pinned-factories"
-    summary: ClassVar[str] = "tensors are created in pinned memory only for CUDA"
+    summary: ClassVar[str] = "tensors are created in pinned memory only for a device"
     handles: ClassVar[tuple[type[cst.CSTNode], ...]] = (cst.Arg,)
 
     def rewrite(
@@ -129,4 +129,4 @@ class PinnedFactories(Codemod):
             and (context.bindings.qualified(call.func) or "").startswith("torch.")
         ):
             return updated
-        return updated.with_changes(value=cst.Call(device_name("is_cuda")))
+        return updated.with_changes(value=cst.Call(device_name("has_device")))

@@ -19,7 +19,7 @@ _SETTER = "_set_cuda_rng_state"
 
 
 class RngState(Codemod):
-    """The two functions that read and write the generator's state return early on a CPU."""
+    """The two functions that read and write the generator's state return early without CUDA."""
 
     name: ClassVar[str] = "rng-state"
     summary: ClassVar[str] = "RNG states are saved and restored on the current accelerator"
@@ -67,6 +67,6 @@ class RngForkWarning(Codemod):
         if "torch.get_rng_state" not in functions:
             return updated
         test = cst.BooleanOperation(
-            device_call("is_cuda"), cst.And(), cst.ensure_type(updated, cst.If).test
+            device_call("has_device"), cst.And(), cst.ensure_type(updated, cst.If).test
         )
         return updated.with_changes(test=test)

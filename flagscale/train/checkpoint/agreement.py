@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from flagscale.accelerators.device import current
 from flagscale.errors import CheckpointError
 
 T = TypeVar("T")
@@ -54,9 +55,7 @@ def on_rank_0(work: Callable[[], T]) -> T:
 
 def everywhere(value: bool) -> bool:
     """Whether ``value`` is true on all ranks; one small reduction."""
-    on_gpu = dist.get_backend() != "gloo" and torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    flag = torch.tensor([int(value)], dtype=torch.int32, device=device)
+    flag = torch.tensor([int(value)], dtype=torch.int32, device=current().torch_device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())
 

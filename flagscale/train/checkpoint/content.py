@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from flagscale.accelerators.device import current
 from flagscale.config.arguments import resuming
 from flagscale.config.arguments.meshes import vocabulary_parts
 from flagscale.train.checkpoint.padding import padded_buckets
@@ -90,19 +91,17 @@ def rng_object() -> dict[str, Any]:
     return {_RNG: ShardedObject(_RNG, _rng_state(), ranks, place, replica_id=0)}
 
 
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 def _rng_state() -> dict[str, Any]:
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     trackers = tensor_parallel.get_cuda_rng_tracker().get_states()
+    chip = current().accelerator
     return {
         "python": random.getstate(),
         # Lists, since files are read without leave to unpickle anything else.
         "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if _cuda_in_use() else None,
+        # By torch's name of the device, as older checkpoints have it.
+        chip.torch_type: chip.random_state(),
         "trackers": {name: value.clone() for name, value in trackers.items()},
     }
 
@@ -115,8 +114,9 @@ def restore_rng(loaded: Mapping[str, Any]) -> None:
     kind, keys, *rest = saved["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(saved["torch"])
-    if saved["cuda"] is not None and _cuda_in_use():
-        torch.cuda.set_rng_state(saved["cuda"])
+    chip = current().accelerator
+    if (state := saved.get(chip.torch_type)) is not None:
+        chip.set_random_state(state)
     tensor_parallel.get_cuda_rng_tracker().set_states(saved["trackers"])
 
 

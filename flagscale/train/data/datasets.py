@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from flagscale.accelerators.device import current
 from flagscale.errors import DataError
 from flagscale.train.data.plan import DataPlan, SplitPlan, plan_data
 from flagscale.train.data.samplers import MicroBatchSampler, Order, Shard
@@ -175,7 +176,7 @@ def _iterators(
         data,
         batch_sampler=sampler,
         num_workers=args.num_workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=not current().is_host,
         persistent_workers=args.num_workers > 0,
         collate_fn=_collate,
         worker_init_fn=_ignore_stop_signals,

@@ -13,7 +13,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from flagscale.train.layers.jit import compiled_on_cuda
+from flagscale.accelerators.registry import every
+from flagscale.train.layers.jit import compiled_if_faster
 
 _LIBRARY: Any = torch.library.Library("flagscale", "DEF")  # type: ignore[no-untyped-call]
 _keeping_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
@@ -27,14 +28,15 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, input_: torch.Tens
     with _keeping_version(total):
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), input_)
-        elif total.is_cuda:
-            # 16-bit factors, fp32 sum: one kernel that reads and writes the accumulator once.
+        elif total.device.type == "cuda":
+            # 16-bit factors, fp32 sum: one kernel that reads and writes the accumulator once, which
+            # torch has for CUDA alone.
             torch.addmm(total, gradient.t(), input_, out_dtype=total.dtype, out=total)
         else:
             total.add_(gradient.t() @ input_)
 
 
-@compiled_on_cuda(dynamic=True)
+@compiled_if_faster(dynamic=True)
 def _add_in_place(total: torch.Tensor, value: torch.Tensor) -> None:
     # torch's own kernel for two precisions takes nearly twice as long.
     total.add_(value)
@@ -56,8 +58,8 @@ for _name, _function in (
     ("add_tensor", _add_tensor),
     ("add_rows", _add_rows),
 ):
-    for _device in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _function, _device)
+    for _key in {kind.dispatch_key for kind in every()}:
+        _LIBRARY.impl(_name, _function, _key)
     _LIBRARY.impl(_name, lambda *_: None, "Meta")
 
 

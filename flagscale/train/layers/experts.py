@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from flagscale.errors import ConfigError
 from flagscale.train.layers.accumulating import whole_gradient
-from flagscale.train.layers.jit import compiled_on_cuda
+from flagscale.train.layers.jit import compiled_if_faster
 
 ALIGNMENT = 16
 """Rows of each expert are filled up to a multiple of it, as grouped products on GPUs want it."""
@@ -224,7 +224,7 @@ def places(counts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tenso
     return rows, ends.to(torch.int32)
 
 
-@compiled_on_cuda(dynamic=True)
+@compiled_if_faster(dynamic=True)
 def _weighted_activation(
     inside: torch.Tensor, weights: torch.Tensor, activation: Callable[..., Any], gated: bool
 ) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from flagscale.train.layers import collectives
 from flagscale.train.layers.accumulating import flat, product_gradient, whole_gradient
-from flagscale.train.layers.jit import compiled_on_cuda
+from flagscale.train.layers.jit import compiled_if_faster
 
 Scaling = Literal["tensorwise", "rowwise"]
 
@@ -62,14 +62,14 @@ def cast_weight(weight: torch.Tensor, scaling: Scaling) -> Cast:
     return Cast(*(_cast_whole(weight) if scaling == "tensorwise" else _cast_rows(weight)))
 
 
-@compiled_on_cuda()
+@compiled_if_faster()
 def _cast_whole(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     values, scale = quantize(weight, FORWARD, "tensorwise")
     # A tensor of its own: a graph cannot take one tensor twice.
     return values, scale, values.t().contiguous(), scale.clone()
 
 
-@compiled_on_cuda()
+@compiled_if_faster()
 def _cast_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     transposed = quantize(weight.t().contiguous(), FORWARD, "rowwise")
     return *quantize(weight, FORWARD, "rowwise"), *transposed

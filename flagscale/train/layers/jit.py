@@ -13,13 +13,17 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from flagscale.accelerators.registry import every
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+# Looked up once: what torch compiles cannot follow a search through installed packages.
+_COMPILING = frozenset(kind.torch_type for kind in every() if kind.compiles)
 
 
 @functools.cache
 def why_not_here() -> str | None:
-    """Why this machine cannot compile for CUDA; None where it can.
+    """Why this machine cannot compile for a device; None where it can.
 
     Triton builds a small extension of Python for every kernel it starts, with a C compiler.
     """
@@ -33,9 +37,9 @@ def why_not_here() -> str | None:
     return None
 
 
-def compiled_on_cuda(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Compile a function where its first argument is a tensor on CUDA. On a CPU compiling takes
-    longer than it saves. ``dynamic``: once for all sizes, not once for each."""
+def compiled_if_faster(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Compile a function where its first argument is a tensor of a device that gains by it: on a
+    CPU compiling takes longer than it saves. ``dynamic``: once for all sizes, not once for each."""
 
     def compiling(function: Callable[_P, _R]) -> Callable[_P, _R]:
         fast = torch.compile(function, fullgraph=True, dynamic=dynamic)
@@ -43,7 +47,8 @@ def compiled_on_cuda(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]], C
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             first = args[0]
-            if isinstance(first, torch.Tensor) and first.is_cuda and why_not_here() is None:
+            pays = isinstance(first, torch.Tensor) and first.device.type in _COMPILING
+            if pays and why_not_here() is None:
                 return fast(*args, **kwargs)
             return function(*args, **kwargs)
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from flagscale.train.layers.accumulating import flat
-from flagscale.train.layers.jit import compiled_on_cuda
+from flagscale.train.layers.jit import compiled_if_faster
 
 
-@compiled_on_cuda()
+@compiled_if_faster()
 def _partial_sums(
     logits: torch.Tensor, labels: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def _partial_sums(
     return greatest, total, found
 
 
-@compiled_on_cuda()
+@compiled_if_faster()
 def _write_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,

@@ -29,10 +29,10 @@ def params_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def implementation(args: argparse.Namespace, device: Device) -> Literal["local", "compiled"]:
-    """How the transformer is built: as ``transformer_impl`` says, compiled on CUDA by default."""
+    """How the transformer is built: as ``transformer_impl`` says, compiled where that pays."""
     chosen = args.transformer_impl
     if chosen == "auto":
-        chosen = "compiled" if device.is_cuda or args.fp8 else "local"
+        chosen = "compiled" if device.compiles or args.fp8 else "local"
     return "compiled" if chosen == "compiled" else "local"
 
 
@@ -48,9 +48,9 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
-        # Frees an output once it is on its way. Kernels of a GPU run in order; gloo, however,
+        # Frees an output once it is on its way. A device's kernels run in order; gloo, however,
         # may still be reading the memory, and would send what is written there next.
-        "deallocate_pipeline_outputs": device.is_cuda,
+        "deallocate_pipeline_outputs": not device.is_host,
         # What megatron.core is told of this project's own layers.
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
@@ -65,8 +65,8 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
         # Fused by torch.compile, which gains nothing on a CPU.
-        "bias_activation_fusion": args.bias_activation_fusion and device.is_cuda,
-        "bias_dropout_fusion": args.bias_dropout_fusion and device.is_cuda,
+        "bias_activation_fusion": args.bias_activation_fusion and device.compiles,
+        "bias_dropout_fusion": args.bias_dropout_fusion and device.compiles,
     }
     if args.swiglu:
         chosen.update(gated_linear_unit=True, activation_func=functional.silu)

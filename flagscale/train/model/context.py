@@ -105,9 +105,9 @@ def _up_to_the_end(
     dropout: float,
 ) -> torch.Tensor:
     """Causal attention in which the last query belongs to the last key."""
-    if query.is_cuda and query.dtype != torch.float32:
+    if query.device.type == "cuda" and query.dtype != torch.float32:
         # With fewer queries than keys torch's function is causal from the first ones on. Its
-        # kernel is from the last ones, and needs no mask.
+        # kernel, which it has for CUDA alone, is from the last ones, and needs no mask.
         found = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout, is_causal=True, scale=scale
         )

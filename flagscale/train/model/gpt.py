@@ -62,7 +62,7 @@ def notes(args: argparse.Namespace, config: TransformerConfig, device: Device) -
     """What a user may want to know of how the model is built, a line each."""
     if implementation(args, device) == "compiled":
         reason = why_not(config)
-        if reason is not None and device.is_cuda:
+        if reason is not None and device.compiles:
             yield f"the layers are not compiled, which costs speed: {reason}"
         if args.fp8:
             experts = ", but for experts," if args.num_moe_experts else ""
@@ -84,7 +84,7 @@ def finish(model: Any, args: argparse.Namespace, config: TransformerConfig, devi
     Raises:
         ConfigError: the device or the layers' sizes do not allow the precision.
     """
-    if device.is_cuda and why_not(config) is None:
+    if device.compiles and why_not(config) is None:
         compile_layers(model)
     if args.fp8:
         if not device.multiplies_eight_bits:

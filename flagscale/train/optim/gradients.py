@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from flagscale.accelerators.device import current
+
 _EPSILON = 1.0e-6
 
 
@@ -59,8 +61,4 @@ def clip(
 
 def _current_device() -> torch.device:
     """Where an empty stage's share of a reduction has to live."""
-    return torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else torch.device("cpu")
-
-
-def _on_cuda() -> bool:
-    return dist.get_backend() != "gloo" and torch.cuda.is_available()
+    return current().torch_device

@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from bench_lines import parse_spec
 
+from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import bodies, checks
 from flagscale.bench.collectives.bodies import Shape
 from flagscale.bench.collectives.checks import CHUNK, Golden, Verdict, digest, pieces
-from flagscale.bench.collectives.devices import BenchDevice, RankGroup
+from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import Case
 
 pytestmark = pytest.mark.torch
 
-CPU = BenchDevice(torch.device("cpu"))
+CPU = Device.of(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from bench_lines import parse_spec
 
+from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import ranks
-from flagscale.bench.collectives.devices import BenchDevice
 from flagscale.comm import registry
 from flagscale.comm.registry import Gloo
 from flagscale.errors import ConfigError
@@ -55,7 +55,7 @@ def test_operations_that_a_backend_lacks_are_left_out(monkeypatch: pytest.Monkey
 
 def test_flags_without_meaning_on_a_cpu_are_told() -> None:
     spec = parse_spec(["allr", "--sb2sb", "--timing", "events", "-z", "1", "-C"])
-    cpu, gpu = (BenchDevice(torch.device(kind)) for kind in ("cpu", "cuda"))
+    cpu, gpu = (Device.of(torch.device(kind)) for kind in ("cpu", "cuda"))
     assert [note.partition(":")[0] for note in ranks._notes(spec, cpu)] == [
         *("-R", "--timing events", "-z", "-C")
     ]

@@ -125,7 +125,7 @@ def test_what_is_asked_of_a_host(load: Load) -> None:
 def test_what_an_answer_comes_to(
     load: Load, name: str, gpus: int, answer: dict[str, Any] | None, ok: bool, found: str
 ) -> None:
-    check = backend.judge(load(name), HERE, answer, gpus)
+    check = backend.judge(load(name), HERE, answer, {"cuda": gpus})
     assert (check.ok, found in check.found) == (ok, True)
     if not ok:
         assert "x.yaml:8: train.system.distributed_backend: " in check.found

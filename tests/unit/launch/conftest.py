@@ -24,7 +24,7 @@ def machine() -> Machine:
         project=Path("/opt/flagscale"),
         workdir=Path("/home/user/work"),
         cpus=8,
-        gpus=0,
+        devices={},
     )
 
 

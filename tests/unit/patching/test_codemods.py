@@ -31,7 +31,7 @@ CHANGED = [
         "x = make(2, device=accelerator.current_device())",
     ),
     ("reference", "cuda-calls", "f = torch.cuda.empty_cache", "f = accelerator.empty_cache"),
-    ("available", "cuda-calls", "ok = torch.cuda.is_available()", "ok = accelerator.is_cuda()"),
+    ("available", "cuda-calls", "ok = torch.cuda.is_available()", "ok = accelerator.has_device()"),
     (
         "range",
         "cuda-calls",
@@ -107,7 +107,7 @@ CHANGED = [
         "pinned",
         "pinned-factories",
         "x = torch.ones(3, pin_memory=True)",
-        "x = torch.ones(3, pin_memory=accelerator.is_cuda())",
+        "x = torch.ones(3, pin_memory=accelerator.has_device())",
     ),
     (
         "type-equal",
@@ -221,7 +221,7 @@ def test_rng_functions_return_before_they_reach_cuda() -> None:
 
 def test_fork_warns_only_where_the_cpu_generator_is_another() -> None:
     after = rewritten(RNG, "rng-fork-warning")
-    assert "if accelerator.is_cuda() and not torch.equal(saved, torch.get_rng_state()):" in after
+    assert "if accelerator.has_device() and not torch.equal(saved, torch.get_rng_state()):" in after
     assert "        if self.other:\n" in after
 
 

@@ -4,8 +4,11 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
 
-from flagscale.train.throughput import flops_per_token, peak_tflops
+from flagscale.accelerators.cuda import Cuda
+from flagscale.accelerators.device import Device
+from flagscale.train.throughput import flops_per_token
 
 
 def model(**changes: Any) -> Namespace:
@@ -71,8 +74,8 @@ def test_dense_layers_between_mixtures() -> None:
     ],
 )
 def test_peaks(name: str, expected: float | None) -> None:
-    assert peak_tflops(name, sixteen_bit=True) == expected
+    assert Cuda().peak_tflops(name) == expected
 
 
 def test_no_peak_in_fp32() -> None:
-    assert peak_tflops("NVIDIA H200", sixteen_bit=False) is None
+    assert Device(Cuda(), torch.device("cuda", 0)).peak_tflops(sixteen_bit=False) is None

@@ -94,7 +94,7 @@ def test_a_hosts_own_devices_are_counted(
     made = make_plan(
         envs=Environments({"CUDA_VISIBLE_DEVICES": reference("MINE")}),
         runner=Runner(nproc_per_node="auto"),
-        machine=replace(machine, gpus=8, environment=environment),
+        machine=replace(machine, devices={"cuda": 8}, environment=environment),
     )
     assert made.hosts[0].nproc == ranks
 

@@ -97,7 +97,7 @@ def test_threads(
 def test_defaults_by_device(
     make_plan: MakePlan, machine: Machine, gpus: int, dynamo: str | None, nvls: str | None
 ) -> None:
-    given = values(make_plan(machine=replace(machine, gpus=gpus)).hosts[0])
+    given = values(make_plan(machine=replace(machine, devices={"cuda": gpus})).hosts[0])
     assert given.get("TORCHDYNAMO_DISABLE") == dynamo
     assert given.get("NCCL_NVLS_ENABLE") == nvls
 
@@ -124,7 +124,7 @@ def test_ranks(
 ) -> None:
     made = make_plan(
         hosts=(Host("localhost", slots),),
-        machine=replace(machine, gpus=gpus),
+        machine=replace(machine, devices={"cuda": gpus}),
         runner=runner,
         envs=Environments(envs),
     )

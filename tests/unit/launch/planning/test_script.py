@@ -250,7 +250,7 @@ def test_thousands_of_names_without_an_order_reach_the_agent(
     names = [f"ip-10-{n % 7}-{n % 251}-{n}.us-west-2.compute.internal" for n in range(5000)]
     made = make_plan(
         hosts=tuple(Host(name, 1) for name in names),
-        machine=Machine("python", tmp_path, tmp_path, cpus=8, gpus=0),
+        machine=Machine("python", tmp_path, tmp_path, cpus=8, devices={}),
     )
     host = made.hosts[0]
     assert len(host.agent.to_json()) > 1 << 17

@@ -134,9 +134,9 @@ def test_every_host_is_looked_at(
         all_settings(given, hosts),
         needed=({},) * 3,
         facts={
-            0: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoints=there, python=python),
-            1: Facts(1, 0, "eth0", "b", 0.0, written=fine, checkpoints=there),
-            2: Facts(1, 0, "eth0", "b", 0.0, written=denied, checkpoints=("iter_0000003",)),
+            0: Facts(1, {}, "eth0", "b", 0.0, written=fine, checkpoints=there, python=python),
+            1: Facts(1, {}, "eth0", "b", 0.0, written=fine, checkpoints=there),
+            2: Facts(1, {}, "eth0", "b", 0.0, written=denied, checkpoints=("iter_0000003",)),
         },
     )
     plan = make_plan(hosts=hosts, runner=Runner(nproc_per_node=1))

@@ -51,7 +51,7 @@ def facts(*checkpoints: int, told: dict[str, Any] | None = None, asked: bool = T
     names = tuple(f"iter_{number:07d}" for number in checkpoints)
     answers = {} if told is None else {"load": told}
     python = World("3.11", "/python", answers=answers) if asked else None
-    return Facts(1, 0, "eth0", "b", 0.0, checkpoints=names, python=python)
+    return Facts(1, {}, "eth0", "b", 0.0, checkpoints=names, python=python)
 
 
 def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ PYTHON = World("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
 PLACE = PathState("/data", user="trainer", free=1 << 40)
 FACTS = Facts(
     cpus=8,
-    gpus=0,
+    devices={},
     interface="eth0",
     boot_id="b",
     skew=0.0,

@@ -31,7 +31,7 @@ from flagscale.launch.state import RunState, state_of
 HOSTILE = "a 'b' \"c\" $d `e` $(f)\n;g"
 MakePlan = Callable[..., LaunchPlan]
 TWO = (Host("h0", 2), Host("h1", 2, addr="10.0.0.2"))
-UNASKED = Machine("/opt/python", Path("/opt/fs"), Path("/work dir"), cpus=None, gpus=None)
+UNASKED = Machine("/opt/python", Path("/opt/fs"), Path("/work dir"), cpus=None, devices=None)
 
 
 def shellcheck() -> str:
@@ -128,7 +128,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     question = Question("127.0.0.1", str(tmp_path), sys.executable, port=0, need=need)
     found = facts.read(ask(question, tmp_path), question, 0.0, 4e9)
     assert found.cpus == len(os.sched_getaffinity(0))
-    assert found.gpus is not None
+    assert set(found.devices) <= {"cuda"}
     assert found.port is not None
     assert found.missing == ("/no such",)
     assert found.exp_dir is not None

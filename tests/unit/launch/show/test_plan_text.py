@@ -17,7 +17,8 @@ from flagscale.launch.planning.script import render
 from flagscale.launch.show.plan import plan_text
 
 MakePlan = Callable[..., LaunchPlan]
-UNPROBED = Machine("/opt/python", Path("/opt/fs"), Path("/work"), cpus=None, gpus=None)
+UNPROBED = Machine("/opt/python", Path("/opt/fs"), Path("/work"), cpus=None, devices=None)
+PROBED = replace(UNPROBED, cpus=8, devices={"cuda": 2}, interface="e0")
 
 
 def hosts(count: int, **changes: str) -> tuple[Host, ...]:
@@ -36,7 +37,7 @@ NOTIFY = Runner(nproc_per_node=8, notify=Notify("mail", "https://chat/s3cr3t"))
 
 
 @pytest.mark.parametrize("runner", [Runner(nproc_per_node=8), NOTIFY], ids=["plain", "notify"])
-@pytest.mark.parametrize("machine", [UNPROBED, replace(UNPROBED, cpus=8, gpus=2, interface="e0")])
+@pytest.mark.parametrize("machine", [UNPROBED, PROBED])
 def test_thousands_of_hosts_alike_fit_where_one_does(
     make_plan: MakePlan, machine: Machine, runner: Runner
 ) -> None:

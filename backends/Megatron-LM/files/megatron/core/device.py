@@ -1,12 +1,14 @@
 """The current accelerator, asked by the rest of this tree instead of ``torch.cuda``.
 
 On a CUDA machine every function here calls the ``torch.cuda`` function of the same name with the
-same arguments and returns its result, so that the tree behaves there as its authors wrote it. On
-a CPU each returns what makes the same code right without a device: one device, one stream that
-is always in order, no memory statistics, and the CPU generator as *the* generator.
+same arguments and returns its result, so that the tree behaves there as its authors wrote it. For
+another chip it is the function of that chip's own module, such as ``torch.npu``. On a CPU each
+returns what makes the same code right without a device: one device, one stream that is always in
+order, no memory statistics, and the CPU generator as *the* generator.
 
-The choice is made once, on the first call: ``FLAGSCALE_DEVICE=cpu`` or ``cuda`` forces it,
-otherwise it is CUDA where ``torch.cuda.is_available()``.
+The choice is made once, on the first call: ``FLAGSCALE_DEVICE`` names the kind of device, ``cpu``,
+``cuda`` or one that ``flagscale.accelerators`` knows; otherwise it is CUDA where
+``torch.cuda.is_available()``, else the first kind that has devices here.
 
 This file was written into the tree by ``tools/patch/unpatch.py``; it is not part of the
 original source.
@@ -25,91 +27,121 @@ _T = TypeVar("_T")
 _CPU = torch.device("cpu")
 _VARIABLE = "FLAGSCALE_DEVICE"
 
-_cuda: bool | None = None
+# Asked thousands of times a step; plain globals are traceable.
+_type = ""
+_module: Any = None
+
+
+def has_device() -> bool:
+    """Whether the current accelerator is a device with memory and streams of its own.
+
+    Raises:
+        RuntimeError: ``FLAGSCALE_DEVICE`` names no kind of device, or one that torch finds none of.
+    """
+    if not _type:
+        _choose()
+    return _module is not None
 
 
 def is_cuda() -> bool:
-    """Whether the current accelerator is CUDA.
-
-    Raises:
-        RuntimeError: ``FLAGSCALE_DEVICE`` is neither ``cpu`` nor ``cuda``, or asks for CUDA
-            where torch finds none.
-    """
-    global _cuda  # noqa: PLW0603 - asked thousands of times a step; a plain global is traceable
-    if _cuda is None:
-        _cuda = _choose() == "cuda"
-    return _cuda
+    """Whether it is CUDA, for which the tree was written: of what only CUDA has."""
+    return has_device() and _type == "cuda"
 
 
-def _choose() -> str:
+def _choose() -> None:
+    global _type, _module  # noqa: PLW0603 - see above
     wanted = os.environ.get(_VARIABLE, "").strip().lower()
-    if wanted not in ("", "cpu", "cuda"):
-        raise RuntimeError(f"{_VARIABLE}={wanted!r}: expected 'cpu' or 'cuda'")
-    if wanted == "cpu":
-        return "cpu"
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"{_VARIABLE}=cuda, but torch {torch.__version__} finds no CUDA device; "
             f"unset {_VARIABLE} to train on the CPU"
         )
-    return "cuda" if available else "cpu"
+    if wanted in ("cpu", "cuda"):
+        chosen = wanted
+    else:
+        chosen = "cuda" if not wanted and torch.cuda.is_available() else _type_of(wanted)
+    _module = None if chosen == "cpu" else torch.get_device_module(chosen)
+    _type = chosen
+
+
+def _type_of(kind: str) -> str:
+    """What torch calls a kind of device that somebody's package brings; of none in particular, of
+    the first that this machine has."""
+    try:
+        from flagscale.accelerators.registry import AUTO, chosen
+    except ImportError:  # the tree by itself
+        if kind:
+            raise RuntimeError(f"{_VARIABLE}={kind!r}: expected 'cpu' or 'cuda'") from None
+        return "cpu"
+    from flagscale.errors import ConfigError
+
+    try:
+        found = chosen(kind or AUTO)
+    except ConfigError as error:
+        raise RuntimeError(f"{_VARIABLE}={kind!r}: {error}") from error
+    if missing := found.missing():
+        raise RuntimeError(f"{_VARIABLE}={kind!r}, but {missing}")
+    return str(found.torch_type)
 
 
 def device_type() -> str:
-    """``"cuda"`` or ``"cpu"``: what factory calls and ``torch.autocast`` take."""
-    return "cuda" if is_cuda() else "cpu"
+    """``"cuda"``, ``"cpu"`` or what torch calls another chip: what factory calls and
+    ``torch.autocast`` take."""
+    return _type if has_device() else "cpu"
 
 
 def current_device() -> int | torch.device:
     """The current device: its index on CUDA, ``torch.device("cpu")`` on a CPU."""
-    return torch.cuda.current_device() if is_cuda() else _CPU
+    return _module.current_device() if has_device() else _CPU
 
 
 def device_ids() -> list[int] | None:
     """What a barrier takes as ``device_ids``; ``None`` on a CPU, where gloo refuses a list."""
-    return [torch.cuda.current_device()] if is_cuda() else None
+    return [_module.current_device()] if has_device() else None
 
 
 def set_device(device: Any) -> None:
     """Make ``device`` current; a CPU has only one."""
-    if is_cuda():
-        torch.cuda.set_device(device)
+    if has_device():
+        _module.set_device(device)
 
 
 def device_count() -> int:
     """Number of visible devices; a CPU counts as one."""
-    return torch.cuda.device_count() if is_cuda() else 1
+    return _module.device_count() if has_device() else 1
 
 
 def to_device(thing: _T, *args: Any, **kwargs: Any) -> _T:
-    """``thing.cuda(*args, **kwargs)`` of a tensor or a module; the thing itself on a CPU."""
-    return thing.cuda(*args, **kwargs) if is_cuda() else thing  # type: ignore[attr-defined]
+    """``thing.cuda(*args, **kwargs)`` of a tensor or a module, by the method of that name that it
+    has for each chip; the thing itself on a CPU."""
+    moved: _T = getattr(thing, _type)(*args, **kwargs) if has_device() else thing
+    return moved
 
 
 def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.pin_memory()``; the tensor itself on a CPU, where there is nothing to copy to."""
-    return tensor.pin_memory() if is_cuda() else tensor
+    return tensor.pin_memory() if has_device() else tensor
 
 
 def record_stream(tensor: torch.Tensor, used_by: Any) -> None:
     """``tensor.record_stream(used_by)``; a CPU's allocator knows no streams."""
-    if is_cuda():
+    if has_device():
         tensor.record_stream(used_by)
 
 
 def holds(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is on the current kind of device: ``tensor.is_cuda`` on CUDA."""
-    return tensor.is_cuda if is_cuda() else tensor.device.type == "cpu"
+    return tensor.device.type == device_type()
 
 
 def tensor_type(cuda_name: str) -> str:
     """The name ``Tensor.type()`` gives on this device for ``torch.cuda.<Kind>Tensor``."""
-    return cuda_name if is_cuda() else cuda_name.replace("torch.cuda.", "torch.", 1)
+    own = f"torch.{_type}." if has_device() else "torch."
+    return cuda_name.replace("torch.cuda.", own, 1)
 
 
 def group_backend(cuda_backend: str) -> str | None:
-    """``cuda_backend`` on CUDA; ``None``, the default group's own backend, on a CPU."""
+    """``cuda_backend`` on CUDA; ``None``, the default group's own backend, elsewhere."""
     return cuda_backend if is_cuda() else None
 
 
@@ -118,8 +150,8 @@ def group_backend(cuda_backend: str) -> str | None:
 
 def synchronize(*args: Any, **kwargs: Any) -> None:
     """Wait for the device; a CPU's kernels are done when their call returns."""
-    if is_cuda():
-        torch.cuda.synchronize(*args, **kwargs)
+    if has_device():
+        _module.synchronize(*args, **kwargs)
 
 
 class HostEvent:
@@ -165,33 +197,33 @@ _HOST_STREAM = HostStream()
 
 def Stream(*args: Any, **kwargs: Any) -> Any:  # noqa: N802 - stands for torch.cuda.Stream
     """A new stream; on a CPU the only one."""
-    return torch.cuda.Stream(*args, **kwargs) if is_cuda() else _HOST_STREAM  # type: ignore[no-untyped-call]
+    return _module.Stream(*args, **kwargs) if has_device() else _HOST_STREAM
 
 
 def Event(*args: Any, **kwargs: Any) -> Any:  # noqa: N802 - stands for torch.cuda.Event
     """A new event; on a CPU one that has already happened."""
-    return torch.cuda.Event(*args, **kwargs) if is_cuda() else HostEvent()  # type: ignore[no-untyped-call]
+    return _module.Event(*args, **kwargs) if has_device() else HostEvent()
 
 
 def current_stream(*args: Any, **kwargs: Any) -> Any:
     """The current stream of the device."""
-    return torch.cuda.current_stream(*args, **kwargs) if is_cuda() else _HOST_STREAM
+    return _module.current_stream(*args, **kwargs) if has_device() else _HOST_STREAM
 
 
 def default_stream(*args: Any, **kwargs: Any) -> Any:
     """The default stream of the device."""
-    return torch.cuda.default_stream(*args, **kwargs) if is_cuda() else _HOST_STREAM
+    return _module.default_stream(*args, **kwargs) if has_device() else _HOST_STREAM
 
 
 def stream(chosen: Any) -> contextlib.AbstractContextManager[Any]:
     """Context in which ``chosen`` is the current stream."""
-    return torch.cuda.stream(chosen) if is_cuda() else contextlib.nullcontext()
+    return _module.stream(chosen) if has_device() else contextlib.nullcontext()
 
 
 def set_stream(chosen: Any) -> None:
     """Make ``chosen`` the current stream."""
-    if is_cuda():
-        torch.cuda.set_stream(chosen)
+    if has_device():
+        _module.set_stream(chosen)
 
 
 # --- random numbers -----------------------------------------------------------------------
@@ -199,23 +231,23 @@ def set_stream(chosen: Any) -> None:
 
 def manual_seed(seed: int) -> None:
     """Seed the current device's generator."""
-    if is_cuda():
-        torch.cuda.manual_seed(seed)
+    if has_device():
+        _module.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed the generators of all devices."""
-    if is_cuda():
-        torch.cuda.manual_seed_all(seed)
+    if has_device():
+        _module.manual_seed_all(seed)
     else:
         torch.default_generator.manual_seed(seed)
 
 
 def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     """A copy of the state of the device's generator (of the CPU generator on a CPU)."""
-    return torch.cuda.get_rng_state(*args, **kwargs) if is_cuda() else torch.get_rng_state()
+    return _module.get_rng_state(*args, **kwargs) if has_device() else torch.get_rng_state()
 
 
 def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -224,15 +256,15 @@ def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     On a CPU it acts at once. ``torch.cuda.set_rng_state`` there would only queue the call until
     CUDA starts, which never happens, and a forked state would silently never be restored.
     """
-    if is_cuda():
-        torch.cuda.set_rng_state(new_state, *args, **kwargs)
+    if has_device():
+        _module.set_rng_state(new_state, *args, **kwargs)
     else:
         torch.set_rng_state(new_state)
 
 
 def initial_seed() -> int:
     """The seed the device's generator was given."""
-    return torch.cuda.initial_seed() if is_cuda() else torch.initial_seed()
+    return _module.initial_seed() if has_device() else torch.initial_seed()
 
 
 # --- memory -------------------------------------------------------------------------------
@@ -240,44 +272,44 @@ def initial_seed() -> int:
 
 def empty_cache() -> None:
     """Give cached device memory back; a CPU's allocator keeps none."""
-    if is_cuda():
-        torch.cuda.empty_cache()
+    if has_device():
+        _module.empty_cache()
 
 
 def memory_stats(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """Allocator statistics; on a CPU every figure is 0."""
-    return torch.cuda.memory_stats(*args, **kwargs) if is_cuda() else defaultdict(int)
+    return _module.memory_stats(*args, **kwargs) if has_device() else defaultdict(int)
 
 
 def memory_allocated(*args: Any, **kwargs: Any) -> int:
     """Bytes held by tensors on the device."""
-    return torch.cuda.memory_allocated(*args, **kwargs) if is_cuda() else 0
+    return _module.memory_allocated(*args, **kwargs) if has_device() else 0
 
 
 def max_memory_allocated(*args: Any, **kwargs: Any) -> int:
     """Most bytes held by tensors on the device so far."""
-    return torch.cuda.max_memory_allocated(*args, **kwargs) if is_cuda() else 0
+    return _module.max_memory_allocated(*args, **kwargs) if has_device() else 0
 
 
 def memory_reserved(*args: Any, **kwargs: Any) -> int:
     """Bytes the allocator holds on the device."""
-    return torch.cuda.memory_reserved(*args, **kwargs) if is_cuda() else 0
+    return _module.memory_reserved(*args, **kwargs) if has_device() else 0
 
 
 def max_memory_reserved(*args: Any, **kwargs: Any) -> int:
     """Most bytes the allocator has held on the device so far."""
-    return torch.cuda.max_memory_reserved(*args, **kwargs) if is_cuda() else 0
+    return _module.max_memory_reserved(*args, **kwargs) if has_device() else 0
 
 
 def device_memory_used(*args: Any, **kwargs: Any) -> int:
     """Bytes in use on the device by all processes."""
-    return torch.cuda.device_memory_used(*args, **kwargs) if is_cuda() else 0
+    return _module.device_memory_used(*args, **kwargs) if has_device() else 0
 
 
 def reset_peak_memory_stats(*args: Any, **kwargs: Any) -> None:
     """Start counting peaks anew."""
-    if is_cuda():
-        torch.cuda.reset_peak_memory_stats(*args, **kwargs)
+    if has_device():
+        _module.reset_peak_memory_stats(*args, **kwargs)
 
 
 # --- profiler ranges ----------------------------------------------------------------------

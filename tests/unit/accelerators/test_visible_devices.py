@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.launch.planning.slots import automatic_ranks, hidden, visible_devices
+from flagscale.accelerators.visible import automatic_ranks, hidden, visible_devices
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,25 @@ def test_visible_devices(environment: dict[str, str], expected: int | None) -> N
     ],
 )
 def test_automatic_ranks(environment: dict[str, str], installed: int, expected: int) -> None:
-    assert automatic_ranks(environment, installed) == expected
+    assert automatic_ranks(environment, {"cuda": installed}) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environment", "expected"),
+    [
+        pytest.param("cuda", {}, 8, id="cuda"),
+        pytest.param("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}, 2, id="cuda-some"),
+        pytest.param("cuda", {"CUDA_VISIBLE_DEVICES": ""}, 1, id="cuda-hidden"),
+        pytest.param("cpu", {}, 8, id="cpu-changes-nothing"),
+    ],
+)
+def test_the_kind_that_is_asked_for_is_counted(
+    wanted: str, environment: dict[str, str], expected: int
+) -> None:
+    assert automatic_ranks(environment, {"cuda": 8}, wanted) == expected
 
 
 def test_hidden() -> None:
-    assert hidden({"CUDA_VISIBLE_DEVICES": ""})
-    assert not hidden({"CUDA_VISIBLE_DEVICES": "0"})
-    assert not hidden({})
+    assert hidden({"CUDA_VISIBLE_DEVICES": ""}, "cuda")
+    assert not hidden({"CUDA_VISIBLE_DEVICES": "0"}, "cuda")
+    assert not hidden({}, "cuda")

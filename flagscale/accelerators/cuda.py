@@ -1,0 +1,118 @@
+"""NVIDIA's GPUs, by CUDA."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from flagscale.accelerators.base import Accelerator
+
+if TYPE_CHECKING:
+    import torch
+
+_PROC = Path("/proc/driver/nvidia/gpus")
+_LOOK = """\
+devices=(/proc/driver/nvidia/gpus/*)
+count=${#devices[@]}
+if ((count == 0)) && command -v nvidia-smi >/dev/null; then
+    count=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+elif ((count)) && [[ -r ${devices[0]}/information ]]; then
+    while IFS=: read -r key value; do
+        [[ $key != Model ]] || read -r product <<<"$value"
+    done <"${devices[0]}/information"
+fi
+"""
+
+PEAK_TFLOPS: Mapping[str, float] = {
+    "GB300": 2500.0,
+    "B300": 2250.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "V100": 125.0,
+}
+"""Peak dense 16-bit TFLOP/s with fp32 accumulation, from the maker's data sheets, by a part of the
+product's name. The first that matches counts."""
+
+BUS_GB: Mapping[str, float] = {
+    **{"V100": 150.0, "A100": 300.0, "A800": 200.0, "H100": 450.0, "H200": 450.0},
+    **{"H800": 200.0, "H20": 450.0, "B200": 900.0, "GB200": 900.0},
+}
+"""NVLink in one direction, in 1e9 bytes a second, by a word of the product's name."""
+
+
+class Cuda(Accelerator):
+    name = "cuda"
+    title = "CUDA"
+    unit = "GPU"
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+    present = "[[ -e /proc/driver/nvidia/gpus ]] || command -v nvidia-smi >/dev/null"
+    look = _LOOK
+    defaults: ClassVar[Mapping[str, str]] = {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+    defaults_reason = "No NVLink multicast: it is not safe on hosts that are shared with others."
+    default_backend = "nccl"
+    compiles = True
+    profiler_activity = "CUDA"
+    dispatch_key = "CUDA"
+
+    def count(self) -> int:
+        """The driver's list, else ``nvidia-smi -L``: as :attr:`look`, without a process where the
+        list is there, for a dry run asks this."""
+        try:
+            return sum(1 for _ in _PROC.iterdir())
+        except OSError:
+            pass
+        tool = shutil.which("nvidia-smi")
+        if tool is None:
+            return 0
+        try:
+            listing = subprocess.run(
+                [tool, "-L"], capture_output=True, text=True, timeout=20, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return 0
+        return sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU "))
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A CUDA graph of ``work``, as a function that launches it."""
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a backend's watchdog) may go on calling the driver meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    def peak_tflops(self, product: str) -> float | None:
+        return next((peak for part, peak in PEAK_TFLOPS.items() if part in product), None)
+
+    def bus_gb(self, product: str) -> float | None:
+        return next((BUS_GB[word] for word in product.split() if word in BUS_GB), None)
+
+    def multiplies_eight_bits(self, device: torch.device) -> bool:
+        """Ada, Hopper and later."""
+        import torch
+
+        return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,114 @@
+"""What ranks ask of a chip, as far as a machine without any can tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flagscale.accelerators.base import Accelerator
+from flagscale.accelerators.device import Device, current, select
+from flagscale.accelerators.registry import accelerator
+from flagscale.comm import registry
+from flagscale.comm.plugins import DeviceMap
+from flagscale.errors import ConfigError
+
+pytestmark = pytest.mark.torch
+
+
+class Npu(Accelerator):
+    name = "npu"
+    visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
+    plugin = "torch_npu"
+    default_backend = "cpu:gloo,npu:hccl"
+
+
+class Musa(Accelerator):
+    name = "musa"
+    visible_variable = "MUSA_VISIBLE_DEVICES"
+    plugin = "torch_musa"
+    default_backend = "cpu:gloo,musa:mccl"
+
+
+class Xpu(Accelerator):
+    name = "xpu"
+    title = "XPU"
+    visible_variable = "ZE_AFFINITY_MASK"
+    default_backend = "cpu:gloo,xpu:xccl"
+    dispatch_key = "XPU"
+
+
+class Own(Accelerator):
+    """A kind that torch calls something else."""
+
+    name = "chip"
+    default_backend = "cpu:gloo,privateuseone:own"
+    torch_type = "privateuseone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        pytest.param(Npu(), "torch cannot use npu here: No module named 'torch_npu'", id="npu"),
+        pytest.param(Musa(), "torch cannot use musa here: No module named", id="musa"),
+        pytest.param(
+            Xpu(), "no XPU device is visible (check ZE_AFFINITY_MASK and the driver)", id="xpu"
+        ),
+        pytest.param(Own(), "torch cannot use chip here: ", id="privateuseone"),
+    ],
+)
+def test_an_adapter_alone_makes_a_chip_of_torchs(kind: Accelerator, missing: str) -> None:
+    torch_type = kind.default_backend.rpartition(",")[2].partition(":")[0]
+    assert (kind.torch_type, kind.is_host) == (torch_type, False)
+    assert torch.device(kind.torch_type, 1).type == torch_type if kind.plugin is None else True
+    assert (kind.missing() or "").startswith(missing)
+    with pytest.raises(ConfigError, match=f"device: {kind.name} is asked for, but "):
+        kind.select(0)
+    backend = registry.backend(kind.default_backend)
+    assert isinstance(backend, DeviceMap)
+    assert backend.devices == ("cpu", torch_type)
+
+
+def test_the_cpu() -> None:
+    device = select("cpu", 7)
+    assert current() == device == Device.of(torch.device("cpu"))
+    assert (device.kind, device.name, device.torch_device.type) == ("cpu", "cpu", "cpu")
+    assert (device.is_host, device.compiles, device.multiplies_eight_bits) == (True, False, True)
+    assert device.product not in ("", "cpu")
+    assert (device.peak_memory_gib(), device.peak_tflops(sixteen_bit=True)) == (None, None)
+    assert device.nominal_gb is None
+    device.synchronize()
+
+
+@pytest.mark.parametrize("kind", ["tpu", "CPU"])
+def test_an_unknown_kind(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"known: auto, cpu, cuda"):
+        select(kind, 0)
+
+
+def test_a_type_of_torchs_that_no_kind_has() -> None:
+    with pytest.raises(ConfigError, match="no kind of device is called 'meta'"):
+        Device.of(torch.device("meta"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_kind_without_devices() -> None:
+    with pytest.raises(ConfigError) as error:
+        select("cuda", 0)
+    assert str(error.value) == (
+        "device: cuda is asked for, but no CUDA device is visible (check CUDA_VISIBLE_DEVICES and "
+        "the driver)\n  hint: or set device: cpu"
+    )
+    assert select("auto", 0).kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("product", "nominal"),
+    [
+        ("NVIDIA H200", 450.0),
+        ("NVIDIA GB200", 900.0),
+        ("NVIDIA H100 80GB HBM3", 450.0),
+        ("x", None),
+    ],
+)
+def test_what_links_carry(product: str, nominal: float | None) -> None:
+    assert accelerator("cuda").bus_gb(product) == nominal

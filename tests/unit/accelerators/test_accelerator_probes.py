@@ -1,0 +1,122 @@
+"""How hosts tell what chips they have: bash of the adapters, checked and run by bash itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagscale.accelerators import probes
+from flagscale.accelerators.base import Accelerator
+from flagscale.accelerators.registry import accelerator, accelerators
+
+HOSTILE = ["0", "", "it's", "two words", "$HOME `id` $(id)", '"q"', "a\nb", "}", "naïve 🚀"]
+
+
+def bash(program: str, **environment: str) -> str:
+    done = subprocess.run(
+        ["bash", "-uc", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_a_host_that_nobody_asks_looks_for_every_kind() -> None:
+    assert "\n".join(probes.defaults_of_unprobed()) == (
+        "if [[ -e /proc/driver/nvidia/gpus ]] || command -v nvidia-smi >/dev/null; then\n"
+        "    # No NVLink multicast: it is not safe on hosts that are shared with others.\n"
+        '    export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"\n'
+        "    export TORCH_SYMM_MEM_DISABLE_MULTICAST="
+        '"${TORCH_SYMM_MEM_DISABLE_MULTICAST:-1}"\n'
+        "else\n"
+        '    export TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"\n'
+        "fi"
+    )
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("given", [None, "the user's $own"], ids=["default", "given"])
+def test_values_are_quoted_by_construction(value: str, given: str | None) -> None:
+    lines = [*probes._exports({"A_VALUE": value}), "printenv A_VALUE"]
+    environment = {"PATH": "/usr/bin:/bin", **({} if given is None else {"A_VALUE": given})}
+    expected = value if given is None else given
+    assert bash("\n".join(lines), **environment) == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("devices", "names"),
+    [
+        pytest.param({}, {"TORCHDYNAMO_DISABLE"}, id="cpu"),
+        pytest.param(
+            {"cuda": 1}, {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"}, id="cuda"
+        ),
+    ],
+)
+def test_defaults_follow_the_devices(devices: dict[str, int], names: set[str]) -> None:
+    assert set(probes.defaults(devices)) == names
+
+
+def test_what_hosts_are_asked_is_clean(tmp_path: Path) -> None:
+    beside = Path(sys.executable).with_name("shellcheck")
+    tool = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if tool is None:
+        pytest.skip("shellcheck is not installed")
+    head = "# shellcheck shell=bash disable=SC2034\n"
+    for kind in accelerators():
+        program = f'{kind.look}\nif {kind.present}; then echo "$count"; fi\n'
+        (tmp_path / f"{kind.name}.sh").write_text(head + program)
+    files = map(str, tmp_path.glob("*.sh"))
+    found = subprocess.run([tool, *files], capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+
+
+class Counted(Accelerator):
+    name = "counted"
+
+
+@pytest.mark.parametrize(
+    ("look", "expected"),
+    [
+        pytest.param("devices=(/proc/self/fd/[012])\ncount=${#devices[@]}", 3, id="globs"),
+        pytest.param("devices=(/no/such/*)\ncount=${#devices[@]}", 0, id="no-match"),
+        pytest.param("echo noise\ncount=4", 4, id="noise"),
+        pytest.param("", 0, id="nothing"),
+        pytest.param("count=many", 0, id="no-number"),
+        pytest.param("if then", 0, id="no-bash"),
+        pytest.param("exit 3", 0, id="exits"),
+    ],
+)
+def test_this_machine_counts_as_hosts_do(look: str, expected: int) -> None:
+    kind = Counted()
+    kind.look = look
+    assert kind.count() == expected
+
+
+def test_cuda_counts_alike_in_both_ways() -> None:
+    cuda = accelerator("cuda")
+    assert cuda.count() == Accelerator.count(cuda)
+
+
+# What the driver writes for each GPU.
+INFORMATION = """\
+Model: \t\t NVIDIA H100 80GB HBM3
+IRQ:   \t\t 257
+GPU UUID: \t GPU-5a1c0000-0000-0000-0000-000000000000
+Bus Type: \t PCIe
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "product"), [(INFORMATION, "NVIDIA H100 80GB HBM3"), ("", ""), (None, "")]
+)
+def test_the_drivers_list_names_the_product(tmp_path: Path, text: str | None, product: str) -> None:
+    for bus in ("0000:0f:00.0", "0000:2d:00.0"):
+        (tmp_path / bus).mkdir()
+        if text is not None:
+            (tmp_path / bus / "information").write_text(text)
+    look = accelerator("cuda").look.replace("/proc/driver/nvidia/gpus", str(tmp_path))
+    program = f'shopt -s nullglob\ncount=0 product=\n{look}\necho "$count,$product"'
+    assert bash(program, PATH="/usr/bin:/bin") == f"2,{product}\n"

@@ -1,0 +1,114 @@
+"""Kinds of devices by name: this project's own, those of packages, and what does not load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagscale.accelerators.registry import accelerator, every, names, preferred, unusable
+from flagscale.errors import ConfigError
+
+PROJECT = Path(__file__).resolve().parents[3]
+
+
+def test_own_kinds() -> None:
+    assert names() == ["auto", "cpu", "cuda"]
+    # The order in which `auto` looks.
+    assert [kind.name for kind in every()] == ["cuda", "cpu"]
+    assert [kind.is_host for kind in every()] == [False, True]
+
+
+@pytest.mark.parametrize("kind", ["auto", "cpu", "cuda"])
+def test_what_can_be_named(kind: str) -> None:
+    assert unusable(kind) == ""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("tpu", id="another"),
+        pytest.param("CUDA", id="capitals"),
+        pytest.param("cuda:0", id="one-device"),
+        pytest.param("", id="empty"),
+        pytest.param("$(id) \n'", id="hostile"),
+    ],
+)
+def test_an_unknown_kind_is_told_the_known_ones(kind: str) -> None:
+    text = f"no kind of device is called {kind!r}; known: auto, cpu, cuda"
+    assert unusable(kind) == text
+    with pytest.raises(ConfigError) as error:
+        accelerator(kind)
+    assert error.value.message == text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "expected"),
+    [
+        pytest.param("auto", {}, "cpu", id="nothing"),
+        pytest.param("auto", {"cuda": 0}, "cpu", id="none"),
+        pytest.param("auto", {"cuda": 2}, "cuda", id="some"),
+        pytest.param("auto", {"unheard": 2}, "cpu", id="of-no-kind"),
+        pytest.param("cpu", {"cuda": 2}, "cpu", id="cpu-asked-for"),
+        pytest.param("cuda", {}, "cuda", id="cuda-asked-for"),
+    ],
+)
+def test_which_kind_ranks_use(wanted: str, devices: dict[str, int], expected: str) -> None:
+    assert preferred(wanted, devices) == expected
+
+
+PACKAGE = """\
+from flagscale.accelerators.base import Accelerator
+class Good(Accelerator):
+    name = "another name"
+class Raises(Accelerator):
+    def __init__(self): raise OSError("no driver")
+class Stranger: pass
+"""
+ENTRIES = """\
+[flagscale.accelerators]
+good = chips:Good
+raises = chips:Raises
+stranger = chips:Stranger
+absent = chips:Absent
+lost = no_such_module:Chip
+not-a-word = chips:Good
+cpu = chips:Good
+"""
+
+
+def test_packages_bring_kinds_and_broken_ones_say_why(tmp_path: Path) -> None:
+    """In a process of its own: installed packages are looked at once."""
+    about = tmp_path / "chips-1.0.dist-info"
+    about.mkdir()
+    (tmp_path / "chips.py").write_text(PACKAGE)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: chips\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(ENTRIES)
+    program = (
+        "import json; from flagscale.accelerators.registry import *; from sys import modules;"
+        "print(json.dumps([[k.name for k in every()], type(accelerator('cpu')).__name__,"
+        "broken(), unusable('raises'), names(), 'torch' in modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{PROJECT}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    usable, cpu, broken, why, known, torch = json.loads(done.stdout)
+    # One that fails keeps nobody from using the others, and none takes the place of ours.
+    assert (usable, cpu, torch) == (["cuda", "good", "cpu"], "Cpu", False)
+    assert broken == {
+        "absent": "chips: AttributeError: module 'chips' has no attribute 'Absent'",
+        "lost": "chips: ModuleNotFoundError: No module named 'no_such_module'",
+        "not-a-word": "the kind 'not-a-word' of chips: expected a to z, 0 to 9, _",
+        "raises": "chips: OSError: no driver",
+        "stranger": "chips: chips:Stranger is no Accelerator",
+    }
+    assert why == broken["raises"]
+    assert known == ["auto", "cpu", "cuda", *sorted([*broken, "good"])]
