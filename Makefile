@@ -13,7 +13,7 @@ TORCH  := torch==2.13.0
 
 CONFIG := --config-path ./examples/llama3/conf --config-name train
 
-.PHONY: help setup setup-dev system backend data quickstart test test-fast _fast test-bare lint format docs \
+.PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-bare lint format docs \
 	gpu-test gpu-bench bench clean
 
 help: ## what can be made here
@@ -54,6 +54,15 @@ data: setup ## corpus and tokenizer of the quickstart (idempotent)
 
 quickstart: setup backend data ## train a tiny Llama-3 on this machine, from nothing
 	$(RUN) run.py $(CONFIG) action=test
+
+HETERO := train.model.train_iters=40 train.model.global_batch_size=8 train.system.precision.bf16=false \
+	train.system.logging.log_interval=5 train.model.eval_interval=40 train.system.checkpoint.save=null
+
+hetero-quickstart: setup backend data ## the same on two unlike meshes, beside one rank's loss
+	$(RUN) run.py $(CONFIG) $(HETERO) experiment.exp_name=llama3_one_rank experiment.runner.nproc_per_node=1 \
+	action=test
+	$(RUN) run.py $(CONFIG) $(HETERO) train=tiny_hetero experiment.runner.nproc_per_node=4 action=test
+	$(RUN) tools/train/compare.py outputs_llama3_one_rank outputs_llama3_tiny_hetero
 
 # Two workers by default: most tests wait for processes. A file's tests stay with one worker, since
 # they share what is expensive to start.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from flagscale.config import placement
 from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.checks import check_world, notes
 from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
@@ -35,7 +36,8 @@ def hosts_of(experiment: Experiment) -> tuple[Host, ...]:
         problems = unknown_names(experiment, listed)
         if problems:
             raise ConfigError(problems)
-    return choose_hosts(listed, runner.hostfile, runner.nnodes, runner.type)
+    chosen = choose_hosts(listed, runner.hostfile, runner.nnodes, runner.type)
+    return placement.by_mesh(experiment, chosen)
 
 
 def unprobed_plan(
@@ -64,10 +66,12 @@ def unprobed_plan(
 def checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan:
     """The plan with its notes. Raises :class:`ConfigError` where its ranks don't fit."""
     problems = [*backend_problems(experiment), *check_world(experiment, made.world_size)]
+    problems = problems or placement.problems(experiment, made.hosts)
     if problems:
         raise ConfigError(problems)
     told = (
         *notes(experiment, made.world_size),
+        *placement.notes(experiment, made.hosts),
         *shell_notes(experiment),
         *_notes_on_hosts(experiment, made),
         *more,

@@ -116,6 +116,8 @@ def _describe(
         "dp": args.data_parallel_size,
     }
     sizes = " ".join(f"{name}{size}" for name, size in layout.items() if size > 1) or "one rank"
+    if args.meshes is not None:
+        sizes = f"meshes {args.meshes.describe()}"
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return (
         f"{rank.world_size} x {device.name} ({dist.get_backend()}) | {sizes} | {precision} | "

@@ -129,13 +129,13 @@ class Meshes:
         return "|".join(parts)
 
     def describe(self) -> str:
-        """One line, such as ``A800 tp2 dp4: 18 layers | A100 dp2: 14 layers``."""
+        """Such as ``A800 tp2 dp4 (18 layers) + A100 dp2 pp2 (7+7 layers)``."""
         texts = []
         for mesh in self.meshes:
             layers = "+".join(map(str, mesh.layers or ()))
             type_ = f"{mesh.device_type} " if mesh.device_type else ""
-            texts.append(f"{type_}{mesh.text()}: {layers} layers")
-        return " | ".join(texts)
+            texts.append(f"{type_}{mesh.text()} ({layers} layers)")
+        return " + ".join(texts)
 
 
 def meshes_of(values: Values) -> Meshes | None:

@@ -64,7 +64,7 @@ class Exchange:
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
         self._tensor_parallel = tensor_parallel
         self._device = device
-        self._on_host = boundaries.on_host and device.type != "cpu"
+        self._on_host = boundaries.on_host
         rank, stages = dist.get_rank(), meshes.stages
         self._region = region(meshes, stage, rank, sequence)
         after, before = stages[(stage.index + 1) % len(stages)], stages[stage.index - 1]

@@ -17,7 +17,13 @@ from flagscale.hosts.hostfile import read_hostfile
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONF = REPOSITORY / "examples" / "llama3" / "conf"
-WORLDS = {"tiny": [1, 2, 8], "8b": [1, 8, 16], "70b": [32, 64]}
+WORLDS = {
+    "tiny": [1, 2, 8],
+    "8b": [1, 8, 16],
+    "70b": [32, 64],
+    "tiny_hetero": [4],
+    "8b_hetero": [32],
+}
 
 
 def test_the_example_hostfile() -> None:

@@ -165,7 +165,7 @@ def test_ranks_are_numbered_mesh_by_mesh() -> None:
     assert [list(stage.ranks) for stage in found.stages] == [[0, 1], [2, 3], [4, 5]]
     assert [stage.mesh_index for stage in found.stages] == [0, 1, 1]
     assert found.stages[2].place(5) == (1, 0, 0)
-    assert found.describe() == "tp2: 2 layers | dp2 pp2: 1+1 layers"
+    assert found.describe() == "tp2 (2 layers) + dp2 pp2 (1+1 layers)"
 
 
 def test_tensor_parallel_ranks_are_numbered_first_then_context_then_data() -> None:

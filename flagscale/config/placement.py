@@ -1,0 +1,118 @@
+"""Where the meshes of heterogeneous training lie: hosts in the meshes' order, and what a plan says
+of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from flagscale.config.arguments.meshes import Meshes, Stage, meshes_of
+from flagscale.config.checks import Arguments
+from flagscale.config.schema import Experiment
+from flagscale.errors import Problem
+
+_KEY = "hetero_device_types"
+_MESHES = "hetero_process_meshes"
+
+
+class Typed(Protocol):
+    """A host, as far as meshes are concerned."""
+
+    @property
+    def device_type(self) -> str | None: ...
+    @property
+    def name(self) -> str: ...
+
+
+class Placed(Typed, Protocol):
+    """A host with its ranks."""
+
+    @property
+    def ranks(self) -> range: ...
+
+
+_Host = TypeVar("_Host", bound=Typed)
+
+
+def _meshes(experiment: Experiment) -> tuple[Arguments, Meshes | None]:
+    args = Arguments.of(experiment)
+    try:
+        return args, meshes_of(args.values())
+    except ValueError:
+        return args, None  # the rules say what is wrong
+
+
+def by_mesh(experiment: Experiment, hosts: Sequence[_Host]) -> tuple[_Host, ...]:
+    """The hosts, those of the first mesh's device type first, each type's in their own order."""
+    _, meshes = _meshes(experiment)
+    types = [mesh.device_type for mesh in meshes.meshes] if meshes else []
+    place = {name: index for index, name in reversed(list(enumerate(types))) if name}
+    return tuple(sorted(hosts, key=lambda host: place.get(host.device_type or "", len(place))))
+
+
+def problems(experiment: Experiment, hosts: Sequence[Placed]) -> list[Problem]:
+    """Ranks that would lie on hosts of another type than their mesh's."""
+    args, meshes = _meshes(experiment)
+    if meshes is None or experiment.task.external:
+        return []
+    found = []
+    for index, mesh in enumerate(meshes.meshes):
+        first = meshes.first_rank(index)
+        ranks = range(first, first + mesh.ranks)
+        for host in hosts:
+            wrong = mesh.device_type and host.device_type != mesh.device_type
+            if wrong and _overlap(ranks, host.ranks):
+                there = sum(len(h.ranks) for h in hosts if h.device_type == mesh.device_type)
+                wanted = sum(m.ranks for m in meshes.meshes if m.device_type == mesh.device_type)
+                kind = f"type={host.device_type}" if host.device_type else "no type="
+                message = (
+                    f"mesh {index} ({mesh.text()}) of {mesh.device_type} takes ranks {_text(ranks)}"
+                    f", of which {_text(_overlap(ranks, host.ranks))} are on {host.name} ({kind}): "
+                    f"hosts of type {mesh.device_type} have {there} ranks, its meshes take {wanted}"
+                )
+                found.append(args.problem(_KEY if args[_KEY] else _MESHES, message))
+                break
+    return found
+
+
+def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
+    """The meshes, drawn: a line a stage."""
+    args, meshes = _meshes(experiment)
+    if meshes is None or experiment.task.external:
+        return
+    if args["hetero_current_device_type"]:
+        yield "hetero_current_device_type: the hostfile's type= says it; no effect"
+    micro_batches = (args["global_batch_size"] or meshes.sequences) // meshes.sequences
+    yield f"{len(meshes.meshes)} meshes, a pipeline of {len(meshes.stages)} stages; a step is " + (
+        f"{micro_batches} micro-batches of {meshes.sequences} sequences"
+    )
+    for stage in meshes.stages:
+        yield _drawn(meshes, stage, hosts)
+
+
+def _drawn(meshes: Meshes, stage: Stage, hosts: Sequence[Placed]) -> str:
+    mesh = stage.mesh
+    ends = ["embedding"] * (stage.index == 0) + ["loss"] * (stage is meshes.stages[-1])
+    where = [
+        f"ranks {_text(common)} on {host.name}"
+        for host in hosts
+        if (common := _overlap(stage.ranks, host.ranks))
+    ]
+    if len(where) > 4:
+        where = [*where[:2], f"… {len(where) - 3} more hosts", where[-1]]
+    sizes = sorted({len(meshes.sequences_of(mesh, d)) for d in range(mesh.dp)})
+    each = "-".join(map(str, sizes))
+    kind = f"{mesh.device_type} " if mesh.device_type else ""
+    layers = f"{stage.layers} layer{'s' * (stage.layers != 1)}"
+    return (
+        f"stage {stage.index}: mesh {stage.mesh_index} ({kind}{mesh.text()}), "
+        f"{' + '.join([layers, *ends])}, {', '.join(where)}, {each} sequence(s) a rank"
+    )
+
+
+def _overlap(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _text(ranks: range) -> str:
+    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"
