@@ -128,9 +128,8 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
         )
     found += specific_notes(experiment)
     args = Arguments.of(experiment)
-    samples, batch = args["train_samples"], args["global_batch_size"]
-    if batch is None and samples:
-        batch = args["micro_batch_size"] * layout.data_parallel_size(args.values(), world_size)
+    samples = args["train_samples"]
+    batch = layout.global_batch_size(args.values(), world_size) if samples else 0
     if samples and batch:
         steps, rest = divmod(samples, batch)
         text = f"{steps} steps: train_samples {samples} / global_batch_size {batch}"

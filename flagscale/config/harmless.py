@@ -64,7 +64,7 @@ COMM_OPTIONS = frozenset({"socket_ifname", "ib_hca", "debug"})
 ranks have to agree."""
 
 INSTEAD: Mapping[str, str] = {
-    "micro_batch_size": "ranks would train samples twice or never, until heterogeneous data "
-    "parallelism can weigh unlike batches",
+    "micro_batch_size": "ranks would train samples twice or never; hetero_mode: dp weighs unlike "
+    "micro-batches",
 }
 """For arguments that people want to differ, what would happen."""

@@ -4,8 +4,11 @@ of it. Pure."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol, TypeVar
 
+from flagscale.config.arguments import shares
 from flagscale.config.arguments.meshes import Meshes, Stage, meshes_of
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
@@ -44,31 +47,55 @@ def _meshes(experiment: Experiment) -> tuple[Arguments, Meshes | None]:
 
 def by_mesh(experiment: Experiment, hosts: Sequence[_Host]) -> tuple[_Host, ...]:
     """The hosts, those of the first mesh's device type first, each type's in their own order."""
-    _, meshes = _meshes(experiment)
+    args, meshes = _meshes(experiment)
     types = [mesh.device_type for mesh in meshes.meshes] if meshes else []
+    if shares.is_on(args.values()):
+        types = list(args["hetero_device_types"] or ())
     place = {name: index for index, name in reversed(list(enumerate(types))) if name}
     return tuple(sorted(hosts, key=lambda host: place.get(host.device_type or "", len(place))))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Ranks that want hosts of one type."""
+
+    text: str
+    device_type: str | None
+    ranks: range
+
+
+def _parts(args: Arguments, meshes: Meshes | None) -> Iterator[_Part]:
+    if meshes is not None:
+        for index, mesh in enumerate(meshes.meshes):
+            first = meshes.first_rank(index)
+            text = f"mesh {index} ({mesh.text()})"
+            yield _Part(text, mesh.device_type, range(first, first + mesh.ranks))
+    elif shares.is_on(args.values()) and args["hetero_device_types"]:
+        first, each = 0, args["tensor_model_parallel_size"] * args["context_parallel_size"]
+        counts = args[shares.SIZES][::2]
+        for count, kind in zip(counts, args["hetero_device_types"], strict=False):
+            text = f"{count} replica{'s' * (count > 1)}"
+            yield _Part(text, kind, range(first, first + count * each))
+            first += count * each
 
 
 def problems(experiment: Experiment, hosts: Sequence[Placed]) -> list[Problem]:
     """Ranks that would lie on hosts of another type than their mesh's."""
     args, meshes = _meshes(experiment)
-    if meshes is None or experiment.task.external:
+    if experiment.task.external:
         return []
-    found = []
-    for index, mesh in enumerate(meshes.meshes):
-        first = meshes.first_rank(index)
-        ranks = range(first, first + mesh.ranks)
+    parts, found = list(_parts(args, meshes)), []
+    for part in parts:
         for host in hosts:
-            wrong = mesh.device_type and host.device_type != mesh.device_type
-            if wrong and _overlap(ranks, host.ranks):
-                there = sum(len(h.ranks) for h in hosts if h.device_type == mesh.device_type)
-                wanted = sum(m.ranks for m in meshes.meshes if m.device_type == mesh.device_type)
+            wrong = part.device_type and host.device_type != part.device_type
+            if wrong and _overlap(part.ranks, host.ranks):
+                there = sum(len(h.ranks) for h in hosts if h.device_type == part.device_type)
+                wanted = sum(len(p.ranks) for p in parts if p.device_type == part.device_type)
                 kind = f"type={host.device_type}" if host.device_type else "no type="
                 message = (
-                    f"mesh {index} ({mesh.text()}) of {mesh.device_type} takes ranks {_text(ranks)}"
-                    f", of which {_text(_overlap(ranks, host.ranks))} are on {host.name} ({kind}): "
-                    f"hosts of type {mesh.device_type} have {there} ranks, its meshes take {wanted}"
+                    f"{part.text} of {part.device_type} takes ranks {_text(part.ranks)}, of which "
+                    f"{_text(_overlap(part.ranks, host.ranks))} are on {host.name} ({kind}): hosts "
+                    f"of type {part.device_type} have {there} ranks, {wanted} are wanted"
                 )
                 found.append(args.problem(_KEY if args[_KEY] else _MESHES, message))
                 break
@@ -78,7 +105,11 @@ def problems(experiment: Experiment, hosts: Sequence[Placed]) -> list[Problem]:
 def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
     """The meshes, drawn: a line a stage."""
     args, meshes = _meshes(experiment)
-    if meshes is None or experiment.task.external:
+    if experiment.task.external:
+        return
+    if shares.is_on(args.values()):
+        yield from _shared(args, hosts)
+    if meshes is None:
         return
     if args["hetero_current_device_type"]:
         yield "hetero_current_device_type: the hostfile's type= says it; no effect"
@@ -88,6 +119,20 @@ def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
     )
     for stage in meshes.stages:
         yield _drawn(meshes, stage, hosts)
+
+
+def _shared(args: Arguments, hosts: Sequence[Placed]) -> Iterator[str]:
+    """What unlike replicas take of a step: a line for those that take as much one after another."""
+    each = args["tensor_model_parallel_size"] * args["context_parallel_size"]
+    replicas = sum(len(host.ranks) for host in hosts) // each
+    taken = shares.shares_of(args.values(), replicas)
+    yield f"unlike replicas share the {taken[-1].stop} sequences of a step, by tokens"
+    for (size, count), group in groupby(taken, key=lambda share: (share.size, share.count)):
+        number = len(list(group))
+        yield (
+            f"{number} replica{'s' * (number > 1)}: {count} micro-batch{'es' * (count > 1)} of "
+            f"{size} sequence{'s' * (size > 1)} each"
+        )
 
 
 def _drawn(meshes: Meshes, stage: Stage, hosts: Sequence[Placed]) -> str:

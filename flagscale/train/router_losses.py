@@ -53,12 +53,13 @@ class RouterLosses:
         for place, name in enumerate(NAMES):
             entry = get_moe_layer_wise_logging_tracker().get(name)
             if entry is not None:
-                sums[0, place] = entry["values"].sum() * _weight(entry.get("reduce_group"))
+                own = entry["values"].sum() / self._micro_batches
+                sums[0, place] = own * _weight(entry.get("reduce_group"))
                 sums[1, place] = 1.0
         clear_aux_losses_tracker()
         dist.all_reduce(sums)
         totals, present = sums.tolist()
-        count = self._layers * self._micro_batches * steps
+        count = self._layers * steps
         return {
             name: total / count
             for name, total, there in zip(NAMES, totals, present, strict=True)

@@ -20,6 +20,23 @@ class Heterogeneous:
         "Train one model on meshes: pipeline stages on unlike devices, each mesh with its "
         "own tensor-, context-, expert- and data-parallel sizes and number of layers",
     )
+    hetero_mode: str = arg(
+        "pp",
+        "What unlike devices share: pp, the layers of one pipeline (hetero_process_meshes); dp, a "
+        "step's samples, each with the whole model (hetero_micro_batch_sizes)",
+        choices=("pp", "dp"),
+    )
+    hetero_micro_batch_sizes: tuple[int, ...] | None = arg(
+        None,
+        "With hetero_mode: dp, pairs of how many replicas and the micro-batch size that each of "
+        "them takes, in the order of ranks: 8 2 8 1. The loss is per token then "
+        "(calculate_per_token_loss)",
+    )
+    hetero_num_microbatches: tuple[int, ...] | None = arg(
+        None,
+        "With hetero_mode: dp, pairs of how many replicas and the micro-batches that each of them "
+        "takes a step; without it all take as many",
+    )
     hetero_process_meshes: tuple[str, ...] | None = arg(
         None,
         "The meshes, in the pipeline's order: five sizes each (tensor, context, expert, data and "

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flagscale.config.arguments import mesh_rules
+from flagscale.config.arguments import mesh_rules, shares
 from flagscale.config.arguments.meshes import malformed, meshes_of, view
 from flagscale.config.arguments.precision import Broken, Values
 
 
 def broken(values: Values) -> list[Broken]:
     """Rules that do not depend on the number of ranks."""
-    wrong = list(malformed(values))
+    wrong = list(shares.broken(values)) if shares.is_on(values) else list(malformed(values))
     if wrong:
         return wrong
     meshes = meshes_of(values)
@@ -39,7 +39,7 @@ def _shape(values: Values) -> Iterator[Broken]:
 def broken_world(values: Values, world_size: int) -> list[Broken]:
     """Rules of the parallel sizes and the batch with ``world_size`` ranks; they hold for any
     Megatron."""
-    if values["enable_hetero"]:
+    if values["enable_hetero"] and not shares.is_on(values):
         wrong = list(malformed(values))
         meshes = None if wrong else meshes_of(values)
         return wrong if meshes is None else list(mesh_rules.world(values, meshes, world_size))
@@ -50,6 +50,8 @@ def broken_world(values: Values, world_size: int) -> list[Broken]:
         sizes = f"tensor {tp} x pipeline {pp}" + (f" x context {cp}" if cp > 1 else "")
         name = "tensor_model_parallel_size" if tp > 1 else "pipeline_model_parallel_size"
         return [(name, f"{sizes} = {model} ranks do not divide the {world_size} of the job")]
+    if shares.is_on(values):
+        return [*shares.broken(values)] or [*shares.world(values, world_size // model)]
     return [*_batches(values, world_size // model), *_expert_ranks(values, world_size)]
 
 
@@ -60,6 +62,16 @@ def data_parallel_size(values: Values, world_size: int) -> int:
         return meshes.meshes[0].dp
     tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
     return int(world_size // (tp * pp * values["context_parallel_size"]))
+
+
+def global_batch_size(values: Values, world_size: int) -> int:
+    """Sequences of a step, whether they are given or follow."""
+    if values["global_batch_size"] is not None:
+        return int(values["global_batch_size"])
+    replicas = data_parallel_size(values, world_size)
+    if shares.is_on(values):
+        return shares.batch_of(values, replicas)
+    return int(values["micro_batch_size"] * replicas)
 
 
 def virtual_chunks(values: Values) -> int | None:

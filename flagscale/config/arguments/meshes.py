@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from flagscale.config.arguments.precision import Broken, Values
+from flagscale.config.arguments.shares import COUNTS, SIZES
 
 _SIZES = ("tp", "cp", "ep", "dp", "pp")
 _WORDS = (*_SIZES, "etp", "layers", "device_type")
@@ -144,7 +145,7 @@ def meshes_of(values: Values) -> Meshes | None:
     Raises:
         ValueError: they are malformed; :func:`problems` says how.
     """
-    if not values.get("enable_hetero"):
+    if not values.get("enable_hetero") or values["hetero_mode"] == "dp":
         return None
     found = list(malformed(values))
     if found:
@@ -191,10 +192,13 @@ def vocabulary_parts(values: Values) -> int:
 def malformed(values: Values) -> Iterator[Broken]:
     """Why arguments describe no meshes."""
     given = [name for name in _DESCRIBING if values.get(name) is not None]
+    of_replicas = [name for name in (SIZES, COUNTS) if values.get(name) is not None]
     if not values.get("enable_hetero"):
-        for name in given:
+        for name in (*given, *of_replicas):
             yield name, "needs enable_hetero: true; without it all ranks are laid out alike"
         return
+    for name in of_replicas:
+        yield name, "is for hetero_mode: dp; here a micro-batch is shared out by the meshes"
     sizes = values["hetero_process_meshes"]
     if not sizes:
         yield "enable_hetero", "needs hetero_process_meshes: which meshes?"

@@ -10,7 +10,7 @@ import argparse
 import copy
 from typing import Any
 
-from flagscale.config.arguments import layout, rules
+from flagscale.config.arguments import layout, rules, shares
 from flagscale.config.arguments.meshes import Meshes, meshes_of, view
 from flagscale.config.arguments.precision import Values
 from flagscale.errors import ConfigError, Problem
@@ -46,6 +46,8 @@ def resolve(args: argparse.Namespace, world_size: int) -> argparse.Namespace:
 def of_rank(args: argparse.Namespace, rank: int) -> argparse.Namespace:
     """Resolved arguments as one rank has them: in heterogeneous training with the sizes of its own
     mesh, and ``stage``, which it holds; ``micro_batch_size`` is its own part of a micro-batch."""
+    if args.shares is not None:
+        return _of_replica(args, rank)
     meshes: Meshes | None = args.meshes
     if meshes is None:
         return args
@@ -58,12 +60,24 @@ def of_rank(args: argparse.Namespace, rank: int) -> argparse.Namespace:
     return out
 
 
+def _of_replica(args: argparse.Namespace, rank: int) -> argparse.Namespace:
+    """Arguments of a rank of one of the unlike replicas: its own micro-batches. ``share`` is what
+    it takes of a step."""
+    out = copy.copy(args)
+    out.share = args.shares[rank // (args.tensor_model_parallel_size * args.context_parallel_size)]
+    out.micro_batch_size, out.num_microbatches = out.share.size, out.share.count
+    return out
+
+
 def _set_batch(args: argparse.Namespace, world_size: int) -> None:
-    args.meshes, args.stage = meshes_of(vars(args)), None
+    args.meshes, args.stage, args.shares = meshes_of(vars(args)), None, None
     args.data_parallel_size = layout.data_parallel_size(vars(args), world_size)
+    args.global_batch_size = layout.global_batch_size(vars(args), world_size)
+    if shares.is_on(vars(args)):
+        args.shares = shares.shares_of(vars(args), args.data_parallel_size)
+        args.calculate_per_token_loss = True  # a replica counts as much as it has tokens
+        return  # each has a number of micro-batches of its own
     slice_ = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size is None:
-        args.global_batch_size = slice_
     args.num_microbatches = args.global_batch_size // slice_
 
 

@@ -79,6 +79,8 @@ def own_shard(args: Any) -> Shard:
     from megatron.core import parallel_state
 
     rank = parallel_state.get_data_parallel_rank()
+    if args.shares is not None:
+        return Shard(args.global_batch_size, args.share.micro_batches)
     if args.meshes is not None:
         own = args.meshes.sequences_of(args.stage.mesh, rank)
         return Shard(args.meshes.sequences, (own,))

@@ -82,7 +82,7 @@ def iterators(arguments: Namespace, progress: Progress | None = None, **given: A
     from flagscale.train.data.datasets import build_data_iterators
 
     tokenizer = open_tokenizer(SPEC)
-    given.setdefault("shard", Shard())
+    given.setdefault("shard", Shard.even(micro_batch_size=arguments.micro_batch_size))
     return build_data_iterators(arguments, tokenizer, progress or Progress(), **given)
 
 
@@ -95,7 +95,7 @@ def steps(
     consumed = skip * arguments.global_batch_size
     progress = Progress(skip, consumed, consumed)
     ranks = [
-        getattr(iterators(arguments, progress, shard=Shard(rank, size)), kind)
+        getattr(iterators(arguments, progress, shard=Shard.even(rank, size, micro)), kind)
         for rank in range(size)
     ]
     per_step = arguments.global_batch_size // (micro * size)

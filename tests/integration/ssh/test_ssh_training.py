@@ -32,10 +32,18 @@ LLAMA: dict[str, Any] = {
         "swiglu": True,
         "disable_bias_linear": True,
         "position_embedding_type": "rope",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
         "eval_iters": 0,
         "optimizer": {"lr": 1.0e-3, "lr_decay_style": "constant"},
     },
-    "data": {"mock_data": True, "vocab_size": 100, "num_workers": 0},
+    # Padded to 128 for one and for two tensor-parallel ranks.
+    "data": {
+        "mock_data": True,
+        "vocab_size": 100,
+        "make_vocab_size_divisible_by": 64,
+        "num_workers": 0,
+    },
 }
 LOGGING = {"log_interval": 1, "save": None, "load": None, "tensorboard_dir": None}
 
@@ -54,24 +62,45 @@ def losses(lab: SshLab) -> list[tuple[int, float, float]]:
     return sorted(found)
 
 
-def test_two_hosts_train_as_one_machine_does(bed: Bed, tmp_path: Path) -> None:
-    train = {**LLAMA, "system": {**LLAMA["system"], "logging": LOGGING}}
-    task = {"entrypoint": str(PROGRAM)}
-    with ssh_lab(bed, tmp_path / "two") as two, ssh_lab(bed, tmp_path / "one") as one:
-        two.configure(light=False, task=task, top={"train": train})
-        done = two.do("test", timeout=240)
-        assert done.returncode == 0, done.stderr + done.stdout
-        lines = done.stdout.splitlines()
-        assert {line.partition(":")[0] for line in lines} >= {"h00", "h01"}
-        one.configure(
-            light=False,
-            task=task,
-            runner={"type": "local", "hostfile": None, "nproc_per_node": 2},
-            top={"train": train},
-        )
-        alone = one.do("test", timeout=240)
-        assert alone.returncode == 0, alone.stderr + alone.stdout
-        assert len(losses(one)) == 3
-        assert losses(two) == losses(one)
+# The pair of tensor-parallel ranks is on the host that the hostfile lists last.
+MESHES = {
+    "enable_hetero": True,
+    "hetero_process_meshes": [
+        {"device_type": "PAIR", "tp": 2, "layers": [1]},
+        {"device_type": "SINGLE", "layers": [1]},
+    ],
+}
+
+
+def train(lab: SshLab, system: dict[str, Any], **options: Any) -> list[tuple[int, float, float]]:
+    """The steps of a run, and that it leaves nothing behind."""
+    sections = {**LLAMA, "system": {**LLAMA["system"], "logging": LOGGING, **system}}
+    lab.configure(
+        light=False, task={"entrypoint": str(PROGRAM)}, top={"train": sections}, **options
+    )
+    done = lab.do("test", timeout=240)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = done.stdout.splitlines()
+    assert {line.partition(":")[0] for line in lines} >= {h.name for h in lab.state().hosts}
+    assert lab.orphans() == {}
+    found = losses(lab)
+    assert [step for step, _, _ in found] == [1, 2, 3]
+    return found
+
+
+def test_hosts_train_as_one_machine_does(bed: Bed, tmp_path: Path) -> None:
+    """Two alike, and two of unlike types that hold a stage each."""
+    here = {"type": "local", "hostfile": None, "nproc_per_node": 2}
+    types = "h00 slots=1 type=SINGLE\nh01 slots=2 type=PAIR\n"
+    with (
+        ssh_lab(bed, tmp_path / "one") as one,
+        ssh_lab(bed, tmp_path / "two") as two,
+        ssh_lab(bed, tmp_path / "unlike") as unlike,
+    ):
+        alone = train(one, {}, runner=here)
+        assert train(two, {}) == alone
         assert {h.boot_id is not None for h in two.state().hosts} == {True}
-        assert two.orphans() == {}
+        meshes = train(unlike, {"hetero": MESHES}, hostfile=types, runner={"nproc_per_node": 2})
+        assert [host.name for host in unlike.state().hosts] == ["h01", "h00"]
+        for own, expected in zip(meshes, alone, strict=True):
+            assert own == pytest.approx(expected, rel=1e-5)

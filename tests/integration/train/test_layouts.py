@@ -180,6 +180,12 @@ def meshes(sizes: str, split: str = "", more: str = "") -> str:
     return f"{options}{f' --hetero-pipeline-layer-split {split}' if split else ''} {more}"
 
 
+def shares(sizes: str, counts: str = "", more: str = "") -> str:
+    """Options of unlike replicas: how many have which micro-batch size, and how many of them."""
+    options = f"--enable-hetero --hetero-mode dp --hetero-micro-batch-sizes {sizes}"
+    return f"{options}{f' --hetero-num-microbatches {counts}' if counts else ''} {more}"
+
+
 # Pipeline stages on meshes that are laid out unlike each other: tp cp ep dp pp of each.
 TP2_DP2 = "2 1 1 1 1  1 1 1 2 1"
 DP2_TP2 = "1 1 1 2 1  2 1 1 1 1"
@@ -217,6 +223,12 @@ MESHES = (
     Case("mesh-moe-ep2+dp2", 4, MOE, meshes("1 1 2 2 1  1 1 1 2 1", "2 2"), "moe"),
     Case("mesh-moe-dp2+tp2-ep2-do", 4, MOE, meshes("1 1 1 2 1  2 1 2 1 1", "2 2",
          f"{DO} --sequence-parallel --expert-tensor-parallel-size-per-process-mesh 1 1"), "moe"),
+    # Data parallelism over unlike replicas: how many take which micro-batches, and how many.
+    Case("shares-1x1+1x3", 2, LLAMA, shares("1 1 1 3"), "llama"),
+    Case("shares-2x1+1x2-do-overlap", 2, LLAMA, shares("1 1 1 2", "1 2 1 1", OVERLAP), "llama"),
+    Case("shares-tp2-1x3+1x1", 4, TIED, shares("1 3 1 1", "", f"{SP} {DO}"), "tied"),
+    Case("shares-three", 3, LLAMA, shares("2 1 1 2", "1 1 1 3 1 1", "--global-batch-size 6"),
+         "llama-6"),
 )  # fmt: skip
 
 # Layouts that between them call every collective of megatron.core, once more on our own library.

@@ -13,6 +13,7 @@ MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-g
 --ffn-hidden-size 128 --seq-length 32 --lr 1e-3 --train-iters 6 --mock-data --micro-batch-size 2
 --global-batch-size 8"""
 MESHES = "--enable-hetero --hetero-process-meshes"
+REPLICAS = "--enable-hetero --hetero-mode dp"
 TWO = f"{MESHES} 2 1 1 1 1 1 1 1 2 1"  # tp2, dp2: 4 ranks
 
 
@@ -148,6 +149,47 @@ REFUSED = {
         3,
         "need dp to divide 3 sequences",
     ),
+    "replicas-not-asked-for": ("--hetero-micro-batch-sizes 1 1", 4, "needs enable_hetero: true"),
+    "replicas-of-meshes": (f"{TWO} --hetero-micro-batch-sizes 2 1", 4, "is for hetero_mode: dp"),
+    "replicas-no-sizes": (REPLICAS, 2, "is needed by hetero_mode: dp"),
+    "replicas-no-pairs": (f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1", 2, "expected pairs"),
+    "replicas-of-none": (f"{REPLICAS} --hetero-micro-batch-sizes 0 1 2 1", 2, "at least 1"),
+    "replicas-count": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 2 2",
+        2,
+        "speaks of 3 replicas, and there are 2",
+    ),
+    "replicas-batch": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 2",
+        2,
+        "its 8 sequences do not divide into the replicas' 3",
+    ),
+    "replicas-counts": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 2 --hetero-num-microbatches 1 3 1 2",
+        2,
+        "its 8 sequences are not the replicas' 7",
+    ),
+    "replicas-meshes": (
+        f"{MESHES} 1 1 1 2 1 --hetero-mode dp --hetero-micro-batch-sizes 1 1 1 3",
+        2,
+        "is for hetero_mode: pp",
+    ),
+    "replicas-pipeline": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 --pipeline-model-parallel-size 2",
+        2,
+        "replicas on unlike devices have one stage",
+    ),
+    "replicas-experts": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
+        "--expert-model-parallel-size 2",
+        2,
+        "which unlike replicas do not",
+    ),
+    "replicas-types": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --hetero-device-types A",
+        2,
+        "1 for the 2 pairs",
+    ),
     "zeros": (f"{TWO} --log-num-zeros-in-grad", 4, "zeros are not counted over unlike meshes"),
 }
 
@@ -200,3 +242,13 @@ def test_what_flagscales_yamls_say_beside_the_meshes_is_taken() -> None:
                       "--hetero-current-device-type A800 --hetero-use-cpu-communication "
                       "--use-partial-reduce-for-shared-embedding", 4)  # fmt: skip
     assert [stage.layers for stage in found.stages] == [2, 2]
+
+
+def test_a_step_is_cut_at_the_replicas_shares() -> None:
+    shares = "--hetero-micro-batch-sizes 1 2 2 1 --hetero-num-microbatches 1 3 2 1"
+    args = resolve(parse_arguments(f"{MODEL} {REPLICAS} {shares}".split()), 3)
+    assert args.calculate_per_token_loss
+    own = [of_rank(args, rank) for rank in range(3)]
+    assert [(a.micro_batch_size, a.num_microbatches) for a in own] == [(2, 3), (1, 1), (1, 1)]
+    places = [place for a in own for part in a.share.micro_batches for place in part]
+    assert places == list(range(8))

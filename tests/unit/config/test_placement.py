@@ -75,7 +75,7 @@ def test_the_example_fits_its_hostfile(hetero: Experiment) -> None:
         (
             placed(("a", "A800", 8), ("b", "BI", 24)),
             "mesh 0 (tp2 dp8) of A800 takes ranks 0-15, of which 8-15 are on b (type=BI): hosts of "
-            "type A800 have 8 ranks, its meshes take 16",
+            "type A800 have 8 ranks, 16 are wanted",
         ),
         (placed(("a", "A800", 16), ("b", None, 16)), "16-31 are on b (no type=)"),
     ],

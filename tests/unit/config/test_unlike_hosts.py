@@ -88,9 +88,9 @@ def test_what_corrupts_training_is_refused_with_its_place(
     assert error.value.exit_code == 2
 
 
-def test_unlike_batches_wait_for_what_can_weigh_them(workspace: Workspace) -> None:
+def test_unlike_batches_are_for_what_can_weigh_them(workspace: Workspace) -> None:
     (message,) = complaints(workspace.load(), "micro_batch_size", 2)
-    assert "until heterogeneous data parallelism can weigh unlike batches" in message
+    assert "hetero_mode: dp weighs unlike micro-batches" in message
 
 
 def test_a_value_that_does_not_fit_is_told(workspace: Workspace) -> None:

@@ -25,7 +25,7 @@ def steps(
     ranks = [
         iter(
             MicroBatchSampler(
-                samples, micro, Shard(rank, size), consumed=consumed, order=order, seed=7
+                samples, Shard.even(rank, size, micro), consumed=consumed, order=order, seed=7
             )
         )
         for rank in range(size)
@@ -74,7 +74,7 @@ def test_single_takes_each_sample_once_and_ends(
     taken = [
         [
             i
-            for batch in MicroBatchSampler(samples, micro, Shard(r, size), consumed=consumed)
+            for batch in MicroBatchSampler(samples, Shard.even(r, size, micro), consumed=consumed)
             for i in batch
         ]
         for r in range(size)
@@ -86,7 +86,7 @@ def test_single_takes_each_sample_once_and_ends(
 
 @given(samples=st.integers(1, 50), epochs=st.integers(1, 4))
 def test_cyclic_epochs_are_permutations(samples: int, epochs: int) -> None:
-    sampler = MicroBatchSampler(samples, 1, Shard(), order="cyclic", seed=3)
+    sampler = MicroBatchSampler(samples, Shard.even(), order="cyclic", seed=3)
     taken = [i for batch in islice(sampler, samples * epochs) for i in batch]
     for epoch in range(epochs):
         assert sorted(taken[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
@@ -94,7 +94,7 @@ def test_cyclic_epochs_are_permutations(samples: int, epochs: int) -> None:
 
 def test_cyclic_reshuffles_each_epoch_and_follows_the_seed() -> None:
     def epochs(seed: int) -> list[int]:
-        sampler = MicroBatchSampler(100, 1, Shard(), order="cyclic", seed=seed)
+        sampler = MicroBatchSampler(100, Shard.even(), order="cyclic", seed=seed)
         return [i for batch in islice(sampler, 200) for i in batch]
 
     assert epochs(1)[:100] != epochs(1)[100:]
@@ -106,9 +106,25 @@ def test_cyclic_reshuffles_each_epoch_and_follows_the_seed() -> None:
 )
 def test_a_shard_is_one_of_its_ranks(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="not in"):
-        Shard(rank, size)
+        Shard.even(rank, size)
 
 
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="samples=0"):
-        MicroBatchSampler(0, 1, Shard())
+        MicroBatchSampler(0, Shard.even())
+
+
+def test_unlike_shares_take_each_sample_once() -> None:
+    """One of six samples, and two micro-batches of two; the last one starts anew after the end."""
+    shards = [Shard(5, (range(1),)), Shard(5, (range(1, 3), range(3, 5)))]
+    batches = [iter(MicroBatchSampler(7, shard, order="wrapped", consumed=5)) for shard in shards]
+    assert [next(batches[0]) for _ in range(2)] == [[5], [3]]
+    assert [next(batches[1]) for _ in range(4)] == [[6, 0], [1, 2], [4, 5], [6, 0]]
+
+
+@pytest.mark.parametrize(
+    "parts", [(), (range(0),), (range(4, 6),)], ids=["none", "empty", "beyond"]
+)
+def test_a_shard_lies_in_its_samples(parts: tuple[range, ...]) -> None:
+    with pytest.raises(ValueError, match="are no parts of 5 samples"):
+        Shard(5, parts)
