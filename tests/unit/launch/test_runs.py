@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launch_lab import until
 
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError, RunStateError, UnreachableError
@@ -283,6 +284,8 @@ def stray(tmp_path: Path) -> Iterator[Callable[[str, Path], RunState]]:
     def start(run_id: str, run_dir: Path) -> None:
         own = {RUN_ID_VARIABLE: run_id, STATUS_DIR_VARIABLE: str(run_dir / "status")}
         started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, **own}))
+        # The kernel tells of a program's start a moment before its environment can be read.
+        until(lambda: processes.environment(started[-1].pid))
 
     yield start
     for process in started:
