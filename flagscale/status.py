@@ -9,7 +9,8 @@ Events and their fields, beside ``time`` (Unix seconds) and ``event``:
 
 ==========  ===============================================================================
 started     rank, local_rank, world_size, host, pid, device: the process is up
-joined      backend, seconds: the process group exists and every rank was heard
+joined      backend, seconds: the process group exists and every rank was heard; place: of a
+            job whose ranks are unlike, what this one holds, for people
 ready       seconds: since the join; model, data and checkpoint are there, training begins
 progress    step, train_steps, samples, loss, grad_norm, learning_rate, step_seconds,
             tokens_per_second, tflops_per_gpu, mfu, memory_gib; written by one rank a job

@@ -71,7 +71,8 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         options=args.comm or (),
     )
     status.write_progress(0, "starting")
-    status.write("joined", backend=backend, seconds=round(seconds, 3))
+    place = args.meshes.place_of(args.stage) if args.meshes is not None else None
+    status.write("joined", backend=backend, seconds=round(seconds, 3), place=place)
     joined = time.monotonic()
     # megatron.core reads the chosen device when it is imported.
     from flagscale.train.setup import prepare

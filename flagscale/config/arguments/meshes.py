@@ -116,6 +116,13 @@ class Meshes:
     def stage_of(self, rank: int) -> Stage:
         return next(stage for stage in self.stages if rank in stage.ranks)
 
+    def place_of(self, stage: Stage) -> str:
+        """Such as ``stage 1 of 2, mesh 1 (A100 dp2)``, for messages."""
+        mesh = stage.mesh
+        kind = f"{mesh.device_type} " if mesh.device_type else ""
+        index, count = stage.index, len(self.stages)
+        return f"stage {index} of {count}, mesh {stage.mesh_index} ({kind}{mesh.text()})"
+
     def sequences_of(self, mesh: Mesh, d: int) -> range:
         """Which sequences of a micro-batch the data-parallel rank ``d`` of a mesh has."""
         return range(self.sequences * d // mesh.dp, self.sequences * (d + 1) // mesh.dp)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
@@ -175,7 +175,8 @@ def host_report(
     rank = choose_rank(table, failed)
     if rank is not None:
         entry = next((entry for entry in table if entry.rank == rank), None)
-        return _rank_report(host, rank, entry, failed.get(rank), end)
+        report = _rank_report(host, rank, entry, failed.get(rank), end)
+        return _with_place(report, events.get(rank, ()))
     if end is None or end.code == 0:
         return None
     started = any(events.get(rank) for rank in host.ranks)
@@ -233,6 +234,16 @@ def _rank_report(
     trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (code or 0) >= 0 else ""
     moment = entry.time if entry is not None else 0.0
     return Report(Failure(host.name, rank, code, reason, trace, log), moment, _severity(code))
+
+
+def _with_place(report: Report, rows: Sequence[Event]) -> Report:
+    """The report with what the rank has told of its place in the job, such as its stage."""
+    told = next((event.get("place") for event in rows if event.event == "joined"), None)
+    if told is None:
+        return report
+    first, newline, others = report.failure.reason.partition("\n")
+    reason = f"{first}; it is of {printable(str(told))}{newline}{others}"
+    return replace(report, failure=replace(report.failure, reason=reason))
 
 
 def _reason(event: Event, code: int | None) -> str:

@@ -91,6 +91,28 @@ def test_a_rank_that_failed_late_is_no_cause(
     assert (report.failure.rank, report.severity) == (rank, severity)
 
 
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [
+        (1, "ended with exit code 3; it is of stage 1 of 2, mesh 1 (dp2)"),
+        (0, "failed: RuntimeError: bad; it is of stage 0 of 2, mesh 0 (tp2)\nand more"),
+    ],
+    ids=["ended", "raised"],
+)
+def test_a_rank_is_named_with_its_stage(rank: int, reason: str, state: RunState) -> None:
+    host = state.hosts[0]
+    places = ("stage 0 of 2, mesh 0 (tp2)", "stage 1 of 2, mesh 1 (dp2)")
+    rows = {r: [Event(r, 1.0, "joined", {"place": place})] for r, place in enumerate(places)}
+    if rank == 0:
+        rows[0].append(failed(0, 100.0, "bad\nand more"))
+    else:
+        host.output.write_text(TABLE, encoding="utf-8")
+    report = host_report(host, rows, End(3, 200.0))
+    assert report is not None
+    assert report.failure.rank == rank
+    assert report.failure.reason == reason
+
+
 @pytest.mark.parametrize("text", ["", "Failures:\n", "\nFailures:\nnothing\n"])
 def test_no_table(text: str) -> None:
     assert parse_table(text) == []

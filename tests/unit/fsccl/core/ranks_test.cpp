@@ -1,6 +1,7 @@
 // Ranks as threads: every collective against a reference, over sizes and cluster shapes. Built with
 // a sanitizer by test_fsccl_core.py. Usage:
 //   ranks_test <clusters, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -189,9 +190,12 @@ class RankTest {
 // One rank gives up in the middle of operations; whoever waits, in whichever cluster, learns why,
 // and so does who comes later.
 void give_up(Group& group) {
+  static std::atomic<int> there{0};  // a rank may still be in the operation before
+  ++there;
   std::thread other;
   if (group.rank() == 0) {
     other = std::thread([&group] {
+      while (there < group.size()) std::this_thread::yield();
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       group.abort("rank 0 gives up");
     });
