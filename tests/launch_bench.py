@@ -53,7 +53,7 @@ class Bench:
             "config_file": self.root / "x.yaml",
         }
         experiment = Experiment(**{**given, **changes})
-        machine = Machine(sys.executable, PROJECT, self.root, 2, 0)
+        machine = Machine(sys.executable, PROJECT, self.root, 2, {})
         made = plan(
             experiment,
             slots(experiment, [Host("localhost")], [machine]),

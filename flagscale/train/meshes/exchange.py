@@ -92,43 +92,41 @@ class Exchange:
     # --- as the schedules call it -----------------------------------------------------------------
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        received = None if is_first_stage else self._receive(self._forward).wait()
+        received = None if is_first_stage else self._receive(self._forward)
         return _as_asked(tensor_shapes, received)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        received = None if is_last_stage else self._receive(self._backward).wait()
+        received = None if is_last_stage else self._receive(self._backward)
         return _as_asked(tensor_shapes, received)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         if not is_last_stage:
-            self._send(self._forward, output_tensors)
+            self._begin(self._forward, output_tensors, receives=False)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
         if not is_first_stage:
-            self._send(self._backward, input_tensor_grads)
+            self._begin(self._backward, input_tensor_grads, receives=False)
 
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
     ) -> Any:
         if is_last_stage:
             return _as_asked(tensor_shapes, None)
-        coming = self._receive(self._backward)
-        self._send(self._forward, output_tensors)
-        return _as_asked(tensor_shapes, coming.wait())
+        return _as_asked(tensor_shapes, self._cross(self._backward, self._forward, output_tensors))
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
     ) -> Any:
         if is_first_stage:
             return _as_asked(tensor_shapes, None)
-        coming = self._receive(self._forward)
-        self._send(self._backward, input_tensor_grads)
-        return _as_asked(tensor_shapes, coming.wait())
+        received = self._cross(self._forward, self._backward, input_tensor_grads)
+        return _as_asked(tensor_shapes, received)
 
     def send_forward_recv_forward(
         self, output_tensor: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        return self._pass_on(self._forward, output_tensor, recv_prev, "recv_prev", overlap_p2p_comm)
+        coming = self._begin(self._forward, output_tensor, receives=recv_prev)
+        return _now_or_later(coming, "recv_prev", overlap_p2p_comm)
 
     def send_backward_recv_backward(
         self,
@@ -137,9 +135,8 @@ class Exchange:
         tensor_shape: Any,
         overlap_p2p_comm: bool = False,
     ) -> Any:
-        return self._pass_on(
-            self._backward, input_tensor_grad, recv_next, "recv_next", overlap_p2p_comm
-        )
+        coming = self._begin(self._backward, input_tensor_grad, receives=recv_next)
+        return _now_or_later(coming, "recv_next", overlap_p2p_comm)
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -149,12 +146,8 @@ class Exchange:
         recv_next: bool,
         tensor_shape: Any,
     ) -> Any:
-        forward = self._receive(self._forward) if recv_prev else None
-        backward = self._receive(self._backward) if recv_next else None
-        if output_tensor is not None:
-            self._send(self._forward, output_tensor)
-        if input_tensor_grad is not None:
-            self._send(self._backward, input_tensor_grad)
+        forward = self._begin(self._forward, output_tensor, receives=recv_prev)
+        backward = self._begin(self._backward, input_tensor_grad, receives=recv_next)
         return (forward.wait() if forward else None, backward.wait() if backward else None)
 
     def finish(self) -> None:
@@ -162,38 +155,60 @@ class Exchange:
         while self._under_way:
             self._let_go()
 
+    # --- how --------------------------------------------------------------------------------------
+
     def _let_go(self) -> None:
         """Wait for the oldest message that was sent. A work can be waited for once."""
         works, _ = self._under_way.popleft()
         for work in works:
             work.wait()
 
-    # --- how --------------------------------------------------------------------------------------
+    def _receive(self, flow: _Flow) -> torch.Tensor:
+        coming = self._begin(flow, None, receives=True)
+        assert coming is not None
+        return coming.wait()
 
-    def _pass_on(self, flow: _Flow, tensor: Any, receives: bool, name: str, overlap: bool) -> Any:
-        coming = self._receive(flow) if receives else None
-        if tensor is not None:
-            self._send(flow, tensor)
-        if overlap:
-            handles = {name: coming} if coming else {}
-            return (coming.tensor if coming else None), handles
-        return coming.wait() if coming else None
+    def _cross(self, into: _Flow, out: _Flow, tensor: Any) -> torch.Tensor:
+        """Receive of one flow, which is posted first, while sending of the other."""
+        coming = self._begin(into, None, receives=True)
+        assert coming is not None
+        self._begin(out, tensor, receives=False)
+        return coming.wait()
 
-    def _send(self, flow: _Flow, tensor: Any) -> None:
-        (whole,) = tensor if isinstance(tensor, list) else (tensor,)
+    def _begin(self, flow: _Flow, tensor: Any, *, receives: bool) -> _Coming | None:
+        """Start sending ``tensor``, unless it is None, and receiving. What goes and what comes of
+        one flow goes in one batch: NCCL has an order for each group, in which two ranks that both
+        receive first would wait for ever."""
+        coming = self._awaited(flow) if receives else None
+        comes = coming.ops if coming else []
+        goes = [] if tensor is None else self._blocks(flow, tensor)
+        if not comes and not goes:
+            return coming
+        works = dist.batch_isend_irecv([*comes, *goes])
+        # NCCL has one work for all of a batch, others have one for each operation.
+        each = len(works) == len(comes) + len(goes)
+        if coming:
+            coming.works = works[: len(comes)] if each else works
+        if goes:
+            own = works[len(comes) :] if each else works
+            self._under_way.append((own, [op.tensor for op in goes]))
+        return coming
+
+    def _blocks(self, flow: _Flow, tensor: Any) -> list[dist.P2POp]:
+        """What this rank sends of a tensor."""
         while len(self._under_way) >= _MOST_UNDER_WAY:
             self._let_go()
+        (whole,) = tensor if isinstance(tensor, list) else (tensor,)
         whole, ops = whole.detach(), []
         for move in flow.sends:
             block = _block(whole, move.source, move.length, move.source_batch, move.sequences)
             block = block.contiguous()
             block = block.cpu() if self._on_host else block
             ops.append(dist.P2POp(dist.isend, block, move.receiver, flow.group))
-        if ops:
-            works = dist.batch_isend_irecv(ops)
-            self._under_way.append((works, [op.tensor for op in ops]))
+        return ops
 
-    def _receive(self, flow: _Flow) -> _Coming:
+    def _awaited(self, flow: _Flow) -> _Coming:
+        """The tensor that is to come, and what this rank is sent of it."""
         held = self._region
         shape = (held.length, len(held.batch), self.config.hidden_size)
         tensor = torch.empty(shape, dtype=self.config.pipeline_dtype, device=self._device)
@@ -205,10 +220,9 @@ class Exchange:
             block = place if direct else torch.empty(place.shape, dtype=place.dtype, device=where)
             blocks.append((place, block))
             ops.append(dist.P2POp(dist.irecv, block, move.sender, flow.group))
-        works = dist.batch_isend_irecv(ops) if ops else []
         gathers = self._tensor_parallel if held.own < held.length else None
         scale = self._scale if flow is self._backward else 1.0
-        return _Coming(tensor, works, blocks, held, gathers, scale)
+        return _Coming(tensor, ops, blocks, held, gathers, scale)
 
 
 @dataclass
@@ -216,11 +230,12 @@ class _Coming:
     """A tensor on its way, which is whole after :meth:`wait`."""
 
     tensor: torch.Tensor
-    works: Sequence[Any]
+    ops: list[dist.P2POp]
     blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]
     region: Region
     gathers: dist.ProcessGroup | None
     scale: float
+    works: Sequence[Any] = ()
 
     def wait(self) -> torch.Tensor:
         for work in self.works:
@@ -240,6 +255,14 @@ def _block(
     tensor: torch.Tensor, token: int, length: int, sequence: int, sequences: int
 ) -> torch.Tensor:
     return tensor[token : token + length, sequence : sequence + sequences]
+
+
+def _now_or_later(coming: _Coming | None, name: str, later: bool) -> Any:
+    """What the interleaved schedule wants of a receive: the tensor, or where it overlaps the tensor
+    that is to come and what to wait for."""
+    if not later:
+        return coming.wait() if coming else None
+    return (coming.tensor, {name: coming}) if coming else (None, {})
 
 
 def _as_asked(shapes: Any, tensor: torch.Tensor | None) -> Any:
