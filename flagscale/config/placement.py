@@ -9,13 +9,12 @@ from itertools import groupby
 from typing import Protocol, TypeVar
 
 from flagscale.config.arguments import shares
-from flagscale.config.arguments.meshes import Meshes, Stage, meshes_of
+from flagscale.config.arguments.meshes import MESHES, Meshes, Stage, meshes_of
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
 from flagscale.errors import Problem
 
 _KEY = "hetero_device_types"
-_MESHES = "hetero_process_meshes"
 
 
 class Typed(Protocol):
@@ -97,7 +96,7 @@ def problems(experiment: Experiment, hosts: Sequence[Placed]) -> list[Problem]:
                     f"{_text(_overlap(part.ranks, host.ranks))} are on {host.name} ({kind}): hosts "
                     f"of type {part.device_type} have {there} ranks, {wanted} are wanted"
                 )
-                found.append(args.problem(_KEY if args[_KEY] else _MESHES, message))
+                found.append(args.problem(_KEY if args[_KEY] else MESHES, message))
                 break
     return found
 
@@ -147,10 +146,9 @@ def _drawn(meshes: Meshes, stage: Stage, hosts: Sequence[Placed]) -> str:
         where = [*where[:2], f"… {len(where) - 3} more hosts", where[-1]]
     sizes = sorted({len(meshes.sequences_of(mesh, d)) for d in range(mesh.dp)})
     each = "-".join(map(str, sizes))
-    kind = f"{mesh.device_type} " if mesh.device_type else ""
     layers = f"{stage.layers} layer{'s' * (stage.layers != 1)}"
     return (
-        f"stage {stage.index}: mesh {stage.mesh_index} ({kind}{mesh.text()}), "
+        f"stage {stage.index}: mesh {stage.mesh_index} ({mesh.named()}), "
         f"{' + '.join([layers, *ends])}, {', '.join(where)}, {each} sequence(s) a rank"
     )
 

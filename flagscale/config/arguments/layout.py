@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flagscale.config.arguments import mesh_rules, shares
-from flagscale.config.arguments.meshes import malformed, meshes_of, view
+from flagscale.config.arguments.meshes import are_on, malformed, meshes_of, view
 from flagscale.config.arguments.precision import Broken, Values
 
 
@@ -39,7 +39,7 @@ def _shape(values: Values) -> Iterator[Broken]:
 def broken_world(values: Values, world_size: int) -> list[Broken]:
     """Rules of the parallel sizes and the batch with ``world_size`` ranks; they hold for any
     Megatron."""
-    if values["enable_hetero"] and not shares.is_on(values):
+    if are_on(values):
         wrong = list(malformed(values))
         meshes = None if wrong else meshes_of(values)
         return wrong if meshes is None else list(mesh_rules.world(values, meshes, world_size))

@@ -13,7 +13,6 @@ from flagscale.config.arguments import meshes
 from flagscale.config.arguments.values import word
 
 NAME = "comm"
-_MESHES = "hetero_process_meshes"
 
 
 def as_words(section: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -26,9 +25,9 @@ def as_words(section: Mapping[Any, Any]) -> dict[Any, Any]:
         key: as_words(value) if isinstance(value, Mapping) and key != NAME else value
         for key, value in section.items()
     }
-    listed = made.get(_MESHES)
+    listed = made.get(meshes.MESHES)
     if isinstance(listed, (list, tuple)):
-        made[_MESHES] = meshes.as_words(listed)
+        made[meshes.MESHES] = meshes.as_words(listed)
     options = made.get(NAME)
     if not isinstance(options, Mapping):
         return made

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from flagscale.config.arguments.meshes import Mesh, Meshes, in_words
+from flagscale.config.arguments.meshes import MESHES, Mesh, Meshes, in_words
 from flagscale.config.arguments.precision import Broken, Values
 
-_MESHES = "hetero_process_meshes"
 _LAYERS_SAID_OTHERWISE = (
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
@@ -42,13 +41,13 @@ def broken(values: Values, meshes: Meshes) -> Iterator[Broken]:
         if values.get(name):
             yield name, f"is not possible with enable_hetero: {reason}"
     if len(meshes.stages) < 2:
-        yield _MESHES, "one mesh of one stage is no pipeline; leave enable_hetero out"
+        yield MESHES, "one mesh of one stage is no pipeline; leave enable_hetero out"
     yield from _sizes(values, meshes)
     yield from _layers(values, meshes)
     yield from _sequences(values, meshes)
     for index, mesh in enumerate(meshes.meshes):
         for message in _experts(values, meshes, mesh):
-            yield _MESHES, f"mesh {index} ({mesh.text()}): {message}"
+            yield MESHES, f"mesh {index} ({mesh.text()}): {message}"
 
 
 def world(values: Values, meshes: Meshes, world_size: int) -> Iterator[Broken]:
@@ -56,7 +55,7 @@ def world(values: Values, meshes: Meshes, world_size: int) -> Iterator[Broken]:
     if meshes.world_size != world_size:
         each = " + ".join(str(mesh.ranks) for mesh in meshes.meshes)
         message = f"the meshes take {each} = {meshes.world_size} ranks, and the job has"
-        yield _MESHES, f"{message} {world_size}"
+        yield MESHES, f"{message} {world_size}"
         return
     batch, sequences = values["global_batch_size"] or meshes.sequences, meshes.sequences
     first = f"micro_batch_size {values['micro_batch_size']} x dp {meshes.meshes[0].dp} of the first"
@@ -84,10 +83,10 @@ def _sizes(values: Values, meshes: Meshes) -> Iterator[Broken]:
 
 
 def _layers(values: Values, meshes: Meshes) -> Iterator[Broken]:
-    name = _MESHES if in_words(values) else "hetero_pipeline_layer_split"
+    name = MESHES if in_words(values) else "hetero_pipeline_layer_split"
     counts, stages = [stage.layers for stage in meshes.stages], len(meshes.stages)
     split, alone = values["hetero_pipeline_layer_split"], values["standalone_embedding_stage"]
-    said = ["layers=" in text for text in values[_MESHES]] if in_words(values) else []
+    said = ["layers=" in text for text in values[MESHES]] if in_words(values) else []
     if split is not None and len(split) not in (stages, stages - bool(alone)):
         yield name, f"{len(split)} numbers for {stages} stages: give one for each"
         return

@@ -17,8 +17,9 @@ from functools import cached_property
 from typing import Any
 
 from flagscale.config.arguments.precision import Broken, Values
-from flagscale.config.arguments.shares import COUNTS, SIZES
+from flagscale.config.arguments.shares import COUNTS, SIZES, is_on
 
+MESHES = "hetero_process_meshes"
 _SIZES = ("tp", "cp", "ep", "dp", "pp")
 _WORDS = (*_SIZES, "etp", "layers", "device_type")
 _NUMBER = re.compile(r"[0-9]{1,6}")
@@ -55,6 +56,10 @@ class Mesh:
         """Such as ``tp2 dp4``; ``1 rank`` where every size is 1."""
         named = {**{name: getattr(self, name) for name in _SIZES}, "etp": self.etp or 1}
         return " ".join(f"{name}{size}" for name, size in named.items() if size > 1) or "1 rank"
+
+    def named(self) -> str:
+        """The same behind its device type, where that is given: ``A800 tp2 dp4``."""
+        return f"{self.device_type} {self.text()}" if self.device_type else self.text()
 
 
 @dataclass(frozen=True)
@@ -118,10 +123,8 @@ class Meshes:
 
     def place_of(self, stage: Stage) -> str:
         """Such as ``stage 1 of 2, mesh 1 (A100 dp2)``, for messages."""
-        mesh = stage.mesh
-        kind = f"{mesh.device_type} " if mesh.device_type else ""
         index, count = stage.index, len(self.stages)
-        return f"stage {index} of {count}, mesh {stage.mesh_index} ({kind}{mesh.text()})"
+        return f"stage {index} of {count}, mesh {stage.mesh_index} ({stage.mesh.named()})"
 
     def sequences_of(self, mesh: Mesh, d: int) -> range:
         """Which sequences of a micro-batch the data-parallel rank ``d`` of a mesh has."""
@@ -141,9 +144,13 @@ class Meshes:
         texts = []
         for mesh in self.meshes:
             layers = "+".join(map(str, mesh.layers or ()))
-            type_ = f"{mesh.device_type} " if mesh.device_type else ""
-            texts.append(f"{type_}{mesh.text()} ({layers} layers)")
+            texts.append(f"{mesh.named()} ({layers} layers)")
         return " + ".join(texts)
+
+
+def are_on(values: Values) -> bool:
+    """Whether training is on meshes; over unlike replicas it is not."""
+    return bool(values.get("enable_hetero")) and not is_on(values)
 
 
 def meshes_of(values: Values) -> Meshes | None:
@@ -152,7 +159,7 @@ def meshes_of(values: Values) -> Meshes | None:
     Raises:
         ValueError: they are malformed; :func:`problems` says how.
     """
-    if not values.get("enable_hetero") or values["hetero_mode"] == "dp":
+    if not are_on(values):
         return None
     found = list(malformed(values))
     if found:
@@ -214,20 +221,20 @@ def malformed(values: Values) -> Iterator[Broken]:
         yield from _number_problems(values, sizes)
         return
     for name in given:
-        if name != _MESHES:
-            yield name, f"is said by {_MESHES} already, which names sizes; keep one"
+        if name != MESHES:
+            yield name, f"is said by {MESHES} already, which names sizes; keep one"
     for number, text in enumerate(sizes):
         for message in _word_problems(text):
-            yield _MESHES, f"mesh {number}: {message}"
+            yield MESHES, f"mesh {number}: {message}"
 
 
 def _number_problems(values: Values, sizes: Sequence[str]) -> Iterator[Broken]:
     for size in sizes:
         if not _NUMBER.fullmatch(size) or int(size) < 1:
-            yield _MESHES, f"{size!r} is no whole number of at least 1"
+            yield MESHES, f"{size!r} is no whole number of at least 1"
             return
     if len(sizes) % len(_SIZES):
-        yield _MESHES, f"{len(sizes)} numbers are not five a mesh (tp, cp, ep, dp, pp)"
+        yield MESHES, f"{len(sizes)} numbers are not five a mesh (tp, cp, ep, dp, pp)"
         return
     count = len(sizes) // len(_SIZES)
     for name in ("hetero_device_types", "expert_tensor_parallel_size_per_process_mesh"):
@@ -235,9 +242,8 @@ def _number_problems(values: Values, sizes: Sequence[str]) -> Iterator[Broken]:
             yield name, f"{len(values[name])} for {count} meshes: give one for each"
 
 
-_MESHES = "hetero_process_meshes"
 _DESCRIBING = (
-    _MESHES,
+    MESHES,
     "hetero_pipeline_layer_split",
     "hetero_device_types",
     "expert_tensor_parallel_size_per_process_mesh",
@@ -246,13 +252,13 @@ _DESCRIBING = (
 
 def in_words(values: Values) -> bool:
     """Whether the meshes are given in words, which name their sizes."""
-    return any("=" in text for text in values[_MESHES] or ())
+    return any("=" in text for text in values[MESHES] or ())
 
 
 def _read(values: Values) -> tuple[Mesh, ...]:
     if in_words(values):
-        return tuple(_from_words(text) for text in values[_MESHES])
-    sizes = [int(size) for size in values[_MESHES]]
+        return tuple(_from_words(text) for text in values[MESHES])
+    sizes = [int(size) for size in values[MESHES]]
     count = len(sizes) // len(_SIZES)
     types = values["hetero_device_types"] or [None] * count
     experts = values["expert_tensor_parallel_size_per_process_mesh"] or [None] * count

@@ -181,7 +181,7 @@ class Checkpointer:
         args = self._args
         metadata = contents.sharding_metadata()
         with_group = contents.with_group(metadata)
-        content = contents.model_state(self._args, state, with_group)
+        content = contents.model_state(args, state, with_group)
         if not args.no_save_optim:
             model = dict(content)
             content["optimizer"] = contents.optimizer_state(
