@@ -133,7 +133,8 @@ class Link(Closing):
                 raise self.lost()
 
     def lost(self) -> HostError:
-        """The error for a connection that broke."""
+        """The error for a connection that broke, which is closed: nothing goes over it again."""
+        self.close()
         return errors.ConnectionLostError(
             self.target.name,
             f"the connection to {self.target.route} was lost: the machine, its network or its "
@@ -268,6 +269,7 @@ class Exchange:
             return status
         if not self._connection.stands():
             raise self._connection.lost()
+        self._connection.check_alive()  # on a busy machine paramiko's last words take longer
         raise errors.ConnectionLostError(
             self._connection.target.name,
             "the session was killed on the host before the command's exit status was known",
