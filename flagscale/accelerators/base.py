@@ -160,6 +160,24 @@ class Accelerator:
         """Most bytes that tensors have held at once; None where they are not counted."""
         return int(self.module.max_memory_allocated(device))
 
+    def held_memory(self, device: torch.device) -> int | None:
+        """Bytes that tensors hold now; None where they are not counted."""
+        return int(self.module.memory_allocated(device))
+
+    def forget_peak(self, device: torch.device) -> None:
+        """Have :meth:`peak_memory` begin anew with what tensors hold now."""
+        self.module.reset_peak_memory_stats(device)
+
+    def room(self, device: torch.device) -> int | None:
+        """Bytes that tensors of this process could hold at most, those that they hold included;
+        None where nobody knows."""
+        free, _ = self.module.mem_get_info(device)
+        return int(free) + int(self.module.memory_reserved(device))
+
+    def give_back(self) -> None:
+        """Give memory that no tensor holds back to the device."""
+        self.module.empty_cache()
+
     def used_memory(self, device: torch.device) -> int:
         """Bytes of the device that are in use, by anyone."""
         free, total = self.module.mem_get_info(device)
@@ -197,3 +215,8 @@ class Accelerator:
     def multiplies_eight_bits(self, device: torch.device) -> bool:
         """Whether there are matrix products of 8-bit floats."""
         return False
+
+    def memory_gib(self, product: str) -> float | None:
+        """Memory of a device that the maker calls ``product``, as its driver tells it, in GiB;
+        None where it is not known."""
+        return None

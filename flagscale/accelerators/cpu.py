@@ -44,6 +44,18 @@ class Cpu(Accelerator):
     def peak_memory(self, device: torch.device) -> int | None:
         return None
 
+    def held_memory(self, device: torch.device) -> int | None:
+        return None
+
+    def forget_peak(self, device: torch.device) -> None:
+        """Nothing is counted."""
+
+    def room(self, device: torch.device) -> int | None:
+        return None
+
+    def give_back(self) -> None:
+        """The allocator does."""
+
     def used_memory(self, device: torch.device) -> int:
         """Nothing of a device's."""
         return 0

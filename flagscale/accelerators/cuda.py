@@ -59,6 +59,16 @@ BUS_GB: Mapping[str, float] = {
 }
 """NVLink in one direction, in 1e9 bytes a second, by a word of the product's name."""
 
+MEMORY_GIB: Mapping[str, float] = {
+    **{"GB300": 275.0, "B300": 275.0, "GB200": 184.0, "B200": 178.0},
+    **{"GH200": 95.0, "H200": 139.8, "H100 NVL": 93.1, "H100": 79.1, "H800": 79.1, "H20": 95.1},
+    **{"A100-SXM4-40GB": 39.4, "A100-PCIE-40GB": 39.4, "A100": 79.1, "A800": 79.1},
+    **{"A40": 44.4, "A30": 23.5, "A10": 22.0, "L40S": 44.4, "L40": 44.4, "L4": 22.0},
+    **{"RTX 4090": 23.5, "RTX 3090": 23.5, "V100": 31.7},
+}
+"""Memory by a part of the product's name, of the larger model where there are two. The first that
+matches counts."""
+
 
 class Cuda(Accelerator):
     name = "cuda"
@@ -107,6 +117,9 @@ class Cuda(Accelerator):
 
     def peak_tflops(self, product: str) -> float | None:
         return next((peak for part, peak in PEAK_TFLOPS.items() if part in product), None)
+
+    def memory_gib(self, product: str) -> float | None:
+        return next((size for part, size in MEMORY_GIB.items() if part in product), None)
 
     def bus_gb(self, product: str) -> float | None:
         return next((BUS_GB[word] for word in product.split() if word in BUS_GB), None)

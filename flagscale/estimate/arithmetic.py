@@ -1,0 +1,82 @@
+"""How much arithmetic a training step is.
+
+The count is of the model's own floating-point operations: two for each multiply-add, the backward
+pass as twice the forward pass, recomputation not counted, and of causal attention only the half
+that is needed. So model FLOPs utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B) says
+how much of the hardware does work that the model asks for.
+
+``args`` are resolved training arguments throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+TRAINING = 3.0
+"""What training takes of the forward pass: itself and, twice, the backward pass."""
+
+
+def flops_per_token(args: Any, vocabulary: int) -> float:
+    """Floating-point operations of training one token, forward and backward, over all ranks.
+
+    6 operations a weight of each matrix that a token meets (the output layer included, the
+    embedding's lookup not), and 6 x sequence x attention width a layer for causal attention:
+    QK^T and AV are 2 x 2 x sequence x width forward, halved by the mask, tripled by the backward.
+
+    ``vocabulary`` is the padded vocabulary.
+    """
+    layers = sum(layer_flops(args, mixture=mixture) for mixture in mixtures(args))
+    return TRAINING * (layers + head_flops(args, vocabulary))
+
+
+def layer_flops(args: Any, *, mixture: bool) -> float:
+    """Operations of one token's forward pass through a layer, over all ranks."""
+    heads = args.num_attention_heads
+    width: int = head_width(args) * heads
+    groups: int = args.num_query_groups or heads
+    projections = args.hidden_size * (2 * width + 2 * head_width(args) * groups)
+    mlp = _mixture_weights(args) if mixture else dense_weights(args)
+    return float(2 * (projections + mlp) + 2 * args.seq_length * width)
+
+
+def head_flops(args: Any, vocabulary: int) -> float:
+    """Operations of one token's forward pass through the output layer, over all ranks."""
+    return 2.0 * int(args.hidden_size) * vocabulary
+
+
+def head_width(args: Any) -> int:
+    """Numbers of an attention head."""
+    return int(args.kv_channels or args.hidden_size // args.num_attention_heads)
+
+
+def mlp_matrices(args: Any) -> int:
+    """Matrices of an MLP: a gated one has a second one inwards."""
+    return 3 if args.swiglu or args.gated_linear_unit else 2
+
+
+def dense_weights(args: Any) -> int:
+    """Weights of a layer's MLP that is no mixture."""
+    wide = args.ffn_hidden_size or 4 * args.hidden_size
+    return int(mlp_matrices(args) * args.hidden_size * wide)
+
+
+def _mixture_weights(args: Any) -> float:
+    """Weights of a mixture that one token meets: of the chosen experts, the shared one, the
+    router."""
+    experts = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    shared = args.moe_shared_expert_intermediate_size or 0
+    met = mlp_matrices(args) * (experts + shared) + args.num_moe_experts
+    return float(args.hidden_size * met)
+
+
+def mixtures(args: Any) -> tuple[bool, ...]:
+    """Of each layer, whether it is a mixture of experts: every ``moe_layer_freq``-th, or as a list
+    of ones and zeros says."""
+    layers: int = args.num_layers
+    if not args.num_moe_experts:
+        return (False,) * layers
+    frequency: int | Iterable[Any] = args.moe_layer_freq
+    if isinstance(frequency, int):
+        return tuple(layer % frequency == 0 for layer in range(layers))
+    return tuple(bool(int(layer)) for layer in frequency)

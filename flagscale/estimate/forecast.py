@@ -1,0 +1,156 @@
+"""What a step takes of the ranks of each pipeline stage, by calculation."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+from flagscale.config.arguments import recompute
+from flagscale.config.arguments.meshes import Meshes
+from flagscale.config.arguments.pipeline import layers_of_stages
+from flagscale.config.arguments.resolve import of_rank
+from flagscale.estimate import arithmetic, memory
+from flagscale.estimate.arithmetic import TRAINING
+from flagscale.estimate.memory import Held, Memory
+from flagscale.estimate.pipeline import Passes, play, warm_up
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Of one rank of a stage. ``name`` is for people; ``work``: floating-point operations of a
+    micro-batch, both passes, a model chunk each; ``again``: those of recomputing, which no count of
+    the model's work holds."""
+
+    name: str
+    layers: int
+    ranks: int
+    memory: Memory
+    work: tuple[float, ...]
+    again: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of all stages. ``work``: the model's floating-point operations of a step, over all ranks."""
+
+    stages: tuple[Stage, ...]
+    micro_batches: int
+    work: float
+
+    def seconds(self, speed: Callable[[Stage], float]) -> float:
+        """How long a step takes, where a rank of a stage does ``speed`` operations a second.
+        Communication is taken to be hidden."""
+        passes = []
+        for stage in self.stages:
+            forward = [work / TRAINING / speed(stage) for work in stage.work]
+            again = stage.again / len(forward) / speed(stage)
+            backward = [(TRAINING - 1) * seconds + again for seconds in forward]
+            passes.append(Passes(tuple(forward), tuple(backward)))
+        return play(passes, self.micro_batches).seconds
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each stage the share of the arithmetic that one of its ranks has, of the rank's that
+        has most."""
+        most = max(sum(stage.work) for stage in self.stages)
+        return tuple(sum(stage.work) / most for stage in self.stages)
+
+
+def forecast(args: Namespace, vocabulary: int) -> Forecast:
+    """What resolved arguments of a whole job come to.
+
+    Args:
+        args: as :func:`flagscale.config.arguments.resolve.resolve` makes them.
+        vocabulary: the padded vocabulary.
+    """
+    meshes: Meshes | None = args.meshes
+    kinds = arithmetic.mixtures(args)
+    tokens = float(args.global_batch_size * args.seq_length)
+    work = tokens * arithmetic.flops_per_token(args, vocabulary)
+    if meshes is None:
+        counts = layers_of_stages(vars(args))
+        own = of_rank(args, 0)
+        if args.shares is not None:  # of unlike replicas the one with the largest micro-batches
+            own.micro_batch_size = max(share.size for share in args.shares)
+        made = [
+            _stage(own, vocabulary, kinds, counts, index, f"stage {index}", own.data_parallel_size)
+            for index in range(len(counts))
+        ]
+        return Forecast(tuple(made), own.num_microbatches, work)
+    chunks = meshes.chunks
+    counts = [(stage.layers // chunks,) * chunks for stage in meshes.stages]
+    found = []
+    for stage in meshes.stages:
+        own, mesh = of_rank(args, stage.first_rank), stage.mesh
+        name = f"stage {stage.index}, mesh {stage.mesh_index} ({mesh.named()})"
+        found.append(_stage(own, vocabulary, kinds, counts, stage.index, name, mesh.dp))
+    return Forecast(tuple(found), args.num_microbatches, work)
+
+
+def _stage(
+    own: Namespace,
+    vocabulary: int,
+    kinds: Sequence[bool],
+    counts: Sequence[tuple[int, ...]],
+    index: int,
+    name: str,
+    replicas: int,
+) -> Stage:
+    """Of a stage, from the arguments of its ranks and the layers of all stages' chunks."""
+    own = _as_recomputed(own, index, len(counts))
+    chunks = [_own_kinds(kinds, counts, index, chunk) for chunk in range(len(counts[index]))]
+    first, last = index == 0, index == len(counts) - 1
+    under_way = min(
+        warm_up(len(counts), index, len(chunks)) + 1, own.num_microbatches * len(chunks)
+    )
+    held = Held(
+        tuple(kind for chunk in chunks for kind in chunk), first, last, under_way / len(chunks)
+    )
+    tp = own.tensor_model_parallel_size
+    each = memory.tokens_of(own) / tp
+    layers = [[each * arithmetic.layer_flops(own, mixture=m) for m in chunk] for chunk in chunks]
+    work = [TRAINING * sum(flops) for flops in layers]
+    if last:
+        work[-1] += TRAINING * each * arithmetic.head_flops(own, vocabulary)
+    again = sum(sum(flops[: _recomputed(own, len(flops))]) for flops in layers)
+    ranks = tp * own.context_parallel_size * replicas
+    taken = memory.of_rank(own, vocabulary, held)
+    return Stage(name, len(held.layers), ranks, taken, tuple(work), again)
+
+
+def _recomputed(args: Any, layers: int) -> int:
+    """How many of a chunk's layers are computed again for the backward pass."""
+    if args.recompute_granularity != "full":
+        return 0
+    return (
+        min(args.recompute_num_layers or 1, layers) if args.recompute_method == "block" else layers
+    )
+
+
+def _as_recomputed(own: Namespace, index: int, stages: int) -> Namespace:
+    """The arguments with one choice of recomputation for all of a stage's micro-batches: where they
+    differ, the one that keeps most."""
+    chosen = recompute.plan(vars(own), own.num_microbatches)
+    if chosen is None:
+        return own
+    choices = [choice for chunk in chosen[index::stages] for choice in chunk]
+    recomputing = [choice for choice in choices if choice is not None]
+    made = copy(own)
+    if len(recomputing) < len(choices):
+        made.recompute_granularity = None
+    else:
+        least = min(recomputing, key=lambda choice: choice.layers)
+        made.recompute_method, made.recompute_num_layers = least.method, least.layers
+    return made
+
+
+def _own_kinds(
+    kinds: Sequence[bool], counts: Sequence[tuple[int, ...]], index: int, chunk: int
+) -> Sequence[bool]:
+    """The layers of one chunk of a stage: chunks lie one after another over all stages."""
+    before = sum(sum(stage[:chunk]) for stage in counts)
+    before += sum(stage[chunk] for stage in counts[:index])
+    return kinds[before : before + counts[index][chunk]]

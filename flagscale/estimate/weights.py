@@ -1,0 +1,91 @@
+"""How many weights a rank holds of each part of the model.
+
+``args`` are a rank's resolved arguments, with its own parallel sizes, throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flagscale.estimate.arithmetic import dense_weights, head_width, mlp_matrices
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of weights: those whose gradients data-parallel ranks share, and experts', whose
+    gradients fewer ranks share."""
+
+    shared: int = 0
+    experts: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.shared + other.shared, self.experts + other.experts)
+
+    def __mul__(self, count: int) -> Weights:
+        return Weights(self.shared * count, self.experts * count)
+
+    @property
+    def all(self) -> int:
+        return self.shared + self.experts
+
+
+def layer(args: Any, *, mixture: bool) -> Weights:
+    """Of a transformer layer."""
+    shared = _attention(args) + 2 * norm(args)
+    if not mixture:
+        biases = _mlp_biases(args, args.ffn_hidden_size or 4 * args.hidden_size)
+        tp = args.tensor_model_parallel_size
+        return Weights(shared + dense_weights(args) // tp + biases)
+    hidden, experts = args.hidden_size, args.num_moe_experts
+    wide = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * hidden
+    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    here = experts // args.expert_model_parallel_size
+    one = mlp_matrices(args) * hidden * wide // expert_tp
+    if args.add_bias_linear:
+        one += (mlp_matrices(args) - 1) * wide // expert_tp + hidden
+    beside = args.moe_shared_expert_intermediate_size or 0
+    shared += hidden * experts
+    shared += mlp_matrices(args) * hidden * beside // args.tensor_model_parallel_size
+    return Weights(shared, here * one)
+
+
+def _attention(args: Any) -> int:
+    tp, hidden = args.tensor_model_parallel_size, args.hidden_size
+    width = head_width(args) * args.num_attention_heads
+    inward = width + 2 * head_width(args) * (args.num_query_groups or args.num_attention_heads)
+    count = hidden * (inward + width) // tp
+    if args.add_bias_linear:
+        count += inward // tp + hidden
+    elif args.add_qkv_bias:
+        count += inward // tp
+    if args.qk_layernorm:
+        count += 2 * head_width(args) * _norm_vectors(args)
+    return int(count)
+
+
+def _mlp_biases(args: Any, wide: int) -> int:
+    if not args.add_bias_linear:
+        return 0
+    inward = (mlp_matrices(args) - 1) * wide // args.tensor_model_parallel_size
+    return int(inward + args.hidden_size)
+
+
+def norm(args: Any) -> int:
+    """Of a norm over the hidden size."""
+    return int(args.hidden_size) * _norm_vectors(args)
+
+
+def _norm_vectors(args: Any) -> int:
+    return 1 if args.normalization == "RMSNorm" else 2
+
+
+def vocabulary_matrix(args: Any, vocabulary: int) -> Weights:
+    """Of the embedding of tokens, or of the output layer."""
+    return Weights(vocabulary // args.tensor_model_parallel_size * args.hidden_size)
+
+
+def positions(args: Any) -> Weights:
+    """Of learned positions, beside the embedding."""
+    learned = args.position_embedding_type == "learned_absolute"
+    return Weights(args.max_position_embeddings * args.hidden_size * learned)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from flagscale.estimate.arithmetic import flops_per_token
+
+
+def model(**changes: Any) -> Namespace:
+    base: dict[str, Any] = {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": None,
+        "seq_length": 4096,
+        "swiglu": True,
+        "gated_linear_unit": False,
+        "num_moe_experts": None,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_layer_freq": 1,
+    }
+    return Namespace(**{**base, **changes})
+
+
+def test_llama_3_8b_by_hand() -> None:
+    # 7 504 658 432 weights in matrices (8.03 G without the embedding and the norms).
+    expected = 6 * 7_504_658_432 + 6 * 32 * 4096 * 4096
+    assert flops_per_token(model(), 128256) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_known_measurement() -> None:
+    # 10 278 tokens/s a GPU were 50.1 % of an H200's 989 TFLOP/s.
+    mfu = 10278 * flops_per_token(model(), 128256) / 989e12
+    assert mfu == pytest.approx(0.501, abs=0.001)
+
+
+def test_a_mixture_counts_the_chosen_experts_only() -> None:
+    dense = flops_per_token(model(), 1000)
+    mixture = flops_per_token(model(num_moe_experts=8, moe_router_topk=1), 1000)
+    assert mixture - dense == pytest.approx(6 * 32 * 4096 * 8)
+
+
+def test_dense_layers_between_mixtures() -> None:
+    every = flops_per_token(model(num_moe_experts=8), 1000)
+    second = flops_per_token(model(num_moe_experts=8, moe_layer_freq=2), 1000)
+    listed = flops_per_token(model(num_moe_experts=8, moe_layer_freq=[1, 0] * 16), 1000)
+    assert second == listed
+    assert second < every

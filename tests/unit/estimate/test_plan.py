@@ -1,0 +1,178 @@
+"""What is said of an experiment before it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from flagscale.config.load import load
+from flagscale.config.schema import Experiment, Options
+from flagscale.errors import ConfigError
+from flagscale.estimate import kept
+from flagscale.estimate.costs import DENSE, Cost, Costs
+from flagscale.estimate.plan import notes, of_experiment
+from flagscale.launch.preview import estimate
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CONF = REPOSITORY / "examples" / "llama3" / "conf"
+KEEPING_ALL = ("train=8b", "train.system.recompute_granularity=null")
+
+
+@dataclass(frozen=True)
+class Placed:
+    name: str
+    device_type: str | None
+    ranks: range
+
+
+Load = Callable[..., Experiment]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def one(name: str, *overrides: str) -> Experiment:
+        return load(CONF, name, ["action=dryrun", *overrides]).experiment
+
+    return one
+
+
+def on(kind: str | None, *counts: int) -> Sequence[Placed]:
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [
+        Placed(f"h{index}", kind, range(first, first + count))
+        for index, (first, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+
+
+def test_meshes_with_memory_and_work(loaded: Load) -> None:
+    hosts = [*on("A800", 16), Placed("b", "BI", range(16, 32))]
+    assert list(notes(loaded("train_hetero"), hosts)) == [
+        "stage 0, mesh 0 (A800 tp2 dp8): a rank takes 54.5 GiB (weights 4.1, gradients 8.3, "
+        "optimizer 3.1, activations 38.2, for a moment 0.7) and does the most arithmetic",
+        "stage 1, mesh 1 (BI dp16): a rank takes 40.0 GiB (weights 6.7, gradients 13.3, optimizer "
+        "2.5, activations 14.9, for a moment 2.6) and does 0.89 x the arithmetic of one of stage "
+        "0, mesh 0 (A800 tp2 dp8)",
+    ]
+
+
+def test_times_that_were_measured(loaded: Load) -> None:
+    experiment = loaded("train_hetero", "train.system.hetero.hetero_pipeline_layer_split=auto")
+    hosts = [*on("A800", 16), Placed("b", "BI", range(16, 32))]
+    args = of_experiment(experiment, hosts).args
+    for index, seconds in enumerate((0.01, 0.03)):
+        costs = Costs({DENSE: Cost(seconds, 2 * seconds)})
+        path = kept.path_of(vars(args), args.meshes, index)
+        kept.write(path, kept.Kept(costs, {}, "2026-11-23"))
+    assert list(notes(experiment, hosts))[-2:] == [
+        "a step takes 46.8 s, layers 24+8, by times measured on 2026-11-23",
+        "the layers shown are an even split; training measures first, and chooses",
+    ]
+
+
+def test_nothing_to_say_of_what_fits_or_is_not_known(loaded: Load) -> None:
+    assert list(notes(loaded("train"), on(None, 1))) == []
+    assert list(notes(loaded("train", "train=8b"), on("H200", 8))) == []
+
+
+def test_what_does_not_fit_and_what_would(loaded: Load) -> None:
+    experiment = loaded("train", *KEEPING_ALL, "train.model.micro_batch_size=4")
+    first, second = notes(experiment, on("H100", 8))
+    assert first.startswith("stage 0 does not fit: 202.5 GiB (weights 15.0, ")
+    assert first.endswith(" a rank, a H100 has 79 GiB")
+    assert second == (
+        "what would fit: tensor_model_parallel_size: 4, or micro_batch_size: 1 and "
+        "recompute_granularity: full"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.model.micro_batch_size=2"], "tensor_model_parallel_size: 2"),
+        (["train.system.use_distributed_optimizer=false",
+          "train.system.overlap_param_gather=false"], "use_distributed_optimizer: true"),
+        (["train.model.num_layers=320"], "that takes more ranks, or a smaller model"),
+    ],
+    ids=["smaller", "sharded", "hopeless"],
+)  # fmt: skip
+def test_ways_to_fit(overrides: list[str], expected: str, loaded: Load) -> None:
+    experiment = loaded("train", *KEEPING_ALL, *overrides)
+    assert expected in list(notes(experiment, on("H100", 8)))[-1]
+
+
+def test_the_time_of_a_known_device(loaded: Load) -> None:
+    experiment = loaded("train", *KEEPING_ALL, "train.model.global_batch_size=64")
+    found = of_experiment(experiment, on("H200", 8)).seconds
+    assert found is not None
+    work = of_experiment(experiment, on("H200", 8)).forecast.work
+    assert found[0] == pytest.approx(work / (8 * 0.6 * 989e12))
+    assert of_experiment(experiment, on("Frobnicator", 8)).seconds is None
+
+
+@pytest.mark.parametrize("meshes", ["auto", "[{device_type: A800, ranks: 16}, {ranks: 16}]"])
+def test_sizes_that_are_chosen_later(meshes: str, loaded: Load) -> None:
+    open_ = f"train.system.hetero.hetero_process_meshes={meshes}"
+    alone = [f"~train.system.hetero.{name}" for name in ("hetero_pipeline_layer_split",
+                                                         "hetero_device_types")]  # fmt: skip
+    experiment = loaded("train_hetero", open_, *alone)
+    hosts = [*on("A800", 16), Placed("b", "BI", range(16, 32))]
+    assert list(notes(experiment, hosts)) == []
+    with pytest.raises(ConfigError, match="sizes are chosen by measuring when training starts"):
+        of_experiment(experiment, hosts)
+
+
+def test_unlike_replicas_are_judged_by_the_largest_micro_batch(loaded: Load) -> None:
+    shares = [
+        "+train.system.hetero.hetero_mode=dp",
+        "+train.system.hetero.hetero_micro_batch_sizes=[16,1,16,4]",
+        "~train.system.hetero.hetero_process_meshes",
+        "~train.system.hetero.hetero_pipeline_layer_split",
+        "train.system.sequence_parallel=false",
+        "train.model.global_batch_size=160",
+    ]
+    hosts = [*on("A800", 16), Placed("b", "BI", range(16, 32))]
+    made = of_experiment(loaded("train_hetero", *shares), hosts)
+    small = of_experiment(loaded("train", *KEEPING_ALL), on("A800", 8))
+    kept = [one.forecast.stages[0].memory.activations for one in (made, small)]
+    assert kept[0] == 4 * kept[1]
+    assert made.seconds is None
+
+
+def test_another_program_knows_itself(loaded: Load, tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    experiment = loaded("train", f"experiment.task.entrypoint={tmp_path / 'own.py'}")
+    assert list(notes(experiment, on("H100", 1))) == []
+    with pytest.raises(ConfigError, match=r"own\.py is not this project's training program"):
+        of_experiment(experiment, on("H100", 1))
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_action(
+    as_json: bool,
+    loaded: Load,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("n1 slots=8 type=H100\n")
+    overrides = (f"experiment.runner.hostfile={hostfile}", "train.model.micro_batch_size=4")
+    assert estimate(loaded("train", *KEEPING_ALL, *overrides), Options(json=as_json)) == 2
+    shown = capsys.readouterr().out
+    if as_json:
+        found = json.loads(shown)
+        assert found["stages"][0]["device"] == {"kind": "H100", "peak": 989.0, "memory": 79.1}
+        assert found["stages"][0]["memory"]["weights"] == 2 * 8_030_261_248
+        assert len(found["does_not_fit"]) == 2
+    else:
+        assert "202.5" in shown
+        assert "H100 79" in shown
+        assert "what would fit: tensor_model_parallel_size: 4" in shown
