@@ -14,6 +14,12 @@ PRIVATE_DIRECTORY = 0o700
 PRIVATE_FILE = 0o600
 
 
+def cache_directory() -> Path:
+    """Where this user's files lie that can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "flagscale"
+
+
 def make_private_directory(path: Path) -> None:
     """Create a directory and its missing parents, readable by their owner alone. Directories that
     exist keep their mode: they may be shared on purpose."""

@@ -84,6 +84,13 @@ ACTIONS = {
             ("json",),
         ),
         Action(
+            "estimate",
+            "tell memory and time of a step by calculation, without devices",
+            "plan",
+            f"{_PREVIEW}:estimate",
+            ("json",),
+        ),
+        Action(
             "query",
             "tell state, step, loss, speed and the first failure",
             "find",

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from flagscale.config.arguments import layout, paths, rules
+from flagscale.config.arguments import fallbacks, idle, layout, paths, rules
 from flagscale.config.arguments.flatten import leaves
+from flagscale.config.arguments.foreign import remark
 from flagscale.config.arguments.parser import canonicalise
-from flagscale.config.arguments.registry import arguments, registry
+from flagscale.config.arguments.pipeline import virtual_chunks
+from flagscale.config.arguments.registry import arguments, lookup, registry
+from flagscale.config.arguments.values import shown
 from flagscale.config.schema import Experiment
 from flagscale.config.specifics import specific_notes
 from flagscale.errors import Problem
@@ -33,6 +36,8 @@ class Arguments:
     given: Mapping[str, Any]
     keys: Mapping[str, str]
     """The dotted key that gave an argument; an alias has its own entry beside its target's."""
+    foreign: tuple[str, ...]
+    """Names of Megatron-LM that are taken and have no effect."""
     written: Mapping[str, Any]
     """Values by the names that the YAML uses, aliases among them."""
     sources: Mapping[str, str]
@@ -48,17 +53,20 @@ class Arguments:
         given: dict[str, Any] = {}
         keys: dict[str, str] = {}
         written: dict[str, Any] = {}
+        foreign: list[str] = []
         for path, name, value in leaves(sections, "train."):
             try:
                 canonical = canonicalise(name, value)
             except ValueError:
                 continue
+            if lookup(name) is None and value is not False:
+                foreign.append(name)
             written[name] = value
             keys[name] = path
             if canonical is not None:
                 given[canonical[0]] = canonical[1]
                 keys[canonical[0]] = path
-        return cls(given, keys, written, sources)
+        return cls(given, keys, tuple(foreign), written, sources)
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, arguments()[name].default)
@@ -70,7 +78,16 @@ class Arguments:
     def problem(self, name: str, message: str) -> Problem:
         """A problem with an argument, at the place where it is given."""
         key = self.keys.get(name) or f"train.{registry()[name].section}.{name}"
+        message += self._meaning(name, key.rpartition(".")[2].replace("-", "_"))
         return Problem(key, message, self.sources.get(key))
+
+    def _meaning(self, name: str, written: str) -> str:
+        """What an argument's value comes from, where the YAML says the opposite or a switch."""
+        found = lookup(written)
+        if written == name or found is None or found[1] is None or found[1].rule == "same":
+            return ""
+        said, meant = shown(self.written[written]), shown(self.given[name])
+        return f" (`{written}: {said}` is `{name}: {meant}`)"
 
 
 def check_arguments(experiment: Experiment) -> list[Problem]:
@@ -126,8 +143,15 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
             f"{experiment.task.entrypoint.name} is not this project's training program: its own "
             "parser judges the arguments"
         )
+    found += [
+        f"{key} has no effect: no key takes its value from it by ${{{key}}}"
+        for key in experiment.idle
+    ]
     found += specific_notes(experiment)
     args = Arguments.of(experiment)
+    if not experiment.task.external:
+        found += _replaced_and_idle(args)
+        found += _anew(experiment)
     samples = args["train_samples"]
     batch = layout.global_batch_size(args.values(), world_size) if samples else 0
     if samples and batch:
@@ -140,6 +164,27 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
     if shares is not None and evaluates and not shares[1]:
         found.append(f"no evaluation: split {args['split']} leaves nothing to validate on")
     return found
+
+
+def _anew(experiment: Experiment) -> Iterator[str]:
+    """That ``load: null``, which FlagScale takes for a key that is missing, is meant."""
+    for path, name, value in leaves(experiment.train.sections(), "train.", nulls=True):
+        if name == "load" and value is None:
+            yield (
+                f"{path}: null: every start is one from step 0, whatever was saved; without the "
+                "key it goes on from the experiment's newest checkpoint"
+            )
+
+
+def _replaced_and_idle(args: Arguments) -> Iterator[str]:
+    """Arguments for which another value is taken, and those that have no effect."""
+    values = args.values()
+    for name, message in fallbacks.notes(values):
+        yield f"{args.problem(name, '').key}: {message}"
+    for names, reason in idle.notes(values, args.given):
+        yield idle.sentence([args.keys[name].rpartition(".")[2] for name in names], reason)
+    for name in args.foreign:
+        yield idle.sentence([name], str(remark(name)))
 
 
 def _spelling(args: Arguments) -> Iterator[Problem]:
@@ -158,7 +203,7 @@ def _spelling(args: Arguments) -> Iterator[Problem]:
 
 def _interleaving(args: Arguments) -> Iterator[Problem]:
     """The training program sets both; a YAML must not ask for the opposite."""
-    interleaved = args["num_layers"] and layout.virtual_chunks(args.values())
+    interleaved = args["num_layers"] and virtual_chunks(args.values())
     if not interleaved:
         return
     reason = "stages that hold several model chunks would get each other's tensors"

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import yaml
 
+from flagscale.config.arguments.foreign import refusal, remark
 from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.experiment_reader import find_program
 from flagscale.config.interpolation import interpolation_hint, register
 from flagscale.config.overrides import did_you_mean_key, normalize, parse
+from flagscale.config.resolve import unreadable
 from flagscale.config.schema import OWN_PROGRAM
 from flagscale.config.sources import OVERRIDE, Sources
 from flagscale.config.yaml_file import short
@@ -125,6 +127,8 @@ def _translate(error: Exception, sources: Sources) -> NoReturn:
         key = str(cause.full_key)
         raise ConfigError(Problem(key, _not_there(key, sources), OVERRIDE)) from error
     if isinstance(cause, GrammarParseError):
+        if found := unreadable(sources):
+            raise ConfigError(found) from error
         key, message = str(cause.full_key), str(cause).partition("\n")[0]
         message += interpolation_hint(message)
         raise ConfigError(Problem(key, message, sources.place(key))) from error
@@ -179,6 +183,9 @@ def _unreadable(override: str, message: str) -> Problem:
 
 
 def _not_there(key: str, sources: Sources) -> str:
+    name = key.rpartition(".")[2].replace("-", "_")
+    if key.startswith("train.") and (reason := refusal(name) or remark(name)):
+        return f"cannot be given: {reason}"
     # Another's program may know arguments that we do not; there is nothing to add elsewhere.
     adds = key.startswith("train.") and _is_external(sources)
     more = f" (`+{key}=...` adds a new one)" if adds else ""

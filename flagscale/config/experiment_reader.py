@@ -17,6 +17,8 @@ from flagscale.config.yaml_file import short
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SCHEDULERS = ("slurm", "kubernetes", "cloud")
+# FlagScale's program for unlike devices; there is one for all here.
+_SAME = (Path("flagscale/train/hetero/train_gpt.py"),)
 _SCOPES = ("device_type_specific", "node_specific")
 
 
@@ -28,16 +30,41 @@ def read_task(reader: Reader, data: Mapping[Any, Any]) -> schema.Task:
         found["entrypoint"] = find_program(reader.text(key, data["entrypoint"]))
     entrypoint: Path = found.get("entrypoint", schema.OWN_PROGRAM)
     if not entrypoint.is_file():
-        reader.problem(key, f"no file {short(entrypoint)}")
+        reader.problem(key, f"no file {short(entrypoint)}{_elsewhere(entrypoint)}")
     elif entrypoint.suffix != ".py":
         reader.problem(key, f"expected a Python program, *.py, found {short(entrypoint)}")
-    return schema.Task(**found, external=entrypoint.resolve() != schema.OWN_PROGRAM)
+    external = entrypoint.resolve() != schema.OWN_PROGRAM
+    return schema.Task(
+        **found, external=external, packages=_packages(entrypoint) if external else ()
+    )
+
+
+def _elsewhere(program: Path) -> str:
+    """What to say of a program that FlagScale has and this project has not."""
+    if program.parts[-3:-1] != ("flagscale", "train") or not program.stem.startswith("train_"):
+        return ""
+    return "; train_gpt.py is the one program here: give the path of another's, in its checkout"
+
+
+def _packages(program: Path) -> tuple[Path, ...]:
+    """Where the packages of the checkout lie that a foreign program is in, its Megatron-LM first,
+    as its own launcher has them; none for a program that stands by itself, or in this project."""
+    for root in program.parents:
+        if root == schema.PROJECT:
+            break
+        backends = [root / "third_party" / "Megatron-LM", root / "megatron", root]
+        found = [path for path in backends if (path / "megatron" / "training").is_dir()]
+        if found or (root / "flagscale" / "__init__.py").is_file():
+            return tuple(dict.fromkeys((*found, root)))
+    return ()
 
 
 def find_program(text: str) -> Path:
     """The training program of this name: in the working directory, or else in this project; the
     former where it is in neither."""
     path, beside = absolute(text), schema.PROJECT / text
+    if not path.is_file() and Path(text) in _SAME:
+        return schema.OWN_PROGRAM
     return path if path.is_file() or not beside.is_file() else beside
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
+from flagscale.config.arguments import idle
+from flagscale.config.arguments.foreign import EXPERIMENT, refusal, remark
 from flagscale.config.arguments.registry import (
     aliases,
     arguments,
     closest,
     lookup,
-    refusal,
     registry,
 )
 from flagscale.config.arguments.spec import Argument
@@ -80,10 +81,17 @@ def argument_entry(argument: Argument) -> Entry:
         key=f"train.{argument.section}.{argument.name}",
         expects=expected(argument),
         default=default_text(argument.default),
-        doc=argument.doc,
+        doc=_with(argument.doc, idle.about(argument.name)),
         flag=argument.flag,
         origin=f"from {argument.origin}",
     )
+
+
+def _with(doc: str, more: str) -> str:
+    """A text and a sentence behind it."""
+    if not more:
+        return doc
+    return f"{doc}{'' if doc.endswith(('.', '!', '?')) else '.'} {more}".lstrip(". ")
 
 
 @lru_cache(maxsize=1)
@@ -176,9 +184,11 @@ def explain(key: str) -> str:
         return section
     if name in PASSED_ON:
         return f"experiment.runner.{name}\n  Passed on to torchrun, whose option it is."
-    reason = refusal(name) or SET_BY_LAUNCHER.get(name)
+    reason = refusal(name) or SET_BY_LAUNCHER.get(name) or EXPERIMENT.get(name)
     if reason:
         return f"{name}\n  Cannot be given: {reason}."
+    if reason := remark(name):
+        return f"{name}\n  May be given and has no effect: {reason}."
     names = [e.name for e in experiment_entries()]
     near = closest(name)
     hint = did_you_mean(name, [*near, *names, *PASSED_ON])

@@ -1,5 +1,5 @@
-"""``${host:NAME}`` under ``experiment.envs``: a variable of the host itself, and what to say of an
-interpolation that cannot be resolved.
+"""``${host:NAME}`` under ``experiment.envs``: a variable of the host itself; which keys
+interpolations refer to; and what to say of one that cannot be resolved.
 
 A YAML is resolved on the launcher's machine, where a host's own variables are not known. So the
 resolver leaves a mark in the value, which no text can hold otherwise: a NUL stands at both its
@@ -9,7 +9,7 @@ ends, and no environment can carry one. Planning and scripts take values apart a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 ENVS = "experiment.envs"
@@ -17,6 +17,7 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = re.compile(rf"()\0host:({_NAME})\0()")
 _IN_A_PATH = re.compile(rf"\A()\0host:({_NAME})\0(:)|(:?)\0host:({_NAME})\0()")
 
+_KEY = re.compile(r"\$\{(\.*)([^\s${}:,]+)\}")
 _UNREADABLE = re.compile(r"no viable alternative at|mismatched input|token recognition error")
 
 
@@ -87,6 +88,20 @@ def parts(name: str, text: str) -> list[str | tuple[str, str, str]]:
         found += [text[end : match.start()], (before, referred, after)]
         end = match.end()
     return [part for part in (*found, text[end:]) if part]
+
+
+def referred(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """The dotted keys that plain, unresolved data refers to by ``${KEY}``; one that is relative
+    (``${..KEY}``) is made whole."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from referred(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for item in value:
+            yield from referred(item, (*path, ""))
+    elif isinstance(value, str) and "${" in value:
+        for dots, key in _KEY.findall(value):
+            yield ".".join((*path[: len(path) - len(dots)], key)) if dots else key
 
 
 def interpolation_hint(message: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flagscale.config import schema
 from flagscale.config.actions import ACTIONS, Purpose
@@ -26,6 +26,7 @@ from flagscale.config.experiment_reader import (
     read_runner,
     read_task,
 )
+from flagscale.config.interpolation import referred
 from flagscale.config.overrides import SUBSECTIONS, TOP_LEVEL, sections_of
 from flagscale.config.reader import Reader
 from flagscale.config.resolve import resolve
@@ -33,6 +34,9 @@ from flagscale.config.sources import trace
 from flagscale.config.specifics import read_specifics, specific_problems, with_absolute_paths
 from flagscale.config.yaml_file import short
 from flagscale.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _QUICKSTART = "`make data` (tools/data/quickstart.py) makes the quickstart's data and tokenizer"
 _BACKEND = (
@@ -59,7 +63,7 @@ def load(
     sources = trace(config_file(directory, name), overrides)
     config, problems = composed(sources)
     del config["hydra"]
-    reader = Reader(sources, problems)
+    reader = Reader(sources, problems, _referred(config))
     try:
         data = resolve(config, sources)
     except ConfigError as error:
@@ -78,6 +82,14 @@ def load(
     if problems:
         raise ConfigError(problems, hint=_hint(problems))
     return Loaded(options, experiment)
+
+
+def _referred(config: DictConfig) -> frozenset[str]:
+    """The keys that interpolations refer to, and the sections that these are in."""
+    from omegaconf import OmegaConf
+
+    keys = (key.split(".") for key in referred(OmegaConf.to_container(config)))
+    return frozenset(".".join(parts[:end]) for parts in keys for end in range(1, len(parts) + 1))
 
 
 def _check(reader: Reader, experiment: schema.Experiment, purpose: Purpose | None) -> None:
@@ -120,7 +132,8 @@ def missing_paths(experiment: schema.Experiment) -> list[Problem]:
 def _check_top_level(reader: Reader, data: Mapping[Any, Any]) -> None:
     known = [*TOP_LEVEL, *schema.documented(schema.Options)]
     for name in data:
-        if name not in known and name not in schema.SPECIFIC_SECTIONS:
+        own = name in reader.referred
+        if name not in known and name not in schema.SPECIFIC_SECTIONS and not own:
             reader.unknown(str(name), name, [*known, *schema.SPECIFIC_SECTIONS])
 
 
@@ -130,7 +143,14 @@ def _read_experiment(reader: Reader, data: Mapping[Any, Any]) -> schema.Experime
     given = reader.mapping(data, "experiment")
     prefix = "experiment."
     own = {key: value for key, value in given.items() if key not in (*SUBSECTIONS, "envs")}
-    found = reader.fields(schema.Experiment, own, prefix, beside=sections_of(""))
+    elsewhere = {
+        key: f"{prefix}{section}.{key}"
+        for section, kind in SUBSECTIONS.items()
+        for key in schema.documented(kind)
+    }
+    found = reader.fields(
+        schema.Experiment, own, prefix, beside=sections_of(""), elsewhere=elsewhere
+    )
     if complaint := _unfit_name(found.get("name", "")):
         reader.problem("experiment.exp_name", complaint)
     task = read_task(reader, reader.mapping(given, "task", prefix))
@@ -156,6 +176,7 @@ def _read_experiment(reader: Reader, data: Mapping[Any, Any]) -> schema.Experime
         overrides=reader.sources.overrides,
         resolved=data,
         sources=reader.sources.places,
+        idle=tuple(reader.idle),
     )
 
 

@@ -3,13 +3,21 @@ of it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from flagscale.config.arguments import shares
-from flagscale.config.arguments.meshes import MESHES, Meshes, Stage, meshes_of
+from flagscale.config.arguments import layout, shares
+from flagscale.config.arguments.flatten import leaves
+from flagscale.config.arguments.meshes import (
+    AUTO,
+    MESHES,
+    Meshes,
+    Stage,
+    meshes_of,
+    to_be_filled,
+)
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
 from flagscale.errors import Problem
@@ -50,8 +58,37 @@ def by_mesh(experiment: Experiment, hosts: Sequence[_Host]) -> tuple[_Host, ...]
     types = [mesh.device_type for mesh in meshes.meshes] if meshes else []
     if shares.is_on(args.values()):
         types = list(args["hetero_device_types"] or ())
+    elif to_be_filled(args.values()):
+        types = list(args["hetero_device_types"] or [host.device_type for host in hosts])
     place = {name: index for index, name in reversed(list(enumerate(types))) if name}
     return tuple(sorted(hosts, key=lambda host: place.get(host.device_type or "", len(place))))
+
+
+def written_out(sections: Mapping[str, Any], hosts: Sequence[Placed]) -> Mapping[str, Any]:
+    """Sections of arguments in which ``hetero_process_meshes: auto`` is a mesh of each device type,
+    with as many ranks as its hosts have, which then lie in the meshes' order."""
+    if not any(_is_auto(name, value) for _, name, value in leaves(sections)):
+        return sections
+    words = [
+        f"device_type={kind},ranks={sum(len(host.ranks) for host in alike)}"
+        for kind, alike in groupby(hosts, key=lambda host: host.device_type)
+    ]
+
+    def filled(section: Mapping[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, value in section.items():
+            name = str(key).replace("-", "_")
+            if isinstance(value, Mapping):
+                made[key] = filled(value)
+            elif name != _KEY:  # the words say it
+                made[key] = words if _is_auto(name, value) else value
+        return made
+
+    return filled(sections)
+
+
+def _is_auto(name: str, value: Any) -> bool:
+    return name == MESHES and value in (AUTO, [AUTO], (AUTO,))
 
 
 @dataclass(frozen=True)
@@ -70,7 +107,7 @@ def _parts(args: Arguments, meshes: Meshes | None) -> Iterator[_Part]:
             text = f"mesh {index} ({mesh.text()})"
             yield _Part(text, mesh.device_type, range(first, first + mesh.ranks))
     elif shares.is_on(args.values()) and args["hetero_device_types"]:
-        first, each = 0, args["tensor_model_parallel_size"] * args["context_parallel_size"]
+        first, each = 0, shares.replica_ranks(args.values())
         counts = args[shares.SIZES][::2]
         for count, kind in zip(counts, args["hetero_device_types"], strict=False):
             text = f"{count} replica{'s' * (count > 1)}"
@@ -83,6 +120,8 @@ def problems(experiment: Experiment, hosts: Sequence[Placed]) -> list[Problem]:
     args, meshes = _meshes(experiment)
     if experiment.task.external:
         return []
+    if to_be_filled(args.values()):
+        return list(_not_of_types(args, hosts))
     parts, found = list(_parts(args, meshes)), []
     for part in parts:
         for host in hosts:
@@ -92,13 +131,34 @@ def problems(experiment: Experiment, hosts: Sequence[Placed]) -> list[Problem]:
                 wanted = sum(len(p.ranks) for p in parts if p.device_type == part.device_type)
                 kind = f"type={host.device_type}" if host.device_type else "no type="
                 message = (
-                    f"{part.text} of {part.device_type} takes ranks {_text(part.ranks)}, of which "
-                    f"{_text(_overlap(part.ranks, host.ranks))} are on {host.name} ({kind}): hosts "
+                    f"{part.text} of {part.device_type}: of ranks {_text(part.ranks)}, "
+                    f"{_text(_overlap(part.ranks, host.ranks))} are on {host.name} ({kind}); hosts "
                     f"of type {part.device_type} have {there} ranks, {wanted} are wanted"
                 )
                 found.append(args.problem(_KEY if args[_KEY] else MESHES, message))
                 break
     return found
+
+
+def places(experiment: Experiment, ranks: Sequence[range]) -> list[str]:
+    """What each host holds, by its ranks, for messages; empty where all are alike, or not this
+    project's, or no training (the rules say why)."""
+    values = Arguments.of(experiment).values()
+    world_size = sum(map(len, ranks))
+    unlike = values["enable_hetero"] and not experiment.task.external
+    if not unlike or layout.broken_world(values, world_size):
+        return []
+    return layout.places_of(values, ranks, world_size)
+
+
+def _not_of_types(args: Arguments, hosts: Sequence[Placed]) -> Iterator[Problem]:
+    """Why hosts make no meshes by themselves."""
+    if unknown := [host.name for host in hosts if not host.device_type]:
+        message = f"auto makes a mesh of each type= of the hostfile, and {unknown[0]} has none"
+        yield args.problem(MESHES, message)
+    elif len({host.device_type for host in hosts}) < 2:
+        message = f"auto makes a mesh of each type= of the hostfile: all are {hosts[0].device_type}"
+        yield args.problem(MESHES, f"{message}; leave enable_hetero out")
 
 
 def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
@@ -108,10 +168,15 @@ def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
         return
     if shares.is_on(args.values()):
         yield from _shared(args, hosts)
+    if to_be_filled(args.values()):
+        words = written_out({MESHES: AUTO}, hosts)[MESHES]
+        yield f"a mesh of each type, {' and '.join(words)}: training measures, and chooses sizes"
     if meshes is None:
         return
     if args["hetero_current_device_type"]:
         yield "hetero_current_device_type: the hostfile's type= says it; no effect"
+    if not args["use_partial_reduce_for_shared_embedding"]:
+        yield "use_partial_reduce_for_shared_embedding: false has no effect; it is always so"
     micro_batches = (args["global_batch_size"] or meshes.sequences) // meshes.sequences
     yield f"{len(meshes.meshes)} meshes, a pipeline of {len(meshes.stages)} stages; a step is " + (
         f"{micro_batches} micro-batches of {meshes.sequences} sequences"
@@ -122,16 +187,24 @@ def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
 
 def _shared(args: Arguments, hosts: Sequence[Placed]) -> Iterator[str]:
     """What unlike replicas take of a step: a line for those that take as much one after another."""
-    each = args["tensor_model_parallel_size"] * args["context_parallel_size"]
+    each = shares.replica_ranks(args.values())
     replicas = sum(len(host.ranks) for host in hosts) // each
     taken = shares.shares_of(args.values(), replicas)
     yield f"unlike replicas share the {taken[-1].stop} sequences of a step, by tokens"
+    if shares.are_measured(args.values()):
+        yield (
+            f"{shares.COUNTS}: {shares.AUTO}: until {shares.MEASURED_STEPS} steps have shown how "
+            "fast each replica is, counts are as even as the batch allows"
+        )
+    first = 0
     for (size, count), group in groupby(taken, key=lambda share: (share.size, share.count)):
         number = len(list(group))
+        ranks = range(first * each, (first + number) * each)
         yield (
-            f"{number} replica{'s' * (number > 1)}: {count} micro-batch{'es' * (count > 1)} of "
-            f"{size} sequence{'s' * (size > 1)} each"
+            f"{number} replica{'s' * (number > 1)}, ranks {_text(ranks)}: {count} "
+            f"micro-batch{'es' * (count > 1)} of {size} sequence{'s' * (size > 1)} each"
         )
+        first += number
 
 
 def _drawn(meshes: Meshes, stage: Stage, hosts: Sequence[Placed]) -> str:

@@ -8,11 +8,12 @@ from dataclasses import MISSING, Field, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.arguments.foreign import EXPERIMENT
 from flagscale.config.arguments.paths import too_long
 from flagscale.config.arguments.spec import Argument
 from flagscale.config.arguments.values import convert, did_you_mean, shown, unfit, word
 from flagscale.config.documented import Kind, documented, kinds
-from flagscale.config.sources import Sources
+from flagscale.config.sources import OVERRIDE, Sources
 from flagscale.errors import Problem
 
 
@@ -27,6 +28,10 @@ class Reader:
 
     sources: Sources
     problems: list[Problem] = field(default_factory=list)
+    referred: frozenset[str] = frozenset()
+    """Keys, and sections of keys, that interpolations refer to."""
+    idle: list[str] = field(default_factory=list)
+    """Keys of the user's own that none refers to."""
     unreadable: list[str] = field(default_factory=list)
     """Keys of what should be sections and is something else: nothing that follows from it is a
     problem of its own."""
@@ -60,6 +65,25 @@ class Reader:
         """Notes a key that is none of ``known``."""
         self.problem(path, f"unknown key{did_you_mean(str(name), known)}")
 
+    def own(
+        self, path: str, name: Any, value: Any, known: Iterable[str], elsewhere: Mapping[str, str]
+    ) -> None:
+        """Takes a key that is none of ``known`` for one of the user's own, from which others take
+        their values. One from which none does is idle, or a problem where another was meant, by
+        its place or by its name. ``elsewhere`` has the places of keys of other sections."""
+        if path in self.referred:
+            return
+        if reason := EXPERIMENT.get(str(name)):
+            self.problem(path, f"cannot be given: {reason}")
+            return
+        is_typed = self.sources.places.get(path) == OVERRIDE
+        if name in elsewhere:
+            self.problem(path, f"unknown key; did you mean {elsewhere[name]!r}?")
+        elif is_typed or isinstance(value, (Mapping, list)) or did_you_mean(str(name), known):
+            self.unknown(path, name, known)
+        else:
+            self.idle.append(path)
+
     def fields(
         self,
         kind: type,
@@ -68,11 +92,13 @@ class Reader:
         *,
         others: bool = False,
         beside: Iterable[str] = (),
+        elsewhere: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Constructor arguments of the schema class ``kind`` from ``data``.
 
         A field whose value is wrong is noted and left out. Unless ``others`` is set, keys that
         the schema does not have are noted too; ``beside`` are sections that may be meant by them.
+        With ``elsewhere`` they may be the user's own (:meth:`own`).
         """
         known = documented(kind)
         found: dict[str, Any] = {}
@@ -84,7 +110,11 @@ class Reader:
                 self.problem(f"{prefix}{key}", "is required")
         for name in data:
             if name not in known and not others:
-                self.unknown(f"{prefix}{name}", name, [*known, *beside])
+                key, names = f"{prefix}{name}", [*known, *beside]
+                if elsewhere is None:
+                    self.unknown(key, name, names)
+                else:
+                    self.own(key, name, data[name], names, elsewhere)
         return found
 
     def _read(

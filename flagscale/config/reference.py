@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from flagscale.config import harmless, schema
-from flagscale.config.arguments.aliases import REFUSED
+from flagscale.config.arguments import foreign, idle
 from flagscale.config.arguments.registry import arguments
 from flagscale.config.arguments.spec import Argument
 from flagscale.config.explain import (
@@ -38,6 +38,11 @@ python run.py ... --cfg job                         # what all that composes
 - A relative path lies in the directory that the command is started from.
 - An unknown key, a wrong type or an impossible value is reported with its file and line, all of
   them at once, before anything starts.
+- Keys of your own, under `experiment` or at the top, are there for others to take their values
+  from: `seed: ${experiment.seed}`.
+- YAMLs of FlagScale and Megatron-LM are taken as they are. What this trainer replaces by nearly the
+  same (`allow_fallbacks`), and what has no effect, a line says before a run and in a dry run; what
+  it does not have is refused with what to write instead.
 - `flagscale explain KEY` prints what this page says about a key, in full.
 """
 
@@ -74,6 +79,31 @@ or train unlike weights without a word. A test trains with all of these unlike a
 with equal weights. An external program's arguments are held to the same list, and what only that
 program knows passes with a note. What else a host needs is mostly a variable
 (`experiment.envs.node_specific`).
+"""
+
+
+_FOREIGN = """\
+### Arguments that cannot be given
+
+Keys of Megatron-LM and FlagScale that have no place here. A switch that is off (`false`) is taken.
+"""
+
+_FAMILIES = """\
+So are these, each a family of keys; `flagscale explain KEY` knows every one by its name:
+"""
+
+_MISSING = """\
+And these are megatron.core's, but what they switch on is not here:
+"""
+
+_NOTED = """\
+### Arguments that have no effect
+
+Before a run, and in a dry run, a line says so of each that is given. These are no arguments here:
+"""
+
+_IDLE = """\
+And these have none by themselves, or without another:
 """
 
 
@@ -161,5 +191,27 @@ def _differing_part() -> str:
 
 
 def _refused_part() -> str:
-    rows = "\n".join(f"| `{name}` | {_cell(reason)} |" for name, reason in REFUSED.items())
-    return f"### Arguments that cannot be given\n\n| key | reason |\n|---|---|\n{rows}\n"
+    own = [(f"`{name}`", reason) for name, reason in foreign.REFUSED.items()]
+    own += [(f"`{name}: {value}`", reason) for (name, value), reason in foreign.VALUES.items()]
+    refused = [(one.title, one.reason) for one in foreign.FAMILIES if not one.noted]
+    noted = [(one.title, one.reason) for one in foreign.FAMILIES if one.noted]
+    idle_ones = [(_names(names), reason) for names, reason in idle.NOTED.values()]
+    needing = [(_names(need.names.split()), f"needs `{idle.needed(need)}`") for need in idle.NEEDS]
+    return "\n".join(
+        [
+            _FOREIGN + _pairs("key", own),
+            _FAMILIES + _pairs("of", refused),
+            _MISSING + _pairs("key", ((f"`{key}`", why) for key, why in idle.REFUSED.items())),
+            _NOTED + _pairs("of", noted),
+            _IDLE + _pairs("keys", [*idle_ones, *needing]),
+        ]
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _pairs(head: str, rows: Iterable[tuple[str, str]]) -> str:
+    lines = "\n".join(f"| {_cell(name)} | {_cell(reason)} |" for name, reason in rows)
+    return f"\n| {head} | |\n|---|---|\n{lines}\n"

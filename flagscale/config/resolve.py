@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
     from omegaconf.errors import OmegaConfBaseException
 
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)(:?)")
 _NOT_FOUND = r"Interpolation key '(.+)' not found|Unsupported interpolation type (\w+)"
 
 
@@ -52,7 +53,10 @@ def _unresolved(
 
 
 def _problem(error: OmegaConfBaseException, key: str, sources: Sources) -> Problem:
-    key = key or str(error.full_key or "")
+    return _told(error, key or str(error.full_key or ""), sources)
+
+
+def _told(error: OmegaConfBaseException, key: str, sources: Sources) -> Problem:
     message = (error.msg or str(error)).splitlines()[0]
     if "Missing mandatory value" in message:
         message = "is required: replace ??? by a value"
@@ -63,8 +67,43 @@ def _problem(error: OmegaConfBaseException, key: str, sources: Sources) -> Probl
     return Problem(key, message, sources.place(key))
 
 
+def unreadable(sources: Sources) -> list[Problem]:
+    """Every interpolation in the files that cannot be read, and those beside them that lead
+    nowhere, without a composed configuration, which the former prevent."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    found = []
+    for key, text in sources.texts.items():
+        if "${" not in text:
+            continue
+        try:
+            OmegaConf.create({key: text})
+        except OmegaConfBaseException as error:
+            found.append(_told(error, key, sources))
+        else:
+            found += _dead(key, text, sources)
+    return found
+
+
+def _dead(key: str, text: str, sources: Sources) -> Iterator[Problem]:
+    """What leads nowhere, in a text whose interpolations can be read."""
+    from omegaconf import OmegaConf
+
+    for name, colon in _REFERENCE.findall(text):
+        if colon and not OmegaConf.has_resolver(name):
+            message = f"Unsupported interpolation type {name}"
+        elif not colon and name not in sources.places:
+            message = f"Interpolation key '{name}' not found"
+        else:
+            continue
+        yield Problem(key, message + _hint(name, key, text), sources.place(key))
+
+
 def _hint(name: str, key: str, text: str) -> str:
     """What was meant by an interpolation that leads nowhere."""
+    if older := _older(name, key, text):
+        return older
     if name.partition(".")[0] in TOP_LEVEL:
         return did_you_mean_key(name)
     if ".cmds." in f".{key}":
@@ -79,3 +118,14 @@ def _hint(name: str, key: str, text: str) -> str:
     if ".envs." in f".{key}":
         return f"; write ${{host:{name}}} for the host's own variable, {here}"
     return f"; write {here}"
+
+
+def _older(name: str, key: str, text: str) -> str:
+    """What to write for a form that YAMLs of FlagScale have: ``${path:??}`` for a value to come,
+    and ``${env:NAME}``, which Hydra once knew."""
+    if f"${{{name.removesuffix('??')}??}}" in text or f"${{{name}:??}}" in text:
+        return "; it is a placeholder: replace it by a value"
+    named = re.search(r"\$\{env:([^{}]*)\}", text)
+    if name == "env" and named and ".cmds." not in f".{key}":
+        return f"; write ${{oc.env:{named[1]}}} for this machine's variable"
+    return ""

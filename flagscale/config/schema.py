@@ -58,7 +58,10 @@ class Task:
         metadata=doc(
             "The training program: this project's own unless given, looked for in the working "
             "directory, then in this project. A Python script that is another's (a Megatron-LM "
-            "checkout's `pretrain_gpt.py`) gets the same arguments, judged by its own parser.",
+            "checkout's `pretrain_gpt.py`) gets the same arguments, judged by its own parser. The "
+            "packages `flagscale` and `megatron` of the checkout it lies in come first for it. "
+            "FlagScale's `flagscale/train/hetero/train_gpt.py` is this project's own program, "
+            "which trains on unlike devices too.",
         ),
     )
     type: str = field(
@@ -76,6 +79,9 @@ class Task:
     )
     external: bool = False
     """Whether ``entrypoint`` is a program other than this project's own."""
+    packages: tuple[Path, ...] = ()
+    """Where such a program's own packages are, if it lies in a checkout that has some: `flagscale`
+    and `megatron` mean those to it, not this project's."""
 
 
 @dataclass(frozen=True)
@@ -191,3 +197,5 @@ class Experiment:
     secrets: see ``config.secrets.redact``."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Where a dotted key stands: ``file:line`` or ``override``."""
+    idle: tuple[str, ...] = field(default=(), compare=False)
+    """Keys of the user's own from which no other takes its value."""

@@ -9,9 +9,10 @@ from typing import Any
 from flagscale.config import harmless, schema
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.flatten import collisions, leaves
+from flagscale.config.arguments.foreign import refusal, remark
 from flagscale.config.arguments.maps import as_words
 from flagscale.config.arguments.parser import canonicalise, unknown
-from flagscale.config.arguments.registry import lookup, refusal
+from flagscale.config.arguments.registry import lookup
 from flagscale.config.reader import Reader
 from flagscale.config.secrets import is_secret
 from flagscale.errors import Problem
@@ -122,4 +123,4 @@ def _complaint(name: str, value: Any, external: bool) -> str | None:
 
 def _is_anothers(name: str) -> bool:
     """Whether a name is neither an argument here nor one of Megatron-LM's that cannot be given."""
-    return lookup(name) is None and refusal(name) is None
+    return lookup(name) is None and refusal(name) is None and remark(name) is None

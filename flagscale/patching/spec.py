@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from flagscale import files
 from flagscale.errors import BackendSourceError, ConfigError
 from flagscale.patching.codemods.names import CODEMOD_NAMES
 
@@ -29,8 +30,7 @@ def cache_directory() -> Path:
     """Where fetched sources are kept: ``$FLAGSCALE_CACHE``, else the user's cache directory."""
     if chosen := os.environ.get("FLAGSCALE_CACHE"):
         return Path(chosen).expanduser() / "sources"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "flagscale" / "sources"
+    return files.cache_directory() / "sources"
 
 
 @dataclass(frozen=True)

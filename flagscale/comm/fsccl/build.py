@@ -20,6 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from flagscale import files
 from flagscale.errors import FlagscaleError
 
 _MODULE = "_fsccl"
@@ -78,8 +79,7 @@ def load_extension() -> ModuleType:
 def builds_directory() -> Path:
     """Where builds are kept; it need not exist."""
     root = os.environ.get("FSCCL_BUILD_DIR")
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return (Path(root) if root else Path(cache) / "flagscale" / "fsccl").absolute()
+    return (Path(root) if root else files.cache_directory() / "fsccl").absolute()
 
 
 def _library() -> Path:

@@ -70,9 +70,12 @@ ALIASES: tuple[Alias, ...] = (
     # Parallelism and precision
     *_same("tensor_model_parallel_size", "model_parallel_size"),
     *_same("grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32"),
+    *_same("num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers"),
+    *_same("num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers"),
     *_same("overlap_p2p_comm", "overlap_p2p_communication"),
     *_opposite("overlap_p2p_comm", "no_overlap_p2p_communication"),
     *_same("bucket_size", "ddp_bucket_size"),
+    *_same("reduce_scatter_with_fp32_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"),
     *_same("average_in_collective", "ddp_average_in_collective"),
     *_same("pad_buckets_for_high_nccl_busbw", "ddp_pad_buckets_for_high_nccl_busbw"),
     *_opposite("perform_initialization", "no_initialization"),
@@ -91,21 +94,3 @@ ALIASES: tuple[Alias, ...] = (
     *_same("defer_npy_index_mmap", "dataloader_defer_npy_index_mmap"),
     *_opposite("create_attention_mask", "no_create_attention_mask_in_dataloader"),
 )
-
-REFUSED: dict[str, str] = {
-    "params_dtype": "it follows from `bf16` and `fp16`",
-    "pipeline_dtype": "it follows from `bf16` and `fp16`",
-    "autocast_dtype": "it follows from `bf16` and `fp16`",
-    "data_parallel_size": "it follows from the number of ranks and the other parallel sizes",
-    "blend": "it follows from `data_path`",
-    "blend_per_split": "it follows from `train_data_path`, `valid_data_path` and `test_data_path`",
-    "rampup_batch_size": "this version trains with one global batch size",
-    "data_args_path": "write its contents as `data_path`",
-    "per_split_data_args_path": "write its contents as `train_data_path`, `valid_data_path` and "
-    "`test_data_path`",
-    "decrease_batch_size_if_needed": "this version trains with one global batch size",
-    "spec": "this version builds its own layers",
-    "use_legacy_models": "only megatron.core's models exist here",
-    "use_checkpoint_args": "the YAML says what is trained",
-}
-"""Names that Megatron-LM or megatron.core knows and that cannot be given here, with the reason."""

@@ -3,16 +3,18 @@
 Megatron-LM's convention: ``_`` becomes ``-``, names of sections are dropped, a list is
 ``--key v1 v2``, ``true`` is ``--key``, ``false`` is nothing, or ``--no-key`` where the program's
 default is true, and null is "not given". What cannot be expressed (a map inside a list, one key in
-two sections) is refused instead of being passed on as something else.
+two sections with unlike values) is refused instead of being passed on as something else.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from flagscale.config.arguments.registry import lookup
+from flagscale.config.arguments.foreign import remark
+from flagscale.config.arguments.registry import arguments, lookup
 from flagscale.config.arguments.values import convert, is_negative_number, shown, word
 from flagscale.errors import ConfigError, Problem
 
@@ -38,16 +40,25 @@ def leaves(
 
 
 def collisions(sections: Mapping[Any, Any], prefix: str = "") -> list[Problem]:
-    """Keys that stand in two sections, whose names are dropped, so that one would win unseen."""
-    seen: dict[str, str] = {}
+    """Keys that stand in two sections, whose names are dropped, with unlike values, so that one
+    would win unseen."""
+    seen: dict[str, tuple[str, Any]] = {}
     problems = []
-    for path, name, _ in leaves(sections, prefix):
-        if name in seen:
-            problems.append(
-                Problem(path, f"{name!r} is given twice: here and as {seen[name]}; keep one")
-            )
-        seen.setdefault(name, path)
+    for path, name, value in leaves(sections, prefix):
+        other, earlier = seen.setdefault(name, (path, value))
+        if other != path and _meaning(name, earlier) != _meaning(name, value):
+            found = f"{shown(value)} here and {shown(earlier)} as {other}"
+            problems.append(Problem(path, f"{name!r} is given twice: {found}; keep one"))
     return problems
+
+
+def _meaning(name: str, value: Any) -> Any:
+    """A value as its argument takes it: ``1`` and ``"1"`` are the same to most."""
+    found = lookup(name)
+    with suppress(ValueError):  # told elsewhere, unless the program is the user's own
+        value = value if found is None else convert(found[0], value)
+    # True equals 1, which words tell apart.
+    return value if isinstance(value, (list, tuple, Mapping)) else word(value)
 
 
 def flatten(sections: Mapping[str, Any], *, external: bool = False, prefix: str = "") -> list[str]:
@@ -59,7 +70,7 @@ def flatten(sections: Mapping[str, Any], *, external: bool = False, prefix: str 
     """
     problems = collisions(sections, prefix)
     argv: list[str] = []
-    for path, name, value in leaves(sections, prefix):
+    for name, (path, value) in _once(sections, prefix).items():
         try:
             argv += _argv(name, value, external)
         except ValueError as error:
@@ -69,7 +80,17 @@ def flatten(sections: Mapping[str, Any], *, external: bool = False, prefix: str 
     return argv
 
 
+def _once(sections: Mapping[str, Any], prefix: str) -> dict[str, tuple[str, Any]]:
+    """Each leaf by its name, where it is given first."""
+    found: dict[str, tuple[str, Any]] = {}
+    for path, name, value in leaves(sections, prefix):
+        found.setdefault(name, (path, value))
+    return found
+
+
 def _argv(name: str, value: Any, external: bool) -> list[str]:
+    if not external and lookup(name) is None and remark(name):
+        return []  # the program would refuse it; the launcher says that it has no effect
     flag = "--" + name.replace("_", "-")
     value = _switch(name, value)
     if isinstance(value, bool):
@@ -98,7 +119,12 @@ def _switched_off(name: str, external: bool) -> list[str]:
     found = lookup(name)
     if found is None or found[0].kind != "bool":
         return []
-    default = found[0].default
+    argument, alias = found
+    if alias is not None and alias.rule == "opposite":
+        # What it is the opposite of is asked for; with another's parser that is the default.
+        is_on = external or arguments()[alias.target].default is True
+        return [] if is_on else ["--" + alias.target.replace("_", "-")]
+    default = argument.default
     has_switch = default is True and name not in _NO_OFF_SWITCH
     needed = has_switch if external else default is not False
     return ["--no-" + name.replace("_", "-")] if needed else []

@@ -32,22 +32,27 @@ class Heterogeneous:
         "them takes, in the order of ranks: 8 2 8 1. The loss is per token then "
         "(calculate_per_token_loss)",
     )
-    hetero_num_microbatches: tuple[int, ...] | None = arg(
+    hetero_num_microbatches: tuple[str, ...] | None = arg(
         None,
         "With hetero_mode: dp, pairs of how many replicas and the micro-batches that each of them "
-        "takes a step; without it all take as many",
+        "takes a step; without it all take as many. auto: as many as suit the times that the "
+        "replicas take in the first steps",
     )
     hetero_process_meshes: tuple[str, ...] | None = arg(
         None,
         "The meshes, in the pipeline's order: five sizes each (tensor, context, expert, data and "
         "pipeline parallel), or words such as tp=2,dp=4,layers=18,device_type=A800, which a YAML "
         "writes as a list of maps of device_type, tp, cp, ep, etp, dp, pp and layers (a list: of "
-        "each stage). A micro-batch has micro_batch_size x dp of the first mesh sequences",
+        "each stage). A micro-batch has micro_batch_size x dp of the first mesh sequences. "
+        "ranks=16 alone leaves a mesh's sizes to be chosen, by measuring before training starts "
+        "what takes how long; auto makes such a mesh of each type= of the hostfile. Then "
+        "micro_batch_size is the most sequences that a rank takes at once",
     )
-    hetero_pipeline_layer_split: tuple[int, ...] | None = arg(
+    hetero_pipeline_layer_split: tuple[str, ...] | None = arg(
         None,
-        "Layers of each pipeline stage, over all meshes; without it all have as many",
-        minimum=0,
+        "Layers of each pipeline stage, over all meshes, or auto: those by which a step is "
+        "shortest and fits, by what a layer takes on each mesh, which is measured before training "
+        "starts and kept for the next time; without it all stages have as many",
     )
     hetero_device_types: tuple[str, ...] | None = arg(
         None,

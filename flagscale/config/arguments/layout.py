@@ -6,10 +6,19 @@ heterogeneous each mesh is judged as a job of like ranks with its sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 
-from flagscale.config.arguments import mesh_rules, shares
-from flagscale.config.arguments.meshes import are_on, malformed, meshes_of, view
+from flagscale.config.arguments import mesh_rules, recompute, shares
+from flagscale.config.arguments.meshes import (
+    Meshes,
+    are_on,
+    malformed,
+    meshes_of,
+    to_be_filled,
+    view,
+)
+from flagscale.config.arguments.pipeline import layers_of_stages, virtual_chunks
 from flagscale.config.arguments.precision import Broken, Values
 
 
@@ -19,15 +28,22 @@ def broken(values: Values) -> list[Broken]:
     if wrong:
         return wrong
     meshes = meshes_of(values)
+    if are_on(values) and to_be_filled(values):
+        return [
+            *_tensor_parallel({**values, "sequence_parallel": False}),
+            *mesh_rules.open_(values),
+        ]
     if meshes is None:
-        return list(_shape(values)) + list(_pipeline_parallel(values))
-    found = list(mesh_rules.broken(values, meshes))
-    if found:
-        return found
+        found = list(_shape(values)) + list(_pipeline_parallel(values))
+    else:
+        found = list(mesh_rules.broken(values, meshes)) or list(_shapes(values, meshes))
+    return found or list(recompute.broken(values, prod(_stages_and_chunks(values, meshes))))
+
+
+def _shapes(values: Values, meshes: Meshes) -> Iterator[Broken]:
     for index, mesh in enumerate(meshes.meshes):
         for name, message in _shape(view(values, meshes, index)):
-            found.append((name, f"mesh {index} ({mesh.text()}): {message}"))
-    return found
+            yield name, f"mesh {index} ({mesh.text()}): {message}"
 
 
 def _shape(values: Values) -> Iterator[Broken]:
@@ -42,7 +58,10 @@ def broken_world(values: Values, world_size: int) -> list[Broken]:
     if are_on(values):
         wrong = list(malformed(values))
         meshes = None if wrong else meshes_of(values)
-        return wrong if meshes is None else list(mesh_rules.world(values, meshes, world_size))
+        if meshes is None:
+            return wrong
+        wrong = list(mesh_rules.world(values, meshes, world_size))
+        return wrong or _recomputed(values, world_size)
     tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
     cp = values["context_parallel_size"]
     model = tp * pp * cp
@@ -52,7 +71,24 @@ def broken_world(values: Values, world_size: int) -> list[Broken]:
         return [(name, f"{sizes} = {model} ranks do not divide the {world_size} of the job")]
     if shares.is_on(values):
         return [*shares.broken(values)] or [*shares.world(values, world_size // model)]
-    return [*_batches(values, world_size // model), *_expert_ranks(values, world_size)]
+    wrong = [*_batches(values, world_size // model), *_expert_ranks(values, world_size)]
+    return wrong or _recomputed(values, world_size)
+
+
+def place_of(values: Values, ranks: range, world_size: int) -> str | None:
+    """What these of unlike ranks hold, for messages; None where all are alike."""
+    return next(iter(places_of(values, [ranks], world_size)), None)
+
+
+def places_of(values: Values, every: Sequence[range], world_size: int) -> list[str]:
+    """What each of several ranges of unlike ranks holds; empty where all are alike."""
+    meshes = meshes_of(values)
+    if meshes is not None:
+        return [meshes.place_of(ranks) for ranks in every]
+    if not shares.is_on(values):
+        return []
+    kinds = shares.kinds_of(values, data_parallel_size(values, world_size))
+    return [shares.place_of(values, ranks, kinds) for ranks in every]
 
 
 def data_parallel_size(values: Values, world_size: int) -> int:
@@ -74,15 +110,45 @@ def global_batch_size(values: Values, world_size: int) -> int:
     return int(values["micro_batch_size"] * replicas)
 
 
-def virtual_chunks(values: Values) -> int | None:
-    """Model chunks a pipeline rank holds, whichever of three arguments says so; None: one."""
-    pp = values["pipeline_model_parallel_size"]
-    layers = values["num_layers_per_virtual_pipeline_stage"]
-    chunks = values["num_virtual_stages_per_pipeline_rank"]
-    if layers is not None:
-        chunks = values["num_layers"] // (pp * layers)
-    chunks = chunks or values["virtual_pipeline_model_parallel_size"]
-    return None if chunks in (None, 1) else int(chunks)
+def gated_width(values: Values) -> int:
+    """Width of a gated MLP that is not given: Megatron-LM's two thirds of 4 x hidden in multiples
+    of 64, or, with ``multiple_of``, those of FlagScale and Llama."""
+    width = 4 * values["hidden_size"] * 2 / 3
+    step = values["multiple_of"]
+    if step is None:
+        return int(width / 64) * 64
+    wanted = int(int(width) * (values["hidden_dim_multiplier"] or 1))
+    return int(-(-wanted // step) * step)
+
+
+def _stages_and_chunks(values: Values, meshes: Meshes | None) -> tuple[int, int]:
+    """Stages of the pipeline, and how many model chunks each holds."""
+    if meshes is not None:
+        return len(meshes.stages), meshes.chunks
+    return values["pipeline_model_parallel_size"], virtual_chunks(values) or 1
+
+
+def _chunk_layers(values: Values, meshes: Meshes | None) -> list[int] | None:
+    """Layers of every model chunk: of the first of all stages, then of the second; None where
+    they are not known here."""
+    if meshes is not None:
+        return [stage.layers // meshes.chunks for stage in meshes.stages] * meshes.chunks
+    if values["num_layers"] is None:
+        return None
+    stages = layers_of_stages(values)
+    return [counts[chunk] for chunk in range(len(stages[0])) for counts in stages]
+
+
+def _recomputed(values: Values, world_size: int) -> list[Broken]:
+    meshes = meshes_of(values)
+    stages, chunks = _stages_and_chunks(values, meshes)
+    wrong = list(recompute.broken(values, stages * chunks))
+    if wrong:
+        return wrong
+    taken = meshes.sequences if meshes else values["micro_batch_size"]
+    taken *= 1 if meshes else data_parallel_size(values, world_size)
+    count = global_batch_size(values, world_size) // taken
+    return list(recompute.world(values, count, _chunk_layers(values, meshes), stages))
 
 
 def _tensor_parallel(values: Values) -> Iterator[Broken]:
@@ -99,9 +165,7 @@ def _tensor_parallel(values: Values) -> Iterator[Broken]:
         yield _indivisible(values, "hidden_size", "num_attention_heads")
     if values["ffn_hidden_size"] is not None and values["ffn_hidden_size"] % tp:
         yield _indivisible(values, "ffn_hidden_size", "tensor_model_parallel_size")
-    if values["sequence_parallel"] and tp == 1:
-        yield "sequence_parallel", "needs tensor_model_parallel_size above 1"
-    elif values["sequence_parallel"] and values["seq_length"] % tp:
+    if values["sequence_parallel"] and values["seq_length"] % tp:
         yield _indivisible(values, "seq_length", "tensor_model_parallel_size")
 
 
@@ -162,18 +226,25 @@ def _experts(values: Values) -> Iterator[Broken]:
         yield "expert_model_parallel_size", f"{ep} needs num_moe_experts"
     elif experts and experts % ep:
         yield _indivisible(values, "num_moe_experts", "expert_model_parallel_size")
+    tp = values["tensor_model_parallel_size"]
+    if experts and tp > 1 and not values["sequence_parallel"]:
+        message = f"is needed by experts beside tensor_model_parallel_size {tp}: set it to true"
+        yield "sequence_parallel", message
     if values["moe_grouped_gemm"] and not experts:
         yield "moe_grouped_gemm", "needs num_moe_experts"
     elif values["moe_grouped_gemm"] and values["add_bias_linear"]:
         yield "moe_grouped_gemm", "the grouped experts have no biases: set disable_bias_linear"
-    if experts and values["moe_token_dispatcher_type"] == "flex":
-        tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
-        if tp * ep == 1:
-            yield (
-                "moe_token_dispatcher_type",
-                "flex needs experts on more than one rank (expert_model_parallel_size); take "
-                "alltoall",
-            )
+    alone = (values["expert_tensor_parallel_size"] or tp) * ep == 1
+    if experts and values["moe_token_dispatcher_type"] == "flex" and alone:
+        yield (
+            "moe_token_dispatcher_type",
+            "flex needs experts on more than one rank (expert_model_parallel_size); take alltoall",
+        )
+    pattern, layers = values["moe_layer_freq"], values["num_layers"]
+    if experts and isinstance(pattern, list) and len(pattern) != layers:
+        yield "moe_layer_freq", f"{len(pattern)} items, but num_layers is {layers}"
+    elif pattern == 0:
+        yield "moe_layer_freq", "0: expected 1 for every layer, 2 for every second, or a list"
     if experts and values["moe_router_topk"] == 1 and not values["moe_router_pre_softmax"]:
         yield "moe_router_topk", "1 needs moe_router_pre_softmax: true"
 

@@ -1,18 +1,22 @@
-"""What a YAML may write as maps and the training program takes as words.
+"""What a YAML may write as maps or lists of lists and the training program takes as words.
 
-``comm`` is a map of the communication backend's options, and ``hetero_process_meshes`` may be a
-list of maps, each a mesh.
+``comm`` is a map of the communication backend's options, ``hetero_process_meshes`` may be a list of
+maps, each a mesh, and what is recomputed by stage and micro-batch is a list of lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flagscale.config.arguments import meshes
+from flagscale.config.arguments import meshes, recompute
 from flagscale.config.arguments.values import word
 
 NAME = "comm"
+_LISTED: Mapping[str, Callable[[Sequence[Any]], list[Any]]] = {
+    meshes.MESHES: meshes.as_words,
+    **dict.fromkeys(recompute.NAMES, recompute.as_words),
+}
 
 
 def as_words(section: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -25,9 +29,9 @@ def as_words(section: Mapping[Any, Any]) -> dict[Any, Any]:
         key: as_words(value) if isinstance(value, Mapping) and key != NAME else value
         for key, value in section.items()
     }
-    listed = made.get(meshes.MESHES)
-    if isinstance(listed, (list, tuple)):
-        made[meshes.MESHES] = meshes.as_words(listed)
+    for name, worded in _LISTED.items():
+        if isinstance(listed := made.get(name), (list, tuple)):
+            made[name] = worded(listed)
     options = made.get(NAME)
     if not isinstance(options, Mapping):
         return made

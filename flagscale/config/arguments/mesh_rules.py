@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from flagscale.config.arguments.meshes import MESHES, Mesh, Meshes, in_words
+from flagscale.config.arguments import recompute
+from flagscale.config.arguments.meshes import (
+    MESHES,
+    SPLIT,
+    Mesh,
+    Meshes,
+    chosen_for_us,
+    in_words,
+)
 from flagscale.config.arguments.precision import Broken, Values
 
 _LAYERS_SAID_OTHERWISE = (
@@ -36,7 +44,7 @@ def broken(values: Values, meshes: Meshes) -> Iterator[Broken]:
     """Rules that do not depend on the number of ranks."""
     for name in _LAYERS_SAID_OTHERWISE:
         if values.get(name):
-            yield name, "the layers of stages are said by hetero_pipeline_layer_split; keep that"
+            yield name, f"the layers of stages are said by {SPLIT}; keep that"
     for name, reason in _NOT_OVER_MESHES.items():
         if values.get(name):
             yield name, f"is not possible with enable_hetero: {reason}"
@@ -44,6 +52,9 @@ def broken(values: Values, meshes: Meshes) -> Iterator[Broken]:
         yield MESHES, "one mesh of one stage is no pipeline; leave enable_hetero out"
     yield from _sizes(values, meshes)
     yield from _layers(values, meshes)
+    if meshes.open:
+        yield from open_(values)
+        return
     yield from _sequences(values, meshes)
     for index, mesh in enumerate(meshes.meshes):
         for message in _experts(values, meshes, mesh):
@@ -57,6 +68,8 @@ def world(values: Values, meshes: Meshes, world_size: int) -> Iterator[Broken]:
         message = f"the meshes take {each} = {meshes.world_size} ranks, and the job has"
         yield MESHES, f"{message} {world_size}"
         return
+    if meshes.open:
+        return
     batch, sequences = values["global_batch_size"] or meshes.sequences, meshes.sequences
     first = f"micro_batch_size {values['micro_batch_size']} x dp {meshes.meshes[0].dp} of the first"
     if batch % sequences:
@@ -69,6 +82,20 @@ def world(values: Values, meshes: Meshes, world_size: int) -> Iterator[Broken]:
         )
 
 
+def open_(values: Values) -> Iterator[Broken]:
+    """Meshes whose sizes are to be chosen: tensor, data and pipeline parallel ones, with their
+    layers; what depends on these cannot be said before."""
+    if values["global_batch_size"] is None:
+        yield "global_batch_size", "is needed where the meshes' sizes are to be chosen"
+    if values["num_moe_experts"]:
+        yield MESHES, "of a mixture of experts, say the sizes of its meshes"
+    if values[SPLIT] is not None and not chosen_for_us(values[SPLIT]):
+        yield SPLIT, "how many stages there are is to be chosen, and their layers with it"
+    for name in ("standalone_embedding_stage", *recompute.NAMES):
+        if values[name]:
+            yield name, "is for stages that are known; say the meshes' sizes"
+
+
 def _sizes(values: Values, meshes: Meshes) -> Iterator[Broken]:
     """Parallel sizes that are given beside the meshes', as FlagScale's YAMLs do."""
     for name, short in _SIZES.items():
@@ -78,16 +105,15 @@ def _sizes(values: Values, meshes: Meshes) -> Iterator[Broken]:
     pp, stages = values["pipeline_model_parallel_size"], len(meshes.stages)
     if pp not in (1, stages):
         yield "pipeline_model_parallel_size", f"{pp}, but the meshes have {stages} stages in all"
-    if values["sequence_parallel"] and all(mesh.tp == 1 for mesh in meshes.meshes):
-        yield "sequence_parallel", "needs a mesh with a tensor parallel size above 1"
 
 
 def _layers(values: Values, meshes: Meshes) -> Iterator[Broken]:
-    name = MESHES if in_words(values) else "hetero_pipeline_layer_split"
+    name = MESHES if in_words(values) and values[SPLIT] is None else SPLIT
     counts, stages = [stage.layers for stage in meshes.stages], len(meshes.stages)
-    split, alone = values["hetero_pipeline_layer_split"], values["standalone_embedding_stage"]
+    split, alone = values[SPLIT], values["standalone_embedding_stage"]
+    chosen = chosen_for_us(split) or meshes.open
     said = ["layers=" in text for text in values[MESHES]] if in_words(values) else []
-    if split is not None and len(split) not in (stages, stages - bool(alone)):
+    if split is not None and not chosen and len(split) not in (stages, stages - bool(alone)):
         yield name, f"{len(split)} numbers for {stages} stages: give one for each"
         return
     for mesh, stated in zip(meshes.meshes, said, strict=False):
@@ -95,6 +121,9 @@ def _layers(values: Values, meshes: Meshes) -> Iterator[Broken]:
             yield name, f"{mesh.text()}: say the layers of each of its {mesh.pp} stages, or of none"
             return
     layers = values["num_layers"]
+    if chosen and layers % meshes.chunks:
+        yield name, f"{layers} layers do not divide into {meshes.chunks} model chunks"
+        return
     if sum(counts) != layers:
         even = split is None and not any(said)
         why = "do not divide evenly; say how many each has" if even else f"are {sum(counts)}"

@@ -9,26 +9,28 @@ ranks make their process groups of it.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from flagscale.config.arguments.precision import Broken, Values
-from flagscale.config.arguments.shares import COUNTS, SIZES, is_on
+from flagscale.config.arguments.shares import COUNTS, SIZES, is_on, numbered
 
-MESHES = "hetero_process_meshes"
+MESHES, SPLIT = "hetero_process_meshes", "hetero_pipeline_layer_split"
+AUTO = "auto"
 _SIZES = ("tp", "cp", "ep", "dp", "pp")
-_WORDS = (*_SIZES, "etp", "layers", "device_type")
+_WORDS = (*_SIZES, "etp", "layers", "device_type", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,6}")
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Ranks that are laid out alike. ``etp`` is the tensor parallel size of experts; ``layers``
-    are those of each of its ``pp`` stages, None where nothing is said."""
+    are those of each of its ``pp`` stages, None where nothing is said; ``open``: the sizes are to
+    be chosen, of as many ranks."""
 
     tp: int = 1
     cp: int = 1
@@ -38,6 +40,7 @@ class Mesh:
     etp: int | None = None
     layers: tuple[int, ...] | None = None
     device_type: str | None = None
+    open: bool = False
 
     @property
     def stage_ranks(self) -> int:
@@ -54,6 +57,8 @@ class Mesh:
 
     def text(self) -> str:
         """Such as ``tp2 dp4``; ``1 rank`` where every size is 1."""
+        if self.open:
+            return f"{self.ranks} ranks"
         named = {**{name: getattr(self, name) for name in _SIZES}, "etp": self.etp or 1}
         return " ".join(f"{name}{size}" for name, size in named.items() if size > 1) or "1 rank"
 
@@ -112,6 +117,11 @@ class Meshes:
         return tuple(made)
 
     @property
+    def open(self) -> bool:
+        """Whether their sizes are to be chosen."""
+        return any(mesh.open for mesh in self.meshes)
+
+    @property
     def world_size(self) -> int:
         return sum(mesh.ranks for mesh in self.meshes)
 
@@ -121,10 +131,17 @@ class Meshes:
     def stage_of(self, rank: int) -> Stage:
         return next(stage for stage in self.stages if rank in stage.ranks)
 
-    def place_of(self, stage: Stage) -> str:
-        """Such as ``stage 1 of 2, mesh 1 (A100 dp2)``, for messages."""
-        index, count = stage.index, len(self.stages)
-        return f"stage {index} of {count}, mesh {stage.mesh_index} ({stage.mesh.named()})"
+    def place_of(self, ranks: range) -> str:
+        """What these ranks hold, for messages: ``stage 1 of 2, mesh 1 (A100 dp2)``, ``stages 0-1 of
+        3, mesh 0 (tp2 pp2) and stage 2 of 3, mesh 1 (1 rank)``."""
+        held = [s for s in self.stages if s.ranks.start < ranks.stop and ranks.start < s.ranks.stop]
+        if self.open:  # which stages these are is to be chosen
+            return " and ".join(f"mesh {s.mesh_index} ({s.mesh.named()})" for s in held)
+        return " and ".join(
+            f"{numbered('stage', [stage.index for stage in own])} of {len(self.stages)}, mesh "
+            f"{index} ({self.meshes[index].named()})"
+            for index, own in groupby(held, key=lambda stage: stage.mesh_index)
+        )
 
     def sequences_of(self, mesh: Mesh, d: int) -> range:
         """Which sequences of a micro-batch the data-parallel rank ``d`` of a mesh has."""
@@ -154,21 +171,26 @@ def are_on(values: Values) -> bool:
 
 
 def meshes_of(values: Values) -> Meshes | None:
-    """The meshes that arguments describe; None where training is not heterogeneous.
+    """The meshes that arguments describe; None where training is not heterogeneous, and as long as
+    nobody has said which hosts there are.
 
     Raises:
         ValueError: they are malformed; :func:`problems` says how.
     """
-    if not are_on(values):
+    if not are_on(values) or to_be_filled(values):
         return None
     found = list(malformed(values))
     if found:
         raise ValueError("; ".join(f"{name}: {message}" for name, message in found))
     meshes = _with_layers(_read(values), values)
-    chunks = values["num_virtual_stages_per_pipeline_rank"]
-    chunks = chunks or values["virtual_pipeline_model_parallel_size"] or 1
     sequences = values["micro_batch_size"] * meshes[0].dp
-    return Meshes(meshes, sequences, chunks, bool(values["sequence_parallel"]))
+    return Meshes(meshes, sequences, chunks_of(values), bool(values["sequence_parallel"]))
+
+
+def chunks_of(values: Values) -> int:
+    """Model chunks that a stage of a mesh holds."""
+    chunks = values["num_virtual_stages_per_pipeline_rank"]
+    return int(chunks or values["virtual_pipeline_model_parallel_size"] or 1)
 
 
 def view(values: Values, meshes: Meshes, index: int) -> dict[str, Any]:
@@ -192,14 +214,6 @@ def view(values: Values, meshes: Meshes, index: int) -> dict[str, Any]:
     }
 
 
-def vocabulary_parts(values: Values) -> int:
-    """In how many equal parts the vocabulary can be cut, so that every mesh can cut it."""
-    meshes: Meshes | None = values["meshes"]
-    if meshes is None:
-        return int(values["tensor_model_parallel_size"])
-    return math.lcm(*(mesh.tp for mesh in meshes.meshes))
-
-
 # --- reading -------------------------------------------------------------------------------------
 
 
@@ -213,19 +227,42 @@ def malformed(values: Values) -> Iterator[Broken]:
         return
     for name in of_replicas:
         yield name, "is for hetero_mode: dp; here a micro-batch is shared out by the meshes"
-    sizes = values["hetero_process_meshes"]
+    sizes = values[MESHES]
     if not sizes:
         yield "enable_hetero", "needs hetero_process_meshes: which meshes?"
+        return
+    yield from _split_problems(values[SPLIT])
+    if to_be_filled(values):
         return
     if not in_words(values):
         yield from _number_problems(values, sizes)
         return
+    layers_said = any("layers=" in text for text in sizes)
     for name in given:
-        if name != MESHES:
+        if name != MESHES and (name != SPLIT or layers_said):
             yield name, f"is said by {MESHES} already, which names sizes; keep one"
     for number, text in enumerate(sizes):
         for message in _word_problems(text):
             yield MESHES, f"mesh {number}: {message}"
+    if len({"ranks=" in text for text in sizes}) > 1:
+        yield MESHES, "some meshes say ranks, some their sizes; say the sizes of all, or of none"
+
+
+def _split_problems(split: Sequence[str] | None) -> Iterator[Broken]:
+    for layers in () if split is None or chosen_for_us(split) else split:
+        if not _NUMBER.fullmatch(str(layers)):
+            yield SPLIT, f"{layers!r} is no number of layers; give one for each stage, or auto"
+            return
+
+
+def to_be_filled(values: Values) -> bool:
+    """Whether the meshes are to be one of each device type: the launcher knows these."""
+    return tuple(values.get(MESHES) or ()) == (AUTO,)
+
+
+def chosen_for_us(split: Sequence[str] | None) -> bool:
+    """Whether the layers of stages are to be chosen by measured times."""
+    return split is not None and tuple(split) == (AUTO,)
 
 
 def _number_problems(values: Values, sizes: Sequence[str]) -> Iterator[Broken]:
@@ -244,7 +281,7 @@ def _number_problems(values: Values, sizes: Sequence[str]) -> Iterator[Broken]:
 
 _DESCRIBING = (
     MESHES,
-    "hetero_pipeline_layer_split",
+    SPLIT,
     "hetero_device_types",
     "expert_tensor_parallel_size_per_process_mesh",
 )
@@ -285,7 +322,10 @@ def _word_problems(text: str) -> Iterator[str]:
                 yield "device_type is empty"
         elif not all(_NUMBER.fullmatch(n) and int(n) >= least for n in numbers):
             yield f"{key}: expected a whole number of at least {least}, found {value!r}"
-    if len({key for key, _ in pairs}) < len(pairs):
+    given = {key for key, _ in pairs}
+    if "ranks" in given and given & {*_SIZES, "etp", "layers"}:
+        yield "ranks leaves sizes and layers to be chosen; give these, or ranks"
+    if len(given) < len(pairs):
         yield "a size is given twice"
 
 
@@ -296,6 +336,8 @@ def _from_words(text: str) -> Mesh:
             given[key] = tuple(map(int, value.split("+")))
         else:
             given[key] = value if key == "device_type" else int(value)
+    if "ranks" in given:
+        return Mesh(dp=given["ranks"], device_type=given.get("device_type"), open=True)
     return Mesh(**given)
 
 
@@ -316,16 +358,31 @@ def _as_word(mesh: Mapping[Any, Any]) -> str:
 def _with_layers(meshes: Sequence[Mesh], values: Values) -> tuple[Mesh, ...]:
     """The meshes with the layers of every stage, where they are said or follow."""
     stages = sum(mesh.pp for mesh in meshes)
-    split = values["hetero_pipeline_layer_split"]
+    split, alone = values[SPLIT], bool(values["standalone_embedding_stage"])
     if any(mesh.layers is not None for mesh in meshes):
         return tuple(meshes)
-    if split is None:
-        held = stages - bool(values["standalone_embedding_stage"])
-        split = [values["num_layers"] // max(held, 1)] * held
-    if values["standalone_embedding_stage"] and len(split) == stages - 1:
-        split = [0, *split]
+    if chosen_for_us(split) or any(mesh.open for mesh in meshes):
+        counts = [0] * alone + even_layers(values, stages - alone)
+    elif split is None:
+        counts = [values["num_layers"] // max(stages - alone, 1)] * (stages - alone)
+    else:
+        counts = [int(layers) for layers in split]
+    if alone and len(counts) == stages - 1:
+        counts = [0, *counts]
+    return with_layers(meshes, counts)
+
+
+def even_layers(values: Values, stages: int) -> list[int]:
+    """As many layers in each of the stages, as far as they divide; the first have more."""
+    chunks = chunks_of(values)
+    each, more = divmod(values["num_layers"] // chunks, max(stages, 1))
+    return [(each + (index < more)) * chunks for index in range(stages)]
+
+
+def with_layers(meshes: Sequence[Mesh], layers: Sequence[int]) -> tuple[Mesh, ...]:
+    """The meshes with these layers, of each stage."""
     made, first = [], 0
     for mesh in meshes:
-        made.append(replace(mesh, layers=tuple(split[first : first + mesh.pp])))
+        made.append(replace(mesh, layers=tuple(layers[first : first + mesh.pp])))
         first += mesh.pp
     return tuple(made)

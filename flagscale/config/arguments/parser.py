@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagscale.config.arguments.aliases import Alias
+from flagscale.config.arguments.expressions import looks_like_one
+from flagscale.config.arguments.foreign import refusal, remark
 from flagscale.config.arguments.registry import (
     arguments,
     closest,
     lookup,
     one_or_many,
-    refusal,
 )
 from flagscale.config.arguments.spec import Argument
 from flagscale.config.arguments.values import convert, expected, shown
@@ -101,7 +102,7 @@ def _evaluate(given: _Given) -> tuple[str, Any] | None:
 
 def unknown(name: str) -> str:
     """The message about a name that is no argument."""
-    reason = refusal(name)
+    reason = refusal(name) or remark(name)
     if reason:
         return f"cannot be given: {reason}"
     near = closest(name)
@@ -112,8 +113,7 @@ def _value(argument: Argument, words: tuple[str, ...]) -> Any:
     if argument.kind == "bool" and not words:
         return True
     if argument.many:
-        values = convert(argument, words)
-        return values[0] if len(values) == 1 and argument.name in one_or_many() else values
+        return _single(argument, words[0] if len(words) == 1 else words, convert(argument, words))
     if len(words) != 1:
         found = " ".join(shown(w) for w in words) if words else "nothing"
         raise ValueError(f"expected {expected(argument)}, found {found}")
@@ -123,16 +123,23 @@ def _value(argument: Argument, words: tuple[str, ...]) -> Any:
 def canonicalise(name: str, value: Any) -> tuple[str, Any] | None:
     """The argument and the value that a name with a YAML value stands for.
 
-    None when it has no effect. Raises ValueError for an unknown name or an unfit value.
+    None when it has no effect: it is noted elsewhere, or a switch of Megatron-LM's that is off.
+    Raises ValueError for an unknown name or an unfit value.
     """
     found = lookup(name)
     if found is None:
+        if remark(name) or (refusal(name) and value is False):
+            return None
         raise ValueError(unknown(name))
     argument, alias = found
-    converted = convert(argument, value)
-    if argument.name in one_or_many() and not isinstance(value, (list, tuple)):
-        converted = converted[0]
-    return _folded(alias, argument.name, converted)
+    return _folded(alias, argument.name, _single(argument, value, convert(argument, value)))
+
+
+def _single(argument: Argument, given: Any, converted: Any) -> Any:
+    """The converted value, but for one that was given as no list and means another thing then."""
+    expressed = argument.kind == "int" and looks_like_one(str(given))
+    listed = expressed or isinstance(given, (list, tuple))
+    return converted if listed or argument.name not in one_or_many() else converted[0]
 
 
 def _folded(alias: Alias | None, name: str, value: Any) -> tuple[str, Any] | None:

@@ -15,7 +15,8 @@ from flagscale.config.arguments.values import MAX_NAME, size
 DATA = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
 """Blends: prefixes of data sets, or weights and prefixes in turn."""
 TOKENIZER = frozenset(
-    {"tokenizer_path"} | {a.name for a in ALIASES if a.target == "tokenizer_path"}
+    {"tokenizer_path", "merge_file", "special_tokens_file"}
+    | {a.name for a in ALIASES if a.target == "tokenizer_path"}
 )
 WRITTEN = frozenset(
     {"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "profile_dir"}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flagscale.config.arguments.values import shown
+
 Values = Mapping[str, Any]
 Broken = tuple[str, str]
 
@@ -24,7 +26,9 @@ def compiled_only(values: Values) -> Iterator[Broken]:
     if values["transformer_impl"] == "local":
         for name, reason in _COMPILED_ONLY.items():
             if values[name]:
-                message = f"{values[name]!r} needs transformer_impl: auto or compiled; {reason}"
+                message = (
+                    f"{shown(values[name])} needs transformer_impl: auto or compiled; {reason}"
+                )
                 yield name, message
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flagscale.config.arguments.aliases import ALIASES, REFUSED, Alias
+from flagscale.config.arguments.aliases import ALIASES, Alias
 from flagscale.config.arguments.bounds import BOUNDS
 from flagscale.config.arguments.spec import Argument, declared
 from flagscale.config.arguments.training import TRAINING_GROUPS
@@ -100,11 +100,6 @@ def lookup(name: str) -> tuple[Argument, Alias | None] | None:
         return None
     alias = Alias(name, positive.name, "opposite")
     return _alias_argument(alias), alias
-
-
-def refusal(name: str) -> str | None:
-    """Why a name that Megatron knows cannot be given here."""
-    return REFUSED.get(name)
 
 
 def closest(name: str) -> list[str]:

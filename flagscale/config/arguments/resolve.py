@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Sequence
 from typing import Any
 
-from flagscale.config.arguments import layout, rules, shares
-from flagscale.config.arguments.meshes import Meshes, meshes_of, view
+from flagscale.config.arguments import fallbacks, idle, layout, rules, shares
+from flagscale.config.arguments.meshes import MESHES, Meshes, meshes_of, to_be_filled, view
+from flagscale.config.arguments.pipeline import virtual_chunks
 from flagscale.config.arguments.precision import Values
+from flagscale.config.arguments.registry import arguments
+from flagscale.config.arguments.shares import Share
 from flagscale.errors import ConfigError, Problem
 
 
@@ -21,26 +25,45 @@ def resolve(args: argparse.Namespace, world_size: int) -> argparse.Namespace:
 
     Sets ``global_batch_size``, ``train_iters``, ``train_samples``, ``data_parallel_size``,
     ``num_microbatches``, ``virtual_pipeline_model_parallel_size``, the point-to-point options of
-    the interleaved schedule, ``ffn_hidden_size`` and ``max_position_embeddings``; and ``meshes``,
-    None unless training is heterogeneous, when ``data_parallel_size`` is the first mesh's.
+    the interleaved schedule, ``ffn_hidden_size`` and ``max_position_embeddings``; ``remarks``, a
+    line for each value that another stands in for or that has no effect; and ``meshes``, None
+    unless training is heterogeneous, when ``data_parallel_size`` is the first mesh's.
 
     Raises:
         ConfigError: with every problem found.
     """
-    out = copy.copy(args)
-    broken = rules.broken(vars(out)) or layout.broken_world(vars(out), world_size)
+    broken = rules.broken(vars(args))
+    out = argparse.Namespace(**fallbacks.settled(vars(args)))
+    out.remarks = _remarks(vars(args))
+    broken = broken or layout.broken_world(vars(out), world_size)
     if not broken:
         _set_batch(out, world_size)
         # Again: a schedule in samples can be compared with one in steps only now.
         broken = rules.broken(vars(out))
+    if to_be_filled(vars(out)):
+        message = (
+            "auto is written out by the launcher, with the ranks of each device type: by hand, "
+            "give words such as device_type=A800,ranks=16"
+        )
+        broken = [*broken, (MESHES, message)]
     if broken:
         raise ConfigError([Problem(name, message) for name, message in broken])
     _set_length(out)
     _set_virtual_stages(out)
     if out.ffn_hidden_size is None and out.swiglu:
-        # Megatron-LM's rule: two thirds of 4 x hidden, in multiples of 64.
-        out.ffn_hidden_size = int(4 * out.hidden_size * 2 / 3 / 64) * 64
+        out.ffn_hidden_size = layout.gated_width(vars(out))
     return out
+
+
+_THE_LAUNCHERS = ("wandb_save_dir",)
+"""What the launcher gives, whatever else is given: nobody asked for an effect of it."""
+
+
+def _remarks(values: Values) -> list[str]:
+    given = [name for name in arguments() if name not in _THE_LAUNCHERS]
+    changed = [name for name in given if values[name] != arguments()[name].default]
+    replaced = [f"{name}: {message}" for name, message in fallbacks.notes(values)]
+    return replaced + [idle.sentence(*found) for found in idle.notes(values, changed)]
 
 
 def of_rank(args: argparse.Namespace, rank: int) -> argparse.Namespace:
@@ -64,9 +87,15 @@ def _of_replica(args: argparse.Namespace, rank: int) -> argparse.Namespace:
     """Arguments of a rank of one of the unlike replicas: its own micro-batches. ``share`` is what
     it takes of a step."""
     out = copy.copy(args)
-    out.share = args.shares[rank // (args.tensor_model_parallel_size * args.context_parallel_size)]
-    out.micro_batch_size, out.num_microbatches = out.share.size, out.share.count
+    take_shares(out, args.shares, rank)
     return out
+
+
+def take_shares(args: argparse.Namespace, shared: Sequence[Share], rank: int) -> None:
+    """Give the arguments of a rank of one of the unlike replicas these shares of a step."""
+    args.shares = tuple(shared)
+    args.share = args.shares[rank // shares.replica_ranks(vars(args))]
+    args.micro_batch_size, args.num_microbatches = args.share.size, args.share.count
 
 
 def _set_batch(args: argparse.Namespace, world_size: int) -> None:
@@ -93,7 +122,7 @@ def _set_length(args: argparse.Namespace) -> None:
 def _set_virtual_stages(args: argparse.Namespace) -> None:
     if args.meshes is not None and args.stage is None:
         return  # a rank's own, see of_rank()
-    args.virtual_pipeline_model_parallel_size = layout.virtual_chunks(vars(args))
+    args.virtual_pipeline_model_parallel_size = virtual_chunks(vars(args))
     if args.virtual_pipeline_model_parallel_size is not None:
         # With batched point-to-point calls two interleaved stages get each other's tensors and
         # train on wrong gradients without a word.

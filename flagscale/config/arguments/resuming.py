@@ -88,13 +88,16 @@ def _layout(values: Values, world_size: int) -> dict[str, int | str]:
     """Sizes that decide which rank draws which random numbers."""
     if values["meshes"] is not None:
         return {"meshes": values["meshes"].describe(), "world": world_size}
-    return {
+    sizes: dict[str, int | str] = {
         "tensor": values["tensor_model_parallel_size"],
         "pipeline": values["pipeline_model_parallel_size"],
         "virtual": values["virtual_pipeline_model_parallel_size"] or 1,
         "expert": values["expert_model_parallel_size"],
         "world": world_size,
     }
+    if values["shares"] is not None and values["pipeline_model_parallel_size"] > 1:
+        sizes["order"] = "replica by replica"
+    return sizes
 
 
 def _precision(values: Values) -> str:

@@ -14,36 +14,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flagscale.config.arguments import devices, layout, precision
+from flagscale.config.arguments import devices, fallbacks, idle, layout, precision
 from flagscale.config.arguments.precision import Broken, Values
-
-_UNSUPPORTED: tuple[tuple[str, str], ...] = (
-    ("use_megatron_fsdp", "this trainer shards the optimizer only (use_distributed_optimizer)"),
-    ("use_custom_fsdp", "this trainer shards the optimizer only (use_distributed_optimizer)"),
-    ("multi_latent_attention", "there is no multi-latent attention without Transformer Engine"),
-    ("mtp_num_layers", "multi-token prediction is not built"),
-    ("moe_permute_fusion", "it needs Transformer Engine's fused permutation"),
-    ("moe_router_fusion", "it needs Transformer Engine's fused router"),
-    ("fp4", "fp4 needs Transformer Engine"),
-    ("use_precision_aware_optimizer", "it needs Transformer Engine's optimizer"),
-    ("optimizer_cpu_offload", "offloading the optimizer needs Transformer Engine's or Apex's"),
-    ("cpu_offloading", "offloading activations needs Transformer Engine"),
-    ("tp_comm_overlap", "overlapping tensor-parallel communication needs Transformer Engine"),
-    ("masked_softmax_fusion", "it needs Apex's CUDA extension; scaled_dot_product_attention fuses"),
-    ("fp8_param", "weights are kept in 16 bits and cast once a step"),
-    ("fp8_param_gather", "weights are kept in 16 bits and cast once a step"),
-    ("fp8_dot_product_attention", "attention is computed in 16 bits"),
-    ("fp8_multi_head_attention", "attention is computed in 16 bits"),
-    ("activation_func_fp8_input_store", "it needs Transformer Engine"),
-    ("persist_layer_norm", "it needs Apex; torch's norms are fused anyway"),
-    ("memory_efficient_layer_norm", "it needs Apex"),
-    ("layernorm_zero_centered_gamma", "the norms here have no zero-centred weight"),
-    ("reset_attention_mask", "attention here is causal over the whole sequence"),
-    ("enable_cuda_graph", "CUDA graphs need Transformer Engine"),
-    ("external_cuda_graph", "CUDA graphs need Transformer Engine"),
-    ("heterogeneous_block_specs", "all layers are alike"),
-    ("experimental_attention_variant", "attention here is softmax attention"),
-)
+from flagscale.config.arguments.values import shown
 
 _NOT_RECOMPUTED: Mapping[str, str] = {
     "layernorm": "needs Transformer Engine",
@@ -68,9 +41,12 @@ def broken(values: Values) -> list[Broken]:
     missing = list(_required(values))
     if missing:
         return missing
+    refused = list(fallbacks.broken(values))
+    values = fallbacks.settled(values)
     rules = (
         devices.known,
         _unsupported,
+        idle.broken,
         _not_built,
         _attention,
         precision.precision,
@@ -82,8 +58,9 @@ def broken(values: Values) -> list[Broken]:
         _profiling,
         _schedule,
         _split,
+        _tokenizer,
     )
-    return [found for rule in rules for found in rule(values)]
+    return refused + [found for rule in rules for found in rule(values)]
 
 
 def needs_checkpoint(values: Values) -> str | None:
@@ -113,18 +90,9 @@ def _required(values: Values) -> Iterator[Broken]:
 
 
 def _unsupported(values: Values) -> Iterator[Broken]:
-    for name, reason in _UNSUPPORTED:
-        if values.get(name):
-            yield name, f"{values[name]!r} is not supported by this trainer: {reason}"
     for name in OPTIMIZER_DTYPES:
         if str(values.get(name) or "fp32").rpartition(".")[2] not in ("fp32", "float32"):
             yield name, f"{values[name]!r} needs Transformer Engine's optimizer; leave it out"
-    if values["transformer_impl"] == "transformer_engine":
-        yield (
-            "transformer_impl",
-            "transformer_engine: this trainer has no layers of Transformer Engine; take auto, "
-            "whose layers torch compiles on CUDA",
-        )
     if values["optimizer"] not in ("adam", "sgd"):
         yield "optimizer", f"{values['optimizer']!r}: expected 'adam' or 'sgd'"
 
@@ -154,7 +122,7 @@ def _attention(values: Values) -> Iterator[Broken]:
         if (values[name] or nothing) != nothing:
             yield (
                 name,
-                f"{values[name]!r} is not possible with scaled_dot_product_attention; "
+                f"{shown(values[name])} is not possible with scaled_dot_product_attention; "
                 "attention_backend: local takes megatron.core's own attention",
             )
 
@@ -257,3 +225,10 @@ def _split(values: Values) -> Iterator[Broken]:
             f"expected up to three numbers for training, validation and test, such as 969,30,1, "
             f"found {text!r}",
         )
+
+
+def _tokenizer(values: Values) -> Iterator[Broken]:
+    if values["tokenizer_type"] == "AquilaTokenizerFS":
+        for name in ("tokenizer_path", "merge_file", "special_tokens_file"):
+            if values[name] is None:
+                yield name, "is required by tokenizer_type AquilaTokenizerFS"

@@ -12,7 +12,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flagscale.config.arguments.hetero import Heterogeneous
+from flagscale.config.arguments.recompute import PerStage
 from flagscale.config.arguments.spec import Section, arg
+
+TOKENIZERS = (
+    "HuggingFaceTokenizer",
+    "Llama3TokenizerFS",
+    "QwenTokenizerFS",
+    "Qwen2TokenizerFS",
+    "HFTokenizerFS",
+    "HFTokenizersTokenizerFS",
+    "GPT2BPETokenizer",
+    "AquilaTokenizerFS",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "NullTokenizer",
+    "ByteLevelTokenizer",
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +81,15 @@ class Runtime:
         "Transformer layers: compiled is the fastest on CUDA (layers compiled whole, weight "
         "gradients added by the matrix product, a loss without fp32 logits), local is "
         "megatron.core's own with this project's attention and norm, auto is compiled on CUDA and "
-        "with fp8, otherwise local; transformer_engine is for entry points that bring Transformer "
-        "Engine",
+        "with fp8, otherwise local; transformer_engine, for entry points that bring Transformer "
+        "Engine, is auto here, with a note",
         choices=("auto", "compiled", "local", "transformer_engine"),
+    )
+    allow_fallbacks: bool = arg(
+        True,
+        "Take another value, with a note, for one that this trainer cannot have and that does "
+        "nearly the same (transformer_impl: transformer_engine, ckpt_format: torch, "
+        "sequence_parallel without tensor parallelism, reset_attention_mask); false refuses it",
     )
     check_for_nan_in_loss_and_grad: bool = arg(
         True, "End the job, naming step and rank, when the loss or the gradient is not finite"
@@ -99,7 +122,12 @@ class Checkpointing:
         None, "Keep this many newest checkpoints in --save; without it all", minimum=1
     )
     async_save: bool = arg(False, "Write checkpoints from a forked process while training goes on")
-    ckpt_format: str = arg("torch_dist", "Format of checkpoints on disk", choices=("torch_dist",))
+    ckpt_format: str = arg(
+        "torch_dist",
+        "Format of the checkpoints that are saved: torch_dist; it is taken, with a note, for "
+        "Megatron-LM's others too",
+        choices=("torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"),
+    )
     ckpt_fully_parallel_save: bool = arg(
         True, "Spread the writing of a checkpoint over all data-parallel ranks"
     )
@@ -196,6 +224,23 @@ class Model:
     rope_scaling_factor: float = arg(8.0, "Factor of --use-rope-scaling", minimum=1)
     untie_embeddings_and_output_weights: bool = arg(
         False, "Give the output layer its own weights instead of the embedding's"
+    )
+    rope_type: str | None = arg(
+        None,
+        "Kind of rotary positions; of effect in multi-latent attention only",
+        choices=("rope",),
+    )
+    norm_init_weight: float | None = arg(
+        None, "Value that the norms' weights start from; 1 without it"
+    )
+    multiple_of: int | None = arg(
+        None,
+        "With swiglu and without ffn_hidden_size: round its 8/3 x hidden_size up to a multiple of "
+        "this",
+        minimum=1,
+    )
+    hidden_dim_multiplier: float | None = arg(
+        None, "With multiple_of: multiply that width by this before rounding", minimum=0.001
     )
     swiglu: bool = arg(False, "Gated linear units with SiLU in the MLP (SwiGLU)")
     squared_relu: bool = arg(False, "Squared ReLU in the MLP instead of GELU")
@@ -299,8 +344,15 @@ class Data:
         choices=("single", "cyclic"),
     )
     num_workers: int = arg(2, "Loader processes a rank; 0 loads in the training process", minimum=0)
+    create_attention_mask: bool = arg(
+        False, "Make a mask for every sequence; attention here needs none, and none is made"
+    )
     reset_position_ids: bool = arg(False, "Restart positions after an end-of-document token")
-    reset_attention_mask: bool = arg(False, "Keep attention from crossing an end-of-document token")
+    reset_attention_mask: bool = arg(
+        False,
+        "Keep attention from crossing an end-of-document token: not built, and switched off with "
+        "a note, as Megatron-LM's fused attention does without one",
+    )
     eod_mask_loss: bool = arg(False, "Leave end-of-document tokens out of the loss")
 
 
@@ -312,8 +364,15 @@ class Tokenizer:
         None,
         "NullTokenizer, HuggingFaceTokenizer (a local directory; Llama3TokenizerFS means the "
         "same), SentencePieceTokenizer or ByteLevelTokenizer",
+        choices=TOKENIZERS,
     )
     tokenizer_path: str | None = arg(None, "The tokenizer's directory or file")
+    merge_file: str | None = arg(
+        None, "GPT-2's merges.txt, where tokenizer_path (vocab_file) is its vocab.json"
+    )
+    special_tokens_file: str | None = arg(
+        None, "Of AquilaTokenizerFS: special tokens, a line each, whose ids follow the vocabulary"
+    )
     vocab_size: int | None = arg(
         None, "Tokens of the vocabulary before padding; the tokenizer's own without it", minimum=1
     )
@@ -331,6 +390,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Logging, "system"),
     (Profiling, "system"),
     (Heterogeneous, "system"),
+    (PerStage, "system"),
     (Model, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from flagscale.config.arguments import expressions
+from flagscale.config.arguments.foreign import VALUES
 from flagscale.config.arguments.spec import Argument
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
@@ -85,13 +87,26 @@ def _bounds(argument: Argument) -> str:
 def convert(argument: Argument, value: Any) -> Any:
     """The argument's value from a YAML value or from words.
 
-    ``many`` arguments give a list and accept a single value for a list of one. Raises ValueError,
+    ``many`` arguments give a list and accept a single value for a list of one, and of whole
+    numbers an expression (``[0]+[1]*3``). Raises ValueError,
     whose text says what was expected and found.
     """
     if argument.many:
         items = list(value) if isinstance(value, (list, tuple)) else [value]
+        items = [one for item in items for one in _items(argument, item)]
         return [_convert_one(argument, item, value) for item in items]
     return _convert_one(argument, value, value)
+
+
+def _items(argument: Argument, item: Any) -> list[Any]:
+    """What one item of a list stands for: itself, or the items of an expression."""
+    if argument.kind == "int" and isinstance(item, str) and expressions.looks_like_one(item):
+        try:
+            return list(expressions.listed(item))
+        except ValueError:
+            message = f"expected {expected(argument)}, or [0]+[1]*3 for [0, 1, 1, 1]"
+            raise ValueError(f"{message}, found {shown(item)}") from None
+    return [item]
 
 
 def _convert_one(argument: Argument, item: Any, whole: Any) -> Any:
@@ -100,6 +115,8 @@ def _convert_one(argument: Argument, item: Any, whole: Any) -> Any:
     except ValueError:
         raise ValueError(f"expected {expected(argument)}, found {shown(whole)}") from None
     if not _within(argument, converted):
+        if why := VALUES.get((argument.name, str(converted))):
+            raise ValueError(f"{shown(whole)} cannot be given: {why}")
         near = did_you_mean(str(converted), map(str, argument.choices or ()))
         raise ValueError(f"expected {expected(argument)}, found {shown(whole)}{near}")
     return converted

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flagscale.config.arguments.rules import needs_checkpoint
+from flagscale.config.arguments.values import shown
 from flagscale.config.checks import Arguments, check_arguments, check_world, notes
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 
@@ -139,7 +140,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "batch_p2p_comm",
         "must be false",
     ),
-    "sp": ({"sequence_parallel": True}, "sequence_parallel", "needs tensor_model_parallel_size"),
     "sp-length": (
         {"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 30},
         "seq_length",
@@ -170,12 +170,26 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "cp_comm_type",
         "p2p: keys and values are gathered here",
     ),
-    "te": ({"transformer_impl": "transformer_engine"}, "transformer_impl", "take auto"),
+    "opposite": (
+        {"no_rope_fusion": False, "transformer_impl": "local"},
+        "no_rope_fusion",
+        "or Apex for it (`no_rope_fusion: false` is `apply_rope_fusion: true`)",
+    ),
+    "switch-of-a-value": (
+        {"use_flash_attn": True, "window_size": [4, 0]},
+        "window_size",
+        "[4, 0] is not possible",
+    ),
+    "no-mask": (
+        {"reset_attention_mask": True, "transformer_impl": "local"},
+        "reset_attention_mask",
+        "true is not supported by this trainer: attention here is causal",
+    ),
     **{
         name: (
             {name: value},
             name,
-            f"{value!r} is not possible with scaled_dot_product_attention; attention_backend: "
+            f"{shown(value)} is not possible with scaled_dot_product_attention; attention_backend: "
             "local takes",
         )
         for name, value in {
@@ -186,6 +200,8 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         }.items()
     },
     "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
+    "yarn": ({"is_hybrid_model": True}, "is_hybrid_model", "Mamba and attention layers are not"),
+    "validations": ({"multiple_validation_sets": True}, "multiple_validation_sets", "a blend of"),
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
     "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
     "fused-loss": ({"cross_entropy_fusion_impl": "te"}, "cross_entropy_fusion_impl", "te needs"),
@@ -218,6 +234,12 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "3 is not divisible",
     ),
     "top-1": ({"num_moe_experts": 4, "moe_router_topk": 1}, "moe_router_topk", "pre_softmax"),
+    "moe-pattern": (
+        {"num_moe_experts": 4, "moe_layer_freq": "[0]+[1]*6"},
+        "moe_layer_freq",
+        "7 items, but num_layers is 8",
+    ),
+    "moe-never": ({"moe_layer_freq": 0}, "moe_layer_freq", "0: expected 1 for every layer"),
     "split": ({"split": "50;50"}, "split", "such as 969,30,1, found '50;50'"),
     "split-of-four": ({"split": "1,1,1,1"}, "split", "up to three numbers"),
     "split-of-nothing": ({"split": "0,0,0"}, "split", "up to three numbers"),
@@ -305,6 +327,67 @@ def test_problem(values: dict[str, Any], name: str, message: str) -> None:
         name if name in values else found[0].key.rpartition(".")[2]
     ]
     assert len(found) == 1
+
+
+FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
+    "te": ({"transformer_impl": "transformer_engine"}, "'auto' is taken in place of"),
+    "torch": ({"dist_ckpt_format": "torch"}, "dist_ckpt_format: 'torch_dist' is taken"),
+    "sp": ({"sequence_parallel": True}, "sequence_parallel: false is taken in place of true"),
+    "sp-meshes": (
+        {
+            "sequence_parallel": True,
+            "enable_hetero": True,
+            "hetero_process_meshes": [1] * 10,
+            "hetero_device_types": ["a", "b"],
+        },
+        "sequence_parallel: false is taken in place of true",
+    ),
+    "mask": ({"reset_attention_mask": True}, "reset_attention_mask: false is taken"),
+}
+
+
+@pytest.mark.parametrize(("values", "note"), FALLBACKS.values(), ids=FALLBACKS)
+def test_what_is_replaced_is_noted_or_refused(values: dict[str, Any], note: str) -> None:
+    experiment = _experiment(values)
+    assert not check_arguments(experiment)
+    (found,) = notes(experiment, 1)
+    assert note in found
+    (problem,) = check_arguments(_experiment({**values, "allow_fallbacks": False}))
+    assert problem.key.endswith(next(iter(values)))
+    assert "allow_fallbacks: true takes" in problem.message
+
+
+WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": (
+        {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.1},
+        "no effect of moe_router_topk, moe_aux_loss_coeff: needs num_moe_experts",
+    ),
+    "loss-scale": (
+        {"bf16": True, "initial_loss_scale": 1024, "min_loss_scale": 1.0},
+        "no effect of initial_loss_scale, min_loss_scale: needs fp16",
+    ),
+    "other-optimizer": ({"sgd_momentum": 0.8}, "no effect of sgd_momentum: needs optimizer: sgd"),
+    "alias": ({"dataloader_fast_cache_load": True}, "no effect of dataloader_fast_cache_load: the"),
+    "default": ({"data_parallel_sharding_strategy": "optim"}, "shards the optimizer only"),
+    "on-by-default": ({"no_gradient_reduce_div_fusion": True}, "no_gradient_reduce_div_fusion: it"),
+    "foreign": ({"log_straggler": True}, "no effect of log_straggler: this figure, trace or"),
+    "off": ({"moe_per_layer_logging": False, "fsdp_double_buffer": False, "auto_tune": False}, ""),
+    "satisfied": ({"fp16": True, "initial_loss_scale": 1024}, ""),
+}
+
+
+@pytest.mark.parametrize(("values", "note"), WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT)
+def test_what_has_no_effect_is_noted(values: dict[str, Any], note: str) -> None:
+    experiment = _experiment(values)
+    assert not check_arguments(experiment)
+    found = "; ".join(notes(experiment, 1))
+    assert note in found and bool(note) == bool(found)
+
+
+def test_a_foreign_program_judges_for_itself() -> None:
+    experiment = _experiment({"transformer_impl": "transformer_engine"}, external=True)
+    (note,) = notes(experiment, 1)
+    assert "its own parser judges the arguments" in note
 
 
 WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {

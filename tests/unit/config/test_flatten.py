@@ -36,6 +36,10 @@ TABLE = {
     "text-of-nobodys-switch": ({"my_switch": "false"}, ["--my-switch", "false"]),
     "no-text-of-a-switch": ({"swiglu": "maybe"}, ["--swiglu", "maybe"]),
     "empty-section": ({"a": {}}, []),
+    "the-same-twice": ({"a": {"x_y": 1, "z": 2}, "b": {"x-y": 1}}, ["--x-y", "1", "--z", "2"]),
+    "the-same-in-other-words": ({"a": {"lr": 0.1}, "b": {"lr": "1e-1"}}, ["--lr", "0.1"]),
+    "the-same-list": ({"a": {"x": [1, 2]}, "b": {"x": [1, 2]}}, ["--x", "1", "2"]),
+    "expression": ({"moe_layer_freq": "[0]+[1]*3"}, ["--moe-layer-freq", "[0]+[1]*3"]),
 }
 
 
@@ -48,7 +52,8 @@ def test_flatten(sections: dict[str, Any], argv: list[str] | None) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"a": {"x": 1}, "b": {"x": 1}}, "a.x"),
+        ({"a": {"x": 1}, "b": {"x": 2}}, "2 here and 1 as a.x"),
+        ({"a": {"x": 1}, "b": {"x": True}}, "given twice"),
         ({"a": {"x_y": 1}, "b": {"x-y": 2}}, "given twice"),
         ({"a": [{"b": 1}]}, "plain values"),
         ({"a": [[1]]}, "plain values"),
@@ -70,6 +75,18 @@ def test_every_problem_is_told() -> None:
     with pytest.raises(ConfigError) as error:
         flatten({"a": [None], "b": {"c": [{}]}}, prefix="train.")
     assert [p.key for p in error.value.problems] == ["train.a", "train.b.c"]
+
+
+def test_the_opposite_of_an_opposite_is_asked_for() -> None:
+    sections = {"no_rope_fusion": False, "disable_bias_linear": False, "no_fp8_wgrad": "false"}
+    assert flatten(sections) == ["--apply-rope-fusion"]
+    assert flatten(sections, external=True) == []
+
+
+def test_a_key_without_effect_is_for_foreign_parsers_alone() -> None:
+    sections = {"a": {"log_straggler": True, "use_dualpipev": False, "x": 1}}
+    assert flatten(sections) == ["--x", "1"]
+    assert flatten(sections, external=True) == ["--log-straggler", "--x", "1"]
 
 
 @pytest.mark.parametrize("name", ["exit_signal_handler", "use_mcore_models"])

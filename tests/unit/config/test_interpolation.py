@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from flagscale.config.checks import notes
 from flagscale.config.interpolation import literal, parts, readable, reference, references
 from flagscale.errors import ConfigError
 from flagscale.hosts.probe import filled
@@ -85,6 +86,15 @@ HINTS = {
         "exp_name: a\n  cmds: {before_start: 'echo ${HOME%%/*}'}",
         r"for the shell's variable write \${HOME%%/*}",
     ),
+    "placeholder": ("exp_name: ${name:??}", "it is a placeholder: replace it by a value"),
+    "placeholder-without-a-colon": (
+        "exp_name: ${name??}",
+        "it is a placeholder: replace it by a value",
+    ),
+    "older-hydra": (
+        "exp_name: ${env:NAME}",
+        "write ${oc.env:NAME} for this machine's variable",
+    ),
     "begun": (
         "exp_name: a\n  cmds: {before_start: 'echo ${HOME'}",
         r"${ begins an interpolation: what is not meant as one is written \${",
@@ -99,6 +109,49 @@ def test_the_hint_says_what_to_write(workspace: Workspace, written: str, message
         workspace.load()
     assert message in str(error.value)
     assert str(error.value).endswith(message)
+
+
+def test_all_that_cannot_be_resolved_is_told_at_once(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "exp_name: demo", "exp_name: ${a${b}")
+    workspace.replace("conf/train.yaml", "exp_dir: ./outputs demo", "exp_dir: ${experiment.nme}")
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: ${layers:??}")
+    with pytest.raises(ConfigError) as error:
+        workspace.load()
+    assert sorted((p.where, p.key) for p in error.value.problems) == [
+        ("conf/train.yaml:5", "experiment.exp_name"),
+        ("conf/train.yaml:6", "experiment.exp_dir"),
+        ("conf/train/tiny.yaml:6", "train.model.num_layers"),
+    ]
+
+
+OWN = {
+    "of-the-experiment": ("  layers: 6\n", "${experiment.layers}", 6),
+    "in-a-section": ("  own: {layers: [6]}\n", "${experiment.own.layers[0]}", 6),
+    "at-the-top": ("layers: 6\n", "${layers}", 6),
+    "relative": ("  layers: 6\n", "${...experiment.layers}", 6),
+}
+
+
+@pytest.mark.parametrize(("own", "reference", "value"), OWN.values(), ids=OWN)
+def test_keys_of_ones_own_are_sources(
+    workspace: Workspace, own: str, reference: str, value: int
+) -> None:
+    text = (workspace.conf / "train.yaml").read_text(encoding="utf-8")
+    place = "action: run\n" if own[0] == "l" else "  exp_name: demo\n"
+    (workspace.conf / "train.yaml").write_text(text.replace(place, place + own), encoding="utf-8")
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", f"num_layers: {reference}")
+    experiment = workspace.load()
+    assert experiment.train.model["num_layers"] == value
+    assert not experiment.idle
+
+
+def test_a_key_that_nothing_refers_to_is_noted(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "  exp_name: demo\n", "  exp_name: demo\n  seed: 4\n")
+    experiment = workspace.load()
+    assert experiment.idle == ("experiment.seed",)
+    assert "no key takes its value from it by ${experiment.seed}" in notes(experiment, 1)[0]
+    with pytest.raises(ConfigError, match=r"override: experiment\.steps: unknown key"):
+        workspace.load("+experiment.steps=4")
 
 
 VALUES = {

@@ -34,6 +34,45 @@ def test_a_whole_experiment(workspace: Workspace) -> None:
     assert json.loads(json.dumps(experiment.resolved))["experiment"]["exp_name"] == "demo"
 
 
+CHECKOUTS = {
+    "flagscale": (
+        ("flagscale/__init__.py", "third_party/Megatron-LM/megatron/training/__init__.py"),
+        "flagscale/train/train_gpt.py",
+        ["third_party/Megatron-LM", "."],
+    ),
+    "older-flagscale": (
+        ("flagscale/__init__.py", "megatron/megatron/training/__init__.py"),
+        "flagscale/train/train_aquila.py",
+        ["megatron", "."],
+    ),
+    "flagscale-without-a-backend": (("flagscale/__init__.py",), "flagscale/train/x.py", ["."]),
+    "megatron": (("megatron/training/__init__.py",), "pretrain_gpt.py", ["."]),
+    "tools": (("megatron/training/__init__.py",), "tools/run/it.py", ["."]),
+    "alone": ((), "program.py", []),
+    "beside-a-clone": (("flagscale/run.py",), "work/program.py", []),
+}
+
+
+@pytest.mark.parametrize(("files", "program", "found"), CHECKOUTS.values(), ids=CHECKOUTS)
+def test_packages_of_a_foreign_program(
+    workspace: Workspace, files: tuple[str, ...], program: str, found: list[str]
+) -> None:
+    for name in (*files, program):
+        workspace.write(f"theirs/{name}", "")
+    workspace.replace("conf/train.yaml", "type: train", f"entrypoint: theirs/{program}")
+    root = workspace.root / "theirs"
+    task = workspace.load(purpose="plan").task
+    assert task.external
+    assert task.packages == tuple(root / name for name in found)
+
+
+def test_flagscales_program_for_unlike_devices_is_this_one(workspace: Workspace) -> None:
+    entrypoint = "entrypoint: ./flagscale/train/hetero/train_gpt.py"
+    workspace.replace("conf/train.yaml", "type: train", entrypoint)
+    task = workspace.load().task
+    assert (task.entrypoint, task.external, task.packages) == (OWN_PROGRAM, False, ())
+
+
 @pytest.mark.parametrize(
     ("value", "nnodes"), [("1", 1), ('"1"', 1), ("1:4", 1), ('"1:4"', 1), ("null", None)]
 )

@@ -21,6 +21,11 @@ EXPERIMENT_PROBLEMS = {
         "  exp_name: x\n  exp_dri: y\n",
         "did you mean 'exp_dir'",
     ),
+    "key-of-another-section": (
+        "  exp_name: demo\n",
+        "  exp_name: x\n  nnodes: 4\n",
+        "experiment.nnodes: unknown key; did you mean 'experiment.runner.nnodes'?",
+    ),
     "unknown-section": (
         "  runner:\n",
         "  runnner: {}\n  runner:\n",
@@ -29,8 +34,19 @@ EXPERIMENT_PROBLEMS = {
     "unknown-envs": ("  envs:\n", "  env: {}\n  envs:\n", "did you mean 'envs'"),
     "unknown-notify": ("nnodes: 1", "notfy: {command: c}", "did you mean 'notify'"),
     "unknown-top": ("action: run", "action: run\nexperimnt: 1", "did you mean 'experiment'"),
+    "tuner": (
+        "  envs:\n",
+        "  auto_tuner: {space: {}}\n  envs:\n",
+        "experiment.auto_tuner: cannot be given: there is no automatic tuner",
+    ),
+    "tuning": ("action: run", "action: auto_tune", "'auto_tune' cannot be given: there is no"),
     "bad-action": ("action: run", "action: rnu", "expected one of run, dryrun"),
     "no-entrypoint": ("type: train", "entrypoint: no/such.py", "no file no/such.py"),
+    "program-of-flagscale": (
+        "type: train",
+        "entrypoint: ./flagscale/train/train_llava.py",
+        "train_gpt.py is the one program here: give the path of another's",
+    ),
     "task-type": ("type: train", "type: serve", "expected one of train, found 'serve'"),
     "nnodes-zero": ("nnodes: 1", "nnodes: 0", "not less than 1, found '0'"),
     "nnodes-text": ("nnodes: 1", "nnodes: two", "whole number"),
@@ -173,7 +189,7 @@ TRAIN_PROBLEMS = {
     "choice": ("num_layers: 4", "num_layers: 4\n  normalization: Batch", 7, "LayerNorm, RMSNorm"),
     "bool": ("bf16: true", "bf16: 2", 4, "expected true or false, found 2"),
     "number-for-bool": ("num_layers: 4", "num_layers: true", 6, "whole number"),
-    "twice": ("bf16: true", "bf16: true\n  bf16: true", 5, "'bf16' is given twice"),
+    "twice": ("bf16: true", "bf16: true\n  bf16: false", 5, "'bf16' is given twice: false here"),
     "contradiction": (
         "num_layers: 4",
         "num_layers: 4\n  norm_epsilon: 1e-5\n  layernorm_epsilon: 1e-6",

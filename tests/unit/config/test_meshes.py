@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from flagscale.config.arguments.layout import place_of
 from flagscale.config.arguments.meshes import Mesh, Meshes, as_words
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import of_rank, resolve
+from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.errors import ConfigError
 
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2
@@ -14,6 +18,7 @@ MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-g
 --global-batch-size 8"""
 MESHES = "--enable-hetero --hetero-process-meshes"
 REPLICAS = "--enable-hetero --hetero-mode dp"
+VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 TWO = f"{MESHES} 2 1 1 1 1 1 1 1 2 1"  # tp2, dp2: 4 ranks
 
 
@@ -115,11 +120,6 @@ REFUSED = {
         4,
         "cannot split a sequence",
     ),
-    "sequence-parallel": (
-        f"{MESHES} 1 1 1 2 1 1 1 1 2 1 --sequence-parallel",
-        4,
-        "needs a mesh with a tensor parallel size",
-    ),
     "few-sequences": (f"{TWO} --micro-batch-size 1", 4, "has fewer than dp 2"),
     "last-uneven": (
         f"{MESHES} 1 1 1 2 1 1 1 1 3 1",
@@ -137,6 +137,11 @@ REFUSED = {
         f"--num-experts 3 {MESHES} 1 1 2 2 1 1 1 1 2 1",
         4,
         "mesh 0 (ep2 dp2): 3 is not divisible",
+    ),
+    "experts-sequence": (
+        f"--num-experts 4 {TWO}",
+        4,
+        "sequence_parallel: mesh 0 (tp2): is needed by experts beside tensor_model_parallel_size 2",
     ),
     "experts-tp": (
         f"{TWO} --expert-tensor-parallel-size-per-process-mesh 1 1",
@@ -174,16 +179,67 @@ REFUSED = {
         2,
         "is for hetero_mode: pp",
     ),
-    "replicas-pipeline": (
-        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 --pipeline-model-parallel-size 2",
+    "replicas-counts-words": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --hetero-num-microbatches 1 many",
         2,
-        "replicas on unlike devices have one stage",
+        "all at least 1, or auto",
+    ),
+    "replicas-auto-of-what": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --hetero-num-microbatches auto "
+        "--global-batch-size 1",
+        2,
+        "1 sequences cannot be made up of micro-batches of 1 sequences, at least one for each of",
+    ),
+    "replicas-auto-odd": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 2 2 --hetero-num-microbatches auto "
+        "--global-batch-size 7",
+        2,
+        "7 sequences cannot be made up of micro-batches of 2 sequences",
+    ),
+    "replicas-auto-virtual": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --hetero-num-microbatches auto {VPP2} "
+        "--global-batch-size 5",
+        4,
+        "5 sequences cannot be made up of rounds of 2 micro-batches of 1 sequences",
+    ),
+    "replicas-virtual": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --hetero-num-microbatches 1 3 1 5 {VPP2}",
+        4,
+        "gives a replica 3 micro-batches, which pipeline_model_parallel_size 2 with virtual",
+    ),
+    "replicas-virtual-even": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 2 1 {VPP2} --global-batch-size 6",
+        4,
+        "global_batch_size: gives a replica 3 micro-batches",
+    ),
+    "replicas-pipeline-ranks": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --pipeline-model-parallel-size 2",
+        2,
+        "speaks of 2 replicas, and there are 1",
+    ),
+    "replicas-pipeline-context-experts": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2",
+        8,
+        "replicas with experts have either this or a pipeline",
+    ),
+    "replicas-pipeline-experts-tp": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
+        "--pipeline-model-parallel-size 2 --expert-tensor-parallel-size 2",
+        4,
+        "2: in replicas with a pipeline it is tensor_model_parallel_size 1",
     ),
     "replicas-experts": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
         "--expert-model-parallel-size 2",
         2,
         "which unlike replicas do not",
+    ),
+    "replicas-global-balance": (
+        f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
+        "--moe-router-load-balancing-type global_aux_loss",
+        2,
+        "take aux_loss or seq_aux_loss",
     ),
     "replicas-types": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --hetero-device-types A",
@@ -208,6 +264,33 @@ def test_ranks_are_numbered_mesh_by_mesh() -> None:
     assert [stage.mesh_index for stage in found.stages] == [0, 1, 1]
     assert found.stages[2].place(5) == (1, 0, 0)
     assert found.describe() == "tp2 (2 layers) + dp2 pp2 (1+1 layers)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "places"),
+    [
+        ("", 2, [None, None]),
+        (
+            f"{MESHES} 2 1 1 1 2 1 1 1 2 1 --hetero-pipeline-layer-split 1 1 2",
+            6,
+            [
+                "stages 0-1 of 3, mesh 0 (tp2 pp2)",
+                "stage 1 of 3, mesh 0 (tp2 pp2) and stage 2 of 3, mesh 1 (dp2)",
+            ],
+        ),
+        (
+            f"{REPLICAS} --hetero-micro-batch-sizes 1 1 2 3 --hetero-num-microbatches 1 2 2 1 "
+            "--pipeline-model-parallel-size 2 --hetero-device-types A B",
+            6,
+            ["replica 0 of 3 (A) and replica 1 of 3 (B)", "replicas 1-2 of 3 (B)"],
+        ),
+    ],
+    ids=["alike", "meshes", "replicas"],
+)
+def test_what_ranks_hold_is_said(argv: str, world: int, places: list[str | None]) -> None:
+    args = resolve(parse_arguments(f"{MODEL} {argv}".split()), world)
+    held = [range(world * 2 // 3), range(world // 2, world)]
+    assert [place_of(vars(args), ranks, world) for ranks in held] == places
 
 
 def test_tensor_parallel_ranks_are_numbered_first_then_context_then_data() -> None:
@@ -252,3 +335,39 @@ def test_a_step_is_cut_at_the_replicas_shares() -> None:
     assert [(a.micro_batch_size, a.num_microbatches) for a in own] == [(2, 3), (1, 1), (1, 1)]
     places = [place for a in own for part in a.share.micro_batches for place in part]
     assert places == list(range(8))
+
+
+@given(st.integers(1, 10**6), st.sampled_from([1, 64, 128]), st.sampled_from([1, 2, 8]))
+def test_padded_vocabulary(size: int, divisible_by: int, tensor_parallel: int) -> None:
+    values = {
+        "make_vocab_size_divisible_by": divisible_by,
+        "tensor_model_parallel_size": tensor_parallel,
+        "meshes": None,
+    }
+    padded = padded_vocabulary(size, values)
+    assert padded % (divisible_by * tensor_parallel) == 0
+    assert size <= padded < size + divisible_by * tensor_parallel
+
+
+def test_the_ranks_of_a_replica_are_numbered_one_after_another() -> None:
+    shares = "--hetero-micro-batch-sizes 1 2 1 1 --hetero-num-microbatches 1 2 1 4"
+    sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    args = resolve(parse_arguments(f"{MODEL} {REPLICAS} {shares} {sizes}".split()), 8)
+    own = [of_rank(args, rank) for rank in range(8)]
+    assert [a.micro_batch_size for a in own] == [2] * 4 + [1] * 4
+    assert [a.num_microbatches for a in own] == [2] * 4 + [4] * 4
+
+
+@pytest.mark.parametrize(
+    ("more", "counts"),
+    [("", [1, 1, 2]), (f"{VPP2} --global-batch-size 12", [4, 2, 2])],
+    ids=["as-even-as-can-be", "in-rounds"],
+)
+def test_until_they_are_measured_counts_are_as_even_as_the_batch_allows(
+    more: str, counts: list[int]
+) -> None:
+    shares = "--hetero-micro-batch-sizes 1 1 1 1 1 3 --hetero-num-microbatches auto"
+    world = 6 if more else 3
+    args = resolve(parse_arguments(f"{MODEL} {REPLICAS} {shares} {more}".split()), world)
+    assert [share.count for share in args.shares] == counts
+    assert args.shares[-1].stop == args.global_batch_size

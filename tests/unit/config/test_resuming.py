@@ -15,6 +15,7 @@ LLAMA = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 
 --train-iters 6 --global-batch-size 4 --mock-data"""
 MOE = LLAMA + " --num-experts 4"
 MESHES = LLAMA + " --enable-hetero --hetero-process-meshes 2 1 1 1 1 1 1 1 1 1"
+REPLICAS = "--enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 1 1 3"
 
 
 def values(argv: str, world: int) -> dict[str, Any]:
@@ -41,6 +42,16 @@ def test_experts_have_their_own_part_of_the_optimizer(
         parts_to_load(content, values(MOE, 2), 2)
     # Without experts there is nothing to keep apart.
     assert parts_to_load(content, values(LLAMA, 2), 2).optimizer
+
+
+def test_random_states_are_of_one_order_of_ranks() -> None:
+    """Replicas that are pipelines are numbered one after another where they are unlike."""
+    like = values(f"{LLAMA} --pipeline-model-parallel-size 2", 4)
+    unlike = values(f"{LLAMA} --pipeline-model-parallel-size 2 {REPLICAS}", 4)
+    assert parts_to_load({**describe(unlike, 4), "schedule": {}}, unlike, 4).rng
+    assert not parts_to_load({**describe(like, 4), "schedule": {}}, unlike, 4).rng
+    like, unlike = values(LLAMA, 2), values(f"{LLAMA} {REPLICAS}", 2)
+    assert parts_to_load({**describe(like, 2), "schedule": {}}, unlike, 2).rng
 
 
 def test_random_states_are_of_one_layout_of_meshes() -> None:

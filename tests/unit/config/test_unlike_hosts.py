@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from flagscale.config import harmless
-from flagscale.config.arguments.aliases import REFUSED
+from flagscale.config.arguments.foreign import REFUSED
 from flagscale.config.arguments.registry import arguments, lookup, registry
 from flagscale.config.checks import notes
 from flagscale.config.load import load

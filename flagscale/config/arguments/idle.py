@@ -1,0 +1,290 @@
+"""Arguments that have no effect: by themselves, or without another one.
+
+megatron.core's configuration has fields that only Transformer Engine, another model or another
+trainer reads. Where a user would get another model, other data or other memory than was asked for,
+such a value is *refused*; where only speed or records differ, or where Megatron-LM would have
+passed over it as well, it is *noted*. A test goes through all arguments
+(tests/unit/config/test_every_argument.py). Pure, as :mod:`flagscale.config.arguments.rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from flagscale.config.arguments.precision import Broken, Values
+from flagscale.config.arguments.registry import arguments
+from flagscale.config.arguments.values import shown
+
+REFUSED: Mapping[str, str] = {
+    "use_megatron_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
+    "use_custom_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
+    "multi_latent_attention": "there is no multi-latent attention without Transformer Engine",
+    "mtp_num_layers": "multi-token prediction is not built",
+    "moe_permute_fusion": "it needs Transformer Engine's fused permutation",
+    "moe_router_fusion": "it needs Transformer Engine's fused router",
+    "fp4": "fp4 needs Transformer Engine",
+    "use_precision_aware_optimizer": "it needs Transformer Engine's optimizer",
+    "optimizer_cpu_offload": "offloading the optimizer needs Transformer Engine's or Apex's",
+    "cpu_offloading": "offloading activations needs Transformer Engine",
+    "tp_comm_overlap": "overlapping tensor-parallel communication needs Transformer Engine",
+    "masked_softmax_fusion": "it needs Apex's CUDA extension; scaled_dot_product_attention fuses",
+    "fp8_param": "weights are kept in 16 bits and cast once a step",
+    "fp8_param_gather": "weights are kept in 16 bits and cast once a step",
+    "fp8_dot_product_attention": "attention is computed in 16 bits",
+    "fp8_multi_head_attention": "attention is computed in 16 bits",
+    "activation_func_fp8_input_store": "it needs Transformer Engine",
+    "persist_layer_norm": "it needs Apex; torch's norms are fused anyway",
+    "memory_efficient_layer_norm": "it needs Apex",
+    "layernorm_zero_centered_gamma": "the norms here have no zero-centred weight",
+    "fine_grained_activation_offloading": "offloading activations needs Transformer Engine",
+    "reset_attention_mask": "attention here is causal over the whole sequence",
+    "enable_cuda_graph": "CUDA graphs need Transformer Engine",
+    "external_cuda_graph": "CUDA graphs need Transformer Engine",
+    "heterogeneous_block_specs": "all layers are alike",
+    "experimental_attention_variant": "attention here is softmax attention",
+    "is_hybrid_model": "models of Mamba and attention layers are not built",
+    "fp8_quantizer_factory": "it names a Python function of Transformer Engine's layers",
+    "use_kitchen": "it needs NVIDIA's library Kitchen",
+    "use_kitchen_attention": "it needs NVIDIA's library Kitchen",
+    "use_te_activation_func": "it needs Transformer Engine",
+    "batch_invariant_mode": "it needs Transformer Engine; deterministic_mode repeats a run",
+    "symmetric_ar_type": "it needs Transformer Engine",
+    "delay_wgrad_compute": "it needs Transformer Engine",
+    "overlap_moe_expert_parallel_comm": "it needs Transformer Engine",
+    "ep_overlap_early_attn_memory_release": "it needs Transformer Engine",
+    "use_ring_exchange_p2p": "it needs a torch of one's own with ring_exchange",
+    "hybrid_context_parallel": "every rank of a context group has a part of each sequence",
+    "max_seqlen_per_dp_cp_rank": "sequences are as long as `seq_length`",
+    "hierarchical_context_parallel_sizes": "keys and values are gathered in one step",
+    "pipeline_model_parallel_comm_backend": "all groups use `distributed_backend`, which may be a "
+    "map such as cpu:gloo,cuda:nccl",
+    "apply_residual_connection_post_layernorm": "megatron.core adds what comes before the norm",
+    "disable_bf16_reduced_precision_matmul": "torch's own setting is not changed",
+    "moe_router_topk_limited_devices": "write moe_router_num_groups and moe_router_group_topk",
+    "mrope_section": "it is of models of images and video",
+    "multiple_validation_sets": "there is one; valid_data_path takes a blend of several",
+    "full_validation": "an evaluation takes eval_iters steps",
+    "add_extra_token_to_sequence": "labels are the tokens moved by one",
+    "object_storage_cache_path": "data is read from files",
+    "init_model_with_meta_device": "weights are drawn where they lie",
+    "hetereogenous_dist_checkpoint": "all layers are alike; checkpoints fit any layout",
+    "mtp_standalone": "multi-token prediction is not built",
+    "drop_last_partial_validation_sequence": "a sequence is whole or left out",
+    "use_mcore_models": "only megatron.core's models exist here",
+}
+"""Arguments that would change what is trained, with the reason why they do not."""
+
+NOTED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "megatron.core": (
+        ("async_tensor_model_parallel_allreduce", "moe_extended_tp", "moe_token_dropping"),
+        "megatron.core does not read it any more",
+    ),
+    "Transformer Engine": (
+        (
+            "use_te_rng_tracker",
+            "disable_parameter_transpose_cache",
+            "moe_use_legacy_grouped_gemm",
+            "moe_router_padding_for_fp8",
+            "moe_router_padding_for_quantization",
+            "tp_only_amax_red",
+            "fp8_margin",
+            "fp8_interval",
+            "fp8_amax_history_len",
+            "fp8_amax_compute_algo",
+            "wgrad_deferral_limit",
+        ),
+        "it is of Transformer Engine's layers, and this trainer has its own",
+    ),
+    "inference": (
+        (
+            "inference_rng_tracker",
+            "inference_sampling_seed",
+            "inference_fuse_tp_communication",
+            "use_inference_optimized_layers",
+            "flash_decode",
+            "mlp_chunks_for_prefill",
+            "cache_mla_latents",
+        ),
+        "it is of inference, and this program trains",
+    ),
+    "sharding": (
+        (
+            "data_parallel_sharding_strategy",
+            "outer_dp_sharding_strategy",
+            "suggested_communication_unit_size",
+            "preserve_fp32_weights",
+            "keep_fp8_transpose_cache",
+            "fsdp_double_buffer",
+            "fsdp_manual_registration",
+            "gradient_reduce_div_fusion",
+        ),
+        "it is of fully sharded data parallelism, and this trainer shards the optimizer only "
+        "(use_distributed_optimizer)",
+    ),
+    "data": (
+        (
+            "allow_ambiguous_pad_tokens",
+            "defer_npy_index_mmap",
+            "fast_cache_load",
+            "create_attention_mask",
+        ),
+        "the data sets' caches are checked before they are read, and attention needs no mask",
+    ),
+    "records": (
+        ("config_logger_dir", "moe_per_layer_logging"),
+        "this record is not kept",
+    ),
+    "tokenizers": (("legacy_tokenizer",), "there is one class a tokenizer"),
+    "meshes": (("use_partial_reduce_for_shared_embedding",), "it is always so"),
+}
+"""Groups of arguments without effect, each with the reason."""
+
+
+class Need(NamedTuple):
+    """``names``, in one text, have an effect only with ``master``, or only if it is one of
+    ``wanted``."""
+
+    master: str
+    names: str
+    wanted: tuple[str, ...] = ()
+
+
+NEEDS: tuple[Need, ...] = (
+    Need(
+        "multi_latent_attention",
+        "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim beta_fast "
+        "beta_slow mscale mscale_all_dim rotary_scaling_factor "
+        "original_max_position_embeddings",
+    ),
+    Need("mtp_num_layers", "mtp_loss_scaling_factor"),
+    Need(
+        "experimental_attention_variant",
+        "dsa_indexer_head_dim dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_topk "
+        "dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim "
+        "linear_key_head_dim linear_num_key_heads linear_num_value_heads "
+        "linear_value_head_dim",
+    ),
+    Need(
+        "is_hybrid_model",
+        "mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim use_mamba_mem_eff_path",
+    ),
+    Need("use_kitchen_attention", "kitchen_attention_backend"),
+    Need("fp4", "fp4_param fp4_recipe fp4_quantizer_factory"),
+    Need(
+        "cpu_offloading",
+        "cpu_offloading_activations cpu_offloading_double_buffering "
+        "cpu_offloading_num_layers cpu_offloading_weights",
+    ),
+    Need("fine_grained_activation_offloading", "offload_modules min_offloaded_tensor_size"),
+    Need(
+        "tp_comm_overlap",
+        "tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend tp_comm_bulk_dgrad "
+        "tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_disable_fc1 "
+        "tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad "
+        "tp_comm_split_ag tp_comm_split_rs",
+    ),
+    Need(
+        "optimizer",
+        "muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_num_ns_steps "
+        "muon_scale_mode muon_split_qkv muon_tp_mode muon_use_nesterov",
+        ("muon",),
+    ),
+    Need("optimizer", "sgd_momentum", ("sgd",)),
+    Need("optimizer", "adam_beta1 adam_beta2 adam_eps", ("adam",)),
+    Need(
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
+        "pin_cpu_params use_torch_optimizer_for_cpu_offload",
+    ),
+    Need("use_precision_aware_optimizer", "store_param_remainders"),
+    Need("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
+    Need(
+        "fp8",
+        "fp8_recipe fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 "
+        "num_layers_at_end_in_bf16",
+    ),
+    Need("fp16", "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+    Need(
+        "enable_cuda_graph",
+        "cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool "
+        "cuda_graph_warmup_steps",
+    ),
+    Need("recompute_granularity", "recompute_method recompute_num_layers"),
+    Need("recompute_granularity", "recompute_modules", ("selective",)),
+    Need("window_size", "window_attn_skip_freq"),
+    Need("qk_clip", "qk_clip_alpha qk_clip_threshold"),
+    Need("use_rope_scaling", "rope_scaling_factor"),
+    Need("nccl_ub", "disable_symmetric_registration"),
+    Need("manual_gc", "manual_gc_interval"),
+    Need("tokenizer_type", "merge_file", ("GPT2BPETokenizer", "AquilaTokenizerFS")),
+    Need("tokenizer_type", "special_tokens_file", ("AquilaTokenizerFS",)),
+    Need("multiple_of", "hidden_dim_multiplier"),
+    Need("swiglu", "multiple_of"),
+    Need("wandb_project", "wandb_exp_name wandb_save_dir wandb_entity"),
+    Need("lr_decay_style", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", ("WSD",)),
+    Need(
+        "profile",
+        "profile_step_start profile_step_end profile_ranks profile_dir use_pytorch_profiler",
+    ),
+)
+"""Arguments that have no effect without others, as in Megatron-LM."""
+
+_OF_EXPERTS = "moe_"
+"""How those begin that ``num_moe_experts`` is needed for."""
+
+
+def broken(values: Values) -> Iterator[Broken]:
+    """Values that would change what is trained, and do not."""
+    for name, reason in REFUSED.items():
+        if _asks(values[name], arguments()[name].default):
+            yield name, f"{shown(values[name])} is not supported by this trainer: {reason}"
+
+
+def notes(values: Values, given: Collection[str]) -> Iterator[tuple[list[str], str]]:
+    """Those of the ``given`` arguments that have no effect, and the reason that they share. What
+    is off, or is as it would be anyway, asks for none."""
+    other = {name for name in given if values[name] != arguments()[name].default}
+    groups = [([name for name in names if name in other], why) for names, why in NOTED.values()]
+    asked = [name for name in given if name in other or values[name] not in (None, False)]
+    for need in NEEDS:
+        found = [] if _met(need, values) else [n for n in need.names.split() if n in asked]
+        groups.append((found, f"needs {needed(need)}"))
+    if not values["num_moe_experts"]:
+        experts = [name for name in asked if name.startswith(_OF_EXPERTS)]
+        groups.append((experts, "needs num_moe_experts"))
+    return ((names, reason) for names, reason in groups if names)
+
+
+def sentence(names: Collection[str], reason: str) -> str:
+    """What is said of names, as they were given, that have no effect."""
+    return f"no effect of {', '.join(names)}: {reason}"
+
+
+def about(name: str) -> str:
+    """What to say behind the documentation of an argument; empty of one that has an effect."""
+    if name in REFUSED:
+        default = arguments()[name].default
+        what = f"anything but {shown(default)}" if default else "it"
+        return f"This trainer refuses {what}: {REFUSED[name]}."
+    reasons = [reason for names, reason in NOTED.values() if name in names]
+    if reasons:
+        return f"Taken and without effect: {reasons[0]}."
+    needs = [needed(need) for need in NEEDS if name in need.names.split()]
+    return f"Without effect unless `{needs[0]}`." if needs else ""
+
+
+def needed(need: Need) -> str:
+    """The master, with its value, as a YAML would write it."""
+    return need.master + (f": {' or '.join(need.wanted)}" if need.wanted else "")
+
+
+def _asks(value: object, default: object) -> bool:
+    """Whether a value asks for anything: a zero and an empty list do not."""
+    nothing = value is None or value == [] or (value == 0 and value is not False)
+    return value != default and not nothing
+
+
+def _met(need: Need, values: Values) -> bool:
+    value = values[need.master]
+    return value in need.wanted if need.wanted else bool(value)

@@ -1,0 +1,140 @@
+"""A YAML as people of the field write one, from the file to what ranks train with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from flagscale.config.arguments.flatten import flatten
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.resolve import resolve
+from flagscale.config.checks import check_world, notes
+from flagscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from conftest import Workspace
+
+EXPERIMENT = """\
+defaults:
+  - _self_
+  - train: mixture
+experiment:
+  exp_name: mixture
+  seed: 42
+  save_steps: 100
+  load: null
+  exp_dir: ./outputs
+  ckpt_format: torch
+  task:
+    type: train
+    backend: megatron
+    entrypoint: flagscale/train/train_gpt.py
+  runner:
+    per_node_task: false
+    no_shared_fs: false
+    rdzv_backend: static
+    hostfile: null
+    nproc_per_node: 4
+  envs:
+    CUDA_DEVICE_MAX_CONNECTIONS: 1
+action: run
+hydra:
+  run:
+    dir: ${experiment.exp_dir}/hydra
+"""
+
+TRAIN = """\
+system:
+  no_shared_fs: ${experiment.runner.no_shared_fs}
+  tensor_model_parallel_size: 1
+  pipeline_model_parallel_size: 2
+  decoder_first_pipeline_num_layers: 4
+  expert_model_parallel_size: 2
+  sequence_parallel: true
+  use_flash_attn: true
+  use_distributed_optimizer: true
+  precision:
+    bf16: true
+    initial_loss_scale: 65536
+    attention_softmax_in_fp32: true
+    accumulate_allreduce_grads_in_fp32: true
+  logging:
+    wandb_project: ${experiment.exp_name}
+    wandb-log-model: false
+    wandb-log-model-interval: 1
+  checkpoint:
+    save_interval: ${experiment.save_steps}
+    load: ${experiment.load}
+    ckpt_format: ${experiment.ckpt_format}
+model:
+  transformer_impl: transformer_engine
+  num_layers: 7
+  hidden_size: 512
+  num_attention_heads: 8
+  seq_length: 128
+  norm_epsilon: 1e-6
+  norm_init_weight: 0.02
+  use_rotary_position_embeddings: true
+  no_position_embedding: true
+  no_rope_fusion: false
+  swiglu: true
+  multiple_of: 256
+  hidden_dim_multiplier: 2
+  disable_bias_linear: true
+  reset_position_ids: true
+  reset_attention_mask: true
+  num_experts: 8
+  moe_layer_freq: "[0]+[1]*6"
+  moe_router_topk: 2
+  weight_decay: 0.1
+  train_samples: 1600
+  global_batch_size: 16
+  seed: ${experiment.seed}
+  optimizer:
+    weight_decay: 0.1
+    lr_scheduler:
+      lr: 1.0e-3
+      lr_decay_style: WSD
+      lr_wsd_decay_samples: 160
+data:
+  mock_data: true
+  no_mmap_bin_files: true
+  tokenizer:
+    tokenizer_type: NullTokenizer
+    vocab_size: 1000
+"""
+
+NOTES = (
+    "train.model.transformer_impl: 'auto' is taken in place of 'transformer_engine'",
+    "train.system.checkpoint.ckpt_format: 'torch_dist' is taken in place of 'torch'",
+    "train.system.sequence_parallel: false is taken in place of true",
+    "train.model.reset_attention_mask: false is taken in place of true",
+    "no effect of initial_loss_scale: needs fp16",
+    "no effect of wandb_log_model_interval: this figure, trace or check",
+    "train.system.checkpoint.load: null: every start is one from step 0",
+    "100 steps: train_samples 1600",
+)
+
+
+def test_a_yaml_of_the_field(workspace: Workspace) -> None:
+    workspace.write("conf/train.yaml", EXPERIMENT)
+    workspace.write("conf/train/mixture.yaml", TRAIN)
+    experiment = workspace.load()
+    assert check_world(experiment, 4) == []
+    found = notes(experiment, 4)
+    assert [note for note in NOTES if not any(one.startswith(note) for one in found)] == []
+    assert len(found) == len(NOTES)
+    args = resolve(parse_arguments(flatten(experiment.train.sections())), 4)
+    assert (args.ckpt_format, args.transformer_impl) == ("torch_dist", "auto")
+    assert (args.sequence_parallel, args.reset_attention_mask) == (False, False)
+    assert (args.moe_layer_freq, args.ffn_hidden_size) == ([0, *[1] * 6], 2816)
+    assert (args.num_layers_in_first_pipeline_stage, args.seed, args.load) == (4, 42, None)
+    assert (args.mmap_bin_files, args.norm_init_weight) == (False, 0.02)
+    assert args.apply_rope_fusion
+    assert len(args.remarks) == 5
+
+
+def test_an_override_of_what_cannot_be_given_says_why(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError, match=r"lora_dim: cannot be given: it would train"):
+        workspace.load("train.model.lora_dim=8")

@@ -1,0 +1,142 @@
+"""Recomputation by pipeline stage and micro-batch: how its rows are read, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from flagscale.config.arguments.maps import as_words
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.recompute import LAYERS, METHOD, Choice, Plan, plan
+from flagscale.config.arguments.resolve import of_rank, resolve
+from flagscale.errors import ConfigError
+
+MODEL = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3
+--train-iters 6 --mock-data --global-batch-size 4"""
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+BLOCK = FULL.replace("uniform", "block")
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+ON = "--recompute-granularity-per-stage-micro-batch"
+HOW = "--recompute-method-per-stage-micro-batch"
+MANY = "--recompute-num-layers-per-stage-micro-batch"
+MESHES = "--enable-hetero --hetero-process-meshes 2 1 1 1 1 1 1 1 2 1 --micro-batch-size 2"
+
+
+def plan_of(argv: list[str], world: int, rank: int = 0) -> Plan | None:
+    args = of_rank(resolve(parse_arguments(argv), world), rank)
+    return plan(vars(args), args.num_microbatches)
+
+
+ONE, BLOCKED = Choice("uniform", 1), Choice("block", 1)
+PLANS = {
+    "alike": (FULL, 2, None),
+    "granularity": (
+        f"{PP2} {FULL} {ON} 1,1,0,3,1 1,4,0",
+        2,
+        ((None, ONE, ONE, ONE), (None,) * 4),
+    ),
+    "method": (
+        f"{PP2} {FULL} {HOW} 1,4,0 1,3,1,1,0",
+        2,
+        ((ONE,) * 4, (BLOCKED, BLOCKED, BLOCKED, ONE)),
+    ),
+    "layers": (
+        f"{PP2} {BLOCK} {MANY} 2,1,0,1,1,1,2,1,3",
+        2,
+        ((None, BLOCKED, Choice("block", 2), Choice("block", 3)),) * 2,
+    ),
+    "off-is-off": (f"{PP2} {FULL} {ON} 2,4,0 {MANY} 2,4,2", 2, ((None,) * 4,) * 2),
+    "virtual-stages": (
+        f"{VPP2} {FULL} {ON} 3,4,1 1,4,0",
+        2,
+        ((ONE,) * 4, (ONE,) * 4, (ONE,) * 4, (None,) * 4),
+    ),
+    "data-parallel": (f"{FULL} {ON} 1,1,0,1,1", 2, ((None, ONE),)),
+    "meshes": (f"{MESHES} {FULL} {ON} 1,2,1 1,2,0", 4, ((ONE, ONE), (None, None))),
+}
+
+
+@pytest.mark.parametrize(("argv", "world", "expected"), PLANS.values(), ids=PLANS)
+def test_what_stages_recompute(argv: str, world: int, expected: Plan | None) -> None:
+    assert plan_of(f"{MODEL} {argv}".split(), world, rank=world - 1) == expected
+
+
+REFUSED = {
+    "no-row": (f"{FULL} {ON} 1 4 1", 1, "the row [1] is not [stages, micro-batches, value"),
+    "a-pair-too-few": (f"{FULL} {ON} 1,4", 1, "the row [1,4] is not [stages"),
+    "no-number": (f"{FULL} {MANY} 1,4,x", 1, "the row [1,4,x] is not [stages"),
+    "negative": (f"{FULL} {MANY} 1,4,-1", 1, "the row [1,4,-1] is not [stages"),
+    "no-stages": (f"{FULL} {ON} 0,4,1 1,4,1", 1, "number of stages or micro-batches below 1"),
+    "granularity": (f"{FULL} {ON} 1,4,2", 1, "has the value 2: expected 0 (keep) or 1"),
+    "method": (f"{FULL} {HOW} 1,4,2", 1, "has the value 2: expected 0 (uniform) or 1 (block)"),
+    "stages": (f"{FULL} {PP2} {ON} 1,4,1", 2, "are for 1 stages, and the pipeline has 2"),
+    "virtual-stages": (f"{FULL} {VPP2} {ON} 2,4,1", 2, "are for 2 stages, and the pipeline has 4"),
+    "meshes": (f"{FULL} {MESHES} {ON} 1,2,1", 4, "are for 1 stages, and the pipeline has 2"),
+    "micro-batches": (
+        f"{FULL} {PP2} {ON} 1,4,1 1,1,0,2,1",
+        2,
+        "the row [1, 1, 0, 2, 1] is for 3 micro-batches, and a step has 4",
+    ),
+    "micro-batches-of-meshes": (f"{FULL} {MESHES} {ON} 2,4,1", 4, "and a step has 2"),
+    "nothing-to-refine": (
+        f"{ON} 1,4,1",
+        1,
+        "refines recompute_granularity: full, and that is none",
+    ),
+    "selective": (f"--recompute-granularity selective {ON} 1,4,1", 1, "and that is selective"),
+    "full-how": ("--recompute-granularity full", 1, "recompute_method: is needed by"),
+    "full-what": (
+        "--recompute-granularity full --recompute-method block",
+        1,
+        "recompute_num_layers: is needed by",
+    ),
+    "units": (f"{PP2} {FULL[:-1]}3", 2, "units of 3 layers do not divide the 4 of stage 0"),
+    "units-of-a-row": (
+        f"{PP2} {FULL} {MANY} 1,4,4 1,2,1,2,3",
+        2,
+        "units of 3 layers do not divide the 4 of stage 1",
+    ),
+    "units-of-an-uneven-stage": (
+        f"{PP2} {FULL[:-1]}2 --num-layers-in-first-pipeline-stage 3",
+        2,
+        "do not divide the 3 of stage 0",
+    ),
+    "units-of-a-virtual-stage": (
+        f"{VPP2} {FULL} {MANY} 3,4,1 1,4,2 --num-layers 4",
+        2,
+        "units of 2 layers do not divide the 1 of stage 1",
+    ),
+    "units-of-meshes": (
+        f"{MESHES} {FULL[:-1]}3 --hetero-pipeline-layer-split 6 2",
+        4,
+        "do not divide the 2 of stage 1",
+    ),
+    "replicas": (
+        f"{FULL} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 1 1 3 {ON} 1,1,1",
+        2,
+        "of which unlike replicas have unlike numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "world", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_recomputation(argv: str, world: int, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan_of(f"{MODEL} {argv}".split(), world)
+    assert message in str(raised.value)
+
+
+def test_any_number_of_layers_in_blocks() -> None:
+    assert plan_of(f"{MODEL} {PP2} {BLOCK[:-1]}3".split(), 2) is None
+
+
+def test_a_yaml_has_lists_of_lists() -> None:
+    section = {"recompute": {METHOD: [[1, 4, 0], [1, 3, 1, 1, 0]], LAYERS: ["1, 4, 2"]}}
+    words = {METHOD: ["1,4,0", "1,3,1,1,0"], LAYERS: ["1, 4, 2"]}
+    assert as_words(section) == {"recompute": words}
+
+
+def test_rows_as_flagscale_writes_them_on_a_command_line() -> None:
+    argv = [*f"{MODEL} {PP2} {FULL} {MANY}".split(), "[1, 4, 2]", "1, 2, 1, 2, 4"]
+    two, four = Choice("uniform", 2), Choice("uniform", 4)
+    assert plan_of(argv, 2) == ((two,) * 4, (ONE, ONE, four, four))
