@@ -33,7 +33,7 @@ from flagscale.launch.liveness import identity, secret
 from flagscale.launch.liveness.attempt import Stage
 from flagscale.launch.liveness.coordinator import Coordinator
 from flagscale.launch.liveness.diagnosis import Failure
-from flagscale.launch.liveness.job import Notice, unreached
+from flagscale.launch.liveness.job import Notice, held, unreached
 from flagscale.launch.liveness.member import Member
 from flagscale.launch.liveness.messages import JobPhase
 from flagscale.launch.liveness.network import Client, Ready, Server, allow_files
@@ -103,7 +103,8 @@ class Agent:
         self._coordinator: Coordinator | None = None
         if number == 0:
             names = [options.name] if alone else options.names
-            self._coordinator = Coordinator(options, names, now, output, self._port)
+            places = options.places_by_host
+            self._coordinator = Coordinator(options, names, now, output, self._port, places)
         self._server: Server | None = None
         self._client: Client | None = None
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
@@ -262,6 +263,7 @@ class Agent:
             reason = f"was lost: no word from its agent for {limit:g} s"
         else:
             reason = f"was not reached within {limit:g} s of the start{unreached(self._port)}"
+        reason += held(options.master_place)
         failure = Failure(options.master_name, None, None, reason, "", self._host.output)
         say(f"{failure.headline()}; the job of this host ends")
         self.member.lose(failure)

@@ -1,6 +1,6 @@
 """Tells people what became of a run: a command with JSON on its stdin, or an HTTP POST.
 
-The agent of host 0 starts ``python -m flagscale.launch.notify`` for each event, so that a command
+The agent of host 0 starts this as a process for each event, so that a command
 that hangs or a server that does not answer holds up nothing: a notification has
 :data:`TIMEOUT_SECONDS`, and one that fails is a line in the host's output and no more. The address
 of the webhook may hold a token, so it comes in the environment and is never printed. Standard
@@ -29,6 +29,7 @@ from flagscale.hosts.kernel import die_with
 from flagscale.launch.liveness.job import Notice
 from flagscale.launch.liveness.options import COMMAND, WEBHOOK
 from flagscale.launch.liveness.telling import say
+from flagscale.modules import started
 from flagscale.status import RUN_ID_VARIABLE
 
 TIMEOUT_SECONDS = 10.0
@@ -79,7 +80,7 @@ class Notifier:
         environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "flagscale.launch.notify"],
+                [sys.executable, *started(__name__)],
                 stdin=subprocess.PIPE,
                 env={**environment, **self._secrets},
                 start_new_session=True,
@@ -163,7 +164,3 @@ def _call(command: str, data: bytes) -> str:
         end()
         process.wait()
     return f"the command ended with exit code {process.returncode}" if process.returncode else ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -72,11 +72,20 @@ def checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan:
     told = (
         *notes(experiment, made.world_size),
         *placement.notes(experiment, made.hosts),
+        *_estimated(experiment, made),
         *shell_notes(experiment),
         *_notes_on_hosts(experiment, made),
         *more,
     )
     return replace(made, notes=told)
+
+
+def _estimated(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
+    """What a step takes, where the hostfile says of what kind devices are."""
+    if any(host.device_type for host in made.hosts):
+        from flagscale.estimate.plan import notes as estimated
+
+        yield from estimated(experiment, made.hosts)
 
 
 def loopback_notes(made: LaunchPlan) -> Iterator[str]:

@@ -58,3 +58,20 @@ def check(experiment: Experiment, options: Options) -> int:
     for note in ready.plan.notes:
         print(f"note: {note}")
     return exit_code(checks)
+
+
+def estimate(experiment: Experiment, options: Options) -> int:
+    """Show what a step takes of each stage's ranks: memory, arithmetic and, where that is known,
+    time. 2 if it does not fit."""
+    from flagscale.estimate.plan import of_experiment
+    from flagscale.estimate.show import as_json, report
+
+    made = of_experiment(experiment, runner_for(experiment).plan(experiment).hosts)
+
+    if options.json:
+        print(json.dumps(as_json(made), indent=2, ensure_ascii=False))
+    else:
+        from flagscale.launch.show import view
+
+        view.console().print(report(made))
+    return 2 if any(made.over) else 0

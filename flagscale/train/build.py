@@ -6,9 +6,8 @@ import argparse
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.config.arguments.meshes import vocabulary_parts
+from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.train.data.tokenizers import Tokenizer
-from flagscale.train.data.tokenizers.factory import padded_vocabulary
 from flagscale.train.device import Device
 from flagscale.train.model.provider import build_chunks
 from flagscale.train.optim.setup import build_optimizer, build_scheduler
@@ -24,7 +23,11 @@ def build_state(
     return TrainState(chunks, optimizer, build_scheduler(args, optimizer), Progress())
 
 
+def vocabulary_size(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """The larger of ``vocab_size`` and the tokenizer's, not padded."""
+    return max(tokenizer.vocab_size, args.vocab_size or 0)
+
+
 def model_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """The embedding's rows: the larger of ``vocab_size`` and the tokenizer's, padded."""
-    size = max(tokenizer.vocab_size, args.vocab_size or 0)
-    return padded_vocabulary(size, args.make_vocab_size_divisible_by, vocabulary_parts(vars(args)))
+    """The embedding's rows."""
+    return padded_vocabulary(vocabulary_size(args, tokenizer), vars(args))

@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from flagscale.comm import registry
 from flagscale.comm.base import TRAINING
@@ -20,6 +21,9 @@ from flagscale.train.device import Device
 
 if TYPE_CHECKING:
     from flagscale.train.meshes.groups import MeshGroups
+
+
+_BACKEND_KEY = "flagscale/backend"
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,17 @@ def join(
     chosen.export(values)
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    begin = time.monotonic()
+    begin, patience = time.monotonic(), timedelta(minutes=timeout_minutes)
     try:
+        store = next(rendezvous("env://", rank.rank, rank.world_size, timeout=patience))[0]
+        _agree(store, rank, f"{chosen.name} on {device.name}")
         with chosen.creating():
             dist.init_process_group(
                 chosen.torch_backend(device.kind),
+                store=dist.distributed_c10d.PrefixStore("default_pg", store),
                 rank=rank.rank,
                 world_size=rank.world_size,
-                timeout=timedelta(minutes=timeout_minutes),
+                timeout=patience,
                 **chosen.init_options(device.torch_device, values),
             )
         heard = torch.ones(1, device=device.torch_device)
@@ -92,6 +99,18 @@ def join(
     return chosen.name, time.monotonic() - begin
 
 
+def _agree(store: Any, rank: Rank, own: str) -> None:
+    """Raise JobError where rank 0 takes another backend: they would wait for each other."""
+    if rank.rank == 0:
+        store.set(_BACKEND_KEY, own)
+    rank_0 = store.get(_BACKEND_KEY).decode()
+    if rank_0.partition(" on ")[0] != own.partition(" on ")[0]:
+        raise JobError(
+            f"rank {rank.rank} would communicate by {own}, rank 0 by {rank_0}",
+            hint="set distributed_backend to one that joins both devices, such as fsccl or gloo",
+        )
+
+
 def lay_out(args: argparse.Namespace) -> MeshGroups | None:
     """Create megatron.core's process groups for the layout of ``args`` and seed every generator.
 
@@ -99,19 +118,24 @@ def lay_out(args: argparse.Namespace) -> MeshGroups | None:
 
     Returns the groups beyond megatron.core's that heterogeneous training has.
     """
-    from megatron.core import parallel_state, tensor_parallel
-
     groups = None
     if args.meshes is None:
         _lay_out_alike(args)
     else:
         groups = _lay_out_meshes(args)
+    seed_generators(args)
+    return groups
+
+
+def seed_generators(args: argparse.Namespace) -> None:
+    """Seed every generator of random numbers."""
+    from megatron.core import parallel_state, tensor_parallel
+
     # Dropout must differ between pipeline stages, and be equal among data-parallel replicas'
     # tensor-parallel partners.
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return groups
 
 
 def _lay_out_meshes(args: argparse.Namespace) -> MeshGroups:
@@ -126,16 +150,25 @@ def _lay_out_meshes(args: argparse.Namespace) -> MeshGroups:
 
 
 def _lay_out_alike(args: argparse.Namespace) -> None:
+    """All ranks alike. Of unlike replicas a replica's ranks follow each other, so that they can be
+    on hosts of one type: data parallelism is the outermost size, not the pipeline."""
     from megatron.core import parallel_state
 
+    order, experts_tp = "tp-cp-ep-dp-pp", args.expert_tensor_parallel_size
+    if args.shares is not None:
+        order = "tp-cp-ep-pp-dp"
+        if not args.num_moe_experts:
+            # Groups of experts that nobody has. megatron.core wants as many replicas of them.
+            experts_tp = args.tensor_model_parallel_size * args.context_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=experts_tp,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order=order,
         # The optimizer's old checkpoint formats alone would use them.
         create_gloo_process_groups=False,
     )

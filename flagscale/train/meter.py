@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from flagscale.estimate.arithmetic import flops_per_token
 from flagscale.train.device import Device
 from flagscale.train.report import Speed
-from flagscale.train.throughput import flops_per_token
 
 
 class Meter:

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_utils import (
     get_moe_layer_wise_logging_tracker,
 )
 
-from flagscale.train.throughput import mixture_layers
+from flagscale.estimate.arithmetic import mixtures
 
 #: megatron.core's names for what its routers sum up.
 NAMES = (
@@ -33,15 +33,18 @@ class RouterLosses:
 
     def __init__(self, args: argparse.Namespace, device: torch.device, step: int) -> None:
         """``step``: how many are done already."""
-        self._layers = mixture_layers(args)
-        self._micro_batches = args.num_microbatches
+        self._layers = sum(mixtures(args))
+        # What one micro-batch counts for, of those that a data-parallel rank has in a step.
+        self._each = 1.0 / args.num_microbatches
+        if args.shares is not None:  # replicas with more of the step's sequences count more
+            self._each = args.share.size * len(args.shares) / args.global_batch_size
         self._device = device
         self._step = step
 
     def take(self, step: int) -> dict[str, float]:
         """Each loss the model has, before its coefficient: the mean over the micro-batches of all
-        steps since the last call up to ``step``, over layers with experts and over ranks. Empty for
-        a model without experts.
+        steps since the last call up to ``step``, over layers with experts and over ranks; with
+        unlike replicas over sequences. Empty for a model without experts.
 
         A load-balancing loss is 1 where all experts get the same share of the tokens. Every rank
         has to call this; it waits for the device.
@@ -53,15 +56,14 @@ class RouterLosses:
         for place, name in enumerate(NAMES):
             entry = get_moe_layer_wise_logging_tracker().get(name)
             if entry is not None:
-                own = entry["values"].sum() / self._micro_batches
+                own = entry["values"].sum() * self._each
                 sums[0, place] = own * _weight(entry.get("reduce_group"))
                 sums[1, place] = 1.0
         clear_aux_losses_tracker()
         dist.all_reduce(sums)
         totals, present = sums.tolist()
-        count = self._layers * steps
         return {
-            name: total / count
+            name: total / (self._layers * steps)
             for name, total, there in zip(NAMES, totals, present, strict=True)
             if there
         }

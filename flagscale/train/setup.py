@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from flagscale.config.arguments.rules import missing_checkpoint
+from flagscale.config.arguments.shares import are_measured
+from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
 from flagscale.train import distributed
-from flagscale.train.build import build_state, model_vocabulary
+from flagscale.train.build import build_state, vocabulary_size
 from flagscale.train.checkpoint import Checkpointer
-from flagscale.train.data.datasets import build_data_iterators
-from flagscale.train.data.tokenizers import build_tokenizer
+from flagscale.train.data.datasets import DataIterators, Datasets
+from flagscale.train.data.tokenizers import build_tokenizer, unlearned
 from flagscale.train.device import Device
 from flagscale.train.distributed import Rank
+from flagscale.train.meshes.splitting import settle
 from flagscale.train.meter import Meter
 from flagscale.train.model.config import transformer_config
 from flagscale.train.model.gpt import notes
@@ -24,6 +28,7 @@ from flagscale.train.model.provider import parameters_of
 from flagscale.train.profiling import Profiler
 from flagscale.train.report import Reporter
 from flagscale.train.restart import go_on_from_own_checkpoints
+from flagscale.train.sharing import Sharing
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper
 from flagscale.train.trainer import Trainer
@@ -44,21 +49,36 @@ def prepare(
     checkpointer = Checkpointer(args, warn=reporter.warn)
     fresh = checkpointer.try_out()
     tokenizer = build_tokenizer(args)
-    vocabulary = model_vocabulary(args, tokenizer)
+    if warning := unlearned(tokenizer, args.vocab_size):
+        reporter.warn(warning)
+    size = vocabulary_size(args, tokenizer)
+    args, groups = settle(args, groups, size, device, reporter.say)
+    vocabulary = padded_vocabulary(size, vars(args))
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
     reporter.say(_describe(args, state, vocabulary, device, rank))
-    for note in notes(args, config, device):
+    for note in (*args.remarks, *notes(args, config, device)):
         reporter.say(note)
     _resume(args, state, checkpointer, reporter, fresh=fresh)
+    sharing = None
+    if are_measured(vars(args)):
+        sharing = Sharing(args, state, rank.rank, device, reporter.say)
+    else:
+        state.measured_shares = None  # of a checkpoint whose run measured it
+    load = partial(_load, Datasets(args, tokenizer), state)
+    profiler = Profiler(args, rank.rank, device, reporter.say)
+    stopwatch = sharing.stopwatch if sharing is not None else None
+    stepper = Stepper(args, config, state, device, profiler, groups, stopwatch)
+    meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
+    return Trainer(args, state, stepper, load, checkpointer, reporter, meter, sharing), state
+
+
+def _load(datasets: Datasets, state: TrainState) -> DataIterators:
+    """This rank's part of the data that comes next."""
     # A loader draws a seed for its workers. On a CPU it would come from the generator of dropout,
     # and a resumed run would no longer draw what the uninterrupted one does.
     with torch.random.fork_rng(devices=[]):
-        data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
-    profiler = Profiler(args, rank.rank, device, reporter.say)
-    stepper = Stepper(args, config, state, device, profiler, groups)
-    meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
-    return Trainer(args, state, stepper, data, checkpointer, reporter, meter), state
+        return datasets.iterators(state.progress, chunks=len(state.chunks))
 
 
 def _resume(
@@ -123,5 +143,11 @@ def _describe(
         f"{rank.world_size} x {device.name} ({dist.get_backend()}) | {sizes} | {precision} | "
         f"{own / 1e6:,.1f} M weights on rank 0, vocabulary {vocabulary:,} | "
         f"{args.train_iters:,} steps of {args.global_batch_size} x {args.seq_length} tokens, "
-        f"{args.num_microbatches} micro-batches a step"
+        f"{_counts(args)} micro-batches a step"
     )
+
+
+def _counts(args: argparse.Namespace) -> str:
+    """Micro-batches of a rank, or of the ranks with the fewest and the most."""
+    counts = {args.num_microbatches, *(share.count for share in args.shares or ())}
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))

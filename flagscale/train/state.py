@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from flagscale.config.arguments.measured_shares import MeasuredShares
+
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
@@ -34,13 +36,15 @@ class TrainState:
     """The model, its optimizer and schedule, and the progress made.
 
     ``chunks`` holds this rank's model chunks as DDP wraps them: one, or with the interleaved
-    pipeline schedule several.
+    pipeline schedule several. ``measured_shares`` is what unlike replicas take of a step, where
+    that was measured.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     progress: Progress
+    measured_shares: MeasuredShares | None = None
 
     def modules(self) -> list[nn.Module]:
         """The bare GPT models of :attr:`chunks`, without DDP and precision wrappers."""

@@ -23,6 +23,7 @@ from flagscale.train.meshes.groups import MeshGroups
 from flagscale.train.profiling import Profiler
 from flagscale.train.readings import StepNumbers
 from flagscale.train.router_losses import RouterLosses
+from flagscale.train.sharing import Stopwatch
 from flagscale.train.state import TrainState
 
 
@@ -37,8 +38,10 @@ class Stepper:
         device: Device,
         profiler: Profiler | None = None,
         groups: MeshGroups | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
-        """``groups``: those that heterogeneous training has beyond megatron.core's."""
+        """``groups``: those that heterogeneous training has beyond megatron.core's. ``stopwatch``:
+        times the steps, as long as it is running."""
         self._args = args
         self._state = state
         self._device = device.torch_device
@@ -47,6 +50,9 @@ class Stepper:
         self.routers = RouterLosses(args, self._device, state.progress.iteration)
         self._schedule = get_forward_backward_func()
         _connect(args, config, state)
+        self._stopwatch = stopwatch
+        if stopwatch is not None:
+            config.finalize_model_grads_func = stopwatch.stop_before(finalize_model_grads)
         self._pipeline: dict[str, Any] = {}
         self._exchange: Exchange | None = None
         if groups is not None:
@@ -69,7 +75,8 @@ class Stepper:
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
-        reports = self._run(data, forward_only=False)
+        with self._timed():
+            reports = self._run(data, forward_only=False)
         updated, norm, zeros = state.optimizer.step()
         if self._args.fp8:
             for model in state.modules():
@@ -111,6 +118,17 @@ class Stepper:
         dist.all_reduce(total)
         loss_sum, tokens = total.tolist()
         return loss_sum / tokens if tokens else 0.0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """A context in which a step is timed, if it is to be. No parameters are waited for in it:
+        they are gathered before."""
+        if self._stopwatch is None or not self._stopwatch.running:
+            yield
+            return
+        with gathered(self._args, self._state.chunks):
+            self._stopwatch.start()
+            yield
 
     def _run(self, data: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         args = self._args

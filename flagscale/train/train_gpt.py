@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Sequence
 
+from flagscale.config.arguments.layout import place_of
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import of_rank, resolve
 from flagscale.errors import FlagscaleError
@@ -61,7 +62,9 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         pid=os.getpid(),
         device=device.name,
     )
-    args = of_rank(resolve(args, rank.world_size), rank.rank)
+    args = resolve(args, rank.world_size)
+    place = place_of(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
+    args = of_rank(args, rank.rank)
     require_packages(args)
     backend, seconds = distributed.join(
         rank,
@@ -71,7 +74,6 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         options=args.comm or (),
     )
     status.write_progress(0, "starting")
-    place = args.meshes.place_of(args.stage) if args.meshes is not None else None
     status.write("joined", backend=backend, seconds=round(seconds, 3), place=place)
     joined = time.monotonic()
     # megatron.core reads the chosen device when it is imported.

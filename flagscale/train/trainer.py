@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Callable
 from typing import Literal
 
 from flagscale.train.checkpoint import Checkpointer
@@ -12,6 +13,7 @@ from flagscale.train.meter import Meter
 from flagscale.train.norms import parameters_norm
 from flagscale.train.readings import Reading, Readings
 from flagscale.train.report import Reporter
+from flagscale.train.sharing import Sharing
 from flagscale.train.signals import Reason, StopRequest
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper, gathered
@@ -26,15 +28,20 @@ class Trainer:
         args: argparse.Namespace,
         state: TrainState,
         stepper: Stepper,
-        data: DataIterators,
+        load_data: Callable[[], DataIterators],
         checkpointer: Checkpointer,
         reporter: Reporter,
         meter: Meter,
+        sharing: Sharing | None = None,
     ) -> None:
+        """``load_data`` gives this rank's part of the data from where ``state`` is on; ``sharing``
+        decides how large that is, where it is not given."""
         self._args = args
         self._state = state
         self._stepper = stepper
-        self._data = data
+        self._load_data = load_data
+        self._data = load_data()
+        self._sharing = sharing
         self._checkpointer = checkpointer
         self._reporter = reporter
         self._meter = meter
@@ -85,6 +92,8 @@ class Trainer:
         self._reporter.place(progress.iteration + 1)
         numbers, values = self._stepper.train(self._data.train, stop=self._stop.wishes())
         self._readings.add(numbers, values)
+        if self._sharing is not None and self._sharing.settle():
+            self._data = self._load_data()
         step = progress.iteration
         logged = step % args.log_interval == 0 or step == self._first_step
         evaluated = _due(step, args.eval_interval) and step < args.train_iters

@@ -89,7 +89,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("gpu-layouts")
     cases, answers = directory / "cases.json", directory / "results.json"
     possible = [
-        {"id": name, "world": world, "argv": f"{MODEL} {layout}".split()}
+        {"id": name, "world": world, "argv": f"{MODEL} {layout} --train-iters 3".split()}
         for name, (world, layout, _, _) in CASES.items()
         if world <= torch.cuda.device_count()
     ]

@@ -20,18 +20,28 @@ LINES = 410
 SOURCES = (".py", ".sh", ".h", ".cpp", ".cu")
 
 # What each part may import, whenever it does: at the top, in a function, or for types alone.
-GROUND = {"errors", "files", "registry", "status"}
+GROUND = {"errors", "files", "modules", "registry", "status"}
 PARTS = {
-    **{name: set[str]() for name in ("errors", "files", "status")},
+    **{name: set[str]() for name in ("errors", "files", "modules", "status")},
     "guard": {"errors"},
     "registry": {"errors"},
     "accelerators": {"errors", "registry", "status"},
     "checkpoints": {"errors"},
     "config": {*GROUND, "accelerators"},
+    "estimate": {*GROUND, "accelerators", "config"},
     "hosts": {*GROUND, "accelerators", "checkpoints", "config"},
     "comm": {*GROUND, "accelerators"},
-    "launch": {*GROUND, "accelerators", "guard", "checkpoints", "config", "hosts", "comm"},
-    "train": {*GROUND, "accelerators", "checkpoints", "config", "comm"},
+    "launch": {
+        *GROUND,
+        "accelerators",
+        "guard",
+        "checkpoints",
+        "config",
+        "estimate",
+        "hosts",
+        "comm",
+    },
+    "train": {*GROUND, "accelerators", "checkpoints", "config", "estimate", "comm"},
     "bench": {*GROUND, "accelerators", "guard", "hosts", "comm"},
     "patching": GROUND,
     "cli": {*GROUND, "guard", "config", "launch", "bench", "patching"},

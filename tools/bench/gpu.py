@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from flagscale.accelerators.cuda import Cuda
 from flagscale.bench import machine
 from flagscale.errors import ConfigError, JobError
+from flagscale.estimate.arithmetic import flops_per_token
 from flagscale.guard import guard
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
-from flagscale.train.throughput import flops_per_token
 
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"

@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tokenizer-type", default="HuggingFaceTokenizer", help=", ".join(TOKENIZER_TYPES))
     add("--tokenizer-path", "--tokenizer-model", help="the tokenizer's directory or file")
+    add("--merge-file", help="GPT-2's merges.txt, where the path is its vocab.json")
+    add("--special-tokens-file", help="for AquilaTokenizerFS")
     add("--vocab-size", type=int, help="for NullTokenizer")
     add("--append-eod", action="store_true", help="end each document with its token")
     add("--prepend-bos", action="store_true", help="begin each document with its token")
@@ -51,11 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers must be at least 1, got {args.workers}")
+    files = (args.merge_file, args.special_tokens_file)
     try:
         job = Job(
             inputs=tuple(corpus.find_inputs(args.input)),
             output_prefix=args.output_prefix,
-            tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_path, args.vocab_size),
+            tokenizer=TokenizerSpec(
+                args.tokenizer_type, args.tokenizer_path, args.vocab_size, *files
+            ),
             keys=tuple(dict.fromkeys(args.json_keys)),
             format=None if args.format == "auto" else args.format,
             append_eod=args.append_eod,

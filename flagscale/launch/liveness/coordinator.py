@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 from flagscale.files import plain
 from flagscale.launch.liveness import messages
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity, first_of
-from flagscale.launch.liveness.job import JobHost, Notice, stalled_report, unreached
+from flagscale.launch.liveness.job import JobHost, Notice, held, stalled_report, unreached
 from flagscale.launch.liveness.messages import FromHost, HostStatus, JobPhase, Order, Position
 from flagscale.launch.liveness.options import Policy
 
@@ -34,7 +35,8 @@ STACK_SECONDS = 6.0
 class Coordinator:
     """The state of a job. ``orders`` are for one host each, or for all (None); they and
     ``notices`` are for the caller to take away. ``port`` is where hosts report;
-    ``output`` is host 0's, for failures that have no log of their own."""
+    ``output`` is host 0's, for failures that have no log of their own; ``places`` are what hosts
+    hold, where ranks are unlike."""
 
     def __init__(
         self,
@@ -43,11 +45,13 @@ class Coordinator:
         now: float,
         output: Path,
         port: int | None = None,
+        places: Sequence[str] = (),
     ) -> None:
         self.policy = policy
         self._output = output
         self._port = port
-        self.hosts = [JobHost(name) for name in names]
+        told = chain(places, repeat(""))
+        self.hosts = [JobHost(name, next(told)) for name in names]
         self.phase = JobPhase.RUNNING
         self.attempt = 0
         self.orders: list[tuple[int | None, Order]] = []
@@ -224,6 +228,7 @@ class Coordinator:
         host.lost, host.status, self.news = True, HostStatus.LOST, True
         self._active.discard(number)
         if self.phase is not JobPhase.STOPPING:
+            reason += held(host.place)
             failure = Failure(host.name, None, None, reason, "", self._output)
             self._judge(Report(failure, moment, Severity.LOST))
 

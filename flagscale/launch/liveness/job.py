@@ -16,6 +16,8 @@ class JobHost:
     """What is known of a host in this attempt. Times are the coordinator's monotonic clock."""
 
     name: str
+    place: str = ""
+    """What it holds, where ranks are unlike."""
     heard: float | None = None
     status: HostStatus = HostStatus.ABSENT
     joined: int = 0
@@ -42,6 +44,11 @@ class Notice:
     event: str
     attempt: int
     failure: Failure | None = None
+
+
+def held(place: str) -> str:
+    """The end of a message on a host that is gone."""
+    return f"; it held {place}" if place else ""
 
 
 def unreached(port: int | None) -> str:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -89,11 +89,25 @@ class AgentOptions(Policy):
     """On host 0, the names of all hosts by node rank, in ranges: ``node[01-16]``."""
     master_name: str = ""
     """On the others, the name of host 0."""
+    places: tuple[str, ...] = ()
+    """On host 0, what hosts hold where ranks are unlike, as ``NUMBER WHAT``: the host of that
+    number, and those after it up to the next one that is named."""
+    master_place: str = ""
+    """On the others, what host 0 holds."""
 
     @property
     def names(self) -> list[str]:
         """The names of all hosts, on host 0."""
         return [name for names in self.hosts for name in expand(names)] or [self.name]
+
+    @property
+    def places_by_host(self) -> list[str]:
+        """What each host holds, on host 0; empty where ranks are alike."""
+        count, found = len(self.names), list[str]()
+        for place in reversed(self.places):
+            number, _, what = place.partition(" ")
+            found = [what] * (count - len(found) - int(number)) + found
+        return found
 
     def to_json(self) -> str:
         """A line for each option that is given."""
@@ -122,7 +136,16 @@ class AgentOptions(Policy):
             made.names  # noqa: B018 - what is no range is found now, not in the job
         except ValueError as error:
             raise ValueError(f"hosts: {error}") from None
+        if any(not place.partition(" ")[0].isdecimal() for place in made.places):
+            raise ValueError("places: each begins with the number of a host")
         return made
+
+
+def runs(places: Sequence[str]) -> Iterator[str]:
+    """What :attr:`AgentOptions.places` says of hosts that hold these."""
+    for number, place in enumerate(places):
+        if number == 0 or place != places[number - 1]:
+            yield f"{number} {place}"
 
 
 def _value(name: str, kind: Any, value: object) -> Any:

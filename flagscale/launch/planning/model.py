@@ -49,6 +49,18 @@ class Slot:
     machine: Machine
     settings: Settings
 
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+    @property
+    def device_type(self) -> str | None:
+        return self.host.device_type
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.nproc)
+
 
 @dataclass(frozen=True)
 class RunnerHandle:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagscale.config import placement
 from flagscale.config.arguments.flatten import flatten, leaves
 from flagscale.config.schema import BACKEND_DIRECTORY, Experiment, Runner
 from flagscale.config.secrets import is_secret
@@ -48,8 +49,9 @@ def plan(
     if len(slots) > 1:
         names = tuple(ranges(host.name for host in hosts))
         port = supervision.liveness_port(given, master_port)
-        meeting = Meeting(address, port, names, hosts[0].name, run_secret)
-    job = _Job(experiment, run_id, len(slots), (address, master_port), meeting)
+        held = placement.places(experiment, [slot.ranks for slot in slots])
+        meeting = Meeting(address, port, names, hosts[0].name, run_secret, tuple(held))
+    job = _Job(experiment, run_id, tuple(slots), (address, master_port), meeting)
     return LaunchPlan(
         run_id=run_id,
         name=experiment.name,
@@ -128,7 +130,7 @@ class _Job:
 
     experiment: Experiment
     run_id: str
-    nnodes: int
+    slots: tuple[Slot, ...]
     master: tuple[str, int]
     meeting: Meeting | None
     _programs: dict[tuple[int, Path], tuple[str, ...]] = field(default_factory=dict)
@@ -149,7 +151,7 @@ class _Job:
             devices=machine.devices,
             interface=machine.interface,
         )
-        backend = machine.project / BACKEND_DIRECTORY
+        backend, packages = machine.project / BACKEND_DIRECTORY, self.experiment.task.packages
         return HostPlan(
             node_rank=slot.node_rank,
             name=host.name,
@@ -158,7 +160,7 @@ class _Job:
             nproc=slot.nproc,
             first_rank=slot.first_rank,
             environment=(*environment, *supervision.agent_environment(runner, slot, self.meeting)),
-            python_path=(str(backend), str(machine.project)),
+            python_path=(*map(str, packages), str(backend), str(machine.project)),
             workdir=machine.workdir or machine.project,
             python=machine.python,
             agent=supervision.agent_options(
@@ -181,7 +183,7 @@ class _Job:
         project = slot.machine.project
         key = (id(slot.settings), project)
         if key not in self._programs:
-            sections = slot.settings.sections
+            sections = placement.written_out(slot.settings.sections, self.slots)
             self._programs[key] = program_arguments(self.experiment, layout, sections, project)
         return self._programs[key]
 
@@ -189,7 +191,7 @@ class _Job:
         """torchrun and its options: launcher-only keys of the runner never reach it."""
         runner = self.experiment.runner
         options: dict[str, str | None] = {
-            "nnodes": str(self.nnodes),
+            "nnodes": str(len(self.slots)),
             "node_rank": str(slot.node_rank),
             "nproc_per_node": str(slot.nproc),
             "rdzv_id": runner.rdzv_id or self.run_id,

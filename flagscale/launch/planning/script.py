@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from flagscale import __version__
 from flagscale.accelerators.probes import defaults_of_unprobed
@@ -18,6 +19,7 @@ from flagscale.launch.planning.environment import PYTHON_PATH
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
 from flagscale.launch.planning.per_host import bash
 from flagscale.launch.planning.supervision import AGENT_SECRETS
+from flagscale.modules import started
 
 # The kernel takes words of up to 128 KiB: thousands of names without an order are more than that.
 _PIECE_LINES = 256
@@ -112,7 +114,7 @@ def _environment(host: HostPlan) -> Iterator[str]:
         required = ':?is a secret: export it, then run this script}"'
         yield from (f': "${{{value.name}{required}' for value in secrets)
     yield ""
-    yield "# The adapted training backend first, then this project."
+    yield "# The program's own packages, the adapted training backend, this project."
     path = ":".join(filter(None, (*host.python_path, own_path)))
     rest = "" if PYTHON_PATH in references(path) else '"${PYTHONPATH:+:$PYTHONPATH}"'
     yield f"export PYTHONPATH={_with_references(PYTHON_PATH, path, kept)}{rest}"
@@ -174,7 +176,8 @@ def _agent(host: HostPlan) -> tuple[str, ...]:
     lines = host.agent.to_json().split("\n")
     pieces = range(0, len(lines), _PIECE_LINES)
     options = ("\n    ".join(lines[at : at + _PIECE_LINES]) for at in pieces)
-    return (host.python, "-m", "flagscale.launch.agent", "--options", *options)
+    program = (host.python, *started("flagscale.launch.agent", Path(host.python_path[-1])))
+    return (*program, "--options", *options)
 
 
 def _array(name: str, argv: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flagscale.config.schema import Runner
 from flagscale.launch.liveness import secret
-from flagscale.launch.liveness.options import COMMAND, WEBHOOK, AgentOptions
+from flagscale.launch.liveness.options import COMMAND, WEBHOOK, AgentOptions, runs
 from flagscale.launch.planning.environment import EnvValue
 from flagscale.launch.planning.model import Slot
 
@@ -28,13 +28,15 @@ _OF_RUNNER = {f.name for f in fields(AgentOptions)} & {f.name for f in fields(Ru
 @dataclass(frozen=True)
 class Meeting:
     """Where the agents of several hosts meet, and the secret they share. ``names`` are those of
-    all hosts in ranges, ``first`` is host 0's."""
+    all hosts in ranges, ``first`` is host 0's. ``places`` are what each holds, where ranks are
+    unlike; else there are none."""
 
     address: str
     port: int
     names: tuple[str, ...]
     first: str
     secret: str | None
+    places: tuple[str, ...] = ()
 
 
 def liveness_port(runner: Runner, master_port: int) -> int:
@@ -51,7 +53,7 @@ def agent_options(
     told |= {"master_addr": "", "liveness_port": None}
     if meeting is not None:
         told |= {"master_addr": meeting.address, "liveness_port": meeting.port}
-        told |= {"master_name": meeting.first} if slot.node_rank else {"hosts": meeting.names}
+        told |= _of_others(meeting, slot.node_rank)
     if runner.notify is not None and slot.node_rank < _NOTIFYING_HOSTS:
         told["notify_on"] = runner.notify.on
     return AgentOptions(
@@ -63,6 +65,13 @@ def agent_options(
         nproc=slot.nproc,
         **told,
     )
+
+
+def _of_others(meeting: Meeting, node_rank: int) -> dict[str, object]:
+    """What host 0 is told of all, and the others of host 0."""
+    if not node_rank:
+        return {"hosts": meeting.names, "places": tuple(runs(meeting.places))}
+    return {"master_name": meeting.first, "master_place": "".join(meeting.places[:1])}
 
 
 def agent_environment(runner: Runner, slot: Slot, meeting: Meeting | None) -> Iterator[EnvValue]:

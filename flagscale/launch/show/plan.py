@@ -15,6 +15,8 @@ from flagscale.launch.planning.supervision import NOTIFY
 _OWN = {"name", "node_rank", "first_rank", "run_dir"}
 # What the first hosts are told beside, or in place of, what the others are.
 _ROLES = ("hosts", "master_name", "notify_on")
+_OF_OTHERS = ("places", "master_place")
+"""What follows from the meshes, which the notes draw, and from these."""
 # Of more values, or longer lists of names, the first and the last are shown.
 _MOST_VALUES = 4
 _MOST_CHARACTERS = 200
@@ -60,7 +62,7 @@ def _shape(host: HostPlan) -> tuple[object, ...]:
     torchrun = tuple(
         word.replace(run_dir, "") for i, word in enumerate(host.torchrun) if i != at or not at
     )
-    told = {k: v for k, v in vars(host.agent).items() if k not in _OWN and k not in _ROLES}
+    told = {k: v for k, v in vars(host.agent).items() if k not in {*_OWN, *_ROLES, *_OF_OTHERS}}
     own = {"name", "node_rank", "address", "first_rank", "run_dir", "script", "output", "pid_file"}
     worked_out = {"environment": environment, "torchrun": torchrun, "agent": tuple(told.values())}
     same = {key: value for key, value in vars(host).items() if key not in own}

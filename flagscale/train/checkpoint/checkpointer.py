@@ -191,6 +191,8 @@ class Checkpointer:
         if not args.no_save_rng:
             content.update(contents.rng_object())
         content["progress"] = state.progress.state_dict()
+        if state.measured_shares is not None:
+            content["measured_shares"] = state.measured_shares.state_dict()
         content[contents.METADATA_KEY] = metadata
         return content
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from flagscale.accelerators.device import current
 from flagscale.config.arguments import resuming
-from flagscale.config.arguments.meshes import vocabulary_parts
+from flagscale.config.arguments.vocabulary import vocabulary_parts
 from flagscale.train.checkpoint.padding import padded_buckets
 from flagscale.train.checkpoint.vocabulary import in_pieces
 from flagscale.train.state import TrainState

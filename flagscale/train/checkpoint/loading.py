@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from flagscale.checkpoints import Checkpoints, Found
+from flagscale.config.arguments.measured_shares import MeasuredShares
 from flagscale.config.arguments.resuming import Parts, other_schedule, parts_to_load
 from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint.agreement import agree, describe, on_rank_0
@@ -117,6 +118,8 @@ def _apply(loaded: dict[str, Any], state: TrainState, wanted: Parts) -> None:
         state.optimizer.reload_model_params()  # its fp32 copies are of the initial weights
     if wanted.progress:
         state.progress.load_state_dict(loaded["progress"])
+        if "measured_shares" in loaded:
+            state.measured_shares = MeasuredShares.from_state(loaded["measured_shares"])
     if wanted.rng:
         contents.restore_rng(loaded)
 

@@ -54,24 +54,40 @@ def build_data_iterators(
     chunks: int = 1,
     shard: Shard | None = None,
 ) -> DataIterators:
-    """The data of a run that has consumed what ``progress`` says. Called on all ranks, after
-    torch.distributed is up.
+    """The data of a run that has consumed what ``progress`` says; see :class:`Datasets`."""
+    return Datasets(args, tokenizer).iterators(progress, chunks=chunks, shard=shard)
 
-    ``args`` has passed :mod:`flagscale.config.arguments.resolve`. ``shard`` is this rank's part of
-    the data; without it that of its data-parallel group.
 
-    Raises:
-        DataError: data is missing, damaged, too little, or of another tokenizer.
-    """
-    plan = plan_data(args, tokenizer)
-    datasets = _build_datasets(plan, tokenizer)
-    shard = shard or own_shard(args)
-    consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
-    found = [
-        _iterators(args, plan, split, data, taken, chunks, shard)
-        for split, data, taken in zip(plan.splits, datasets, consumed, strict=True)
-    ]
-    return DataIterators(*found)
+class Datasets:
+    """The data sets of a run, from which any rank can take any part. Built on all ranks, after
+    torch.distributed is up."""
+
+    def __init__(self, args: Any, tokenizer: Tokenizer) -> None:
+        """``args`` has passed :mod:`flagscale.config.arguments.resolve`.
+
+        Raises:
+            DataError: data is missing, damaged or of another tokenizer.
+        """
+        self._args = args
+        self._plan = plan_data(args, tokenizer)
+        self._built = _build_datasets(self._plan, tokenizer)
+
+    def iterators(
+        self, progress: Progress, *, chunks: int = 1, shard: Shard | None = None
+    ) -> DataIterators:
+        """The data of a run that has consumed what ``progress`` says. ``shard`` is this rank's part
+        of it; without it that of its data-parallel group.
+
+        Raises:
+            DataError: there is too little.
+        """
+        shard = shard or own_shard(self._args)
+        consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
+        found = [
+            _iterators(self._args, self._plan, split, data, taken, chunks, shard)
+            for split, data, taken in zip(self._plan.splits, self._built, consumed, strict=True)
+        ]
+        return DataIterators(*found)
 
 
 def own_shard(args: Any) -> Shard:
@@ -142,6 +158,7 @@ def _config(plan: DataPlan, tokenizer: Tokenizer) -> Any:
         reset_attention_mask=False,  # attention here is causal over the whole sequence
         eod_mask_loss=plan.eod_mask_loss,
         create_attention_mask=False,
+        **plan.reading,
     )
     if config.split_matrix is not None:
         # A split that nobody reads is not built: with few documents it may have none, and

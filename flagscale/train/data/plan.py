@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,8 @@ class DataPlan:
     mock: bool
     reset_position_ids: bool
     eod_mask_loss: bool
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    """Options of megatron.core's data sets that change how they are read, not what."""
 
 
 def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
@@ -78,6 +81,11 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         mock=bool(args.mock_data),
         reset_position_ids=args.reset_position_ids,
         eod_mask_loss=args.eod_mask_loss,
+        reading={
+            "mmap_bin_files": args.mmap_bin_files,
+            "num_dataset_builder_threads": args.num_dataset_builder_threads,
+            "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        },
     )
 
 

@@ -160,7 +160,8 @@ def _fill_in(meshes: Meshes, stage: Stage) -> None:
     if meshes.chunks > 1:
         parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
         parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = meshes.chunks
-    parallel_state._set_global_memory_buffer()
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # it is the same for every layout
+        parallel_state._set_global_memory_buffer()
 
 
 def _ends(meshes: Meshes, rank: int, maker: _Maker) -> Iterator[dist.ProcessGroup]:

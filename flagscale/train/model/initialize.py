@@ -28,10 +28,12 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @torch.no_grad()
-def initialize(model: Any, config: TransformerConfig, seed: int) -> None:
+def initialize(
+    model: Any, config: TransformerConfig, seed: int, *, norms: float | None = None
+) -> None:
     """Draw every weight of the bare GPT model ``model`` (a chunk of it), in place.
 
-    Norms keep their ones; biases become zero.
+    Norms keep their ones, or get the value ``norms``; biases become zero.
     """
     for name, parameter in global_parameters(model, config):
         if name.endswith("bias"):
@@ -41,6 +43,8 @@ def initialize(model: Any, config: TransformerConfig, seed: int) -> None:
             parameter.copy_(
                 _own_part(name, parameter, config, _generator(seed, name, parameter), std)
             )
+        elif norms is not None:
+            parameter.fill_(norms)
 
 
 def global_parameters(

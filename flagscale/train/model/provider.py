@@ -16,6 +16,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,11 +24,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
 from flagscale.train.layers.experts import GroupedExperts
+from flagscale.train.layers.router import router
 from flagscale.train.model.attention import SDPAttention, choose_kernel
 from flagscale.train.model.config import ddp_config, implementation
 from flagscale.train.model.gpt import LINEARS, FastGPT, finish
 from flagscale.train.model.initialize import initialize
 from flagscale.train.model.norm import norm_class
+from flagscale.train.recompute import follow
 from flagscale.train.state import unwrap
 
 # Transformer Engine's choice of attention. It is not used here, yet megatron.core sets these and
@@ -58,7 +61,8 @@ def build_chunks(
     ]
     for model in models:
         _set_experts_apart(model)
-        initialize(model, config, args.seed)
+        initialize(model, config, args.seed, norms=args.norm_init_weight)
+    follow(args, config, models)
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]
     reduction = ddp_config(args)
@@ -110,8 +114,8 @@ def _gpt(
 def _block_spec(
     args: argparse.Namespace, config: TransformerConfig, stage: int | None, *, fast: bool
 ) -> Any:
-    """megatron.core's local layers of this stage, with the norms and attention replaced, and the
-    linear layers of a ``fast`` model."""
+    """megatron.core's local layers of this stage, with the norms, attention and where needed the
+    router replaced, and the linear layers of a ``fast`` model."""
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -124,6 +128,8 @@ def _block_spec(
         replacements[DotProductAttention] = SDPAttention
     if fast:
         replacements.update(LINEARS)
+    if args.num_moe_experts:
+        replacements[TopKRouter] = router(args)
     if args.moe_grouped_gemm:
         replacements[SequentialMLP] = GroupedExperts
     spec.layer_norm = replacements[WrappedTorchNorm]

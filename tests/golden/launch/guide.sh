@@ -17,12 +17,12 @@ export NCCL_DEBUG=INFO
 # Secrets are not written to files: they come from the environment.
 : "${WANDB_API_KEY:?is a secret: export it, then run this script}"
 
-# The adapted training backend first, then this project.
+# The program's own packages, the adapted training backend, this project.
 export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
 
 # Supervisor, launcher of the ranks, training program.
 agent=(
-    /opt/venv/bin/python -m flagscale.launch.agent
+    /opt/venv/bin/python -c 'import sys; sys.path[0] = sys.argv.pop(1); from flagscale.launch.agent import main; sys.exit(main())' /opt/flagscale
     --options '{
      "max_restarts": 1,
      "on_failure": "stop",

@@ -22,12 +22,12 @@ line 2
 '"$host__host_x"
 export host_x='none of the script'"'"'s'
 
-# The adapted training backend first, then this project.
+# The program's own packages, the adapted training backend, this project.
 export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale:/own"${host__PYTHONPATH:+:$host__PYTHONPATH}":/last
 
 # Supervisor, launcher of the ranks, training program.
 agent=(
-    /opt/venv/bin/python -m flagscale.launch.agent
+    /opt/venv/bin/python -c 'import sys; sys.path[0] = sys.argv.pop(1); from flagscale.launch.agent import main; sys.exit(main())' /opt/flagscale
     --options '{
      "max_restarts": 0,
      "on_failure": "stop",

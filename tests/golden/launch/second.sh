@@ -25,12 +25,12 @@ export TORCHDYNAMO_DISABLE=1
 # experiment.runner.notify
 export FLAGSCALE_NOTIFY_COMMAND='mail -s '"'"'it'"'"''"'"'s over'"'"' $USER'
 
-# The adapted training backend first, then this project.
+# The program's own packages, the adapted training backend, this project.
 export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
 
 # Supervisor, launcher of the ranks, training program.
 agent=(
-    /opt/venv/bin/python -m flagscale.launch.agent
+    /opt/venv/bin/python -c 'import sys; sys.path[0] = sys.argv.pop(1); from flagscale.launch.agent import main; sys.exit(main())' /opt/flagscale
     --options '{
      "max_restarts": 3,
      "on_failure": "stop",

@@ -69,6 +69,11 @@ LAYOUTS = {
         3, f"{MESHES} 1 1 1 1 1  1 1 2 2 1 {DO} --micro-batch-size 2", "moe-last"
     ),
     "moe-last-one-do": Layout(1, DO, "moe-last"),
+    "replicas-pp2-do": Layout(
+        4,
+        f"{PP2} {DO} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 2 1 1 "
+        "--hetero-num-microbatches 1 1 1 2",
+    ),
     "bf16-dp2-do": Layout(2, DO, "bf16"),
     "tied-pp2": Layout(2, PP2, "tied"),
     "tied-one": Layout(1, "", "tied"),

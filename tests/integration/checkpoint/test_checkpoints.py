@@ -37,6 +37,8 @@ RESHARD = (
     ("tied-pp2-do", "tied-meshes-do"),
     ("tied-meshes-do", "tied-meshes-turned-do"),
     ("meshes", "one"),
+    ("dp2-do", "replicas-pp2-do"),
+    ("replicas-pp2-do", "tp2-sp-do"),
     ("tp2", "meshes"),
     ("moe-meshes-do", "moe-last-one-do"),
     ("moe-last-one-do", "moe-meshes-do"),

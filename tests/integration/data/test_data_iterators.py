@@ -73,6 +73,9 @@ def args(tmp_path: Path, **given: Any) -> Namespace:
         "num_workers": 0,
         "dataloader_type": "single",
         "reset_position_ids": False,
+        "mmap_bin_files": True,
+        "num_dataset_builder_threads": 1,
+        "mid_level_dataset_surplus": 0.005,
         "eod_mask_loss": False,
     }
     return Namespace(**{**values, **given})
@@ -210,6 +213,7 @@ def test_options_of_documents(data: dict[str, str], tmp_path: Path) -> None:
         seq_length=64,
         reset_position_ids=True,
         eod_mask_loss=True,
+        mmap_bin_files=False,
     )
     batch = next(iterators(given).train)
     ends = batch["tokens"] == 256

@@ -73,6 +73,16 @@ while True:
     dist.all_reduce(torch.ones(1000))
 """
 
+FOREIGN = """
+import subprocess, sys
+told = '''
+import flagscale, megatron.core, megatron.training
+print(flagscale.WHOSE, megatron.core.WHOSE, megatron.training.WHOSE, sep=", ", flush=True)
+'''
+exec(told)
+subprocess.run([sys.executable, "-c", told], cwd="/", check=True)  # as a loader of its own would be
+"""
+
 
 def query(lab: Lab) -> dict[str, Any]:
     done = lab.do("query", "json=true")
@@ -185,6 +195,30 @@ def test_the_foreground_ends_well(lab: Lab) -> None:
     assert done.returncode == 0, done.stdout
     seen = query(lab)
     assert (seen["state"], seen["exit_code"], seen["step"]) == ("completed", 0, 3)
+
+
+def test_a_foreign_checkout_has_its_own_packages(lab: Lab) -> None:
+    """And what supervises it this project's, though both have a name and a working directory."""
+    theirs = {
+        "flagscale/__init__.py": "WHOSE = 'their flagscale'",
+        "flagscale/train/train_gpt.py": FOREIGN,
+        "third_party/Megatron-LM/megatron/core/__init__.py": "WHOSE = 'their core'",
+        "third_party/Megatron-LM/megatron/training/__init__.py": "WHOSE = 'their training'",
+    }
+    for name, text in theirs.items():
+        (lab.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (lab.root / name).write_text(text, encoding="utf-8")
+    told = lab.root / "told"
+    lab.configure(
+        "",
+        light=True,
+        task={"entrypoint": "flagscale/train/train_gpt.py"},
+        runner={"notify": {"command": f"cat >'{told}'", "on": ["finished"]}, "nproc_per_node": 1},
+    )
+    done = lab.do("test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lab.output().count("their flagscale, their core, their training") == 2
+    assert json.loads(told.read_text(encoding="utf-8"))["event"] == "finished"
 
 
 @pytest.mark.parametrize(

@@ -200,13 +200,17 @@ def test_unauthenticated_peers_at_the_port_are_ignored(two: Stations) -> None:
 
 
 def test_agents_that_do_not_share_the_secret_never_meet(two: Stations) -> None:
+    """Each is lost to the other, with what it holds."""
     two.own_secrets = True
-    two.start({"start_timeout": 3.0}, command=["sleep", "60"])
+    held = {"places": ["0 stage 0", "1 stage 1"], "master_place": "stage 0"}
+    two.start({"start_timeout": 3.0, **held}, command=["sleep", "60"])
     assert two.codes() == [1, 1]
     first, second = (two[number].exit()["failure"] for number in (0, 1))
     assert (first["host"], second["host"]) == ("h1", "h0")
     assert "did not report within 3 s of the start" in first["reason"]
     assert "was not reached within 3 s of the start" in second["reason"]
+    assert first["reason"].endswith("; it held stage 1")
+    assert second["reason"].endswith("; it held stage 0")
     two.gone(1)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
+from launch_lab import until
 from ssh_lab import SshLab, ssh_lab
 
 from flagscale.status import read_events, status_files
@@ -27,7 +28,7 @@ LLAMA: dict[str, Any] = {
         "seq_length": 16,
         "micro_batch_size": 1,
         "global_batch_size": 4,
-        "train_iters": 3,
+        "train_iters": 1000,  # of which a run takes the first few
         "normalization": "RMSNorm",
         "swiglu": True,
         "disable_bias_linear": True,
@@ -46,10 +47,37 @@ LLAMA: dict[str, Any] = {
     },
 }
 LOGGING = {"log_interval": 1, "save": None, "load": None, "tensorboard_dir": None}
+# The pair of tensor-parallel ranks is on the host that the hostfile lists last.
+MESHES = {
+    "enable_hetero": True,
+    "hetero_process_meshes": [
+        {"device_type": "PAIR", "tp": 2, "layers": [1]},
+        {"device_type": "SINGLE", "layers": [1]},
+    ],
+}
+# What is left of them without the other host.
+SMALLER = {
+    "enable_hetero": True,
+    "hetero_process_meshes": [
+        {"device_type": "PAIR", "layers": [1]},
+        {"device_type": "PAIR", "layers": [1]},
+    ],
+}
+
+Step = tuple[int, float, float]
 
 
-def losses(lab: SshLab) -> list[tuple[int, float, float]]:
-    """Step, loss and gradient norm of every step, whichever rank reported them."""
+def configure(lab: SshLab, steps: int | None, system: dict[str, Any], **options: Any) -> None:
+    """A YAML that trains for so many steps, at most: until their number divides by it."""
+    logging = {**LOGGING, **system.get("logging", {}), "exit_interval": steps}
+    sections = {**LLAMA, "system": {**LLAMA["system"], **system, "logging": logging}}
+    lab.configure(
+        light=False, task={"entrypoint": str(PROGRAM)}, top={"train": sections}, **options
+    )
+
+
+def losses(lab: SshLab) -> list[Step]:
+    """Step, loss and gradient norm of every step of the last run, whichever rank reported them."""
     found = []
     for host in lab.state().hosts:
         for path in status_files(host.run_dir / "status"):
@@ -62,45 +90,64 @@ def losses(lab: SshLab) -> list[tuple[int, float, float]]:
     return sorted(found)
 
 
-# The pair of tensor-parallel ranks is on the host that the hostfile lists last.
-MESHES = {
-    "enable_hetero": True,
-    "hetero_process_meshes": [
-        {"device_type": "PAIR", "tp": 2, "layers": [1]},
-        {"device_type": "SINGLE", "layers": [1]},
-    ],
-}
-
-
-def train(lab: SshLab, system: dict[str, Any], **options: Any) -> list[tuple[int, float, float]]:
+def train(lab: SshLab, steps: int = 3, **options: Any) -> list[Step]:
     """The steps of a run, and that it leaves nothing behind."""
-    sections = {**LLAMA, "system": {**LLAMA["system"], "logging": LOGGING, **system}}
-    lab.configure(
-        light=False, task={"entrypoint": str(PROGRAM)}, top={"train": sections}, **options
-    )
+    configure(lab, steps, options.pop("system", {}), **options)
     done = lab.do("test", timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = done.stdout.splitlines()
     assert {line.partition(":")[0] for line in lines} >= {h.name for h in lab.state().hosts}
     assert lab.orphans() == {}
-    found = losses(lab)
-    assert [step for step, _, _ in found] == [1, 2, 3]
-    return found
+    return losses(lab)
+
+
+def expect_equal(own: list[Step], expected: list[Step]) -> None:
+    assert [step for step, _, _ in own] == [step for step, _, _ in expected]
+    for ours, theirs in zip(own, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_hosts_train_as_one_machine_does(bed: Bed, tmp_path: Path) -> None:
-    """Two alike, and two of unlike types that hold a stage each."""
+    """Two alike, and two of unlike types that hold a stage each, of which one is then lost: the
+    other goes on with both stages."""
     here = {"type": "local", "hostfile": None, "nproc_per_node": 2}
-    types = "h00 slots=1 type=SINGLE\nh01 slots=2 type=PAIR\n"
     with (
         ssh_lab(bed, tmp_path / "one") as one,
         ssh_lab(bed, tmp_path / "two") as two,
         ssh_lab(bed, tmp_path / "unlike") as unlike,
     ):
-        alone = train(one, {}, runner=here)
-        assert train(two, {}) == alone
+        alone = train(one, 40, runner=here)
+        assert [step for step, _, _ in alone] == list(range(1, 41))
+        assert train(two) == alone[:3]
         assert {h.boot_id is not None for h in two.state().hosts} == {True}
-        meshes = train(unlike, {"hetero": MESHES}, hostfile=types, runner={"nproc_per_node": 2})
-        assert [host.name for host in unlike.state().hosts] == ["h01", "h00"]
-        for own, expected in zip(meshes, alone, strict=True):
-            assert own == pytest.approx(expected, rel=1e-5)
+        lose_a_host(unlike, alone)
+
+
+def lose_a_host(lab: SshLab, alone: list[Step]) -> None:
+    """Train on two meshes, lose the host of the second, and go on without it."""
+    types = "h00 slots=1 type=SINGLE\nh01 slots=2 type=PAIR\n"
+    checkpoints = str(lab.exp_dir / "checkpoints")
+    saving = {"save_interval": 2, "save": checkpoints, "load": checkpoints}
+    system: dict[str, Any] = {"hetero": MESHES, "logging": saving}
+    quick = {"nproc_per_node": 2, "lost_host_timeout": 6}
+    with lab.bed.ssh_config.open("a") as config:
+        config.write("  ConnectTimeout 3\n")
+    configure(lab, None, system, hostfile=types, runner=quick)
+    started = lab.do("run")
+    assert started.returncode == 0, started.stderr
+    assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
+    until(lambda: len(losses(lab)) >= 3, 60)
+    lab.bed["h00"].cut_power()
+    until(lambda: not lab.members(lab.bed["h01"]), 30)
+    failure = lab.state().hosts[0].exit_record()["failure"]
+    assert (failure["host"], failure["rank"]) == ("h00", None)
+    assert failure["reason"] == (
+        "was lost: no word from its agent for 6 s; it held stage 1 of 2, mesh 1 (SINGLE 1 rank)"
+    )
+    before = losses(lab)
+    expect_equal(before, alone[: len(before)])
+
+    system["hetero"] = SMALLER
+    after = train(lab, 2, system=system, hostfile="h01 slots=2 type=PAIR\n", runner=quick)
+    assert 2 < after[0][0] <= before[-1][0] + 1
+    expect_equal(after, alone[after[0][0] - 1 :][:2])

@@ -2,7 +2,8 @@
 
 usage: layout_worker.py CASES.json RESULTS.json [cpu | cuda]
 
-CASES is a list of {"id", "world", "argv", "backend", "clusters"}; the last two may be missing.
+CASES is a list of {"id", "world", "argv", "backend", "clusters", "overflow"}; the last three may be
+missing. "overflow" is [rank, step]: a gradient of that rank is infinite in that step.
 Importing torch and megatron.core takes longer than the training, so on a CPU this process imports
 once and forks the ranks; cases of one world size and backend share their ranks, which lay the
 process groups out anew for each. "clusters" is fsccl's way to divide ranks by hand.
@@ -16,6 +17,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from forked_ranks import Record, forget_layout, run_world
-
-STEPS = 3
 
 
 def main() -> None:
@@ -65,50 +65,118 @@ def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterat
     device = choose("auto", rank.local_rank)
     distributed.join(rank, device, backend=backend, timeout_minutes=2)
     for case in cases:
-        yield case["id"], train(case["argv"], rank, device)
+        yield case["id"], train(case, rank, device)
     distributed.leave()
 
 
-def train(argv: list[str], rank: Any, device: Any) -> dict[str, Any]:
-    """Spread and mean of the initial weights, losses and gradient norms of the first steps, and
-    the validation loss after them."""
+def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
+    """Norm, and by name spread and mean, of the initial weights, losses and gradient norms of the
+    steps, and the validation loss after them."""
     from flagscale.config.arguments.parser import parse_arguments
     from flagscale.config.arguments.resolve import of_rank, resolve
     from flagscale.train import distributed
-    from flagscale.train.build import build_state, model_vocabulary
+    from flagscale.train.build import build_state, model_vocabulary, vocabulary_size
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
+    from flagscale.train.meshes.splitting import settle
     from flagscale.train.model.config import transformer_config
     from flagscale.train.model.initialize import global_parameters
+    from flagscale.train.model.provider import parameters_of
+    from flagscale.train.norms import parameters_norm
     from flagscale.train.readings import Readings
     from flagscale.train.step import Stepper, gathered
 
-    args = of_rank(resolve(parse_arguments(argv), rank.world_size), rank.rank)
+    args = of_rank(resolve(parse_arguments(case["argv"]), rank.world_size), rank.rank)
     groups = distributed.lay_out(args)
     tokenizer = build_tokenizer(args)
+    size = vocabulary_size(args, tokenizer)
+    args, groups = settle(args, groups, size, device, lambda line: None)
+    vocabulary = model_vocabulary(args, tokenizer)
     config = transformer_config(args, device)
-    state = build_state(args, config, model_vocabulary(args, tokenizer), device)
+    state = build_state(args, config, vocabulary, device)
     by_hand = compute_by_hand(args, state, config, tokenizer) if args.swiglu else None
     data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
     weights = global_parameters(state.modules()[0], config)
     spread = {name: [float(weight.std()), float(weight.mean())] for name, weight in weights}
+    norm = parameters_norm(state.chunks)
     stepper = Stepper(args, config, state, device, groups=groups)
-    readings = Readings()
-    for _ in range(STEPS):
-        readings.add(*stepper.train(data.train, stop=(False, False)))
+    readings, scales = Readings(), []
+    layers = Layers(state.modules()) if args.recompute_granularity == "full" else None
+    poisoned, at = case.get("overflow") or (None, None)
+    for step in range(args.train_iters):
+        with infinite_gradient(state.modules()[0], step == at and rank.rank == poisoned):
+            readings.add(*stepper.train(data.train, stop=(False, False)))
+        scales.append(float(state.optimizer.get_loss_scale()))
     found = list(readings.take(leave=0))
-    routers = stepper.routers.take(STEPS)
+    routers = stepper.routers.take(args.train_iters)
     with gathered(args, state.chunks):
         validation = stepper.evaluate(data.valid, 1)
+    recomputed = everywhere(layers.counted) if layers else None
+    scales = everywhere(scales) if args.fp16 else None
     forget_layout()
     return {
         "initial": spread,
+        "weights": [norm],
         "by_hand": by_hand,
         "loss": [reading.loss for reading in found],
         "norm": [reading.grad_norm for reading in found],
         "validation": [validation],
         "routers": routers,
+        "own_weights": sum(p.numel() for p in parameters_of(state.chunks)),
+        "vocabulary": vocabulary,
+        "layers": [stage.layers for stage in args.meshes.stages] if args.meshes else None,
+        "skipped": [reading.numbers.skipped for reading in found],
+        "recomputed": recomputed,
+        "scales": scales,
     }
+
+
+def everywhere(own: Any) -> list[Any]:
+    """What each rank has."""
+    import torch.distributed as dist
+
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+@contextmanager
+def infinite_gradient(model: Any, wanted: bool) -> Iterator[None]:
+    """Where it is wanted, a context in which a weight's gradient is infinite."""
+    if not wanted:
+        yield
+        return
+    weight = model.decoder.layers[0].self_attention.linear_proj.weight
+    hook = weight.register_hook(lambda gradient: gradient * float("inf"))
+    yield
+    hook.remove()
+
+
+class Layers:
+    """Watches the layers of a rank's model chunks run. ``counted`` has of each chunk, for every
+    micro-batch, how many ran without a graph to be kept; and how many ran again, in all."""
+
+    def __init__(self, models: list[Any]) -> None:
+        self.counted: list[dict[str, Any]] = []
+        for model in models:
+            found: dict[str, Any] = {"dropped": [], "again": 0}
+            self.counted.append(found)
+            layers = model.decoder.layers
+            model.decoder.register_forward_pre_hook(partial(self._begins, found, len(layers)))
+            for layer in layers:
+                layer.register_forward_pre_hook(partial(self._runs, found))
+
+    def _begins(self, found: dict[str, Any], layers: int, block: Any, _: Any) -> None:
+        if block.training:
+            found["dropped"].append(0)
+            found["again"] -= layers
+
+    def _runs(self, found: dict[str, Any], layer: Any, _: Any) -> None:
+        import torch
+
+        if layer.training:
+            found["dropped"][-1] += not torch.is_grad_enabled()
+            found["again"] += 1
 
 
 def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[float] | None:

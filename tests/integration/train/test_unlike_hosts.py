@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -38,6 +39,12 @@ TINY = """
 DROPOUT = ["--attention-dropout", "0.1", "--optimizer", "adam", "--lr", "1e-2"]
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
 TP2 += ["--sequence-parallel"]
+EVEN = "--global-batch-size 12 --train-iters 8 --hidden-dropout 0 --optimizer adam --lr 1e-2"
+AUTO = (
+    f"{EVEN} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 2 1 "
+    "--hetero-num-microbatches auto --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather"
+)
 
 UNLIKE: dict[str, tuple[str, str]] = {
     "attention_backend": ("", "--attention-backend local"),
@@ -72,11 +79,14 @@ class Case:
     layout: list[str] = field(default_factory=list)
     own: tuple[str, ...] = ()
     stop: bool = False
+    slow: bool = False
+    directory: str = ""
 
     def argv(self, rank: int, root: Path) -> list[str]:
         every = {**UNLIKE, **REFUSED}.items()
         own = [values[rank if name in self.own else 0] for name, values in every]
-        directory = f"--save {{0}}/{self.name}/save --tensorboard-dir {{0}}/{self.name}/board"
+        place = f"{{0}}/{self.directory or self.name}"
+        directory = f"--save {place}/save --load {place}/save --tensorboard-dir {place}/board"
         words = " ".join([TINY, "--data-path {0}/text_text_document", directory, *own])
         stop = ["--train-iters", "100000", "--eval-iters", "0"] if self.stop else []
         return [*words.format(root).split(), *self.layout, *stop]
@@ -92,12 +102,16 @@ CASES = (
     Case("dp2-corrupt", own=tuple(REFUSED)),
     Case("tp2-dropout", [*TP2, *DROPOUT], EVERY),
     Case("stopped", DROPOUT, EVERY, stop=True),
+    Case("even", EVEN.split()),
+    Case("shared", [*AUTO.split(), "--exit-interval", "6"], slow=True),
+    Case("shared-on", AUTO.split(), directory="shared"),
 )
 
 
 @dataclass(frozen=True)
 class Results:
     root: Path
+    output: str
     errors: str
 
     def weights(self, name: str, rank: int) -> dict[str, Any]:
@@ -117,7 +131,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     for case in CASES:
         (root / case.name).mkdir()
         argv = [case.argv(rank, root) for rank in (0, 1)]
-        cases.append({"directory": str(root / case.name), "argv": argv, "stop": case.stop})
+        kind = {"stop": case.stop, "slow": case.slow}
+        cases.append({"directory": str(root / case.name), "argv": argv, **kind})
     (root / "cases.json").write_text(json.dumps(cases))
     path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
     done = subprocess.run(
@@ -130,7 +145,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return Results(root, done.stderr)
+    return Results(root, done.stdout, done.stderr)
 
 
 def make_data(root: Path) -> None:
@@ -209,3 +224,24 @@ def test_a_stop_saves_a_checkpoint_on_unlike_hosts(results: Results) -> None:
     (saved,) = (event for event in events[0] if event.event == "checkpoint")
     assert saved.get("step") == ends[0].get("step")
     assert Path(saved.get("path")).is_dir()
+
+
+def test_micro_batches_by_speed_are_measured_fixed_and_kept(results: Results) -> None:
+    """Of 12 sequences rank 1, whose clock runs ten times as fast, is given fewer after step 4; the
+    run that goes on is given as many. All take the steps of ranks that share evenly."""
+    losses = [
+        [event.get("loss") for event in read_events(path)[0] if event.event == "progress"]
+        for name in ("even", "shared", "shared-on")
+        for path in [results.root / name / "status" / "rank_0.jsonl"]
+    ]
+    assert [len(found) for found in losses] == [8, 6, 2]
+    assert [*losses[1], *losses[2]] == pytest.approx(losses[0], abs=1e-5)
+    found = [line for line in results.output.splitlines() if line.startswith("micro-batches are")]
+    assert [line.partition(":")[0] for line in found] == [
+        "micro-batches are shared out by measured times",
+        "micro-batches are shared out as the checkpoint has it",
+    ]
+    counts = [re.findall(r"replica .{5} takes ([0-9]+) of", line) for line in found]
+    assert counts[0] == counts[1]
+    assert sum(map(int, counts[0])) == 12
+    assert int(counts[0][1]) < 6

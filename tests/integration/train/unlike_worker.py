@@ -2,9 +2,10 @@
 
 usage: unlike_worker.py CASES.json
 
-CASES is a list of {"directory", "argv": [of rank 0, of rank 1], "stop"}. A rank runs the training
-program's ``main`` and leaves weights.npz and its exit code in DIRECTORY/RANK. With "stop", rank 1
-gets a SIGTERM once step 3 is reported. This process imports torch and megatron.core once and forks
+CASES is a list of {"directory", "argv": [of rank 0, of rank 1], "stop", "slow"}. A rank runs the
+training program's ``main`` and leaves weights.npz and its exit code in DIRECTORY/RANK. With "stop",
+rank 1 gets a SIGTERM once step 3 is reported; with "slow" its clock shows ten times as much time as
+replicas are measured by. This process imports torch and megatron.core once and forks
 the ranks of each case.
 """
 
@@ -20,6 +21,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -42,7 +44,7 @@ def run_rank(case: dict[str, Any]) -> Iterator[Record]:
     """The life of a rank."""
     import numpy as np
 
-    from flagscale.train import setup, train_gpt
+    from flagscale.train import setup, sharing, train_gpt
 
     rank = int(os.environ["RANK"])
     status = Path(case["directory"]) / "status"
@@ -56,6 +58,8 @@ def run_rank(case: dict[str, Any]) -> Iterator[Record]:
         return made
 
     setup.prepare = kept
+    if case["slow"] and rank == 1:
+        sharing.time = SimpleNamespace(perf_counter_ns=lambda: 10 * time.perf_counter_ns())
     if case["stop"] and rank == 1:
         threading.Thread(target=stop_at_step_3, args=(status,), daemon=True).start()
     code = train_gpt.main(case["argv"][rank])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,13 @@ POSITION = Position(
 class Job:
     """Hosts that send what a test says, beside their heartbeats."""
 
-    def __init__(self, hosts: int = 2, **policy: Any) -> None:
+    def __init__(self, hosts: int = 2, *, places: Sequence[str] = (), **policy: Any) -> None:
         given: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
         given |= {"lost_host_timeout": 10.0, "start_timeout": 100.0, "hang_detection_timeout": 50.0}
         self.names = [f"h{n}" for n in range(hosts)]
         self.now = 1000.0
         told = Policy(**{**given, **policy})
-        self.brain = Coordinator(told, self.names, self.now, Path("out"))
+        self.brain = Coordinator(told, self.names, self.now, Path("out"), places=places)
         self.silent: set[int] = set()
         self.moving = True
         self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
@@ -203,6 +204,17 @@ def test_a_lost_host_is_named_unless_a_cause_is_known() -> None:
     job.collect()
     assert job.orders[-1][0] == 1
     assert job.kinds()[-1] == FinishJob
+
+
+def test_what_a_lost_host_held_is_said() -> None:
+    job = Job(places=("stage 0 of 2, mesh 0 (tp2)", "stage 1 of 2, mesh 1 (dp2)"))
+    job.run(5)
+    job.silent.add(1)
+    job.run(15)
+    assert job.brain.failure is not None
+    assert job.brain.failure.headline() == (
+        "h1: was lost: no word from its agent for 10 s; it held stage 1 of 2, mesh 1 (dp2)"
+    )
 
 
 def test_a_short_silence_does_no_harm() -> None:

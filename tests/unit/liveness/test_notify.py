@@ -18,6 +18,7 @@ from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.liveness.job import Notice
 from flagscale.launch.liveness.options import COMMAND, WEBHOOK
 from flagscale.launch.notify import Notifier, payload
+from flagscale.modules import started
 
 FAILURE = Failure("h1", 3, -9, "ended with signal 9", "trace", Path("/x/stderr.log"))
 
@@ -51,7 +52,7 @@ def chat() -> Iterator[str]:
 
 def send(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "flagscale.launch.notify"],
+        [sys.executable, *started("flagscale.launch.notify")],
         input=json.dumps({"event": "failed", "text": 'it\'s "over" $HOME'}),
         env={**os.environ, **environment},
         capture_output=True,

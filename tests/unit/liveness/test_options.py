@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flagscale.launch.liveness.options import AgentOptions, parse
+from flagscale.launch.liveness.options import AgentOptions, parse, runs
 
 ALONE = AgentOptions(
     max_restarts=2,
@@ -40,6 +41,7 @@ FIRST = replace(
         pytest.param(ALONE, id="alone"),
         pytest.param(FIRST, id="host-0"),
         pytest.param(replace(FIRST, node_rank=1, hosts=(), master_name="h00"), id="host-1"),
+        pytest.param(replace(FIRST, places=("0 stage 0", "2 stage 1")), id="host-0-of-meshes"),
     ],
 )
 def test_options_are_read_as_they_were_written(options: AgentOptions) -> None:
@@ -49,6 +51,17 @@ def test_options_are_read_as_they_were_written(options: AgentOptions) -> None:
 def test_names_are_those_of_all_hosts_in_their_order() -> None:
     assert FIRST.names == ["h00", "h01", "h02", "login"]
     assert ALONE.names == ["h00"]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [[], ["a", "a", "a", "b"], ["a", "b b", "b b", "a"], ["c"] * 4],
+    ids=["alike", "two", "three", "one"],
+)
+def test_what_hosts_hold_is_said_once_for_those_in_a_row(places: list[str]) -> None:
+    told = replace(FIRST, places=tuple(runs(places)))
+    assert told.places_by_host == places
+    assert len(told.places) == sum(1 for _ in groupby(places))
 
 
 def broken(**changes: Any) -> str:
@@ -76,6 +89,7 @@ def broken(**changes: Any) -> str:
         pytest.param(broken(hosts="h0"), 'hosts is "h0": expected a list', id="no-list"),
         pytest.param(broken(hosts=[1]), r"hosts is \[1\]: expected a text", id="item"),
         pytest.param(broken(hosts=["h[0-"]), "hosts: 'h.0-': a bracket without", id="range"),
+        pytest.param(broken(places=["stage 0"]), "places: each begins with the number", id="place"),
         pytest.param(broken(notify_on=["no"]), "expected failed or stalled or", id="event"),
         pytest.param(broken(liveness_port=None), "liveness_port is null: expected", id="null"),
     ],

@@ -37,6 +37,9 @@ def args(**given: Any) -> Namespace:
         "global_batch_size": 4,
         "dataloader_type": "single",
         "reset_position_ids": False,
+        "mmap_bin_files": True,
+        "num_dataset_builder_threads": 1,
+        "mid_level_dataset_surplus": 0.005,
         "eod_mask_loss": False,
     }
     return Namespace(**{**values, **given})

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flagscale.config.arguments.training import TOKENIZERS
 from flagscale.errors import DataError
 from flagscale.train.data import train_bpe
 from flagscale.train.data.tokenizers import (
+    TOKENIZER_TYPES,
     Tokenizer,
     TokenizerSpec,
     build_tokenizer,
     open_tokenizer,
-    padded_vocabulary,
+    unlearned,
 )
 
 TEXT = "def main(argv: list[str]) -> int:\n    return 0  # ünïcödé \U0001f600\n"
@@ -31,6 +33,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_bpe.train([TEXT * 20] * 3, BPE)
     train_bpe.write_directory(tokenizer, output, BPE.special_tokens)
     return output
+
+
+def test_the_launcher_knows_the_types() -> None:
+    assert set(TOKENIZER_TYPES) == set(TOKENIZERS)
 
 
 def hugging_face(path: Path) -> Tokenizer:
@@ -81,6 +87,20 @@ def test_vocab_and_merges(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(TokenizerSpec("GPT2BPETokenizer", str(tmp_path)))
     assert (tokenizer.vocab_size, tokenizer.eod) == (300, 1)
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+
+
+def test_the_files_of_aquila(tmp_path: Path) -> None:
+    train_bpe.train([TEXT * 20], BPE).model.save(str(tmp_path))
+    special = tmp_path / "special_tokens.txt"
+    special.write_text("[CLS]\n</s>\n", encoding="utf-8")
+    files = [str(tmp_path / name) for name in ("vocab.json", "merges.txt", "special_tokens.txt")]
+    spec = TokenizerSpec("AquilaTokenizerFS", files[0], None, *files[1:])
+    tokenizer = open_tokenizer(spec)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (302, 301)
+    ids = tokenizer.tokenize(f"{TEXT}</s>")
+    assert (ids[-1], tokenizer.detokenize(ids)) == (301, f"{TEXT}</s>")
+    plain = open_tokenizer(TokenizerSpec("GPT2BPETokenizer", files[0], None, files[1]))
+    assert plain.tokenize(TEXT) == ids[:-1]
 
 
 def train_sentencepiece(tmp_path: Path) -> None:
@@ -216,6 +236,15 @@ def test_a_vocabulary_larger_than_the_models_is_refused(directory: Path) -> None
     assert build_tokenizer(args).vocab_size == 300
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "is_said"), [(None, False), (300, False), (600, True), (599, False)]
+)
+def test_a_vocabulary_that_never_comes_is_told(
+    directory: Path, vocab_size: int | None, is_said: bool
+) -> None:
+    assert (unlearned(hugging_face(directory), vocab_size) is not None) == is_said
+
+
 def test_mock_data_needs_no_tokenizer() -> None:
     args = Namespace(tokenizer_type=None, tokenizer_path=None, vocab_size=64, mock_data=True)
     assert build_tokenizer(args).vocab_size == 65
@@ -243,10 +272,3 @@ def test_a_directory_of_other_things_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"other files than a tokenizer's: thesis\.tex"):
         train_bpe.write_directory(trained, tmp_path, BPE.special_tokens)
     assert (tmp_path / "thesis.tex").exists()
-
-
-@given(st.integers(1, 10**6), st.sampled_from([1, 64, 128]), st.sampled_from([1, 2, 8]))
-def test_padded_vocabulary(size: int, divisible_by: int, tensor_parallel: int) -> None:
-    padded = padded_vocabulary(size, divisible_by, tensor_parallel)
-    assert padded % (divisible_by * tensor_parallel) == 0
-    assert size <= padded < size + divisible_by * tensor_parallel

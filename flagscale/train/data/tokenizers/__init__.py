@@ -8,7 +8,7 @@ from flagscale.train.data.tokenizers.factory import (
     TokenizerSpec,
     build_tokenizer,
     open_tokenizer,
-    padded_vocabulary,
+    unlearned,
 )
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "TokenizerSpec",
     "build_tokenizer",
     "open_tokenizer",
-    "padded_vocabulary",
+    "unlearned",
 ]

@@ -20,6 +20,8 @@ class TokenizerSpec:
     kind: str
     path: str | None = None
     vocab_size: int | None = None
+    merges: str | None = None
+    special_tokens: str | None = None
 
 
 def _needs_path(spec: TokenizerSpec) -> Path:
@@ -28,8 +30,20 @@ def _needs_path(spec: TokenizerSpec) -> Path:
     return Path(spec.path)
 
 
+def _gpt2(spec: TokenizerSpec) -> Tokenizer:
+    if spec.merges:
+        return huggingface.open_files(_needs_path(spec), Path(spec.merges))
+    return _huggingface(spec)
+
+
 def _huggingface(spec: TokenizerSpec) -> Tokenizer:
     return huggingface.open_directory(_needs_path(spec))
+
+
+def _aquila(spec: TokenizerSpec) -> Tokenizer:
+    if not spec.merges or not spec.special_tokens:
+        raise DataError(f"tokenizer_type {spec.kind} needs merge_file and special_tokens_file")
+    return huggingface.open_files(_needs_path(spec), Path(spec.merges), Path(spec.special_tokens))
 
 
 def _sentencepiece(spec: TokenizerSpec) -> Tokenizer:
@@ -57,7 +71,8 @@ TOKENIZER_TYPES: Mapping[str, Callable[[TokenizerSpec], Tokenizer]] = {
     "Qwen2TokenizerFS": _huggingface,
     "HFTokenizerFS": _huggingface,
     "HFTokenizersTokenizerFS": _huggingface,
-    "GPT2BPETokenizer": _huggingface,
+    "GPT2BPETokenizer": _gpt2,
+    "AquilaTokenizerFS": _aquila,
     "SentencePieceTokenizer": _sentencepiece,
     "GPTSentencePieceTokenizer": _sentencepiece,
     "Llama2Tokenizer": _sentencepiece,
@@ -105,7 +120,8 @@ def build_tokenizer(args: Any) -> Tokenizer:
             )
         kind = "NullTokenizer"
     vocab_size = getattr(args, "vocab_size", None)
-    spec = TokenizerSpec(kind, getattr(args, "tokenizer_path", None), vocab_size)
+    files = (getattr(args, name, None) for name in ("merge_file", "special_tokens_file"))
+    spec = TokenizerSpec(kind, getattr(args, "tokenizer_path", None), vocab_size, *files)
     tokenizer = open_tokenizer(spec)
     # The null tokenizer's end of document is beyond vocab_size by definition.
     if kind != "NullTokenizer" and vocab_size and tokenizer.vocab_size > vocab_size:
@@ -119,8 +135,11 @@ def build_tokenizer(args: Any) -> Tokenizer:
     return tokenizer
 
 
-def padded_vocabulary(size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """The embedding's rows: ``size`` rounded up so that each tensor-parallel rank holds a
-    multiple of ``divisible_by`` of them (Megatron-LM's make_vocab_size_divisible_by)."""
-    multiple = divisible_by * tensor_parallel
-    return -(-size // multiple) * multiple
+def unlearned(tokenizer: Tokenizer, vocab_size: int | None) -> str | None:
+    """What to say of a model whose vocabulary is mostly not the tokenizer's; None where it is."""
+    if vocab_size is None or tokenizer.vocab_size * 2 > vocab_size:
+        return None
+    return (
+        f"vocab_size {vocab_size:,} is more than twice the tokenizer's {tokenizer.vocab_size:,}: "
+        "most of the model's tokens can never come; leave vocab_size out to take the tokenizer's"
+    )

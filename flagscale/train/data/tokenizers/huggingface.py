@@ -18,6 +18,7 @@ from flagscale.errors import DataError
 from flagscale.train.data.tokenizers.base import Tokenizer, digest
 
 _END_CANDIDATES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eod>", "<|im_end|>")
+_AQUILAS_END = "</s>"
 _BEGIN_CANDIDATES = ("<|begin_of_text|>", "<s>")
 
 
@@ -48,11 +49,25 @@ def open_directory(path: Path) -> Tokenizer:
     return TransformersTokenizer(path)
 
 
+def open_files(vocabulary: Path, merges: Path, special_tokens: Path | None = None) -> Tokenizer:
+    """A tokenizer of GPT-2's files, wherever they lie. ``special_tokens``, a line each, get the ids
+    behind the vocabulary's; of Aquila's, ``</s>`` ends a document.
+
+    Raises:
+        DataError: a file is missing or is none of a tokenizer.
+    """
+    files = [vocabulary, merges, *([special_tokens] if special_tokens else [])]
+    for path in files:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file")
+    return FastTokenizer(vocabulary.parent, files)
+
+
 class FastTokenizer(Tokenizer):
     """A tokenizer that the ``tokenizers`` library reads by itself."""
 
     def __init__(self, directory: Path, files: list[Path]) -> None:
-        settings = _settings(directory)
+        settings = _settings(directory) if len(files) < 3 else {"eos_token": _AQUILAS_END}
         self._tokenizer = _read(files)
         super().__init__(files=digest(files))
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -142,9 +157,11 @@ def _read(files: list[Path]) -> Any:
     try:
         if len(files) == 1:
             return Backend.from_file(str(files[0]))
-        backend = Backend(models.BPE.from_file(str(files[0]), str(files[1])))  # as GPT-2's files
+        backend = Backend(models.BPE.from_file(*map(str, files[:2])))  # as GPT-2's files
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
+        for path in files[2:]:
+            backend.add_special_tokens(path.read_text(encoding="utf-8").splitlines())
         return backend
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
         raise DataError(f"{names}: not a tokenizer that can be read: {error}") from None

@@ -220,6 +220,21 @@ def test_agents_are_told_the_runners_keys_by_name(make_plan: MakePlan) -> None:
     assert (alone.liveness_port, alone.master_addr, alone.hosts) == (None, "", ())
 
 
+def test_agents_are_told_what_unlike_hosts_hold(make_plan: MakePlan) -> None:
+    """Host 0 of all of them, since it may lose any; the others of host 0."""
+    meshes = {"enable_hetero": True, "hetero_process_meshes": ["tp=2,dp=2", "dp=2"]}
+    model = {"num_layers": 4, "micro_batch_size": 1}
+    given = {"train": Train(system=meshes, model=model), "task": Task()}
+    hosts = tuple(Host(name, 2) for name in ("a", "b", "c"))
+    first, second, third = (host.agent for host in make_plan(hosts=hosts, **given).hosts)
+    assert first.places == ("0 stage 0 of 2, mesh 0 (tp2 dp2)", "2 stage 1 of 2, mesh 1 (dp2)")
+    assert first.master_place == ""
+    assert second.master_place == third.master_place == "stage 0 of 2, mesh 0 (tp2 dp2)"
+    assert second.places == ()
+    alike = make_plan(hosts=hosts, task=Task()).hosts
+    assert [(host.agent.places, host.agent.master_place) for host in alike] == [((), "")] * 3
+
+
 def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
     runner = Runner(
         nproc_per_node=2,
@@ -316,6 +331,13 @@ def test_python_path_puts_the_adapted_backend_first(make_plan: MakePlan) -> None
     backend = "/opt/flagscale/third_party/Megatron-LM"
     assert host.python_path == (backend, "/opt/flagscale")
     assert values(host)["PYTHONPATH"] == "/mine"
+
+
+def test_a_foreign_programs_packages_come_before_the_backend(make_plan: MakePlan) -> None:
+    packages = (Path("/theirs/third_party/Megatron-LM"), Path("/theirs"))
+    host = make_plan(task=Task(Path("/theirs/x.py"), external=True, packages=packages)).hosts[0]
+    assert host.python_path[:2] == tuple(map(str, packages))
+    assert host.python_path[-1] == "/opt/flagscale"
 
 
 def test_the_programs_own_arguments(make_plan: MakePlan) -> None:

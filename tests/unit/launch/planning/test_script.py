@@ -176,7 +176,7 @@ def test_any_value_comes_back_out_of_bash(
     """Only the head of the script is run: what it assigned is printed, word for word."""
     made = _plan_of(value, word, command, tmp_path_factory.getbasetemp())
     head = render(made, made.hosts[0]).partition(FRAME)[0]
-    show = 'printf "%s\\0" "$VALUE" "${agent[4]}" "${program[@]}" "$before_start"\n'
+    show = 'printf "%s\\0" "$VALUE" "${agent[5]}" "${program[@]}" "$before_start"\n'
     done = subprocess.run(["bash", "-c", head + show], capture_output=True, check=True, timeout=30)
     shown = done.stdout.decode().split("\0")[:-1]
     before = command.rstrip("\n") + "\n" if command.strip() else ""
@@ -255,7 +255,7 @@ def test_thousands_of_names_without_an_order_reach_the_agent(
     host = made.hosts[0]
     assert len(host.agent.to_json()) > 1 << 17
     path = tmp_path / "script.sh"
-    show = '/usr/bin/env printf "%s\\n" "${agent[@]:3}"\n'
+    show = '/usr/bin/env printf "%s\\n" "${agent[@]:4}"\n'
     path.write_text(render(made, host).partition(FRAME)[0] + show, encoding="utf-8")
     done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
     option, _, told = done.stdout.partition("\n")

@@ -1,0 +1,334 @@
+"""Parallel layouts of one tiny model, and the runs that they have to equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from needs import why_no_compiler
+
+ROOT = Path(__file__).parents[1]
+WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
+
+LLAMA = """
+--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
+--seq-length 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 2e-3
+--vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --clip-grad 0.5
+--lr-decay-style constant --init-method-std 0.1
+"""
+TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
+# What tensor parallel sizes 2 and 3 both divide.
+BY_SIX = (
+    TIED
+    + """--hidden-size 96 --num-attention-heads 6 --num-query-groups 6 --ffn-hidden-size 192
+--seq-length 36"""
+)
+GPT2 = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+--global-batch-size 4 --train-iters 3 --lr 2e-3 --vocab-size 500 --mock-data --qk-layernorm
+--make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1
+--num-workers 0 --lr-decay-style constant --init-method-std 0.1
+"""
+MOE = (
+    LLAMA
+    + """
+--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
+--moe-router-load-balancing-type none
+"""
+)
+BALANCED = MOE.replace("none", "aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3")
+EVERY_LOSS = MOE.replace(
+    "none",
+    """aux_loss seq_aux_loss global_aux_loss
+--moe-aux-loss-coeff 0.03 0.05 0.02 --moe-z-loss-coeff 1e-2 --moe-shared-expert-intermediate-size 64
+""",
+)
+BF16 = LLAMA + "--bf16"
+FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
+BY_SEQUENCE = BALANCED.replace("aux_loss --", "seq_aux_loss --")
+DROPPING = LLAMA + "--hidden-dropout 0.1 --attention-dropout 0.1"
+FP16_1 = FP16 + " --hysteresis 1"
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+MBS2, MBS3 = "--micro-batch-size 2", "--micro-batch-size 3 --global-batch-size 6"
+PER_TOKEN = "--calculate-per-token-loss"
+CP2 = "--context-parallel-size 2"
+SP = TP2 + " --sequence-parallel"
+VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
+DO = "--use-distributed-optimizer"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+GRANULARITY = "--recompute-granularity-per-stage-micro-batch"
+METHOD = "--recompute-method-per-stage-micro-batch"
+LAYERS = "--recompute-num-layers-per-stage-micro-batch"
+GROUPED = "--moe-grouped-gemm"
+COMPILED = "--transformer-impl compiled"
+OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and the run that it must equal: of one rank, or of the same layout on gloo."""
+
+    name: str
+    world: int
+    model: str
+    layout: str
+    reference: str
+    tolerance: float = 1e-5
+    backend: str = "auto"
+    clusters: str = ""
+    overflow: tuple[int, int] | None = None
+    """A rank, and the step in which a gradient of its is infinite."""
+
+    def record(self, cache: Path) -> dict[str, Any]:
+        """What the worker reads. Cases find the shuffled mock data of others in ``cache``."""
+        return {
+            "id": self.name,
+            "world": self.world,
+            "argv": [*f"{self.model} {self.layout}".split(), "--data-cache-path", str(cache)],
+            "backend": self.backend,
+            "clusters": self.clusters,
+            "overflow": self.overflow,
+        }
+
+
+REFERENCES = (
+    Case("llama", 1, LLAMA, "", ""),
+    Case("tied", 1, TIED, "", ""),
+    Case("gpt2", 1, GPT2, "", ""),
+    Case("moe", 1, MOE, "", ""),
+    Case("moe-balanced", 1, BALANCED, "", ""),
+    Case("moe-by-sequence", 1, BY_SEQUENCE, "", ""),
+    Case("every-loss-mbs2", 1, EVERY_LOSS, MBS2, ""),
+    Case("every-loss-mbs3", 1, EVERY_LOSS, MBS3, ""),
+    Case("bf16", 1, BF16, "", ""),
+    Case("fp16-overflow", 1, FP16_1, "", "", overflow=(0, 1)),
+    Case("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
+    Case("tied-6", 1, TIED, "--global-batch-size 6", ""),
+    Case("by-six", 1, BY_SIX, "--make-vocab-size-divisible-by 384", ""),
+)
+# A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time:
+# where the case is not about them, fsccl does them if it can be compiled.
+FASTER = "auto" if why_no_compiler() else "fsccl"
+CASES = (
+    Case("local-attention", 1, LLAMA, "--attention-backend local", "llama"),
+    Case("recompute-full", 1, LLAMA, f"{FULL} 1", "llama"),
+    Case("recompute-selective", 1, LLAMA, "--recompute-granularity selective", "llama"),
+    Case("per-token-loss", 1, LLAMA, PER_TOKEN, "llama"),
+    Case("do-one-rank", 1, LLAMA, DO, "llama"),
+    Case("dp2", 2, LLAMA, "", "llama"),
+    Case("dp2-overlap-grad", 2, LLAMA, "--overlap-grad-reduce --bucket-size 20000", "llama"),
+    Case("dp2-do", 2, LLAMA, DO, "llama"),
+    Case("dp2-do-overlap", 2, LLAMA, OVERLAP, "llama"),
+    Case("tp2", 2, LLAMA, TP2, "llama"),
+    Case("tp2-sp", 2, LLAMA, SP, "llama"),
+    Case("tp2-sp-recompute", 2, LLAMA, f"{SP} {FULL} 2", "llama", backend=FASTER),
+    Case("pp2", 2, LLAMA, PP2, "llama"),
+    Case("pp2-vpp2", 2, LLAMA, VPP2, "llama"),
+    Case("pp2-vpp2-recompute-by-stage", 2, LLAMA,
+         f"{VPP2} {FULL} 1 {GRANULARITY} 1,4,1 1,2,0,2,1 2,1,1,3,0", "llama"),
+    Case("pp2-uneven", 2, LLAMA, PP2 + " --num-layers-in-first-pipeline-stage 1", "llama"),
+    Case("pp2-by-hand", 2, LLAMA, PP2 + " --pipeline-model-parallel-layout Et|tttL", "llama"),
+    Case("tied-tp2", 2, TIED, TP2, "tied", backend=FASTER),
+    Case("tied-pp2", 2, TIED, PP2, "tied"),
+    Case("tied-pp2-do", 2, TIED, PP2 + " " + DO, "tied"),
+    Case("gpt2-tp2-sp", 2, GPT2, SP, "gpt2", backend=FASTER),
+    Case("gpt2-pp2", 2, GPT2, PP2, "gpt2"),
+    Case("moe-ep2", 2, MOE, "--expert-model-parallel-size 2", "moe"),
+    Case("moe-tp2-etp1", 2, MOE, SP + " --expert-tensor-parallel-size 1", "moe", backend=FASTER),
+    Case("moe-balanced-pp2", 2, BALANCED, PP2, "moe-balanced"),
+    Case("moe-balanced-tp2", 2, BALANCED, SP, "moe-balanced", backend=FASTER),
+    Case("every-loss-mbs2-per-token", 1, EVERY_LOSS, f"{MBS2} {PER_TOKEN}", "every-loss-mbs2"),
+    Case("every-loss-mbs2-tp2-per-token", 2, EVERY_LOSS, f"{MBS2} {SP} {PER_TOKEN}",
+         "every-loss-mbs2", backend=FASTER),
+    Case("bf16-fused-loss", 1, BF16, "--cross-entropy-loss-fusion", "bf16", 1e-2),
+    Case("bf16-dp2-do", 2, BF16, DO, "bf16", 1e-3),
+    Case("bf16-tp2-sp", 2, BF16, SP, "bf16", 2e-2, FASTER),
+    Case("fp16", 1, FP16, "", "llama", 2e-2),
+    Case("fp16-dp2-do", 2, FP16, DO, "fp16", 1e-3),
+    Case("fp16-tp2-sp", 2, FP16, SP, "fp16", 2e-2, FASTER),
+    Case("bf16-pp2", 2, BF16, PP2, "bf16", 1e-3),
+    Case("tp2-pp2", 4, LLAMA, f"{TP2} {PP2}", "llama"),
+    Case("tp2-dp2-sp-do-overlap", 4, LLAMA, f"{SP} {OVERLAP}", "llama"),
+    Case("pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{VPP2} {OVERLAP}", "llama"),
+    Case("tied-tp2-pp2-vpp2-sp", 4, TIED, f"{SP} {VPP2}", "tied"),
+    Case("cp2", 2, LLAMA, CP2, "llama"),
+    Case("cp2-per-token", 2, LLAMA, CP2 + " --calculate-per-token-loss", "llama"),
+    Case("gpt2-cp2", 2, GPT2, CP2, "gpt2"),
+    Case("moe-cp2", 2, MOE, CP2, "moe"),
+    Case("bf16-cp2", 2, BF16, CP2, "bf16", 1e-2),
+    Case("cp2-tp2-sp", 4, LLAMA, f"{CP2} {SP}", "llama", backend=FASTER),
+    Case("cp2-pp2-recompute", 4, LLAMA, f"{CP2} {PP2} {FULL} 1", "llama"),
+    Case("cp2-dp2-do-overlap", 4, LLAMA, f"{CP2} {OVERLAP}", "llama"),
+    Case("cp4", 4, LLAMA, "--context-parallel-size 4", "llama"),
+    Case("compiled-cp2", 2, LLAMA, f"{COMPILED} {CP2}", "llama"),
+    # The faster build computes what the plain one does.
+    Case("compiled", 1, LLAMA, COMPILED, "llama"),
+    Case("compiled-tied", 1, TIED, COMPILED, "tied"),
+    Case("compiled-gpt2", 1, GPT2, COMPILED, "gpt2"),
+    Case("compiled-bf16", 1, BF16, COMPILED, "bf16", 1e-2),
+    Case("compiled-fp16", 1, FP16, COMPILED, "llama", 2e-2),
+    Case("compiled-dp2-do-overlap", 2, LLAMA, f"{COMPILED} {OVERLAP}", "llama"),
+    Case("compiled-tp2", 2, LLAMA, f"{COMPILED} {TP2}", "llama", backend=FASTER),
+    Case("compiled-tp2-sp-recompute", 2, LLAMA, f"{COMPILED} {SP} {FULL} 2", "llama",
+         backend=FASTER),
+    Case("compiled-pp2", 2, LLAMA, f"{COMPILED} {PP2}", "llama"),
+    Case("compiled-pp2-recompute-by-stage", 2, LLAMA,
+         f"{COMPILED} {PP2} {FULL} 1 {LAYERS} 1,1,0,3,2 1,4,1", "llama"),
+    Case("compiled-tied-pp2-do", 2, TIED, f"{COMPILED} {PP2} {DO}", "tied"),
+    Case("compiled-gpt2-tp2-sp", 2, GPT2, f"{COMPILED} {SP}", "gpt2", backend=FASTER),
+    Case("moe-grouped", 1, MOE, GROUPED, "moe"),
+    Case("moe-grouped-bf16", 1, MOE + "--bf16", GROUPED, "moe", 2e-2),
+    Case("moe-grouped-ep2", 2, MOE, f"{GROUPED} --expert-model-parallel-size 2", "moe"),
+    Case("moe-grouped-tp2", 2, BALANCED, f"{GROUPED} {SP}", "moe-balanced", backend=FASTER),
+    Case("moe-grouped-allgather-dp2-do", 2, MOE.replace("alltoall", "allgather"),
+         f"{GROUPED} {OVERLAP}", "moe"),
+    Case("compiled-moe-grouped-ep2", 2, MOE,
+         f"{COMPILED} {GROUPED} --expert-model-parallel-size 2 {OVERLAP}", "moe"),
+    Case("compiled-moe-ep2", 2, MOE, f"{COMPILED} --expert-model-parallel-size 2", "moe"),
+    Case("compiled-moe-tp2", 2, BALANCED, f"{COMPILED} {SP}", "moe-balanced", backend=FASTER),
+    Case("compiled-tp2-dp2-sp-do-overlap", 4, LLAMA, f"{COMPILED} {SP} {OVERLAP}", "llama"),
+    Case("compiled-pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{COMPILED} {VPP2} {OVERLAP}", "llama"),
+    Case("fp8", 1, BF16, f"{COMPILED} --fp8 hybrid", "bf16", 3e-2),
+    Case("fp8-e4m3-rowwise", 1, BF16, f"{COMPILED} --fp8 e4m3 --fp8-recipe rowwise", "bf16", 3e-2),
+    Case("fp8-tp2-sp", 2, BF16, f"{COMPILED} {SP} --fp8 hybrid", "bf16", 3e-2, FASTER),
+    Case("fp8-pp2-dp2-do-overlap", 4, BF16, f"{COMPILED} {PP2} {OVERLAP} --fp8 hybrid "
+         "--first-last-layers-bf16", "bf16", 3e-2),
+)  # fmt: skip
+
+
+def meshes(sizes: str, split: str = "", more: str = "") -> str:
+    """Options of heterogeneous training: five sizes a mesh, a split of the layers."""
+    options = f"--enable-hetero --hetero-process-meshes {sizes}"
+    return f"{options}{f' --hetero-pipeline-layer-split {split}' if split else ''} {more}"
+
+
+def shares(sizes: str, counts: str = "", more: str = "") -> str:
+    """Options of unlike replicas: how many have which micro-batch size, and how many of them."""
+    options = f"--enable-hetero --hetero-mode dp --hetero-micro-batch-sizes {sizes}"
+    return f"{options}{f' --hetero-num-microbatches {counts}' if counts else ''} {more}"
+
+
+# Pipeline stages on meshes that are laid out unlike each other: tp cp ep dp pp of each.
+TP2_DP2 = "2 1 1 1 1  1 1 1 2 1"
+DP2_TP2 = "1 1 1 2 1  2 1 1 1 1"
+MESHES = (
+    Case("mesh-tp2+dp2", 4, LLAMA, meshes(TP2_DP2, "3 1", MBS2), "llama"),
+    Case("mesh-tp2+dp2-sp-do", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
+         "--sequence-parallel"), "llama"),
+    Case("mesh-dp2+tp2-tied", 4, TIED, meshes(DP2_TP2, "1 3"), "tied"),
+    Case("mesh-dp2+tp2-tied-sp-do-overlap", 4, TIED, meshes(DP2_TP2, "1 3", f"{OVERLAP} "
+         "--sequence-parallel"), "tied"),
+    Case("mesh-1+1+1", 3, LLAMA, meshes("1 1 1 1 1  1 1 1 1 1  1 1 1 1 1", "1 2 1"), "llama"),
+    Case("mesh-1x2+dp2-no-layers-first", 4, LLAMA, meshes("1 1 1 1 2  1 1 1 2 1", "0 3 1", MBS2
+         + " --standalone-embedding-stage"), "llama"),
+    Case("mesh-dp3+dp2-per-token", 5, LLAMA, meshes("1 1 1 3 1  1 1 1 2 1", "2 2",
+         f"{PER_TOKEN} --global-batch-size 6"), "llama-6"),
+    Case("mesh-dp2+dp3-per-token", 5, LLAMA, meshes("1 1 1 2 1  1 1 1 3 1", "2 2",
+         f"{PER_TOKEN} {MBS3}"), "llama-6"),
+    Case("mesh-dp3+tp2-uneven-do", 5, TIED, meshes("1 1 1 3 1  2 1 1 1 1", "2 2",
+         f"{DO} --global-batch-size 6"), "tied-6"),
+    Case("mesh-dp3+tp2-dp2-tied-sp", 7, TIED, meshes("1 1 1 3 1  2 1 1 2 1", "2 2",
+         f"{PER_TOKEN} --global-batch-size 6 --sequence-parallel"), "tied-6", backend=FASTER),
+    Case("mesh-tp2-dp2+dp2-pp2-sp-do", 8, LLAMA, meshes("2 1 1 2 1  1 1 1 2 2", "2 1 1",
+         f"{DO} --sequence-parallel"), "llama", backend=FASTER),
+    Case("mesh-tp2+tp3-tied-sp-do", 5, BY_SIX, meshes("2 1 1 1 1  3 1 1 1 1", "2 2",
+         f"{DO} --sequence-parallel"), "by-six", backend=FASTER),
+    Case("mesh-cp2+dp2", 4, LLAMA, meshes("1 2 1 1 1  1 1 1 2 1", "2 2", MBS2), "llama"),
+    Case("mesh-dp2+cp2-do", 4, LLAMA, meshes("1 1 1 2 1  1 2 1 1 1", "2 2", DO), "llama"),
+    Case("mesh-1+tp2-cp2-sp", 5, LLAMA, meshes("1 1 1 1 1  2 2 1 1 1", "2 2",
+         "--sequence-parallel"), "llama", backend=FASTER),
+    Case("mesh-vpp2", 4, LLAMA, meshes(TP2_DP2, "2 2", f"{MBS2} "
+         "--num-virtual-stages-per-pipeline-rank 2"), "llama"),
+    Case("mesh-vpp2-tied-do-overlap", 4, TIED, meshes(DP2_TP2, "2 2", f"{OVERLAP} "
+         "--num-virtual-stages-per-pipeline-rank 2"), "tied"),
+    Case("mesh-bf16", 4, BF16, meshes(TP2_DP2, "3 1", MBS2), "bf16", 2e-2),
+    Case("mesh-fp16-overflow-in-the-last", 4, FP16_1, meshes(TP2_DP2, "3 1", MBS2),
+         "fp16-overflow", 2e-2, overflow=(3, 1)),
+    Case("mesh-fp16-overflow-in-the-first-do", 4, FP16_1, meshes(TP2_DP2, "3 1", f"{MBS2} {DO}"),
+         "fp16-overflow", 2e-2, overflow=(1, 1)),
+    Case("mesh-compiled", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{COMPILED} {MBS2}"), "llama"),
+    Case("mesh-gpt2", 4, GPT2, meshes(TP2_DP2, "1 1", MBS2), "gpt2"),
+    Case("mesh-recompute-by-stage", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} {FULL} 1 "
+         f"{GRANULARITY} 1,2,1 1,1,0,1,1 {METHOD} 1,2,1 1,2,0 {LAYERS} 1,1,2,1,1 1,2,1"), "llama"),
+    Case("mesh-moe-ep2+dp2-recompute", 4, EVERY_LOSS, meshes("1 1 2 2 1  1 1 1 2 1", "2 2",
+         f"{FULL} 1 {GRANULARITY} 1,1,0,1,1 1,2,1"), "every-loss-mbs2"),
+    Case("mesh-moe-dp2+tp2-ep2-do", 4, EVERY_LOSS, meshes("1 1 1 2 1  2 1 2 1 1", "2 2",
+         f"{DO} --sequence-parallel --expert-tensor-parallel-size-per-process-mesh 1 1"),
+         "every-loss-mbs2"),
+    Case("mesh-moe-cp2+dp2-uneven", 4, EVERY_LOSS, meshes("1 2 1 1 1  1 1 1 2 1", "2 2",
+         f"{MBS3} {PER_TOKEN}"), "every-loss-mbs3"),
+    # Layers are shared out by what they take, which is measured first; and sizes chosen.
+    Case("mesh-auto-moe-vpp2-do", 4, MOE, meshes("1 1 2 2 1  1 1 1 2 1", "auto", f"{DO} "
+         "--num-virtual-stages-per-pipeline-rank 2"), "moe"),
+    Case("mesh-of-chosen-sizes", 4, LLAMA, meshes("ranks=2 ranks=2", "", DO), "llama"),
+    # Data parallelism over unlike replicas: how many take which micro-batches, and how many.
+    Case("shares-1x1+1x3", 2, LLAMA, shares("1 1 1 3"), "llama"),
+    Case("shares-2x1+1x2-do-overlap", 2, LLAMA, shares("1 1 1 2", "1 2 1 1", OVERLAP), "llama"),
+    Case("shares-tp2-1x3+1x1", 4, TIED, shares("1 3 1 1", "", f"{SP} {DO}"), "tied"),
+    Case("shares-moe-1x1+1x3", 2, BY_SEQUENCE, shares("1 1 1 3"), "moe-by-sequence"),
+    Case("shares-three", 3, LLAMA, shares("2 1 1 2", "1 1 1 3 1 1", "--global-batch-size 6"),
+         "llama-6"),
+    Case("shares-pp2-1x2+2x1-do", 4, LLAMA, shares("1 2 1 1", "1 1 1 2", f"{PP2} {DO}"), "llama"),
+    Case("shares-pp2-vpp2-1x4+1x2-tied-do-overlap", 4, TIED, shares("2 1", "1 4 1 2",
+         f"{VPP2} {OVERLAP} --global-batch-size 6"), "tied-6"),
+)  # fmt: skip
+
+# Which activations are dropped depends on the layout, so that this run has a reference of its own.
+DROPPED = Case(
+    "mesh-dropout", 4, DROPPING, meshes(TP2_DP2, "3 1", f"{MBS2} --sequence-parallel"), ""
+)
+MESHES += (
+    replace(DROPPED, name="mesh-dropout-recompute", layout=f"{DROPPED.layout} {FULL} 1",
+            reference="mesh-dropout"),
+)  # fmt: skip
+
+# Layouts that between them call every collective of megatron.core, once more on our own library.
+# A sum of two ranks' numbers has one value, whoever adds; four ranks may add in another order.
+ON_FSCCL = {
+    **dict.fromkeys(("dp2-do-overlap", "tp2-sp", "pp2-vpp2", "tied-pp2-do", "moe-ep2"), 0.0),
+    "tp2-dp2-sp-do-overlap": 1e-6,
+}
+FSCCL_CASES = tuple(
+    replace(
+        case,
+        name=f"{case.name}-fsccl",
+        reference=case.name,
+        tolerance=ON_FSCCL[case.name],
+        backend="fsccl",
+        clusters="2,2" if case.world == 4 else "",
+    )
+    for case in CASES
+    if case.name in ON_FSCCL
+)
+
+
+def train(cases: Sequence[Case], directory: Path, *, timeout_s: float) -> dict[str, Any]:
+    """What the worker tells of each case, by name; and its ``stderr``."""
+    given, answers = directory / "cases.json", directory / "results.json"
+    given.write_text(json.dumps([case.record(directory / "cache") for case in cases]))
+    path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(given), str(answers)],
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(directory / "kept"),
+        },
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {**json.loads(answers.read_text()), "stderr": done.stderr}

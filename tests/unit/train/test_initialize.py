@@ -1,0 +1,36 @@
+"""What weights start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from flagscale.train.model.initialize import initialize
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def one_layout(one_rank: None) -> Iterator[None]:
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.usefixtures("one_layout")
+@pytest.mark.parametrize(("norms", "value"), [(None, 1.0), (0.25, 0.25)], ids=["ones", "given"])
+def test_norms_start_from_the_value_that_is_given(norms: float | None, value: float) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    config: Any = SimpleNamespace(
+        num_moe_experts=None, num_layers=1, init_method_std=0.02, gated_linear_unit=False
+    )
+    initialize(model, config, 1, norms=norms)
+    norm, linear = model
+    assert norm.weight.tolist() == [value] * 4
+    assert norm.bias.tolist() == linear.bias.tolist() == [0.0] * 4
+    assert 0 < linear.weight.abs().max() < 0.1
