@@ -210,14 +210,15 @@ def _layers(values: Values, pp: int, chunks: int) -> Iterator[Broken]:
     layers, stages = values["num_layers"], pp
     layers += bool(values["account_for_embedding_in_pipeline_split"])
     layers += bool(values["account_for_loss_in_pipeline_split"])
-    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if values[name] is not None:
-            layers, stages = layers - values[name], stages - 1
-    if stages < 1 or layers < 0:
-        yield "num_layers", "the first and last stage leave nothing to the others"
-    elif layers % (stages * chunks):
-        each = f"{stages} pipeline stages" + (f" x {chunks} virtual" if chunks > 1 else "")
-        yield "num_layers", f"{layers} layers do not divide into {each}"
+    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    given = [values[name] for name in ends if values[name] is not None]
+    rest, others = layers - sum(given), stages - len(given)
+    if others < 0 or rest < 0 or (others == 0 and rest > 0):
+        shared = f"{sum(given)} of {layers} layers are given to {len(given)} of {stages} stages"
+        yield "num_layers", shared
+    elif others and rest % (others * chunks):
+        each = f"{others} pipeline stages" + (f" x {chunks} virtual" if chunks > 1 else "")
+        yield "num_layers", f"{rest} layers do not divide into {each}"
 
 
 def _experts(values: Values) -> Iterator[Broken]:

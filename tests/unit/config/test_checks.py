@@ -57,6 +57,11 @@ FITS: dict[str, dict[str, Any]] = {
         "num_layers_in_first_pipeline_stage": 2,
         "num_layers_in_last_pipeline_stage": 3,
     },
+    "two-stages-of-their-own": {
+        "pipeline_model_parallel_size": 2,
+        "num_layers_in_first_pipeline_stage": 3,
+        "num_layers_in_last_pipeline_stage": 5,
+    },
     "layout": {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et|t*4|t*3L"},
     "embedding": {
         "pipeline_model_parallel_size": 5,
@@ -106,6 +111,20 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"pipeline_model_parallel_size": 3},
         "num_layers",
         "8 layers do not divide into 3 pipeline stages",
+    ),
+    "layers-of-the-ends": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers_in_first_pipeline_stage": 3,
+            "num_layers_in_last_pipeline_stage": 4,
+        },
+        "num_layers",
+        "7 of 8 layers are given to 2 of 2 stages",
+    ),
+    "layers-of-the-first": (
+        {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 9},
+        "num_layers",
+        "9 of 8 layers are given to 1 of 3 stages",
     ),
     "layers-vpp": (
         {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3},
