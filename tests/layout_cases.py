@@ -65,6 +65,7 @@ SP = TP2 + " --sequence-parallel"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 DO = "--use-distributed-optimizer"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+AUTO = "--recompute-granularity auto --recompute-memory-gib"
 GRANULARITY = "--recompute-granularity-per-stage-micro-batch"
 METHOD = "--recompute-method-per-stage-micro-batch"
 LAYERS = "--recompute-num-layers-per-stage-micro-batch"
@@ -121,6 +122,7 @@ FASTER = "auto" if why_no_compiler() else "fsccl"
 CASES = (
     Case("local-attention", 1, LLAMA, "--attention-backend local", "llama"),
     Case("recompute-full", 1, LLAMA, f"{FULL} 1", "llama"),
+    Case("recompute-auto", 1, LLAMA, f"{AUTO} 0.0036", "llama"),
     Case("recompute-selective", 1, LLAMA, "--recompute-granularity selective", "llama"),
     Case("per-token-loss", 1, LLAMA, PER_TOKEN, "llama"),
     Case("do-one-rank", 1, LLAMA, DO, "llama"),
@@ -133,6 +135,7 @@ CASES = (
     Case("tp2-sp-recompute", 2, LLAMA, f"{SP} {FULL} 2", "llama", backend=FASTER),
     Case("pp2", 2, LLAMA, PP2, "llama"),
     Case("pp2-vpp2", 2, LLAMA, VPP2, "llama"),
+    Case("pp2-recompute-auto", 2, LLAMA, f"{PP2} {AUTO} 0.00195", "llama"),
     Case("pp2-vpp2-recompute-by-stage", 2, LLAMA,
          f"{VPP2} {FULL} 1 {GRANULARITY} 1,4,1 1,2,0,2,1 2,1,1,3,0", "llama"),
     Case("pp2-uneven", 2, LLAMA, PP2 + " --num-layers-in-first-pipeline-stage 1", "llama"),
@@ -257,6 +260,7 @@ MESHES = (
          "fp16-overflow", 2e-2, overflow=(1, 1)),
     Case("mesh-compiled", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{COMPILED} {MBS2}"), "llama"),
     Case("mesh-gpt2", 4, GPT2, meshes(TP2_DP2, "1 1", MBS2), "gpt2"),
+    Case("mesh-recompute-auto", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} {AUTO} 0.0017"), "llama"),
     Case("mesh-recompute-by-stage", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} {FULL} 1 "
          f"{GRANULARITY} 1,2,1 1,1,0,1,1 {METHOD} 1,2,1 1,2,0 {LAYERS} 1,1,2,1,1 1,2,1"), "llama"),
     Case("mesh-moe-ep2+dp2-recompute", 4, EVERY_LOSS, meshes("1 1 2 2 1  1 1 1 2 1", "2 2",

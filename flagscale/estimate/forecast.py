@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 from flagscale.config.arguments import recompute
 from flagscale.config.arguments.meshes import Meshes
 from flagscale.config.arguments.pipeline import layers_of_stages
+from flagscale.config.arguments.recompute import AUTO
 from flagscale.config.arguments.resolve import of_rank
 from flagscale.estimate import arithmetic, memory
 from flagscale.estimate.arithmetic import TRAINING
@@ -22,7 +25,8 @@ from flagscale.estimate.pipeline import Passes, play, warm_up
 class Stage:
     """Of one rank of a stage. ``name`` is for people; ``work``: floating-point operations of a
     micro-batch, both passes, a model chunk each; ``again``: those of recomputing, which no count of
-    the model's work holds."""
+    the model's work holds; ``recomputed``: how many layers of a chunk that is, where it is to be
+    chosen."""
 
     name: str
     layers: int
@@ -30,6 +34,7 @@ class Stage:
     memory: Memory
     work: tuple[float, ...]
     again: float
+    recomputed: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,17 @@ class Forecast:
         return tuple(sum(stage.work) / most for stage in self.stages)
 
 
-def forecast(args: Namespace, vocabulary: int) -> Forecast:
+def forecast(args: Namespace, vocabulary: int, room: Sequence[float] | None = None) -> Forecast:
     """What resolved arguments of a whole job come to.
 
     Args:
         args: as :func:`flagscale.config.arguments.resolve.resolve` makes them.
         vocabulary: the padded vocabulary.
+        room: bytes that a rank of each stage may take, by which ``recompute_granularity: auto``
+            recomputes as few layers as fit; where none do, what takes least. Without it there is
+            room for everything.
     """
+    rooms = repeat(math.inf) if room is None else iter(room)
     meshes: Meshes | None = args.meshes
     kinds = arithmetic.mixtures(args)
     tokens = float(args.global_batch_size * args.seq_length)
@@ -75,8 +84,11 @@ def forecast(args: Namespace, vocabulary: int) -> Forecast:
         own = of_rank(args, 0)
         if args.shares is not None:  # of unlike replicas the one with the largest micro-batches
             own.micro_batch_size = max(share.size for share in args.shares)
+        dp = own.data_parallel_size
         made = [
-            _stage(own, vocabulary, kinds, counts, index, f"stage {index}", own.data_parallel_size)
+            _fitted(
+                _Place(vocabulary, kinds, counts, index, f"stage {index}", dp), own, next(rooms)
+            )
             for index in range(len(counts))
         ]
         return Forecast(tuple(made), own.num_microbatches, work)
@@ -86,21 +98,48 @@ def forecast(args: Namespace, vocabulary: int) -> Forecast:
     for stage in meshes.stages:
         own, mesh = of_rank(args, stage.first_rank), stage.mesh
         name = f"stage {stage.index}, mesh {stage.mesh_index} ({mesh.named()})"
-        found.append(_stage(own, vocabulary, kinds, counts, stage.index, name, mesh.dp))
+        place = _Place(vocabulary, kinds, counts, stage.index, name, mesh.dp)
+        found.append(_fitted(place, own, next(rooms)))
     return Forecast(tuple(found), args.num_microbatches, work)
 
 
-def _stage(
-    own: Namespace,
-    vocabulary: int,
-    kinds: Sequence[bool],
-    counts: Sequence[tuple[int, ...]],
-    index: int,
-    name: str,
-    replicas: int,
-) -> Stage:
-    """Of a stage, from the arguments of its ranks and the layers of all stages' chunks."""
-    own = _as_recomputed(own, index, len(counts))
+@dataclass(frozen=True)
+class _Place:
+    """A stage among all. ``kinds``: whether each layer of the model is a mixture; ``counts``:
+    layers of each stage's chunks."""
+
+    vocabulary: int
+    kinds: Sequence[bool]
+    counts: Sequence[tuple[int, ...]]
+    index: int
+    name: str
+    replicas: int
+
+
+def _fitted(place: _Place, own: Namespace, room: float) -> Stage:
+    """A stage whose ranks have the arguments ``own`` and ``room`` bytes."""
+    own = _as_recomputed(own, place.index, len(place.counts))
+    if own.recompute_granularity != AUTO:
+        return _stage(place, own)
+    ways = [
+        replace(_stage(place, recomputing(own, layers)), recomputed=layers)
+        for layers in range(max(place.counts[place.index]) + 1)
+    ]
+    least = min(ways, key=lambda way: way.memory.all)
+    return next((way for way in ways if way.memory.all <= room), least)
+
+
+def recomputing(args: Namespace, layers: int) -> Namespace:
+    """The arguments with that many layers of each model chunk recomputed, the first ones."""
+    made = copy(args)
+    made.recompute_granularity = "full" if layers else None
+    made.recompute_method = "block" if layers else None
+    made.recompute_num_layers = layers or None
+    return made
+
+
+def _stage(place: _Place, own: Namespace) -> Stage:
+    kinds, counts, index = place.kinds, place.counts, place.index
     chunks = [_own_kinds(kinds, counts, index, chunk) for chunk in range(len(counts[index]))]
     first, last = index == 0, index == len(counts) - 1
     under_way = min(
@@ -114,11 +153,11 @@ def _stage(
     layers = [[each * arithmetic.layer_flops(own, mixture=m) for m in chunk] for chunk in chunks]
     work = [TRAINING * sum(flops) for flops in layers]
     if last:
-        work[-1] += TRAINING * each * arithmetic.head_flops(own, vocabulary)
+        work[-1] += TRAINING * each * arithmetic.head_flops(own, place.vocabulary)
     again = sum(sum(flops[: _recomputed(own, len(flops))]) for flops in layers)
-    ranks = tp * own.context_parallel_size * replicas
-    taken = memory.of_rank(own, vocabulary, held)
-    return Stage(name, len(held.layers), ranks, taken, tuple(work), again)
+    ranks = tp * own.context_parallel_size * place.replicas
+    taken = memory.of_rank(own, place.vocabulary, held)
+    return Stage(place.name, len(held.layers), ranks, taken, tuple(work), again)
 
 
 def _recomputed(args: Any, layers: int) -> int:

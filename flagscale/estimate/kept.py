@@ -24,7 +24,7 @@ from flagscale.config.arguments.spec import declared
 from flagscale.config.arguments.training import Model
 from flagscale.estimate.costs import Costs
 
-_MORE = ("transformer_impl", "seq_length", "device")
+_MORE = ("transformer_impl", "seq_length", "device", "recompute_granularity")
 _OF_NO_MATTER = {
     *("num_layers", "moe_layer_freq", "pipeline_model_parallel_size"),
     *("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"),

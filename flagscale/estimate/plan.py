@@ -4,6 +4,7 @@ known by the ``type=`` of the hostfile, as far as an adapter knows that name."""
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -15,6 +16,7 @@ from typing import Any
 
 from flagscale.accelerators.registry import accelerators
 from flagscale.config.arguments.meshes import MESHES, Meshes, chosen_for_us, to_be_filled
+from flagscale.config.arguments.recompute import AUTO
 from flagscale.config.arguments.resolve import resolve
 from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.config.checks import Arguments
@@ -56,7 +58,13 @@ class Estimate:
 
     @cached_property
     def forecast(self) -> Forecast:
-        return forecast(self.args, self.vocabulary)
+        room = [
+            math.inf if device is None or device.memory is None else _USABLE * device.memory * GIB
+            for device in self.devices
+        ]
+        if given := self.args.recompute_memory_gib:
+            room = [given * GIB] * len(room)
+        return forecast(self.args, self.vocabulary, room)
 
     @cached_property
     def over(self) -> tuple[float, ...]:
@@ -272,7 +280,7 @@ def _changes(args: Namespace) -> Iterator[dict[str, Any]]:
     for several in product(
         sharded if not args.use_distributed_optimizer else [{}],
         smaller if alike and args.micro_batch_size > 1 else [{}],
-        recomputed if args.recompute_granularity != "full" else [{}],
+        recomputed if args.recompute_granularity not in ("full", AUTO) else [{}],
         [{}, *(split if alike else ())],
     ):
         yield {name: value for one in several for name, value in one.items()}

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from flagscale.estimate.forecast import Stage
 from flagscale.estimate.plan import GIB, Device, Estimate, too_much
 
 _PARTS = {
@@ -35,7 +36,7 @@ def _table(made: Estimate) -> Table:
         parts = asdict(stage.memory)
         table.add_row(
             stage.name.removeprefix("stage "),
-            str(stage.layers),
+            _layers(stage),
             str(stage.ranks),
             *(f"{parts[part] / GIB:.1f}" for part in _PARTS),
             f"{stage.memory.all / GIB:.1f}",
@@ -44,6 +45,11 @@ def _table(made: Estimate) -> Table:
             style="red" if over else None,
         )
     return table
+
+
+def _layers(stage: Stage) -> str:
+    again = stage.recomputed * len(stage.work)
+    return f"{stage.layers}, {again} recomputed" if again else str(stage.layers)
 
 
 def _has(device: Device | None) -> str:

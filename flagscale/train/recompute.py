@@ -3,14 +3,74 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.config.arguments.recompute import Choice, plan
+from flagscale.config.arguments.recompute import AUTO, Choice, plan
 from flagscale.errors import ConfigError
+from flagscale.estimate.forecast import Stage, forecast, recomputing
+from flagscale.train.device import Device
+
+_GIB = 2**30
+_PLANNED = 0.93
+"""Share of the free memory that is planned with: allocators lose some, the forecast is up to 3.4 %
+low, and communication libraries take their buffers later."""
+
+
+def settle(
+    args: argparse.Namespace, vocabulary: int, device: Device, tell: Callable[[str], None]
+) -> argparse.Namespace:
+    """This rank's arguments with what ``recompute_granularity: auto`` comes to for its stage; as
+    they are without it. All ranks call it, laid out; those of a stage find the same.
+
+    Args:
+        args: this rank's arguments, resolved.
+        vocabulary: the padded vocabulary's size.
+        device: this rank's, whose memory holds nothing yet.
+        tell: says a line, once for the job.
+    """
+    if args.recompute_granularity != AUTO:
+        return args
+    own = parallel_state.get_pipeline_model_parallel_rank()
+    room = _room_of_stages(_room(args, device), own)
+    stages = forecast(args, vocabulary, room).stages
+    for stage, most in zip(stages, room, strict=True):
+        tell(_reason(stage, most))
+    return recomputing(args, stages[own].recomputed)
+
+
+def _room(args: argparse.Namespace, device: Device) -> float:
+    """Bytes that this rank may take."""
+    if args.recompute_memory_gib is not None:
+        return float(args.recompute_memory_gib * _GIB)
+    free = device.accelerator.room(device.torch_device)
+    return math.inf if free is None else _PLANNED * free
+
+
+def _room_of_stages(own: float, stage: int) -> list[float]:
+    """The least of each stage's ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (stage, own))
+    stages = max(stage for stage, _ in found) + 1
+    return [min(room for at, room in found if at == stage) for stage in range(stages)]
+
+
+def _reason(stage: Stage, room: float) -> str:
+    if room == math.inf:
+        return f"{stage.name}: nothing is recomputed, its device's memory has no known limit"
+    taken = f"{stage.memory.all / _GIB:.1f} of {room / _GIB:.1f} GiB by calculation"
+    if stage.memory.all > room:
+        taken = f"{taken}, which is too much: `action=estimate` says what would fit"
+    if not stage.recomputed:
+        return f"{stage.name}: nothing is recomputed: {taken}"
+    chunk = " of a chunk" if len(stage.work) > 1 else ""
+    layers = f"{stage.recomputed} of {stage.layers // len(stage.work)} layers{chunk}"
+    return f"{stage.name}: {layers} are recomputed: {taken}"
 
 
 def follow(args: argparse.Namespace, config: TransformerConfig, models: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from flagscale.config.arguments.shares import are_measured
 from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
-from flagscale.train import distributed
+from flagscale.train import distributed, recompute
 from flagscale.train.build import build_state, vocabulary_size
 from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.data.datasets import DataIterators, Datasets
@@ -54,6 +54,7 @@ def prepare(
     size = vocabulary_size(args, tokenizer)
     args, groups = settle(args, groups, size, device, reporter.say)
     vocabulary = padded_vocabulary(size, vars(args))
+    args = recompute.settle(args, vocabulary, device, reporter.say)
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
     reporter.say(_describe(args, state, vocabulary, device, rank))

@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from flagscale.accelerators.cuda import Cuda
 from flagscale.bench import machine
+from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.resolve import resolve
 from flagscale.errors import ConfigError, JobError
 from flagscale.estimate.arithmetic import flops_per_token
 from flagscale.guard import guard
@@ -61,6 +63,8 @@ class Row:
     accumulated: int
     gpus: int = 1
     options: str = ""
+    model: str = ""
+    """Arguments that replace those of Llama-3-8B."""
 
     @property
     def tokens(self) -> int:
@@ -76,6 +80,11 @@ class Row:
         return self.gpus // model
 
 
+EXPERTS = "--moe-grouped-gemm --moe-aux-loss-coeff 1e-2"
+MIXTRAL = f"--vocab-size 32000 {EXPERTS} --num-experts 8 --moe-router-topk 2"
+QWEN3 = """--hidden-size 2048 --num-attention-heads 32 --num-query-groups 4 --kv-channels 128
+--vocab-size 151936 --qk-layernorm"""
+"""Of 30B-A3B. The dense rows beside the mixtures take as much arithmetic a token."""
 SHORT, LONG = (8, 4096, 2, 8), (8, 8192, 1, 8)
 ROWS = (
     Row("plain", *SHORT, options="--transformer-impl local --attention-backend flash"),
@@ -86,6 +95,11 @@ ROWS = (
     Row("fp8-8k", *LONG, options="--fp8 hybrid"),
     Row("bf16-recompute", *SHORT, options="--recompute-granularity full --recompute-method "
         "uniform --recompute-num-layers 1"),
+    Row("mixtral", 2, 4096, 2, 8, model=MIXTRAL),
+    Row("mixtral-dense", 2, 4096, 2, 8, model="--ffn-hidden-size 28672 --vocab-size 32000"),
+    Row("qwen3-moe", 6, 4096, 2, 8, model=f"{QWEN3} {EXPERTS} --num-experts 128 "
+        "--moe-router-topk 8 --moe-ffn-hidden-size 768"),
+    Row("qwen3-dense", 6, 4096, 2, 8, model=f"{QWEN3} --ffn-hidden-size 6144"),
     Row("dp2", *SHORT, gpus=2),
     Row("dp2-fp8", *SHORT, gpus=2, options="--fp8 hybrid"),
     Row("dp2-8k", *LONG, gpus=2),
@@ -101,8 +115,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A record for each row, with what the GPU can do beside it. The last two of the ``steps`` are
     not counted: there a profile is made where ``profiles`` is a directory."""
-    data = write_tokens(scratch / "random", 48 << 20)
     for row in rows:
+        data = write_tokens(scratch, 48 << 20, settings(row).vocab_size)
         limit = limit_in_a_process(row.tokens)
         begun = time.time()
         wanted = "" if profiles is None else profiling(steps, profiles / row.name)
@@ -115,13 +129,16 @@ def measure(
         yield record
 
 
-def write_tokens(prefix: Path, count: int) -> Path:
-    """An indexed data set of ``count`` random tokens; its prefix."""
+def write_tokens(directory: Path, count: int, vocabulary: int) -> Path:
+    """An indexed data set of ``count`` random tokens, made once; its prefix."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+    prefix = directory / f"random-{vocabulary}"
+    if prefix.with_suffix(".idx").exists():
+        return prefix
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY - 1, count, dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, vocabulary - 1, count, dtype=np.int32)
     for document in np.array_split(tokens, 64):
         builder.add_document(document, [len(document)])
     builder.finalize(f"{prefix}.idx")
@@ -147,7 +164,8 @@ def train(row: Row, steps: int, data: Path, directory: Path, wanted: str) -> lis
     size = f"""--num-layers {row.layers} --seq-length {row.sequence}
     --micro-batch-size {row.micro_batch} --global-batch-size {batch} --train-iters {steps}"""
     files = ["--data-path", str(data), "--data-cache-path", str(directory.parent / "cache")]
-    return program([*f"{MODEL} {size} {row.options} {wanted}".split(), *files], row.gpus, directory)
+    words = [*f"{MODEL} {row.model} {size} {row.options} {wanted}".split(), *files]
+    return program(words, row.gpus, directory)
 
 
 def program(arguments: Sequence[str], gpus: int, directory: Path) -> list[Event]:
@@ -178,13 +196,9 @@ def figures(row: Row, events: Sequence[Event], begun: float, last: int) -> dict[
     progress = [event for event in events if event.event == "progress"]
     counted = [e.get("step_seconds") for e in progress if WARM_UP < e.get("step") <= last]
     seconds = statistics.median(counted)
-    model = argparse.Namespace(
-        num_layers=row.layers, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=None,
-        num_query_groups=GROUPS, ffn_hidden_size=FFN, swiglu=True, gated_linear_unit=False,
-        seq_length=row.sequence, num_moe_experts=None,
-    )  # fmt: skip
     tokens = row.tokens * row.accumulated * row.replicas / row.gpus
-    flops = flops_per_token(model, VOCABULARY) * tokens / seconds
+    model = settings(row)
+    flops = flops_per_token(model, model.vocab_size) * tokens / seconds
     device = next(event.get("device") for event in events if event.event == "started")
     peak = Cuda().peak_tflops(device)
     return {
@@ -200,6 +214,13 @@ def figures(row: Row, events: Sequence[Event], begun: float, last: int) -> dict[
         "last_loss": progress[-1].get("loss"),
         "grad_norm": progress[0].get("grad_norm"),
     }
+
+
+def settings(row: Row) -> argparse.Namespace:
+    """Resolved arguments of the row's model."""
+    size = f"--num-layers {row.layers} --seq-length {row.sequence} --train-iters 1 --mock-data"
+    given = parse_arguments(f"{MODEL} {row.model} {size} --micro-batch-size 1".split())
+    return resolve(given, 1)
 
 
 def limit_in_a_process(tokens: int) -> float:

@@ -212,6 +212,7 @@ NEEDS: tuple[Need, ...] = (
     ),
     Need("recompute_granularity", "recompute_method recompute_num_layers"),
     Need("recompute_granularity", "recompute_modules", ("selective",)),
+    Need("recompute_granularity", "recompute_memory_gib", ("auto",)),
     Need("window_size", "window_attn_skip_freq"),
     Need("qk_clip", "qk_clip_alpha qk_clip_threshold"),
     Need("use_rope_scaling", "rope_scaling_factor"),

@@ -11,8 +11,10 @@ from math import prod
 
 from flagscale.config.arguments import mesh_rules, recompute, shares
 from flagscale.config.arguments.meshes import (
+    SPLIT,
     Meshes,
     are_on,
+    chosen_for_us,
     malformed,
     meshes_of,
     to_be_filled,
@@ -37,7 +39,7 @@ def broken(values: Values) -> list[Broken]:
         found = list(_shape(values)) + list(_pipeline_parallel(values))
     else:
         found = list(mesh_rules.broken(values, meshes)) or list(_shapes(values, meshes))
-    return found or list(recompute.broken(values, prod(_stages_and_chunks(values, meshes))))
+    return found or list(_broken_recomputation(values, meshes))
 
 
 def _shapes(values: Values, meshes: Meshes) -> Iterator[Broken]:
@@ -139,10 +141,15 @@ def _chunk_layers(values: Values, meshes: Meshes | None) -> list[int] | None:
     return [counts[chunk] for chunk in range(len(stages[0])) for counts in stages]
 
 
+def _broken_recomputation(values: Values, meshes: Meshes | None) -> Iterator[Broken]:
+    chosen = meshes is not None and (meshes.open or chosen_for_us(values[SPLIT]))
+    return recompute.broken(values, prod(_stages_and_chunks(values, meshes)), measured=chosen)
+
+
 def _recomputed(values: Values, world_size: int) -> list[Broken]:
     meshes = meshes_of(values)
-    stages, chunks = _stages_and_chunks(values, meshes)
-    wrong = list(recompute.broken(values, stages * chunks))
+    stages, _ = _stages_and_chunks(values, meshes)
+    wrong = list(_broken_recomputation(values, meshes))
     if wrong:
         return wrong
     taken = meshes.sequences if meshes else values["micro_batch_size"]

@@ -94,6 +94,8 @@ def open_(values: Values) -> Iterator[Broken]:
     for name in ("standalone_embedding_stage", *recompute.NAMES):
         if values[name]:
             yield name, "is for stages that are known; say the meshes' sizes"
+    if values["recompute_granularity"] == recompute.AUTO:
+        yield "recompute_granularity", "auto is for stages that are known; say the meshes' sizes"
 
 
 def _sizes(values: Values, meshes: Meshes) -> Iterator[Broken]:

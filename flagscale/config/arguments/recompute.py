@@ -16,6 +16,7 @@ from typing import Any
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.spec import arg
 
+AUTO = "auto"
 GRANULARITY = "recompute_granularity_per_stage_micro_batch"
 METHOD = "recompute_method_per_stage_micro_batch"
 LAYERS = "recompute_num_layers_per_stage_micro_batch"
@@ -30,9 +31,22 @@ _ROW = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})+")
 
 
 @dataclass(frozen=True)
-class PerStage:
-    """Recomputation by pipeline stage and micro-batch; each argument is a list of rows."""
+class Recomputation:
+    """What is recomputed; by pipeline stage and micro-batch each argument is a list of rows."""
 
+    recompute_granularity: str | None = arg(
+        None,
+        "full: layers keep their input alone, as recompute_method and recompute_num_layers say, "
+        "and compute the rest again in the backward pass. selective: what recompute_modules names. "
+        "auto: full, of as few layers of each stage as fit its devices' memory by calculation",
+        choices=("full", "selective", AUTO),
+    )
+    recompute_memory_gib: float | None = arg(
+        None,
+        "GiB of a rank that recompute_granularity: auto plans with; without it 93 % of what is "
+        "free when training starts",
+        minimum=0.001,
+    )
     recompute_granularity_per_stage_micro_batch: tuple[str, ...] | None = arg(
         None,
         "Rows of [stages, micro-batches, value, micro-batches, value, ...]: 1 recomputes these "
@@ -85,10 +99,12 @@ def as_words(rows: Sequence[Any]) -> list[Any]:
     return [",".join(map(str, row)) if isinstance(row, (list, tuple)) else row for row in rows]
 
 
-def broken(values: Values, chunks: int) -> Iterator[Broken]:
+def broken(values: Values, chunks: int, *, measured: bool = False) -> Iterator[Broken]:
     """Rules that do not depend on the number of ranks. ``chunks``: model chunks of the pipeline,
-    its stages times virtual stages."""
+    its stages times virtual stages; ``measured``: which layers these have is to be chosen."""
     granularity = values["recompute_granularity"]
+    if granularity == AUTO:
+        yield from _broken_auto(values, measured=measured)
     if granularity == "full":
         for name, wanted in _NEEDED.items():
             if values[name] is None:
@@ -104,6 +120,15 @@ def broken(values: Values, chunks: int) -> Iterator[Broken]:
             yield name, f"the row [{_bare(wrong[0])}] {_why_no_row(name, wrong[0])}"
         elif (said := sum(row[0] for row in _rows(values[name]))) != chunks:
             yield name, f"its rows are for {said} stages, and the pipeline has {chunks}"
+
+
+def _broken_auto(values: Values, *, measured: bool) -> Iterator[Broken]:
+    for name in _NEEDED:
+        if values[name] is not None:
+            yield name, "recompute_granularity: auto chooses that itself; leave it out"
+    if measured:
+        message = "auto takes the layers of each stage as given, and here they are chosen, too"
+        yield "recompute_granularity", message
 
 
 def world(

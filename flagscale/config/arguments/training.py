@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flagscale.config.arguments.hetero import Heterogeneous
-from flagscale.config.arguments.recompute import PerStage
+from flagscale.config.arguments.recompute import Recomputation
 from flagscale.config.arguments.spec import Section, arg
 
 TOKENIZERS = (
@@ -390,7 +390,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Logging, "system"),
     (Profiling, "system"),
     (Heterogeneous, "system"),
-    (PerStage, "system"),
+    (Recomputation, "system"),
     (Model, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),

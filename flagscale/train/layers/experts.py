@@ -7,6 +7,7 @@ are those of megatron.core's sequential experts, one module an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,14 @@ from flagscale.train.layers.jit import compiled_if_faster
 
 ALIGNMENT = 16
 """Rows of each expert are filled up to a multiple of it, as grouped products on GPUs want it."""
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Rows that are laid out for grouped products: ``ends [experts]`` (int32) has where each
+    expert's end, a multiple of :data:`ALIGNMENT`; those without a token are 0."""
+
+    ends: torch.Tensor
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -100,7 +109,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
                 hint="set disable_bias_linear: true, or leave moe_grouped_gemm out",
             )
         self.count = num_local_experts
-        self._groups = pg_collection
+        self.groups = pg_collection
         ranks = pg_collection.expt_tp.size()
         wide, hidden = config.moe_ffn_hidden_size // ranks, config.hidden_size
         rows = 2 * wide if config.gated_linear_unit else wide
@@ -111,33 +120,44 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
+        tokens_per_expert: torch.Tensor | Laid,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
         """Each token through its expert.
 
         Args:
             permuted_local_hidden_states: ``[tokens, hidden]``, expert after expert.
-            tokens_per_expert: ``[experts of this rank]``.
+            tokens_per_expert: ``[experts of this rank]``; or where their rows end, if they are
+                laid out as :func:`places` does already.
             permuted_probs: ``[tokens]``, what the router weighs each with.
 
         Returns:
             ``[tokens, hidden]``, with tensor parallelism of experts partial sums, and no bias.
         """
         tokens, weights = permuted_local_hidden_states, permuted_probs
-        if self.config.moe_apply_probs_on_input:
-            tokens = (tokens * weights[:, None]).to(tokens.dtype)
-            weights = torch.ones_like(weights)
+        if isinstance(tokens_per_expert, Laid):
+            return self._through(tokens, weights, tokens_per_expert.ends), None
         rows, ends = places(tokens_per_expert.to(tokens.device), len(tokens))
         room = len(tokens) + self.count * ALIGNMENT
         padded = tokens.new_zeros(room, tokens.shape[1]).index_copy(0, rows, tokens)
-        inside = self.linear_fc1(padded, ends).index_select(0, rows)
+        weights = weights.new_zeros(room).index_copy(0, rows, weights)
+        return self._through(padded, weights, ends).index_select(0, rows), None
+
+    def _through(
+        self, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows through the experts; what fills up comes out as 0, what is behind the last expert's
+        rows as anything."""
         config = self.config
+        if config.moe_apply_probs_on_input:
+            tokens = (tokens * weights[:, None]).to(tokens.dtype)
+            weights = torch.ones_like(weights)
+        inside = self.linear_fc1(tokens, ends)
         inside = _weighted_activation(
             inside, weights, config.activation_func, config.gated_linear_unit
         )
-        inside = inside.new_zeros(room, inside.shape[1]).index_copy(0, rows, inside)
-        return self.linear_fc2(inside, ends).index_select(0, rows), None
+        done: torch.Tensor = self.linear_fc2(inside, ends)
+        return done
 
     def backward_dw(self) -> None:
         """Nothing is left for later."""
@@ -166,7 +186,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
 
     def _nothing(self, key: str, index: int, offsets: Any) -> Any:
         """What one of the sequential experts keeps beside a weight, which it insists on finding."""
-        groups = self._groups
+        groups = self.groups
         place = (len(offsets), groups.ep.rank() * self.count + index, groups.ep.size() * self.count)
         replica = (0, groups.expt_tp.rank(), groups.expt_dp.rank())
         return make_sharded_object_for_checkpoint(None, key, (*offsets, place), replica)
@@ -176,7 +196,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> Any:
         """``weight`` as a part of the array ``key``; ``halves``: its gate and its up projection
         are each split over tensor-parallel ranks."""
-        groups, ahead = self._groups, len(offsets)
+        groups, ahead = self.groups, len(offsets)
         own = (ahead, groups.ep.rank(), groups.ep.size())
         rank, ranks = groups.expt_tp.rank(), groups.expt_tp.size()
         replica = (0, 0, groups.expt_dp.rank())

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
+from flagscale.train.layers.dispatch import send_directly
 from flagscale.train.layers.experts import GroupedExperts
 from flagscale.train.layers.router import router
 from flagscale.train.model.attention import SDPAttention, choose_kernel
@@ -60,6 +61,7 @@ def build_chunks(
         _gpt(args, config, vocabulary, stage, fast=fast).to(device.torch_device) for stage in stages
     ]
     for model in models:
+        send_directly(model)
         _set_experts_apart(model)
         initialize(model, config, args.seed, norms=args.norm_init_weight)
     follow(args, config, models)

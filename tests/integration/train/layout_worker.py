@@ -74,7 +74,7 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     steps, and the validation loss after them."""
     from flagscale.config.arguments.parser import parse_arguments
     from flagscale.config.arguments.resolve import of_rank, resolve
-    from flagscale.train import distributed
+    from flagscale.train import distributed, recompute
     from flagscale.train.build import build_state, model_vocabulary, vocabulary_size
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
@@ -92,6 +92,8 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     size = vocabulary_size(args, tokenizer)
     args, groups = settle(args, groups, size, device, lambda line: None)
     vocabulary = model_vocabulary(args, tokenizer)
+    recomputes = args.recompute_granularity in ("full", "auto")
+    args = recompute.settle(args, vocabulary, device, lambda line: None)
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
     by_hand = compute_by_hand(args, state, config, tokenizer) if args.swiglu else None
@@ -101,7 +103,7 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     norm = parameters_norm(state.chunks)
     stepper = Stepper(args, config, state, device, groups=groups)
     readings, scales = Readings(), []
-    layers = Layers(state.modules()) if args.recompute_granularity == "full" else None
+    layers = Layers(state.modules()) if recomputes else None
     poisoned, at = case.get("overflow") or (None, None)
     for step in range(args.train_iters):
         with infinite_gradient(state.modules()[0], step == at and rank.rank == poisoned):

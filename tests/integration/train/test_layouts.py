@@ -54,6 +54,9 @@ def test_unlike_meshes_learn_what_one_rank_learns(case: Case, results: dict[str,
 # Of each rank and model chunk, how many layers of each micro-batch of a step are recomputed.
 RECOMPUTED = {
     "recompute-full": [[[4, 4, 4, 4]]],
+    "recompute-auto": [[[3, 3, 3, 3]]],
+    "pp2-recompute-auto": [[[1, 1, 1, 1]], [[0, 0, 0, 0]]],
+    "mesh-recompute-auto": [[[2, 2]], [[2, 2]], [[0, 0]], [[0, 0]]],
     "pp2-vpp2-recompute-by-stage": [
         [[1, 1, 1, 1], [1, 0, 0, 0]],
         [[0, 0, 1, 1], [1, 0, 0, 0]],

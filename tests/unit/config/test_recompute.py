@@ -83,6 +83,22 @@ REFUSED = {
         1,
         "refines recompute_granularity: full, and that is none",
     ),
+    "auto-layers": (
+        "--recompute-granularity auto --recompute-num-layers 1",
+        1,
+        "recompute_num_layers: recompute_granularity: auto chooses that itself",
+    ),
+    "auto-rows": (f"--recompute-granularity auto {ON} 1,4,1", 1, "and that is auto"),
+    "auto-of-chosen-layers": (
+        f"{MESHES} --recompute-granularity auto --hetero-pipeline-layer-split auto",
+        4,
+        "takes the layers of each stage as given",
+    ),
+    "auto-of-chosen-meshes": (
+        "--enable-hetero --hetero-process-meshes auto --recompute-granularity auto",
+        4,
+        "recompute_granularity: auto is for stages that are known",
+    ),
     "selective": (f"--recompute-granularity selective {ON} 1,4,1", 1, "and that is selective"),
     "full-how": ("--recompute-granularity full", 1, "recompute_method: is needed by"),
     "full-what": (

@@ -89,6 +89,30 @@ def test_recomputing_all_keeps_the_inputs_of_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gib", "expected"),
+    [(20, None), (42, [7, 1, 0, 5]), (46, [5, 0, 0, 0]), (60, [0, 0, 0, 0])],
+    ids=["too-little", "most", "first-stage", "enough"],
+)
+def test_as_few_layers_as_fit_are_recomputed(gib: int, expected: list[int] | None) -> None:
+    pipeline = f"{WHOLE} --pipeline-model-parallel-size 4 --recompute-granularity"
+    stages = forecast(llama(f"{pipeline} auto", 4), VOCABULARY, [gib * 2.0**30] * 4).stages
+
+    def otherwise(index: int, count: int) -> float:
+        block = f"full --recompute-method block --recompute-num-layers {count}" if count else ""
+        way = f"{pipeline} {block}" if count else pipeline.rpartition(" ")[0]
+        return llama_forecast(way, 4).stages[index].memory.all
+
+    for index, stage in enumerate(stages):
+        others = [otherwise(index, count) for count in range(9)]
+        assert stage.memory.all == others[stage.recomputed]
+        if expected is None:
+            assert stage.memory.all == min(others)
+        else:
+            assert stage.recomputed == expected[index]
+            assert stage.memory.all <= gib * 2**30 < min(others[: stage.recomputed], default=1e18)
+
+
+@pytest.mark.parametrize(
     ("method", "factor"),
     [("uniform --recompute-num-layers 4", 1 / 3), ("block --recompute-num-layers 8", 1 / 12)],
 )
