@@ -7,7 +7,6 @@ well as with the adapted tree; tests that need more GPUs than there are skip the
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_programs import MODEL, PROGRAM, environment
 
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
 
@@ -26,14 +26,6 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
-PROGRAM = ROOT / "flagscale" / "train" / "train_gpt.py"
-MODEL = """
---num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 688
---seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-3
---vocab-size 1000 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
---disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
---hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --lr-decay-style constant
-"""
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
@@ -76,12 +68,6 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bf16-dp2-overlap": (2, f"--bf16 {OVERLAP}", "bf16", 1e-2),
     "bf16-tp2-sp": (2, f"--bf16 {SP}", "bf16", 2e-2),
 }
-
-
-def environment(**changes: str) -> dict[str, str]:
-    own = [str(ROOT), str(ROOT / "third_party" / "Megatron-LM")]
-    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", **changes}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gpu_training import MODEL, PROGRAM, environment
+from gpu_programs import MODEL, PROGRAM, environment
 
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
 
@@ -47,11 +47,11 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "replicas-gloo": (
         ("cuda", "cpu"),
-        f"{REPLICAS} 2 1 --hetero-num-microbatches 3 2 --distributed-backend gloo",
+        f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2 --distributed-backend gloo",
     ),
     "replicas-fsccl": (
         ("cuda", "cpu"),
-        f"{REPLICAS} 2 1 --hetero-num-microbatches 3 2 --distributed-backend fsccl",
+        f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2 --distributed-backend fsccl",
     ),
 }
 
