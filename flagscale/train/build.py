@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.train.data.tokenizers import Tokenizer
 from flagscale.train.device import Device
-from flagscale.train.model.provider import build_chunks
+from flagscale.train.models.provider import build_chunks
 from flagscale.train.optim.setup import build_optimizer, build_scheduler
 from flagscale.train.state import Progress, TrainState
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from flagscale.train.device import Device
-from flagscale.train.model.context import own_batch
+from flagscale.train.models.context import own_batch
 from flagscale.train.state import unwrap
 
 Batch = Mapping[str, torch.Tensor]

@@ -22,9 +22,9 @@ from flagscale.train.device import Device
 from flagscale.train.distributed import Rank
 from flagscale.train.meshes.splitting import settle
 from flagscale.train.meter import Meter
-from flagscale.train.model.config import transformer_config
-from flagscale.train.model.gpt import notes
-from flagscale.train.model.provider import parameters_of
+from flagscale.train.models.config import transformer_config
+from flagscale.train.models.fast import notes
+from flagscale.train.models.provider import parameters_of
 from flagscale.train.profiling import Profiler
 from flagscale.train.report import Reporter
 from flagscale.train.restart import go_on_from_own_checkpoints

@@ -33,7 +33,7 @@ from flagscale.train.device import Device
 from flagscale.train.forward import ForwardStep
 from flagscale.train.meshes.gradients import collection
 from flagscale.train.meshes.groups import Stages
-from flagscale.train.model.config import transformer_config
+from flagscale.train.models.config import transformer_config
 from flagscale.train.state import TrainState, unwrap
 
 _LEAST, _MOST = 5, 40

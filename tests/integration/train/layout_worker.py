@@ -79,9 +79,9 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
     from flagscale.train.meshes.splitting import settle
-    from flagscale.train.model.config import transformer_config
-    from flagscale.train.model.initialize import global_parameters
-    from flagscale.train.model.provider import parameters_of
+    from flagscale.train.models.config import transformer_config
+    from flagscale.train.models.initialize import global_parameters
+    from flagscale.train.models.provider import parameters_of
     from flagscale.train.norms import parameters_norm
     from flagscale.train.readings import Readings
     from flagscale.train.step import Stepper, gathered
@@ -186,7 +186,7 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     from reference_llama import loss
 
     from flagscale.train.data.datasets import build_data_iterators
-    from flagscale.train.model.initialize import global_parameters
+    from flagscale.train.models.initialize import global_parameters
     from flagscale.train.state import Progress
 
     simple = not (args.num_moe_experts or args.bf16 or args.fp16)

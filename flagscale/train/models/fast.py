@@ -24,7 +24,7 @@ from flagscale.train.layers.linear import AccumulatingColumnLinear, Accumulating
 from flagscale.train.layers.loss import vocabulary_loss
 from flagscale.train.layers.precision import use_fp8
 from flagscale.train.layers.rotary import use_table
-from flagscale.train.model.config import implementation
+from flagscale.train.models.config import implementation
 
 LINEARS: dict[type, type] = {
     ColumnParallelLinear: AccumulatingColumnLinear,

@@ -25,11 +25,11 @@ from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
 from flagscale.train.layers.experts import GroupedExperts
 from flagscale.train.layers.router import router
-from flagscale.train.model.attention import SDPAttention, choose_kernel
-from flagscale.train.model.config import ddp_config, implementation
-from flagscale.train.model.gpt import LINEARS, FastGPT, finish
-from flagscale.train.model.initialize import initialize
-from flagscale.train.model.norm import norm_class
+from flagscale.train.models.attention import SDPAttention, choose_kernel
+from flagscale.train.models.config import ddp_config, implementation
+from flagscale.train.models.fast import LINEARS, FastGPT, finish
+from flagscale.train.models.initialize import initialize
+from flagscale.train.models.norm import norm_class
 from flagscale.train.recompute import follow
 from flagscale.train.state import unwrap
 
