@@ -22,6 +22,7 @@ from flagscale.config.placement import Placed
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.estimate import kept, split
+from flagscale.estimate.arithmetic import transformer
 from flagscale.estimate.forecast import Forecast, forecast
 from flagscale.estimate.memory import Memory
 
@@ -123,7 +124,7 @@ def of_experiment(
 
     Raises:
         ConfigError: the arguments do not fit each other or the ranks, are of another training
-            program, or leave the meshes' sizes open.
+            program, leave the meshes' sizes open, or are of a family that is not described.
     """
     if experiment.task.external:
         name = experiment.task.entrypoint.name
@@ -133,6 +134,7 @@ def of_experiment(
     args = None if to_be_filled(values) else resolve(Namespace(**values), world)
     if args is None or (args.meshes is not None and args.meshes.open):
         raise ConfigError(f"{MESHES}: sizes are chosen by measuring when training starts")
+    transformer(args)
     size = max(args.vocab_size or 0, _tokens(args, most_bytes))
     vocabulary = padded_vocabulary(size, vars(args)) if size else 0
     kinds = {host.device_type for host in hosts}

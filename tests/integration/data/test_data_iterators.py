@@ -53,6 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def args(tmp_path: Path, **given: Any) -> Namespace:
     values: dict[str, Any] = {
+        "family": "gpt",
         "data_path": None,
         "train_data_path": None,
         "valid_data_path": None,
