@@ -64,12 +64,13 @@ class ModelSpec(Family, ABC):
 
     @abstractmethod
     def build(self, args: Namespace, config: TransformerConfig, chunk: Chunk) -> torch.nn.Module:
-        """A chunk of the bare model, its weights not drawn yet.
+        """A chunk of the bare model, its weights not drawn yet: a ``MegatronModule``.
 
         Its attributes ``pre_process`` and ``post_process`` say whether it has embedding and head,
-        ``share_embeddings_and_output_weights`` whether these are one; its layers are a
-        megatron.core ``TransformerBlock``. Called with :meth:`inputs` it returns what the next
-        stage takes, or the last one each token's loss ``[micro-batch, sequence]``.
+        ``share_embeddings_and_output_weights`` whether these are one; ``set_input_tensor`` gets
+        what the stage before gave. Called with :meth:`inputs` it returns what the next stage takes,
+        or on the last one each token's loss ``[micro-batch, sequence]``. What recomputes layers and
+        compiles them finds megatron.core's ``TransformerBlock`` inside.
 
         Raises:
             ConfigError: it cannot be built so.

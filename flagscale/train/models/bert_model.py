@@ -15,7 +15,6 @@ from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -58,7 +57,6 @@ class Bert(LanguageModule):  # type: ignore[misc]
         self.pre_process, self.post_process = chunk.first, chunk.last
         self.share_embeddings_and_output_weights = not args.untie_embeddings_and_output_weights
         self.vp_stage = chunk.stage
-        self.model_type = ModelType.encoder_or_decoder
         self.fp16_lm_cross_entropy = args.fp16_lm_cross_entropy
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,11 +46,13 @@ def build_chunks(
     fast = implementation(args, device) == "compiled"
     choose_kernel(config, device)
     spec = spec_of(args)
-    models = [
+    models: list[Any] = [
         spec.build(args, config, _chunk(vocabulary, stage, fast=fast)).to(device.torch_device)
         for stage in stages
     ]
     for model in models:
+        # What schedules and checkpoints ask for, of whichever family.
+        model.model_type, model.vocab_size = ModelType.encoder_or_decoder, vocabulary
         _set_experts_apart(model)
         spec.initialize(model, config, args.seed, args.norm_init_weight)
     follow(args, config, models)

@@ -155,7 +155,7 @@ FOREIGN = {
     "inference_max_requests": ("inference", "refused"),
     "retriever_score_scaling": ("T5 and retrieval", "refused"),
     "bert_no_binary_head": ("BERT's second head", "noted"),
-    "bert_binary_head": (None, "refused"),
+    "bert_binary_head": ("T5 and retrieval", "refused"),
     "dino_teacher_temp": ("models of images", "refused"),
     "lora_alpha": ("fine-tuning by adapters", "refused"),
     "ckpt_convert_save": ("conversion of checkpoints", "refused"),
