@@ -55,13 +55,20 @@ class Bert(ModelSpec):
 
     def data(self, args: Namespace, tokenizer: Tokenizer) -> DataKind:
         from flagscale.train.data.masked import MaskedConfig, MaskedDataset, MockMaskedDataset
+        from flagscale.train.data.masking import Masks
 
+        size = tokenizer.vocab_size
         framed = tokenizer.cls is not None and tokenizer.sep is not None
+        masks = Masks(
+            share=args.mask_prob,
+            mask=size if tokenizer.mask is None else tokenizer.mask,
+            end=tokenizer.eod,
+            others=size,
+            first=tokenizer.cls if framed else None,
+            last=tokenizer.sep if framed else None,
+        )
         options = {
-            "mask_probability": args.mask_prob,
-            "first_token": tokenizer.cls if framed else None,
-            "last_token": tokenizer.sep if framed else None,
-            "mask_token": tokenizer.vocab_size if tokenizer.mask is None else tokenizer.mask,
+            "masks": masks,
             "reset_position_ids": False,
             "reset_attention_mask": False,
             "eod_mask_loss": False,

@@ -76,7 +76,7 @@ LAYOUTS = {
     ),
     "bert-tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DO}", "bert"),
     "bert-pp2-do": Layout(2, f"{PP2} {DO}", "bert"),
-    "bert-bf16-dp2-do": Layout(2, f"{DO} --bf16 --hidden-dropout 0.1", "bert"),
+    "bert-bf16-dp2-do": Layout(2, f"{DO} --bf16", "bert"),
     "bf16-dp2-do": Layout(2, DO, "bf16"),
     "tied-pp2": Layout(2, PP2, "tied"),
     "tied-one": Layout(1, "", "tied"),

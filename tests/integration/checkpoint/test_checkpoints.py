@@ -96,7 +96,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, trained: dict[str
 
 @pytest.mark.parametrize("name", [name for name in SAME if name.startswith("bert")])
 def test_a_resumed_run_equals_it_to_the_bit(name: str, trained: dict[str, Any]) -> None:
-    """The tokens that are masked, and what dropout drops, go on as well."""
+    """The tokens that are masked go on as well."""
     whole = continued(trained, f"{name} whole")
     assert continued(trained, f"{name} > {name}")["loss"] == whole["loss"][STEPS:]
 
