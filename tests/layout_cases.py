@@ -301,11 +301,9 @@ MESHES = (
 
 # Another family learns in every layout too.
 FAMILIES = (
-    Case("bert-local-attention", 1, BERT, "--attention-backend local", "bert"),
     Case("bert-compiled", 1, BERT, COMPILED, "bert"),
     Case("bert-recompute", 1, BERT, f"{FULL} 2", "bert"),
     Case("bert-dp2-do-overlap", 2, BERT, OVERLAP, "bert"),
-    Case("bert-dp2-mbs2", 2, BERT, MBS2, "bert"),
     Case("bert-tp2", 2, BERT, TP2, "bert", backend=FASTER),
     Case("bert-tp2-sp-do", 2, BERT, f"{SP} {DO}", "bert", backend=FASTER),
     Case("bert-compiled-tp2-sp", 2, BERT, f"{COMPILED} {SP}", "bert", backend=FASTER),
@@ -319,7 +317,6 @@ FAMILIES = (
     Case("bert-mesh-tp2+dp2-sp-do", 4, BERT, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
          "--sequence-parallel"), "bert"),
     Case("bert-mesh-dp2+tp2", 4, ROTARY_BERT, meshes(DP2_TP2, "1 3"), "bert-rotary"),
-    Case("bert-mesh-auto", 2, BERT, meshes("1 1 1 1 1  1 1 1 1 1", "auto"), "bert"),
     Case("bert-shares-1x1+1x3", 2, BERT, shares("1 1 1 3"), "bert"),
 )  # fmt: skip
 
