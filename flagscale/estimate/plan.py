@@ -34,6 +34,7 @@ _SHARES = {"bf16": 0.60, "fp8": 0.75}
 layers of Llama-3-8B on an H200 (docs/performance.md)."""
 
 _MOST_WAYS = 3
+_USUAL_MASKS = {"[MASK]", "<mask>"}
 _IMPLIED = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
 """Arguments that come with others: which, the reference of the configuration says."""
 
@@ -159,7 +160,7 @@ def _device(kind: str | None) -> Device | None:
 
 
 def _tokens(args: Any, most_bytes: int | None) -> int:
-    """The vocabulary of a tokenizer of Hugging Face's that lies here; 0 where none does."""
+    """The vocabulary with a tokenizer of Hugging Face's that lies here; 0 where none does."""
     if not args.tokenizer_path:
         return 0
     path = Path(args.tokenizer_path) / "tokenizer.json"
@@ -167,8 +168,10 @@ def _tokens(args: Any, most_bytes: int | None) -> int:
         if most_bytes is not None and path.stat().st_size > most_bytes:
             return 0
         found = json.loads(path.read_bytes())
-        added = max((token["id"] + 1 for token in found.get("added_tokens", ())), default=0)
-        return int(max(len(found["model"]["vocab"]), added))
+        added = {token["content"]: token["id"] for token in found.get("added_tokens", ())}
+        size = max(len(found["model"]["vocab"]), *(token + 1 for token in added.values()), 0)
+        lacks = transformer(args).masks and not added.keys() & _USUAL_MASKS
+        return int(size + lacks)
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 

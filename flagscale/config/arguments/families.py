@@ -50,12 +50,14 @@ class Transformer:
 
     ``causal``: a token attends to those before it alone. ``head_layers``: linear layers of hidden x
     hidden with a bias and a norm between the last layer and the vocabulary. ``output_bias``: each
-    token of the vocabulary has a bias.
+    token of the vocabulary has a bias. ``masks``: one of the tokens stands for others; a tokenizer
+    that has none gets one more.
     """
 
     causal: bool = True
     head_layers: int = 0
     output_bias: bool = False
+    masks: bool = False
 
 
 class Family:

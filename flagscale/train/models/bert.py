@@ -31,7 +31,7 @@ class Bert(ModelSpec):
     name = "bert"
     title = "BERT"
     arguments = ("mask_prob",)
-    transformer = Transformer(causal=False, head_layers=1, output_bias=True)
+    transformer = Transformer(causal=False, head_layers=1, output_bias=True, masks=True)
 
     def broken(self, values: Values) -> Iterator[Broken]:
         for name, reason in (
