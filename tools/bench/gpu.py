@@ -180,8 +180,8 @@ def figures(row: Row, events: Sequence[Event], begun: float, last: int) -> dict[
     seconds = statistics.median(counted)
     model = argparse.Namespace(
         family="gpt", num_layers=row.layers, hidden_size=HIDDEN, num_attention_heads=HEADS,
-        kv_channels=None, num_query_groups=GROUPS, ffn_hidden_size=FFN, swiglu=True, gated_linear_unit=False,
-        seq_length=row.sequence, num_moe_experts=None,
+        kv_channels=None, num_query_groups=GROUPS, ffn_hidden_size=FFN, swiglu=True,
+        gated_linear_unit=False, seq_length=row.sequence, num_moe_experts=None,
     )  # fmt: skip
     tokens = row.tokens * row.accumulated * row.replicas / row.gpus
     flops = flops_per_token(model, VOCABULARY) * tokens / seconds
