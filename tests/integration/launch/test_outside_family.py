@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from bed.lab import Bed
 from launch_lab import PROJECT, Lab
+from ssh_lab import ssh_lab
 
 from flagscale.status import read_events, status_files
 
@@ -29,9 +31,8 @@ TRAIN: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def ready(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """An experiment of the family, whose package is installed as pip does it."""
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the family's package as pip does it; where to."""
     site = tmp_path / "a site's $packages"
     about = site / "averages-1.0.dist-info"
     about.mkdir(parents=True)
@@ -42,6 +43,13 @@ def ready(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
         "[flagscale.models]\naverages = averages:Averages\nbroken = averages:Nothing\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(PROJECT)]))
+    return site
+
+
+@pytest.fixture
+def ready(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """An experiment of the family."""
+    install(tmp_path, monkeypatch)
     lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, runner={"nproc_per_node": 2})
     path = lab.root / "conf" / "lab.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": TRAIN}))
@@ -68,6 +76,26 @@ def progress(lab: Lab) -> list[Any]:
     (host,) = lab.state().hosts
     events = [e for file in status_files(host.run_dir / "status") for e in read_events(file)[0]]
     return [event for event in events if event.event == "progress"]
+
+
+@pytest.mark.bed(hosts=2)
+def test_a_host_without_the_package_is_named(
+    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything starts there."""
+    site = install(tmp_path, monkeypatch)
+    with ssh_lab(bed, tmp_path / "lab") as lab:
+        lab.configure(
+            light=False,
+            task={"entrypoint": str(TRAIN_GPT)},
+            envs={"node_specific": {"h00": {"PYTHONPATH": str(site)}}},
+            top={"train": TRAIN},
+        )
+        done = lab.do("check")
+        assert done.returncode == 2, done.stdout + done.stderr
+        rows = [line for line in done.stdout.splitlines() if line.strip(" │").startswith("family")]
+        assert [("ok" in row, "h00" in row) for row in rows] == [(True, True), (False, False)]
+        assert "no family of models is called 'averages'; known: gpt, bert" in done.stdout
 
 
 @pytest.mark.parametrize(
