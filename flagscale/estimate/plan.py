@@ -170,7 +170,9 @@ def _tokens(args: Any, most_bytes: int | None) -> int:
         found = json.loads(path.read_bytes())
         added = {token["content"]: token["id"] for token in found.get("added_tokens", ())}
         size = max(len(found["model"]["vocab"]), *(token + 1 for token in added.values()), 0)
-        lacks = transformer(args).masks and not added.keys() & _USUAL_MASKS
+        vocabulary = found["model"]["vocab"]
+        has_mask = any(name in added or name in vocabulary for name in _USUAL_MASKS)
+        lacks = transformer(args).masks and not has_mask
         return int(size + lacks)
     except (OSError, ValueError, KeyError, TypeError):
         return 0

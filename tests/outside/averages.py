@@ -23,9 +23,9 @@ class Averages(ModelSpec):
     title = "a model of averages"
 
     def broken(self, values: Values) -> Iterator[Broken]:
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            if values[name] > 1:
-                yield name, f"{values[name]}: {self.title} is not split over ranks; take 1"
+        name = "untie_embeddings_and_output_weights"
+        if not values[name]:
+            yield name, f"false: {self.title} has an output of its own; write true"
 
     def build(self, args: Namespace, config: Any, chunk: Chunk) -> torch.nn.Module:
         from averages_model import Model

@@ -10,12 +10,13 @@ one by an entry point, whose name is the family's::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.spec import arg
+from flagscale.config.arguments.values import shown
 from flagscale.errors import ConfigError
 from flagscale.registry import Registry
 
@@ -28,6 +29,17 @@ FAMILIES = Registry(
         "bert": "flagscale.train.models.bert:Bert",
     },
 )
+
+
+LAYOUTS: Mapping[str, str] = {
+    "tensor_model_parallel_size": "its weights are not split over ranks",
+    "pipeline_model_parallel_size": "it has no stages",
+    "context_parallel_size": "its sequences are not split over ranks",
+    "expert_model_parallel_size": "it has no experts",
+    "enable_hetero": "it is not shared out over unlike devices",
+    "recompute_granularity": "nothing in it is recomputed",
+}
+"""What a family has to be made for, with why one that is not refuses it."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,8 @@ class Family:
     """What sentences call it; the name where it is empty."""
     arguments: tuple[str, ...] = ()
     """Arguments that not every family has an effect of, and this one does."""
+    layouts: Collection[str] = ()
+    """Of :data:`LAYOUTS` what it is made for; all else is refused."""
     transformer: Transformer | None = None
     """What estimates calculate with; None where they cannot: then none are made."""
 
@@ -77,7 +91,7 @@ class Family:
         return self.title or self.name
 
     def broken(self, values: Values) -> Iterable[Broken]:
-        """What this family cannot do: the argument to change, and why.
+        """What this family cannot do beside layouts: the argument to change, and why.
 
         Args:
             values: arguments by name, aliases folded, defaults filled in.
@@ -104,7 +118,15 @@ def broken(values: Values) -> Iterator[Broken]:
     except ConfigError as error:
         yield "family", error.message
         return
+    for name, reason in LAYOUTS.items():
+        if name not in own.layouts and _asks(values[name]):
+            yield name, f"{shown(values[name])} with family {own.name}: {reason}; leave it out"
     yield from own.broken(values)
+
+
+def _asks(value: object) -> bool:
+    """Whether a size splits anything, or a switch is on."""
+    return value > 1 if isinstance(value, int) and not isinstance(value, bool) else bool(value)
 
 
 @cache

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flagscale.config.arguments.families import Transformer
+from flagscale.config.arguments.families import LAYOUTS, Transformer
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.train.models.base import Chunk, DataKind, ModelSpec
 
@@ -31,6 +31,7 @@ class Bert(ModelSpec):
     name = "bert"
     title = "BERT"
     arguments = ("mask_prob",)
+    layouts = tuple(LAYOUTS)
     transformer = Transformer(causal=False, head_layers=1, output_bias=True, masks=True)
 
     def broken(self, values: Values) -> Iterator[Broken]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from flagscale.config.arguments.families import Transformer
+from flagscale.config.arguments.families import LAYOUTS, Transformer
 from flagscale.train.models.base import Chunk, DataKind, ModelSpec
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ class Gpt(ModelSpec):
     name = "gpt"
     title = "GPT"
     arguments = ("reset_position_ids", "eod_mask_loss")
+    layouts = tuple(LAYOUTS)
     transformer = Transformer()
 
     def build(self, args: Namespace, config: TransformerConfig, chunk: Chunk) -> torch.nn.Module:

@@ -23,6 +23,7 @@ TRAIN: dict[str, Any] = {
     "system": {"device": "cpu", "logging": {"log_interval": 1, "tensorboard_dir": None}},
     "model": {
         **{"family": "averages", "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4},
+        "untie_embeddings_and_output_weights": True,
         **{"seq_length": 16, "micro_batch_size": 1, "global_batch_size": 4, "train_iters": 3},
         "optimizer": {"lr": 1.0e-2, "lr_decay_style": "constant"},
         "eval_iters": 0,
@@ -104,8 +105,14 @@ def test_a_host_without_the_package_is_named(
         pytest.param(
             "dryrun",
             "train.system.tensor_model_parallel_size=2",
-            "tensor_model_parallel_size: 2: a model of averages is not split over ranks; take 1",
+            "tensor_model_parallel_size: 2 with family averages: its weights are not split over",
             id="layout",
+        ),
+        pytest.param(
+            "dryrun",
+            "train.model.untie_embeddings_and_output_weights=false",
+            "false: a model of averages has an output of its own; write true",
+            id="own-rule",
         ),
         pytest.param(
             "dryrun",

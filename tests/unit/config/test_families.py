@@ -92,6 +92,39 @@ def test_what_another_family_would_need(
     assert list(idle.notes(values(**given), given)) == expected
 
 
+class Other(families.Family):
+    """A family that is made for nothing but data parallelism."""
+
+    name = "other"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param({}, [], id="nothing"),
+        pytest.param({"tensor_model_parallel_size": 1, "enable_hetero": False}, [], id="off"),
+        *(
+            pytest.param(
+                {name: value}, [f"{text} with family other: {reason}; leave it out"], id=name
+            )
+            for (name, reason), (value, text) in zip(
+                families.LAYOUTS.items(),
+                [*[(2, "2")] * 4, (True, "true"), ("full", "'full'")],
+                strict=True,
+            )
+        ),
+    ],
+)
+def test_layouts_that_a_family_is_not_made_for(
+    given: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Other()
+    monkeypatch.setattr(families, "family", lambda _: other)
+    assert [message for _, message in families.broken(values(**given))] == expected
+    other.layouts = tuple(given)
+    assert list(families.broken(values(**given))) == []
+
+
 def resolved(**given: Any) -> Namespace:
     return resolve(Namespace(**values(**given)), 1)
 
