@@ -152,6 +152,19 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert tokenizer.detokenize(tokenizer.tokenize("the cat sat")) == "the cat sat"
 
 
+def test_the_words_of_a_bert(tmp_path: Path) -> None:
+    """It has no end of document but what ends a sentence."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer"})
+    )
+    found = hugging_face(tmp_path)
+    assert (found.cls, found.sep, found.eod, found.mask, found.vocab_size) == (2, 3, 3, 4, 8)
+    assert found.tokenize("Hello worlds") == [5, 6, 7]
+
+
 def test_a_directory_that_only_transformers_can_read(tmp_path: Path) -> None:
     train_sentencepiece(tmp_path)
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
