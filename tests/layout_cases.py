@@ -51,6 +51,19 @@ EVERY_LOSS = MOE.replace(
 --moe-aux-loss-coeff 0.03 0.05 0.02 --moe-z-loss-coeff 1e-2 --moe-shared-expert-intermediate-size 64
 """,
 )
+BERT = """
+--family bert --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 2e-3 --vocab-size 500 --mock-data
+--make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1
+--num-workers 0 --lr-decay-style constant --init-method-std 0.1
+"""
+ROTARY_BERT = (
+    BERT
+    + """--position-embedding-type rope --untie-embeddings-and-output-weights --swiglu
+--disable-bias-linear --normalization RMSNorm --num-query-groups 2 --ffn-hidden-size 128
+"""
+)
+BERT_MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
 BF16 = LLAMA + "--bf16"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 BY_SEQUENCE = BALANCED.replace("aux_loss --", "seq_aux_loss --")
@@ -114,6 +127,10 @@ REFERENCES = (
     Case("fp16-overflow", 1, FP16_1, "", "", overflow=(0, 1)),
     Case("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
     Case("tied-6", 1, TIED, "--global-batch-size 6", ""),
+    Case("bert", 1, BERT, "", ""),
+    Case("bert-rotary", 1, ROTARY_BERT, "", ""),
+    Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
+    Case("bert-bf16", 1, BERT + "--bf16", "", ""),
     Case("by-six", 1, BY_SIX, "--make-vocab-size-divisible-by 384", ""),
 )
 # A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time:
@@ -284,6 +301,27 @@ MESHES = (
     Case("shares-pp2-1x2+2x1-do", 4, LLAMA, shares("1 2 1 1", "1 1 1 2", f"{PP2} {DO}"), "llama"),
     Case("shares-pp2-vpp2-1x4+1x2-tied-do-overlap", 4, TIED, shares("2 1", "1 4 1 2",
          f"{VPP2} {OVERLAP} --global-batch-size 6"), "tied-6"),
+)  # fmt: skip
+
+# Another family learns in every layout too.
+FAMILIES = (
+    Case("bert-compiled", 1, BERT, COMPILED, "bert"),
+    Case("bert-recompute", 1, BERT, f"{FULL} 2", "bert"),
+    Case("bert-dp2-do-overlap", 2, BERT, OVERLAP, "bert"),
+    Case("bert-tp2", 2, BERT, TP2, "bert", backend=FASTER),
+    Case("bert-tp2-sp-do", 2, BERT, f"{SP} {DO}", "bert", backend=FASTER),
+    Case("bert-compiled-tp2-sp", 2, BERT, f"{COMPILED} {SP}", "bert", backend=FASTER),
+    Case("bert-pp2", 2, BERT, PP2, "bert"),
+    Case("bert-pp2-vpp2-do-overlap", 2, BERT, f"{VPP2} {OVERLAP}", "bert"),
+    Case("bert-cp2", 2, BERT, CP2, "bert"),
+    Case("bert-bf16-tp2-sp", 2, BERT + "--bf16", SP, "bert-bf16", 1e-2, backend=FASTER),
+    Case("bert-rotary-tp2-pp2-sp", 4, ROTARY_BERT, f"{SP} {PP2}", "bert-rotary", backend=FASTER),
+    Case("bert-rotary-compiled-cp2-dp2", 4, ROTARY_BERT, f"{COMPILED} {CP2} {DO}", "bert-rotary"),
+    Case("bert-moe-ep2", 2, ROTARY_BERT + BERT_MOE, "--expert-model-parallel-size 2", "bert-moe"),
+    Case("bert-mesh-tp2+dp2-sp-do", 4, BERT, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
+         "--sequence-parallel"), "bert"),
+    Case("bert-mesh-dp2+tp2", 4, ROTARY_BERT, meshes(DP2_TP2, "1 3"), "bert-rotary"),
+    Case("bert-shares-1x1+1x3", 2, BERT, shares("1 1 1 3"), "bert"),
 )  # fmt: skip
 
 # Which activations are dropped depends on the layout, so that this run has a reference of its own.

@@ -5,7 +5,8 @@ pass as twice the forward pass, recomputation not counted, and of causal attenti
 that is needed. So model FLOPs utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B) says
 how much of the hardware does work that the model asks for.
 
-``args`` are resolved training arguments throughout.
+``args`` are resolved training arguments throughout, of a family that is known to be a stack of
+transformer layers (:func:`transformer`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from flagscale.config.arguments.families import Transformer, family
+from flagscale.errors import ConfigError
+
 TRAINING = 3.0
 """What training takes of the forward pass: itself and, twice, the backward pass."""
+
+
+def transformer(args: Any) -> Transformer:
+    """What the family of ``args`` is as a transformer.
+
+    Raises:
+        ConfigError: it is none that anybody has described.
+    """
+    own = family(args.family)
+    if own.transformer is None:
+        raise ConfigError(
+            f"family: {args.family}: it does not say what its layers are, so neither its "
+            "arithmetic nor its memory can be estimated"
+        )
+    return own.transformer
 
 
 def flops_per_token(args: Any, vocabulary: int) -> float:
@@ -23,6 +42,7 @@ def flops_per_token(args: Any, vocabulary: int) -> float:
     6 operations a weight of each matrix that a token meets (the output layer included, the
     embedding's lookup not), and 6 x sequence x attention width a layer for causal attention:
     QK^T and AV are 2 x 2 x sequence x width forward, halved by the mask, tripled by the backward.
+    Where each token attends to all of its sequence it is 12 x.
 
     ``vocabulary`` is the padded vocabulary.
     """
@@ -37,12 +57,14 @@ def layer_flops(args: Any, *, mixture: bool) -> float:
     groups: int = args.num_query_groups or heads
     projections = args.hidden_size * (2 * width + 2 * head_width(args) * groups)
     mlp = _mixture_weights(args) if mixture else dense_weights(args)
-    return float(2 * (projections + mlp) + 2 * args.seq_length * width)
+    attended = args.seq_length * (1 if transformer(args).causal else 2)
+    return float(2 * (projections + mlp) + 2 * attended * width)
 
 
 def head_flops(args: Any, vocabulary: int) -> float:
-    """Operations of one token's forward pass through the output layer, over all ranks."""
-    return 2.0 * int(args.hidden_size) * vocabulary
+    """Operations of one token's forward pass through the head, over all ranks."""
+    hidden = int(args.hidden_size)
+    return 2.0 * hidden * (vocabulary + transformer(args).head_layers * hidden)
 
 
 def head_width(args: Any) -> int:

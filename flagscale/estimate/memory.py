@@ -82,7 +82,7 @@ def weights_of(args: Any, vocabulary: int, held: Held) -> Weights:
     if held.first:
         counted += weights.vocabulary_matrix(args, vocabulary) + weights.positions(args)
     if held.last:
-        counted += Weights(weights.norm(args))
+        counted += Weights(weights.norm(args)) + weights.head(args, vocabulary)
         if args.untie_embeddings_and_output_weights or not held.first:
             counted += weights.vocabulary_matrix(args, vocabulary)
     return counted

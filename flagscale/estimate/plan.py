@@ -24,6 +24,7 @@ from flagscale.config.placement import Placed
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.estimate import kept, split
+from flagscale.estimate.arithmetic import transformer
 from flagscale.estimate.forecast import Forecast, forecast
 from flagscale.estimate.memory import Memory
 
@@ -35,6 +36,7 @@ _SHARES = {"bf16": 0.60, "fp8": 0.75}
 layers of Llama-3-8B on an H200 (docs/performance.md)."""
 
 _MOST_WAYS = 3
+_USUAL_MASKS = {"[MASK]", "<mask>"}
 _IMPLIED = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
 """Arguments that come with others: which, the reference of the configuration says."""
 
@@ -131,7 +133,7 @@ def of_experiment(
 
     Raises:
         ConfigError: the arguments do not fit each other or the ranks, are of another training
-            program, or leave the meshes' sizes open.
+            program, leave the meshes' sizes open, or are of a family that is not described.
     """
     if experiment.task.external:
         name = experiment.task.entrypoint.name
@@ -141,6 +143,7 @@ def of_experiment(
     args = None if to_be_filled(values) else resolve(Namespace(**values), world)
     if args is None or (args.meshes is not None and args.meshes.open):
         raise ConfigError(f"{MESHES}: sizes are chosen by measuring when training starts")
+    transformer(args)
     size = max(args.vocab_size or 0, _tokens(args, most_bytes))
     vocabulary = padded_vocabulary(size, vars(args)) if size else 0
     kinds = {host.device_type for host in hosts}
@@ -165,7 +168,7 @@ def _device(kind: str | None) -> Device | None:
 
 
 def _tokens(args: Any, most_bytes: int | None) -> int:
-    """The vocabulary of a tokenizer of Hugging Face's that lies here; 0 where none does."""
+    """The vocabulary with a tokenizer of Hugging Face's that lies here; 0 where none does."""
     if not args.tokenizer_path:
         return 0
     path = Path(args.tokenizer_path) / "tokenizer.json"
@@ -173,8 +176,12 @@ def _tokens(args: Any, most_bytes: int | None) -> int:
         if most_bytes is not None and path.stat().st_size > most_bytes:
             return 0
         found = json.loads(path.read_bytes())
-        added = max((token["id"] + 1 for token in found.get("added_tokens", ())), default=0)
-        return int(max(len(found["model"]["vocab"]), added))
+        added = {token["content"]: token["id"] for token in found.get("added_tokens", ())}
+        size = max(len(found["model"]["vocab"]), *(token + 1 for token in added.values()), 0)
+        vocabulary = found["model"]["vocab"]
+        has_mask = any(name in added or name in vocabulary for name in _USUAL_MASKS)
+        lacks = transformer(args).masks and not has_mask
+        return int(size + lacks)
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 

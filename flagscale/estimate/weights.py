@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flagscale.estimate.arithmetic import dense_weights, head_width, mlp_matrices
+from flagscale.estimate.arithmetic import dense_weights, head_width, mlp_matrices, transformer
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,13 @@ def _norm_vectors(args: Any) -> int:
 def vocabulary_matrix(args: Any, vocabulary: int) -> Weights:
     """Of the embedding of tokens, or of the output layer."""
     return Weights(vocabulary // args.tensor_model_parallel_size * args.hidden_size)
+
+
+def head(args: Any, vocabulary: int) -> Weights:
+    """Behind the last layer and its norm, but for the matrix of the output layer."""
+    shape, hidden = transformer(args), args.hidden_size
+    biases = vocabulary // args.tensor_model_parallel_size * shape.output_bias
+    return Weights(shape.head_layers * (hidden * hidden + hidden + norm(args)) + biases)
 
 
 def positions(args: Any) -> Weights:

@@ -9,7 +9,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.train.data.tokenizers import Tokenizer
 from flagscale.train.device import Device
-from flagscale.train.model.provider import build_chunks
+from flagscale.train.models.base import spec_of
+from flagscale.train.models.provider import build_chunks
 from flagscale.train.optim.setup import build_optimizer, build_scheduler
 from flagscale.train.state import Progress, TrainState
 
@@ -24,8 +25,8 @@ def build_state(
 
 
 def vocabulary_size(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """The larger of ``vocab_size`` and the tokenizer's, not padded."""
-    return max(tokenizer.vocab_size, args.vocab_size or 0)
+    """The larger of ``vocab_size`` and what the family needs with the tokenizer, not padded."""
+    return max(spec_of(args).vocabulary(tokenizer), args.vocab_size or 0)
 
 
 def model_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer) -> int:

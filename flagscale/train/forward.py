@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from flagscale.train.device import Device
-from flagscale.train.model.context import own_batch
+from flagscale.train.models.base import ModelSpec
+from flagscale.train.models.context import own_batch
 from flagscale.train.state import unwrap
 
 Batch = Mapping[str, torch.Tensor]
@@ -24,8 +25,10 @@ LOSS_KEY = "loss_sum_and_tokens"
 class ForwardStep:
     """Callable of ``(iterator, model)``: the model's output and a function that gives the loss."""
 
-    def __init__(self, device: Device, *, per_token: bool) -> None:
-        """``per_token``: the loss is divided by all tokens of a step, not of a micro-batch."""
+    def __init__(self, spec: ModelSpec, device: Device, *, per_token: bool) -> None:
+        """``spec``: of the models' family. ``per_token``: the loss is divided by all tokens of a
+        step, not of a micro-batch."""
+        self._spec = spec
         self._device = device.torch_device
         self._per_token = per_token
 
@@ -36,19 +39,15 @@ class ForwardStep:
         group = parallel_state.get_context_parallel_group()
         batch = next(iterator) if iterator is not None else {}
         batch = own_batch(batch, group.rank(), group.size())
-        first, last = bare.pre_process, bare.post_process
-        output = model(
-            input_ids=self._moved(batch["tokens"]) if first else None,
-            position_ids=self._moved(batch["position_ids"]) if first else None,
-            attention_mask=None,  # every attention here is causal by itself
-            labels=self._moved(batch["labels"]) if last else None,
-        )
+        last = bare.post_process
+        inputs = self._spec.inputs(batch, first=bare.pre_process, last=last)
+        output = model(**{name: self._moved(tensor) for name, tensor in inputs.items()})
         mask = self._moved(batch["loss_mask"]).float() if last else None
         shared = None if group.size() == 1 or self._per_token else group
         return output, partial(loss_of, mask, shared=shared)
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
+    def _moved(self, tensor: Any) -> Any:
+        return None if tensor is None else tensor.to(self._device, non_blocking=True)
 
 
 def loss_of(

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flagscale.estimate.arithmetic import flops_per_token
 from flagscale.train.device import Device
+from flagscale.train.models.base import spec_of
 from flagscale.train.report import Speed
 
 
@@ -24,7 +24,8 @@ class Meter:
         self._device = device
         self._world_size = world_size
         self._tokens_per_step = args.global_batch_size * args.seq_length
-        self._flops_per_step = self._tokens_per_step * flops_per_token(args, vocabulary)
+        flops = spec_of(args).flops_per_token(args, vocabulary)
+        self._flops_per_step = None if flops is None else self._tokens_per_step * flops
         self._peak = args.peak_tflops or device.peak_tflops(sixteen_bit=args.bf16 or args.fp16)
         self._since = time.monotonic()
         self._step = 0
@@ -38,13 +39,15 @@ class Meter:
         """Throughput since the last lap, up to ``step``; begins the next lap."""
         seconds = time.monotonic() - self._since - self._left_out
         per_step = max(seconds, 1e-9) / max(step - self._step, 1)
-        tflops = self._flops_per_step / per_step / self._world_size / 1e12
+        tflops = None
+        if self._flops_per_step is not None:
+            tflops = self._flops_per_step / per_step / self._world_size / 1e12
         self.start(step)
         return Speed(
             step_seconds=per_step,
             tokens_per_second=self._tokens_per_step / per_step,
             tflops_per_gpu=tflops,
-            mfu=tflops / self._peak if self._peak else None,
+            mfu=tflops / self._peak if self._peak and tflops is not None else None,
             memory_gib=self._device.peak_memory_gib(),
         )
 

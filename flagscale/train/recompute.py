@@ -15,6 +15,7 @@ from flagscale.config.arguments.recompute import AUTO, Choice, plan
 from flagscale.errors import ConfigError
 from flagscale.estimate.forecast import Stage, forecast, recomputing
 from flagscale.train.device import Device
+from flagscale.train.models.initialize import blocks
 
 _GIB = 2**30
 _PLANNED = 0.93
@@ -82,7 +83,7 @@ def follow(args: argparse.Namespace, config: TransformerConfig, models: Sequence
     Args:
         args: resolved arguments.
         config: the models', which they share.
-        models: the bare GPT models of this rank, a chunk each.
+        models: the bare models of this rank, a chunk each.
 
     Raises:
         ConfigError: the layers of a chunk do not divide into the units to be recomputed.
@@ -94,8 +95,10 @@ def follow(args: argparse.Namespace, config: TransformerConfig, models: Sequence
         own = [_as_configured(config)]
         if chosen is not None:
             own = list(chosen[stages * index + stage])
-            model.decoder.register_forward_pre_hook(_Choosing(config, own))
-        _check(own, len(model.decoder.layers))
+            for block in blocks(model).values():
+                block.register_forward_pre_hook(_Choosing(config, own))
+        for block in blocks(model).values():
+            _check(own, len(block.layers))
 
 
 class _Choosing:

@@ -35,7 +35,8 @@ class Speed:
 
     step_seconds: float
     tokens_per_second: float
-    tflops_per_gpu: float
+    tflops_per_gpu: float | None
+    """None where nobody has counted the model's arithmetic."""
     mfu: float | None
     """Share of the device's peak, 0 to 1; None where the peak is not known."""
     memory_gib: float | None
@@ -120,9 +121,9 @@ class Reporter:
             learning_rate=numbers.learning_rate,
             step_seconds=round(speed.step_seconds, 4),
             tokens_per_second=round(speed.tokens_per_second, 1),
-            tflops_per_gpu=round(speed.tflops_per_gpu, 3),
-            mfu=None if speed.mfu is None else round(speed.mfu, 4),
-            memory_gib=None if speed.memory_gib is None else round(speed.memory_gib, 2),
+            tflops_per_gpu=_rounded(speed.tflops_per_gpu, 3),
+            mfu=_rounded(speed.mfu, 4),
+            memory_gib=_rounded(speed.memory_gib, 2),
             **{name: round(value, 6) for name, value in more.items()},
         )
         _print(progress_line(reading, speed, steps, more))
@@ -265,7 +266,7 @@ def progress_line(
     reading: Reading, speed: Speed, steps: int, more: Mapping[str, float | int]
 ) -> str:
     """One line that tells a person how training goes."""
-    numbers = reading.numbers
+    numbers, flops = reading.numbers, speed.tflops_per_gpu
     parts = [
         f"step {numbers.step:>{len(str(steps))}}/{steps}",
         f"loss {reading.loss:.4f}",
@@ -273,13 +274,17 @@ def progress_line(
         f"lr {numbers.learning_rate:.2e}",
         f"{speed.step_seconds:.3f} s/step",
         f"{speed.tokens_per_second:,.0f} tok/s",
-        f"{speed.tflops_per_gpu:.1f} TFLOP/s/GPU" if speed.memory_gib is not None else "",
+        f"{flops:.1f} TFLOP/s/GPU" if flops is not None and speed.memory_gib is not None else "",
         f"MFU {100 * speed.mfu:.1f} %" if speed.mfu is not None else "",
         f"{speed.memory_gib:.1f} GiB" if speed.memory_gib is not None else "",
         *(f"{name.replace('_', ' ')} {_number(value)}" for name, value in more.items()),
         f"{timedelta(seconds=round((steps - numbers.step) * speed.step_seconds))} left",
     ]
     return " | ".join(part for part in parts if part)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _number(value: float | int) -> str:

@@ -22,9 +22,10 @@ from flagscale.train.device import Device
 from flagscale.train.distributed import Rank
 from flagscale.train.meshes.splitting import settle
 from flagscale.train.meter import Meter
-from flagscale.train.model.config import transformer_config
-from flagscale.train.model.gpt import notes
-from flagscale.train.model.provider import parameters_of
+from flagscale.train.models.base import spec_of
+from flagscale.train.models.config import transformer_config
+from flagscale.train.models.fast import notes
+from flagscale.train.models.provider import parameters_of
 from flagscale.train.profiling import Profiler
 from flagscale.train.report import Reporter
 from flagscale.train.restart import go_on_from_own_checkpoints
@@ -142,7 +143,7 @@ def _describe(
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return (
         f"{rank.world_size} x {device.name} ({dist.get_backend()}) | {sizes} | {precision} | "
-        f"{own / 1e6:,.1f} M weights on rank 0, vocabulary {vocabulary:,} | "
+        f"{spec_of(args).shown}, {own / 1e6:,.1f} M weights on rank 0, vocabulary {vocabulary:,} | "
         f"{args.train_iters:,} steps of {args.global_batch_size} x {args.seq_length} tokens, "
         f"{_counts(args)} micro-batches a step"
     )

@@ -47,7 +47,7 @@ class TrainState:
     measured_shares: MeasuredShares | None = None
 
     def modules(self) -> list[nn.Module]:
-        """The bare GPT models of :attr:`chunks`, without DDP and precision wrappers."""
+        """The bare models of :attr:`chunks`, without DDP and precision wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
 
 

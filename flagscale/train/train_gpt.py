@@ -1,4 +1,4 @@
-"""Trains a GPT model: the program that torchrun starts on every rank.
+"""Trains a model, of any family: the program that torchrun starts on every rank.
 
     torchrun --nproc_per_node 2 flagscale/train/train_gpt.py --num-layers 4 … --mock-data
 

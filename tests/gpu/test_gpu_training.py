@@ -65,6 +65,10 @@ CASES: dict[str, tuple[int, str, str, float]] = {
         "bf16",
         1e-3,
     ),
+    "bert-fp32": (1, "--family bert", "bert-fp32", 0.0),
+    "bert-fp32-plain-layers": (1, "--family bert --transformer-impl local", "bert-fp32", 1e-4),
+    "bert-bf16": (1, "--family bert --bf16", "bert-fp32", 2e-2),
+    "bert-fp32-tp2-sp": (2, f"--family bert {SP}", "bert-fp32", 1e-4),
     "bf16-dp2-overlap": (2, f"--bf16 {OVERLAP}", "bf16", 1e-2),
     "bf16-tp2-sp": (2, f"--bf16 {SP}", "bf16", 2e-2),
 }

@@ -59,7 +59,10 @@ REFUSED: Mapping[str, str] = {
     "auto_tune": "there is no automatic tuner; write the sizes that it would find",
     "extra_valid_data_path": "there is one validation set; `valid_data_path` takes a blend",
     "extra_eval_interval": "there is one validation set, evaluated every `eval_interval` steps",
-    "vocab_extra_ids": "it is of T5's span masking; only GPT models are trained here",
+    "vocab_extra_ids": "it is of T5's span masking; there is no T5 here: `family` has gpt and bert",
+    "bert_binary_head": "BERT is trained here to tell masked tokens alone, without a head that "
+    "tells whether one sentence follows another; leave it out",
+    "short_seq_prob": "sequences are full of text and all as long as `seq_length`; leave it out",
     "trust_remote_code": "no code of a tokenizer's directory is run; convert it to tokenizer.json",
     "tokenizer_special_tokens": "special tokens are read from the tokenizer's own files",
     "wandb_api_key": "a key does not belong in a YAML; set WANDB_API_KEY in `experiment.envs` or "
@@ -117,18 +120,24 @@ FAMILIES: tuple[Family, ...] = (
         "it is of inference; this program trains",
     ),
     Family(
-        "BERT, T5 and retrieval",
+        "BERT's second head",
+        r"bert_no_binary_head|no_bert_binary_head",
+        "BERT is trained here without that head in any case",
+        noted=True,
+    ),
+    Family(
+        "T5 and retrieval",
         r"(ict|biencoder|bert|retriever|indexer)_\w+|output_bert_embeddings|titles_data_path|"
         r"query_in_block_prob|use_one_sent_docs|evidence_data_path|block_data_path|embedding_path|"
-        r"mask_prob|short_seq_prob|sample_rate|decoder_(num_layers|seq_length)|"
-        r"relative_attention_\w+|retro_\w+",
-        "it is of BERT, T5 or retrieval models; only GPT models are trained here",
+        r"sample_rate|decoder_(num_layers|seq_length)|relative_attention_\w+|retro_\w+",
+        "it is of T5 or retrieval models; `family` has gpt and bert, others need an `entrypoint` "
+        "of their own",
     ),
     Family(
         "models of images",
         r"(vision|swin|dino)_\w+|num_classes|num_channels|img_[hw]|patch_dim|classes_fraction|"
         r"data_per_class_fraction|no_data_sharding|head_lr_mult|mask_(type|factor)|iter_per_epoch",
-        "it is of models of images; only GPT models are trained here, others need an `entrypoint` "
+        "it is of models of images; models of text are trained here, others need an `entrypoint` "
         "of their own",
     ),
     Family(
@@ -249,14 +258,15 @@ VALUES: Mapping[tuple[str, str], str] = {
     "HuggingFaceTokenizer",
     ("tokenizer_type", "SFTTokenizer"): "prompts are not told from answers here; take "
     "HuggingFaceTokenizer to train on text",
-    ("tokenizer_type", "MultimodalTokenizer"): "it is of models of images; only GPT models are "
+    ("tokenizer_type", "MultimodalTokenizer"): "it is of models of images; models of text are "
     "trained here",
     ("tokenizer_type", "NullMultimodalTokenizer"): "it is of models of images; NullTokenizer "
     "counts ids",
     ("tokenizer_type", "Qwen2VLTokenizer"): "it is of models of images; Qwen2TokenizerFS reads the "
     "text's",
-    ("tokenizer_type", "BertWordPieceLowerCase"): "it is of BERT models",
-    ("tokenizer_type", "BertWordPieceCase"): "it is of BERT models",
+    ("tokenizer_type", "BertWordPieceLowerCase"): "HuggingFaceTokenizer reads a model's "
+    "tokenizer.json",
+    ("tokenizer_type", "BertWordPieceCase"): "HuggingFaceTokenizer reads a model's tokenizer.json",
 }
 """Values that are no choices here, by argument: why not, and what to take instead."""
 

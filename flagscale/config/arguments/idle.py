@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from flagscale.config.arguments import families
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.registry import arguments
 from flagscale.config.arguments.values import shown
@@ -254,7 +255,22 @@ def notes(values: Values, given: Collection[str]) -> Iterator[tuple[list[str], s
     if not values["num_moe_experts"]:
         experts = [name for name in asked if name.startswith(_OF_EXPERTS)]
         groups.append((experts, "needs num_moe_experts"))
+    for master, names in _of_families(values["family"], asked):
+        groups.append((names, f"needs {master}"))
     return ((names, reason) for names, reason in groups if names)
+
+
+def _of_families(own: str, asked: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Of the arguments that are ``asked`` for those of other families, by what would need them."""
+    taken, found = families.takes(own), dict[str, list[str]]()
+    for name, owners in families.owners().items():
+        if name in asked and name not in taken:
+            found.setdefault(_family(owners), []).append(name)
+    yield from found.items()
+
+
+def _family(owners: Collection[str]) -> str:
+    return f"family: {' or '.join(owners)}"
 
 
 def sentence(names: Collection[str], reason: str) -> str:
@@ -272,6 +288,7 @@ def about(name: str) -> str:
     if reasons:
         return f"Taken and without effect: {reasons[0]}."
     needs = [needed(need) for need in NEEDS if name in need.names.split()]
+    needs += [_family(families.owners()[name])] if name in families.owners() else []
     return f"Without effect unless `{needs[0]}`." if needs else ""
 
 

@@ -24,6 +24,7 @@ Content = Mapping[str, Any]
 # What makes a model's weights what they are; without any of these equal, a checkpoint is another
 # model's. Sizes that only follow from the layout (the padded vocabulary) are left out.
 _ARCHITECTURE = (
+    "family",
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -42,6 +43,8 @@ _ARCHITECTURE = (
     "moe_ffn_hidden_size",
     "vocab_size",
 )
+_BEFORE_FAMILIES = "gpt"
+"""The family of checkpoints that were saved when there was one."""
 SCHEDULE: Mapping[str, str] = {
     "max_lr": "learning rate",
     "min_lr": "minimum learning rate",
@@ -149,6 +152,8 @@ def _check_model(
     content: Content, description: Mapping[str, Any], vocabulary: Sequence[int] | None
 ) -> None:
     saved: Mapping[str, Any] = content.get("architecture", {})
+    if saved:
+        saved = {"family": _BEFORE_FAMILIES, **saved}
     ours = description["architecture"]
     differing = [
         f"{name}: the checkpoint has {saved[name]!r}, the model {ours[name]!r}"

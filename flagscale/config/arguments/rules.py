@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flagscale.config.arguments import devices, fallbacks, idle, layout, precision
+from flagscale.config.arguments import devices, fallbacks, families, idle, layout, precision
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.values import shown
 
@@ -45,6 +45,7 @@ def broken(values: Values) -> list[Broken]:
     values = fallbacks.settled(values)
     rules = (
         devices.known,
+        families.broken,
         _unsupported,
         idle.broken,
         _not_built,

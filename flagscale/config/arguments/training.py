@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flagscale.config.arguments.families import Masking
 from flagscale.config.arguments.hetero import Heterogeneous
 from flagscale.config.arguments.recompute import Recomputation
 from flagscale.config.arguments.spec import Section, arg
@@ -199,6 +200,11 @@ class Profiling:
 class Model:
     """Model choices that are no field of megatron.core's TransformerConfig."""
 
+    family: str = arg(
+        "gpt",
+        "Family of models: gpt (text token by token), bert (masked tokens, from both sides), or "
+        "one that an installed package brings (docs/models.md)",
+    )
     fp8_recipe: str = arg(
         "tensorwise",
         "How the numbers of 8-bit matrix products (fp8: hybrid or e4m3) are scaled: by the largest "
@@ -395,6 +401,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (TrainingLength, "model"),
     (LearningRate, "model"),
     (Data, "data"),
+    (Masking, "data"),
     (Tokenizer, "data"),
 )
 """Each group of arguments with the section of a train YAML that it belongs to."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.schema import BACKEND_DIRECTORY, Experiment
@@ -17,7 +18,7 @@ from flagscale.hosts.fan_out import describe
 from flagscale.hosts.names import compress
 from flagscale.hosts.python_world import World
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
-from flagscale.launch.preflight import backend, checkpoint, directories
+from flagscale.launch.preflight import backend, checkpoint, directories, family
 from flagscale.launch.preflight.checks import (
     EARLIER_RUN,
     REACHABLE,
@@ -49,7 +50,7 @@ def check_hosts(
         lambda host, facts: backend.judge(
             experiment,
             found.hosts[host.node_rank],
-            facts.python.answers.get(backend.CHECK) if facts.python else None,
+            _answer(facts, backend.CHECK),
             facts.devices,
         ),
         lambda host, facts: _rounded(
@@ -57,6 +58,11 @@ def check_hosts(
         ),
         lambda host, facts: _earlier_run(facts, previous),
     )
+    if family.words(experiment):
+        per_host = (
+            *per_host,
+            lambda host, facts: family.judge(experiment, _answer(facts, family.CHECK)),
+        )
     between = (
         lambda host, facts: _interface(plan, host, facts, found.facts.get(0)),
         lambda host, facts: _clock(facts),
@@ -74,6 +80,11 @@ def check_hosts(
     if 0 in found.facts:
         checks += _ports(experiment, plan, found)
     return [replace(check, hosts="") for check in checks] if found.here else checks
+
+
+def _answer(facts: Facts, check: str) -> Mapping[str, Any] | None:
+    """What the host's Python said of a check; None where it was not asked."""
+    return facts.python.answers.get(check) if facts.python else None
 
 
 def require_usable(experiment: Experiment, found: Survey) -> None:

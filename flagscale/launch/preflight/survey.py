@@ -25,7 +25,7 @@ from flagscale.launch.planning.per_host import Settings, all_settings, rebased
 from flagscale.launch.planning.plan import master_address, plan, wanted_port
 from flagscale.launch.planning.slots import machines, slots
 from flagscale.launch.planning.supervision import liveness_port
-from flagscale.launch.preflight import backend, checkpoint, directories
+from flagscale.launch.preflight import backend, checkpoint, directories, family
 
 BACKEND = "the adapted training backend"
 """What asks for the backend's source."""
@@ -145,7 +145,7 @@ def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Nee
 
     variables = experiment.envs.for_host(host.name, host.device_type)
     environment = {k: parts(k, v) for k, v in variables.items() if not is_secret(k, v)}
-    of_backend = backend.words(experiment)
+    wanted = [(part, part.words(experiment)) for part in (backend, family)]
     return Need(
         project=project,
         exp_dir=str(experiment.exp_dir),
@@ -153,7 +153,7 @@ def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Nee
         written=list(want.written.values()),
         load=want.load,
         compared=compares_code(experiment, here=made.here),
-        asked=[ask(backend.CHECK, backend.MODULE, of_backend)] if of_backend else [],
+        asked=[ask(part.CHECK, part.MODULE, words) for part, words in wanted if words],
         # Rank 0 chooses the checkpoint for all.
         asked_of_checkpoints=(
             [ask(checkpoint.CHECK, checkpoint.MODULE, [want.load])] if number == 0 else []

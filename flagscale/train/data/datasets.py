@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +26,15 @@ from flagscale.errors import DataError
 from flagscale.train.data.plan import DataPlan, SplitPlan, plan_data
 from flagscale.train.data.samplers import MicroBatchSampler, Order, Shard
 from flagscale.train.data.tokenizers import Tokenizer
+from flagscale.train.models.base import DataKind, spec_of
 
 if TYPE_CHECKING:
     from flagscale.train.state import Progress
 
 Batch = dict[str, Tensor]
-"""``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), each
-``[micro_batch_size, seq_length]`` on the CPU."""
-
-_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+"""What a family's data gives (:class:`DataKind`). With GPT's ``tokens``, ``labels``,
+``position_ids`` (int64) and ``loss_mask`` (float32), each ``[micro_batch_size, seq_length]`` on the
+CPU."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Datasets:
         """
         self._args = args
         self._plan = plan_data(args, tokenizer)
-        self._built = _build_datasets(self._plan, tokenizer)
+        self._kind = spec_of(args).data(args, tokenizer)
+        self._built = _build_datasets(self._plan, self._kind, tokenizer)
 
     def iterators(
         self, progress: Progress, *, chunks: int = 1, shard: Shard | None = None
@@ -84,7 +86,7 @@ class Datasets:
         shard = shard or own_shard(self._args)
         consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
         found = [
-            _iterators(self._args, self._plan, split, data, taken, chunks, shard)
+            _iterators(self._args, self._plan, split, data, taken, chunks, shard, self._kind.keys)
             for split, data, taken in zip(self._plan.splits, self._built, consumed, strict=True)
         ]
         return DataIterators(*found)
@@ -104,16 +106,17 @@ def own_shard(args: Any) -> Shard:
     return Shard.even(rank, size, args.micro_batch_size)
 
 
-def _build_datasets(plan: DataPlan, tokenizer: Tokenizer) -> list[Dataset[Batch] | None]:
+def _build_datasets(
+    plan: DataPlan, kind: DataKind, tokenizer: Tokenizer
+) -> list[Dataset[Batch] | None]:
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
-    config = _config(plan, tokenizer)
-    kind = MockGPTDataset if plan.mock else GPTDataset
+    config = _config(plan, kind, tokenizer)
+    built_of = kind.made_up if plan.mock else kind.real
     sizes = [split.samples for split in plan.splits]
-    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config)
+    builder = BlendedMegatronDatasetBuilder(built_of, sizes, lambda: True, config)
     try:
         built: list[Dataset[Batch] | None] = builder.build()
     except (FileNotFoundError, ValueError, EOFError) as error:
@@ -141,23 +144,18 @@ def _cache_hint(plan: DataPlan) -> str:
     return f"without data_cache_path the cache lies beside {plan.cache_by}; {hint}"
 
 
-def _config(plan: DataPlan, tokenizer: Tokenizer) -> Any:
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
+def _config(plan: DataPlan, kind: DataKind, tokenizer: Tokenizer) -> Any:
     blends = [split.blend for split in plan.splits]
     per_split = plan.blend is None and not plan.mock
-    config = GPTDatasetConfig(
+    config = kind.config(
         random_seed=plan.seed,
-        sequence_length=plan.seq_length,
+        sequence_length=kind.length,
         blend=plan.blend.as_config() if plan.blend else None,
         blend_per_split=[b and b.as_config() for b in blends] if per_split else None,
         split=",".join(map(repr, plan.shares)) if plan.blend else None,
         path_to_cache=None if plan.cache is None else str(plan.cache),
         tokenizer=tokenizer,
-        reset_position_ids=plan.reset_position_ids,
-        reset_attention_mask=False,  # attention here is causal over the whole sequence
-        eod_mask_loss=plan.eod_mask_loss,
-        create_attention_mask=False,
+        **kind.options,
         **plan.reading,
     )
     if config.split_matrix is not None:
@@ -177,6 +175,7 @@ def _iterators(
     consumed: int,
     chunks: int,
     shard: Shard,
+    keys: Sequence[str],
 ) -> Iterator[Batch] | list[Iterator[Batch]] | None:
     if data is None or split.samples == 0:
         return None
@@ -197,7 +196,7 @@ def _iterators(
         num_workers=args.num_workers,
         pin_memory=not current().is_host,
         persistent_workers=args.num_workers > 0,
-        collate_fn=_collate,
+        collate_fn=partial(_collate, keys=keys),
         worker_init_fn=_ignore_stop_signals,
     )
     # The loaders' processes start with the first batch that is wanted: at once for training,
@@ -225,8 +224,8 @@ def _ignore_stop_signals(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _collate(samples: list[Batch]) -> Batch:
-    return {key: torch.stack([sample[key] for sample in samples]) for key in _KEYS}
+def _collate(samples: list[Batch], *, keys: Sequence[str]) -> Batch:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in keys}
 
 
 def _chunked(batches: Iterator[Batch], chunks: int) -> Iterator[Batch] | list[Iterator[Batch]]:

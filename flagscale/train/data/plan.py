@@ -43,8 +43,6 @@ class DataPlan:
     cache_by: str
     order: Literal["single", "cyclic"]
     mock: bool
-    reset_position_ids: bool
-    eod_mask_loss: bool
     reading: Mapping[str, Any] = field(default_factory=dict)
     """Options of megatron.core's data sets that change how they are read, not what."""
 
@@ -79,8 +77,6 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         cache_by=cache_by,
         order=args.dataloader_type,
         mock=bool(args.mock_data),
-        reset_position_ids=args.reset_position_ids,
-        eod_mask_loss=args.eod_mask_loss,
         reading={
             "mmap_bin_files": args.mmap_bin_files,
             "num_dataset_builder_threads": args.num_dataset_builder_threads,

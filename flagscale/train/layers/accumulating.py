@@ -142,7 +142,7 @@ def bind(model: Any) -> list[torch.nn.Parameter]:
     """Give modules the accumulators that data parallelism has made for their weights.
 
     Args:
-        model: the bare GPT model, after it has been wrapped: ``main_grad`` exists and stays.
+        model: the bare model, after it has been wrapped: ``main_grad`` exists and stays.
 
     Returns:
         The weights whose gradients no longer come through autograd. Whoever zeroes the

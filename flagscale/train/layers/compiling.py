@@ -36,7 +36,7 @@ def why_not(config: TransformerConfig) -> str | None:
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
-    """Compile each transformer layer of the bare GPT ``model``, when it first runs, by torch's
+    """Compile each transformer layer of the bare ``model``, when it first runs, by torch's
     ``backend``.
 
     Of a layer of experts its attention is compiled: which expert has how many tokens changes.

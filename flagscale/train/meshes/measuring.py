@@ -33,7 +33,8 @@ from flagscale.train.device import Device
 from flagscale.train.forward import ForwardStep
 from flagscale.train.meshes.gradients import collection
 from flagscale.train.meshes.groups import Stages
-from flagscale.train.model.config import transformer_config
+from flagscale.train.models.base import spec_of
+from flagscale.train.models.config import transformer_config
 from flagscale.train.state import TrainState, unwrap
 
 _LEAST, _MOST = 5, 40
@@ -200,15 +201,9 @@ class _Trial:
     ) -> None:
         self._state, self._device = state, device
         (self._chunk,) = state.chunks
-        shape = (args.micro_batch_size, args.seq_length)
-        tokens = torch.randint(0, vocabulary, shape)
-        self._batch = {
-            "tokens": tokens,
-            "labels": tokens.roll(-1, 1),
-            "position_ids": torch.arange(args.seq_length).expand(shape).contiguous(),
-            "loss_mask": torch.ones(shape),
-        }
-        self._forward = ForwardStep(device, per_token=args.calculate_per_token_loss)
+        spec = spec_of(args)
+        self._batch = spec.trial(args, vocabulary)
+        self._forward = ForwardStep(spec, device, per_token=args.calculate_per_token_loss)
 
     def after(self) -> float:
         """Seconds of what a step does after its passes: reducing gradients, the optimizer."""

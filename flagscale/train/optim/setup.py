@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from flagscale.config.arguments.resolve import schedule_lengths
 from flagscale.config.arguments.rules import weight_decays
 from flagscale.train.device import Device
-from flagscale.train.model.config import optimizer_config
+from flagscale.train.models.config import optimizer_config
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.gradients import clip, gradient_norm
 from flagscale.train.optim.joint import join

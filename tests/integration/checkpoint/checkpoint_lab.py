@@ -74,13 +74,23 @@ LAYOUTS = {
         f"{PP2} {DO} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 2 1 1 "
         "--hetero-num-microbatches 1 1 1 2",
     ),
+    "bert-tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DO}", "bert"),
+    "bert-pp2-do": Layout(2, f"{PP2} {DO}", "bert"),
+    "bert-bf16-dp2-do": Layout(2, f"{DO} --bf16", "bert"),
     "bf16-dp2-do": Layout(2, DO, "bf16"),
     "tied-pp2": Layout(2, PP2, "tied"),
     "tied-one": Layout(1, "", "tied"),
     "tied-pp2-do": Layout(2, f"{PP2} {DO}", "tied"),
 }
+BERT = """
+--family bert --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--micro-batch-size 1 --global-batch-size 4 --train-iters 6 --lr 2e-3 --vocab-size 500 --mock-data
+--make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0
+--num-workers 0 --lr-decay-style cosine --device cpu --init-method-std 0.1
+"""
 MODELS = {
     "llama": LLAMA,
+    "bert": BERT,
     "moe": MOE,
     "moe-last": f"{MOE} --moe-layer-freq 0 0 1 1",
     "bf16": LLAMA + " --bf16",

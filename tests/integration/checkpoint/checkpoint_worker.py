@@ -80,7 +80,7 @@ class Run:
         from flagscale.train.build import build_state, model_vocabulary
         from flagscale.train.checkpoint import Checkpointer
         from flagscale.train.data.tokenizers import build_tokenizer
-        from flagscale.train.model.config import transformer_config
+        from flagscale.train.models.config import transformer_config
 
         self.case = case
         self.rank = rank.rank

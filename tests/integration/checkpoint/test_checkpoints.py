@@ -43,6 +43,7 @@ RESHARD = (
     ("moe-meshes-do", "moe-last-one-do"),
     ("moe-last-one-do", "moe-meshes-do"),
     ("moe-one", "moe-ep2"),
+    ("bert-tp2-sp-do", "bert-pp2-do"),
 )
 
 
@@ -91,6 +92,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, trained: dict[str
     assert "without" not in resumed["report"]
     for quantity in ("loss", "norm"):
         assert resumed[quantity] == pytest.approx(whole[quantity][STEPS:], abs=1e-6), quantity
+
+
+@pytest.mark.parametrize("name", [name for name in SAME if name.startswith("bert")])
+def test_a_resumed_run_equals_it_to_the_bit(name: str, trained: dict[str, Any]) -> None:
+    """The tokens that are masked go on as well."""
+    whole = continued(trained, f"{name} whole")
+    assert continued(trained, f"{name} > {name}")["loss"] == whole["loss"][STEPS:]
 
 
 @pytest.mark.parametrize(("source", "target"), RESHARD)

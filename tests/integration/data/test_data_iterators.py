@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 SPEC = TokenizerSpec("ByteLevelTokenizer")
 SEQ = 16
+SPEC_MASK = 257  # one more than the tokenizer has
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,6 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def args(tmp_path: Path, **given: Any) -> Namespace:
     values: dict[str, Any] = {
+        "family": "gpt",
         "data_path": None,
         "train_data_path": None,
         "valid_data_path": None,
@@ -204,6 +206,39 @@ def test_mock_data(tmp_path: Path) -> None:
     found = iterators(args(tmp_path, mock_data=True, split=None))
     assert next(found.train)["tokens"].shape == (2, SEQ)
     assert next(found.valid)["tokens"].shape == (2, SEQ)
+
+
+def test_a_masked_model_sees_the_same_steps_in_every_layout(
+    data: dict[str, str], tmp_path: Path
+) -> None:
+    given = args(tmp_path, data_path=[data["low"]], family="bert", mask_prob=0.25)
+    whole = steps(given, (2, 1), 12)
+    assert any(SPEC_MASK in row for step in whole for row in step)
+    for layout in ((8, 1), (1, 4)):
+        assert steps(given, layout, 5, skip=7) == whole[7:]
+
+
+def test_a_masked_batch(data: dict[str, str], tmp_path: Path) -> None:
+    given = args(tmp_path, data_path=[data["low"]], family="bert", mask_prob=0.25)
+    batch = next(iterators(given).train)
+    assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(
+        ("tokens", "labels", "loss_mask", "position_ids"), (2, SEQ)
+    )
+    assert batch["loss_mask"].sum(1).tolist() == [SEQ / 4] * 2
+    told = batch["loss_mask"] > 0
+    assert batch["tokens"][~told].eq(batch["labels"][~told]).all()
+    assert batch["labels"][told].ne(256).all()  # the end of a document
+
+
+def test_an_epoch_later_other_tokens_are_masked(data: dict[str, str], tmp_path: Path) -> None:
+    """One sequence is all there is to read, again and again."""
+    given = args(
+        tmp_path, data_path=[data["low"]], family="bert", mask_prob=0.25, split="1,0,0",
+        seq_length=2900, train_iters=3, global_batch_size=1, micro_batch_size=1, eval_iters=0,
+    )  # fmt: skip
+    every = list(islice(iterators(given).train, 3))
+    chosen = {tuple(batch["loss_mask"][0].nonzero().squeeze(1).tolist()) for batch in every}
+    assert len(chosen) == 3
 
 
 def test_options_of_documents(data: dict[str, str], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
     from flagscale.train.layers.compiling import compile_layers
-    from flagscale.train.model.config import transformer_config
+    from flagscale.train.models.config import transformer_config
     from flagscale.train.readings import Readings
     from flagscale.train.step import Stepper
 

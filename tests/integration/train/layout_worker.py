@@ -79,9 +79,9 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
     from flagscale.train.meshes.splitting import settle
-    from flagscale.train.model.config import transformer_config
-    from flagscale.train.model.initialize import global_parameters
-    from flagscale.train.model.provider import parameters_of
+    from flagscale.train.models.config import transformer_config
+    from flagscale.train.models.initialize import global_parameters
+    from flagscale.train.models.provider import parameters_of
     from flagscale.train.norms import parameters_norm
     from flagscale.train.readings import Readings
     from flagscale.train.step import Stepper, gathered
@@ -96,7 +96,7 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     args = recompute.settle(args, vocabulary, device, lambda line: None)
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
-    by_hand = compute_by_hand(args, state, config, tokenizer) if args.swiglu else None
+    by_hand = compute_by_hand(args, state, config, tokenizer)
     data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
     weights = global_parameters(state.modules()[0], config)
     spread = {name: [float(weight.std()), float(weight.mean())] for name, weight in weights}
@@ -159,13 +159,15 @@ class Layers:
     micro-batch, how many ran without a graph to be kept; and how many ran again, in all."""
 
     def __init__(self, models: list[Any]) -> None:
+        from flagscale.train.models.initialize import blocks
+
         self.counted: list[dict[str, Any]] = []
         for model in models:
             found: dict[str, Any] = {"dropped": [], "again": 0}
             self.counted.append(found)
-            layers = model.decoder.layers
-            model.decoder.register_forward_pre_hook(partial(self._begins, found, len(layers)))
-            for layer in layers:
+            (block,) = blocks(model).values()
+            block.register_forward_pre_hook(partial(self._begins, found, len(block.layers)))
+            for layer in block.layers:
                 layer.register_forward_pre_hook(partial(self._runs, found))
 
     def _begins(self, found: dict[str, Any], layers: int, block: Any, _: Any) -> None:
@@ -184,16 +186,21 @@ class Layers:
 def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[float] | None:
     """Loss and gradient norm of the first step, from the same weights and data by plain torch;
     None where the rank holds only a part of the model."""
+    import reference_bert
+    import reference_llama
     import torch
-    from reference_llama import loss
 
     from flagscale.train.data.datasets import build_data_iterators
-    from flagscale.train.model.initialize import global_parameters
+    from flagscale.train.models.initialize import global_parameters
     from flagscale.train.state import Progress
 
+    known = {
+        ("gpt", True, True): reference_llama.loss,
+        ("bert", False, False): reference_bert.loss,
+    }
+    loss = known.get((args.family, args.swiglu, args.untie_embeddings_and_output_weights))
     simple = not (args.num_moe_experts or args.bf16 or args.fp16)
-    plain = simple and args.untie_embeddings_and_output_weights
-    if torch.distributed.get_world_size() > 1 or not plain:
+    if torch.distributed.get_world_size() > 1 or not simple or loss is None:
         return None
     bare = state.modules()[0]
     weights = {
@@ -204,7 +211,7 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     batches = [next(data) for _ in range(args.num_microbatches)]
     device = next(iter(weights.values())).device
     total = sum(
-        loss(weights, batch["tokens"].to(device), batch["labels"].to(device), args)
+        loss(weights, {name: tensor.to(device) for name, tensor in batch.items()}, args)
         for batch in batches
     )
     mean = total / len(batches)

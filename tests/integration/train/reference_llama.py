@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def loss(weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, args: Any) -> Tensor:
+def loss(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) -> Tensor:
     """Mean cross-entropy of ``[batch, sequence]`` tokens, in nats."""
-    x = weights["embedding.word_embeddings.weight"][tokens]
+    x = weights["embedding.word_embeddings.weight"][batch["tokens"]]
     for layer in range(args.num_layers):
         own = {
             name.removeprefix(f"decoder.layers.{layer}."): weight
@@ -23,7 +23,7 @@ def loss(weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, args: An
         x = x + mlp(own, norm(x, own["pre_mlp_layernorm.weight"], args))
     logits = norm(x, weights["decoder.final_layernorm.weight"], args)
     logits = logits @ weights["output_layer.weight"].T
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def norm(x: Tensor, weight: Tensor, args: Any) -> Tensor:

@@ -14,6 +14,7 @@ from layout_cases import (
     CASES,
     COMPILED,
     DROPPED,
+    FAMILIES,
     FSCCL_CASES,
     LLAMA,
     MESHES,
@@ -37,7 +38,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the worker tells of every case, trained once for all tests."""
-    every = (*REFERENCES, DROPPED, *CASES, *MESHES, *(() if why_no_compiler() else FSCCL_CASES))
+    every = (
+        *REFERENCES,
+        DROPPED,
+        *CASES,
+        *FAMILIES,
+        *MESHES,
+        *(() if why_no_compiler() else FSCCL_CASES),
+    )
     return train(every, tmp_path_factory.mktemp("layouts"), timeout_s=500)
 
 
@@ -48,6 +56,11 @@ def test_a_layout_learns_what_one_rank_learns(case: Case, results: dict[str, Any
 
 @pytest.mark.parametrize("case", MESHES, ids=lambda case: case.name)
 def test_unlike_meshes_learn_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
+    expect_equal(case, results)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
+def test_another_family_learns_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 
@@ -94,7 +107,7 @@ def test_dropout_drops_something_on_meshes(results: dict[str, Any]) -> None:
     assert found["loss"][0] != pytest.approx(whole["loss"][0], rel=1e-4)
 
 
-@pytest.mark.parametrize("case", (*CASES, *MESHES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *FAMILIES, *MESHES), ids=lambda case: case.name)
 def test_as_many_weights_as_estimated(case: Case, results: dict[str, Any]) -> None:
     """On the first stage, or in all; where layers are chosen it is the even split's."""
     args = resolve(parse_arguments(f"{case.model} {case.layout}".split()), case.world)
@@ -147,8 +160,9 @@ def test_initial_weights_are_distributed_as_in_megatron(
     assert found == pytest.approx([spread, mean], rel=0.05, abs=0.01)
 
 
-def test_the_reference_computes_what_plain_torch_does(results: dict[str, Any]) -> None:
-    found = results["llama"]
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_reference_computes_what_plain_torch_does(name: str, results: dict[str, Any]) -> None:
+    found = results[name]
     assert found["by_hand"] == pytest.approx([found["loss"][0], found["norm"][0]], rel=1e-5)
 
 

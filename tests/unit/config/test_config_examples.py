@@ -49,6 +49,18 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any("not whole" in note for note in notes(experiment, world))
 
 
+@pytest.mark.parametrize("world", [1, 8])
+def test_the_example_of_another_family(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    conf = REPOSITORY / "examples" / "bert" / "conf"
+    assert [path.stem for path in (conf / "train").glob("*.yaml")] == ["tiny"]
+    experiment = load(conf, "train", ["action=dryrun"]).experiment
+    parsed = parse_arguments(flatten(experiment.train.sections()))
+    assert (parsed.family, parsed.mask_prob) == ("bert", 0.15)
+    assert check_world(experiment, world) == []
+    assert notes(experiment, world) == []
+
+
 def test_the_edits_that_the_guide_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     (tmp_path / "train").mkdir()

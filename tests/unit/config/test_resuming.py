@@ -44,6 +44,25 @@ def test_experts_have_their_own_part_of_the_optimizer(
     assert parts_to_load(content, values(LLAMA, 2), 2).optimizer
 
 
+@pytest.mark.parametrize(
+    ("saved", "own", "refused"),
+    [
+        pytest.param({"family": "gpt"}, "gpt", False, id="same"),
+        pytest.param({"family": "gpt"}, "bert", True, id="another"),
+        pytest.param({"num_layers": 4}, "bert", True, id="before-there-were-two"),
+        pytest.param({"num_layers": 4}, "gpt", False, id="older"),
+        pytest.param({}, "bert", False, id="not-known"),
+    ],
+)
+def test_weights_are_of_one_family(saved: dict[str, Any], own: str, refused: bool) -> None:
+    content, ours = {"architecture": saved}, values(f"{LLAMA} --family {own}", 1)
+    if not refused:
+        assert parts_to_load(content, ours, 1).optimizer
+        return
+    with pytest.raises(CheckpointError, match="family: the checkpoint has 'gpt', the model 'bert'"):
+        parts_to_load(content, ours, 1)
+
+
 def test_random_states_are_of_one_order_of_ranks() -> None:
     """Replicas that are pipelines are numbered one after another where they are unlike."""
     like = values(f"{LLAMA} --pipeline-model-parallel-size 2", 4)

@@ -10,6 +10,7 @@ from flagscale.estimate.arithmetic import flops_per_token
 
 def model(**changes: Any) -> Namespace:
     base: dict[str, Any] = {
+        "family": "gpt",
         "num_layers": 32,
         "hidden_size": 4096,
         "ffn_hidden_size": 14336,

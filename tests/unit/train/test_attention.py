@@ -10,8 +10,8 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.errors import ConfigError
-from flagscale.train.model.attention import SDPAttention
-from flagscale.train.model.context import in_order, own_pieces
+from flagscale.train.models.attention import SDPAttention
+from flagscale.train.models.context import in_order, own_pieces
 
 pytestmark = pytest.mark.torch
 

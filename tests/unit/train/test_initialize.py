@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from flagscale.train.model.initialize import initialize
+from flagscale.train.models.initialize import initialize
 
 pytestmark = pytest.mark.torch
 

@@ -55,6 +55,36 @@ def test_a_trained_tokenizer_reads_back(directory: Path) -> None:
     json.dumps(tokenizer.unique_identifiers)
 
 
+FRAMED = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings", "expected"),
+    [
+        pytest.param(FRAMED, {}, (3, 1, 2, 2), id="by-their-names"),
+        pytest.param(
+            ("<s>", "</s>", "<mask>"),
+            {"cls_token": "<s>", "sep_token": "</s>", "mask_token": {"content": "<mask>"}},
+            (2, 0, 1, 1),
+            id="as-the-settings-say",
+        ),
+        pytest.param(BPE.special_tokens, {}, (None, None, None, 1), id="none"),
+        pytest.param(BPE.special_tokens, {"mask_token": "[M]"}, (None, None, None, 1), id="gone"),
+    ],
+)
+def test_what_a_masked_model_needs_of_a_tokenizer(
+    tmp_path: Path,
+    tokens: tuple[str, ...],
+    settings: dict[str, object],
+    expected: tuple[int | None, ...],
+) -> None:
+    trained = train_bpe.train([TEXT * 20], train_bpe.BpeSettings(300, tokens))
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = hugging_face(tmp_path)
+    assert (found.mask, found.cls, found.sep, found.eod) == expected
+
+
 def test_training_is_deterministic() -> None:
     one, two = (train_bpe.train([TEXT * 20], BPE).to_str() for _ in range(2))
     assert one == two
@@ -120,6 +150,19 @@ def test_sentencepiece(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(TokenizerSpec("Llama2Tokenizer", str(tmp_path)))
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (18, 1, 2)
     assert tokenizer.detokenize(tokenizer.tokenize("the cat sat")) == "the cat sat"
+
+
+def test_the_words_of_a_bert(tmp_path: Path) -> None:
+    """It has no end of document but what ends a sentence."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer"})
+    )
+    found = hugging_face(tmp_path)
+    assert (found.cls, found.sep, found.eod, found.mask, found.vocab_size) == (2, 3, 3, 4, 8)
+    assert found.tokenize("Hello worlds") == [5, 6, 7]
 
 
 def test_a_directory_that_only_transformers_can_read(tmp_path: Path) -> None:

@@ -35,6 +35,21 @@ class Tokenizer(ABC):
         """The id that begins a document, or None when the tokenizer has none."""
         return None
 
+    @property
+    def mask(self) -> int | None:
+        """The id that stands for a token that is to be told, or None when there is none."""
+        return None
+
+    @property
+    def cls(self) -> int | None:
+        """The id that begins every sequence of a model like BERT, or None when there is none."""
+        return None
+
+    @property
+    def sep(self) -> int | None:
+        """The id that ends one, or None when there is none."""
+        return None
+
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``; no token is added before or after."""

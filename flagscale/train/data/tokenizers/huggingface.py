@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flagscale.errors import DataError
 from flagscale.train.data.tokenizers.base import Tokenizer, digest
 
-_END_CANDIDATES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eod>", "<|im_end|>")
+_END_CANDIDATES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eod>", "<|im_end|>", "[SEP]")
 _AQUILAS_END = "</s>"
 _BEGIN_CANDIDATES = ("<|begin_of_text|>", "<s>")
+_FRAMES: Mapping[str, tuple[str, ...]] = {
+    "mask_token": ("[MASK]", "<mask>"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+}
+"""What models like BERT have, with their usual names."""
 
 
 def open_directory(path: Path) -> Tokenizer:
@@ -73,6 +79,10 @@ class FastTokenizer(Tokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self._bos = _special(vocabulary, settings, "bos_token", _BEGIN_CANDIDATES)
+        self._frame = {
+            key: _special(vocabulary, settings, key, usual, needed=False)
+            for key, usual in _FRAMES.items()
+        }
         end = _special(vocabulary, settings, "eos_token", _END_CANDIDATES)
         if end is None:
             raise DataError(
@@ -92,6 +102,18 @@ class FastTokenizer(Tokenizer):
     @property
     def bos(self) -> int | None:
         return self._bos
+
+    @property
+    def mask(self) -> int | None:
+        return self._frame["mask_token"]
+
+    @property
+    def cls(self) -> int | None:
+        return self._frame["cls_token"]
+
+    @property
+    def sep(self) -> int | None:
+        return self._frame["sep_token"]
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -126,8 +148,9 @@ class TransformersTokenizer(Tokenizer):
                 hint=f"expected tokenizer.json (and tokenizer_config.json); found {found}",
             ) from error
         super().__init__(files=digest(_model_files(directory)))
-        if self._tokenizer.eos_token_id is None:
-            raise DataError(f"{directory}: the tokenizer names no eos_token")
+        self._end = self._id("eos_token") if self._id("eos_token") is not None else self.sep
+        if self._end is None:
+            raise DataError(f"{directory}: the tokenizer names no eos_token and no sep_token")
 
     @property
     def vocab_size(self) -> int:
@@ -135,11 +158,27 @@ class TransformersTokenizer(Tokenizer):
 
     @property
     def eod(self) -> int:
-        return int(self._tokenizer.eos_token_id)
+        assert self._end is not None
+        return self._end
 
     @property
     def bos(self) -> int | None:
-        found = self._tokenizer.bos_token_id
+        return self._id("bos_token")
+
+    @property
+    def mask(self) -> int | None:
+        return self._id("mask_token")
+
+    @property
+    def cls(self) -> int | None:
+        return self._id("cls_token")
+
+    @property
+    def sep(self) -> int | None:
+        return self._id("sep_token")
+
+    def _id(self, name: str) -> int | None:
+        found = getattr(self._tokenizer, f"{name}_id")
         return None if found is None else int(found)
 
     def tokenize(self, text: str) -> list[int]:
@@ -185,14 +224,19 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _special(
-    vocabulary: dict[str, int], settings: dict[str, Any], key: str, candidates: tuple[str, ...]
+    vocabulary: dict[str, int],
+    settings: dict[str, Any],
+    key: str,
+    candidates: tuple[str, ...],
+    *,
+    needed: bool = True,
 ) -> int | None:
     named = settings.get(key)
     text = named.get("content") if isinstance(named, dict) else named
     if isinstance(text, str):
-        if text not in vocabulary:
+        if text not in vocabulary and needed:
             raise DataError(f"tokenizer_config.json: {key} {text!r} is not in the vocabulary")
-        return vocabulary[text]
+        return vocabulary.get(text)
     return next((vocabulary[item] for item in candidates if item in vocabulary), None)
 
 

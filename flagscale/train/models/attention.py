@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
-from flagscale.train.model.context import attend
+from flagscale.train.models.context import attend
 
 _KERNELS = {
     AttnBackend.flash: SDPBackend.FLASH_ATTENTION,

@@ -1,4 +1,4 @@
-"""megatron.core's GPT built of this project's faster parts."""
+"""megatron.core's models built of this project's faster parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,7 +23,7 @@ from flagscale.train.layers.linear import AccumulatingColumnLinear, Accumulating
 from flagscale.train.layers.loss import vocabulary_loss
 from flagscale.train.layers.precision import use_fp8
 from flagscale.train.layers.rotary import use_table
-from flagscale.train.model.config import implementation
+from flagscale.train.models.config import implementation
 
 LINEARS: dict[type, type] = {
     ColumnParallelLinear: AccumulatingColumnLinear,
@@ -33,8 +32,17 @@ LINEARS: dict[type, type] = {
 """What a layer specification is rewritten with."""
 
 
-class FastGPT(GPTModel):  # type: ignore[misc]
-    """The same parameters and the same function as megatron.core's."""
+class Fast:
+    """Goes before a model's class, of which it keeps the parameters and the function: a model with
+    an ``embedding`` where it is ``pre_process``, an ``output_layer`` where it is ``post_process``.
+    """
+
+    config: Any
+    pre_process: bool
+    post_process: bool
+    embedding: Any
+    output_layer: Any
+    pg_collection: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"(.*)\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)\.(.*)")
 _GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)")
 _RESIDUAL = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
@@ -31,7 +32,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 def initialize(
     model: Any, config: TransformerConfig, seed: int, *, norms: float | None = None
 ) -> None:
-    """Draw every weight of the bare GPT model ``model`` (a chunk of it), in place.
+    """Draw every weight of the bare model ``model`` (a chunk of it), in place.
 
     Norms keep their ones, or get the value ``norms``; biases become zero.
     """
@@ -47,6 +48,11 @@ def initialize(
             parameter.fill_(norms)
 
 
+def blocks(model: torch.nn.Module) -> dict[str, Any]:
+    """The stacks of transformer layers inside ``model``, by name."""
+    return {n: part for n, part in model.named_modules() if isinstance(part, TransformerBlock)}
+
+
 def global_parameters(
     model: Any, config: TransformerConfig
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -58,11 +64,12 @@ def global_parameters(
         * experts
         // parallel_state.get_expert_model_parallel_world_size()
     )
+    stacks = blocks(model)
     for local, parameter in model.named_parameters():
         name = local
-        if found := _LAYER.fullmatch(name):
-            number = model.decoder.layers[int(found[1])].layer_number - 1
-            name = f"decoder.layers.{number}.{found[2]}"
+        if (found := _LAYER.fullmatch(name)) and found[1] in stacks:
+            number = stacks[found[1]].layers[int(found[2])].layer_number - 1
+            name = f"{found[1]}.layers.{number}.{found[3]}"
         if found := _EXPERT.fullmatch(name):
             name = f"{found[1]}{int(found[2]) + first_expert}.{found[3]}"
         if found := _GROUPED.fullmatch(name):

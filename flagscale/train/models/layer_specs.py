@@ -1,0 +1,78 @@
+"""The transformer layers of every family: megatron.core's local ones, with this project's parts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from flagscale.train.layers.experts import GroupedExperts
+from flagscale.train.layers.router import router
+from flagscale.train.models.attention import SDPAttention
+from flagscale.train.models.base import Chunk
+from flagscale.train.models.fast import LINEARS
+from flagscale.train.models.norm import norm_class
+
+_MASK = "attn_mask_type"
+
+
+def block_spec(
+    args: Namespace, config: TransformerConfig, chunk: Chunk, *, causal: bool = True
+) -> Any:
+    """The layers of a chunk, with the norms, attention and where needed the router replaced, and
+    the linear layers of a fast chunk.
+
+    Args:
+        args: resolved arguments.
+        config: the model's configuration.
+        chunk: what is built.
+        causal: whether a token attends to those before it alone, or to all of its sequence.
+    """
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=chunk.stage,
+    )
+    replacements: dict[Any, Any] = {WrappedTorchNorm: norm_class(config.normalization)}
+    if config.attention_backend != AttnBackend.local:
+        replacements[DotProductAttention] = SDPAttention
+    if chunk.fast:
+        replacements.update(LINEARS)
+    if args.num_moe_experts:
+        replacements[TopKRouter] = router(args)
+    if args.moe_grouped_gemm:
+        replacements[SequentialMLP] = GroupedExperts
+    parameters = {} if causal else {_MASK: AttnMaskType.no_mask}
+    spec.layer_norm = replacements[WrappedTorchNorm]
+    spec.layer_specs = [_replace(layer, replacements, parameters) for layer in spec.layer_specs]
+    return spec
+
+
+def _replace(spec: Any, replacements: Mapping[Any, Any], parameters: Mapping[str, Any]) -> Any:
+    """``spec`` with each module class that ``replacements`` names exchanged, and each of its
+    ``parameters`` where it has one of that name, at any depth."""
+    if isinstance(spec, ModuleSpec):
+        own = {name: parameters.get(name, value) for name, value in (spec.params or {}).items()}
+        return ModuleSpec(
+            module=replacements.get(spec.module, spec.module),
+            params=own,
+            submodules=_replace(spec.submodules, replacements, parameters),
+        )
+    if hasattr(spec, "__dataclass_fields__") and not isinstance(spec, type):
+        values = {
+            f.name: _replace(getattr(spec, f.name), replacements, parameters) for f in fields(spec)
+        }
+        return type(spec)(**values)
+    return replacements.get(spec, spec) if isinstance(spec, type) else spec
