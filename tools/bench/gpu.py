@@ -95,6 +95,7 @@ ROWS = (
     Row("fp8-8k", *LONG, options="--fp8 hybrid"),
     Row("bf16-recompute", *SHORT, options="--recompute-granularity full --recompute-method "
         "uniform --recompute-num-layers 1"),
+    Row("bf16-auto", *SHORT, options="--recompute-granularity auto --recompute-memory-gib 50"),
     Row("mixtral", 2, 4096, 2, 8, model=MIXTRAL),
     Row("mixtral-dense", 2, 4096, 2, 8, model="--ffn-hidden-size 28672 --vocab-size 32000"),
     Row("qwen3-moe", 6, 4096, 2, 8, model=f"{QWEN3} {EXPERTS} --num-experts 128 "
