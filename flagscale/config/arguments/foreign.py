@@ -39,8 +39,6 @@ REFUSED: Mapping[str, str] = {
     "yaml_cfg": "this YAML is it",
     "use_checkpoint_args": _META,
     "use_mp_args_from_checkpoint_args": _META + ", in any layout",
-    "pretrained_checkpoint": "it would start from a model's weights where `load` has no "
-    "checkpoint; write `load: DIRECTORY` and `finetune: true`",
     "ckpt_step": "it would load this step and not the newest; `load` takes the newest whole "
     "checkpoint, so give a directory that holds that one alone",
     "no_weight_decay_cond_type": "biases and norms alone have no weight decay here; "
@@ -74,8 +72,7 @@ REFUSED: Mapping[str, str] = {
     "mtp_loss_coeff": "multi-token prediction is not built",
     "qk_layernorm_hidden_dim": "it would normalise queries and keys over all heads together; "
     "`qk_layernorm` does so a head",
-    "openai_gelu": "GELU is megatron.core's",
-    "quick_geglu": "the MLP's functions are GELU, `swiglu` and `squared_relu`",
+    "quick_geglu": "the MLP's functions are GELU, `openai_gelu`, `swiglu` and `squared_relu`",
     "onnx_safe": "the model is not exported",
     "init_method_xavier_uniform": "weights are drawn from a normal distribution of "
     "`init_method_std`",

@@ -67,6 +67,8 @@ def needs_checkpoint(values: Values) -> str | None:
     """The argument that asks for a checkpoint in ``load``; None where training may start without
     one. To leave out a part of it, should there be one, asks for nothing.
     """
+    if values["pretrained_checkpoint"]:
+        return None  # which is there, or training does not begin
     names = ("exit_on_missing_checkpoint", "finetune")
     return next((name for name in names if values[name]), None)
 
@@ -75,6 +77,8 @@ def missing_checkpoint(values: Values) -> tuple[str, str | None]:
     """What is to be said where ``load`` holds no checkpoint, and a hint where that is an error."""
     load, name = values["load"], needs_checkpoint(values)
     found = f"{load} holds no checkpoint" if load else "no checkpoint is named"
+    if pretrained := values["pretrained_checkpoint"]:
+        return f"{found}; training starts from step 0 with the weights of {pretrained}", None
     if name is None:
         return f"{found}; training starts from step 0", None
     return f"{found}, and {name} asks for one", (
@@ -95,6 +99,9 @@ def _unsupported(values: Values) -> Iterator[Broken]:
             yield name, f"{values[name]!r} needs Transformer Engine's optimizer; leave it out"
     if values["optimizer"] not in ("adam", "sgd"):
         yield "optimizer", f"{values['optimizer']!r}: expected 'adam' or 'sgd'"
+    for other in ("swiglu", "squared_relu"):
+        if values["openai_gelu"] and values[other]:
+            yield "openai_gelu", f"excludes {other}: an MLP has one function"
 
 
 def _not_built(values: Values) -> Iterator[Broken]:
