@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert as the command line says; returns the exit code."""
     options = _parser().parse_args(argv)
+    # Of packages that are not installed; megatron.core is imported for a format's sake.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         convert(options)
     except FlagscaleError as error:

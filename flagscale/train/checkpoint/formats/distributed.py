@@ -127,8 +127,8 @@ def _told(values: Mapping[str, Any]) -> dict[str, Any]:
 def _newest(path: Path) -> tuple[Path, Mapping[str, Any]]:
     """The checkpoint in a directory of checkpoints, or that the directory is, and its manifest."""
     if (path / METADATA).is_file():
-        return path, check_whole(path)
-    found = Checkpoints(path).find()
+        return path, check_whole(path, foreign=False)
+    found = Checkpoints(path).find(foreign=False)
     if found is None:
         raise CheckpointError(f"{path} holds no checkpoint, expected one called {NAME}")
     return found.path, found.content

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.saved_tensor import view
@@ -27,6 +27,7 @@ _RECENT = 2
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": metadata,
     "torch.distributed.checkpoint.filesystem": filesystem,
+    "torch.distributed.checkpoint.planner": planner,
 }
 _CLASSES = {
     "Metadata",
@@ -38,6 +39,11 @@ _CLASSES = {
     "StorageMeta",
     "_MEM_FORMAT_ENCODING",
     "_StorageInfo",
+    "SavePlan",
+    "WriteItem",
+    "WriteItemType",
+    "TensorWriteData",
+    "BytesIOWriteData",
 }
 
 
