@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from flagscale.train.checkpoint.formats.tensors import (
     Shape,
     Stored,
     pieces,
-    raw,
     rows,
     size_of,
 )
@@ -155,17 +153,29 @@ def without_padding(name: str, tensor: Stored, values: Mapping[str, Any]) -> Sto
     return rows(tensor, 0, size) if tensor.shape[0] > size else tensor
 
 
-def digest(tensor: Stored, report: Report) -> str:
-    """The SHA-256 of a tensor's elements, in their order.
-
-    Raises:
-        CheckpointError: there are infinities, or what is no number, among them.
-    """
-    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+def differs(tensor: Stored, other: Stored, report: Report) -> str | None:
+    """What keeps two tensors from being the same, finite numbers, bit by bit; None if nothing."""
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return f"{other.dtype} {list(other.shape)}, expected {tensor.dtype} {list(tensor.shape)}"
     for region in pieces(tensor, _PIECE):
-        part = tensor.read(region).contiguous()
-        if not torch.isfinite(part).all():
-            raise CheckpointError("holds infinities, or what is no number")
-        found.update(raw(part))
-        report(part.nbytes)
-    return found.hexdigest()
+        one, two = (side.read(region).contiguous() for side in (tensor, other))
+        if not are_finite(one):
+            return "it holds infinities, or what is no number"
+        if not _same_bits(one, two):
+            return "it is not what it was made of"
+        report(one.nbytes)
+    return None
+
+
+def are_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither infinities nor what is no number."""
+    # The extremes are what any such number makes of them, and take a fraction of the time.
+    return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one shape hold the same bits."""
+    # Words of 8 bytes are compared several times as fast, where memory is aligned for them.
+    wide = all(side.nbytes % 8 == 0 and side.data_ptr() % 8 == 0 for side in (one, two))
+    kind = torch.int64 if wide else torch.uint8
+    return torch.equal(one.reshape(-1).view(kind), two.reshape(-1).view(kind))

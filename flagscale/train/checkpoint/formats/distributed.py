@@ -7,6 +7,7 @@ is loaded as any other: its tensors lie in chunks of rows, and any layout takes 
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ from flagscale.config.arguments.huggingface.models import config_of, effective
 from flagscale.config.arguments.huggingface.reading import CONFIG, read_config
 from flagscale.config.arguments.resuming import architecture
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.content import METADATA_KEY, sharding_metadata
+from flagscale.train.checkpoint.describing import BACKEND, METADATA_KEY, sharding_metadata
 from flagscale.train.checkpoint.formats.base import (
     Inspect,
     Model,
@@ -48,7 +49,7 @@ from flagscale.train.state import Progress
 BESIDE = "huggingface"
 """Directory, in a checkpoint, of the config.json and the tokenizer that it was converted with."""
 _ITERATION = 0
-_CHUNK = 128 << 20
+_CHUNK = 64 << 20
 _FILE = 4 << 30
 _ALIGNED = 64
 
@@ -149,12 +150,9 @@ def _files(kept: Path) -> Iterator[Path]:
 
 def _write_common(partial: Path) -> None:
     """What a checkpoint has beside tensors: where training would go on, which is at its start."""
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-
     common = {"progress": Progress().state_dict(), METADATA_KEY: sharding_metadata()}
-    torch.save(common, partial / COMMON_STATE_FNAME)
-    save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+    torch.save(common, partial / "common.pt")
+    (partial / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
 
 
 class _Writer:
@@ -185,8 +183,7 @@ class _Writer:
     def _tensor(self, name: str, tensor: Stored) -> None:
         chunks = []
         for region in _chunks(tensor):
-            # Its own memory: saving a view would save all of the file that it is a view of.
-            part = tensor.read(region).clone(memory_format=torch.contiguous_format)
+            part = _own(tensor.read(region))
             offsets = torch.Size(begin for begin, _ in region)
             chunks.append(ChunkStorageMetadata(offsets, part.shape))
             self._places[MetadataIndex(name, offsets)] = self._save(part)
@@ -216,6 +213,13 @@ class _Writer:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory of its own: saving a view would save all of the file that it is of."""
+    if part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes:
+        return part
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _chunks(tensor: Stored) -> Iterator[Region]:

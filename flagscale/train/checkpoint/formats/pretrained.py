@@ -21,7 +21,7 @@ from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint import loading
 from flagscale.train.checkpoint.agreement import agree, describe
-from flagscale.train.checkpoint.formats.base import Model, format_of, refuse
+from flagscale.train.checkpoint.formats.base import Model, are_finite, format_of, refuse
 from flagscale.train.state import TrainState
 
 _WITH_ROWS_TO_SPARE = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -113,6 +113,6 @@ def _copy(part: Any, stored: Any, rows: int) -> Iterator[str]:
         region[0] = (min(begin, rows), min(end, rows))
         target = target[: region[0][1] - region[0][0]]
     found = stored.read(tuple(region)).reshape(target.shape)
-    if not torch.isfinite(found).all():
+    if not are_finite(found):
         yield f"{part.key}: it holds infinities, or what is no number"
     target.copy_(found)
