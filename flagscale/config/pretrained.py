@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.huggingface.models import config_in, disagreements, missing
+from flagscale.config.arguments.huggingface.models import (
+    config_in,
+    disagreements,
+    is_model,
+    missing,
+)
 from flagscale.config.arguments.paths import PRETRAINED
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
@@ -22,12 +28,14 @@ def filled(experiment: Experiment) -> tuple[Experiment, list[Problem]]:
     """
     args = Arguments.of(experiment)
     path = args[PRETRAINED]
-    if experiment.task.external or not isinstance(path, str):
+    if experiment.task.external:
         return experiment, []
+    if not isinstance(path, str):
+        return experiment, list(_as_load(args))
     try:
         config = config_in(Path(path))
         if config is None:
-            return experiment, []
+            return experiment, list(_no_model(args, Path(path)))
         added = missing(args.values(), args.given, config)
         train = replace(experiment.train, model={**experiment.train.model, **_section(added)})
         made = replace(experiment, train=train, filled=tuple(added))
@@ -35,6 +43,20 @@ def filled(experiment: Experiment) -> tuple[Experiment, list[Problem]]:
     except CheckpointError as error:
         return experiment, [args.problem(PRETRAINED, f"{path}: {error.message}")]
     return made, wrong
+
+
+def _as_load(args: Arguments) -> Iterator[Problem]:
+    """``load`` takes checkpoints, from which training goes on."""
+    load = args["load"]
+    if isinstance(load, str) and is_model(Path(load)):
+        message = f"{load} is a model of Hugging Face; {PRETRAINED} starts from one"
+        yield args.problem("load", message)
+
+
+def _no_model(args: Arguments, path: Path) -> Iterator[Problem]:
+    if path.is_dir() and not any(path.glob("iter_*")):
+        message = f"{path} holds neither config.json, as a model of Hugging Face does, nor iter_…"
+        yield args.problem(PRETRAINED, f"{message} directories, as one of checkpoints does")
 
 
 def _section(added: dict[str, Any]) -> dict[str, Any]:

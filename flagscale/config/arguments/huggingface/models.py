@@ -151,14 +151,15 @@ def config_of(values: Values, kind: str | None = None) -> dict[str, Any]:
     for family in [FAMILIES[kind]] if kind else FAMILIES.values():
         config = {"architectures": [family.architecture], "model_type": family.model_type}
         config |= family.config(ours)
+        far = 0
         try:
             left = list(_differing(effective(family.arguments(config)), ours))
         except CheckpointError as error:
-            left = error.message.splitlines()[1:]
+            left, far = error.message.splitlines()[1:], len(FUNCTION)
         if not left:
             return config
-        if nearest is None or len(left) < nearest[0]:
-            nearest = len(left), family.architecture, left
+        if nearest is None or far + len(left) < nearest[0]:
+            nearest = far + len(left), family.architecture, left
     assert nearest is not None
     listed = "\n  ".join(nearest[2])
     raise CheckpointError(
