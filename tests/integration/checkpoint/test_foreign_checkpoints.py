@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from foreign_models import MODELS, TOKENS, logits, save
 from integration.checkpoint.checkpoint_lab import Lab
 from safetensors.torch import load_file, save_file
 
+from flagscale import registry
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.arguments.huggingface.models import missing
 from flagscale.config.arguments.huggingface.reading import read_config
 from flagscale.config.arguments.registry import arguments
+from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats import convert
+from flagscale.train.checkpoint.formats.base import format_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -357,6 +361,36 @@ def test_another_model_is_not_dressed_as_this_one(
     assert "rotary_base: 500000 here, config.json has 10000" in told
 
 
+@pytest.mark.parametrize("direction", ["in", "out"])
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    source = made.root / "llama" if direction == "in" else made.ours("llama")
+    target = tmp_path / "out"
+
+    def die(_report: object, total: int) -> Callable[[int], None]:
+        done = []
+
+        def add(size: int) -> None:
+            done.append(size)
+            if sum(done) > total / 3:
+                os._exit(9)
+
+        return add
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(convert, "_counted", die)
+        convert.main([str(source), str(target)])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert list(tmp_path.rglob("*.partial"))
+    with pytest.raises(CheckpointError):
+        format_of(target)
+    assert convert.main([str(source), str(target)]) == 0
+    format_of(target)
+    assert list(tmp_path.rglob("*.partial")) == []
+
+
 def test_a_target_in_use_is_left_alone(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,3 +399,26 @@ def test_a_target_in_use_is_left_alone(
     assert convert.main([str(made.root / "llama"), str(tmp_path / "out")]) == 1
     assert "is there already" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_package_brings_a_format(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "package"
+    (package / "plain-1.0.dist-info").mkdir(parents=True)
+    shutil.copy(PROJECT / "tests" / "outside" / "plain_format.py", package)
+    entry = "[flagscale.checkpoint_formats]\nplain = plain_format:Plain\n"
+    (package / "plain-1.0.dist-info" / "entry_points.txt").write_text(entry)
+    metadata = "Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n"
+    (package / "plain-1.0.dist-info" / "METADATA").write_text(metadata)
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    assert convert.main([str(made.ours("qwen3")), there, "--to", "plain"]) == 2
+    assert "no checkpoint format is called 'plain'; known: huggingface" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(package)
+    registry._installed.cache_clear()
+    try:
+        assert convert.main([str(made.ours("qwen3")), there, "--to", "plain"]) == 0
+        assert convert.main([there, back, "--to", "huggingface"]) == 0
+    finally:
+        registry._installed.cache_clear()
+    assert_same_weights(made.root / "qwen3", Path(back))

@@ -138,9 +138,14 @@ def dressed(model: Model, like: Path) -> Model:
     )
 
 
+def _is_content(path: Path) -> bool:
+    """Whether something in a directory is more than what a conversion that was killed has left."""
+    return not (path.name.startswith(".") and path.name.endswith(".partial"))
+
+
 def _make_room(model: Model, target: Path) -> None:
     """Refuse a target that is in use, or a disk that is too small."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(map(_is_content, target.iterdir()))):
         raise CheckpointError(
             f"{target} is there already", hint="name a directory that does not exist"
         )
