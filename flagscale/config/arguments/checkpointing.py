@@ -21,6 +21,11 @@ class Checkpointing:
         "Hugging Face (config.json, *.safetensors), whose config.json also gives the arguments of "
         "the model that the YAML leaves out, or one of checkpoints (docs/checkpoints.md)",
     )
+    export_huggingface: str | None = arg(
+        None,
+        "Directory below which a run that has come to its end writes its last checkpoint for "
+        "transformers, in iter_<steps>: safetensors, config.json and the tokenizer (needs save)",
+    )
     save_interval: int | None = arg(
         None, "Steps between checkpoints; without it only the end is saved", minimum=1
     )

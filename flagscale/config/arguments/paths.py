@@ -21,7 +21,15 @@ TOKENIZER = frozenset(
 PRETRAINED = "pretrained_checkpoint"
 """A directory that is read and must be there."""
 WRITTEN = frozenset(
-    {"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "profile_dir"}
+    {
+        "save",
+        "load",
+        "export_huggingface",
+        "tensorboard_dir",
+        "wandb_save_dir",
+        "data_cache_path",
+        "profile_dir",
+    }
 )
 """Directories that a run makes itself where they are missing."""
 

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagscale.config.arguments import devices, fallbacks, idle, layout, precision
+from flagscale.config.arguments.huggingface.models import config_of
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.values import shown
+from flagscale.errors import CheckpointError
 
 _NOT_RECOMPUTED: Mapping[str, str] = {
     "layernorm": "needs Transformer Engine",
@@ -53,6 +55,7 @@ def broken(values: Values) -> list[Broken]:
         precision.compiled_only,
         precision.eight_bits,
         layout.broken,
+        _exported,
         _length,
         _overlap,
         _profiling,
@@ -132,6 +135,18 @@ def _attention(values: Values) -> Iterator[Broken]:
                 f"{shown(values[name])} is not possible with scaled_dot_product_attention; "
                 "attention_backend: local takes megatron.core's own attention",
             )
+
+
+def _exported(values: Values) -> Iterator[Broken]:
+    """What is trained can be said by a config.json."""
+    if not values["export_huggingface"]:
+        return
+    longest = values["max_position_embeddings"] or values["seq_length"]
+    known = {**values, "vocab_size": values["vocab_size"] or 1, "max_position_embeddings": longest}
+    try:
+        config_of(known)
+    except CheckpointError as error:
+        yield "export_huggingface", error.message
 
 
 def _length(values: Values) -> Iterator[Broken]:

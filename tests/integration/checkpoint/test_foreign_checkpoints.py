@@ -197,6 +197,33 @@ def test_the_command_compares_logits(made: Made, tmp_path: Path) -> None:
     assert "logits on 3 tokens: at most" in done.stdout
 
 
+def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
+    """By the training program, in 16 bits, where the optimizer has copies of its own: with a
+    learning rate of nothing what comes out is what went in."""
+    there, out = tmp_path / "there", tmp_path / "out"
+    save("mixtral", there, dtype="bfloat16")
+    (there / "tokenizer.json").write_text("{}")
+    words = argv("mixtral", there, "ep2")
+    words += f"--pretrained-checkpoint {there} --save {tmp_path / 'saved'}".split()
+    words += f"--export-huggingface {out} --bf16 --use-distributed-optimizer --lr 0".split()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, "flagscale/train/train_gpt.py", *words],
+        env={**os.environ, "PYTHONPATH": f"{PROJECT}:{PROJECT / 'third_party' / 'Megatron-LM'}"},
+        capture_output=True,
+        text=True,
+        cwd=PROJECT,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"weights from {there}" in done.stdout
+    assert f"exported to {out / 'iter_0000001'}" in done.stdout
+    assert_same_weights(there, out / "iter_0000001")
+    assert read_config(out / "iter_0000001") == read_config(there)
+    assert (out / "iter_0000001" / "tokenizer.json").is_file()
+
+
 # --- what is refused -------------------------------------------------------------------------
 
 
