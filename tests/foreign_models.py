@@ -53,7 +53,7 @@ MODELS = {
     "llama-tied": Tiny("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama-biases": Tiny("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "llama-linear": Tiny("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "qwen2": Tiny("Qwen2"),
+    "qwen2": Tiny("Qwen2", {"num_hidden_layers": 4}),
     "qwen3": Tiny("Qwen3", {"head_dim": 16}),
     "mistral": Tiny("Mistral", {"sliding_window": 6}),
     "mixtral": Tiny("Mixtral", {**_EXPERTS, "sliding_window": None}),

@@ -18,7 +18,15 @@ import torch
 
 from flagscale.config.arguments.values import shown
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.formats.tensors import Mapped, Shape, Stored, pieces, raw, size_of
+from flagscale.train.checkpoint.formats.tensors import (
+    Mapped,
+    Shape,
+    Stored,
+    pieces,
+    raw,
+    size_of,
+    typed,
+)
 
 _MOST_HEADER = 100 << 20  # as the library that defines the format
 _PIECE = 64 << 20
@@ -113,10 +121,8 @@ class SafetensorsFile:
 
     def _mapped(self, place: _Place, start: int) -> Mapped:
         def get() -> torch.Tensor:
-            raw = self._bytes[start + place.begin : start + place.end]
-            if raw.data_ptr() % place.dtype.itemsize:
-                raw = raw.clone()
-            return raw.view(place.dtype).reshape(place.shape)
+            data = self._bytes[start + place.begin : start + place.end]
+            return typed(data, place.dtype).reshape(place.shape)
 
         return Mapped(place.shape, place.dtype, get)
 

@@ -67,9 +67,7 @@ def view(raw: torch.Tensor) -> torch.Tensor:
         words = _record(raw, records["data.pkl"])
         found = _Description(io.BytesIO(tensors.raw(words))).load()
         data = _record(raw, records[f"data/{found.storage.key}"])
-        if data.data_ptr() % found.storage.dtype.itemsize:
-            data = data.clone()
-        return _placed(data.view(found.storage.dtype), found)
+        return _placed(tensors.typed(data, found.storage.dtype), found)
     except (
         AttributeError,
         EOFError,

@@ -171,6 +171,13 @@ class Cast:
         return self.tensor.read(region).to(self.dtype)
 
 
+def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as numbers: a view of them, or a copy where they are not aligned for that."""
+    if data.storage_offset() % dtype.itemsize or data.data_ptr() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)
+
+
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor, not copied."""
     found: Any = tensor.reshape(-1).view(torch.uint8).numpy()
