@@ -84,7 +84,8 @@ REFUSED: Mapping[str, str] = {
     "nccl_communicator_config_path": "write NCCL's options into `comm`",
     "exit_signal": "SIGTERM is the signal that ends a run cleanly",
     "load_main_params_from_ckpt": "with `no_load_optim` the optimizer takes the loaded weights",
-    "auto_detect_ckpt_format": "only this project's checkpoints are loaded",
+    "auto_detect_ckpt_format": "`load` takes this project's checkpoints alone, and "
+    "`pretrained_checkpoint` models of Hugging Face",
     "dist_ckpt_strictness": "a checkpoint that does not fit is refused",
 }
 """Names with a reason of their own. It ends the sentence "cannot be given: ..."."""
@@ -147,7 +148,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "conversion of checkpoints",
         r"ckpt_convert_\w+",
-        "training converts no checkpoints; leave it out to train",
+        "training converts no checkpoints; `flagscale convert` does",
     ),
     Family(
         "checkpoints beside those of the run",

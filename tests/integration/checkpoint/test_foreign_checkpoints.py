@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -443,6 +445,24 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     assert convert.main([str(source), str(target)]) == 0
     format_of(target)
     assert list(tmp_path.rglob("*.partial")) == []
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+def test_a_full_disk_is_told_and_leaves_nothing(
+    made: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str], direction: str
+) -> None:
+    source = made.root / "llama" if direction == "in" else made.ours("llama")
+    target = tmp_path / "out"
+    if (child := os.fork()) == 0:
+        # A file that may not grow is answered as a full disk is: by the system, in mid-write.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        code = convert.main([str(source), str(target)])
+        sys.stderr.flush()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert f"error: {target}: File too large" in capfd.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_target_in_use_is_left_alone(

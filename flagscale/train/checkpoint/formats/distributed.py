@@ -204,8 +204,16 @@ class _Writer:
         if isinstance(item, bytes):
             file.write(item)
         else:
-            torch.save(item, file)
+            self._save_tensor(item, file)
         return _StorageInfo(Path(file.name).name, begin, file.tell() - begin)
+
+    def _save_tensor(self, tensor: torch.Tensor, file: BinaryIO) -> None:
+        try:
+            torch.save(tensor, file)
+        except RuntimeError as error:
+            # torch's writer answers a failed write with an error of its own.
+            cause = error.__cause__ or error.__context__
+            raise cause if isinstance(cause, OSError) else error from None
 
     def _close(self) -> None:
         if self._file is not None:
