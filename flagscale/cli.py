@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -131,6 +132,8 @@ def _add_action(parser: argparse.ArgumentParser, action: Action) -> None:
 
 def _convert(argv: list[str]) -> NoReturn:
     """Become the program that converts: it needs torch, and this one does without."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     module = "flagscale.train.checkpoint.formats.convert"
     paths = [str(BACKEND_SOURCE), str(PROJECT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -119,6 +119,8 @@ class Made:
                 start = ["--pretrained-checkpoint", str(self.root / name)]
                 start += ["--save", str(self.saved(name, layout))]
                 load = ["--load", str(self.ours(name)), "--finetune"]
+                if (name, layout) == ("llama", "tp2"):
+                    load = ["--pretrained-checkpoint", str(self.ours(name))]
                 # Made-up tokens are one more than the model has; a checkpoint's may not be fewer.
                 load += ["--make-vocab-size-divisible-by", "4"]
                 cases.append(self._case(f"{name}-{layout}", name, [*words, *start]))

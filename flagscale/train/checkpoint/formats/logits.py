@@ -71,9 +71,9 @@ def transformers_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        str(directory), dtype=torch.float32, local_files_only=True, use_safetensors=True
+        str(directory), local_files_only=True, use_safetensors=True
     )
-    logits: torch.Tensor = model.eval()(torch.tensor([tokens])).logits[0]
+    logits: torch.Tensor = model.float().eval()(torch.tensor([tokens])).logits[0]
     return logits
 
 
