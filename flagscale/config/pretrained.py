@@ -54,7 +54,7 @@ def _as_load(args: Arguments) -> Iterator[Problem]:
 
 
 def _no_model(args: Arguments, path: Path) -> Iterator[Problem]:
-    if path.is_dir() and not any(path.glob("iter_*")):
+    if path.is_dir() and not any((*path.glob("iter_*"), *path.glob("**/mp_rank_*"))):
         message = f"{path} holds neither config.json, as a model of Hugging Face does, nor iter_…"
         yield args.problem(PRETRAINED, f"{message} directories, as one of checkpoints does")
 

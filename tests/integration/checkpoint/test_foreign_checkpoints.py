@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatron_files
 import pytest
 import torch
 from foreign_models import MODELS, TOKENS, logits, save
@@ -27,6 +28,7 @@ from flagscale.config.arguments.registry import arguments
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats import convert
 from flagscale.train.checkpoint.formats.base import format_of
+from flagscale.train.checkpoint.formats.tensors import read
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -94,6 +96,7 @@ class Made:
             self.reference[name] = save(name, root / name)
             torch.save(self.reference[name], root / f"{name}.pt")
             assert convert.main([str(root / name), str(self.ours(name))]) == 0
+        self.as_megatron("qwen3", root / "qwen3-megatron", (2, 1, 1), engine=True)
         self.found = self._run()
 
     def ours(self, name: str) -> Path:
@@ -103,6 +106,19 @@ class Made:
     def saved(self, name: str, layout: str) -> Path:
         """Its checkpoints of ours, as ranks of a layout saved them."""
         return self.root / "saved" / f"{name}-{layout}"
+
+    def as_megatron(
+        self, name: str, path: Path, sizes: tuple[int, int, int], *, engine: bool
+    ) -> Path:
+        """Write a model as Megatron-LM does; the file that unpickling must not make."""
+        model = format_of(self.ours(name)).read(self.ours(name))
+        whole = {key: read(tensor) for key, tensor in model.tensors.items()}
+        for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            if key in whole:  # rows of padding
+                whole[key] = torch.cat([whole[key], torch.zeros(2, whole[key].shape[1])])
+        mark = path.with_name(f"{path.name}-mark")
+        megatron_files.write(path, whole, model.values, sizes=sizes, engine=engine, mark=mark)
+        return mark
 
     def _run(self) -> dict[str, Any]:
         lab = Lab(self.root)
@@ -124,6 +140,9 @@ class Made:
                 # Made-up tokens are one more than the model has; a checkpoint's may not be fewer.
                 load += ["--make-vocab-size-divisible-by", "4"]
                 cases.append(self._case(f"{name}-{layout}", name, [*words, *start]))
+                if (name, layout) == ("qwen3", "pp2"):
+                    start = ["--pretrained-checkpoint", str(self.root / "qwen3-megatron")]
+                    cases.append(self._case("qwen3-pp2-megatron", name, [*words, *start]))
                 if (name, layout) in LOADED:
                     cases.append(self._case(f"{name}-{layout}-loaded", name, [*words, *load]))
             lab.stage(world, *cases)
@@ -252,6 +271,39 @@ def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
     assert_same_weights(there, out / "iter_0000001")
     assert read_config(out / "iter_0000001") == read_config(there)
     assert (out / "iter_0000001" / "tokenizer.json").is_file()
+
+
+MEGATRON = [
+    pytest.param("llama", (2, 2, 1), True, id="llama-tp2-pp2"),
+    pytest.param("gpt2", (2, 1, 1), False, id="gpt2-tp2"),
+    pytest.param("qwen3-moe-mixed", (2, 1, 2), True, id="moe-tp2-ep2"),
+    pytest.param("mixtral", (1, 2, 2), False, id="mixtral-pp2-ep2"),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "engine"), MEGATRON)
+def test_a_checkpoint_of_megatron_in_its_torch_format(
+    made: Made, tmp_path: Path, name: str, sizes: tuple[int, int, int], engine: bool
+) -> None:
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    mark = made.as_megatron(name, theirs, sizes, engine=engine)
+    assert convert.main([str(theirs), str(out), "--to", "huggingface"]) == 0
+    assert_same_weights(made.root / name, out)
+    assert not mark.exists()
+
+
+def test_a_run_starts_from_a_checkpoint_of_megatron(made: Made) -> None:
+    assert _apart(made.found["qwen3-pp2-megatron"]) <= CLOSE
+
+
+def test_a_rank_that_megatron_did_not_write_is_named(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.as_megatron("llama", tmp_path / "in", (2, 1, 1), engine=True)
+    (gone,) = (tmp_path / "in").glob("*/mp_rank_01/*")
+    gone.unlink()
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert f"{gone} is missing" in capsys.readouterr().err
 
 
 # --- what is refused -------------------------------------------------------------------------

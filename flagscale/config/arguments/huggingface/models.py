@@ -200,6 +200,19 @@ def disagreements(config: Mapping[str, Any], values: Values) -> list[tuple[str, 
     return found
 
 
+def unlike(theirs: Values, values: Values) -> list[str]:
+    """What keeps arguments from being the model of others, written out, whose config.json is not
+    known."""
+    ours = effective(values)
+    free = {"vocab_size", "bias_activation_fusion"}
+    if theirs["position_embedding_type"] == "rope":
+        free.add("max_position_embeddings")
+    elif ours["max_position_embeddings"] is None:
+        ours["max_position_embeddings"] = values["seq_length"]
+    pairs = ((name, theirs[name], ours[name]) for name in FUNCTION if name not in free)
+    return [f"{name}: {shown(b)} here, it has {shown(a)}" for name, a, b in pairs if a != b]
+
+
 def missing(values: Values, given: Values, config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that a config.json says, that are not ``given`` and that have another value so far.
 

@@ -91,6 +91,8 @@ FORMATS = Registry(
     "checkpoint format",
     {
         "huggingface": "flagscale.train.checkpoint.formats.huggingface:HuggingFace",
+        # Before the next, whose directories have the same names.
+        "torch": "flagscale.train.checkpoint.formats.megatron:MegatronTorch",
         "torch_dist": "flagscale.train.checkpoint.formats.distributed:Distributed",
     },
 )

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from flagscale.checkpoints import Checkpoints
-from flagscale.config.arguments.huggingface.models import disagreements
+from flagscale.config.arguments.huggingface.models import disagreements, unlike
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint import loading
@@ -35,24 +34,32 @@ def start_from(args: argparse.Namespace, state: TrainState) -> str:
         CheckpointError: on all ranks: there is no model, it is another one, or it is damaged.
     """
     path = Path(args.pretrained_checkpoint)
-    if Checkpoints(path).iterations():
-        own = copy.copy(args)
-        own.load, own.finetune = str(path), True
-        report = loading.load(own, state)
-        return f"weights of iteration {report.iteration if report else 0} from {path}"
-    error, notes = None, ""
+    error, notes, format_ = None, "", None
     try:
-        model = format_of(path).read(path)
-        wrong = disagreements(model.config, vars(args)) if model.config is not None else []
-        refuse(path, "is another model", [f"{name}: {text}" for name, text in wrong])
-        notes = fill(args, state, model)
+        format_ = format_of(path)
+        if format_.name != "torch_dist":
+            notes = _take(args, state, format_.read(path))
     except CheckpointError as problem:
         error = problem.message + (f" ({problem.hint})" if problem.hint else "")
     except (OSError, RuntimeError) as problem:
         error = f"{path} cannot be read: {describe(problem)}"
     agree(error)
+    if format_ is not None and format_.name == "torch_dist":
+        own = copy.copy(args)
+        own.load, own.finetune = str(path), True
+        report = loading.load(own, state)
+        return f"weights of iteration {report.iteration if report else 0} from {path}"
     state.optimizer.reload_model_params()  # its fp32 copies are of the initial weights
     return f"weights from {path}{notes}"
+
+
+def _take(args: argparse.Namespace, state: TrainState, model: Model) -> str:
+    if model.config is not None:
+        wrong = [f"{name}: {text}" for name, text in disagreements(model.config, vars(args))]
+    else:
+        wrong = unlike(model.values, vars(args))
+    refuse(model.path, "is another model", wrong)
+    return fill(args, state, model)
 
 
 @torch.no_grad()
