@@ -36,9 +36,10 @@ def write(
     sizes: tuple[int, int, int],
     engine: bool,
     mark: Path,
+    chunks: int = 1,
 ) -> None:
     """Cut whole ``weights`` (by the names of our checkpoints) for ``sizes``: tensor, pipeline and
-    expert parallelism. ``engine``: with Transformer Engine's names."""
+    expert parallelism; ``chunks`` are those of a stage. ``engine``: Transformer Engine's names."""
     tp, pp, ep = sizes
     names = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon"}
     given = {**values, **{theirs: values[ours] for theirs, ours in names.items()}}
@@ -60,10 +61,14 @@ def write(
         name = (
             f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
         )
-        own = dict(_own(weights, values, (t, p, e), sizes, engine))
+        made = [
+            dict(_own(weights, values, (t, c * pp + p, e), (tp, pp * chunks, ep), engine))
+            for c in range(chunks)
+        ]
+        own = {f"model{c}": one for c, one in enumerate(made)} if chunks > 1 else {"model": made[0]}
         directory = root / "iter_0000007" / name
         directory.mkdir(parents=True)
-        state = {"args": args, "checkpoint_version": 3.0, "iteration": 7, "model": own}
+        state = {"args": args, "checkpoint_version": 3.0, "iteration": 7, **own}
         torch.save(state, directory / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("7")
 

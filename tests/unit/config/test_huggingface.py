@@ -208,7 +208,9 @@ CANNOT: dict[str, tuple[Mapping[str, Any], list[str]]] = {
         ],
     ),
     "heads": ({**LLAMA, "num_key_value_heads": 5}, ["it does not divide 32 heads"]),
-    "endless layers": ({**LLAMA, "num_hidden_layers": 10**30}, ["num_hidden_layers: expected"]),
+    "endless layers": ({**LLAMA, "num_hidden_layers": 10**11}, ["num_hidden_layers: expected"]),
+    "no number that a float holds": ({**LLAMA, "rope_theta": 10**400}, ["rope_theta: 1000"]),
+    "infinity": ({**LLAMA, "rms_norm_eps": float("inf")}, ["rms_norm_eps: expected a number"]),
     "GPT-2 with scaled scores": (
         {**GPT2, "scale_attn_by_inverse_layer_idx": True},
         ["scale_attn_by_inverse_layer_idx: true cannot be had"],
@@ -222,6 +224,36 @@ def test_what_cannot_be_had_says_why(config: Mapping[str, Any], words: list[str]
     with pytest.raises(CheckpointError) as error:
         arguments_of(config)
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+
+
+@given(
+    config=st.sampled_from(
+        [{**LLAMA, "rope_scaling": LLAMA3}, MIXTRAL, QWEN_EXPERTS, MISTRAL, GPT2]
+    ),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=300)
+def test_whatever_a_config_holds_is_read_or_refused(
+    config: dict[str, Any], data: st.DataObject
+) -> None:
+    changed = dict(config)
+    for _ in range(2):
+        changed[data.draw(st.sampled_from(sorted(config)))] = data.draw(_VALUES)
+    if "rope_scaling" in config and isinstance(changed["rope_scaling"], dict):
+        scaling = dict(changed["rope_scaling"])
+        scaling[data.draw(st.sampled_from(sorted(LLAMA3)))] = data.draw(_VALUES)
+        changed["rope_scaling"] = scaling
+    try:
+        effective(arguments_of(changed))
+    except CheckpointError as error:
+        assert str(error)
 
 
 def test_no_family_is_both_read_and_refused() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from flagscale.config.arguments.huggingface.reading import Reading
+from flagscale.config.arguments.huggingface.reading import MOST_PARTS, Reading, is_number
 
 Values = Mapping[str, Any]
 
@@ -67,7 +67,7 @@ class LlamaLike:
         groups = heads if read.get("num_key_value_heads") is None else 0
         head = hidden // heads if read.get("head_dim") is None else 0
         found = {
-            "num_layers": read.whole("num_hidden_layers"),
+            "num_layers": read.whole("num_hidden_layers", most=MOST_PARTS),
             "hidden_size": hidden,
             "ffn_hidden_size": read.whole("intermediate_size"),
             "num_attention_heads": heads,
@@ -125,7 +125,7 @@ class LlamaLike:
 
     def _experts(self, read: Reading, config: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "num_moe_experts": read.whole("num_local_experts", "num_experts"),
+            "num_moe_experts": read.whole("num_local_experts", "num_experts", most=MOST_PARTS),
             "moe_router_topk": read.whole("num_experts_per_tok"),
         }
         if self.experts == "mixtral":
@@ -143,7 +143,7 @@ class LlamaLike:
         if not isinstance(dense, list):
             read.refuse("mlp_only_layers", dense, "expected a list of layers")
             dense = []
-        layers = min(read.whole("num_hidden_layers"), 100_000)
+        layers = read.whole("num_hidden_layers", most=MOST_PARTS)
         return [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
 
     def config(self, values: Values) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class GPT2:
             read.only(name, False, "megatron.core's GPT has nothing like it")
         read.only("scale_attn_weights", True, "scores are always divided by the root of the width")
         found: dict[str, Any] = {
-            "num_layers": read.whole("n_layer"),
+            "num_layers": read.whole("n_layer", most=MOST_PARTS),
             "hidden_size": hidden,
             "ffn_hidden_size": 4 * hidden if read.get("n_inner") is None else read.whole("n_inner"),
             "num_attention_heads": heads,
@@ -256,7 +256,7 @@ def _rope(read: Reading) -> dict[str, Any]:
     transformers."""
     scaling = read.section("rope_parameters") or read.section("rope_scaling")
     theta = scaling.get("rope_theta") or read.get("rope_theta")
-    if not isinstance(theta, int | float) or theta != int(theta) or theta < 1:
+    if not is_number(theta) or theta != int(theta) or theta < 1:
         read.refuse("rope_theta", theta, "rotary_base is a whole number from 1")
         theta = 1
     found: dict[str, Any] = {"rotary_base": int(theta)}
@@ -267,13 +267,14 @@ def _rope(read: Reading) -> dict[str, Any]:
     factor = scaling.get("factor")
     if kind == "llama3":
         given = {name: scaling.get(name) for name in _LLAMA3}
-        if given != _LLAMA3 or not isinstance(factor, int | float):
+        if given != _LLAMA3 or not is_number(factor):
             wanted = ", ".join(f"{name} {value:g}" for name, value in _LLAMA3.items())
             reason = f"megatron.core scales with {wanted}, and a factor"
             read.refuse("rope_scaling", scaling, reason)
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor or 1)}
+            factor = 1
+        found |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
     elif kind == "linear":
-        if not isinstance(factor, int | float) or factor != int(factor) or factor < 1:
+        if not is_number(factor) or factor != int(factor) or factor < 1:
             read.refuse("rope_scaling.factor", factor, "positions are divided by a whole number")
             factor = 1
         found["rotary_seq_len_interpolation_factor"] = int(factor)

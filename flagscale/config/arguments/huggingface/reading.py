@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from flagscale.errors import CheckpointError
 CONFIG = "config.json"
 _MOST_BYTES = 1 << 20
 _LARGEST = 1 << 40
+MOST_PARTS = 1 << 16
+"""Layers of a model, or experts of a layer: what is gone through one by one."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -45,6 +48,14 @@ def read_json(path: Path, most: int) -> dict[str, Any]:
     return found
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    # The largest that JSON can say is no number that a float can hold.
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
 class Reading:
     """A config.json being read. What does not fit is noted and something harmless returned, so
     that all problems are found; :meth:`finish` raises them."""
@@ -62,20 +73,18 @@ class Reading:
                 return self._config[name]
         return next((self._absent[name] for name in names if name in self._absent), None)
 
-    def whole(self, *names: str) -> int:
-        """A whole number from 1."""
+    def whole(self, *names: str, most: int = _LARGEST) -> int:
+        """A whole number from 1 to ``most``."""
         value = self.get(*names)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LARGEST:
-            return value
+        if is_number(value) and value == int(value) and 1 <= value <= most:
+            return int(value)
         self._expected(names, "a whole number from 1", value)
         return 1
 
     def number(self, *names: str) -> float:
         """A number above 0."""
         value = self.get(*names)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST:
+        if is_number(value) and 0 < value < _LARGEST:
             return float(value)
         self._expected(names, "a number above 0", value)
         return 1.0

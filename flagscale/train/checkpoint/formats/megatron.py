@@ -230,8 +230,8 @@ def _place(path: Path, place: Sequence[int], sizes: Sequence[int]) -> Path:
 
 def _in_order(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The model chunks of a pipeline's stages: the first chunk of each, then the second, …"""
-    names = ["model"] if "model" in files[0] else []
-    names += [name for name in sorted(files[0]) if re.fullmatch(r"model\d+", name)]
+    numbers = sorted(int(m[1]) for name in files[0] if (m := re.fullmatch(r"model(\d+)", name)))
+    names = [f"model{number}" for number in numbers] or ["model"]
     found = [file.get(name) for name in names for file in files]
     return [chunk if isinstance(chunk, dict) else {} for chunk in found]
 
