@@ -264,7 +264,7 @@ def _rope(read: Reading) -> dict[str, Any]:
     if share != 1.0:
         read.refuse("partial_rotary_factor", share, "this family rotates whole heads")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    factor = scaling.get("factor")
+    factor: Any = scaling.get("factor")
     if kind == "llama3":
         given = {name: scaling.get(name) for name in _LLAMA3}
         if given != _LLAMA3 or not is_number(factor):
