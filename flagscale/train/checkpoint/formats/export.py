@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from flagscale.config.arguments.huggingface.models import is_model
+from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.base import Model
 from flagscale.train.checkpoint.formats.companions import beside
 from flagscale.train.checkpoint.formats.convert import dressed, verify
@@ -22,15 +23,21 @@ def export(args: argparse.Namespace, iteration: int) -> Path:
     calls it.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or is of a model that cannot be said.
-        OSError: nothing can be written there.
+        CheckpointError: the checkpoint cannot be read, or nothing can be written there.
     """
     source = CheckpointStore(Path(args.save)).path(iteration)
     target = Path(args.export_huggingface) / source.name
     if target.exists():
         return target
-    model = _complete(args, Distributed().read(source))
-    return HuggingFace().write(model, target, _count, partial(verify, model, report=_count))
+    try:
+        model = _complete(args, Distributed().read(source))
+        return HuggingFace().write(model, target, _count, partial(verify, model, report=_count))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        message = f"export_huggingface: {error.filename or target}: {reason}"
+        raise CheckpointError(
+            message, hint=f"flagscale convert {source} DIR does it again"
+        ) from error
 
 
 def _complete(args: argparse.Namespace, model: Model) -> Model:
