@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,10 +15,11 @@ from flagscale import __version__
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call
 from flagscale.config.arguments.values import word
 from flagscale.config.documented import kinds
-from flagscale.config.schema import Options
+from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError
 from flagscale.guard import guard
 from flagscale.launch.entry import act
+from flagscale.modules import started
 
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\
@@ -32,6 +35,7 @@ examples
   flagscale explain experiment.runner.nproc_per_node          what does this key mean?
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         which backends work here?
+  flagscale convert /models/Llama-3.2-1B checkpoints/llama    from Hugging Face, or back
 
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
@@ -59,6 +63,8 @@ def _dispatch(argv: list[str]) -> int:
             import_module("flagscale.patching.cli"), _PATCHING[argv[0]][0]
         )
         return function(argv[1:])
+    if argv[:1] == ["convert"]:
+        return _convert(argv[1:])
     if argv[:1] == ["comm"]:
         from flagscale.bench.cli import main_comm
 
@@ -98,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     version.set_defaults(do=_version)
     comm = "communication backends: list, bench, groups, pipeline, tune"
     commands.add_parser("comm", help=comm, add_help=False)
+    convert = "a model between Hugging Face and checkpoints of training"
+    commands.add_parser("convert", help=convert, add_help=False)
     for name, (_, text) in _PATCHING.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
@@ -120,6 +128,17 @@ def _add_action(parser: argparse.ArgumentParser, action: Action) -> None:
         # Without a default argparse would call them required.
         text = "overrides, as Hydra knows them"
         parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+
+
+def _convert(argv: list[str]) -> NoReturn:
+    """Become the program that converts: it needs torch, and this one does without."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    module = "flagscale.train.checkpoint.formats.convert"
+    paths = [str(BACKEND_SOURCE), str(PROJECT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *started(module), *argv], environment)
 
 
 def _natural(text: str) -> int:

@@ -151,6 +151,7 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
     args = Arguments.of(experiment)
     if not experiment.task.external:
         found += _replaced_and_idle(args)
+        found += _filled(experiment, args)
         found += _anew(experiment)
     samples = args["train_samples"]
     batch = layout.global_batch_size(args.values(), world_size) if samples else 0
@@ -164,6 +165,13 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
     if shares is not None and evaluates and not shares[1]:
         found.append(f"no evaluation: split {args['split']} leaves nothing to validate on")
     return found
+
+
+def _filled(experiment: Experiment, args: Arguments) -> Iterator[str]:
+    """The arguments that the model to start from gives."""
+    if experiment.filled:
+        names = ", ".join(sorted(experiment.filled))
+        yield f"{names}: as {args['pretrained_checkpoint']}/config.json says"
 
 
 def _anew(experiment: Experiment) -> Iterator[str]:

@@ -28,6 +28,7 @@ from flagscale.config.experiment_reader import (
 )
 from flagscale.config.interpolation import referred
 from flagscale.config.overrides import SUBSECTIONS, TOP_LEVEL, sections_of
+from flagscale.config.pretrained import filled
 from flagscale.config.reader import Reader
 from flagscale.config.resolve import resolve
 from flagscale.config.sources import trace
@@ -77,6 +78,8 @@ def load(
         purpose = "find" if unknown else ACTIONS[options.action].purpose
     experiment = _read_experiment(reader, data)
     if purpose != "find":
+        experiment, disagreeing = filled(experiment)
+        reader.problems += disagreeing
         _check(reader, experiment, purpose)
     problems = reader.causes()
     if problems:

@@ -199,3 +199,5 @@ class Experiment:
     """Where a dotted key stands: ``file:line`` or ``override``."""
     idle: tuple[str, ...] = field(default=(), compare=False)
     """Keys of the user's own from which no other takes its value."""
+    filled: tuple[str, ...] = field(default=(), compare=False)
+    """Arguments that the model to start from has given."""

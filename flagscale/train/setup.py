@@ -16,6 +16,7 @@ from flagscale.status import StatusWriter
 from flagscale.train import distributed, recompute
 from flagscale.train.build import build_state, vocabulary_size
 from flagscale.train.checkpoint import Checkpointer
+from flagscale.train.checkpoint.formats.pretrained import start_from
 from flagscale.train.data.datasets import DataIterators, Datasets
 from flagscale.train.data.tokenizers import build_tokenizer, unlearned
 from flagscale.train.device import Device
@@ -91,9 +92,13 @@ def _resume(
     *,
     fresh: bool,
 ) -> None:
-    """Start from the checkpoint in ``load``. ``fresh``: the run's own directory is new."""
+    """Start from the checkpoint in ``load``, or else from a model's weights. ``fresh``: the run's
+    own directory is new."""
     go_on_from_own_checkpoints(args)
     report = checkpointer.load(state) if args.load else None
+    if report is None and args.pretrained_checkpoint:
+        reporter.say(start_from(args, state))
+        return
     if report is None:
         _start_without(args, reporter, first_run=fresh and args.load == args.save)
         return

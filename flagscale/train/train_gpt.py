@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from flagscale.config.arguments.layout import place_of
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import of_rank, resolve
-from flagscale.errors import FlagscaleError
+from flagscale.errors import ConfigError, FlagscaleError, Problem
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
 from flagscale.train.device import choose
@@ -65,6 +65,9 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
     args = resolve(args, rank.world_size)
     place = place_of(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
     args = of_rank(args, rank.rank)
+    if args.export_huggingface and not args.save:
+        message = "needs save: what is exported is the last checkpoint"
+        raise ConfigError(Problem("export_huggingface", message))
     require_packages(args)
     backend, seconds = distributed.join(
         rank,
@@ -84,7 +87,17 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
     reason = trainer.run()
     status.write_progress(state.progress.iteration, "ending")
     distributed.leave()
+    if rank.rank == 0 and reason == "completed" and args.export_huggingface:
+        _export(args, state.progress.iteration, status)
     return reason, state.progress.iteration
+
+
+def _export(args: argparse.Namespace, iteration: int, status: StatusWriter) -> None:
+    """Write the model for transformers. The other ranks have ended, and wait for nothing."""
+    from flagscale.train.checkpoint.formats.export import export
+
+    status.write_progress(iteration, "saving a checkpoint")
+    print(f"exported to {export(args, iteration)}", flush=True)
 
 
 def _quieten() -> None:

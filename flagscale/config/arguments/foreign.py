@@ -39,8 +39,6 @@ REFUSED: Mapping[str, str] = {
     "yaml_cfg": "this YAML is it",
     "use_checkpoint_args": _META,
     "use_mp_args_from_checkpoint_args": _META + ", in any layout",
-    "pretrained_checkpoint": "it would start from a model's weights where `load` has no "
-    "checkpoint; write `load: DIRECTORY` and `finetune: true`",
     "ckpt_step": "it would load this step and not the newest; `load` takes the newest whole "
     "checkpoint, so give a directory that holds that one alone",
     "no_weight_decay_cond_type": "biases and norms alone have no weight decay here; "
@@ -77,8 +75,7 @@ REFUSED: Mapping[str, str] = {
     "mtp_loss_coeff": "multi-token prediction is not built",
     "qk_layernorm_hidden_dim": "it would normalise queries and keys over all heads together; "
     "`qk_layernorm` does so a head",
-    "openai_gelu": "GELU is megatron.core's",
-    "quick_geglu": "the MLP's functions are GELU, `swiglu` and `squared_relu`",
+    "quick_geglu": "the MLP's functions are GELU, `openai_gelu`, `swiglu` and `squared_relu`",
     "onnx_safe": "the model is not exported",
     "init_method_xavier_uniform": "weights are drawn from a normal distribution of "
     "`init_method_std`",
@@ -90,7 +87,8 @@ REFUSED: Mapping[str, str] = {
     "nccl_communicator_config_path": "write NCCL's options into `comm`",
     "exit_signal": "SIGTERM is the signal that ends a run cleanly",
     "load_main_params_from_ckpt": "with `no_load_optim` the optimizer takes the loaded weights",
-    "auto_detect_ckpt_format": "only this project's checkpoints are loaded",
+    "auto_detect_ckpt_format": "`load` takes this project's checkpoints alone, and "
+    "`pretrained_checkpoint` models of Hugging Face",
     "dist_ckpt_strictness": "a checkpoint that does not fit is refused",
 }
 """Names with a reason of their own. It ends the sentence "cannot be given: ..."."""
@@ -159,7 +157,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "conversion of checkpoints",
         r"ckpt_convert_\w+",
-        "training converts no checkpoints; leave it out to train",
+        "training converts no checkpoints; `flagscale convert` does",
     ),
     Family(
         "checkpoints beside those of the run",

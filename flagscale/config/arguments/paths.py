@@ -18,8 +18,18 @@ TOKENIZER = frozenset(
     {"tokenizer_path", "merge_file", "special_tokens_file"}
     | {a.name for a in ALIASES if a.target == "tokenizer_path"}
 )
+PRETRAINED = "pretrained_checkpoint"
+"""A directory that is read and must be there."""
 WRITTEN = frozenset(
-    {"save", "load", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "profile_dir"}
+    {
+        "save",
+        "load",
+        "export_huggingface",
+        "tensorboard_dir",
+        "wandb_save_dir",
+        "data_cache_path",
+        "profile_dir",
+    }
 )
 """Directories that a run makes itself where they are missing."""
 
@@ -118,14 +128,14 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
         return value
     if name in WRITTEN:
         return value if value in NO_PATH else _absolute(value)
-    if name in TOKENIZER and (not external or Path(value).exists()):
+    if name in (*TOKENIZER, PRETRAINED) and (not external or Path(value).exists()):
         return _absolute(value)
     return value
 
 
 def needed(name: str, value: Any) -> list[str]:
     """The files and directories that an argument reads, wherever they are."""
-    if name in TOKENIZER and isinstance(value, str):
+    if name in (*TOKENIZER, PRETRAINED) and isinstance(value, str):
         return [value]
     if name not in DATA or not _is_blend(value):
         return []
@@ -137,6 +147,8 @@ def missing(name: str, value: Any) -> Iterator[str]:
     """What an argument names and is not there, one message each."""
     if name in TOKENIZER and isinstance(value, str) and not Path(value).exists():
         yield f"no file or directory {value}"
+    if name == PRETRAINED and isinstance(value, str) and not Path(value).is_dir():
+        yield f"no directory {value}"
     if name in DATA and _is_blend(value):
         for prefix in prefixes(value):
             if "://" not in prefix:

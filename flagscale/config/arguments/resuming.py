@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flagscale.config.arguments.huggingface.models import FUNCTION
 from flagscale.config.arguments.precision import Values
 from flagscale.config.arguments.resolve import schedule_lengths
 from flagscale.config.arguments.rules import weight_decays
@@ -71,9 +72,9 @@ class Parts:
 
 def describe(values: Values, world_size: int) -> dict[str, Any]:
     """The manifest's words on a run that saves, as far as its arguments tell."""
-    architecture = {name: values[name] for name in _ARCHITECTURE if name in values}
     return {
-        "architecture": {name: value for name, value in architecture.items() if _plain(value)},
+        "architecture": architecture(values),
+        "model": {name: values[name] for name in FUNCTION if name in values},
         "layout": _layout(values, world_size),
         "precision": _precision(values),
         "distributed_optimizer": bool(values["use_distributed_optimizer"]),
@@ -81,6 +82,12 @@ def describe(values: Values, world_size: int) -> dict[str, Any]:
         "has_optimizer": not values["no_save_optim"],
         "has_rng": not values["no_save_rng"],
     }
+
+
+def architecture(values: Values) -> dict[str, Any]:
+    """What a checkpoint and a run that loads it have to agree on, as far as both tell it."""
+    found = {name: values[name] for name in _ARCHITECTURE if name in values}
+    return {name: value for name, value in found.items() if _plain(value)}
 
 
 def _plain(value: object) -> bool:

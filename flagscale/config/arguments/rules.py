@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagscale.config.arguments import devices, fallbacks, families, idle, layout, precision
+from flagscale.config.arguments.huggingface.models import config_of
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.values import shown
+from flagscale.errors import CheckpointError
 
 _NOT_RECOMPUTED: Mapping[str, str] = {
     "layernorm": "needs Transformer Engine",
@@ -54,6 +56,7 @@ def broken(values: Values) -> list[Broken]:
         precision.compiled_only,
         precision.eight_bits,
         layout.broken,
+        _exported,
         _length,
         _overlap,
         _profiling,
@@ -68,6 +71,8 @@ def needs_checkpoint(values: Values) -> str | None:
     """The argument that asks for a checkpoint in ``load``; None where training may start without
     one. To leave out a part of it, should there be one, asks for nothing.
     """
+    if values["pretrained_checkpoint"]:
+        return None  # which is there, or training does not begin
     names = ("exit_on_missing_checkpoint", "finetune")
     return next((name for name in names if values[name]), None)
 
@@ -76,6 +81,8 @@ def missing_checkpoint(values: Values) -> tuple[str, str | None]:
     """What is to be said where ``load`` holds no checkpoint, and a hint where that is an error."""
     load, name = values["load"], needs_checkpoint(values)
     found = f"{load} holds no checkpoint" if load else "no checkpoint is named"
+    if pretrained := values["pretrained_checkpoint"]:
+        return f"{found}; training starts from step 0 with the weights of {pretrained}", None
     if name is None:
         return f"{found}; training starts from step 0", None
     return f"{found}, and {name} asks for one", (
@@ -96,6 +103,9 @@ def _unsupported(values: Values) -> Iterator[Broken]:
             yield name, f"{values[name]!r} needs Transformer Engine's optimizer; leave it out"
     if values["optimizer"] not in ("adam", "sgd"):
         yield "optimizer", f"{values['optimizer']!r}: expected 'adam' or 'sgd'"
+    for other in ("swiglu", "squared_relu"):
+        if values["openai_gelu"] and values[other]:
+            yield "openai_gelu", f"excludes {other}: an MLP has one function"
 
 
 def _not_built(values: Values) -> Iterator[Broken]:
@@ -126,6 +136,18 @@ def _attention(values: Values) -> Iterator[Broken]:
                 f"{shown(values[name])} is not possible with scaled_dot_product_attention; "
                 "attention_backend: local takes megatron.core's own attention",
             )
+
+
+def _exported(values: Values) -> Iterator[Broken]:
+    """What is trained can be said by a config.json."""
+    if not values["export_huggingface"]:
+        return
+    longest = values["max_position_embeddings"] or values["seq_length"]
+    known = {**values, "vocab_size": values["vocab_size"] or 1, "max_position_embeddings": longest}
+    try:
+        config_of(known)
+    except CheckpointError as error:
+        yield "export_huggingface", error.message
 
 
 def _length(values: Values) -> Iterator[Broken]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flagscale.config.arguments.checkpointing import Checkpointing
 from flagscale.config.arguments.families import Masking
 from flagscale.config.arguments.hetero import Heterogeneous
 from flagscale.config.arguments.recompute import Recomputation
@@ -105,45 +106,6 @@ class Runtime:
         None,
         "Peak dense TFLOP/s of a device in the training precision, for MFU; known for many GPUs",
         minimum=0.001,
-    )
-
-
-@dataclass(frozen=True)
-class Checkpointing:
-    """What is saved where and when, and where training starts from."""
-
-    save: str | None = arg(None, "Directory to save checkpoints in")
-    load: str | None = arg(
-        None, "Directory to start from: its latest whole checkpoint, if it has one"
-    )
-    save_interval: int | None = arg(
-        None, "Steps between checkpoints; without it only the end is saved", minimum=1
-    )
-    keep_last: int | None = arg(
-        None, "Keep this many newest checkpoints in --save; without it all", minimum=1
-    )
-    async_save: bool = arg(False, "Write checkpoints from a forked process while training goes on")
-    ckpt_format: str = arg(
-        "torch_dist",
-        "Format of the checkpoints that are saved: torch_dist; it is taken, with a note, for "
-        "Megatron-LM's others too",
-        choices=("torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"),
-    )
-    ckpt_fully_parallel_save: bool = arg(
-        True, "Spread the writing of a checkpoint over all data-parallel ranks"
-    )
-    ckpt_fully_parallel_load: bool = arg(
-        False, "Spread the reading of a checkpoint over all data-parallel ranks"
-    )
-    finetune: bool = arg(
-        False, "Load the weights only and start from step 0 without optimizer, RNG and data state"
-    )
-    no_load_optim: bool = arg(False, "Do not load the optimizer's and the scheduler's state")
-    no_load_rng: bool = arg(False, "Do not load the state of the random number generators")
-    no_save_optim: bool = arg(False, "Do not save the optimizer's and the scheduler's state")
-    no_save_rng: bool = arg(False, "Do not save the state of the random number generators")
-    exit_on_missing_checkpoint: bool = arg(
-        False, "Fail when --load has no checkpoint, instead of starting from step 0"
     )
 
 
@@ -250,6 +212,7 @@ class Model:
     )
     swiglu: bool = arg(False, "Gated linear units with SiLU in the MLP (SwiGLU)")
     squared_relu: bool = arg(False, "Squared ReLU in the MLP instead of GELU")
+    openai_gelu: bool = arg(False, "GELU as GPT-2 has it, approximated by tanh")
     fp16_lm_cross_entropy: bool = arg(
         False, "Compute the loss in the model's precision instead of fp32"
     )

@@ -21,24 +21,24 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from flagscale.accelerators.device import current
 from flagscale.config.arguments import resuming
 from flagscale.config.arguments.vocabulary import vocabulary_parts
+from flagscale.train.checkpoint.describing import METADATA_KEY, sharding_metadata
 from flagscale.train.checkpoint.padding import padded_buckets
 from flagscale.train.checkpoint.vocabulary import in_pieces
 from flagscale.train.state import TrainState
 
-METADATA_KEY = "content_metadata"  # where megatron.core looks for it
+__all__ = [
+    "METADATA_KEY",
+    "describe_run",
+    "model_state",
+    "optimizer_state",
+    "restore_rng",
+    "rng_object",
+    "sharding_metadata",
+    "vocabulary",
+    "with_group",
+]
+
 _RNG = "rng_state"
-
-
-def sharding_metadata() -> dict[str, Any]:
-    """How tensors are described. The default would not save a distributed optimizer at all, or
-    let only the data-parallel size change; other types of layers need their own names."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "non_homogeneous_layers": True,
-    }
 
 
 def with_group(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,12 +70,19 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
     }
     if args.swiglu:
         chosen.update(gated_linear_unit=True, activation_func=functional.silu)
+    elif args.openai_gelu:
+        # megatron.core fuses what it takes for another function.
+        chosen.update(activation_func=_gelu_by_tanh, bias_activation_fusion=False)
     elif args.squared_relu:
         chosen.update(activation_func=squared_relu, bias_activation_fusion=False)
     elif not args.add_bias_linear:
         # megatron.core fuses GELU with the bias only.
         chosen["bias_activation_fusion"] = False
     return _build(TransformerConfig, args, chosen)
+
+
+def _gelu_by_tanh(tensor: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(tensor, approximate="tanh")
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:

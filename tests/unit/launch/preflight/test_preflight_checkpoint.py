@@ -78,6 +78,11 @@ def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str,
             id="finetune-of-nothing",
         ),
         pytest.param({"load": None}, None, id="no-load"),
+        pytest.param(
+            {"load": "/l", "finetune": True, "pretrained_checkpoint": "/models/m"},
+            (True, True, "/l holds no checkpoint; training starts from step 0 with the weights of"),
+            id="pretrained",
+        ),
     ],
 )
 def test_there_is_none(

@@ -1,0 +1,253 @@
+"""A model's arguments and its config.json, held against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flagscale.config.arguments import layout
+from flagscale.config.arguments.huggingface.families import FAMILIES, REFUSED, Family
+from flagscale.config.arguments.huggingface.reading import CONFIG, read_config
+from flagscale.config.arguments.registry import arguments
+from flagscale.config.arguments.values import did_you_mean, shown
+from flagscale.errors import CheckpointError
+
+Values = Mapping[str, Any]
+
+FUNCTION = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "swiglu",
+    "gated_linear_unit",
+    "squared_relu",
+    "openai_gelu",
+    "bias_activation_fusion",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "qk_l2_norm",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "no_rope_freq",
+    "window_size",
+    "window_attn_skip_freq",
+    "softmax_scale",
+    "softmax_type",
+    "attention_output_gate",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+    "moe_apply_probs_on_input",
+    "vocab_size",
+)
+"""The arguments that decide which function of its weights a model is."""
+
+_FREE = ("vocab_size",)
+"""What config.json may say otherwise: a vocabulary may be larger than the checkpoint's."""
+
+
+def effective(values: Values) -> dict[str, Any]:
+    """Those of :data:`FUNCTION`, with what follows from others, or has no effect, written out."""
+    defaults = {name: a.default for name, a in arguments().items() if name in FUNCTION}
+    out = {**defaults, **{name: values[name] for name in FUNCTION if name in values}}
+    given = {"multiple_of": None, "hidden_dim_multiplier": None, **values, **out}
+    out["gated_linear_unit"] = bool(out["swiglu"] or out["gated_linear_unit"])
+    if out["ffn_hidden_size"] is None:
+        gated = out["swiglu"]
+        out["ffn_hidden_size"] = layout.gated_width(given) if gated else 4 * out["hidden_size"]
+    if out["num_query_groups"] is None:
+        out["num_query_groups"] = out["num_attention_heads"]
+    if out["kv_channels"] is None:
+        out["kv_channels"] = out["hidden_size"] // out["num_attention_heads"]
+    if out["swiglu"] or out["squared_relu"] or out["openai_gelu"] or not out["add_bias_linear"]:
+        out["bias_activation_fusion"] = True  # of no consequence
+    if not out["use_rope_scaling"]:
+        out["rope_scaling_factor"] = defaults["rope_scaling_factor"]
+    if out["window_size"] is not None:
+        out["window_size"] = list(out["window_size"])
+    _write_out_experts(out, defaults)
+    return out
+
+
+def _write_out_experts(out: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    if not out["num_moe_experts"]:
+        moe = [name for name in FUNCTION if name.startswith("moe_")]
+        out.update({name: defaults[name] for name in moe}, num_moe_experts=None)
+        return
+    if out["moe_ffn_hidden_size"] is None:
+        out["moe_ffn_hidden_size"] = out["ffn_hidden_size"]
+    pattern = out["moe_layer_freq"]
+    if isinstance(pattern, int):
+        pattern = [int(i % pattern == 0) for i in range(out["num_layers"])]
+    out["moe_layer_freq"] = list(pattern)
+    if all(pattern):
+        out["ffn_hidden_size"] = out["moe_ffn_hidden_size"]  # no layer has it
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        CheckpointError: it is not known, or it cannot be had and why.
+    """
+    kind, classes = config.get("model_type"), config.get("architectures")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{CONFIG}: model_type: expected a text, found {shown(kind)}")
+    if kind in REFUSED:
+        raise CheckpointError(f"{CONFIG}: model_type {kind!r} cannot be had: {REFUSED[kind]}")
+    if kind not in FAMILIES:
+        known = f"known: {', '.join(FAMILIES)}{did_you_mean(kind, FAMILIES)}"
+        raise CheckpointError(f"{CONFIG}: model_type {kind!r} is not known; {known}")
+    family = FAMILIES[kind]
+    if classes and classes != [family.architecture]:
+        raise CheckpointError(
+            f"{CONFIG}: architectures: expected {family.architecture} for {kind}, found "
+            f"{shown(classes)}"
+        )
+    return family
+
+
+def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the model that a config.json describes: only those that it decides.
+
+    Raises:
+        CheckpointError: with all that is wrong in it or that cannot be had.
+    """
+    return family_of(config).arguments(config)
+
+
+def config_of(values: Values, kind: str | None = None) -> dict[str, Any]:
+    """The config.json of a model with these arguments: of family ``kind``, else of the first that
+    can say all of them.
+
+    Raises:
+        CheckpointError: none can; what keeps the nearest family from it.
+    """
+    ours = effective(values)
+    nearest: tuple[int, str, list[str]] | None = None
+    for family in [FAMILIES[kind]] if kind else FAMILIES.values():
+        config = {"architectures": [family.architecture], "model_type": family.model_type}
+        config |= family.config(ours)
+        far = 0
+        try:
+            left = list(_differing(effective(family.arguments(config)), ours))
+        except CheckpointError as error:
+            left, far = error.message.splitlines()[1:], len(FUNCTION)
+        if not left:
+            return config
+        if nearest is None or far + len(left) < nearest[0]:
+            nearest = far + len(left), family.architecture, left
+    assert nearest is not None
+    listed = "\n  ".join(nearest[2])
+    raise CheckpointError(
+        f"no family of Hugging Face that is known here is this model; nearest is {nearest[1]}, but "
+        f"for:\n  {listed}"
+    )
+
+
+def _differing(theirs: Values, ours: Values) -> Iterator[str]:
+    for name in FUNCTION:
+        if theirs[name] != ours[name]:
+            yield f"{name}: it has {shown(theirs[name])}, the model {shown(ours[name])}"
+
+
+def disagreements(config: Mapping[str, Any], values: Values) -> list[tuple[str, str]]:
+    """Arguments that make another model than a config.json: their names and messages.
+
+    Raises:
+        CheckpointError: as :func:`arguments_of`.
+    """
+    theirs = arguments_of(config)
+    wanted, ours = effective(theirs), effective(values)
+    if theirs["position_embedding_type"] == "rope":
+        wanted["max_position_embeddings"] = ours["max_position_embeddings"]
+    elif ours["max_position_embeddings"] is None:
+        ours["max_position_embeddings"] = values["seq_length"]
+    window = wanted["window_size"]
+    if window is not None and ours["window_size"] is None and values["seq_length"] <= window[0] + 1:
+        ours["window_size"] = window  # no token of a sequence is outside it
+    found = [
+        (name, f"{shown(ours[name])} here, {CONFIG} has {shown(wanted[name])}")
+        for name in FUNCTION
+        if name not in _FREE and wanted[name] != ours[name]
+    ]
+    size, least = values["vocab_size"], theirs["vocab_size"]
+    if size is not None and size < least:
+        found.append(("vocab_size", f"{size} here, {CONFIG} has {least}: rows would be lost"))
+    return found
+
+
+def unlike(theirs: Values, values: Values) -> list[str]:
+    """What keeps arguments from being the model of others, written out, whose config.json is not
+    known."""
+    ours = effective(values)
+    free = {"vocab_size", "bias_activation_fusion"}
+    if theirs["position_embedding_type"] == "rope":
+        free.add("max_position_embeddings")
+    elif ours["max_position_embeddings"] is None:
+        ours["max_position_embeddings"] = values["seq_length"]
+    pairs = ((name, theirs[name], ours[name]) for name in FUNCTION if name not in free)
+    return [f"{name}: {shown(b)} here, it has {shown(a)}" for name, a, b in pairs if a != b]
+
+
+def missing(values: Values, given: Values, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that a config.json says, that are not ``given`` and that have another value so far.
+
+    The vocabulary is not padded: rows of zeros would count in the softmax.
+
+    Raises:
+        CheckpointError: as :func:`arguments_of`.
+    """
+    theirs = {**arguments_of(config), "make_vocab_size_divisible_by": 1}
+    length = values["seq_length"]
+    if theirs["position_embedding_type"] == "rope" and length:
+        theirs["max_position_embeddings"] = max(theirs["max_position_embeddings"], length)
+    if window := theirs.get("window_size"):
+        if length and length <= window[0] + 1:
+            del theirs["window_size"]
+        else:
+            theirs["attention_backend"] = "local"
+    if "ffn_hidden_size" not in given and ("multiple_of" in given):
+        del theirs["ffn_hidden_size"]  # which it is then computed from, and compared
+    return {
+        name: value
+        for name, value in theirs.items()
+        if name not in given and value != arguments()[name].default
+    }
+
+
+def is_model(directory: Path) -> bool:
+    """Whether a directory is one of a model of Hugging Face."""
+    return (directory / CONFIG).is_file()
+
+
+def config_in(directory: Path) -> dict[str, Any] | None:
+    """The config.json of a model's directory; None where it is no such directory.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return read_config(directory) if is_model(directory) else None

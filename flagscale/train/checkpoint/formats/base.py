@@ -1,0 +1,183 @@
+"""What a format of checkpoints is, and those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from flagscale.errors import CheckpointError
+from flagscale.registry import Registry
+from flagscale.train.checkpoint.formats.tables import Entry, entries
+from flagscale.train.checkpoint.formats.tensors import (
+    Cast,
+    Shape,
+    Stored,
+    pieces,
+    rows,
+    size_of,
+)
+
+Report = Callable[[int], None]
+"""Called with bytes that are done."""
+Inspect = Callable[["Model"], None]
+"""Called with what was written, before it gets the name under which it is found."""
+_PIECE = 64 << 20
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's weights and what it is, wherever it lies.
+
+    ``kind`` is its family (``model_type``), ``values`` the arguments that decide which function it
+    is, written out, ``tensors`` its weights by the names of :mod:`.tables`, without padding.
+    ``config`` is the config.json it came with, and ``files`` what else belongs to it, a tokenizer's
+    above all.
+    """
+
+    path: Path
+    kind: str
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    config: Mapping[str, Any] | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(map(size_of, self.tensors.values()))
+
+    def entries(self) -> Iterator[Entry]:
+        """Its tensors, and what they are made of in Hugging Face's."""
+        return entries(self.kind, self.values)
+
+    def cast(self, dtype: torch.dtype) -> Model:
+        """The same in another precision."""
+        tensors = {name: Cast(tensor, dtype) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
+
+@runtime_checkable
+class CheckpointFormat(Protocol):
+    """How a program keeps a model on disk."""
+
+    name: str
+
+    def recognises(self, path: Path) -> bool:
+        """Whether a directory holds a model in this format."""
+
+    def read(self, path: Path) -> Model:
+        """The model in a directory; its tensors are read when they are asked for.
+
+        Raises:
+            CheckpointError: what is wrong with it, or cannot be had.
+        """
+
+    def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
+        """Write a model to a directory that does not exist yet, or is empty; where it is then. What
+        is cut short, or what ``inspect`` raises for, leaves nothing there that looks whole.
+
+        Raises:
+            CheckpointError: the model cannot be said in this format.
+        """
+
+
+FORMATS = Registry(
+    "flagscale.checkpoint_formats",
+    "checkpoint format",
+    {
+        "huggingface": "flagscale.train.checkpoint.formats.huggingface:HuggingFace",
+        # Before the next, whose directories have the same names.
+        "torch": "flagscale.train.checkpoint.formats.megatron:MegatronTorch",
+        "torch_dist": "flagscale.train.checkpoint.formats.distributed:Distributed",
+    },
+)
+"""By the names that ``flagscale convert --to`` takes."""
+
+
+def format_of(path: Path) -> CheckpointFormat:
+    """The format of what lies in a directory.
+
+    Raises:
+        CheckpointError: it is in none that is known.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory")
+    for name in FORMATS.names():
+        made: CheckpointFormat = FORMATS.made(name, CheckpointFormat)
+        if made.recognises(path):
+            return made
+    known = ", ".join(FORMATS.names())
+    raise CheckpointError(
+        f"{path} holds no model in a known format ({known})",
+        hint="a directory of Hugging Face has config.json and *.safetensors; one of checkpoints "
+        "iter_… directories",
+    )
+
+
+def fitting(
+    path: Path, name: str, parts: Mapping[str, Stored], shapes: Mapping[str, Shape]
+) -> Iterator[str]:
+    """What keeps parts from making one tensor: shapes, precisions."""
+    for part, shape in shapes.items():
+        if parts[part].shape != shape:
+            yield f"{part}: expected shape {list(shape)}, found {list(parts[part].shape)}"
+    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in parts.values()}
+    if len(kinds) > 1:
+        yield f"{', '.join(parts)}: one precision expected, found {' and '.join(sorted(kinds))}"
+    for part, tensor in parts.items():
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            yield f"{part}: expected weights of 16 bits or more, found {kind}"
+
+
+def refuse(path: Path, what: str, items: list[str]) -> None:
+    """
+    Raises:
+        CheckpointError: with the items, if there are any.
+    """
+    if items:
+        more = len(items) - _MOST_NAMED
+        named = items[:_MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
+        listed = "\n  ".join(named)
+        raise CheckpointError(f"{path} {what}:\n  {listed}")
+
+
+def without_padding(name: str, tensor: Stored, values: Mapping[str, Any]) -> Stored:
+    """An embedding or an output layer cut to the vocabulary."""
+    if name not in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        return tensor
+    size = values["vocab_size"]
+    return rows(tensor, 0, size) if tensor.shape[0] > size else tensor
+
+
+def differs(tensor: Stored, other: Stored, report: Report) -> str | None:
+    """What keeps two tensors from being the same, finite numbers, bit by bit; None if nothing."""
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return f"{other.dtype} {list(other.shape)}, expected {tensor.dtype} {list(tensor.shape)}"
+    for region in pieces(tensor, _PIECE):
+        one, two = (side.read(region).contiguous() for side in (tensor, other))
+        if not are_finite(one):
+            return "it holds infinities, or what is no number"
+        if not _same_bits(one, two):
+            return "it is not what it was made of"
+        report(one.nbytes)
+    return None
+
+
+def are_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither infinities nor what is no number."""
+    # The extremes are what any such number makes of them, and take a fraction of the time.
+    return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one shape hold the same bits."""
+    # Words of 8 bytes are compared several times as fast, where memory is aligned for them.
+    wide = all(side.nbytes % 8 == 0 and side.data_ptr() % 8 == 0 for side in (one, two))
+    kind = torch.int64 if wide else torch.uint8
+    return torch.equal(one.reshape(-1).view(kind), two.reshape(-1).view(kind))

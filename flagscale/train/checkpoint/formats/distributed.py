@@ -1,0 +1,269 @@
+"""Our own checkpoints, read and written by one process, whatever layout they are of or for.
+
+Training writes them through megatron.core, on all ranks. A converted one has the same files, and
+is loaded as any other: its tensors lie in chunks of rows, and any layout takes its parts of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from flagscale.checkpoints import NAME, Checkpoints, check_whole
+from flagscale.config.arguments.huggingface.models import config_of, effective
+from flagscale.config.arguments.huggingface.reading import CONFIG, read_config
+from flagscale.config.arguments.resuming import architecture
+from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.describing import BACKEND, METADATA_KEY, sharding_metadata
+from flagscale.train.checkpoint.formats.base import (
+    Inspect,
+    Model,
+    Report,
+    refuse,
+    without_padding,
+)
+from flagscale.train.checkpoint.formats.companions import beside, write_companions
+from flagscale.train.checkpoint.formats.metadata import METADATA, tensors_of
+from flagscale.train.checkpoint.formats.tensors import Region, Stored, pieces
+from flagscale.train.checkpoint.store import CheckpointStore
+from flagscale.train.state import Progress
+
+BESIDE = "huggingface"
+"""Directory, in a checkpoint, of the config.json and the tokenizer that it was converted with."""
+_ITERATION = 0
+_CHUNK = 64 << 20
+_FILE = 4 << 30
+_ALIGNED = 64
+
+
+class Distributed:
+    """Checkpoints of this project."""
+
+    name = "torch_dist"
+
+    def recognises(self, path: Path) -> bool:
+        return (path / METADATA).is_file() or bool(Checkpoints(path).iterations())
+
+    def read(self, path: Path) -> Model:
+        path, said = _newest(path)
+        given = said.get("model")
+        if given is None:
+            raise CheckpointError(
+                f"{path} does not say which model it is of: it was saved by an older version, or "
+                "by another program",
+                hint="load it once in training (finetune: true) and save it again",
+            )
+        stored: dict[str, Stored] = dict(tensors_of(path))
+        given = {**given, "vocab_size": _vocabulary(given, stored)}
+        values = effective(given)
+        kept = path / BESIDE
+        config = read_config(kept) if (kept / CONFIG).is_file() else None
+        made = config_of(values, None if config is None else config["model_type"])
+        model = Model(path, made["model_type"], values, {}, config, tuple(_files(kept)))
+        names = [entry.name for entry in model.entries()]
+        refuse(path, "lacks tensors", [name for name in names if name not in stored])
+        tensors = {name: without_padding(name, stored[name], values) for name in names}
+        return Model(path, model.kind, values, tensors, config, model.files)
+
+    def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
+        store = CheckpointStore(path)
+        if store.iterations():
+            raise CheckpointError(f"{path} holds checkpoints already")
+        partial = store.begin(_ITERATION)
+        try:
+            _Writer(partial, report).write(model)
+            inspect(replace(model, path=partial, tensors=dict(tensors_of(partial))))
+            _write_common(partial)
+            if model.config is not None:
+                (partial / BESIDE).mkdir()
+                write_companions(partial / BESIDE, model.config, model.tensors, model.files)
+            return store.publish(_ITERATION, describe(model))
+        except BaseException:
+            store.abandon(_ITERATION)
+            raise
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """The manifest's words on a converted checkpoint."""
+    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in model.tensors.values()}
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(next(iter(kinds)), "fp32")
+    size = model.values["vocab_size"]
+    return {
+        "architecture": architecture(_told(model.values)),
+        "model": dict(model.values),
+        "precision": precision,
+        "has_optimizer": False,
+        "has_rng": False,
+        "vocabulary": [size, size],
+        "converted_from": str(model.path),
+    }
+
+
+def _told(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without those that a run may well give otherwise."""
+    unread = {"gated_linear_unit": None}  # swiglu says it
+    if values["num_moe_experts"] and all(values["moe_layer_freq"]):
+        unread["ffn_hidden_size"] = None
+    return {**values, **unread}
+
+
+def _newest(path: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The checkpoint in a directory of checkpoints, or that the directory is, and its manifest."""
+    if (path / METADATA).is_file():
+        return path, check_whole(path, foreign=False)
+    found = Checkpoints(path).find(foreign=False)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint, expected one called {NAME}")
+    return found.path, found.content
+
+
+def _vocabulary(given: Mapping[str, Any], stored: Mapping[str, Stored]) -> int:
+    """Tokens of the model: as it was told, or else all the rows there are."""
+    embedding = stored.get("embedding.word_embeddings.weight")
+    rows = 0 if embedding is None else embedding.shape[0]
+    told = given.get("vocab_size")
+    return min(told, rows) if told else rows
+
+
+def _files(kept: Path) -> Iterator[Path]:
+    if kept.is_dir():
+        yield from beside(kept)
+
+
+def _write_common(partial: Path) -> None:
+    """What a checkpoint has beside tensors: where training would go on, which is at its start."""
+    common = {"progress": Progress().state_dict(), METADATA_KEY: sharding_metadata()}
+    torch.save(common, partial / "common.pt")
+    (partial / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
+
+
+class _Writer:
+    """Writes tensors into files, one after the other, and what describes them."""
+
+    def __init__(self, directory: Path, report: Report) -> None:
+        self._directory = directory
+        self._report = report
+        self._described: dict[str, Any] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._files = 0
+        self._file: BinaryIO | None = None
+
+    def write(self, model: Model) -> None:
+        with _without_checksums():
+            nothing = self._save(_nothing())
+            for name, tensor in model.tensors.items():
+                self._tensor(name, tensor)
+                for place in _empty_states(name, tensor):
+                    self._described[place] = BytesStorageMetadata()
+                    self._places[MetadataIndex(place)] = nothing
+        self._close()
+        with (self._directory / METADATA).open("wb") as file:
+            pickle.dump(Metadata(self._described, storage_data=self._places), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _tensor(self, name: str, tensor: Stored) -> None:
+        chunks = []
+        for region in _chunks(tensor):
+            part = _own(tensor.read(region))
+            offsets = torch.Size(begin for begin, _ in region)
+            chunks.append(ChunkStorageMetadata(offsets, part.shape))
+            self._places[MetadataIndex(name, offsets)] = self._save(part)
+            self._report(part.nbytes)
+        properties = TensorProperties(dtype=tensor.dtype)
+        self._described[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+
+    def _save(self, item: Any) -> _StorageInfo:
+        """Append something to the current file."""
+        if self._file is None or self._file.tell() >= _FILE:
+            self._close()
+            path = self._directory / f"__{self._files}_0.distcp"
+            self._file = path.open("wb")
+            self._files += 1
+        file = self._file
+        file.write(b"\0" * (-file.tell() % _ALIGNED))
+        begin = file.tell()
+        if isinstance(item, bytes):
+            file.write(item)
+        else:
+            self._save_tensor(item, file)
+        return _StorageInfo(Path(file.name).name, begin, file.tell() - begin)
+
+    def _save_tensor(self, tensor: torch.Tensor, file: BinaryIO) -> None:
+        try:
+            torch.save(tensor, file)
+        except RuntimeError as error:
+            # torch's writer answers a failed write with an error of its own.
+            cause = error.__cause__ or error.__context__
+            raise cause if isinstance(cause, OSError) else error from None
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory of its own: saving a view would save all of the file that it is of."""
+    if part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes:
+        return part
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _chunks(tensor: Stored) -> Iterator[Region]:
+    """Regions that are written one by one: of experts, each by itself."""
+    if len(tensor.shape) < 3:
+        yield from pieces(tensor, _CHUNK)
+        return
+    for index in range(tensor.shape[0]):
+        yield ((index, index + 1), *((0, size) for size in tensor.shape[1:]))
+
+
+def _empty_states(name: str, tensor: Stored) -> Iterator[str]:
+    """The names under which a linear layer of megatron.core wants to find that it has no state
+    beside its weights."""
+    module, _, what = name.rpartition(".")
+    if what == "weight" and ".linear_" in module:
+        count = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        for index in range(count):
+            yield f"{module}._extra_state/shard_{index}_{count}"
+
+
+def _nothing() -> bytes:
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """torch.save without the checksum that takes most of its time and that nobody reads: what was
+    written is compared with what was to be."""
+    from torch.serialization import get_crc32_options, set_crc32_options
+
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)

@@ -1,0 +1,178 @@
+"""Directories of Hugging Face: config.json, safetensors, a tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flagscale.config.arguments.huggingface.models import (
+    arguments_of,
+    config_of,
+    effective,
+    family_of,
+)
+from flagscale.config.arguments.huggingface.reading import CONFIG, read_config, read_json
+from flagscale.config.arguments.values import shown
+from flagscale.errors import CheckpointError
+from flagscale.files import write_atomic
+from flagscale.train.checkpoint.formats.base import Inspect, Model, Report, fitting, refuse
+from flagscale.train.checkpoint.formats.companions import PUBLIC, beside, sync, write_companions
+from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
+from flagscale.train.checkpoint.formats.tables import TABLES, entries
+from flagscale.train.checkpoint.formats.tensors import Stored, read, size_of
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_INDEX = 256 << 20
+_SHARD = 4 << 30
+
+
+class HuggingFace:
+    """Models that transformers reads and writes."""
+
+    name = "huggingface"
+
+    def recognises(self, path: Path) -> bool:
+        return (path / CONFIG).is_file()
+
+    def read(self, path: Path) -> Model:
+        config = read_config(path)
+        kind = family_of(config).model_type
+        values = effective(arguments_of(config))
+        theirs = _tensors(path)
+        tensors = _ours(path, kind, values, theirs)
+        return Model(path, kind, values, tensors, config, tuple(beside(path)))
+
+    def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
+        config = model.config
+        if config is None:
+            config = config_of(model.values, model.kind)
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        theirs = dict(_theirs(model))
+        try:
+            _write_weights(partial, theirs, report)
+            write_companions(partial, config, theirs, model.files)
+            inspect(self.read(partial))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        for item in (*partial.iterdir(), partial):
+            sync(item)
+        if path.is_dir():
+            path.rmdir()  # empty, or this fails
+        partial.rename(path)
+        sync(path.parent)
+        return path
+
+
+def _tensors(path: Path) -> dict[str, Stored]:
+    """Every tensor of the directory's files, by name."""
+    places = _index(path)
+    found: dict[str, Stored] = {}
+    twice: list[str] = []
+    for name in sorted(set(places.values())) or [WEIGHTS]:
+        if not (path / name).is_file():
+            hint = None
+            if any(path.glob("*.bin")):
+                hint = "it has pickles (*.bin): let transformers save it again as safetensors"
+            raise CheckpointError(f"{path / name} is missing", hint=hint)
+        for tensor, stored in SafetensorsFile(path / name).tensors.items():
+            if tensor in found:
+                twice.append(tensor)
+            found[tensor] = stored
+    refuse(path, "has tensors in several files", twice)
+    lost = [f"{name} (in {places[name]})" for name in places if name not in found]
+    refuse(path, f"lacks tensors that {INDEX} names", lost)
+    return found
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Which file has which tensor, of a model in several; empty for one file."""
+    if not (path / INDEX).exists():
+        return {}
+    places = read_json(path / INDEX, _MOST_INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{path / INDEX}: weight_map: expected files by tensor")
+    for tensor, name in places.items():
+        plain = isinstance(name, str) and re.fullmatch(r"[\w][\w.-]*\.safetensors", name)
+        if not plain:
+            raise CheckpointError(
+                f"{path / INDEX}: {shown(tensor)}: expected the name of a .safetensors file beside "
+                f"it, found {shown(name)}"
+            )
+    return places
+
+
+def _ours(
+    path: Path, kind: str, values: Mapping[str, Any], theirs: dict[str, Stored]
+) -> dict[str, Stored]:
+    """The tensors by our names, all checked."""
+    table = TABLES[kind]
+    if table.prefix and not any(name.startswith(table.prefix) for name in theirs):
+        theirs = {_prefixed(name, table.prefix): tensor for name, tensor in theirs.items()}
+    left, lost, wrong = set(theirs), list[str](), list[str]()
+    found: dict[str, Stored] = {}
+    for entry in entries(kind, values):
+        shapes = dict(entry.theirs)
+        lost += [name for name in shapes if name not in theirs]
+        left -= shapes.keys()
+        if shapes.keys() <= theirs.keys():
+            parts = {name: theirs[name] for name in shapes}
+            problems = list(fitting(path, entry.name, parts, shapes))
+            wrong += problems
+            if not problems:
+                found[entry.name] = entry.rule.join(list(parts.values()), entry.sizes)
+    refuse(path, "lacks tensors", lost)
+    refuse(path, "has tensors that do not fit its config.json", wrong)
+    left = {name for name in left if not re.fullmatch(table.ignored, name)}
+    if "lm_head.weight" in left and _same(theirs["lm_head.weight"], found):
+        left.remove("lm_head.weight")  # tied, and written all the same
+    refuse(path, f"has tensors that no {kind} model has", sorted(left))
+    return found
+
+
+def _prefixed(name: str, prefix: str) -> str:
+    return name if name.startswith("lm_head.") else prefix + name
+
+
+def _same(head: Stored, found: Mapping[str, Stored]) -> bool:
+    embedding = found["embedding.word_embeddings.weight"]
+    return head.shape == embedding.shape and torch.equal(read(head), read(embedding))
+
+
+def _theirs(model: Model) -> Iterator[tuple[str, Stored]]:
+    """A model's tensors by Hugging Face's names."""
+    for entry in model.entries():
+        parts = entry.rule.split(model.tensors[entry.name], entry.sizes)
+        for (name, shape), part in zip(entry.theirs, parts, strict=True):
+            if part.shape != shape:
+                raise CheckpointError(
+                    f"{model.path}: {entry.name}: it makes {name} of shape {list(part.shape)}, "
+                    f"expected {list(shape)}"
+                )
+            yield name, part
+
+
+def _write_weights(partial: Path, theirs: Mapping[str, Stored], report: Report) -> None:
+    """The weights' files, and which has which tensor where they are several."""
+    parts = shards(theirs, _SHARD)
+    names = [WEIGHTS]
+    if len(parts) > 1:
+        last = len(parts)
+        names = [f"model-{i:05d}-of-{last:05d}.safetensors" for i in range(1, last + 1)]
+    for name, tensors in zip(names, parts, strict=True):
+        write_file(partial / name, tensors, report)
+    if len(parts) > 1:
+        places = {
+            tensor: name for name, tensors in zip(names, parts, strict=True) for tensor in tensors
+        }
+        index = {"metadata": {"total_size": sum(map(size_of, theirs.values()))}}
+        text = json.dumps({**index, "weight_map": dict(sorted(places.items()))}, indent=2)
+        write_atomic(partial / INDEX, text + "\n", PUBLIC)

@@ -1,0 +1,92 @@
+"""Tiny random models of Hugging Face, made by transformers, with their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TOKENS = [[3, 17, 129, 5, 64, 0, 88, 21, 101, 7, 55, 42, 13, 99, 120, 2]]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_COMMON: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 130,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_QWEN_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model of transformers: its configuration's class and what that is given."""
+
+    kind: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Any:
+        import transformers
+
+        given = {"rms_norm_eps": 1e-6, **_COMMON, **self.more}
+        if self.kind == "GPT2":
+            names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 130}
+            given = {**names, "initializer_range": 0.3, **self.more}
+        return getattr(transformers, f"{self.kind}Config")(**given)
+
+
+MODELS = {
+    "llama": Tiny("Llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "llama-tied": Tiny("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama-biases": Tiny("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama-linear": Tiny("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "qwen2": Tiny("Qwen2", {"num_hidden_layers": 4}),
+    "qwen3": Tiny("Qwen3", {"head_dim": 16}),
+    "mistral": Tiny("Mistral", {"sliding_window": 6}),
+    "mixtral": Tiny("Mixtral", {**_EXPERTS, "sliding_window": None}),
+    "qwen3-moe": Tiny("Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": Tiny(
+        "Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}
+    ),
+    "gpt2": Tiny("GPT2"),
+}
+"""By a name for tests. Those with experts have them in layer 1 at least."""
+
+
+def save(name: str, path: Path, *, dtype: str = "float32", shard: str = "5GB") -> Any:
+    """Save the model in a directory; returns its logits ``[1, sequence, vocabulary]`` in fp32."""
+    import torch
+    import transformers
+
+    torch.manual_seed(11)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name].config()).eval()
+    with torch.no_grad():
+        # Biases and norms start as zeros and ones, which hide mistakes.
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard)
+    return logits(path)
+
+
+def logits(path: Path) -> Any:
+    """What transformers makes of the model in a directory."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits

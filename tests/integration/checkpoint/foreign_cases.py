@@ -1,0 +1,54 @@
+"""Cases for checkpoint_worker.py that start from models of Hugging Face."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def start_and_compare(run: Any) -> dict[str, Any]:
+    """Start from ``--pretrained-checkpoint``, or load (with ``load``); say how far the logits are
+    from those in the file ``reference``, if there is one; save (with ``save``)."""
+    import torch
+
+    from flagscale.train.checkpoint.formats.pretrained import start_from
+
+    if run.args.load:
+        run.load()
+    note = start_from(run.args, run.state) if run.args.pretrained_checkpoint else ""
+    apart = None
+    if reference := run.case.get("reference"):
+        wanted = torch.load(reference)
+        found = logits(run, torch.tensor(run.case["tokens"]))
+        if found is not None:
+            apart = float((found[..., : wanted.shape[-1]] - wanted).abs().max())
+    if run.args.save:
+        run.save(required=True)
+    run.checkpointer.close()
+    return {"note": note, "apart": apart, "report": run.report}
+
+
+def logits(run: Any, ids: Any) -> Any:
+    """Logits ``[1, sequence, padded vocabulary]`` on the ranks of the last stage, else None."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    (model,) = run.state.modules()
+    model.eval()
+    before, after = (
+        getattr(parallel_state, f"get_pipeline_model_parallel_{which}_rank")()
+        for which in ("prev", "next")
+    )
+    with torch.no_grad():
+        if not model.pre_process:
+            hidden = torch.empty(ids.shape[1], 1, run.config.hidden_size)
+            dist.recv(hidden, before)
+            model.set_input_tensor(hidden)
+        out = model(ids, torch.arange(ids.shape[1])[None], None)
+        if not model.post_process:
+            dist.send(out.contiguous(), after)
+            return None
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(out) for _ in range(group.size())]
+        dist.all_gather(parts, out.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)

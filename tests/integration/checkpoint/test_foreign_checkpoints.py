@@ -1,0 +1,562 @@
+"""Models of Hugging Face, in and out: transformers is the reference, in every layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron_files
+import pytest
+import torch
+from foreign_models import MODELS, TOKENS, logits, save
+from integration.checkpoint.checkpoint_lab import Lab
+from safetensors.torch import load_file, save_file
+
+from flagscale import registry
+from flagscale.config.arguments.flatten import flatten
+from flagscale.config.arguments.huggingface.models import missing
+from flagscale.config.arguments.huggingface.reading import read_config
+from flagscale.config.arguments.registry import arguments
+from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.formats import convert
+from flagscale.train.checkpoint.formats.base import format_of
+from flagscale.train.checkpoint.formats.tensors import read
+
+pytestmark = [pytest.mark.torch, pytest.mark.integration]
+
+PROJECT = Path(__file__).parents[3]
+CLOSE = 1e-5
+RUN = (
+    "--seq-length 32 --lr 1e-3 --train-iters 1 --mock-data --device cpu --eval-iters 0 "
+    "--num-workers 0 --hidden-dropout 0 --attention-dropout 0 --no-save-optim --no-save-rng"
+)
+EP2, TP2 = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2"
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, TP2),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "ep2": (2, EP2),
+}
+EXPERTS = [name for name in MODELS if "moe" in name or name == "mixtral"]
+UNLIKE = {
+    "qwen2-vpp": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--global-batch-size 2",
+    ),
+    # The embedding lies at both ends, cut in unlike parts.
+    "llama-tied-meshes": (
+        3,
+        "--enable-hetero --hetero-process-meshes 2 1 1 1 1  1 1 1 1 1 "
+        "--hetero-pipeline-layer-split 1 1",
+    ),
+}
+"""Layouts, by model and layout, of which only what they load and save is looked at."""
+VARIANTS = {
+    "llama-tied": ["one", "pp2"],
+    "llama-biases": ["one", "tp2"],
+    "llama-linear": ["one"],
+    "qwen3-moe-mixed": ["one", "pp2"],
+}
+"""Of a family that is tried in every layout: those in which a variant could differ."""
+CASES = [
+    (name, layout)
+    for name in MODELS
+    for layout in VARIANTS.get(name, LAYOUTS)
+    if layout != "ep2" or name in EXPERTS
+]
+LOADED = [("llama", "tp2"), ("mixtral", "ep2"), *((name, "one") for name in MODELS)]
+"""Cases that also load what was converted: its files are the same for every layout."""
+
+
+def argv(name: str, path: Path, layout: str) -> list[str]:
+    """A run's command line, with what the launcher would take from config.json."""
+    given = {"seq_length": 32}
+    values = {a.name: a.default for a in arguments().values()} | given
+    own = missing(values, given, read_config(path))
+    more = "--sequence-parallel" if layout == "tp2" and name in EXPERTS else ""
+    return [*f"{RUN} {LAYOUTS[layout][1]} {more}".split(), *flatten({"model": own})]
+
+
+class Made:
+    """Models, what ranks found of them, and what they saved."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.reference: dict[str, Any] = {}
+        for name in MODELS:
+            self.reference[name] = save(name, root / name)
+            torch.save(self.reference[name], root / f"{name}.pt")
+            assert convert.main([str(root / name), str(self.ours(name))]) == 0
+        self.as_megatron("qwen3", root / "qwen3-megatron", (2, 1, 1), engine=True)
+        self.found = self._run()
+
+    def ours(self, name: str) -> Path:
+        """Its checkpoints of ours, converted."""
+        return self.root / f"{name}-ours"
+
+    def saved(self, name: str, layout: str) -> Path:
+        """Its checkpoints of ours, as ranks of a layout saved them."""
+        return self.root / "saved" / f"{name}-{layout}"
+
+    def as_megatron(
+        self,
+        name: str,
+        path: Path,
+        sizes: tuple[int, int, int],
+        *,
+        engine: bool,
+        chunks: int = 1,
+    ) -> Path:
+        """Write a model as Megatron-LM does; the file that unpickling must not make."""
+        model = format_of(self.ours(name)).read(self.ours(name))
+        whole = {key: read(tensor) for key, tensor in model.tensors.items()}
+        for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            if key in whole:  # rows of padding
+                whole[key] = torch.cat([whole[key], torch.zeros(2, whole[key].shape[1])])
+        mark = path.with_name(f"{path.name}-mark")
+        megatron_files.write(
+            path, whole, model.values, sizes=sizes, engine=engine, mark=mark, chunks=chunks
+        )
+        return mark
+
+    def _run(self) -> dict[str, Any]:
+        lab = Lab(self.root)
+        for world in (1, 2, 3):
+            cases = [
+                {"id": one, "do": "start_and_compare", "argv": self._unlike(one, flags)}
+                for one, (ranks, flags) in UNLIKE.items()
+                if ranks == world
+            ]
+            for name, layout in CASES:
+                if LAYOUTS[layout][0] != world:
+                    continue
+                words = argv(name, self.root / name, layout)
+                start = ["--pretrained-checkpoint", str(self.root / name)]
+                start += ["--save", str(self.saved(name, layout))]
+                load = ["--load", str(self.ours(name)), "--finetune"]
+                if (name, layout) == ("llama", "tp2"):
+                    load = ["--pretrained-checkpoint", str(self.ours(name))]
+                # Made-up tokens are one more than the model has; a checkpoint's may not be fewer.
+                load += ["--make-vocab-size-divisible-by", "4"]
+                cases.append(self._case(f"{name}-{layout}", name, [*words, *start]))
+                if (name, layout) == ("qwen3", "pp2"):
+                    start = ["--pretrained-checkpoint", str(self.root / "qwen3-megatron")]
+                    cases.append(self._case("qwen3-pp2-megatron", name, [*words, *start]))
+                if (name, layout) in LOADED:
+                    cases.append(self._case(f"{name}-{layout}-loaded", name, [*words, *load]))
+            lab.stage(world, *cases)
+        return lab.run()
+
+    def _unlike(self, one: str, flags: str) -> list[str]:
+        name, _, layout = one.rpartition("-")
+        words = argv(name, self.root / name, "one") + flags.split()
+        words += ["--pretrained-checkpoint", str(self.root / name)]
+        return [*words, "--save", str(self.saved(name, layout))]
+
+    def _case(self, name: str, model: str, words: list[str]) -> dict[str, Any]:
+        reference = str(self.root / f"{model}.pt")
+        made = {"id": name, "do": "start_and_compare", "argv": words}
+        return {**made, "reference": reference, "tokens": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("foreign"))
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found.update(load_file(file))
+    return found
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    left, right = weights(one), weights(other)
+    assert left.keys() == right.keys()
+    differing = [n for n in left if left[n].dtype != right[n].dtype or not left[n].equal(right[n])]
+    assert differing == []
+
+
+def _apart(found: dict[str, Any]) -> float:
+    apart = [rank["apart"] for rank in found["ranks"] if rank.get("apart") is not None]
+    assert apart, found
+    return max(apart)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_run_starts_from_a_model_in_any_layout(made: Made, name: str, layout: str) -> None:
+    assert _apart(made.found[f"{name}-{layout}"]) <= CLOSE
+
+
+@pytest.mark.parametrize(("name", "layout"), LOADED)
+def test_what_was_converted_is_loaded_as_any_checkpoint(made: Made, name: str, layout: str) -> None:
+    assert _apart(made.found[f"{name}-{layout}-loaded"]) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*CASES, *((one.rpartition("-")[::2]) for one in UNLIKE)]
+)
+def test_what_a_layout_saves_goes_back_bit_by_bit(
+    made: Made, tmp_path: Path, name: str, layout: str
+) -> None:
+    out = tmp_path / "out"
+    assert (
+        convert.main([str(made.saved(name, layout)), str(out), "--like", str(made.root / name)])
+        == 0
+    )
+    assert_same_weights(made.root / name, out)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_what_training_saved(made: Made, tmp_path: Path, name: str) -> None:
+    """With a config.json that is written from the run's arguments alone."""
+    out = tmp_path / "out"
+    assert convert.main([str(made.saved(name, "one")), str(out)]) == 0
+    assert float((logits(out) - made.reference[name]).abs().max()) <= CLOSE
+
+
+def test_there_and_back_everything_is_as_it_was(tmp_path: Path) -> None:
+    """Of 16 bits, in several files, with a tokenizer; code is left behind."""
+    there, ours, back = tmp_path / "there", tmp_path / "ours", tmp_path / "back"
+    save("qwen3-moe-mixed", there, dtype="bfloat16", shard="40KB")
+    assert len(list(there.glob("*.safetensors"))) > 1
+    (there / "tokenizer.json").write_text('{"a": "ü"}')
+    (there / "modeling_own.py").write_text("raise SystemExit")
+    assert convert.main([str(there), str(ours)]) == 0
+    assert convert.main([str(ours), str(back)]) == 0
+    assert_same_weights(there, back)
+    assert {tensor.dtype for tensor in weights(back).values()} == {torch.bfloat16}
+    assert json.loads((back / "config.json").read_text()) == read_config(there)
+    assert (back / "tokenizer.json").read_bytes() == (there / "tokenizer.json").read_bytes()
+    assert not (back / "modeling_own.py").exists()
+
+
+def test_the_command_compares_logits(made: Made, tmp_path: Path) -> None:
+    words = ["convert", str(made.ours("llama")), str(tmp_path / "out"), "--check", "5,9,2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flagscale.cli", *words],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "logits on 3 tokens: at most" in done.stdout
+
+
+def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
+    """By the training program, in 16 bits, where the optimizer has copies of its own: with a
+    learning rate of nothing what comes out is what went in."""
+    there, out = tmp_path / "there", tmp_path / "out"
+    save("mixtral", there, dtype="bfloat16")
+    (there / "tokenizer.json").write_text("{}")
+    words = argv("mixtral", there, "ep2")
+    words += f"--pretrained-checkpoint {there} --save {tmp_path / 'saved'}".split()
+    words += f"--export-huggingface {out} --bf16 --use-distributed-optimizer --lr 0".split()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, "flagscale/train/train_gpt.py", *words],
+        env={**os.environ, "PYTHONPATH": f"{PROJECT}:{PROJECT / 'third_party' / 'Megatron-LM'}"},
+        capture_output=True,
+        text=True,
+        cwd=PROJECT,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"weights from {there}" in done.stdout
+    assert f"exported to {out / 'iter_0000001'}" in done.stdout
+    assert_same_weights(there, out / "iter_0000001")
+    assert read_config(out / "iter_0000001") == read_config(there)
+    assert (out / "iter_0000001" / "tokenizer.json").is_file()
+
+
+MEGATRON = [
+    pytest.param("llama", (2, 2, 1), True, id="llama-tp2-pp2"),
+    pytest.param("qwen2", (1, 2, 1), True, id="qwen2-pp2-vpp2"),
+    pytest.param("gpt2", (2, 1, 1), False, id="gpt2-tp2"),
+    pytest.param("qwen3-moe-mixed", (2, 1, 2), True, id="moe-tp2-ep2"),
+    pytest.param("mixtral", (1, 2, 2), False, id="mixtral-pp2-ep2"),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "engine"), MEGATRON)
+def test_a_checkpoint_of_megatron_in_its_torch_format(
+    made: Made, tmp_path: Path, name: str, sizes: tuple[int, int, int], engine: bool
+) -> None:
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    chunks = 2 if name == "qwen2" else 1
+    mark = made.as_megatron(name, theirs, sizes, engine=engine, chunks=chunks)
+    assert convert.main([str(theirs), str(out), "--to", "huggingface"]) == 0
+    assert_same_weights(made.root / name, out)
+    assert not mark.exists()
+
+
+def test_a_run_starts_from_a_checkpoint_of_megatron(made: Made) -> None:
+    assert _apart(made.found["qwen3-pp2-megatron"]) <= CLOSE
+
+
+def test_a_rank_that_megatron_did_not_write_is_named(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.as_megatron("llama", tmp_path / "in", (2, 1, 1), engine=True)
+    (gone,) = (tmp_path / "in").glob("*/mp_rank_01/*")
+    gone.unlink()
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert f"{gone} is missing" in capsys.readouterr().err
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+def _config(path: Path, **values: Any) -> None:
+    config = {**read_config(path), **values}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def _cut(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def _header(path: Path, text: bytes, data: bytes = b"") -> None:
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def _lost(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.0.self_attn.k_proj.weight"], tensors["lm_head.weight"]
+
+
+def _reshaped(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].reshape(-1, 24)
+
+
+def _index(path: Path, name: str) -> None:
+    places = dict.fromkeys(load_file(path / "model.safetensors"), name)
+    text = json.dumps({"weight_map": places})
+    (path / "model.safetensors.index.json").write_text(text)
+
+
+Change = Callable[[Path], object]
+HOSTILE: dict[str, tuple[Change, list[str]]] = {
+    "cut": (_cut, ["model.safetensors is cut", "of which there are"]),
+    "empty": (lambda p: (p / "model.safetensors").write_bytes(b""), ["is cut"]),
+    "long header": (
+        lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 64),
+        ["is cut, or no safetensors file"],
+    ),
+    "damaged header": (lambda p: _header(p, b"{'a'"), ["the header is damaged"]),
+    "sizes that do not agree": (
+        lambda p: _header(p, b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'),
+        ["a: the header is damaged"],
+    ),
+    "overlapping tensors": (
+        lambda p: _header(
+            p,
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+            b'"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}} ',
+            b"x",
+        ),
+        ["a and b overlap"],
+    ),
+    "missing tensors": (
+        lambda p: _rewrite(p, _lost),
+        ["lacks tensors", "\n  model.layers.0.self_attn.k_proj.weight", "\n  lm_head.weight"],
+    ),
+    "wrong shape": (
+        lambda p: _rewrite(p, _reshaped),
+        ["model.layers.1.mlp.up_proj.weight: expected shape [48, 32], found [64, 24]"],
+    ),
+    "extra tensors": (
+        lambda p: _rewrite(p, lambda t: t.update(extra=torch.ones(2))),
+        ["has tensors that no llama model has", "\n  extra"],
+    ),
+    "unlike precisions": (
+        lambda p: _rewrite(
+            p,
+            lambda t: t.update(
+                {n: x.half() for n, x in t.items() if n == "model.layers.0.mlp.up_proj.weight"}
+            ),
+        ),
+        ["one precision expected, found float16 and float32"],
+    ),
+    "weights of 8 bits": (
+        lambda p: _rewrite(
+            p, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].char()})
+        ),
+        ["model.norm.weight: expected weights of 16 bits or more, found int8"],
+    ),
+    "no numbers": (
+        lambda p: _rewrite(p, lambda t: t["model.norm.weight"].fill_(float("nan"))),
+        ["decoder.final_layernorm.weight: it holds infinities, or what is no number"],
+    ),
+    "path out of the directory": (
+        lambda p: _index(p, "../secret.safetensors"),
+        ["expected the name of a .safetensors file", "../secret.safetensors"],
+    ),
+    "absolute path": (lambda p: _index(p, "/etc/passwd.safetensors"), ["found '/etc/passwd.sa"]),
+    "file that is not there": (lambda p: _index(p, "other.safetensors"), ["other.safetensors is"]),
+    "index without files": (
+        lambda p: (p / "model.safetensors.index.json").write_text("{}"),
+        ["weight_map: expected files"],
+    ),
+    "endless config.json": (
+        lambda p: (p / "config.json").write_text('{"a": "' + "x" * (1 << 21) + '"}'),
+        ["config.json is larger than 1,048,576 bytes"],
+    ),
+    "nested config.json": (
+        lambda p: (p / "config.json").write_text("[" * 100_000),
+        ["config.json holds no JSON"],
+    ),
+    "other sizes": (
+        lambda p: _config(p, num_hidden_layers=3),
+        ["lacks tensors", "model.layers.2.input_layernorm.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_is_damaged_or_hostile_is_refused(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    shutil.copytree(made.root / "llama", source)
+    change, words = HOSTILE[case]
+    change(source)
+    assert convert.main([str(source), str(target)]) == 1
+    told = capsys.readouterr().err
+    assert [word for word in words if word not in told] == [], told
+    assert "Traceback" not in told
+    left = list(target.rglob("*")) if target.exists() else []
+    assert [path for path in left if path.is_file()] == []
+
+
+class Evil:
+    """Runs code where it is unpickled without care."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.mark),)
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+
+def test_a_checkpoint_from_elsewhere_runs_no_code(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pickle
+
+    shutil.copytree(made.ours("llama") / "iter_0000000", tmp_path / "in")
+    (tmp_path / "in" / "manifest.json").unlink()
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "mark")))
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "mark").exists()
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_another_model_is_not_dressed_as_this_one(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    like = ["--like", str(made.root / "llama-linear")]
+    assert convert.main([str(made.ours("llama")), str(tmp_path / "out"), *like]) == 1
+    told = capsys.readouterr().err
+    assert "llama-linear is another model" in told
+    assert "rotary_base: 500000 here, config.json has 10000" in told
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    source = made.root / "llama" if direction == "in" else made.ours("llama")
+    target = tmp_path / "out"
+
+    def die(_report: object, total: int) -> Callable[[int], None]:
+        done = []
+
+        def add(size: int) -> None:
+            done.append(size)
+            if sum(done) > total / 3:
+                os._exit(9)
+
+        return add
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(convert, "_counted", die)
+        convert.main([str(source), str(target)])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert list(tmp_path.rglob("*.partial"))
+    with pytest.raises(CheckpointError):
+        format_of(target)
+    assert convert.main([str(source), str(target)]) == 0
+    format_of(target)
+    assert list(tmp_path.rglob("*.partial")) == []
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+def test_a_full_disk_is_told_and_leaves_nothing(
+    made: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str], direction: str
+) -> None:
+    source = made.root / "llama" if direction == "in" else made.ours("llama")
+    target = tmp_path / "out"
+    if (child := os.fork()) == 0:
+        # A file that may not grow is answered as a full disk is: by the system, in mid-write.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        code = convert.main([str(source), str(target)])
+        sys.stderr.flush()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert f"error: {target}: File too large" in capfd.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_target_in_use_is_left_alone(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert convert.main([str(made.root / "llama"), str(tmp_path / "out")]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_package_brings_a_format(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "package"
+    (package / "plain-1.0.dist-info").mkdir(parents=True)
+    shutil.copy(PROJECT / "tests" / "outside" / "plain_format.py", package)
+    entry = "[flagscale.checkpoint_formats]\nplain = plain_format:Plain\n"
+    (package / "plain-1.0.dist-info" / "entry_points.txt").write_text(entry)
+    metadata = "Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n"
+    (package / "plain-1.0.dist-info" / "METADATA").write_text(metadata)
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    assert convert.main([str(made.ours("qwen3")), there, "--to", "plain"]) == 2
+    assert "no checkpoint format is called 'plain'; known: huggingface" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(package)
+    registry._installed.cache_clear()
+    try:
+        assert convert.main([str(made.ours("qwen3")), there, "--to", "plain"]) == 0
+        assert convert.main([there, back, "--to", "huggingface"]) == 0
+    finally:
+        registry._installed.cache_clear()
+    assert_same_weights(made.root / "qwen3", Path(back))

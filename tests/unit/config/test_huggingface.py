@@ -1,0 +1,394 @@
+"""config.json as arguments, and arguments as config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flagscale.config.arguments.huggingface.families import FAMILIES, REFUSED
+from flagscale.config.arguments.huggingface.models import (
+    FUNCTION,
+    arguments_of,
+    config_of,
+    effective,
+)
+from flagscale.config.arguments.registry import arguments
+from flagscale.config.checks import Arguments, notes
+from flagscale.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from conftest import Workspace
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "rope_theta": 1e6,
+}
+QWEN_EXPERTS = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 48,
+}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "n_ctx": 1024,
+    "layer_norm_epsilon": 1e-05,
+    "activation_function": "gelu_new",
+    "vocab_size": 50257,
+}
+
+SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
+    "Llama 3": (
+        LLAMA,
+        {
+            "num_layers": 32,
+            "ffn_hidden_size": 14336,
+            "num_query_groups": 8,
+            "kv_channels": 128,
+            "rotary_base": 500000,
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "add_bias_linear": False,
+            "untie_embeddings_and_output_weights": True,
+            "vocab_size": 128256,
+        },
+    ),
+    "Llama 3.1": (
+        {**LLAMA, "rope_scaling": LLAMA3},
+        {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
+    ),
+    "Llama 3.1 as v5 writes it": (
+        {**LLAMA, "rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"use_rope_scaling": True, "rotary_base": 500000},
+    ),
+    "Llama 2, without the keys of later ones": (
+        {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "num_key_value_heads")},
+        {"rotary_base": 10000, "num_query_groups": 32},
+    ),
+    "linear scaling": (
+        {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rotary_seq_len_interpolation_factor": 4},
+    ),
+    "Qwen2.5": (
+        {**QWEN2, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28},
+        {"add_qkv_bias": True, "add_bias_linear": False},
+    ),
+    "Qwen3 MoE": (
+        QWEN_EXPERTS,
+        {
+            "qk_layernorm": True,
+            "num_moe_experts": 128,
+            "moe_router_topk": 8,
+            "moe_ffn_hidden_size": 768,
+            "moe_router_pre_softmax": False,
+            "moe_layer_freq": [1] * 32,
+        },
+    ),
+    "Qwen3 MoE, some layers dense": (
+        {**QWEN_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        {"moe_layer_freq": [0, 1, 0, 0]},
+    ),
+    "Qwen3 MoE, probabilities as they are": (
+        {**QWEN_EXPERTS, "norm_topk_prob": False},
+        {"moe_router_pre_softmax": True},
+    ),
+    "Mixtral": (MIXTRAL, {"num_moe_experts": 8, "moe_ffn_hidden_size": 14336}),
+    "Mistral": ({**MISTRAL, "sliding_window": 4096}, {"window_size": [4095, 0]}),
+    "GPT-2": (
+        GPT2,
+        {
+            "ffn_hidden_size": 3072,
+            "openai_gelu": True,
+            "add_bias_linear": True,
+            "position_embedding_type": "learned_absolute",
+            "max_position_embeddings": 1024,
+            "untie_embeddings_and_output_weights": False,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "wanted"), SAID.values(), ids=SAID)
+def test_published_configurations(config: Mapping[str, Any], wanted: dict[str, Any]) -> None:
+    found = arguments_of(config)
+    assert {name: found[name] for name in wanted} == wanted
+
+
+CANNOT: dict[str, tuple[Mapping[str, Any], list[str]]] = {
+    "unknown family": (
+        {**LLAMA, "model_type": "lama"},
+        ["model_type 'lama' is not known", "did you mean 'llama'"],
+    ),
+    "known and impossible": ({"model_type": "gemma2"}, ["cannot be had", "scores and logits"]),
+    "no family": ({}, ["model_type: expected a text, found nothing"]),
+    "another head": (
+        {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+        ["expected LlamaForCausalLM"],
+    ),
+    "yarn": (
+        {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        ["rope_scaling: 'yarn' cannot be had"],
+    ),
+    "other frequencies": (
+        {**LLAMA, "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}},
+        ["megatron.core scales with low_freq_factor 1, high_freq_factor 4"],
+    ),
+    "half a position": (
+        {**LLAMA, "rope_scaling": {"type": "linear", "factor": 1.5}},
+        ["rope_scaling.factor: 1.5 cannot be had"],
+    ),
+    "a base in fractions": ({**LLAMA, "rope_theta": 10000.5}, ["rope_theta: 10000.5 cannot"]),
+    "a bias alone": (
+        {**LLAMA, "attention_bias": True},
+        ["attention_bias: true cannot be had", "biases of all projections"],
+    ),
+    "gelu": ({**LLAMA, "hidden_act": "gelu"}, ["hidden_act: 'gelu' cannot be had"]),
+    "windows in some layers": (
+        {**QWEN2, "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 4},
+        ["only some of the layers"],
+    ),
+    "fewer bits": (
+        {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
+        ["quantization_config", "cannot be had"],
+    ),
+    "everything at once": (
+        {**LLAMA, "num_hidden_layers": "x", "vocab_size": None, "rms_norm_eps": -1},
+        [
+            "num_hidden_layers: expected a whole number from 1, found 'x'",
+            "vocab_size: expected a whole number from 1, it is missing",
+            "rms_norm_eps: expected a number above 0, found -1",
+        ],
+    ),
+    "heads": ({**LLAMA, "num_key_value_heads": 5}, ["it does not divide 32 heads"]),
+    "endless layers": ({**LLAMA, "num_hidden_layers": 10**11}, ["num_hidden_layers: expected"]),
+    "no number that a float holds": ({**LLAMA, "rope_theta": 10**400}, ["rope_theta: 1000"]),
+    "infinity": ({**LLAMA, "rms_norm_eps": float("inf")}, ["rms_norm_eps: expected a number"]),
+    "GPT-2 with scaled scores": (
+        {**GPT2, "scale_attn_by_inverse_layer_idx": True},
+        ["scale_attn_by_inverse_layer_idx: true cannot be had"],
+    ),
+    "GPT-2 with ReLU": ({**GPT2, "activation_function": "relu"}, ["'relu' cannot be had"]),
+}
+
+
+@pytest.mark.parametrize(("config", "words"), CANNOT.values(), ids=CANNOT)
+def test_what_cannot_be_had_says_why(config: Mapping[str, Any], words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as error:
+        arguments_of(config)
+    assert [word for word in words if word not in str(error.value)] == [], str(error.value)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+
+
+@given(
+    config=st.sampled_from(
+        [{**LLAMA, "rope_scaling": LLAMA3}, MIXTRAL, QWEN_EXPERTS, MISTRAL, GPT2]
+    ),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=300)
+def test_whatever_a_config_holds_is_read_or_refused(
+    config: dict[str, Any], data: st.DataObject
+) -> None:
+    changed = dict(config)
+    for _ in range(2):
+        changed[data.draw(st.sampled_from(sorted(config)))] = data.draw(_VALUES)
+    if "rope_scaling" in config and isinstance(changed["rope_scaling"], dict):
+        scaling = dict(changed["rope_scaling"])
+        scaling[data.draw(st.sampled_from(sorted(LLAMA3)))] = data.draw(_VALUES)
+        changed["rope_scaling"] = scaling
+    try:
+        effective(arguments_of(changed))
+    except CheckpointError as error:
+        assert str(error)
+
+
+def test_no_family_is_both_read_and_refused() -> None:
+    assert not FAMILIES.keys() & REFUSED.keys()
+    assert set(FUNCTION) <= set(arguments())
+
+
+_SIZES = {
+    "num_layers": st.integers(1, 6),
+    "hidden_size": st.sampled_from([32, 64]),
+    "ffn_hidden_size": st.integers(8, 99),
+    "num_query_groups": st.sampled_from([1, 2, 4]),
+    "kv_channels": st.sampled_from([8, 20]),
+    "layernorm_epsilon": st.sampled_from([1e-5, 1e-6]),
+    "rotary_base": st.integers(1, 10**8),
+    "vocab_size": st.integers(2, 10**6),
+    "max_position_embeddings": st.integers(1, 10**6),
+    "untie_embeddings_and_output_weights": st.booleans(),
+}
+_ROPE: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+    [
+        {},
+        {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+        {"rotary_seq_len_interpolation_factor": 4},
+    ]
+)
+_KINDS = st.sampled_from(
+    [
+        {},
+        {"add_bias_linear": True},
+        {"add_qkv_bias": True},
+        {"qk_layernorm": True},
+        {"window_size": [7, 0]},
+        {"add_qkv_bias": True, "window_size": [7, 0]},
+        {"num_moe_experts": 4, "moe_router_topk": 2},
+        {"num_moe_experts": 4, "qk_layernorm": True, "moe_ffn_hidden_size": 24},
+        {"num_moe_experts": 4, "qk_layernorm": True, "moe_router_pre_softmax": True},
+    ]
+)
+
+
+@given(sizes=st.fixed_dictionaries(_SIZES), rope=_ROPE, kind=_KINDS)
+@settings(deadline=None)
+def test_what_a_config_says_of_a_model_is_that_model(
+    sizes: dict[str, Any], rope: dict[str, Any], kind: dict[str, Any]
+) -> None:
+    base = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
+    base |= {"position_embedding_type": "rope", "num_attention_heads": 4}
+    values = {**base, **sizes, **rope, **kind}
+    config = json.loads(json.dumps(config_of(values)))
+    assert effective(arguments_of(config)) == effective(values)
+
+
+def test_what_no_family_can_say_is_told() -> None:
+    values = {**arguments_of(LLAMA), "squared_relu": True, "swiglu": False, "qk_l2_norm": True}
+    with pytest.raises(CheckpointError, match="nearest is LlamaForCausalLM") as error:
+        config_of(values)
+    for name in ("squared_relu: it has false, the model true", "qk_l2_norm: it has false"):
+        assert name in str(error.value)
+
+
+# --- what an experiment makes of it ----------------------------------------------------------
+
+FREE = """\
+model:
+  seq_length: 32
+  train_iters: 10
+  optimizer: {lr: 1.0e-3}
+data: {mock_data: true}
+"""
+TINY = {**LLAMA, "hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4}
+START = "+train.system.pretrained_checkpoint=hf"
+
+
+@pytest.fixture
+def model(workspace: Workspace) -> Workspace:
+    workspace.write("conf/train/tiny.yaml", FREE)
+    workspace.write("hf/config.json", json.dumps(TINY))
+    return workspace
+
+
+def test_what_a_yaml_leaves_out_is_the_models(model: Workspace) -> None:
+    experiment = model.load(START)
+    values = Arguments.of(experiment).values()
+    shown = {name: values[name] for name in ("num_layers", "kv_channels", "swiglu", "rotary_base")}
+    assert shown == {"num_layers": 4, "kv_channels": 8, "swiglu": True, "rotary_base": 500000}
+    # Zeros behind the vocabulary would count in the softmax.
+    assert (values["vocab_size"], values["make_vocab_size_divisible_by"]) == (128256, 1)
+    (note,) = [n for n in notes(experiment, 2) if "config.json" in n]
+    assert "num_layers" in note and str(model.root / "hf") in note
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param("num_layers=3", "num_layers: 3 here, config.json has 4", id="size"),
+        pytest.param("encoder_num_layers=3", "encoder_num_layers: 3 here, config.json", id="alias"),
+        pytest.param("rotary_base=10000", "10000 here, config.json has 500000", id="default"),
+        pytest.param("swiglu=false", "swiglu: false here, config.json has true", id="switch"),
+        pytest.param("vocab_size=1000", "1000 here, config.json has 128256", id="vocabulary"),
+    ],
+)
+def test_what_disagrees_is_refused(model: Workspace, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        model.load(START, f"+train.model.{override}")
+    assert message in str(error.value)
+
+
+def test_what_agrees_in_other_words_is_taken(model: Workspace) -> None:
+    model.write("hf/config.json", json.dumps({**TINY, "model_type": "mistral", "sliding_window": 32,
+                                              "architectures": None}))  # fmt: skip
+    experiment = model.load(
+        START, "+train.model.num_query_groups=8", "+train.model.window_size=null"
+    )
+    assert Arguments.of(experiment)["window_size"] is None  # no sequence is longer
+    longer = model.load(START, "train.model.seq_length=64")
+    assert Arguments.of(longer)["window_size"] == [31, 0]
+    assert Arguments.of(longer)["attention_backend"] == "local"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param("pretrained_checkpoint=nowhere", "no directory", id="missing"),
+        pytest.param("pretrained_checkpoint=data", "holds neither config.json", id="no model"),
+        pytest.param("load=hf", "pretrained_checkpoint starts from one", id="load"),
+    ],
+)
+def test_other_directories_are_told_apart(model: Workspace, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        model.load(f"+train.system.{override}", purpose="launch")
+    assert message in str(error.value)
+
+
+def test_a_damaged_config_is_a_problem_of_its_key(model: Workspace) -> None:
+    model.write("hf/config.json", "{")
+    with pytest.raises(ConfigError, match=r"pretrained_checkpoint: .*holds no JSON"):
+        model.load(START)
