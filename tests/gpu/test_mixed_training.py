@@ -6,6 +6,7 @@ Needs the adapted megatron.core first in PYTHONPATH: the published one trains on
 from __future__ import annotations
 
 import importlib.util
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ pytestmark = [
 ]
 
 STEPS = 8
+LIMIT = 100
+"""Seconds, compiling included."""
 WHOLE = f"{MODEL} --micro-batch-size 2 --train-iters {STEPS} --log-interval 1"
 MESHES = f"{WHOLE} --enable-hetero --hetero-pipeline-layer-split 3 1 --hetero-process-meshes"
 REPLICAS = f"{WHOLE} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes"
@@ -66,6 +69,7 @@ def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple
         given = environment(
             RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(len(kinds)), MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port), FLAGSCALE_DEVICE=kind, OMP_NUM_THREADS="4",
+            PYTHONFAULTHANDLER="1",
             **{STATUS_DIR_VARIABLE: str(directory / "status")},
         )  # fmt: skip
         output = directory / f"output.{rank}"
@@ -76,7 +80,11 @@ def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple
             )
         ranks.append((process, output))
     try:
-        codes = [process.wait(300) for process, _ in ranks]
+        codes = [process.wait(LIMIT) for process, _ in ranks]
+    except subprocess.TimeoutExpired:
+        for process, _ in ranks:
+            process.send_signal(signal.SIGABRT)  # each says where it is
+        codes = [process.wait(10) for process, _ in ranks]
     finally:
         for process, _ in ranks:
             if process.poll() is None:
