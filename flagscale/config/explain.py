@@ -102,6 +102,13 @@ def experiment_entries() -> tuple[Entry, ...]:
         found += _schema_entries(kind, f"experiment.{name}.")
     found += [
         Entry(
+            "experiment.runner.slurm.extra",
+            "a section of options",
+            "",
+            "Any other option of sbatch by its long name: `{licenses: matlab, hold: true}`. `true` "
+            "is an option without a value. Those that the launcher gives itself are refused.",
+        ),
+        Entry(
             "experiment.envs",
             "variables and their values",
             "",

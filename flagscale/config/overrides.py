@@ -25,6 +25,7 @@ SUBSECTIONS: dict[str, type] = {
     "task": schema.Task,
     "runner": schema.Runner,
     "runner.notify": schema.Notify,
+    "runner.slurm": schema.Slurm,
     "cmds": schema.Commands,
 }
 """Sections of ``experiment`` whose keys the schema lists."""
@@ -95,7 +96,7 @@ def _is_backend_option(rest: str) -> bool:
 
 def _is_known_experiment_key(rest: str) -> bool:
     section, _, name = rest.rpartition(".")
-    if rest == "envs" or rest.startswith("envs."):
+    if rest == "envs" or rest.startswith(("envs.", "runner.slurm.extra.")):
         return True
     if not section:
         return name in schema.documented(schema.Experiment)
