@@ -84,6 +84,9 @@ class QueueRunner:
                 write_json(job, _job(plan, host))
         return state
 
+    def await_hosts(self, state: RunState) -> RunState:
+        return state
+
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
         seen = {n: _Seen("" if _code(job) is not None else "script") for n, job in _each(state)}
         return snapshot.take(state, seen, with_lines=with_lines)
