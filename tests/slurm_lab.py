@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,7 @@ from bed.users import User, known_user
 from launch_lab import Lab, until
 
 from flagscale.config.load import load
+from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.preflight.checks import Check
 from flagscale.launch.runners.slurm.runner import SlurmRunner
 
@@ -117,6 +118,13 @@ class SlurmLab(Lab):
     @property
     def job(self) -> str:
         return str(self.state().runner.handle["job"])
+
+    def forget_job(self) -> dict[str, Any]:
+        """Take the job's id out of the run's state."""
+        state = self.state()
+        handle = {k: v for k, v in state.runner.handle.items() if k != "job"}
+        replace(state, runner=RunnerHandle("slurm", handle)).save(self.layout.state)
+        return {}
 
     def query(self) -> dict[str, Any]:
         """What ``action=query`` tells, by the user in a process that need not start Python."""

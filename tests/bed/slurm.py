@@ -178,7 +178,7 @@ class Slurm:
         rows = dict(line.split("=", 1) for line in text.splitlines())
         lines = [f"{name}={value}\n" for name, value in {**rows, **settings}.items()]
         for host in self.bed.hosts:
-            name = f"NodeName={host.name} NodeAddr={host.address}"
+            name = f"NodeName={host.name} NodeAddr={host.name}"
             lines.append(f"{name} CPUs={cpus} RealMemory=1000 State=UNKNOWN\n")
         lines += [f"{partition}\n" for partition in partitions]
         self.configuration.write_text("".join(lines))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from flagscale.config.checks import notes
 from flagscale.config.documented import documented
 from flagscale.config.slurm_schema import OTHERS, TYPED, Slurm, seconds
 from flagscale.errors import ConfigError
@@ -108,7 +109,8 @@ def test_what_must_fit_the_runner(workspace: Workspace, runner: str, said: str) 
 
 def test_it_belongs_to_one_runner(workspace: Workspace) -> None:
     section(workspace, "{nodes: 1}")
-    assert workspace.load("experiment.runner.type=ssh").runner.slurm.nodes == 1
+    found = notes(workspace.load("experiment.runner.type=ssh"), 2)
+    assert "experiment.runner.slurm has no effect without type: slurm" in found
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,13 @@ from collections.abc import Iterator, Mapping
 from flagscale.config.schema import Experiment, Slurm
 from flagscale.config.slurm_schema import seconds
 from flagscale.errors import UnreachableError
-from flagscale.launch.planning.model import LaunchPlan
+from flagscale.hosts.hostfile import Host
+from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launch.preflight import backend
 from flagscale.launch.preflight.checks import EARLIER_RUN, REACHABLE, Check
+from flagscale.launch.preflight.hosts import check_hosts
+from flagscale.launch.preflight.survey import BACKEND, survey
+from flagscale.launch.runners import reaching
 from flagscale.launch.runners.slurm import scheduler
 from flagscale.launch.runners.slurm.job import TYPE
 from flagscale.launch.runners.slurm.scheduler import Partition
@@ -25,15 +30,21 @@ from flagscale.launch.state import alive_message, load_state
 _SECTION = "experiment.runner.slurm"
 _DEPENDENCY = re.compile(r"\b(afterok|aftercorr|afternotok):([0-9:+_]+)")
 _NOT_OK = frozenset({"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
+# What is on files that nodes share, and what is not theirs.
+_SHARED = frozenset({"exp_dir", "load"})
+_OF_NODES = frozenset(
+    {"devices", backend.CHECK, "master port", "liveness port", EARLIER_RUN, REACHABLE}
+)
 # What people need of sbatch's answer to --test-only.
 _WHEN = re.compile(r"to start at (\S+)")
 
 
-def check_job(experiment: Experiment, plan: LaunchPlan) -> list[Check]:
-    """Everything that this machine and Slurm tell of a job that is not submitted yet."""
+def check_job(experiment: Experiment, plan: LaunchPlan, *, fresh: bool = False) -> list[Check]:
+    """Everything that this machine and Slurm tell of a job that is not submitted yet. ``fresh``:
+    its Python is asked, whatever it has said before."""
     slurm = experiment.runner.slurm
     checks = list(_earlier(plan))
-    checks.append(_directory(plan))
+    checks += _here(experiment, plan, fresh=fresh)
     try:
         partitions = scheduler.partitions()
         checks.append(Check(REACHABLE, True, f"{len(partitions)} partition(s)", hosts="slurm"))
@@ -57,15 +68,22 @@ def _earlier(plan: LaunchPlan) -> Iterator[Check]:
         yield Check(EARLIER_RUN, False, found, hint)
 
 
-def _directory(plan: LaunchPlan) -> Check:
-    """Where the run will write; whether nodes share it only a job can tell."""
-    directory = plan.exp_dir
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        hint = "choose another experiment.exp_dir"
-        return Check("exp_dir", False, f"{directory} cannot be written to", hint)
-    return Check("exp_dir", True, f"{plan.exp_dir}, which every node has to see too")
+def _here(experiment: Experiment, plan: LaunchPlan, *, fresh: bool) -> Iterator[Check]:
+    """What this machine tells of what nodes share with it: the project, directories, checkpoints.
+    It may lack what they have, so what else it finds is a warning."""
+    first = plan.hosts[0]
+    host = Host(first.name, device_type=first.device_type)
+    with reaching.reach(RunnerHandle("local"), [host.name]) as reached:
+        found = survey(experiment, (host,), reached, here=True, thorough=True, fresh=fresh)
+    for check in check_hosts(experiment, plan, found):
+        shared = check.name in _SHARED or BACKEND in check.found
+        if check.name in _OF_NODES:
+            continue
+        if check.ok or shared:
+            yield check
+        else:
+            text = f"on this machine: {check.found}"
+            yield Check(check.name, True, text, warning=True)
 
 
 def _partition(slurm: Slurm, plan: LaunchPlan, found: Mapping[str, Partition]) -> Iterator[Check]:

@@ -81,9 +81,18 @@ if [[ -e $job_dir/hosts ]]; then
     done
 fi
 if [[ -z $master_addr ]]; then
-    master_addr=$first
-    read -r _ address < <(sinfo --noheader --Node --nodes="$first" --format='%N %o' 2>/dev/null) &&
-        master_addr=$address
+    master_addr=$first peer=
+    while read -r name address; do
+        if [[ $name == "$first" ]]; then master_addr=$address; else peer=$address; fi
+    done < <(sinfo --noheader --Node --nodes="$nodes" --format='%N %o' 2>/dev/null)
+    # Many hosts take their own name for a loopback address. Others reach this one at the address that
+    # it has on the way to them.
+    read -r address _ < <(getent ahosts "$master_addr")
+    if [[ $first == "$here" && $address == 127.* ]]; then
+        read -r peer _ < <(getent ahosts "$peer")
+        route=$(ip -o route get "$peer" 2>/dev/null)
+        [[ ! $route =~ \ src\ ([^ ]+) ]] || master_addr=${BASH_REMATCH[1]}
+    fi
 fi
 if [[ -z $master_port ]]; then
     look="$ports"$'\nfree_port "$1" && echo "$free"'
@@ -95,7 +104,8 @@ fi
 if [[ -z $liveness_port ]]; then
     liveness_port=$((master_port < 65535 ? master_port + 1 : master_port - 1))
 fi
-put nodes "job=$job" "start=$start" "nodes=$nodes" "master=$master_addr:$master_port"
+put nodes "job=$job" "start=$start" "nodes=$nodes" "master=$master_addr:$master_port" ||
+    finish 1 disk
 
 # How an earlier start ended is none of this one's.
 rm -f -- "$details"/host_*/"$run_id"/exit.json

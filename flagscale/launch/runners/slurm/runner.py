@@ -73,7 +73,7 @@ class SlurmRunner:
         from flagscale.launch.runners.slurm.checks import check_job
 
         made = self.plan(experiment)
-        yield Prepared(made, check_job(experiment, made) if checking else [])
+        yield Prepared(made, check_job(experiment, made, fresh=fresh) if checking else [])
 
     # -- start ----------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ _WHYS = {
     files.TIME: "came to its time limit; its ranks were told to save before",
     files.CANCELLED: "was ended by Slurm: cancelled, preempted, or at its time limit",
     "requeued": "was started by Slurm more often than slurm.requeue allows",
+    "disk": "could not write to its directory",
     "port": "found no port that is free on its first node",
 }
 
@@ -83,6 +84,7 @@ class Watch:
     def __init__(self) -> None:
         self._asked_at = float("-inf")
         self._answer: Job | UnreachableError | None = None
+        self._begun: files.Started | None = None
         self._final: Standing | None = None
 
     def forget(self) -> None:
@@ -107,6 +109,10 @@ class Watch:
             ended = None
         if ended is not None and (not handle.get("requeue") or ended.why in ("", files.STOP)):
             return _of(ended, state)
+        if begun != self._begun:
+            # What was answered before is of a start that is over.
+            self._begun = begun
+            self.forget()
         answer = self._ask(state)
         if isinstance(answer, UnreachableError):
             return Standing(trouble=answer.message)
