@@ -111,7 +111,7 @@ class SlurmLab(Lab):
     def slurm(self, *, runner: dict[str, Any] | None = None, **section: Any) -> None:
         """Write the YAML of a run on two nodes; ``section`` is the runner's ``slurm``."""
         given = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 5, **(runner or {})}
-        if "hostfile" not in given:
+        if "hostfile" not in given and "device_type_specific" not in section:
             section.setdefault("nodes", 2)
         self.configure(PROGRAM, light=True, runner={**given, "slurm": section}, envs=self.envs)
 
@@ -172,6 +172,7 @@ class SlurmLab(Lab):
     def clear(self) -> None:
         super().clear()
         slurm = self.cluster.slurm
-        if jobs := slurm.jobs():
+        # Of a heterogeneous job no component can be cancelled by itself.
+        if jobs := {job.partition("+")[0] for job in slurm.jobs()}:
             slurm.run("scancel", *jobs)
         slurm.wait_empty()

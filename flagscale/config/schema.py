@@ -15,7 +15,7 @@ from typing import Any
 from flagscale.config import actions
 from flagscale.config.documented import doc, documented
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
-from flagscale.config.slurm_schema import Slurm
+from flagscale.config.slurm_schema import Slurm, SlurmType
 
 __all__ = [
     "BACKEND_DIRECTORY",
@@ -32,6 +32,7 @@ __all__ = [
     "Options",
     "Runner",
     "Slurm",
+    "SlurmType",
     "Specific",
     "Task",
     "Train",

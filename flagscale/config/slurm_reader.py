@@ -10,9 +10,11 @@ from flagscale.config.arguments.values import did_you_mean, shown, unfit
 from flagscale.config.documented import documented
 from flagscale.config.reader import Reader
 from flagscale.config.secrets import is_secret
-from flagscale.config.slurm_schema import OTHERS, TYPED, Slurm, seconds
+from flagscale.config.slurm_schema import OTHERS, TYPED, Slurm, SlurmType, seconds
 
 _PREFIX = "experiment.runner.slurm."
+_TYPES = "device_type_specific"
+_SECTIONS = ("extra", _TYPES)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _GPUS = re.compile(r"(?:[A-Za-z0-9_.\-]+:)?[1-9][0-9]*")
 SAVING_SECONDS = 30
@@ -22,17 +24,28 @@ SAVING_SECONDS = 30
 def read_slurm(reader: Reader, data: Mapping[Any, Any]) -> Slurm:
     """The section ``slurm`` of ``experiment.runner``."""
     section = reader.mapping(data, "slurm", "experiment.runner.")
-    given = {name: value for name, value in section.items() if name != "extra"}
+    given = {name: value for name, value in section.items() if name not in _SECTIONS}
     known = documented(Slurm)
     for name in [name for name in given if name not in known]:
-        _misplaced(reader, f"{_PREFIX}{name}", str(name), [*known, "extra"])
+        _misplaced(reader, f"{_PREFIX}{name}", str(name), [*known, *_SECTIONS])
         del given[name]
-    found = reader.fields(Slurm, given, _PREFIX)
+    extra = _read_extra(reader, reader.mapping(section, "extra", _PREFIX))
+    types = reader.mapping(section, _TYPES, _PREFIX)
+    by_type = {}
+    for name in types:
+        prefix = f"{_PREFIX}{_TYPES}.{name}."
+        own = reader.mapping(types, name, f"{_PREFIX}{_TYPES}.")
+        by_type[str(name)] = SlurmType(**_fields(reader, SlurmType, own, prefix))
+    return Slurm(**_fields(reader, Slurm, given, _PREFIX), extra=extra, by_type=by_type)
+
+
+def _fields(reader: Reader, kind: type, given: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    """The fields of a section, the texts among them fit for Slurm."""
+    found = reader.fields(kind, given, prefix)
     for name, value in found.items():
         if isinstance(value, str) and (complaint := _complaint(name, value)):
-            reader.problem(f"{_PREFIX}{name}", complaint)
-    extra = _read_extra(reader, reader.mapping(section, "extra", _PREFIX))
-    return Slurm(**found, extra=extra)
+            reader.problem(f"{prefix}{name}", complaint)
+    return found
 
 
 def _misplaced(reader: Reader, key: str, name: str, known: list[str]) -> None:
@@ -97,10 +110,27 @@ def _read_extra(reader: Reader, section: Mapping[Any, Any]) -> dict[str, str | N
     return extra
 
 
+def _check_types(reader: Reader, slurm: Slurm, nnodes: int | None, *, named: bool) -> None:
+    """What a heterogeneous job cannot have, and who says how many nodes of each type there are."""
+    for name, own in slurm.by_type.items():
+        key = f"{_PREFIX}{_TYPES}.{name}.nodes"
+        if named and own.nodes is not None:
+            reader.problem(key, "the hostfile names the nodes of each type")
+        elif not named and own.nodes is None:
+            reader.problem(key, "is required: without a hostfile nothing else says how many")
+    if slurm.by_type and slurm.requeue:
+        message = "must be 0: Slurm requeues a heterogeneous job, but does not start it again"
+        reader.problem(f"{_PREFIX}requeue", message)
+    if slurm.by_type and not named and (slurm.nodes or nnodes):
+        key = f"{_PREFIX}nodes" if slurm.nodes else "experiment.runner.nnodes"
+        reader.problem(key, f"the `nodes` of {_PREFIX}{_TYPES} are as many; remove this one")
+
+
 def check_slurm(reader: Reader, found: Mapping[str, Any]) -> None:
     """What must hold between the section and the other keys of the runner."""
     slurm: Slurm = found.get("slurm") or Slurm()
     nnodes, hostfile = found.get("nnodes"), found.get("hostfile")
+    _check_types(reader, slurm, nnodes, named=hostfile is not None)
     if slurm.nodes is not None and nnodes not in (None, slurm.nodes):
         message = f"is {slurm.nodes}, and experiment.runner.nnodes is {nnodes}; remove one"
         reader.problem(f"{_PREFIX}nodes", message)

@@ -10,6 +10,22 @@ from flagscale.config.documented import doc
 
 
 @dataclass(frozen=True)
+class SlurmType:
+    """What the nodes of one device type are asked for by:
+    ``experiment.runner.slurm.device_type_specific.<type>``. What is not given is as for all."""
+
+    nodes: int | None = field(
+        default=None,
+        metadata=doc("How many of this type. With a hostfile its lines say it.", minimum=1),
+    )
+    partition: str | None = field(default=None, metadata=doc("Their partition."))
+    gpus_per_node: str | None = field(default=None, metadata=doc("GPUs of each of them."))
+    mem: str | None = field(default=None, metadata=doc("Memory of each of them."))
+    constraint: str | None = field(default=None, metadata=doc("Features that they must have."))
+    reservation: str | None = field(default=None, metadata=doc("Their reservation."))
+
+
+@dataclass(frozen=True)
 class Slurm:
     """What the job of a run asks for: ``experiment.runner.slurm``. Texts reach sbatch as they are,
     each as one word ``--option=value``."""
@@ -77,6 +93,8 @@ class Slurm:
             minimum=0,
         ),
     )
+    by_type: Mapping[str, SlurmType] = field(default_factory=dict)
+    """``device_type_specific``: what is asked for unlike nodes, in one heterogeneous job."""
     extra: Mapping[str, str | None] = field(default_factory=dict)
     """Other options of sbatch by their long names; None is one without a value."""
 

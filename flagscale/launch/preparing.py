@@ -112,12 +112,14 @@ def _notes_on_hosts(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
     if experiment.runner.hostfile is not None:
         return
     names = [host.name for host in made.hosts]
-    idle = [key for key, _, _ in _unmatched(experiment, (), names)]
+    types = {host.device_type for host in made.hosts if host.device_type}
+    idle = [key for key, _, _ in _unmatched(experiment, types, names)]
     if idle:
         hosts = "the only host is" if len(names) == 1 else "the hosts are"
+        kind = f"of type {' or '.join(sorted(types))}" if types else "of no type"
         yield (
             f"{', '.join(idle)}: not used, since without experiment.runner.hostfile {hosts} "
-            f"{compress(names)}, of no type"
+            f"{compress(names)}, {kind}"
         )
 
 

@@ -197,12 +197,31 @@ def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
 
 def test_the_order_of_a_hostfile(lab: SlurmLab) -> None:
     (lab.root / "hosts").write_text("h01 slots=1 type=A\nh00 slots=2 type=B\n")
-    lab.slurm(runner={"hostfile": "hosts", "nproc_per_node": 2})
+    # Each type is a component of its own, in the order of the plan.
+    kinds = {"B": {"mem": "10"}}
+    lab.slurm(runner={"hostfile": "hosts", "nproc_per_node": 2}, device_type_specific=kinds)
     assert lab.do("run").returncode == 0
     assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
     lines = set(lab.do("logs").stdout.splitlines())
     assert {"h01: rank 0 attempt 0", "h00: rank 2 attempt 0"} <= lines
     assert lab.do("stop").returncode == 0
+
+
+def test_unlike_nodes_in_one_heterogeneous_job(lab: SlurmLab) -> None:
+    kinds = {"A": {"nodes": 1, "partition": "all"}, "B": {"nodes": 1, "partition": "short"}}
+    lab.slurm(time="5:00", device_type_specific=kinds)
+    assert [check.found for check in lab.checks() if not check.ok] == []
+    assert lab.do("run").returncode == 0
+    shown = lab.cluster.slurm.run("squeue", "--noheader", "--format=%i %P %N", "--sort=i")
+    job, nodes = lab.job, [host.name for host in lab.state().hosts]
+    assert shown.split("\n")[:2] == [f"{job}+0 all {nodes[0]}", f"{job}+1 short {nodes[1]}"]
+    lines = set(lab.do("logs").stdout.splitlines())
+    assert {f"{nodes[0]}: rank 0 attempt 0", f"{nodes[1]}: rank 1 attempt 0"} <= lines
+    assert lab.query()["state"] == "running"
+    stopped = lab.do("stop")
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    assert f"{nodes[1]}: saved 1" in lab.do("logs").stdout.splitlines()
+    assert lab.cluster.slurm.jobs() == []
 
 
 def test_a_directory_that_nodes_do_not_share(lab: SlurmLab, tmp_path: Path) -> None:

@@ -81,6 +81,18 @@ def test_overrides_of_any_option(workspace: Workspace) -> None:
         pytest.param("{extra: {p: x}}", "the long name of an option", id="letter"),
         pytest.param("{extra: {comment: {a: 1}}}", "expected one value", id="map"),
         pytest.param("{extra: {comment: 'token=abc'}}", "looks like a secret", id="secret"),
+        pytest.param(
+            "{device_type_specific: {A: {nodes: 1, qos: x}}}", "A.qos: unknown key", id="of-type"
+        ),
+        pytest.param(
+            "{device_type_specific: {A: {mem: 0}}}", "A.nodes: is required: without", id="type"
+        ),
+        pytest.param(
+            "{nodes: 2, device_type_specific: {A: {nodes: 2}}}", "as many; remove this", id="both"
+        ),
+        pytest.param(
+            "{requeue: 1, device_type_specific: {A: {nodes: 2}}}", "must be 0: Slurm", id="again"
+        ),
         pytest.param("[]", "experiment.runner.slurm: expected a section", id="no-section"),
     ],
 )

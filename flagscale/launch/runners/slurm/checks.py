@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from flagscale.config.schema import Experiment, Slurm
+from flagscale.config.schema import Experiment, Slurm, SlurmType
 from flagscale.config.slurm_schema import seconds
 from flagscale.errors import UnreachableError
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
 from flagscale.launch.preflight import backend
 from flagscale.launch.preflight.checks import EARLIER_RUN, REACHABLE, Check
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.survey import BACKEND, survey
 from flagscale.launch.runners import reaching
 from flagscale.launch.runners.slurm import scheduler
-from flagscale.launch.runners.slurm.job import TYPE
+from flagscale.launch.runners.slurm.job import TYPE, components
 from flagscale.launch.runners.slurm.scheduler import Partition
 from flagscale.launch.runners.slurm.watch import Watch
 from flagscale.launch.state import alive_message, load_state
@@ -48,7 +48,8 @@ def check_job(experiment: Experiment, plan: LaunchPlan, *, fresh: bool = False) 
     try:
         partitions = scheduler.partitions()
         checks.append(Check(REACHABLE, True, f"{len(partitions)} partition(s)", hosts="slurm"))
-        checks += _partition(slurm, plan, partitions)
+        for hosts in components(plan, slurm):
+            checks += _partition(slurm, hosts, partitions)
         checks += _dependencies(slurm)
         checks.append(_tested(plan))
     except UnreachableError as error:
@@ -86,8 +87,11 @@ def _here(experiment: Experiment, plan: LaunchPlan, *, fresh: bool) -> Iterator[
             yield Check(check.name, True, text, warning=True)
 
 
-def _partition(slurm: Slurm, plan: LaunchPlan, found: Mapping[str, Partition]) -> Iterator[Check]:
-    wanted = slurm.partition or os.environ.get("SBATCH_PARTITION", "")
+def _partition(
+    slurm: Slurm, hosts: Sequence[HostPlan], found: Mapping[str, Partition]
+) -> Iterator[Check]:
+    own = slurm.by_type.get(hosts[0].device_type or "", SlurmType())
+    wanted = own.partition or slurm.partition or os.environ.get("SBATCH_PARTITION", "")
     default = [one.name for one in found.values() if one.default]
     names = wanted.split(",") if wanted else default
     there = [found[name] for name in names if name in found]
@@ -96,7 +100,7 @@ def _partition(slurm: Slurm, plan: LaunchPlan, found: Mapping[str, Partition]) -
         text = f"there is no partition {wanted}" if wanted else "Slurm has no default partition"
         yield Check("partition", False, f"{text}; it has {known}", f"set {_SECTION}.partition")
         return
-    reasons = {one.name: _unfit(slurm, len(plan.hosts), one) for one in there}
+    reasons = {one.name: _unfit(slurm, len(hosts), one) for one in there}
     fit = [name for name, reason in reasons.items() if not reason]
     if fit:
         limits = ", ".join(f"{name} (up to {found[name].limit})" for name in fit)

@@ -11,16 +11,20 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from flagscale import __version__
+from flagscale.config import placement
+from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.schema import Experiment, Runner, Slurm
 from flagscale.config.slurm_reader import SAVING_SECONDS
-from flagscale.hosts.hostfile import Host
+from flagscale.errors import ConfigError, Problem
+from flagscale.hosts.hostfile import Host, least
 from flagscale.hosts.names import compress
 from flagscale.hosts.program import PROGRAMS, source
 from flagscale.launch.planning.late import left_to_the_job
-from flagscale.launch.planning.model import BatchJob, LaunchPlan, RunnerHandle
+from flagscale.launch.planning.model import BatchJob, HostPlan, LaunchPlan, RunnerHandle
 from flagscale.launch.planning.plan import wanted_port
 from flagscale.launch.preparing import hosts_of, unprobed_plan
 from flagscale.launch.runners.slurm import files
@@ -56,14 +60,53 @@ def _notes(runner: Runner) -> Iterator[str]:
 def _hosts(experiment: Experiment) -> tuple[Host, ...]:
     """The hostfile's hosts, or as many as are asked for, whose names are not known before."""
     runner = experiment.runner
-    gpus = runner.slurm.gpus_per_node
-    count = int(gpus.rpartition(":")[2]) if gpus else None
+    slurm = runner.slurm
     if runner.hostfile is not None:
-        return tuple(
-            replace(host, slots=min(host.slots or count, count)) if count else host
-            for host in hosts_of(experiment)
+        hosts = hosts_of(experiment)
+        _require_types(slurm, hosts)
+    else:
+        counts: dict[str | None, int] = {
+            name: own.nodes or 0 for name, own in slurm.by_type.items()
+        }
+        counts = counts or {None: runner.nnodes or 1}
+        unnamed = [Host("", device_type=kind) for kind, n in counts.items() for _ in range(n)]
+        hosts = placement.by_mesh(experiment, unnamed)
+        hosts = tuple(replace(host, name=f"node-{n}") for n, host in enumerate(hosts))
+    if slurm.by_type:
+        # Of each component the nodes lie together, in the order in which types come.
+        order = list(dict.fromkeys(host.device_type for host in hosts))
+        hosts = tuple(sorted(hosts, key=lambda host: order.index(host.device_type)))
+    return tuple(_with_gpus(slurm, host) for host in hosts)
+
+
+def _with_gpus(slurm: Slurm, host: Host) -> Host:
+    gpus = _asked(slurm, host.device_type, "gpus_per_node")
+    count = int(gpus.rpartition(":")[2]) if gpus else None
+    return replace(host, slots=least(host.slots, count)) if count else host
+
+
+def _asked(slurm: Slurm, kind: str | None, name: str) -> str | None:
+    """What nodes of a type are asked for by, as far as it is the type's own, or else all nodes'."""
+    own = slurm.by_type.get(kind) if kind else None
+    value: str | None = getattr(own, name, None)
+    common: str | None = getattr(slurm, name)
+    return common if value is None else value
+
+
+def _require_types(slurm: Slurm, hosts: Sequence[Host]) -> None:
+    """Raise :class:`ConfigError` for types that no host has."""
+    types = list(dict.fromkeys(host.device_type for host in hosts if host.device_type))
+    key = "experiment.runner.slurm.device_type_specific"
+    problems = [
+        Problem(
+            f"{key}.{name}",
+            f"no host that takes part has this type{did_you_mean(name, types)}",
         )
-    return tuple(Host(f"node-{number}", slots=count) for number in range(runner.nnodes or 1))
+        for name in slurm.by_type
+        if name not in types
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def job_name(plan: LaunchPlan) -> str:
@@ -74,17 +117,29 @@ def job_name(plan: LaunchPlan) -> str:
 def batch_job(plan: LaunchPlan, runner: Runner) -> BatchJob:
     """The job of a plan."""
     file = plan.layout.scripts / "slurm_job.sh"
-    words = [
-        f"--{name}" if value is None else f"--{name}={value}"
-        for name, value in _options(plan, runner)
-    ]
-    return BatchJob(("sbatch", *words, str(file)), file, render(plan, runner))
+    words: list[str] = []
+    for hosts in components(plan, runner.slurm):
+        words += [":"] if words else []
+        words += [
+            f"--{name}" if value is None else f"--{name}={value}"
+            for name, value in _options(plan, runner, hosts)
+        ]
+    # --parsable is sbatch's own, of no component.
+    return BatchJob(("sbatch", "--parsable", *words, str(file)), file, render(plan, runner))
 
 
-def _options(plan: LaunchPlan, runner: Runner) -> Iterator[tuple[str, str | None]]:
-    """Every option of sbatch, with its value."""
-    slurm, count = runner.slurm, len(plan.hosts)
-    yield "parsable", None
+def components(plan: LaunchPlan, slurm: Slurm) -> list[Sequence[HostPlan]]:
+    """The hosts that are asked for alike; of a job that is not heterogeneous, all."""
+    if not slurm.by_type:
+        return [plan.hosts]
+    return [list(hosts) for _, hosts in groupby(plan.hosts, key=lambda host: host.device_type)]
+
+
+def _options(
+    plan: LaunchPlan, runner: Runner, hosts: Sequence[HostPlan]
+) -> Iterator[tuple[str, str | None]]:
+    """Every option of sbatch for some of the hosts, with its value."""
+    slurm, count = runner.slurm, len(hosts)
     yield "job-name", job_name(plan)
     # The script itself writes to a file, so that a path may hold what Slurm would take for its own.
     yield "output", "/dev/null"
@@ -93,11 +148,11 @@ def _options(plan: LaunchPlan, runner: Runner) -> Iterator[tuple[str, str | None
     yield "ntasks", str(count)
     yield "ntasks-per-node", "1"
     if runner.hostfile is not None:
-        yield "nodelist", compress(host.name for host in plan.hosts)
+        yield "nodelist", compress(host.name for host in hosts)
     if slurm.exclusive:
         yield "exclusive", None
     for name in _PASSED_ON:
-        if (value := getattr(slurm, name)) is not None:
+        if (value := _asked(slurm, hosts[0].device_type, name)) is not None:
             yield name.replace("_", "-"), str(value)
     yield "requeue" if slurm.requeue else "no-requeue", None
     yield "kill-on-invalid-dep", "yes"
@@ -122,9 +177,12 @@ def _patience(runner: Runner) -> int:
     return math.ceil(runner.stop_grace + runner.lost_host_timeout) + _ENDING_SECONDS
 
 
-def _srun(slurm: Slurm, count: int) -> Sequence[str]:
+def _srun(slurm: Slurm, count: int, parts: int) -> Sequence[str]:
     """Options of srun: one task a node, which neither ends the others nor is bound to a core."""
-    words = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+    words = [f"--nodes={count}", f"--ntasks={count}"]
+    if parts > 1:
+        words = [f"--het-group={','.join(map(str, range(parts)))}"]
+    words += ["--ntasks-per-node=1"]
     words += ["--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--cpu-bind=none"]
     # Of sbatch's own srun does not know in every version.
     return [*words, f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else words
@@ -133,6 +191,7 @@ def _srun(slurm: Slurm, count: int) -> Sequence[str]:
 def render(plan: LaunchPlan, runner: Runner) -> str:
     """The batch script."""
     layout, count = plan.layout, len(plan.hosts)
+    parts = len(components(plan, runner.slurm))
     address = runner.master_addr or ("127.0.0.1" if count == 1 else "")
     if not address and plan.hosts[0].address != plan.hosts[0].name:
         address = plan.hosts[0].address
@@ -156,7 +215,7 @@ def render(plan: LaunchPlan, runner: Runner) -> str:
             f"# Written by flagscale {__version__}; srun starts the script of each node.",
             "# shellcheck disable=SC2016,SC2317,SC2329 # texts for other shells; traps",
             *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
-            f"srun=({' '.join(map(shlex.quote, _srun(runner.slurm, count)))})",
+            f"srun=({' '.join(map(shlex.quote, _srun(runner.slurm, count, parts)))})",
             *_text("ports", PROGRAMS / "ports.sh"),
             *_text("node", _HERE / "node.sh"),
             "",

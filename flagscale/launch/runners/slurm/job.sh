@@ -72,10 +72,13 @@ fi
 
 # Node ranks are Slurm's, unless a hostfile gives the order.
 nodes=$SLURM_JOB_NODELIST first=$here own_dir=$details/host_0_node-0/$run_id
+for ((part = 1; part < ${SLURM_HET_SIZE:-1}; part++)); do
+    list=SLURM_JOB_NODELIST_HET_GROUP_$part
+    nodes+=,${!list}
+done
 if [[ -e $job_dir/hosts ]]; then
     mapfile -t names <"$job_dir/hosts"
     first=${names[0]} nodes=$(IFS=, && echo "${names[*]}")
-    srun+=(--distribution=arbitrary)
     for rank in "${!names[@]}"; do
         [[ ${names[rank]} != "$here" ]] || own_dir=$details/host_${rank}_$here/$run_id
     done
@@ -109,7 +112,6 @@ put nodes "job=$job" "start=$start" "nodes=$nodes" "master=$master_addr:$master_
 
 # How an earlier start ended is none of this one's.
 rm -f -- "$details"/host_*/"$run_id"/exit.json
-[[ ! -e $job_dir/hosts ]] || export SLURM_HOSTFILE=$job_dir/hosts
 export FLAGSCALE_MASTER_ADDR=$master_addr FLAGSCALE_MASTER_PORT=$master_port
 given=("$run_id" "$job_dir" "$scripts" "$outputs" "$start" "$nodes" "$first" "$liveness_port" "$count")
 srun "${srun[@]}" bash -c "$node" node "${given[@]}" &

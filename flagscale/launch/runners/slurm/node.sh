@@ -5,8 +5,11 @@ umask 077
 run_id=$1 job_dir=$2 scripts=$3 outputs=$4 start=$5 nodes=$6 first=$7 liveness_port=$8 count=$9
 rank=$SLURM_PROCID name=node-$SLURM_PROCID
 if [[ -e $job_dir/hosts ]]; then
+    name=$SLURMD_NODENAME
     mapfile -t names <"$job_dir/hosts"
-    name=${names[rank]}
+    for number in "${!names[@]}"; do
+        [[ ${names[number]} != "$name" ]] || rank=$number
+    done
 fi
 label=host_${rank}_$name
 exec </dev/null >>"$outputs/$label.output" 2>&1 || exit 1

@@ -136,7 +136,8 @@ def submit(command: Sequence[str], name: str) -> str:
 def named(name: str) -> str:
     """The id of the job of this name, which no two have; empty where there is none."""
     found = _asked("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%i").split()
-    return found[-1] if found else ""
+    # Of a heterogeneous job every component is shown: 12+0, 12+1.
+    return found[-1].partition("+")[0] if found else ""
 
 
 def look(job: str, name: str) -> Job:

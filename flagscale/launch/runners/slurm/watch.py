@@ -123,8 +123,8 @@ class Watch:
 
     def _ask(self, state: RunState) -> Job | UnreachableError:
         now, last = time.monotonic(), self._answer
-        # Slurm takes a moment to find out why a new job waits.
-        untold = isinstance(last, Job) and last.waits and not last.reason
+        # Slurm takes a moment to find out why a new job waits, and a job that has begun to say so.
+        untold = isinstance(last, Job) and not (last.reason if last.waits else self._begun)
         if last is None or now - self._asked_at >= (_UNTOLD_SECONDS if untold else ASK_SECONDS):
             self._answer, self._asked_at = ask(state), now
         return self._answer or Job()

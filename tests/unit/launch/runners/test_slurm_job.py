@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from flagscale import __version__
-from flagscale.config.schema import Environments, Experiment, Runner, Slurm
+from flagscale.config.schema import Environments, Experiment, Runner, Slurm, SlurmType
+from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.late import left_to_the_job
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
@@ -125,6 +126,34 @@ def test_ranks_are_as_many_as_gpus(make_experiment: MakeExperiment) -> None:
     assert [host.nproc for host in plan.hosts] == [4, 4]
     fewer = Runner(type="slurm", nnodes=2, nproc_per_node=2, slurm=slurm)
     assert plan_of(make_experiment(runner=fewer)).world_size == 4
+
+
+def test_a_component_for_each_type(make_experiment: MakeExperiment) -> None:
+    kinds = {
+        "A800": SlurmType(nodes=2, partition="a", gpus_per_node="8"),
+        "BI": SlurmType(nodes=1, gpus_per_node="4"),
+    }
+    slurm = Slurm(partition="all", by_type=kinds)
+    plan = plan_of(make_experiment(runner=Runner(type="slurm", slurm=slurm)))
+    assert [(h.name, h.device_type, h.nproc) for h in plan.hosts] == [
+        ("node-0", "A800", 8),
+        ("node-1", "A800", 8),
+        ("node-2", "BI", 4),
+    ]
+    assert plan.job is not None
+    *command, _ = plan.job.command
+    first, second = command[2 : command.index(":")], command[command.index(":") + 1 :]
+    assert {"--nodes=2", "--partition=a", "--gpus-per-node=8"} <= set(first)
+    assert {"--nodes=1", "--partition=all", "--gpus-per-node=4"} <= set(second)
+    assert "srun=(--het-group=0,1 --ntasks-per-node=1" in plan.job.script
+
+
+def test_types_that_no_host_has(make_experiment: MakeExperiment, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("h0 slots=1 type=A800\nh1 slots=1 type=BI\n")
+    slurm = Slurm(by_type={"A80": SlurmType(mem="0")})
+    runner = Runner(type="slurm", hostfile=tmp_path / "hosts", slurm=slurm)
+    with pytest.raises(ConfigError, match=r"A80: no host .* did you mean 'A800'"):
+        plan_of(make_experiment(runner=runner))
 
 
 def test_one_node_needs_no_meeting(make_experiment: MakeExperiment) -> None:
