@@ -258,7 +258,9 @@ def test_what_would_wait_for_ever_is_refused(
 
 
 def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
-    failed = lab.cluster.slurm.run("sbatch", "--parsable", "--wait", "--wrap=false", check=False)
+    failed = lab.cluster.slurm.run(
+        "sbatch", "--output=/dev/null", "--parsable", "--wait", "--wrap=false", check=False
+    )
     job = failed.strip()
     lab.slurm(dependency=f"afterok:{job}")
     refused = lab.do("run")
@@ -271,7 +273,10 @@ def test_a_preempted_job_saves_and_goes_on(lab: SlurmLab) -> None:
     slurm = lab.cluster.slurm
     lab.slurm(partition="low", requeue=1)
     assert lab.do("run").returncode == 0
-    urgent = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=sleep 600")
+    urgent = slurm.run(
+        *("sbatch", "--output=/dev/null", "--parsable", "--partition=high", "--nodes=2"),
+        "--wrap=sleep 600",
+    )
     lab.until_waiting("is pending")
     assert "saved 1" in lab.do("logs").stdout
     slurm.run("scancel", urgent.strip())

@@ -33,7 +33,7 @@ TYPE = "slurm"
 _HERE = Path(__file__).parent
 _NAMES_TAKEN = re.compile(r"[^A-Za-z0-9._\-]+")
 _MOST_NAME = 60
-_ENDING_SECONDS = 10
+_ENDING_SECONDS = 5
 
 
 def plan_of(experiment: Experiment) -> LaunchPlan:

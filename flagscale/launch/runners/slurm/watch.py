@@ -20,7 +20,7 @@ from flagscale.launch.runners.slurm.scheduler import Job
 from flagscale.launch.state import HostState, RunState, load_state
 
 ASK_SECONDS = 30.0
-_UNTOLD_SECONDS = 3.0
+_UNTOLD_SECONDS = 2.0
 # A job that says nothing and has just ended may be about to: files take a moment to be seen.
 _SETTLE_SECONDS = 2.0
 
@@ -131,7 +131,9 @@ class Watch:
 
     def _vanished(self, state: RunState, directory: Path, answer: Job) -> Standing:
         """Of a job that is over and has not said how."""
-        if not self._settled(directory):
+        # One that was cancelled before it had nodes has no script that could say anything.
+        silent = answer.state == "CANCELLED" and files.started(directory) is None
+        if not silent and not self._settled(directory):
             self.forget()
             return Standing(lives=True)
         job, name = str(state.runner.handle.get("job", "")), str(state.runner.handle["name"])
