@@ -19,7 +19,7 @@ from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.pipeline import virtual_chunks
 from flagscale.config.arguments.registry import arguments, lookup, registry
 from flagscale.config.arguments.values import shown
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import Experiment, Slurm
 from flagscale.config.specifics import specific_notes
 from flagscale.errors import Problem
 
@@ -148,6 +148,8 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
         for key in experiment.idle
     ]
     found += specific_notes(experiment)
+    if experiment.runner.type != "slurm" and experiment.runner.slurm != Slurm():
+        found.append("experiment.runner.slurm has no effect without type: slurm")
     args = Arguments.of(experiment)
     if not experiment.task.external:
         found += _replaced_and_idle(args)

@@ -12,11 +12,13 @@ from flagscale.config.arguments.values import did_you_mean, shown, unfit
 from flagscale.config.interpolation import literal
 from flagscale.config.reader import Reader, absolute
 from flagscale.config.runners import RUNNERS
+from flagscale.config.slurm_reader import check_slurm, read_slurm
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.config.yaml_file import short
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SCHEDULERS = ("slurm", "kubernetes", "cloud")
+_SCHEDULERS = ("kubernetes", "cloud")
+_SECTIONS = ("notify", "slurm")
 # FlagScale's program for unlike devices; there is one for all here.
 _SAME = (Path("flagscale/train/hetero/train_gpt.py"),)
 _SCOPES = ("device_type_specific", "node_specific")
@@ -81,18 +83,20 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
         found["settings"] = reader.mapping(data, found["type"], prefix)
     if data.get("notify") is not None:
         found["notify"] = _read_notify(reader, data)
+    if data.get("slurm") is not None:
+        found["slurm"] = read_slurm(reader, data)
     known = schema.documented(schema.Runner)
     extra: dict[str, str | None] = {}
     for name, value in data.items():
         option = str(name).replace("-", "_")
-        if name in known or name == "notify" or value is None or value is False:
+        if name in known or name in _SECTIONS or value is None or value is False:
             continue
         if not own and name == found["type"]:
             continue
         if option in SET_BY_LAUNCHER:
             reader.problem(f"{prefix}{name}", f"cannot be given: {SET_BY_LAUNCHER[option]}")
         elif option not in PASSED_ON:
-            reader.unknown(f"{prefix}{name}", option, [*known, "notify", *PASSED_ON])
+            reader.unknown(f"{prefix}{name}", option, [*known, *_SECTIONS, *PASSED_ON])
         elif isinstance(value, (Mapping, list)):
             reader.problem(f"{prefix}{name}", f"expected one value, found {shown(value)}")
         else:
@@ -113,8 +117,8 @@ def _check_type(reader: Reader, found: dict[str, Any]) -> bool:
     message = f"expected one of {', '.join(known)}, found {shown(name)}{did_you_mean(name, known)}"
     if name in _SCHEDULERS:
         message = (
-            f"{name}: this version launches with `local` and `ssh`, and no installed package "
-            "brings such a runner (entry points `flagscale.runners`)"
+            f"{name}: this version launches with {', '.join(RUNNERS.own)}, and no installed "
+            "package brings such a runner (entry points `flagscale.runners`)"
         )
     reader.problem("experiment.runner.type", message)
     del found["type"]
@@ -143,7 +147,10 @@ def _check_runner(
     hostfile = found.get("hostfile")
     if hostfile is not None and not hostfile.is_file():
         reader.problem(f"{prefix}hostfile", f"no file {short(hostfile)}")
-    if own and data.get("hostfile") is None and found.get("nnodes", 1) > 1:
+    if found.get("type") == "slurm":
+        check_slurm(reader, found)
+        found["nnodes"] = found.get("nnodes", getattr(found.get("slurm"), "nodes", None))
+    elif own and data.get("hostfile") is None and found.get("nnodes", 1) > 1:
         message = f"{found['nnodes']} hosts, but no `hostfile` names them"
         reader.problem(f"{prefix}nnodes", message)
     if found.get("on_failure") == "leave" and found.get("max_restarts"):

@@ -102,6 +102,21 @@ def experiment_entries() -> tuple[Entry, ...]:
         found += _schema_entries(kind, f"experiment.{name}.")
     found += [
         Entry(
+            "experiment.runner.slurm.device_type_specific",
+            "a section for each device type",
+            "",
+            "What unlike nodes are asked for by, in one heterogeneous job, of which each type is a "
+            "component: `nodes` (without a hostfile), `partition`, `gpus_per_node`, `mem`, "
+            "`constraint`, `reservation`. What is not given is as for all.",
+        ),
+        Entry(
+            "experiment.runner.slurm.extra",
+            "a section of options",
+            "",
+            "Any other option of sbatch by its long name: `{licenses: matlab, hold: true}`. `true` "
+            "is an option without a value. Those that the launcher gives itself are refused.",
+        ),
+        Entry(
             "experiment.envs",
             "variables and their values",
             "",

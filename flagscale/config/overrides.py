@@ -25,6 +25,7 @@ SUBSECTIONS: dict[str, type] = {
     "task": schema.Task,
     "runner": schema.Runner,
     "runner.notify": schema.Notify,
+    "runner.slurm": schema.Slurm,
     "cmds": schema.Commands,
 }
 """Sections of ``experiment`` whose keys the schema lists."""
@@ -93,9 +94,13 @@ def _is_backend_option(rest: str) -> bool:
     return section in schema.SECTIONS and name.startswith(f"{BACKEND_OPTIONS}.")
 
 
+_FREE = ("envs.", "runner.slurm.extra.", "runner.slurm.device_type_specific.")
+"""Sections of ``experiment`` in which a user chooses names."""
+
+
 def _is_known_experiment_key(rest: str) -> bool:
     section, _, name = rest.rpartition(".")
-    if rest == "envs" or rest.startswith("envs."):
+    if rest == "envs" or rest.startswith(_FREE):
         return True
     if not section:
         return name in schema.documented(schema.Experiment)

@@ -15,6 +15,7 @@ from flagscale.config.explain import (
     argument_entry,
     experiment_entries,
 )
+from flagscale.config.slurm_schema import TYPED
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 
 _INTRODUCTION = """\
@@ -51,6 +52,7 @@ _TITLES = {
     "experiment.task": "`experiment.task`",
     "experiment.runner": "`experiment.runner`",
     "experiment.runner.notify": "`experiment.runner.notify`",
+    "experiment.runner.slurm": "`experiment.runner.slurm`",
     "experiment.cmds": "`experiment.cmds`",
     "experiment.envs": "`experiment.envs`",
     "": "The launcher's options",
@@ -150,6 +152,9 @@ def _experiment_parts() -> list[str]:
         parts.append(f"## {_TITLES[group]}\n\n{_table(entries)}")
         if group == "experiment.runner":
             parts.append(_torchrun_text())
+        if group == "experiment.runner.slurm":
+            refused = "; ".join(f"`{name}`: {reason}" for name, reason in TYPED.items())
+            parts.append(f"`extra` cannot give these: {refused}.\n")
     return parts
 
 

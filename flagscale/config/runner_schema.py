@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flagscale.config.documented import doc
+from flagscale.config.slurm_schema import Slurm
 
 TORCHRUN_BACKENDS = ("torchrun",)
 SYNC_KINDS = ("none", "code")
@@ -55,7 +56,8 @@ class Runner:
         metadata=doc(
             "Who starts the run. `local`: this machine alone, by itself. `ssh`: every host by "
             "SSH, this machine too where it is the only one. Without it: `ssh` where the hostfile "
-            "names other machines, `local` where there is none or it names this machine alone. Or "
+            "names other machines, `local` where there is none or it names this machine alone. "
+            "`slurm`: one job of Slurm's, which `experiment.runner.slurm` describes. Or "
             "the name of a runner that an installed package brings (entry points "
             "`flagscale.runners`); what such a runner is told beside this section is a section of "
             "its own name in it."
@@ -290,6 +292,8 @@ class Runner:
     )
     notify: Notify | None = None
     """Who is told what becomes of the run; ``experiment.runner.notify``."""
+    slurm: Slurm = field(default_factory=Slurm)
+    """What a job asks of Slurm; ``experiment.runner.slurm``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The section of an installed runner's own name, which that runner reads and checks."""
     extra: Mapping[str, str | None] = field(default_factory=dict)

@@ -11,6 +11,7 @@ RUNNERS = Registry(
     {
         "local": "flagscale.launch.runners.hosts:HostRunner",
         "ssh": "flagscale.launch.runners.hosts:HostRunner",
+        "slurm": "flagscale.launch.runners.slurm.runner:SlurmRunner",
     },
 )
 DEFAULT = "ssh"

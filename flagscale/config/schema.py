@@ -15,6 +15,7 @@ from typing import Any
 from flagscale.config import actions
 from flagscale.config.documented import doc, documented
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
+from flagscale.config.slurm_schema import Slurm, SlurmType
 
 __all__ = [
     "BACKEND_DIRECTORY",
@@ -30,6 +31,8 @@ __all__ = [
     "Notify",
     "Options",
     "Runner",
+    "Slurm",
+    "SlurmType",
     "Specific",
     "Task",
     "Train",

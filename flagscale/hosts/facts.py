@@ -159,6 +159,7 @@ def text(question: Question) -> str:
         given |= {"asked": _as_json(need.asked)}
         given |= {"asked_of_checkpoints": _as_json(need.asked_of_checkpoints)}
         more.append(source(PROGRAMS / "python_world.sh"))
+    more.append(source(PROGRAMS / "ports.sh"))
     return program(PROGRAMS / "facts.sh", given, *more, world.python_function())
 
 

@@ -15,6 +15,7 @@ MOST_NAMES = 16384
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 _NUMBER = re.compile(r"\d+")
+_COMMA = re.compile(r",(?![^\[\]]*\])")
 
 
 def expand(pattern: str) -> list[str]:
@@ -36,6 +37,12 @@ def expand(pattern: str) -> list[str]:
         tail = "".join(number + text for number, text in zip(chosen, texts[1:], strict=True))
         names.append(texts[0] + tail)
     return names
+
+
+def expand_list(text: str) -> list[str]:
+    """The names of several patterns with commas between them, as schedulers list nodes:
+    ``node[1-3,7],login``. Raises :class:`ValueError` as :func:`expand`."""
+    return [name for pattern in _COMMA.split(text) for name in expand(pattern)]
 
 
 def _numbers(inner: str) -> Iterator[str]:

@@ -20,6 +20,8 @@ from flagscale.launch.show import places
 from flagscale.launch.snapshot import Phase
 from flagscale.launch.state import RunState, alive_message, latest
 
+_LIVING = (Phase.PENDING, Phase.STARTING, Phase.RUNNING)
+
 
 class Interrupted(KeyboardInterrupt):
     """A signal other than Ctrl-C's asked this program to end."""
@@ -49,6 +51,9 @@ def run(experiment: Experiment, options: Options) -> int:
         with runs.registered(ready.plan, experiment) as update:
             state = runner.submit(ready.plan, texts, foreground=foreground)
             update(state)
+        if foreground or experiment.runner.wait_for != "none":
+            state = _await_hosts(runner, state, foreground=foreground)
+            update(state)
         code = (
             _stay(runner, state)
             if foreground
@@ -68,7 +73,7 @@ def _refuse_beside(plan: LaunchPlan) -> None:
     if plan.layout.state.exists() and asked.issuperset(host.name for host in state.hosts):
         return
     rows = runs.query(state).hosts
-    living = [row.host for row in rows if row.phase in (Phase.STARTING, Phase.RUNNING)]
+    living = [row.host for row in rows if row.phase in _LIVING]
     if living:
         message, hint = alive_message(state, living)
         raise RunStateError(message, hint=hint)
@@ -79,6 +84,19 @@ def _refuse_beside(plan: LaunchPlan) -> None:
 
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
+
+
+def _await_hosts(runner: Runner, state: RunState, *, foreground: bool) -> RunState:
+    """Wait until the run's hosts are there, which may take a scheduler hours; Ctrl-C ends the
+    run."""
+    if foreground:
+        _be_interrupted()
+    try:
+        return runner.await_hosts(state)
+    except KeyboardInterrupt:
+        say(f"stopping run {state.run_id}")
+        attending.interrupt(runner, state)
+        raise
 
 
 def _await_start(runner: Runner, ready: Prepared, state: RunState, wait_for: str) -> int:
@@ -98,12 +116,7 @@ def _stay(runner: Runner, state: RunState) -> int:
     from flagscale.launch.show import ticker
 
     outputs = logs.of_hosts(state)
-
-    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-        raise Interrupted(number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    _be_interrupted()
     try:
         with ticker.shown(lambda: runner.query(state)) as show:
             logs.follow(outputs, lambda: runner.ended(state), show)
@@ -123,6 +136,16 @@ def _stay(runner: Runner, state: RunState) -> int:
         # Ranks that have saved what they had end with 0, but the job is not done.
         return code or 128 + signal.SIGTERM
     return code
+
+
+def _be_interrupted() -> None:
+    """From now on signals that end a program end the run that it stays with, as Ctrl-C does."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+        raise Interrupted(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
 
 
 def attend(experiment: Experiment, options: Options) -> int:

@@ -99,7 +99,8 @@ class Agent:
         self._port = options.liveness_port if key is not None else None
         alone = self._port is None
         number = 0 if alone else options.node_rank
-        self.member = Member(number, self._host, run_id, options.stop_grace, line.command)
+        earlier = options.earlier_starts
+        self.member = Member(number, self._host, run_id, options.stop_grace, line.command, earlier)
         self._coordinator: Coordinator | None = None
         if number == 0:
             names = [options.name] if alone else options.names
@@ -123,7 +124,7 @@ class Agent:
         self._script = os.getppid()
         die_with(self._script, signal.SIGTERM)()
         started, kills_before = time.time(), out_of_memory_kills()
-        fault = identity.announce(self._host.run_dir) or self._open()
+        fault = identity.announce(self._host.run_dir, self._options.earlier_starts) or self._open()
         if fault is not None:
             say(fault)
             return self._record(1, started, None)

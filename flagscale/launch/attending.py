@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from flagscale.config.schema import Options
-from flagscale.errors import ConfigError, RunStateError
+from flagscale.errors import ConfigError, RunStateError, UnreachableError
 from flagscale.launch import logs, runs, snapshot
 from flagscale.launch.ending import Stopped, cost, require_recorded, require_stopped
 from flagscale.launch.runners.base import Runner, runner_of
@@ -51,6 +51,8 @@ def show_logs(state: RunState, options: Options) -> int:
         raise ConfigError(f"rank={options.rank}: run {state.run_id} has {ranks}")
     with closing(runner_of(state)) as runner:
         runner.bring_output(state)
+        # A scheduler's hosts have names once they are given.
+        state = latest(state)
         if options.follow:
             _follow(runner, state, options)
             return 0
@@ -116,5 +118,5 @@ def interrupt(runner: Runner, state: RunState) -> None:
     """End a run on whose launcher a signal has called: no error may take its place."""
     try:
         require_recorded(state, end(runner, state))
-    except RunStateError as error:
+    except (RunStateError, UnreachableError) as error:
         print(f"warning: {error}", file=sys.stderr, flush=True)

@@ -31,6 +31,8 @@ EXIT_FILE = "exit.json"
 SCRIPT_FILE = "script"
 LIVENESS_FILE = "liveness.json"
 STATUS_DIRECTORY = "status"
+EARLIER_STATUS = "status-before-"
+"""Of starts of the same run that were before this one."""
 RANKS_DIRECTORY = "ranks"
 OLD_OUTPUT_FILE = "output"
 # ext4, xfs and the like take 255 bytes a name; the rest of ours needs about 30 of them.

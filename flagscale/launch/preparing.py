@@ -41,10 +41,15 @@ def hosts_of(experiment: Experiment) -> tuple[Host, ...]:
 
 
 def unprobed_plan(
-    experiment: Experiment, hosts: Sequence[Host], runner: RunnerHandle, *, here: bool
+    experiment: Experiment,
+    hosts: Sequence[Host],
+    runner: RunnerHandle,
+    *,
+    here: bool,
+    late: bool = False,
 ) -> LaunchPlan:
     """The plan as far as this machine can tell, without a word to any other. ``here``: this machine
-    is the only host."""
+    is the only host; ``late``: hosts are given, and asked, when the run's job starts."""
     asked_port = wanted_port(experiment.runner)
     made = plan(
         experiment,
@@ -56,6 +61,8 @@ def unprobed_plan(
         run_secret=secret.new(),
     )
     told = []
+    if late:
+        return checked(experiment, made)
     if asked_port is None:
         told.append(f"a run picks a port that is free on {hosts[0].name}, in place of {_DRY_PORT}")
     if experiment.runner.preflight and not here:
@@ -105,11 +112,14 @@ def _notes_on_hosts(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
     if experiment.runner.hostfile is not None:
         return
     names = [host.name for host in made.hosts]
-    idle = [key for key, _, _ in _unmatched(experiment, (), names)]
+    types = {host.device_type for host in made.hosts if host.device_type}
+    idle = [key for key, _, _ in _unmatched(experiment, types, names)]
     if idle:
+        hosts = "the only host is" if len(names) == 1 else "the hosts are"
+        kind = f"of type {' or '.join(sorted(types))}" if types else "of no type"
         yield (
-            f"{', '.join(idle)}: not used, since without experiment.runner.hostfile the only host "
-            f"is {compress(names)}, of no type"
+            f"{', '.join(idle)}: not used, since without experiment.runner.hostfile {hosts} "
+            f"{compress(names)}, {kind}"
         )
 
 

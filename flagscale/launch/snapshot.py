@@ -24,6 +24,7 @@ _UNSETTLED = "the hosts are still finding out what failed first"
 class Phase(str, Enum):
     """The state of a run."""
 
+    PENDING = "pending"
     STARTING = "starting"
     RUNNING = "running"
     COMPLETED = "completed"
@@ -34,18 +35,20 @@ class Phase(str, Enum):
 
     @property
     def ended(self) -> bool:
-        return self not in (Phase.STARTING, Phase.RUNNING, Phase.UNREACHABLE)
+        return self not in (Phase.PENDING, Phase.STARTING, Phase.RUNNING, Phase.UNREACHABLE)
 
 
 @dataclass(frozen=True)
 class Seen:
     """What somebody who was on a host saw there. ``alive`` is not empty if something of the run
     lives, and ``script`` if the host's script does; ``trouble``: why nothing was seen;
-    ``last_line``: of output, where it was asked for."""
+    ``last_line``: of output, where it was asked for; ``waits``: why a scheduler has not given the
+    host yet, or again."""
 
     alive: str = ""
     last_line: str = ""
     trouble: str = ""
+    waits: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class HostRow:
     trouble: str = ""
     """Why the host could not be asked."""
     last_line: str = ""
+    waits: str = ""
+    """Why a scheduler has not given the host yet."""
 
     def to_json(self) -> dict[str, Any]:
         record = {name: value for name, value in asdict(self).items() if value not in (None, "")}
@@ -167,7 +172,9 @@ def take(
     rows = []
     for host, ended in zip(state.hosts, exits, strict=True):
         look = seen.get(host.node_rank, Seen())
-        row = _row(host, _phase(state, ended, everybody, look), look, joined)
+        # How one that waits has ended before is of a start that does not count any more.
+        phase = Phase.PENDING if look.waits else _phase(state, ended, everybody, look)
+        row = _row(host, phase, look, joined)
         rows.append(_with_line(row, host) if with_lines else row)
     phase = _overall([row.phase for row in rows])
     # Looked at before the verdict is read, which may become final in between.
@@ -210,6 +217,7 @@ def _row(host: HostState, phase: Phase, seen: Seen, joined: set[int]) -> HostRow
         doing=behind.doing if behind else "",
         trouble=seen.trouble,
         last_line=seen.last_line,
+        waits=seen.waits,
     )
 
 
@@ -244,7 +252,7 @@ def _overall(phases: Sequence[Phase]) -> Phase:
     """A run is what its worst host is."""
     order = (
         *(Phase.FAILED, Phase.LOST, Phase.UNREACHABLE),
-        *(Phase.STOPPED, Phase.STARTING, Phase.RUNNING),
+        *(Phase.STOPPED, Phase.PENDING, Phase.STARTING, Phase.RUNNING),
     )
     return next((phase for phase in order if phase in phases), Phase.COMPLETED)
 

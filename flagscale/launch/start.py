@@ -223,7 +223,7 @@ class _Start:
 def _meeting_points(state: RunState) -> str:
     """What several hosts need of their network, which no look at one of them tells."""
     plan = read_json(Layout(state.exp_dir).plan) or {}
-    if len(state.hosts) == 1 or "master_port" not in plan:
+    if len(state.hosts) == 1 or not plan.get("master_port"):
         return ""
     return (
         f"; every host has to reach {plan['master_addr']} at ports {plan['master_port']} "

@@ -6,14 +6,17 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bed.lab import HUB_ADDRESS, Bed
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "salloc", "scancel", "squeue", "sinfo")
+PROGRAMS = (
+    *("slurmctld", "slurmd", "munged", "srun", "sbatch", "salloc", "scancel", "squeue", "sinfo"),
+    "scontrol",
+)
 
 _CONFIGURATION = """\
 ClusterName=bed
@@ -23,7 +26,7 @@ SlurmdPort=6818
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge.sock
+AuthInfo=socket={directory}/munge.sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
@@ -45,12 +48,16 @@ UnkillableStepTimeout=20
 """
 
 
+_PARTITION = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
+
+
 @dataclass(frozen=True)
 class Slurm:
     """A cluster whose nodes are the hosts of a bed; commands run on the hub."""
 
     bed: Bed
     directory: Path
+    _controllers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def configuration(self) -> Path:
@@ -99,26 +106,63 @@ class Slurm:
                 raise TimeoutError(f"jobs {self.jobs()} did not end within {seconds:g} s")
             time.sleep(0.1)
 
+    @contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Have nobody answer for the length of a block; jobs run on."""
+        # Told to end, it saves what it knows.
+        self._controllers[-1].terminate()
+        self._controllers[-1].wait()
+        try:
+            yield
+        finally:
+            self._start_controller("slurmctld", "-D")
+
+    def _start_controller(self, *argv: str) -> None:
+        with (self.directory / "slurmctld.log").open("ab") as output:
+            made = subprocess.Popen(
+                argv,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self._controllers.append(made)
+
+    def _end_controller(self) -> None:
+        self._controllers[-1].kill()
+        self._controllers[-1].wait()
+
     @classmethod
     @contextmanager
-    def open(cls, bed: Bed, *, cpus: int = 4) -> Iterator[Slurm]:
-        """Start it on a bed whose hosts have a shared root; every node says it has ``cpus``."""
+    def open(
+        cls,
+        bed: Bed,
+        *,
+        cpus: int = 4,
+        settings: Mapping[str, str] | None = None,
+        partitions: Sequence[str] = (_PARTITION,),
+    ) -> Iterator[Slurm]:
+        """Start it on a bed whose hosts have a shared root; every node says it has ``cpus``.
+        ``settings`` go before those above, ``partitions`` stand for the one with all nodes."""
         slurm = cls(bed, bed.directory / "slurm")
-        slurm._write_files(cpus)
+        slurm._write_files(cpus, settings or {}, partitions)
         directory = slurm.directory
         with ExitStack() as stack:
             munge = ("key-file", "socket", "pid-file", "log-file", "seed-file")
             paths = (f"--{name}={directory}/munge.{_suffix(name)}" for name in munge)
             stack.enter_context(slurm._daemon("munged", "--foreground", "--force", *paths))
             _until_exists(directory / "munge.sock")
-            stack.enter_context(slurm._daemon("slurmctld", "-D", "-c"))
+            slurm._start_controller("slurmctld", "-D", "-c")
+            stack.callback(slurm._end_controller)
             for host in bed.hosts:
                 inside = ("nsenter", "-t", str(host.pid), "-a", "--", "slurmd", "-D")
                 stack.enter_context(slurm._daemon(*inside, log=f"slurmd-{host.name}"))
             slurm._wait_idle()
             yield slurm
 
-    def _write_files(self, cpus: int) -> None:
+    def _write_files(
+        self, cpus: int, settings: Mapping[str, str], partitions: Sequence[str]
+    ) -> None:
         self.directory.mkdir(mode=0o755)
         for name in ("state", *(f"spool-{host}" for host in self.bed.names)):
             (self.directory / name).mkdir()
@@ -128,15 +172,15 @@ class Slurm:
         key = self.directory / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
-        lines = [
-            _CONFIGURATION.format(
-                hub=socket.gethostname(), address=HUB_ADDRESS, directory=self.directory
-            )
-        ]
+        text = _CONFIGURATION.format(
+            hub=socket.gethostname(), address=HUB_ADDRESS, directory=self.directory
+        )
+        rows = dict(line.split("=", 1) for line in text.splitlines())
+        lines = [f"{name}={value}\n" for name, value in {**rows, **settings}.items()]
         for host in self.bed.hosts:
-            name = f"NodeName={host.name} NodeAddr={host.address}"
+            name = f"NodeName={host.name} NodeAddr={host.name}"
             lines.append(f"{name} CPUs={cpus} RealMemory=1000 State=UNKNOWN\n")
-        lines.append("PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n")
+        lines += [f"{partition}\n" for partition in partitions]
         self.configuration.write_text("".join(lines))
 
     @contextmanager
@@ -157,12 +201,15 @@ class Slurm:
             process.wait()
 
     def _wait_idle(self, seconds: float = 30) -> None:
-        wanted = ["idle", str(len(self.bed.hosts))]
         deadline = time.monotonic() + seconds
-        while self.run("sinfo", "--noheader", "--format=%t %D", check=False).split() != wanted:
+        while self._idle() != len(self.bed.hosts):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"Slurm is not up within {seconds:g} s\n{self._logs()}")
             time.sleep(0.1)
+
+    def _idle(self) -> int:
+        shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
+        return len({line for line in shown.splitlines() if line.endswith(" idle")})
 
     def _logs(self) -> str:
         logs: Sequence[Path] = sorted(self.directory.glob("*.log"))

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from flagscale.launch.planning.script import render
 from flagscale.launch.preflight.checks import Check
 from flagscale.launch.preparing import unprobed_plan
 from flagscale.launch.runners.base import Prepared, Texts
-from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.snapshot import Seen, Snapshot
 from flagscale.launch.state import (
     RunState,
     alive_message,
@@ -41,13 +41,6 @@ from flagscale.launch.state import (
 )
 
 WORKER = "worker"
-
-
-@dataclass(frozen=True)
-class _Seen:
-    alive: str
-    trouble: str = ""
-    last_line: str = ""
 
 
 class QueueRunner:
@@ -84,8 +77,11 @@ class QueueRunner:
                 write_json(job, _job(plan, host))
         return state
 
+    def await_hosts(self, state: RunState) -> RunState:
+        return state
+
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
-        seen = {n: _Seen("" if _code(job) is not None else "script") for n, job in _each(state)}
+        seen = {n: Seen("" if _code(job) is not None else "script") for n, job in _each(state)}
         return snapshot.take(state, seen, with_lines=with_lines)
 
     def bring_output(self, state: RunState) -> None:

@@ -72,27 +72,8 @@ fi
 say address "$address"
 say interface "${interface%%@*}"
 
-# Ports at which something listens on this host, of IPv4 and IPv6.
-listening() { # $1: port; sets `inode` to its socket's
-    local local_address state hex
-    printf -v hex '%04X' "$1"
-    while read -r _ local_address _ state _ _ _ _ _ inode _; do
-        [[ $state == 0A && ${local_address##*:} == "$hex" ]] && return 0
-    done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
-    return 1
-}
 if [[ $port == any ]]; then
-    # Below the ports that the kernel gives to connections, so that none of those takes it first.
-    read -r low _ </proc/sys/net/ipv4/ip_local_port_range
-    ((low > 21000)) || low=60999
-    for _ in {1..100}; do
-        candidate=$((20000 + (RANDOM * 32768 + RANDOM) % (low - 20000)))
-        # The agents meet at the port beside it, unless the user says where.
-        ((candidate != agents_port)) && ! listening "$candidate" || continue
-        [[ -n $agents_port ]] || ! listening $((candidate + 1)) || continue
-        say port "$candidate"
-        break
-    done
+    free_port "$agents_port" && say port "$free"
 elif [[ -n $port ]] && ! listening "$port"; then
     say port "$port"
 fi

@@ -11,13 +11,20 @@ from pathlib import Path
 
 from flagscale.files import make_private_directory, read_json, write_json
 from flagscale.hosts import processes
-from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, status_directory
+from flagscale.launch.layout import (
+    AGENT_FILE,
+    EARLIER_STATUS,
+    EXIT_FILE,
+    LIVENESS_FILE,
+    status_directory,
+)
 from flagscale.launch.liveness.telling import keep
 
 
-def announce(run_dir: Path) -> str | None:
+def announce(run_dir: Path, earlier_starts: int = 0) -> str | None:
     """Say in the run's directory that this process watches, and forget an earlier start of its
-    script; what went wrong."""
+    script; what went wrong. ``earlier_starts`` of the job by a scheduler: what their ranks have
+    reported is kept beside, for the run goes on from the checkpoints of these."""
     own = processes.identify(os.getpid())
     record = {
         "pid": os.getpid(),
@@ -26,16 +33,28 @@ def announce(run_dir: Path) -> str | None:
     }
     try:
         make_private_directory(run_dir / status_directory(0))
-        _forget(run_dir)
+        if earlier_starts:
+            _put_aside(run_dir, earlier_starts)
+        _forget(run_dir, earlier=bool(earlier_starts))
         write_json(run_dir / AGENT_FILE, record)
     except OSError as error:
         return f"cannot write {error.filename}: {error.strerror}"
     return None
 
 
-def _forget(run_dir: Path) -> None:
-    reports = run_dir.glob(f"{status_directory(0)}*/rank_*")
-    for stale in (run_dir / EXIT_FILE, run_dir / LIVENESS_FILE, *reports):
+def _put_aside(run_dir: Path, start: int) -> None:
+    """Give the reports of the start before a name that no attempt has."""
+    for directory in list(run_dir.glob(f"{status_directory(0)}*")):
+        if not directory.name.startswith(EARLIER_STATUS):
+            name = directory.name.replace(".", "-")
+            directory.rename(run_dir / f"{EARLIER_STATUS}{start}-{name}")
+    make_private_directory(run_dir / status_directory(0))
+
+
+def _forget(run_dir: Path, *, earlier: bool) -> None:
+    reports = list(run_dir.glob(f"{status_directory(0)}*/rank_*"))
+    kept = [path for path in reports if earlier and path.parent.name.startswith(EARLIER_STATUS)]
+    for stale in {run_dir / EXIT_FILE, run_dir / LIVENESS_FILE, *reports}.difference(kept):
         stale.unlink(missing_ok=True)
     for stale in run_dir.glob(f"{status_directory(0)}.*"):
         with suppress(OSError):

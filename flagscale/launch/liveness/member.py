@@ -29,7 +29,13 @@ class Member:
     """One host's part of the job. What it has to say collects in ``out``."""
 
     def __init__(
-        self, number: int, host: HostFiles, run_id: str, grace: float, command: Sequence[str]
+        self,
+        number: int,
+        host: HostFiles,
+        run_id: str,
+        grace: float,
+        command: Sequence[str],
+        earlier_starts: int = 0,
     ) -> None:
         self.number = number
         self.host = host
@@ -49,6 +55,7 @@ class Member:
         self._run_id = run_id
         self._grace = grace
         self._command = list(command)
+        self._earlier_starts = earlier_starts
         self._watch = RankWatch(host.run_dir / status_directory(0))
         self._looked = 0.0
         self._kills_before: int | None = None
@@ -74,7 +81,7 @@ class Member:
         environment = {
             **os.environ,
             STATUS_DIR_VARIABLE: str(directory),
-            ATTEMPT_VARIABLE: str(number),
+            ATTEMPT_VARIABLE: str(number + self._earlier_starts),
         }
         try:
             files.make_private_directory(directory)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flagscale.files import json_text, plain
-from flagscale.hosts.names import expand
+from flagscale.hosts.names import expand_list
 from flagscale.status import RUN_ID_VARIABLE
 
 Event = Literal["failed", "stalled", "restarted", "finished"]
@@ -94,11 +94,13 @@ class AgentOptions(Policy):
     number, and those after it up to the next one that is named."""
     master_place: str = ""
     """On the others, what host 0 holds."""
+    earlier_starts: int = 0
+    """How often a scheduler has started this run before."""
 
     @property
     def names(self) -> list[str]:
         """The names of all hosts, on host 0."""
-        return [name for names in self.hosts for name in expand(names)] or [self.name]
+        return [name for names in self.hosts for name in expand_list(names)] or [self.name]
 
     @property
     def places_by_host(self) -> list[str]:
@@ -115,14 +117,12 @@ class AgentOptions(Policy):
         return json_text(plain(told)).rstrip("\n")
 
     @classmethod
-    def from_json(cls, text: str) -> AgentOptions:
-        """Raises :class:`ValueError` with a sentence that says what is wrong with the text."""
-        try:
-            record = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"this is no JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"expected a JSON object, found {json.dumps(record)[:80]}")
+    def from_json(cls, *texts: str) -> AgentOptions:
+        """The options of a JSON object, or of several, of which later ones go before. Raises
+        :class:`ValueError` with a sentence that says what is wrong with a text."""
+        record: dict[str, Any] = {}
+        for text in texts:
+            record |= _object(text)
         kinds = get_type_hints(cls)
         for name in record:
             if name not in kinds:
@@ -139,6 +139,17 @@ class AgentOptions(Policy):
         if any(not place.partition(" ")[0].isdecimal() for place in made.places):
             raise ValueError("places: each begins with the number of a host")
         return made
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises :class:`ValueError` for a text that is none."""
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"this is no JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, found {json.dumps(record)[:80]}")
+    return record
 
 
 def runs(places: Sequence[str]) -> Iterator[str]:
@@ -201,6 +212,8 @@ def parse(arguments: Sequence[str], run_id: str) -> CommandLine:
     )
     told = "what it is told, as JSON, in one piece or several"
     parser.add_argument("--options", required=True, nargs="+", metavar="JSON", help=told)
+    more = "options that go before those, as JSON: what only a scheduler's job knows"
+    parser.add_argument("--meeting", metavar="JSON", default="{}", help=more)
     parser.add_argument("--sweep", action="store_true", help="end what a killed agent left")
     given = parser.parse_args(argv[:at])
     command = tuple(argv[at + 1 :])
@@ -209,7 +222,7 @@ def parse(arguments: Sequence[str], run_id: str) -> CommandLine:
     if not command and not given.sweep:
         parser.error("no command given after --")
     try:
-        options = AgentOptions.from_json("\n".join(given.options))
+        options = AgentOptions.from_json("\n".join(given.options), given.meeting)
     except ValueError as error:
         parser.error(f"--options: {error}")
     return CommandLine(options, command, given.sweep)

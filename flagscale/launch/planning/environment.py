@@ -21,7 +21,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHELL = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 PYTHON_PATH = "PYTHONPATH"
 _SHUTDOWN_SECONDS = 5.0
-_LAUNCHERS = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, secret.VARIABLE)
+NODE = "FLAGSCALE_NODE"
+MASTER_ADDR, MASTER_PORT = "FLAGSCALE_MASTER_ADDR", "FLAGSCALE_MASTER_PORT"
+MEETING = "FLAGSCALE_MEETING"
+JOBS = (NODE, MASTER_ADDR, MASTER_PORT, MEETING)
+"""What a scheduler's job says to the script of a host: its name, where the ranks meet, and as JSON
+the agent's options that it alone knows."""
+_LAUNCHERS = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, secret.VARIABLE, *JOBS)
 # What a host's script assigns for itself: an exported variable of that name would be overwritten.
 SCRIPTS = re.compile(
     "after_stop|agent|agent_file|agent_pid|before_start|boot|code|exit_file|interrupted|known"

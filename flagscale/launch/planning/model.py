@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.interpolation import readable
 from flagscale.files import plain
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.layout import Layout
@@ -100,6 +101,8 @@ class HostPlan:
     """What this host's type or name changed: dotted key and value."""
     unprobed: bool = False
     """Whether its script has to find out by itself what the host is like."""
+    late: bool = False
+    """Whether it learns from its job what it is called and where ranks meet: :mod:`.late`."""
 
     @property
     def ranks(self) -> range:
@@ -107,7 +110,18 @@ class HostPlan:
 
     def to_json(self) -> dict[str, Any]:
         environment = [value.to_json() for value in self.environment]
-        return dict(plain({**vars(self), "environment": environment}))
+        given = {**vars(self), "environment": environment, "torchrun": readable(self.torchrun)}
+        return dict(plain(given))
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What a scheduler is given of a plan: the command that submits it and, as the file that this
+    names, the script."""
+
+    command: tuple[str, ...]
+    file: Path
+    script: str
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,8 @@ class LaunchPlan:
     """Whether the hosts and this machine see the same files."""
     liveness_port: int | None = None
     """Where the agents meet on the master's host; None on a run's only host."""
+    job: BatchJob | None = None
+    """What starts the hosts' scripts, where a scheduler does. Ports that it picks are 0 here."""
 
     @property
     def world_size(self) -> int:
@@ -144,5 +160,6 @@ class LaunchPlan:
         """The plan as plain data, without the values of secrets. Its hosts come one by one, so
         that thousands need not lie in memory at once: :func:`flagscale.files.json_text`."""
         hosts: Iterator[dict[str, Any]] = (host.to_json() for host in self.hosts)
-        record = plain({**vars(self), "hosts": None, "world_size": self.world_size})
+        own = {"hosts": None, "world_size": self.world_size}
+        record = plain({**vars(self), "master_addr": readable(self.master_addr), **own})
         return {**record, "hosts": hosts}

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from flagscale import __version__
 from flagscale.accelerators.probes import defaults_of_unprobed
-from flagscale.config.interpolation import parts, references
+from flagscale.config.interpolation import parts, reference, references
 from flagscale.launch.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
-from flagscale.launch.planning.environment import PYTHON_PATH
+from flagscale.launch.planning.environment import JOBS, MEETING, NODE, PYTHON_PATH
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
 from flagscale.launch.planning.per_host import bash
 from flagscale.launch.planning.supervision import AGENT_SECRETS
@@ -42,9 +42,14 @@ def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield "# shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions"
     yield "set -uo pipefail"
     yield ""
+    if host.late:
+        yield "# The job that starts this script says who it is, and where the ranks meet."
+        yield from (f': "${{{name}:?is given by the job}}"' for name in JOBS)
+        yield ""
     yield from _own_values(host)
     yield "# The run's name, its directory on this host, and what prints them."
-    yield f"who={_quote(f'run {plan.run_id} on {host.name}')}"
+    name = reference(NODE) if host.late else host.name
+    yield f"who={_word(f'run {plan.run_id} on {name}')}"
     yield f"run_dir={_quote(str(host.run_dir))}"
     yield f"pid_file={_quote(str(host.pid_file))}"
     yield f'exit_file="$run_dir/{EXIT_FILE}"'
@@ -58,6 +63,11 @@ def _quote(word: str) -> str:
     """One word for bash. Commas are quoted too: in an array they look like a mistake."""
     quoted = shlex.quote(word)
     return f"'{word}'" if quoted == word and "," in word else quoted
+
+
+def _word(word: str) -> str:
+    """The same of a word that may refer to what the job says."""
+    return _with_references("", word, {})
 
 
 def _one_line(text: str) -> str:
@@ -87,6 +97,7 @@ def _referred(host: HostPlan) -> dict[str, str]:
     value has for itself, or that another of those variables has."""
     plain = [value for value in host.environment if not value.secret]
     names = [name for value in plain for name in references(value.value)]
+    names = [name for name in names if name not in JOBS]
     prefix = "host_"
     while any(name.startswith(prefix) for name in (*names, *(value.name for value in plain))):
         prefix += "_"
@@ -129,7 +140,7 @@ def _with_references(name: str, value: str, kept: Mapping[str, str]) -> str:
             quoted.append(_quote(part))
             continue
         before, referred, after = part
-        own = kept[referred]
+        own = kept.get(referred, referred)
         quoted.append(f'"${{{own}:+{before}${own}{after}}}"' if before or after else f'"${own}"')
     return "".join(quoted) or "''"
 
@@ -165,7 +176,7 @@ def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
         looks += [f"processes={host.nproc}", bash("unprobed_machine.sh")]
         looks += defaults_of_unprobed()
         if len(plan.hosts) > 1:
-            looks += [f"master={shlex.quote(plan.master_addr)}", bash("unprobed_network.sh")]
+            looks += [f"master={_word(plan.master_addr)}", bash("unprobed_network.sh")]
     yield from _verbatim("before_start", "\n".join(filter(None, looks)))
     yield from _verbatim("after_stop", host.after_stop)
     yield ""
@@ -177,7 +188,8 @@ def _agent(host: HostPlan) -> tuple[str, ...]:
     pieces = range(0, len(lines), _PIECE_LINES)
     options = ("\n    ".join(lines[at : at + _PIECE_LINES]) for at in pieces)
     program = (host.python, *started("flagscale.launch.agent", Path(host.python_path[-1])))
-    return (*program, "--options", *options)
+    meeting = ("--meeting", reference(MEETING)) if host.late else ()
+    return (*program, "--options", *options, *meeting)
 
 
 def _array(name: str, argv: Sequence[str]) -> str:
@@ -186,7 +198,7 @@ def _array(name: str, argv: Sequence[str]) -> str:
     for word in argv:
         if not lines or word.startswith("--"):
             lines.append([])
-        lines[-1].append(_quote(word))
+        lines[-1].append(_word(word))
     body = "\n".join(f"    {' '.join(line)}" for line in lines)
     return f"{name}=(\n{body}\n)"
 

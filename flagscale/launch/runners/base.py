@@ -62,6 +62,10 @@ class Runner(Protocol):
         """Write the scripts, start one on every host, and return the state that was saved. Raises
         :class:`RunStateError` while another run lives in the same directory."""
 
+    def await_hosts(self, state: RunState) -> RunState:
+        """The state once the run's hosts are there, with their names; a scheduler may take its
+        time, of which the runner tells. Raises :class:`JobError` where they will not come."""
+
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
         """What the run is doing now; ``with_lines``: with each host's last line of output."""
 

@@ -177,6 +177,9 @@ class HostRunner:
         kind = RunStateError if reaching.is_here(state.runner) else UnreachableError
         raise kind(f"{text}\n{describe(errors, names)}")
 
+    def await_hosts(self, state: RunState) -> RunState:
+        return state
+
     # -- watch --------------------------------------------------------------------------------
 
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:

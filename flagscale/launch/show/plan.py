@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
+from flagscale.config.interpolation import readable
 from flagscale.hosts.names import compress
 from flagscale.launch.layout import host_label
-from flagscale.launch.planning.model import HostPlan, LaunchPlan
+from flagscale.launch.planning.model import BatchJob, HostPlan, LaunchPlan
 from flagscale.launch.planning.script import render
 from flagscale.launch.planning.supervision import NOTIFY
 
@@ -29,9 +30,12 @@ def plan_text(plan: LaunchPlan, hosts: Sequence[HostPlan] | None = None) -> str:
 
 def _lines(plan: LaunchPlan, hosts: Sequence[HostPlan]) -> Iterator[str]:
     yield f"# {plan.name}: {plan.world_size} rank(s) on {len(plan.hosts)} host(s)"
-    yield f"# ranks meet at {plan.master_addr}:{plan.master_port}"
+    port = plan.master_port or "a port that is free there"
+    yield f"# ranks meet at {readable(plan.master_addr)}:{port}"
     for note in plan.notes:
         yield f"# note: {note}"
+    if plan.job is not None:
+        yield from _batch(plan.job)
     groups: dict[tuple[object, ...], list[HostPlan]] = {}
     for host in hosts:
         groups.setdefault(_shape(host), []).append(host)
@@ -41,6 +45,18 @@ def _lines(plan: LaunchPlan, hosts: Sequence[HostPlan]) -> Iterator[str]:
         yield from _settings(equal[0])
         yield f"# --- {equal[0].script}"
         yield render(plan, equal[0])
+
+
+def _batch(job: BatchJob) -> Iterator[str]:
+    """What a scheduler is given: its command, a word a line, and the script."""
+    yield ""
+    program, *words = map(shlex.quote, job.command)
+    yield from (
+        f"# {line}" for line in (f"{program} \\", *(f"    {word} \\" for word in words[:-1]))
+    )
+    yield f"#     {words[-1]}"
+    yield f"# --- {job.file}"
+    yield job.script
 
 
 def _shape(host: HostPlan) -> tuple[object, ...]:

@@ -18,6 +18,7 @@ from flagscale.launch.preflight.checks import Check
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot
 
 STYLES = {
+    Phase.PENDING: "yellow",
     Phase.STARTING: "yellow",
     Phase.RUNNING: "green",
     Phase.COMPLETED: "bold green",
@@ -91,6 +92,8 @@ def _table(snapshot: Snapshot, with_lines: bool) -> Table:
 
 def _below(snapshot: Snapshot) -> list[Text]:
     below = [Text(f"warning: {message}", "yellow") for message in snapshot.warnings]
+    waits = dict.fromkeys(row.waits for row in snapshot.hosts if row.waits)
+    below += [Text(reason, "yellow") for reason in waits]
     below += [
         Text(f"{compress(row.host for row in rows)}: {rows[0].trouble}", "bold red")
         for rows in _equal_rows(snapshot.hosts)

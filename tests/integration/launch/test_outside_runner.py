@@ -107,7 +107,7 @@ def test_what_a_runner_from_outside_refuses_is_a_mistake_in_the_yaml(lab: Lab, q
     assert refused.returncode == 2
     assert "experiment.runner.mine.queue: is required" in refused.stderr
     typo = lab.do("dryrun", "experiment.runner.type=mien")
-    assert "expected one of local, ssh, mine, found 'mien'" in typo.stderr
+    assert "expected one of local, ssh, slurm, mine, found 'mien'" in typo.stderr
     unused = lab.do("dryrun", "experiment.runner.type=ssh", "+experiment.runner.mine.queue=x")
     assert unused.returncode == 2
     assert "experiment.runner.mine: unknown key" in unused.stderr

@@ -54,7 +54,6 @@ EXPERIMENT_PROBLEMS = {
     "nproc": ("nproc_per_node: 2", "nproc_per_node: gpu", "expected a whole number"),
     "hostfile": ("nnodes: 1", "hostfile: no/hosts", "no file no/hosts"),
     "port": ("nnodes: 1", "master_port: 70000", "from 1 to 65535, found 70000"),
-    "slurm": ("nnodes: 1", "type: slurm", "slurm: this version launches with `local` and `ssh`"),
     "empty-exp-dir": ("exp_dir: ./outputs demo", "exp_dir: ''", "expected a path, found an empty"),
     "near-action": ("action: run", "action: stopp", "found 'stopp'; did you mean 'stop'?"),
     "shell-variable": (

@@ -17,7 +17,7 @@ from flagscale.hosts.hostfile import (
     parse_hostfile,
     read_hostfile,
 )
-from flagscale.hosts.names import compress, expand, ranges
+from flagscale.hosts.names import compress, expand, expand_list, ranges
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,7 @@ def test_of_thousands_of_problems_the_first_are_shown_with_a_count() -> None:
 def test_names_unfold_and_fold(pattern: str, names: list[str]) -> None:
     assert expand(pattern) == names
     assert [name for part in _parts(compress(names)) for name in expand(part)] == names
+    assert expand_list(compress(names)) == names
     assert [name for part in ranges(names) for name in expand(part)] == names
 
 

@@ -104,6 +104,15 @@ def test_ends(
     assert take(replace(dead(state), stop_requested=stop_requested)).phase is expected
 
 
+def test_a_host_that_a_scheduler_has_not_given_again_is_pending(state: RunState) -> None:
+    """Though its last start has written down how it ended."""
+    end(state, code=0, signal=15)
+    seen = dict.fromkeys(range(len(state.hosts)), snapshots.Seen(waits="job 7 is pending"))
+    now = snapshots.take(state, seen)
+    assert (now.phase, now.phase.ended) == (Phase.PENDING, False)
+    assert now.to_json()["hosts"][0]["waits"] == "job 7 is pending"
+
+
 def test_another_boot_is_a_lost_run(state: RunState) -> None:
     host = replace(state.hosts[0], boot_id="another")
     assert take(replace(state, hosts=(host,))).phase is Phase.LOST

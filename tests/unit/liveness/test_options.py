@@ -48,6 +48,16 @@ def test_options_are_read_as_they_were_written(options: AgentOptions) -> None:
     assert AgentOptions.from_json(options.to_json()) == options
 
 
+def test_what_a_job_says_goes_before_what_the_script_has() -> None:
+    said = '{"name": "gpu7", "hosts": ["gpu[7-8],x1"], "liveness_port": 5, "earlier_starts": 1}'
+    found = AgentOptions.from_json(ALONE.to_json(), said)
+    assert found.names == ["gpu7", "gpu8", "x1"]
+    told = {"name": "gpu7", "hosts": ("gpu[7-8],x1",), "liveness_port": 5, "earlier_starts": 1}
+    assert found == replace(ALONE, **told)
+    with pytest.raises(ValueError, match="this is no JSON"):
+        AgentOptions.from_json(ALONE.to_json(), '{"name": ')
+
+
 def test_names_are_those_of_all_hosts_in_their_order() -> None:
     assert FIRST.names == ["h00", "h01", "h02", "login"]
     assert ALONE.names == ["h00"]

@@ -1,0 +1,152 @@
+"""Reading ``experiment.runner.slurm``, and what must hold between it and the rest of the runner."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flagscale.config.arguments.values import did_you_mean, shown, unfit
+from flagscale.config.documented import documented
+from flagscale.config.reader import Reader
+from flagscale.config.secrets import is_secret
+from flagscale.config.slurm_schema import OTHERS, TYPED, Slurm, SlurmType, seconds
+
+_PREFIX = "experiment.runner.slurm."
+_TYPES = "device_type_specific"
+_SECTIONS = ("extra", _TYPES)
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_GPUS = re.compile(r"(?:[A-Za-z0-9_.\-]+:)?[1-9][0-9]*")
+SAVING_SECONDS = 30
+"""Beside ``stop_grace``: what a job has to end between its signal and its time limit."""
+
+
+def read_slurm(reader: Reader, data: Mapping[Any, Any]) -> Slurm:
+    """The section ``slurm`` of ``experiment.runner``."""
+    section = reader.mapping(data, "slurm", "experiment.runner.")
+    given = {name: value for name, value in section.items() if name not in _SECTIONS}
+    known = documented(Slurm)
+    for name in [name for name in given if name not in known]:
+        _misplaced(reader, f"{_PREFIX}{name}", str(name), [*known, *_SECTIONS])
+        del given[name]
+    extra = _read_extra(reader, reader.mapping(section, "extra", _PREFIX))
+    types = reader.mapping(section, _TYPES, _PREFIX)
+    by_type = {}
+    for name in types:
+        prefix = f"{_PREFIX}{_TYPES}.{name}."
+        own = reader.mapping(types, name, f"{_PREFIX}{_TYPES}.")
+        by_type[str(name)] = SlurmType(**_fields(reader, SlurmType, own, prefix))
+    return Slurm(**_fields(reader, Slurm, given, _PREFIX), extra=extra, by_type=by_type)
+
+
+def _fields(reader: Reader, kind: type, given: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    """The fields of a section, the texts among them fit for Slurm."""
+    found = reader.fields(kind, given, prefix)
+    for name, value in found.items():
+        if isinstance(value, str) and (complaint := _complaint(name, value)):
+            reader.problem(f"{prefix}{name}", complaint)
+    return found
+
+
+def _misplaced(reader: Reader, key: str, name: str, known: list[str]) -> None:
+    option = name.lstrip("-").replace("-", "_").lower()
+    if option in TYPED:
+        reader.problem(key, f"cannot be given: {TYPED[option]}")
+    elif option in OTHERS:
+        reader.problem(key, f"unknown key; other options of sbatch go to `extra`: {{{option}: …}}")
+    else:
+        reader.unknown(key, name, known)
+
+
+def _complaint(name: str, text: str) -> str | None:
+    """What is wrong with a text for sbatch. Nothing needs quoting, since no shell reads it."""
+    if bad := unfit(text):
+        return bad
+    if not text.strip():
+        return "expected a text, found an empty one"
+    if any(ord(character) < 32 or ord(character) == 127 for character in text):
+        return f"cannot hold control characters, found {shown(text)}"
+    if is_secret(name, text):
+        return "looks like a secret, which `scontrol show job` would show to everybody"
+    return _no_form(name, text)
+
+
+def _no_form(name: str, text: str) -> str | None:
+    """What is wrong with a value that Slurm reads."""
+    if name == "gpus_per_node" and not _GPUS.fullmatch(text):
+        return f"expected a number, or a type and a number such as h100:8, found {shown(text)}"
+    if name == "time":
+        try:
+            seconds(text)
+        except ValueError:
+            return f"expected minutes, h:mm:ss, d-hh or d-hh:mm:ss, found {shown(text)}"
+    return None
+
+
+def _read_extra(reader: Reader, section: Mapping[Any, Any]) -> dict[str, str | None]:
+    """Any option of sbatch, but for those that the launcher gives itself."""
+    extra: dict[str, str | None] = {}
+    for name, value in section.items():
+        key, option = f"{_PREFIX}extra.{name}", str(name).replace("-", "_")
+        known = documented(Slurm)
+        if not _NAME.fullmatch(option) or len(option) == 1:
+            message = "expected the long name of an option of sbatch, without the dashes"
+            reader.problem(key, f"{message}, found {shown(str(name))}")
+        elif option in known:
+            reader.problem(key, f"cannot be given here: write {_PREFIX}{option}")
+        elif option in TYPED:
+            reader.problem(key, f"cannot be given: {TYPED[option]}")
+        elif option not in OTHERS and (near := did_you_mean(option, [*OTHERS, *known])):
+            reader.problem(key, f"no option of sbatch that is known{near}")
+        elif isinstance(value, (Mapping, list)):
+            reader.problem(key, f"expected one value, found {shown(value)}")
+        elif value is True:
+            extra[option] = None
+        elif value is not None and value is not False:
+            text = reader.text(key, value)
+            if complaint := _complaint(option, text):
+                reader.problem(key, complaint)
+            extra[option] = text
+    return extra
+
+
+def _check_types(reader: Reader, slurm: Slurm, nnodes: int | None, *, named: bool) -> None:
+    """What a heterogeneous job cannot have, and who says how many nodes of each type there are."""
+    for name, own in slurm.by_type.items():
+        key = f"{_PREFIX}{_TYPES}.{name}.nodes"
+        if named and own.nodes is not None:
+            reader.problem(key, "the hostfile names the nodes of each type")
+        elif not named and own.nodes is None:
+            reader.problem(key, "is required: without a hostfile nothing else says how many")
+    if slurm.by_type and slurm.requeue:
+        message = "must be 0: Slurm requeues a heterogeneous job, but does not start it again"
+        reader.problem(f"{_PREFIX}requeue", message)
+    if slurm.by_type and not named and (slurm.nodes or nnodes):
+        key = f"{_PREFIX}nodes" if slurm.nodes else "experiment.runner.nnodes"
+        reader.problem(key, f"the `nodes` of {_PREFIX}{_TYPES} are as many; remove this one")
+
+
+def check_slurm(reader: Reader, found: Mapping[str, Any]) -> None:
+    """What must hold between the section and the other keys of the runner."""
+    slurm: Slurm = found.get("slurm") or Slurm()
+    nnodes, hostfile = found.get("nnodes"), found.get("hostfile")
+    _check_types(reader, slurm, nnodes, named=hostfile is not None)
+    if slurm.nodes is not None and nnodes not in (None, slurm.nodes):
+        message = f"is {slurm.nodes}, and experiment.runner.nnodes is {nnodes}; remove one"
+        reader.problem(f"{_PREFIX}nodes", message)
+    if "exclude" in slurm.extra and hostfile is not None:
+        reader.problem(f"{_PREFIX}extra.exclude", "the hostfile names the nodes")
+    if found.get("no_shared_fs"):
+        message = "must be false: a job of Slurm's writes to a file system that its nodes share"
+        reader.problem("experiment.runner.no_shared_fs", message)
+    saving = found.get("stop_grace", 60.0) + SAVING_SECONDS
+    try:
+        limit = seconds(slurm.time) if slurm.time else None
+    except ValueError:
+        return
+    if limit is not None and limit <= saving:
+        message = (
+            f"{slurm.time} is no longer than the {saving:g} s in which a job may save and end "
+            f"(experiment.runner.stop_grace and {SAVING_SECONDS} s)"
+        )
+        reader.problem(f"{_PREFIX}time", message)

@@ -1,0 +1,159 @@
+"""What Slurm would refuse of a job, or let wait for ever: asked before it is submitted.
+
+``sbatch --test-only`` tells of what is refused at once, and of too many nodes. Too many CPUs, too
+much time, a partition that is down and a job that waits for one that has failed are taken, and wait
+for ever; those are looked up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from flagscale.config.schema import Experiment, Slurm, SlurmType
+from flagscale.config.slurm_schema import seconds
+from flagscale.errors import UnreachableError
+from flagscale.hosts.hostfile import Host
+from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
+from flagscale.launch.preflight import backend
+from flagscale.launch.preflight.checks import EARLIER_RUN, REACHABLE, Check
+from flagscale.launch.preflight.hosts import check_hosts
+from flagscale.launch.preflight.survey import BACKEND, survey
+from flagscale.launch.runners import reaching
+from flagscale.launch.runners.slurm import scheduler
+from flagscale.launch.runners.slurm.job import TYPE, components
+from flagscale.launch.runners.slurm.scheduler import Partition
+from flagscale.launch.runners.slurm.watch import Watch
+from flagscale.launch.state import alive_message, load_state
+
+_SECTION = "experiment.runner.slurm"
+_DEPENDENCY = re.compile(r"\b(afterok|aftercorr|afternotok):([0-9:+_]+)")
+_NOT_OK = frozenset({"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
+# What is on files that nodes share, and what is not theirs.
+_SHARED = frozenset({"exp_dir", "load"})
+_OF_NODES = frozenset(
+    {"devices", backend.CHECK, "master port", "liveness port", EARLIER_RUN, REACHABLE}
+)
+# What people need of sbatch's answer to --test-only.
+_WHEN = re.compile(r"to start at (\S+)")
+
+
+def check_job(experiment: Experiment, plan: LaunchPlan, *, fresh: bool = False) -> list[Check]:
+    """Everything that this machine and Slurm tell of a job that is not submitted yet. ``fresh``:
+    its Python is asked, whatever it has said before."""
+    slurm = experiment.runner.slurm
+    checks = list(_earlier(plan))
+    checks += _here(experiment, plan, fresh=fresh)
+    try:
+        partitions = scheduler.partitions()
+        checks.append(Check(REACHABLE, True, f"{len(partitions)} partition(s)", hosts="slurm"))
+        for hosts in components(plan, slurm):
+            checks += _partition(slurm, hosts, partitions)
+        checks += _dependencies(slurm)
+        checks.append(_tested(plan))
+    except UnreachableError as error:
+        checks.append(Check(REACHABLE, False, error.message, error.hint or "", hosts="slurm"))
+    return checks
+
+
+def _earlier(plan: LaunchPlan) -> Iterator[Check]:
+    previous = load_state(plan.layout.state)
+    if previous is None or previous.runner.type != TYPE:
+        return
+    standing = Watch().standing(previous)
+    if standing.over:
+        yield Check(EARLIER_RUN, True, "none alive")
+    elif not standing.trouble:
+        found, hint = alive_message(previous)
+        yield Check(EARLIER_RUN, False, found, hint)
+
+
+def _here(experiment: Experiment, plan: LaunchPlan, *, fresh: bool) -> Iterator[Check]:
+    """What this machine tells of what nodes share with it: the project, directories, checkpoints.
+    It may lack what they have, so what else it finds is a warning."""
+    first = plan.hosts[0]
+    host = Host(first.name, device_type=first.device_type)
+    with reaching.reach(RunnerHandle("local"), [host.name]) as reached:
+        found = survey(experiment, (host,), reached, here=True, thorough=True, fresh=fresh)
+    for check in check_hosts(experiment, plan, found):
+        shared = check.name in _SHARED or BACKEND in check.found
+        if check.name in _OF_NODES:
+            continue
+        if check.ok or shared:
+            yield check
+        else:
+            text = f"on this machine: {check.found}"
+            yield Check(check.name, True, text, warning=True)
+
+
+def _partition(
+    slurm: Slurm, hosts: Sequence[HostPlan], found: Mapping[str, Partition]
+) -> Iterator[Check]:
+    own = slurm.by_type.get(hosts[0].device_type or "", SlurmType())
+    wanted = own.partition or slurm.partition or os.environ.get("SBATCH_PARTITION", "")
+    default = [one.name for one in found.values() if one.default]
+    names = wanted.split(",") if wanted else default
+    there = [found[name] for name in names if name in found]
+    if not there:
+        known = ", ".join(found) or "none"
+        text = f"there is no partition {wanted}" if wanted else "Slurm has no default partition"
+        yield Check("partition", False, f"{text}; it has {known}", f"set {_SECTION}.partition")
+        return
+    reasons = {one.name: _unfit(slurm, len(hosts), one) for one in there}
+    fit = [name for name, reason in reasons.items() if not reason]
+    if fit:
+        limits = ", ".join(f"{name} (up to {found[name].limit})" for name in fit)
+        yield Check("partition", True, limits)
+        return
+    text = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    yield Check("partition", False, f"the job would wait for ever: {text}", f"change {_SECTION}")
+
+
+def _unfit(slurm: Slurm, nodes: int, one: Partition) -> str:
+    """Why a job would never start in a partition; empty where it may."""
+    if one.up != "up":
+        return f"is {one.up}"
+    if nodes > one.nodes:
+        return f"has {one.nodes} node(s), {nodes} are asked for"
+    if slurm.cpus_per_task and slurm.cpus_per_task > one.cpus:
+        return f"has nodes of {one.cpus} CPUs at most, {slurm.cpus_per_task} are asked for"
+    try:
+        limit, wanted = seconds(one.limit), seconds(slurm.time) if slurm.time else None
+    except ValueError:
+        return ""
+    if limit is not None and slurm.time and (wanted is None or wanted > limit):
+        return f"gives {one.limit} at most, {slurm.time} is asked for"
+    return ""
+
+
+def _dependencies(slurm: Slurm) -> Iterator[Check]:
+    """Jobs that this one waits for in vain. Slurm knows those of the last minutes."""
+    wanted = [
+        (kind, job)
+        for kind, jobs in _DEPENDENCY.findall(slurm.dependency or "")
+        for job in re.findall(r"(?:^|:)(\d+)", jobs)
+    ]
+    if not wanted:
+        return
+    states = scheduler.states([job for _, job in wanted])
+    for kind, job in wanted:
+        state = states.get(job, "")
+        if state == "COMPLETED" if kind == "afternotok" else state in _NOT_OK:
+            text = f"{kind}:{job} cannot come true any more: job {job} is {state}"
+            yield Check("dependency", False, text, f"change {_SECTION}.dependency")
+    if states:
+        told = ", ".join(f"job {job} is {state}" for job, state in states.items())
+        yield Check("dependency", True, told)
+
+
+def _tested(plan: LaunchPlan) -> Check:
+    if plan.job is None:
+        return Check("job", False, "this plan has no job")
+    # Its script is written when it is submitted; what is asked needs one that exists.
+    command = (*plan.job.command[:-1], "--wrap=true")
+    taken, text = scheduler.test_only(command)
+    if not taken:
+        return Check("job", False, f"Slurm refuses it: {text}", f"change {_SECTION}")
+    when = _WHEN.search(text)
+    return Check("job", True, f"may start at {when[1]}" if when else text)

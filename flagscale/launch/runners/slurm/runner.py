@@ -1,0 +1,301 @@
+"""The verbs of a runner, for a run that is one job of Slurm's.
+
+What the job's nodes write, this machine reads: they share the file system that ``exp_dir`` is on.
+So Slurm is asked only what files cannot tell, see :mod:`.watch`, and nothing is asked of nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flagscale.config.schema import Experiment
+from flagscale.errors import ConfigError, JobError, Problem, RunStateError, UnreachableError
+from flagscale.files import make_private_directory, write_atomic
+from flagscale.hosts import processes
+from flagscale.hosts.processes import Swept
+from flagscale.launch.layout import OLD_OUTPUT_FILE
+from flagscale.launch.liveness.telling import say
+from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launch.runners.base import Prepared, Texts
+from flagscale.launch.runners.slurm import files, scheduler, watch
+from flagscale.launch.runners.slurm.job import TYPE, plan_of
+from flagscale.launch.runners.slurm.watch import Standing, Watch
+from flagscale.launch.state import (
+    RunState,
+    alive_message,
+    keep_plan,
+    load_state,
+    start_lock,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from flagscale.launch.ending import Stopped
+    from flagscale.launch.snapshot import EventReader, Snapshot
+
+# What a job takes beside runner.stop_grace to end once it is told, and once it is killed.
+_ENDING_SECONDS = 20.0
+_KILLING_SECONDS = 120.0
+_POLL_SECONDS = 0.25
+# While a job ends Slurm is asked more often, for as long as somebody waits for it.
+_ENDING_POLL_SECONDS = 3.0
+
+
+class SlurmRunner:
+    """Starts, watches and ends runs as jobs."""
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+        self._reader: EventReader | None = None
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    # -- before a run ---------------------------------------------------------------------------
+
+    def plan(self, experiment: Experiment) -> LaunchPlan:
+        made = plan_of(experiment)
+        given = [name for name in scheduler.DEFAULTS if name in os.environ]
+        notes = [f"{name}={os.environ[name]} of this shell: sbatch takes it" for name in given]
+        return replace(made, notes=(*made.notes, *notes))
+
+    @contextmanager
+    def prepare(
+        self, experiment: Experiment, *, checking: bool, fresh: bool = False
+    ) -> Iterator[Prepared]:
+        from flagscale.launch.runners.slurm.checks import check_job
+
+        made = self.plan(experiment)
+        yield Prepared(made, check_job(experiment, made, fresh=fresh) if checking else [])
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def submit(self, plan: LaunchPlan, texts: Texts, *, foreground: bool) -> RunState:
+        """Submit the job of a plan. In the foreground, too, the job is no child of this process:
+        what ends with it is ended by :meth:`stop`."""
+        layout = plan.layout
+        if plan.job is None:
+            raise RunStateError("this plan has no job; was it made by another runner?")
+        with start_lock(layout):
+            previous = load_state(layout.state)
+            if previous is not None and previous.runner.type == TYPE:
+                _refuse_beside(previous)
+            directory = files.of_run(plan.exp_dir, plan.run_id)
+            self._write(plan, texts, previous, directory)
+            state = state_of(plan)
+            # Saved before Slurm is asked: a launch that dies here leaves a job that has a name.
+            state.save(layout.state)
+            try:
+                job = scheduler.submit(plan.job.command, str(plan.runner.handle["name"]))
+            except scheduler.RefusedError as error:
+                files.forget_secrets(directory)
+                if previous is not None:
+                    previous.save(layout.state)
+                else:
+                    layout.state.unlink(missing_ok=True)
+                problem = Problem("experiment.runner.slurm", f"Slurm refuses the job: {error}")
+                raise ConfigError(problem) from None
+            handle = {**state.runner.handle, "job": job}
+            state = replace(state, runner=RunnerHandle(TYPE, handle))
+            state.save(layout.state)
+        print(f"submitted job {job} for {len(state.hosts)} node(s)", file=sys.stderr, flush=True)
+        return state
+
+    def _write(
+        self, plan: LaunchPlan, texts: Texts, previous: RunState | None, directory: Path
+    ) -> None:
+        """The scripts, and what is beside them."""
+        from flagscale.launch.planning.script import render
+
+        keep_plan(plan, texts.config, texts.overrides)
+        named = bool(plan.runner.handle.get("named"))
+        files.write(plan, directory, named=named)
+        for host in plan.hosts:
+            write_atomic(host.script, render(plan, host), mode=0o700, durable=False)
+        if plan.job is not None:
+            write_atomic(plan.job.file, plan.job.script, mode=0o700)
+        for old in previous.hosts if previous is not None else ():
+            if old.output.exists():
+                make_private_directory(old.run_dir)
+                old.output.replace(old.run_dir / OLD_OUTPUT_FILE)
+
+    def await_hosts(self, state: RunState) -> RunState:
+        """Wait until Slurm has given the job its nodes, and tell why it has not. Raises
+        :class:`JobError` for a job that ends before."""
+        directory = files.of_run(state.exp_dir, state.run_id)
+        told = ""
+        while files.started(directory) is None:
+            now = self._watch.standing(state)
+            if now.over:
+                raise JobError(f"run {state.run_id} has not started: {now.end}")
+            text = now.waits or (now.trouble and f"{now.trouble}; the job may wait or run")
+            if text and text != told and "(" in text:
+                say(text)
+                told = text
+            time.sleep(_POLL_SECONDS)
+        self._watch.forget()
+        return self._named(state)
+
+    # -- watch ----------------------------------------------------------------------------------
+
+    def _named(self, state: RunState) -> RunState:
+        """The state with the names of the nodes that the job has been given, if it has."""
+        begun = files.started(files.of_run(state.exp_dir, state.run_id))
+        if begun is None or len(begun.nodes) != len(state.hosts):
+            return state
+        pairs = zip(state.hosts, begun.nodes, strict=True)
+        hosts = tuple(replace(host, name=name) for host, name in pairs)
+        handle = {**state.runner.handle, "job": begun.job}
+        named = replace(state, hosts=hosts, runner=RunnerHandle(TYPE, handle))
+        if named != state:
+            watch.keep(state, hosts, job=begun.job)
+        return named
+
+    def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
+        from flagscale.launch.snapshot import EventReader, Seen, take
+
+        state = self._named(state)
+        standing = self._watch.standing(state)
+        if standing.cancelled and state.stop_requested is None:
+            state = replace(state, stop_requested=time.time())
+        if self._reader is None:
+            self._reader = EventReader(state.hosts)
+        alive, waits = "script" if standing.lives else "", standing.waits
+        if alive and state.runner.handle.get("requeue") and self._over_somewhere(state):
+            # Told as an end, it would be taken for the last one.
+            waits = f"job {state.runner.handle.get('job', '')} is ending, and may be started again"
+        seen = Seen(alive=alive, trouble=standing.trouble, waits=waits)
+        taken = take(
+            state, dict.fromkeys(range(len(state.hosts)), seen), self._reader, with_lines=with_lines
+        )
+        more = [text for text in (standing.end,) if text]
+        return replace(taken, warnings=(*more, *taken.warnings))
+
+    def bring_output(self, state: RunState) -> None:
+        self._named(state)
+
+    def ended(self, state: RunState, *, any_host: bool = False) -> bool:
+        if any_host and self._over_somewhere(state):
+            return True
+        return self._watch.standing(state).over
+
+    def _over_somewhere(self, state: RunState) -> bool:
+        return any(host.exit() is not None for host in state.hosts)
+
+    def rank_count(self, state: RunState) -> int:
+        from flagscale.launch.liveness.diagnosis import rank_logs
+
+        ranks = ((host, rank) for host in state.hosts for rank in host.ranks)
+        return sum(bool(rank_logs(host, rank, "stdout.log")) for host, rank in ranks)
+
+    def wait(self, state: RunState) -> int:
+        from flagscale.launch.failures import first_failure, job_code
+
+        while not self._watch.standing(state).over:
+            time.sleep(_POLL_SECONDS)
+        state = self._named(state)
+        exits = [host.exit() for host in state.hosts]
+        code = job_code(state, exits, first_failure(state, {})) or 0
+        if code or None not in exits:
+            return code
+        ended = files.ended(files.of_run(state.exp_dir, state.run_id))
+        return (ended.code if ended is not None else 0) or 1
+
+    # -- stop -----------------------------------------------------------------------------------
+
+    def stop(self, state: RunState) -> Stopped:
+        """End the job: one that waits is cancelled; one that runs saves and ends within
+        ``stop_grace``, or is cancelled then. Raises :class:`UnreachableError` where Slurm does not
+        answer: the job may live on."""
+        from flagscale.launch.ending import Stopped, record_stop
+
+        state = self._named(state)
+        self._watch.forget()
+        standing = self._watch.standing(state)
+        if standing.over:
+            return Stopped()
+        if standing.trouble:
+            raise _unreachable(state, standing.trouble)
+        stopping = replace(state, stop_requested=round(time.time(), 3))
+        unrecorded = record_stop(stopping)
+        job = _job_of(state)
+        began = time.monotonic()
+        try:
+            gently = self._tell(state, job, standing)
+            if not gently:
+                scheduler.cancel(job)
+                self._until_over(state, _KILLING_SECONDS)
+        except UnreachableError as error:
+            raise _unreachable(state, error.message) from None
+        if not self._watch.standing(state).over:
+            raise RunStateError(
+                f"run {state.run_id} of {state.name}: job {job} was cancelled, and Slurm still "
+                "shows it as ending",
+                hint=f"squeue -j {job} tells when it is gone",
+            )
+        if unrecorded is not None:
+            unrecorded = record_stop(stopping)
+        late = time.monotonic() - began >= state.stop_grace and not standing.waits
+        return Stopped(self._swept(state, late=late), unrecorded=unrecorded)
+
+    def _tell(self, state: RunState, job: str, standing: Standing) -> bool:
+        """Have a running job save and end; whether it did in time."""
+        if standing.waits:
+            return False
+        with suppress(OSError):
+            (files.of_run(state.exp_dir, state.run_id) / "stop").touch(mode=0o600)
+        scheduler.cancel(job, "USR1")
+        return self._until_over(state, state.stop_grace + _ENDING_SECONDS)
+
+    def _until_over(self, state: RunState, seconds: float) -> bool:
+        """Wait for the job's end, for so long at most; whether it came."""
+        asked = time.monotonic()
+
+        def over() -> bool:
+            nonlocal asked
+            if time.monotonic() - asked >= _ENDING_POLL_SECONDS:
+                asked = time.monotonic()
+                self._watch.forget()
+            return self._watch.standing(state).over
+
+        self._watch.forget()
+        return processes.wait_until(over, seconds)
+
+    def _swept(self, state: RunState, *, late: bool) -> dict[str, Swept]:
+        """What was ended on each node; ``late``: what the agents had to end had no more time."""
+        found = {}
+        for host in state.hosts:
+            with suppress(OSError):
+                swept = tuple(host.exit_record().get("swept", ())) if late else ()
+                found[host.name] = Swept(killed=swept)
+        return found
+
+
+def _refuse_beside(previous: RunState) -> None:
+    """Raise :class:`RunStateError` where the run before lives, and :class:`UnreachableError` where
+    nobody knows."""
+    standing = Watch().standing(previous)
+    if standing.trouble:
+        raise _unreachable(previous, standing.trouble)
+    if not standing.over:
+        message, hint = alive_message(previous)
+        raise RunStateError(message, hint=hint)
+
+
+def _unreachable(state: RunState, trouble: str) -> UnreachableError:
+    return UnreachableError(
+        f"run {state.run_id} of {state.name} may live: {trouble}", hint="try again once it answers"
+    )
+
+
+def _job_of(state: RunState) -> str:
+    """The id of the job. A launcher that was killed early has not written it down."""
+    handle = state.runner.handle
+    return str(handle.get("job") or scheduler.named(str(handle["name"])))

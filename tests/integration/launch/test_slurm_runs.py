@@ -1,0 +1,327 @@
+"""Runs as jobs of a real Slurm, by an ordinary user."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.plugin import need_bed
+from bed.slurm import PROGRAMS
+from launch_lab import until
+from needs import need_program
+from slurm_lab import Cluster, SlurmLab, cluster
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster() -> Iterator[Cluster]:
+    need_bed()
+    for program in PROGRAMS:
+        need_program("slurm", program)
+    with cluster() as made:
+        yield made
+
+
+@pytest.fixture
+def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
+    """An experiment in a directory whose name means something to shells and to Slurm."""
+    made = slurm_cluster.lab(f"{request.node.name} 'b' %j $c")
+    yield made
+    made.clear()
+    shutil.rmtree(made.root)
+
+
+def says(launcher: subprocess.Popen[str], text: str) -> None:
+    """Wait until a launcher prints a line with this text."""
+    assert launcher.stdout is not None
+    until(lambda: text in str(launcher.stdout and launcher.stdout.readline()))
+
+
+def test_every_verb(lab: SlurmLab) -> None:
+    lab.envs = {"API_TOKEN": "s3cr3t"}
+    lab.slurm(time="10:00", extra={"comment": "it's $HOME"})
+    shown = json.loads(lab.do("dryrun", "json=true").stdout)
+    checked = json.loads(lab.do("check", "json=true").stdout)
+    assert {"python", "exp_dir", "partition", "job"} <= {
+        row["name"] for row in checked if row["ok"]
+    }
+    started = lab.do("run")
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert "2 rank(s) joined" in started.stdout
+    state = lab.state()
+    assert [host.name for host in state.hosts] == ["h00", "h01"]
+    # What was shown is what was submitted, but for the run's id.
+    script = lab.layout.scripts / "slurm_job.sh"
+    assert script.read_text() == shown["job"]["script"].replace(shown["run_id"], state.run_id)
+
+    told = lab.cluster.slurm.run("scontrol", "show", "job", lab.job)
+    assert "Comment=it's $HOME" in told
+    lines = [" ".join(p.argv) for host in lab.cluster.slurm.bed.hosts for p in host.processes()]
+    batch = lab.cluster.slurm.run("scontrol", "write", "batch_script", lab.job, "-")
+    for text in (told, batch, *lines):
+        assert "s3cr3t" not in text
+    # A launcher that was killed at the wrong moment has not written down the job's id.
+    lab.cluster.user.do(lab.forget_job)
+    again = lab.do("run")
+    assert (again.returncode, "is alive" in again.stderr) == (1, True)
+    now = lab.query()
+    assert (now["state"], now["joined"]) == ("running", 2)
+    assert {"h00: rank 0 attempt 0", "h01: rank 1 attempt 0"} <= set(
+        lab.do("logs").stdout.splitlines()
+    )
+    stopped = lab.do("stop")
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.do("logs").stdout.splitlines())
+    assert lab.query()["state"] == "stopped"
+    assert "nothing to stop" in lab.do("stop").stdout
+    assert lab.processes() == []
+    assert list(lab.layout.logs.glob("slurm/*/secrets*")) == []
+
+
+def test_a_job_that_waits_is_told_of_started_and_stopped(lab: SlurmLab) -> None:
+    slurm = lab.cluster.slurm
+    lab.slurm()
+    with slurm.allocation(nodes=2, tasks=2):
+        waiting = lab.start("run")
+        until(lambda: lab.layout.state.exists() and "job" in lab.state().runner.handle)
+        lab.until_waiting("(Resources: it is the next one, and waits for nodes to get free); it")
+        assert "is pending (Resources" in lab.do("query").stdout
+        assert lab.do("run").returncode == 1
+        says(waiting, "is pending (Resources")
+    # Now there are nodes.
+    out, _ = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0, out
+    assert "2 rank(s) joined" in out
+    assert lab.do("stop").returncode == 0
+
+    with slurm.allocation(nodes=2, tasks=2):
+        assert lab.do("run", "experiment.runner.wait_for=none").returncode == 0
+        stopped = lab.do("stop")
+        assert stopped.returncode == 0, stopped.stderr
+        assert lab.query()["state"] == "stopped"
+        assert lab.job not in slurm.jobs()
+        # Ctrl-C while a launcher waits.
+        waiting = lab.start("test")
+        says(waiting, "is pending")
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(timeout=60) == 128 + signal.SIGINT
+        assert lab.job not in slurm.jobs()
+
+
+def test_the_first_failure_and_its_code(lab: SlurmLab) -> None:
+    lab.envs = {"FAIL": "7"}
+    lab.slurm()
+    done = lab.do("test")
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert "first failure: h01: the job ended with exit code 7" in done.stderr
+    assert "h01: rank 1 attempt 0" in done.stdout.splitlines()
+    now = lab.query()
+    assert (now["state"], now["failure"]["host"], now["exit_code"]) == ("failed", "h01", 7)
+
+
+def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
+    lab.slurm()
+    launcher = lab.start("test")
+    says(launcher, "attempt 0")
+    until(lambda: lab.query()["joined"] == 2)
+    launcher.send_signal(signal.SIGINT)
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert {"h00: saved 0", "h01: saved 1"} <= set(out.splitlines())
+    assert lab.processes() == []
+    assert lab.query()["state"] == "stopped"
+
+
+def test_a_requeued_job_goes_on_as_the_same_run(lab: SlurmLab) -> None:
+    slurm = lab.cluster.slurm
+    lab.slurm(requeue=1)
+    assert lab.do("run").returncode == 0
+    state = lab.state()
+    as_user = lab.cluster.user.under
+    subprocess.run([*as_user, "scontrol", "requeue", lab.job], check=True)
+    lab.until_waiting("(BeginTime: ")
+    lab.until_state("running")
+    assert lab.state().run_id == state.run_id
+    output = "".join(lab.do("logs").stdout)
+    # It is a later attempt to its ranks, which go on from what they have saved themselves.
+    assert output.index("rank 0 attempt 0") < output.index("saved 0") < output.index("attempt 1")
+    # What Slurm does before a time limit; it was started as often as it may be.
+    slurm.run("scancel", "--batch", "--signal=USR1", lab.job)
+    assert f"job {lab.job} came to its time limit" in lab.until_warned()
+    assert lab.query()["state"] == "stopped"
+    assert lab.processes() == []
+
+
+def test_what_slurm_has_ended_is_told_long_after(
+    lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = lab.cluster.slurm
+    lab.slurm()
+    assert lab.do("run").returncode == 0
+    slurm.run("scancel", lab.job)
+    assert "was ended by Slurm: cancelled" in lab.until_warned()
+    assert lab.query()["state"] == "stopped"
+    assert "saved 1" in lab.do("logs").stdout
+    with slurm.allocation(nodes=2, tasks=2):
+        assert lab.do("run", "experiment.runner.wait_for=none").returncode == 0
+        slurm.run("scancel", lab.job)
+        assert f"job {lab.job} was cancelled" in lab.until_warned()
+    # Nobody is asked any more.
+    monkeypatch.setenv("SLURM_CONF", "/nonexistent")
+    assert lab.query()["state"] == "stopped"
+
+
+def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
+    slurm = lab.cluster.slurm
+    lab.slurm()
+    assert lab.do("run").returncode == 0
+    with slurm.without_controller():
+        # Slurm's own commands take seconds to give up.
+        asked, stopped = lab.start("query"), lab.start("stop")
+        for launcher, said in ((asked, "answer: "), (stopped, "may live: Slurm does not answer")):
+            out, _ = launcher.communicate(timeout=60)
+            assert (launcher.returncode, said in out) == (3, True), out
+        assert len(lab.processes()) > 0
+    lab.until_state("running")
+    assert lab.do("stop").returncode == 0
+    assert lab.processes() == []
+
+
+def test_the_order_of_a_hostfile(lab: SlurmLab) -> None:
+    (lab.root / "hosts").write_text("h01 slots=1 type=A\nh00 slots=2 type=B\n")
+    # Each type is a component of its own, in the order of the plan.
+    kinds = {"B": {"mem": "10"}}
+    lab.slurm(runner={"hostfile": "hosts", "nproc_per_node": 2}, device_type_specific=kinds)
+    assert lab.do("run").returncode == 0
+    assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
+    lines = set(lab.do("logs").stdout.splitlines())
+    assert {"h01: rank 0 attempt 0", "h00: rank 2 attempt 0"} <= lines
+    assert lab.do("stop").returncode == 0
+
+
+def test_unlike_nodes_in_one_heterogeneous_job(lab: SlurmLab) -> None:
+    kinds = {"A": {"nodes": 1, "partition": "all"}, "B": {"nodes": 1, "partition": "short"}}
+    lab.slurm(time="5:00", device_type_specific=kinds)
+    assert [check.found for check in lab.checks() if not check.ok] == []
+    assert lab.do("run").returncode == 0
+    shown = lab.cluster.slurm.run("squeue", "--noheader", "--format=%i %P %N", "--sort=i")
+    job, nodes = lab.job, [host.name for host in lab.state().hosts]
+    assert shown.split("\n")[:2] == [f"{job}+0 all {nodes[0]}", f"{job}+1 short {nodes[1]}"]
+    lines = set(lab.do("logs").stdout.splitlines())
+    assert {f"{nodes[0]}: rank 0 attempt 0", f"{nodes[1]}: rank 1 attempt 0"} <= lines
+    assert lab.query()["state"] == "running"
+    stopped = lab.do("stop")
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    assert f"{nodes[1]}: saved 1" in lab.do("logs").stdout.splitlines()
+    assert lab.cluster.slurm.jobs() == []
+
+
+def test_a_directory_that_nodes_do_not_share(lab: SlurmLab, tmp_path: Path) -> None:
+    lab.slurm()
+    # Of /tmp every node has its own.
+    exp_dir = Path(f"/tmp/{tmp_path.name}-{os.getpid()}")
+    done = lab.do("run", f"experiment.exp_dir={exp_dir}")
+    shutil.rmtree(exp_dir)
+    assert done.returncode == 1
+    assert "ended as FAILED" in done.stderr
+    assert "which nodes have to share with this machine" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        pytest.param({"nodes": 3}, "the job would wait for ever: all has 2 node(s), 3", id="nodes"),
+        pytest.param({"cpus_per_task": 64}, "nodes of 4 CPUs at most, 64 are asked", id="cpus"),
+        pytest.param({"partition": "short", "time": "20"}, "short gives 10:00 at most", id="time"),
+        pytest.param({"partition": "closed"}, "closed is down", id="down"),
+        pytest.param({"partition": "no"}, "there is no partition no; it has all", id="partition"),
+        pytest.param({"constraint": "x"}, "Slurm refuses it: ", id="feature"),
+        pytest.param({"gpus_per_node": "2"}, "Slurm refuses it: ", id="gpus"),
+        pytest.param({"extra": {"frobnicate": "1"}}, "unrecognized option", id="option"),
+    ],
+)
+def test_what_would_wait_for_ever_is_refused(
+    lab: SlurmLab, section: dict[str, Any], said: str
+) -> None:
+    lab.slurm(**section)
+    checks = {check.name: check for check in lab.checks()}
+    found = [check.found for check in checks.values() if not check.ok]
+    assert said in " ".join(found)
+
+
+def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
+    failed = lab.cluster.slurm.run(
+        "sbatch", "--output=/dev/null", "--parsable", "--wait", "--wrap=false", check=False
+    )
+    job = failed.strip()
+    lab.slurm(dependency=f"afterok:{job}")
+    refused = lab.do("run")
+    assert refused.returncode == 2
+    assert f"afterok:{job} cannot come true any more: job {job} is FAILED" in refused.stderr
+    assert not lab.layout.state.exists()
+
+
+def test_a_preempted_job_saves_and_goes_on(lab: SlurmLab) -> None:
+    slurm = lab.cluster.slurm
+    lab.slurm(partition="low", requeue=1)
+    assert lab.do("run").returncode == 0
+    urgent = slurm.run(
+        *("sbatch", "--output=/dev/null", "--parsable", "--partition=high", "--nodes=2"),
+        "--wrap=sleep 600",
+    )
+    lab.until_waiting("is pending")
+    assert "saved 1" in lab.do("logs").stdout
+    slurm.run("scancel", urgent.strip())
+    lab.until_state("running", 60)
+    assert lab.do("stop").returncode == 0
+
+
+def test_a_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
+    lab.slurm(runner={"lost_host_timeout": 1, "stop_grace": 0})
+    assert lab.do("run").returncode == 0
+    # All that Slurm and the run have there: as after a crash, from which slurmd comes back at once.
+    for process in lab.cluster.slurm.bed["h01"].find("slurmstepd") + lab.processes("h01"):
+        os.kill(process.pid, signal.SIGKILL)
+    now = lab.until_state("failed", 60)
+    assert now["failure"]["host"] == "h01"
+    # Nor does the job hold its nodes, though Slurm takes the one that was lost for well.
+    lab.cluster.slurm.wait_empty(60)
+    assert lab.processes() == []
+
+
+COLLECTIVE = """\
+import os
+import torch
+import torch.distributed as dist
+from flagscale.status import StatusWriter
+dist.init_process_group("gloo")
+status = StatusWriter.from_environment(dist.get_rank())
+for event in ("started", "joined", "ready"):
+    status.write(event)
+ones = torch.ones(1)
+dist.all_reduce(ones)
+print("sum", int(ones), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.torch
+def test_ranks_meet_by_torchrun(lab: SlurmLab) -> None:
+    """Though the first node takes its own name for a loopback address, as Debian has it."""
+    hosts = lab.cluster.slurm.bed["h00"].path("/etc/hosts")
+    hosts.write_text(f"127.0.1.1 h00\n{hosts.read_text()}")
+    lab.configure(COLLECTIVE, runner={"type": "slurm", "nproc_per_node": 2, "slurm": {"nodes": 2}})
+    done = lab.do("test", timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {f"h0{rank // 2}:{rank}: sum 4" for rank in range(4)} <= set(done.stdout.splitlines())
+    assert lab.query()["state"] == "completed"
+    (said,) = lab.layout.logs.glob("slurm/*/nodes")
+    assert f"master={lab.cluster.slurm.bed['h00'].address}:" in said.read_text()

@@ -1,0 +1,178 @@
+"""An experiment that an ordinary user runs on a real Slurm, by the launcher's own command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from bed.host import HostProcess
+from bed.lab import Bed
+from bed.slurm import Slurm
+from bed.users import User, known_user
+from launch_lab import Lab, until
+
+from flagscale.config.load import load
+from flagscale.launch.planning.model import RunnerHandle
+from flagscale.launch.preflight.checks import Check
+from flagscale.launch.runners.slurm.runner import SlurmRunner
+
+# Joins and works until it is told to end, and saves then. FAIL is the code of rank 1.
+PROGRAM = """\
+import os, signal, sys, time
+from flagscale.status import StatusWriter
+rank = int(os.environ["RANK"])
+status = StatusWriter.from_environment(rank)
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    status.write("checkpoint", step=7)
+    print("saved", rank, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("rank", rank, "attempt", os.environ["FLAGSCALE_ATTEMPT"], flush=True)
+for event in ("started", "joined", "ready"):
+    status.write(event)
+if rank == 1 and "FAIL" in os.environ:
+    sys.exit(int(os.environ["FAIL"]))
+time.sleep(600)
+"""
+PARTITIONS = (
+    "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+    "PartitionName=short Nodes=ALL MaxTime=10 State=UP",
+    "PartitionName=closed Nodes=ALL State=DOWN",
+    "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP",
+    "PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF State=UP",
+)
+SETTINGS = {
+    "KillWait": "3",
+    "MessageTimeout": "2",
+    "PreemptType": "preempt/partition_prio",
+    "PreemptMode": "REQUEUE",
+}
+# What a job inside another one inherits of it.
+INSIDE = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SLURM_GPUS_PER_NODE": "8", "SBATCH_WAIT": "1"}
+
+
+@dataclass
+class Cluster:
+    """A Slurm with its user, and a directory of the user's that all nodes share."""
+
+    slurm: Slurm
+    user: User
+    shared: Path
+
+    def lab(self, name: str) -> SlurmLab:
+        """A directory for an experiment."""
+        root = self.shared / name
+        root.mkdir(mode=0o755)
+        os.chown(root, self.user.uid, self.user.gid)
+        return SlurmLab(root, root / "exp", cluster=self)
+
+
+@contextmanager
+def cluster(hosts: int = 2) -> Iterator[Cluster]:
+    """Start a Slurm, and have this process's environment lead to it."""
+    # Below a directory that others may enter, as pytest's own are not.
+    with TemporaryDirectory(prefix="slurm-") as name, pytest.MonkeyPatch.context() as patch:
+        directory, user = Path(name), User()
+        directory.chmod(0o755)
+        shared = directory / "shared"
+        for made in (shared, shared / "home"):
+            made.mkdir(mode=0o755)
+            os.chown(made, user.uid, user.gid)
+        (directory / "bed").mkdir(mode=0o755)
+        with (
+            known_user(directory, user),
+            Bed.open(directory / "bed", hosts, shared=[shared]) as bed,
+            Slurm.open(bed, settings=SETTINGS, partitions=PARTITIONS) as slurm,
+        ):
+            own = {"HOME": str(shared / "home"), "XDG_STATE_HOME": str(shared / "state")}
+            for variable, value in {**slurm.environment(), **own}.items():
+                patch.setenv(variable, value)
+            yield Cluster(slurm, user, shared)
+
+
+@dataclass
+class SlurmLab(Lab):
+    """An experiment of the user's."""
+
+    cluster: Cluster = field(kw_only=True)
+    envs: dict[str, str] = field(default_factory=dict)
+
+    def command(self, *words: str) -> list[str]:
+        inside = (f"{name}={value}" for name, value in INSIDE.items())
+        return [*self.cluster.user.under, "env", *inside, *super().command(*words)]
+
+    def slurm(self, *, runner: dict[str, Any] | None = None, **section: Any) -> None:
+        """Write the YAML of a run on two nodes; ``section`` is the runner's ``slurm``."""
+        given = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 5, **(runner or {})}
+        if "hostfile" not in given and "device_type_specific" not in section:
+            section.setdefault("nodes", 2)
+        self.configure(PROGRAM, light=True, runner={**given, "slurm": section}, envs=self.envs)
+
+    @property
+    def job(self) -> str:
+        return str(self.state().runner.handle["job"])
+
+    def forget_job(self) -> dict[str, Any]:
+        """Take the job's id out of the run's state."""
+        state = self.state()
+        handle = {k: v for k, v in state.runner.handle.items() if k != "job"}
+        replace(state, runner=RunnerHandle("slurm", handle)).save(self.layout.state)
+        return {}
+
+    def query(self) -> dict[str, Any]:
+        """What ``action=query`` tells, by the user in a process that need not start Python."""
+
+        def ask() -> dict[str, Any]:
+            with closing(SlurmRunner()) as runner:
+                return runner.query(self.state()).to_json()
+
+        return self.cluster.user.do(ask)
+
+    def until_state(self, state: str, seconds: float = 30) -> dict[str, Any]:
+        """What ``query`` tells once the run is in this state."""
+        found: dict[str, Any] = until(
+            lambda: now if (now := self.query())["state"] == state else None, seconds
+        )
+        return found
+
+    def until_waiting(self, why: str) -> str:
+        """What ``query`` tells of a job that waits, once it is for this reason."""
+
+        def waits() -> str:
+            now = self.query()
+            told = str(now["hosts"][0].get("waits", ""))
+            return told if now["state"] == "pending" and why in told else ""
+
+        found: str = until(waits, 30)
+        return found
+
+    def until_warned(self) -> str:
+        """What ``query`` warns of once the job's end is known."""
+        found: list[str] = until(lambda: self.query()["warnings"], 30)
+        return found[0]
+
+    def checks(self) -> list[Check]:
+        """What a preflight finds, asked by this very process."""
+        experiment = load(self.root / "conf", "lab", (), "plan").experiment
+        with SlurmRunner().prepare(experiment, checking=True) as ready:
+            return ready.checks
+
+    def processes(self, name: str = "") -> list[HostProcess]:
+        """What lives of the run on the nodes, or on one."""
+        hosts = (host for host in self.cluster.slurm.bed.hosts if name in ("", host.name))
+        return [p for host in hosts for p in host.find(str(self.root))]
+
+    def clear(self) -> None:
+        super().clear()
+        slurm = self.cluster.slurm
+        # Of a heterogeneous job no component can be cancelled by itself.
+        if jobs := {job.partition("+")[0] for job in slurm.jobs()}:
+            slurm.run("scancel", *jobs)
+        slurm.wait_empty()

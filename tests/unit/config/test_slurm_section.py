@@ -1,0 +1,153 @@
+"""``experiment.runner.slurm``: what it takes, and what is refused with what to write instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from flagscale.config.checks import notes
+from flagscale.config.documented import documented
+from flagscale.config.slurm_schema import OTHERS, TYPED, Slurm, seconds
+from flagscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from conftest import Workspace
+
+
+def section(workspace: Workspace, text: str, runner: str = "") -> None:
+    workspace.replace(
+        "conf/train.yaml", "    nnodes: 1\n", f"    type: slurm\n    slurm: {text}\n{runner}"
+    )
+
+
+def test_what_is_given(workspace: Workspace) -> None:
+    section(
+        workspace,
+        "{partition: 'gpu,long', time: 2:00:00, nodes: 2, gpus_per_node: h100:8, requeue: 3, "
+        "exclusive: false, extra: {hold: true, mail-type: END, licenses: 'a b$c', nice: null}}",
+    )
+    runner = workspace.load().runner
+    assert runner.nnodes == 2
+    assert runner.slurm == Slurm(
+        partition="gpu,long",
+        time="2:00:00",
+        nodes=2,
+        gpus_per_node="h100:8",
+        requeue=3,
+        exclusive=False,
+        extra={"hold": None, "mail_type": "END", "licenses": "a b$c"},
+    )
+
+
+def test_overrides_of_any_option(workspace: Workspace) -> None:
+    section(workspace, "{}")
+    runner = workspace.load(
+        "experiment.runner.slurm.time=1-12:00:00",
+        "experiment.runner.slurm.extra.comment=a",
+        "experiment.runner.slurm.extra.hold=true",
+        "experiment.runner.nnodes=3",
+    ).runner
+    assert (runner.nnodes, runner.slurm.time) == (3, "1-12:00:00")
+    assert runner.slurm.extra == {"comment": "a", "hold": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(
+            "{partion: x}", "slurm.partion: unknown key; did you mean 'partition'", id="typo"
+        ),
+        pytest.param("{gpus: 8}", "give `gpus_per_node`: every node has as many", id="gpus"),
+        pytest.param("{array: 1-3}", "slurm.array: cannot be given: a run is one job", id="array"),
+        pytest.param(
+            "{licenses: a}", "other options of sbatch go to `extra`: {licenses", id="extra"
+        ),
+        pytest.param("{nodes: 0}", "not less than 1, found 0", id="nodes"),
+        pytest.param("{time: soon}", "expected minutes, h:mm:ss, d-hh", id="time"),
+        pytest.param("{time: 1}", "no longer than the 90 s in which a job may save", id="short"),
+        pytest.param("{gpus_per_node: all}", "such as h100:8, found 'all'", id="gpus-per-node"),
+        pytest.param("{account: ''}", "expected a text, found an empty one", id="empty"),
+        pytest.param('{account: "a\\nb"}', "cannot hold control characters", id="line"),
+        pytest.param('{account: "a\\0b"}', "cannot hold a NUL character", id="nul"),
+        pytest.param("{requeue: true}", "expected a whole number", id="requeue"),
+        pytest.param("{extra: [a]}", "slurm.extra: expected a section", id="list"),
+        pytest.param("{extra: {licences: a}}", "known; did you mean 'licenses'", id="extra-typo"),
+        pytest.param("{extra: {output: x}}", "`action=logs` shows it", id="output"),
+        pytest.param("{extra: {qos: x}}", "write experiment.runner.slurm.qos", id="typed"),
+        pytest.param(
+            "{extra: {'--hold': true}}", "without the dashes, found '--hold'", id="dashes"
+        ),
+        pytest.param("{extra: {p: x}}", "the long name of an option", id="letter"),
+        pytest.param("{extra: {comment: {a: 1}}}", "expected one value", id="map"),
+        pytest.param("{extra: {comment: 'token=abc'}}", "looks like a secret", id="secret"),
+        pytest.param(
+            "{device_type_specific: {A: {nodes: 1, qos: x}}}", "A.qos: unknown key", id="of-type"
+        ),
+        pytest.param(
+            "{device_type_specific: {A: {mem: 0}}}", "A.nodes: is required: without", id="type"
+        ),
+        pytest.param(
+            "{nodes: 2, device_type_specific: {A: {nodes: 2}}}", "as many; remove this", id="both"
+        ),
+        pytest.param(
+            "{requeue: 1, device_type_specific: {A: {nodes: 2}}}", "must be 0: Slurm", id="again"
+        ),
+        pytest.param("[]", "experiment.runner.slurm: expected a section", id="no-section"),
+    ],
+)
+def test_what_is_refused(workspace: Workspace, text: str, said: str) -> None:
+    section(workspace, text)
+    with pytest.raises(ConfigError) as found:
+        workspace.load()
+    assert said in str(found.value)
+    assert "abc" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("runner", "said"),
+    [
+        pytest.param("    nnodes: 3\n", "is 2, and experiment.runner.nnodes is 3", id="nodes"),
+        pytest.param("    no_shared_fs: true\n", "that its nodes share", id="files"),
+        pytest.param("    stop_grace: 7200\n", "no longer than the 7230 s", id="grace"),
+    ],
+)
+def test_what_must_fit_the_runner(workspace: Workspace, runner: str, said: str) -> None:
+    section(workspace, "{nodes: 2, time: 2:00:00}", runner)
+    with pytest.raises(ConfigError) as found:
+        workspace.load()
+    assert said in str(found.value)
+
+
+def test_it_belongs_to_one_runner(workspace: Workspace) -> None:
+    section(workspace, "{nodes: 1}")
+    found = notes(workspace.load("experiment.runner.type=ssh"), 2)
+    assert "experiment.runner.slurm has no effect without type: slurm" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("30", 1800),
+        ("2:30", 150),
+        ("1:00:00", 3600),
+        ("1-12", 129_600),
+        ("1-0:30", 88_200),
+        ("2-00:00:01", 172_801),
+        ("UNLIMITED", None),
+        ("infinite", None),
+    ],
+)
+def test_times(text: str, expected: int | None) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-3", "1-"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(ValueError):
+        seconds(text)
+
+
+def test_an_option_has_one_place() -> None:
+    assert not set(documented(Slurm)) & set(OTHERS)
+    assert not set(TYPED) & set(OTHERS)

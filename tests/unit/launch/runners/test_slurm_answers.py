@@ -1,0 +1,99 @@
+"""What Slurm's answers are taken for."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flagscale.launch.planning.model import RunnerHandle
+from flagscale.launch.runners.slurm import scheduler
+from flagscale.launch.runners.slurm.scheduler import Job
+from flagscale.launch.runners.slurm.watch import waiting
+from flagscale.launch.state import RunState
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            "RUNNING|None|2026-01-02T03:04:05|x.1\n",
+            Job("RUNNING", "", "2026-01-02T03:04:05"),
+            id="running",
+        ),
+        pytest.param("PENDING|Priority|N/A|x.1\n", Job("PENDING", "Priority", ""), id="pending"),
+        pytest.param(
+            "PENDING|ReqNodeNotAvail, May be reserved for other job|N/A|x.1\n",
+            Job("PENDING", "ReqNodeNotAvail, May be reserved for other job", ""),
+            id="comma",
+        ),
+        pytest.param("RUNNING|None|N/A|other.1\n", Job(), id="id-that-came-again"),
+        pytest.param("", Job(), id="silence"),
+        pytest.param("slurm_load_jobs error\n", Job(), id="no-answer"),
+    ],
+)
+def test_squeue(text: str, expected: Job) -> None:
+    assert scheduler.parse(text, "x.1") == expected
+
+
+@given(st.text(max_size=60))
+def test_no_answer_breaks_it(text: str) -> None:
+    assert isinstance(scheduler.parse(text, "x.1"), Job)
+
+
+@pytest.mark.parametrize(
+    ("state", "waits", "over"),
+    [
+        ("PENDING", True, False),
+        ("REQUEUE_HOLD", True, False),
+        ("RUNNING", False, False),
+        ("COMPLETING", False, False),
+        ("SUSPENDED", False, False),
+        ("NODE_FAIL", False, True),
+        ("", False, True),
+    ],
+)
+def test_states(state: str, waits: bool, over: bool) -> None:
+    job = Job(state)
+    assert (job.waits, job.over) == (waits, over)
+
+
+def test_what_slurm_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "SLURM_NTASKS", "SBATCH_ARRAY_INX", "SQUEUE_FORMAT", "SCANCEL_QUIET"):
+        monkeypatch.setenv(name, "x")
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "gpu", "MINE": "y"}
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    found = scheduler.environment()
+    assert kept.items() <= found.items()
+    assert not {"HF_TOKEN", "SLURM_NTASKS", "SBATCH_ARRAY_INX", "SQUEUE_FORMAT"} & set(found)
+
+
+def test_complaints_in_one_line() -> None:
+    stderr = "sbatch: error: Batch job submission failed: Invalid qos\nsbatch: error: a\n"
+    done = subprocess.CompletedProcess(["sbatch"], 1, "", stderr)
+    assert scheduler.said(done) == "Batch job submission failed: Invalid qos; a"
+    assert (
+        scheduler.said(subprocess.CompletedProcess(["sbatch"], 1, "", "")) == "sbatch ended with 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (Job("PENDING"), "job 7 is pending"),
+        (
+            Job("PENDING", "Resources", "2026-01-02T03:04:05"),
+            "job 7 is pending (Resources: it is the next one, and waits for nodes to get free); "
+            "it may start at 2026-01-02T03:04:05",
+        ),
+        (Job("PENDING", "SomethingNew"), "job 7 is pending (SomethingNew)"),
+    ],
+)
+def test_why_a_job_waits(job: Job, said: str) -> None:
+    handle = RunnerHandle("slurm", {"job": "7"})
+    state = RunState("id", "x", Path("/x"), 0.0, 1, False, 1.0, handle)
+    assert waiting(state, job) == said
