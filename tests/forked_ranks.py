@@ -63,6 +63,10 @@ def forget_layout() -> None:
     get_moe_layer_wise_logging_tracker().clear()
     parallel_state.destroy_model_parallel()
     if os.environ["FLAGSCALE_DEVICE"] != "cpu":
+        import torch
+
+        # One process compiles a function for a few configurations only.
+        torch._dynamo.reset()
         return  # NCCL may wait for the group's other ranks
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

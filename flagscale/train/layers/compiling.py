@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from flagscale.train.layers.jit import why_not_here
 
@@ -64,7 +64,7 @@ def or_as_it_is(
         if not failures:
             try:
                 return whole(*args, **options)
-            except TorchDynamoException as error:
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 failures.append(error)
                 reason = str(error).strip().splitlines()[0]
                 warnings.warn(

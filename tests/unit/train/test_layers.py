@@ -209,8 +209,8 @@ def test_what_cannot_be_compiled_is_said(
     assert found is None if reason is None else reason in str(found)
 
 
-def test_what_breaks_a_graph_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+@torch._dynamo.config.patch(disable=False)
+def test_what_breaks_a_graph_runs_as_it_is() -> None:
     runs = []
 
     def layer(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,6 +225,15 @@ def test_what_breaks_a_graph_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert second(torch.zeros(2)).tolist() == [1, 1]
     assert runs == [False, False]
     assert len(failures) == 1
+
+
+@torch._dynamo.config.patch(disable=False, recompile_limit=2)
+def test_what_would_be_compiled_too_often_runs_as_it_is() -> None:
+    call = compiling.or_as_it_is(lambda tensor: tensor + 1, [], "eager")
+    sizes = [call(torch.zeros(size)).numel() for size in (2, 3)]
+    with pytest.warns(RuntimeWarning, match="layers are not compiled, which costs speed"):
+        sizes += [call(torch.zeros(size)).numel() for size in (4, 5)]
+    assert sizes == [2, 3, 4, 5]
 
 
 def test_a_machine_that_cannot_compile_says_why(
