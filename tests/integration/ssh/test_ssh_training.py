@@ -120,7 +120,20 @@ def test_hosts_train_as_one_machine_does(bed: Bed, tmp_path: Path) -> None:
         assert [step for step, _, _ in alone] == list(range(1, 41))
         assert train(two) == alone[:3]
         assert {h.boot_id is not None for h in two.state().hosts} == {True}
+        choose_meshes(two, alone)
         lose_a_host(unlike, alone)
+
+
+def choose_meshes(lab: SshLab, alone: list[Step]) -> None:
+    """Train on meshes of which the hostfile says the types alone."""
+    types = "h00 slots=1 type=QUICK\nh01 slots=1 type=SLOW\n"
+    system = {"hetero": {"enable_hetero": True, "hetero_process_meshes": "auto"}}
+    expect_equal(train(lab, system=system, hostfile=types), alone[:3])
+    first = lab.state().hosts[0]
+    assert first.name == "h00"
+    said = first.output.read_text()
+    assert "to choose between" in said
+    assert "by measured times a step takes" in said
 
 
 def lose_a_host(lab: SshLab, alone: list[Step]) -> None:
