@@ -137,12 +137,9 @@ def _check_foreign(path: Path) -> None:
     for name in REQUIRED:
         if not (path / name).is_file():
             raise CheckpointError(f"{name} is missing, and there is no {MANIFEST}")
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from flagscale.checkpoint_metadata import read_metadata
 
-    try:
-        stored = FileSystemReader(path).read_metadata().storage_data or {}
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f".metadata cannot be read: {error}") from error
+    stored = read_metadata(path).storage_data
     needed: dict[str, int] = {}
     for item in stored.values():
         end = item.offset + item.length

@@ -26,7 +26,8 @@ PARTS = {
     "guard": {"errors"},
     "registry": {"errors"},
     "accelerators": {"errors", "registry", "status"},
-    "checkpoints": {"errors"},
+    "checkpoint_metadata": {"errors"},
+    "checkpoints": {"checkpoint_metadata", "errors"},
     "config": {*GROUND, "accelerators"},
     "estimate": {*GROUND, "accelerators", "config"},
     "hosts": {*GROUND, "accelerators", "checkpoints", "config"},
@@ -41,7 +42,15 @@ PARTS = {
         "hosts",
         "comm",
     },
-    "train": {*GROUND, "accelerators", "checkpoints", "config", "estimate", "comm"},
+    "train": {
+        *GROUND,
+        "accelerators",
+        "checkpoint_metadata",
+        "checkpoints",
+        "config",
+        "estimate",
+        "comm",
+    },
     "bench": {*GROUND, "accelerators", "guard", "hosts", "comm"},
     "patching": GROUND,
     "cli": {*GROUND, "guard", "config", "launch", "bench", "patching"},
@@ -61,7 +70,8 @@ LAUNCH = {
 }
 HEAVY = {"torch", "megatron", "numpy"}
 TORCH = tuple(
-    f"flagscale.{part}" for part in ("accelerators", "train", "comm", "bench", "checkpoints")
+    f"flagscale.{part}"
+    for part in ("accelerators", "train", "comm", "bench", "checkpoints", "checkpoint_metadata")
 )
 
 

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
 
+from flagscale.checkpoint_metadata import read_metadata
 from flagscale.checkpoints import Checkpoints, Found
 from flagscale.config.arguments.measured_shares import MeasuredShares
 from flagscale.config.arguments.resuming import Parts, other_schedule, parts_to_load
@@ -65,6 +66,7 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     if found is None:
         return None
     agree(None if found.path.is_dir() else f"{found.path} is not visible on this host")
+    on_rank_0(lambda: _look_over(found.path))
     tokens = contents.vocabulary(args, state)
     wanted = parts_to_load(found.content, vars(args), dist.get_world_size(), tokens)
     loaded = _read(args, found, state, wanted)
@@ -75,6 +77,12 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
         error = f"{found.path} does not fit this run: {describe(problem)}"
     agree(error)
     return LoadReport(found.path, found.iteration, wanted.notes, found.skipped)
+
+
+def _look_over(path: Path) -> None:
+    """Raise CheckpointError where ``.metadata`` names what describes no checkpoint: torch would
+    run it."""
+    read_metadata(path)
 
 
 def _read(

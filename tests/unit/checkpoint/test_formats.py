@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flagscale.checkpoints import REQUIRED, check_whole
 from flagscale.config.arguments.huggingface.families import FAMILIES
 from flagscale.config.arguments.huggingface.models import effective
 from flagscale.errors import CheckpointError
@@ -218,13 +219,21 @@ def test_one_bit_is_a_difference(place: int, unaligned: bool) -> None:
 
 
 def test_metadata_knows_no_other_classes(tmp_path: Path) -> None:
-    from flagscale.train.checkpoint.formats.metadata import read_metadata
+    from flagscale.checkpoint_metadata import read_metadata
 
     for content in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", b"\x80"):
         (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"\.metadata"):
             read_metadata(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+
+
+def test_a_checkpoint_of_others_runs_no_code_when_it_is_looked_at(tmp_path: Path) -> None:
+    for name in REQUIRED:
+        (tmp_path / name).write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it names"):
+        check_whole(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(REQUIRED)
 
 
 def test_whole_is_all_of_it() -> None:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from flagscale.checkpoint_metadata import METADATA
 from flagscale.checkpoints import NAME, Checkpoints, check_whole
 from flagscale.config.arguments.huggingface.models import config_of, effective
 from flagscale.config.arguments.huggingface.reading import CONFIG, read_config
@@ -41,7 +42,7 @@ from flagscale.train.checkpoint.formats.base import (
     without_padding,
 )
 from flagscale.train.checkpoint.formats.companions import beside, write_companions
-from flagscale.train.checkpoint.formats.metadata import METADATA, tensors_of
+from flagscale.train.checkpoint.formats.metadata import tensors_of
 from flagscale.train.checkpoint.formats.tensors import Region, Stored, pieces
 from flagscale.train.checkpoint.store import CheckpointStore
 from flagscale.train.state import Progress
