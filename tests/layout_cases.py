@@ -306,21 +306,16 @@ MESHES = (
 # Another family learns in every layout too.
 FAMILIES = (
     Case("bert-compiled", 1, BERT, COMPILED, "bert"),
-    Case("bert-recompute", 1, BERT, f"{FULL} 2", "bert"),
     Case("bert-dp2-do-overlap", 2, BERT, OVERLAP, "bert"),
-    Case("bert-tp2", 2, BERT, TP2, "bert", backend=FASTER),
     Case("bert-tp2-sp-do", 2, BERT, f"{SP} {DO}", "bert", backend=FASTER),
     Case("bert-compiled-tp2-sp", 2, BERT, f"{COMPILED} {SP}", "bert", backend=FASTER),
-    Case("bert-pp2", 2, BERT, PP2, "bert"),
     Case("bert-pp2-vpp2-do-overlap", 2, BERT, f"{VPP2} {OVERLAP}", "bert"),
-    Case("bert-cp2", 2, BERT, CP2, "bert"),
     Case("bert-bf16-tp2-sp", 2, BERT + "--bf16", SP, "bert-bf16", 1e-2, backend=FASTER),
     Case("bert-rotary-tp2-pp2-sp", 4, ROTARY_BERT, f"{SP} {PP2}", "bert-rotary", backend=FASTER),
     Case("bert-rotary-compiled-cp2-dp2", 4, ROTARY_BERT, f"{COMPILED} {CP2} {DO}", "bert-rotary"),
     Case("bert-moe-ep2", 2, ROTARY_BERT + BERT_MOE, "--expert-model-parallel-size 2", "bert-moe"),
     Case("bert-mesh-tp2+dp2-sp-do", 4, BERT, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
          "--sequence-parallel"), "bert"),
-    Case("bert-mesh-dp2+tp2", 4, ROTARY_BERT, meshes(DP2_TP2, "1 3"), "bert-rotary"),
     Case("bert-shares-1x1+1x3", 2, BERT, shares("1 1 1 3"), "bert"),
 )  # fmt: skip
 
