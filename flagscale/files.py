@@ -50,6 +50,15 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bo
         raise
 
 
+def sync(path: Path) -> None:
+    """Bring a file, or a directory's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
     write_atomic(path, json_text(record), durable=durable)
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flagscale.config.arguments import layout
 from flagscale.config.arguments.meshes import Mesh, Meshes, with_layers
 from flagscale.config.arguments.precision import Values
 from flagscale.estimate import split
@@ -52,7 +53,7 @@ def trials(values: Values, mesh: Mesh, on_a_host: int) -> list[Trial]:
     sizes = [
         tp
         for tp in range(1, min(mesh.ranks, on_a_host) + 1)
-        if mesh.ranks % tp == 0 and on_a_host % tp == 0 and _divides(values, tp)
+        if mesh.ranks % tp == 0 and on_a_host % tp == 0 and layout.divides(values, tp)
     ]
     sequences = list(_doubled(values["micro_batch_size"]))
     return [Trial(tp, count) for tp in sizes for count in sequences]
@@ -62,14 +63,6 @@ def _doubled(most: int) -> Iterator[int]:
     """1, 2, 4 … below ``most``, and that."""
     yield from itertools.takewhile(lambda count: count < most, (2**n for n in range(64)))
     yield most
-
-
-def _divides(values: Values, tp: int) -> bool:
-    """Whether a tensor parallel size divides everything that it splits."""
-    heads = values["num_attention_heads"]
-    groups = values["num_query_groups"] or heads
-    wide = values["ffn_hidden_size"] or 4 * values["hidden_size"]
-    return all(number % tp == 0 for number in (heads, groups, wide, values["seq_length"]))
 
 
 def every(values: Values, meshes: Meshes, tried: Sequence[Sequence[Trial]]) -> Iterator[Meshes]:

@@ -60,22 +60,24 @@ class Estimate:
 
     @cached_property
     def forecast(self) -> Forecast:
-        room = [
+        given = self.args.recompute_memory_gib
+        room = [given * GIB] * len(self.devices) if given else self._room
+        return forecast(self.args, self.vocabulary, room)
+
+    @cached_property
+    def _room(self) -> tuple[float, ...]:
+        """Bytes that tensors may take of each stage's device; no limit is known of some."""
+        return tuple(
             math.inf if device is None or device.memory is None else _USABLE * device.memory * GIB
             for device in self.devices
-        ]
-        if given := self.args.recompute_memory_gib:
-            room = [given * GIB] * len(room)
-        return forecast(self.args, self.vocabulary, room)
+        )
 
     @cached_property
     def over(self) -> tuple[float, ...]:
         """Bytes that a rank of each stage takes beyond its device's memory."""
         return tuple(
-            max(stage.memory.all - _USABLE * device.memory * GIB, 0.0)
-            if device is not None and device.memory is not None
-            else 0.0
-            for stage, device in zip(self.forecast.stages, self.devices, strict=True)
+            max(stage.memory.all - room, 0.0)
+            for stage, room in zip(self.forecast.stages, self._room, strict=True)
         )
 
     @cached_property

@@ -184,6 +184,14 @@ def _tensor_parallel(values: Values) -> Iterator[Broken]:
         yield _indivisible(values, "seq_length", "tensor_model_parallel_size")
 
 
+def divides(values: Values, tp: int) -> bool:
+    """Whether so many tensor-parallel ranks can share the model, and with sequence parallelism its
+    sequences."""
+    wide = values["ffn_hidden_size"] or 4 * values["hidden_size"]
+    asked = {"tensor_model_parallel_size": tp, "ffn_hidden_size": wide, "sequence_parallel": True}
+    return not any(_tensor_parallel({**values, **asked}))
+
+
 def _indivisible(values: Values, name: str, by: str) -> Broken:
     return name, f"{values[name]} is not divisible by {by} {values[by]}"
 

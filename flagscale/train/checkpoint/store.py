@@ -23,6 +23,7 @@ from flagscale.checkpoints import (
     seal_of,
 )
 from flagscale.errors import CheckpointError
+from flagscale.files import sync
 
 _REMAINS = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)")
 _MANIFEST_VERSION = 1
@@ -51,7 +52,7 @@ class CheckpointStore(Checkpoints):
         """Make a fully written checkpoint visible: manifest, rename, tracker file."""
         partial, final = self.partial(iteration), self.path(iteration)
         write_manifest(partial, {"iteration": iteration, **content})
-        _sync_directory(partial)
+        sync(partial)
         replaced = self.root / f".{final.name}.replaced"
         # Prepared before and renamed after: a disk that fills up in between cannot hurt.
         tracker = _write_synced(self.root / f".{TRACKER}.new", f"{iteration}\n")
@@ -59,7 +60,7 @@ class CheckpointStore(Checkpoints):
             final.rename(replaced)
         partial.rename(final)
         tracker.replace(self.root / TRACKER)
-        _sync_directory(self.root)
+        sync(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
@@ -132,11 +133,3 @@ def _write_synced(path: Path, text: str) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return path
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

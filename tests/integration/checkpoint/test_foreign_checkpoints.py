@@ -13,159 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megatron_files
 import pytest
 import torch
-from foreign_models import MODELS, TOKENS, logits, save
-from integration.checkpoint.checkpoint_lab import Lab
+from foreign_models import MODELS, logits, save
+from integration.checkpoint.foreign_lab import CASES, LOADED, UNLIKE, Made, argv
 from safetensors.torch import load_file, save_file
 
 from flagscale import registry
-from flagscale.config.arguments.flatten import flatten
-from flagscale.config.arguments.huggingface.models import missing
 from flagscale.config.arguments.huggingface.reading import read_config
-from flagscale.config.arguments.registry import arguments
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats import convert
 from flagscale.train.checkpoint.formats.base import format_of
-from flagscale.train.checkpoint.formats.tensors import read
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
 PROJECT = Path(__file__).parents[3]
 CLOSE = 1e-5
-RUN = (
-    "--seq-length 32 --lr 1e-3 --train-iters 1 --mock-data --device cpu --eval-iters 0 "
-    "--num-workers 0 --hidden-dropout 0 --attention-dropout 0 --no-save-optim --no-save-rng"
-)
-EP2, TP2 = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2"
-LAYOUTS = {
-    "one": (1, ""),
-    "tp2": (2, TP2),
-    "pp2": (2, "--pipeline-model-parallel-size 2"),
-    "ep2": (2, EP2),
-}
-EXPERTS = [name for name in MODELS if "moe" in name or name == "mixtral"]
-UNLIKE = {
-    "qwen2-vpp": (
-        2,
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-        "--global-batch-size 2",
-    ),
-    # The embedding lies at both ends, cut in unlike parts.
-    "llama-tied-meshes": (
-        3,
-        "--enable-hetero --hetero-process-meshes 2 1 1 1 1  1 1 1 1 1 "
-        "--hetero-pipeline-layer-split 1 1",
-    ),
-}
-"""Layouts, by model and layout, of which only what they load and save is looked at."""
-VARIANTS = {
-    "llama-tied": ["one", "pp2"],
-    "llama-biases": ["one", "tp2"],
-    "llama-linear": ["one"],
-    "qwen3-moe-mixed": ["one", "pp2"],
-}
-"""Of a family that is tried in every layout: those in which a variant could differ."""
-CASES = [
-    (name, layout)
-    for name in MODELS
-    for layout in VARIANTS.get(name, LAYOUTS)
-    if layout != "ep2" or name in EXPERTS
-]
-LOADED = [("llama", "tp2"), ("mixtral", "ep2"), *((name, "one") for name in MODELS)]
-"""Cases that also load what was converted: its files are the same for every layout."""
-
-
-def argv(name: str, path: Path, layout: str) -> list[str]:
-    """A run's command line, with what the launcher would take from config.json."""
-    given = {"seq_length": 32}
-    values = {a.name: a.default for a in arguments().values()} | given
-    own = missing(values, given, read_config(path))
-    more = "--sequence-parallel" if layout == "tp2" and name in EXPERTS else ""
-    return [*f"{RUN} {LAYOUTS[layout][1]} {more}".split(), *flatten({"model": own})]
-
-
-class Made:
-    """Models, what ranks found of them, and what they saved."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.reference: dict[str, Any] = {}
-        for name in MODELS:
-            self.reference[name] = save(name, root / name)
-            torch.save(self.reference[name], root / f"{name}.pt")
-            assert convert.main([str(root / name), str(self.ours(name))]) == 0
-        self.as_megatron("qwen3", root / "qwen3-megatron", (2, 1, 1), engine=True)
-        self.found = self._run()
-
-    def ours(self, name: str) -> Path:
-        """Its checkpoints of ours, converted."""
-        return self.root / f"{name}-ours"
-
-    def saved(self, name: str, layout: str) -> Path:
-        """Its checkpoints of ours, as ranks of a layout saved them."""
-        return self.root / "saved" / f"{name}-{layout}"
-
-    def as_megatron(
-        self,
-        name: str,
-        path: Path,
-        sizes: tuple[int, int, int],
-        *,
-        engine: bool,
-        chunks: int = 1,
-    ) -> Path:
-        """Write a model as Megatron-LM does; the file that unpickling must not make."""
-        model = format_of(self.ours(name)).read(self.ours(name))
-        whole = {key: read(tensor) for key, tensor in model.tensors.items()}
-        for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            if key in whole:  # rows of padding
-                whole[key] = torch.cat([whole[key], torch.zeros(2, whole[key].shape[1])])
-        mark = path.with_name(f"{path.name}-mark")
-        megatron_files.write(
-            path, whole, model.values, sizes=sizes, engine=engine, mark=mark, chunks=chunks
-        )
-        return mark
-
-    def _run(self) -> dict[str, Any]:
-        lab = Lab(self.root)
-        for world in (1, 2, 3):
-            cases = [
-                {"id": one, "do": "start_and_compare", "argv": self._unlike(one, flags)}
-                for one, (ranks, flags) in UNLIKE.items()
-                if ranks == world
-            ]
-            for name, layout in CASES:
-                if LAYOUTS[layout][0] != world:
-                    continue
-                words = argv(name, self.root / name, layout)
-                start = ["--pretrained-checkpoint", str(self.root / name)]
-                start += ["--save", str(self.saved(name, layout))]
-                load = ["--load", str(self.ours(name)), "--finetune"]
-                if (name, layout) == ("llama", "tp2"):
-                    load = ["--pretrained-checkpoint", str(self.ours(name))]
-                # Made-up tokens are one more than the model has; a checkpoint's may not be fewer.
-                load += ["--make-vocab-size-divisible-by", "4"]
-                cases.append(self._case(f"{name}-{layout}", name, [*words, *start]))
-                if (name, layout) == ("qwen3", "pp2"):
-                    start = ["--pretrained-checkpoint", str(self.root / "qwen3-megatron")]
-                    cases.append(self._case("qwen3-pp2-megatron", name, [*words, *start]))
-                if (name, layout) in LOADED:
-                    cases.append(self._case(f"{name}-{layout}-loaded", name, [*words, *load]))
-            lab.stage(world, *cases)
-        return lab.run()
-
-    def _unlike(self, one: str, flags: str) -> list[str]:
-        name, _, layout = one.rpartition("-")
-        words = argv(name, self.root / name, "one") + flags.split()
-        words += ["--pretrained-checkpoint", str(self.root / name)]
-        return [*words, "--save", str(self.saved(name, layout))]
-
-    def _case(self, name: str, model: str, words: list[str]) -> dict[str, Any]:
-        reference = str(self.root / f"{model}.pt")
-        made = {"id": name, "do": "start_and_compare", "argv": words}
-        return {**made, "reference": reference, "tokens": TOKENS}
 
 
 @pytest.fixture(scope="module")

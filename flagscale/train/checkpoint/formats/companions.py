@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,12 +45,3 @@ def write_companions(
     for file in files:
         shutil.copyfile(file, directory / file.name)
     write_atomic(directory / CONFIG, json.dumps(made, indent=2) + "\n", PUBLIC)
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a directory's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,9 +20,9 @@ from flagscale.config.arguments.huggingface.models import (
 from flagscale.config.arguments.huggingface.reading import CONFIG, read_config, read_json
 from flagscale.config.arguments.values import shown
 from flagscale.errors import CheckpointError
-from flagscale.files import write_atomic
+from flagscale.files import sync, write_atomic
 from flagscale.train.checkpoint.formats.base import Inspect, Model, Report, fitting, refuse
-from flagscale.train.checkpoint.formats.companions import PUBLIC, beside, sync, write_companions
+from flagscale.train.checkpoint.formats.companions import PUBLIC, beside, write_companions
 from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
 from flagscale.train.checkpoint.formats.tables import TABLES, entries
 from flagscale.train.checkpoint.formats.tensors import Stored, read, size_of
