@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from flagscale.comm import registry
-from flagscale.comm.base import TRAINING, WITHOUT_STAGES
+from flagscale.comm.base import TRAINING
 from flagscale.errors import ConfigError, JobError
 from flagscale.train.device import Device
 
@@ -57,10 +57,9 @@ def join(
     backend: str,
     timeout_minutes: float,
     options: Sequence[str] = (),
-    sends: bool = True,
 ) -> tuple[str, float]:
     """Start the default process group and hear every rank. ``options`` are ``name=value`` words
-    for the backend; ``sends``: what is on the devices is sent from stage to stage.
+    for the backend.
 
     Returns the backend that runs and the seconds it took.
 
@@ -69,7 +68,7 @@ def join(
         JobError: not every rank came within the timeout, or they cannot talk to each other.
     """
     values = registry.options_of(backend, options)
-    chosen = registry.usable(backend, device.kind, TRAINING if sends else WITHOUT_STAGES)
+    chosen = registry.usable(backend, device.kind, TRAINING)
     chosen.export(values)
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from flagscale.config.arguments.layout import place_of, unlike_and_on_hosts
+from flagscale.config.arguments.layout import place_of
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import of_rank, resolve
 from flagscale.errors import ConfigError, FlagscaleError, Problem
@@ -75,7 +75,6 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         backend=args.distributed_backend,
         timeout_minutes=args.distributed_timeout_minutes,
         options=args.comm or (),
-        sends=not unlike_and_on_hosts(vars(args)),
     )
     status.write_progress(0, "starting")
     status.write("joined", backend=backend, seconds=round(seconds, 3), place=place)
