@@ -69,7 +69,7 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         message = "needs save: what is exported is the last checkpoint"
         raise ConfigError(Problem("export_huggingface", message))
     require_packages(args)
-    backend, seconds = distributed.join(
+    group = distributed.join(
         rank,
         device,
         backend=args.distributed_backend,
@@ -77,12 +77,12 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         options=args.comm or (),
     )
     status.write_progress(0, "starting")
-    status.write("joined", backend=backend, seconds=round(seconds, 3), place=place)
+    status.write("joined", backend=group.backend, seconds=round(group.seconds, 3), place=place)
     joined = time.monotonic()
     # megatron.core reads the chosen device when it is imported.
     from flagscale.train.setup import prepare
 
-    trainer, state = prepare(args, rank, device, status)
+    trainer, state = prepare(args, rank, device, status, alike=group.alike)
     status.write("ready", seconds=round(time.monotonic() - joined, 3))
     reason = trainer.run()
     status.write_progress(state.progress.iteration, "ending")
