@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flagscale.report.history import Attempt, step_of
-from flagscale.report.plot import MARKS, Line, Mark, Plot
+from flagscale.report.plot import COLOURS, MARKS, Line, Mark, Plot
 from flagscale.report.run import Run, labels
 
-_COLOURS = 8
 _POINTS = 60_000
 """Of all curves of a page together: what a browser draws without a thought."""
 
@@ -43,7 +42,7 @@ _UNITS = {"step_seconds": "seconds", "tflops_per_gpu": "TFLOP/s of each device"}
 
 def colour(index: int) -> int:
     """Of the palette, that of a run."""
-    return index % _COLOURS
+    return index % COLOURS
 
 
 def plots(found: Sequence[Run]) -> list[Plot]:

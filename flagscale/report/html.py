@@ -54,10 +54,14 @@ class Cell(NamedTuple):
 
 
 def table(
-    headings: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str = ""
+    headings: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    *,
+    caption: str = "",
+    numbers: bool = False,
 ) -> Html:
     """A table that scrolls by itself where it is wider than the page. A row of fewer cells than
-    ``headings`` needs a :class:`Cell` of several columns."""
+    ``headings`` needs a :class:`Cell` of several columns. ``numbers`` stand below each other."""
     head = element("tr", *(element("th", heading, scope="col") for heading in headings))
     body = (element("tr", *map(_cell, row)) for row in rows)
     parts = [
@@ -66,10 +70,9 @@ def table(
         element("tbody", join(body)),
     ]
     # What scrolls has to be reached by the keyboard.
-    return element(
-        "div", element("table", *parts), class_="wide", tabindex=0, role="group",
-        aria_label=caption or "table",
-    )  # fmt: skip
+    inside = element("table", *parts, class_="numbers" if numbers else None)
+    label = caption or "table"
+    return element("div", inside, class_="wide", tabindex=0, role="group", aria_label=label)
 
 
 def _cell(value: object) -> Html:

@@ -18,6 +18,8 @@ _WIDTH, _HEIGHT = 2000, 600
 _Y_TICKS, _X_TICKS = 5, 6
 _MARK_PLACES = 160
 _TABLE_ROWS = 14
+COLOURS = 8
+"""Of the page's palette."""
 _FEW = 30
 """A line of no more points than these shows each as a dot."""
 SIGNS = {"checkpoint": "●", "restart": "▲", "spike": "◆", "failure": "✕"}
