@@ -39,6 +39,12 @@ function told(value) {
     : Math.abs(value) >= 1000 && Math.abs(value) < 1e12
       ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : Number(value.toPrecision(5)).toString();
 }
+function row(text, colour) {
+  const made = document.createElement("div");
+  made.className = colour === undefined ? "where" : `c${colour}`;
+  made.textContent = text;
+  return made;
+}
 
 class Plot {
   constructor(figure) {
@@ -50,7 +56,7 @@ class Plot {
     this.places = [...new Set(this.data.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
     this.x = null;
     const area = figure.querySelector(".area");
-    this.field.addEventListener("pointermove", (event) => {
+    for (const kind of ["pointermove", "pointerdown"]) this.field.addEventListener(kind, (event) => {
       const box = this.field.getBoundingClientRect();
       const part = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
       this.look(at(part, this.data.x));
@@ -79,23 +85,24 @@ class Plot {
     for (const other of plots) if (other === this || (this.group && other.group === this.group)) other.point(x);
     this.tip.hidden = x === null || !this.places.length;
     if (this.tip.hidden) return;
+    this.tip.style.left = "0";
     const found = new Map();
     for (const line of this.data.lines) {
       const ends = [line.x[0], line.x[line.x.length - 1]];
-      if (!line.x.length || (line.faint && (x < ends[0] || x > ends[1]))) continue;
+      if (line.faint && (x < ends[0] || x > ends[1])) continue;
       const i = nearest(line.x, x), off = Math.abs(line.x[i] - x);
       const best = found.get(line.label);
       if (!best || off <= best.off) found.set(line.label, { off, x: line.x[i], y: line.y[i], colour: line.colour });
     }
-    this.tip.replaceChildren(...[...found].map(([label, one]) => {
-      const row = document.createElement("div");
-      row.className = `c${one.colour}`;
-      row.textContent = `${label} ${told(one.y)} at ${this.data.axis} ${told(one.x)}`;
-      return row;
-    }));
-    const part = share(x, this.data.x), right = part > 0.5;
-    this.tip.style.left = right ? "" : `calc(${100 * part}% + .5rem)`;
-    this.tip.style.right = right ? `calc(${100 * (1 - part)}% + .5rem)` : "";
+    this.tip.hidden = !found.size;
+    if (this.tip.hidden) return;
+    const here = [...found.values()].reduce((one, other) => other.off < one.off ? other : one).x;
+    this.tip.replaceChildren(row(`${this.data.axis} ${told(here)}`), ...[...found].map(([label, one]) =>
+      row(`${label} ${told(one.y)}${one.x === here ? "" : ` at ${told(one.x)}`}`, one.colour)));
+    // Beside the place, and within the plot.
+    const wide = this.field.clientWidth, own = this.tip.offsetWidth, left = wide * share(x, this.data.x);
+    const beside = left > wide / 2 ? left - own - 8 : left + 8;
+    this.tip.style.left = `${Math.max(0, Math.min(wide - own, beside))}px`;
   }
 
   point(x) {

@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
+from operator import itemgetter
 
 from flagscale.report.html import Html, details, element, join, table
 from flagscale.report.scale import Scale, Tick, drawable, number, sample, scale_of
@@ -21,7 +22,7 @@ _TABLE_ROWS = 14
 COLOURS = 8
 """Of the page's palette."""
 _FEW = 30
-"""A line of no more points than these shows each as a dot."""
+"""A curve of no more points than these shows each as a dot."""
 SIGNS = {"checkpoint": "●", "restart": "▲", "spike": "◆", "failure": "✕"}
 MARKS = {
     "checkpoint": "a checkpoint was saved",
@@ -30,6 +31,10 @@ MARKS = {
     "failure": "the first failure",
 }
 """The kinds of marks, and what they mean."""
+
+
+Level = tuple[str, float]
+"""A value that is a line across, by its name."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Plot:
     lines: Sequence[Line]
     axis: str = "step"
     marks: Sequence[Mark] = ()
-    levels: Sequence[tuple[str, float]] = ()
+    levels: Sequence[Level] = ()
     x_log: bool = False
     y_log: bool | None = None
     x_ticks: Sequence[Tick] | None = None
@@ -102,7 +107,7 @@ def render(plot: Plot) -> Html:
         class_="area", tabindex=0, role="group",
         aria_label=f"{plot.title}: arrow keys go from value to value",
     )  # fmt: skip
-    unit = f"{plot.unit}, log scale" if up.log else plot.unit
+    unit = ", ".join(filter(None, (plot.unit, "log scale" if up.log else "")))
     caption = element(
         "figcaption",
         element("h3", plot.title, " ", element("small", unit)),
@@ -137,9 +142,11 @@ def _drawing(plot: Plot, across: Scale, up: Scale) -> Html:
     for mark in (mark for mark in plot.marks if mark.kind in ("restart", "failure")):
         at = _right(across.place(mark.x))
         parts.append(element("path", class_=f"when {mark.kind}", d=f"M{at} 0v{_HEIGHT}"))
+    curves = _curves(plot)
     for line in plot.lines:
         classes = f"line c{line.colour}{' dashed' * line.dashed}{' faint' * line.faint}"
-        path, dots = _path(line, across, up)
+        few = sum(len(piece.x) for piece in curves[line.label]) <= _FEW
+        path, dots = _path(line, across, up, few=few)
         parts.append(element("path", class_=classes, d=path))
         if dots:
             parts.append(element("path", class_=f"{classes} dots", d=dots))
@@ -157,30 +164,22 @@ def _down(share: float) -> int:
     return round((1 - share) * _HEIGHT)
 
 
-def _path(line: Line, across: Scale, up: Scale) -> tuple[str, str]:
+def _path(line: Line, across: Scale, up: Scale, *, few: bool) -> tuple[str, str]:
     """The path of a line, broken where a value cannot be drawn; and one of a dot for each of its
     points, where these are few or stand alone."""
-    words: list[str] = []
-    dots: list[str] = []
-    few = len(line.x) <= _FEW
-    at: tuple[int, int] | None = None
-    alone = False
+    pieces: list[list[tuple[int, int]]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
-        if not drawable(y) or (up.log and y <= 0):
-            if alone and not few and at is not None:
-                dots.append(f"M{at[0]} {at[1]}h0")
-            at, alone = None, False
-            continue
-        here = _right(across.place(x)), _down(up.place(y))
-        alone = at is None
-        words.append(
-            f"M{here[0]} {here[1]}" if at is None else f"l{here[0] - at[0]} {here[1] - at[1]}"
-        )
-        if few:
-            dots.append(f"M{here[0]} {here[1]}h0")
-        at = here
-    if alone and not few and at is not None:
-        dots.append(f"M{at[0]} {at[1]}h0")
+        if drawable(y) and not (up.log and y <= 0):
+            pieces[-1].append((_right(across.place(x)), _down(up.place(y))))
+        elif pieces[-1]:
+            pieces.append([])
+    pieces = [piece for piece in pieces if piece]
+    words = (
+        f"M{piece[0][0]} {piece[0][1]}"
+        + "".join(f"l{c - a} {d - b}" for (a, b), (c, d) in pairwise(piece))
+        for piece in pieces
+    )
+    dots = (f"M{x} {y}h0" for piece in pieces for x, y in piece if few or len(piece) == 1)
     return "".join(words), "".join(dots)
 
 
@@ -219,13 +218,13 @@ def _described(plot: Plot) -> str:
             told.append(f"{label}: no value that is a number")
             continue
         (first, at), (last, end) = fit[0], fit[-1]
-        (low, low_at), (high, high_at) = min(fit), max(fit)
+        (low, low_at), (high, high_at) = min(fit, key=itemgetter(0)), max(fit, key=itemgetter(0))
         told.append(
             f"{label}: {number(first)} at {plot.axis} {_exact(at)}, {number(last)} at "
             f"{_exact(end)}, lowest {number(low)} at {_exact(low_at)}, highest {number(high)} at "
             f"{_exact(high_at)}"
         )
-    return f"{plot.title}, {plot.unit}. {'; '.join(told)}"
+    return f"{_name(plot)}. {'; '.join(told)}"
 
 
 def _marks(plot: Plot, across: Scale) -> Html:
@@ -245,7 +244,7 @@ def _marks(plot: Plot, across: Scale) -> Html:
         rows.setdefault(row, []).append(sign)
     # A table has them for those who hear the page.
     return join(
-        element("div", *signs, class_=f"marks m{row}", aria_hidden="true")
+        element("div", *signs, class_=f"marks c{row % COLOURS}", aria_hidden="true")
         for row, signs in sorted(rows.items())
     )
 
@@ -267,7 +266,11 @@ def _values(plot: Plot) -> Html:
         for x in sorted(set().union(*columns))
     ]
     headings = [plot.axis, *curves]
-    return table(headings, rows, caption=f"{plot.title}, {plot.unit}: some values and extremes")
+    return table(headings, rows, caption=f"{_name(plot)}: some values and extremes", numbers=True)
+
+
+def _name(plot: Plot) -> str:
+    return ", ".join(filter(None, (plot.title, plot.unit)))
 
 
 def _data(plot: Plot, across: Scale, up: Scale) -> Html:

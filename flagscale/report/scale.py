@@ -9,6 +9,10 @@ from statistics import median
 
 LARGEST = 1e100
 """Beyond this a number says no more than infinity does, and sums of such ones overflow."""
+_SMALLEST = 1e-100
+"""What is less is 0, and values that differ by less are the same."""
+_FINEST = 1e-12
+"""And so are values that differ by less than this share of theirs."""
 _UNEVEN = 10.0
 """An axis is logarithmic where its largest value is this many times the usual one."""
 _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -48,15 +52,16 @@ def scale_of(values: Iterable[float], *, log: bool | None = None, room: float = 
     found = [value for value in values if drawable(value)]
     low, high = (min(found), max(found)) if found else (0.0, 1.0)
     if log is None:
-        log = low > 0 and high > _UNEVEN * median(found)
+        log = low > _SMALLEST and high > _UNEVEN * median(found)
     if log:
-        found = [value for value in found if value > 0] or [1.0]
+        found = [value for value in found if value > _SMALLEST] or [1.0]
         low, high = min(found), max(found)
         spread = max(high / low, 1.2) ** max(room, 0.01 if low == high else 0.0)
         return Scale(low / spread, high * spread, log=True)
-    if low == high:
-        room, high = 0.5, low + (abs(low) or 1.0)
-        low -= high - low
+    if high - low < max(_SMALLEST, abs(high) * _FINEST):
+        middle, around = (low + high) / 2, max(abs(low), abs(high))
+        around = around if around > _SMALLEST else 1.0
+        return Scale(middle - around, middle + around)
     more = (high - low) * room
     return Scale(low - more, high + more)
 

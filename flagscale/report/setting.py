@@ -94,8 +94,11 @@ def _arguments(words: Sequence[str], state: RunState) -> dict[str, Any]:
     """What the training program's arguments say; nothing of a program that is another's."""
     try:
         values = vars(parse_arguments([word for word in words if word not in ("-h", "--help")]))
+        model = _model(values)
+        if not model:
+            return {}
         return {
-            "model": _model(values),
+            "model": model,
             "layout": _layout(values, state.world_size),
             "batch": _batch(values, state.world_size),
             "places": _places(values, state),
