@@ -12,6 +12,7 @@ from flagscale.report.run import Run, labels
 
 _POINTS = 60_000
 """Of all curves of a page together: what a browser draws without a thought."""
+_MOST_OTHERS = 24
 
 
 class Figure(NamedTuple):
@@ -55,7 +56,8 @@ def more(found: Sequence[Run]) -> list[Plot]:
     known = {figure.name for figure in FIGURES}
     names = dict.fromkeys(n for run in found for a in run.attempts for n in a.figures)
     others = [Figure(n, n.replace("_", " "), _UNITS.get(n, "")) for n in names if n not in known]
-    return [plot for one in others if (plot := _plot(one, found, marked=False)) is not None]
+    made = (_plot(one, found, marked=False) for one in others[:_MOST_OTHERS])
+    return [plot for plot in made if plot is not None]
 
 
 def absent(found: Sequence[Run]) -> list[str]:

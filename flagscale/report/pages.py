@@ -10,7 +10,7 @@ from pathlib import Path
 from flagscale.config.secrets import without_passwords
 from flagscale.files import write_atomic
 from flagscale.hosts.names import compress, folded
-from flagscale.launch.layout import Layout
+from flagscale.launch.layout import OLD_OUTPUT_FILE, RANKS_DIRECTORY, Layout
 from flagscale.launch.liveness.diagnosis import Failure
 from flagscale.launch.snapshot import Phase
 from flagscale.launch.state import RunState
@@ -24,6 +24,7 @@ from flagscale.report.timeline import Happening
 
 _MOST_HOSTS = 256
 _MOST_EVENTS = 400
+_MOST_CHARACTERS = 20_000
 _STATES = {
     **dict.fromkeys((Phase.COMPLETED, Phase.RUNNING), "good"),
     **dict.fromkeys((Phase.FAILED, Phase.LOST, Phase.UNREACHABLE), "bad"),
@@ -165,9 +166,14 @@ def _failure(failure: Failure) -> Html:
     who = "" if failure.rank is None else f"rank {failure.rank}"
     code = "" if failure.exit_code is None else str(failure.exit_code)
     known = {"host": failure.host, "rank": who, "exit code": code, "log": str(failure.log)}
-    trace = element("pre", without_passwords(failure.traceback)) if failure.traceback else ""
-    reason = element("pre", without_passwords(failure.reason))
+    trace = element("pre", _cut(failure.traceback)) if failure.traceback else ""
+    reason = element("pre", _cut(failure.reason))
     return join((reason, facts(known), trace))
+
+
+def _cut(told: str) -> str:
+    """What ranks say, without secrets, as far as somebody may want to read it."""
+    return without_passwords(told)[-_MOST_CHARACTERS:]
 
 
 def _events(found: Sequence[Run], names: Sequence[str]) -> Html:
@@ -178,27 +184,23 @@ def _events(found: Sequence[Run], names: Sequence[str]) -> Html:
     rare = [pair for pair in every if pair[1].kind not in _OFTEN][:_MOST_EVENTS]
     shown = {id(one) for _, one in (*rare, *often[-max(0, _MOST_EVENTS - len(rare)) or 1 :])}
     kept = [pair for pair in every if id(pair[1]) in shown]
-    several = len(found) > 1
-    rows = [_event(name if several else None, one) for name, one in kept]
-    headings = ["time", *(["run"] if several else []), "attempt", "step", "", "what"]
+    headings = ["time", "run", "attempt", "step", "", "what"]
+    unsaid = {"run"} if len(found) == 1 else set()
+    unsaid |= set() if any(one.attempt > 1 for _, one in every) else {"attempt"}
+    told = [i for i, heading in enumerate(headings) if heading not in unsaid]
+    rows = [[row[i] for i in told] for row in (_event(name, one) for name, one in kept)]
+    headings = [headings[i] for i in told]
     left = len(every) - len(kept)
     missing = element("p", f"{left:,} more are left out here.") if left else ""
     made = table(headings, rows, caption=f"in the order of time ({time.strftime('%z')})")
     return details(f"{len(every):,} events", made, missing, opened=len(rows) <= 30)
 
 
-def _event(name: str | None, one: Happening) -> list[object]:
+def _event(name: str, one: Happening) -> list[object]:
     sign = element("span", SIGNS.get(one.kind, ""), class_=f"sign {one.kind}", aria_hidden="true")
     step = "" if one.step is None else f"{one.step:,}"
     moment = _clock(one.time).rpartition(" ")[0] if one.time else ""
-    return [
-        Cell(moment, "time"),
-        *([] if name is None else [name]),
-        str(one.attempt),
-        step,
-        sign,
-        one.text,
-    ]
+    return [Cell(moment, "time"), name, str(one.attempt), step, sign, one.text]
 
 
 # -- curves ------------------------------------------------------------------------------------
@@ -303,13 +305,17 @@ def _differences(found: Sequence[Run], names: Sequence[str]) -> Html:
 
 def _files(run: Run) -> Html:
     layout, hosts = Layout(run.state.exp_dir), run.state.hosts
-    rows: list[tuple[str, Path]] = [("configuration", layout.config), ("plan", layout.plan)]
-    rows += [("checkpoints", layout.checkpoints), ("TensorBoard", layout.tensorboard)]
+    rows = [("checkpoints", layout.checkpoints), ("TensorBoard", layout.tensorboard)]
+    # What a later run of the same directory has written anew is not this one's.
+    own = not run.setting.absent
+    rows += [("configuration", layout.config), ("plan", layout.plan)] if own else []
     rows = [(what, path) for what, path in rows if path.exists()]
     for host in hosts[:_MOST_HOSTS]:
         on = f" of {host.name}" if len(hosts) > 1 else ""
-        rows += [(f"script{on}", host.script), (f"output{on}", host.output)]
-        rows += [(f"logs of ranks{on}", host.run_dir / "ranks")]
+        kept = host.run_dir / OLD_OUTPUT_FILE
+        rows += [(f"script{on}", host.script)] if own else []
+        rows += [(f"output{on}", kept if kept.exists() else host.output)]
+        rows += [(f"logs of ranks{on}", host.run_dir / RANKS_DIRECTORY)]
     made = table(("what", "where"), [[what, Cell(path, "path")] for what, path in rows])
     gone = "" if run.state.exp_dir.exists() else "The run's directory is gone. "
     id_ = run.state.run_id

@@ -145,7 +145,7 @@ def _drawing(plot: Plot, across: Scale, up: Scale) -> Html:
     curves = _curves(plot)
     for line in plot.lines:
         classes = f"line c{line.colour}{' dashed' * line.dashed}{' faint' * line.faint}"
-        few = sum(len(piece.x) for piece in curves[line.label]) <= _FEW
+        few = not line.faint and sum(len(piece.x) for piece in curves[line.label]) <= _FEW
         path, dots = _path(line, across, up, few=few)
         parts.append(element("path", class_=classes, d=path))
         if dots:
@@ -250,23 +250,25 @@ def _marks(plot: Plot, across: Scale) -> Html:
 
 
 def _values(plot: Plot) -> Html:
-    """Some of the values, the extremes among them."""
-    curves = _curves(plot)
-    columns: list[dict[float, float]] = []
-    for pieces in curves.values():
-        whole = {x: y for line in pieces for x, y in zip(line.x, line.y, strict=True)}
+    """Some of the values of what counts, the extremes among them."""
+    curves = {label: pieces for label, pieces in _curves(plot).items() if not pieces[0].faint}
+    wholes = [
+        {x: y for line in pieces for x, y in zip(line.x, line.y, strict=True)}
+        for pieces in curves.values()
+    ]
+    chosen: set[float] = set()
+    for whole in wholes:
         keys = list(whole)
-        chosen = [keys[i] for i in sample(len(keys), _TABLE_ROWS)]
+        chosen.update(keys[i] for i in sample(len(keys), _TABLE_ROWS))
         fit = [key for key in keys if drawable(whole[key])]
         if fit:
-            chosen += [min(fit, key=whole.__getitem__), max(fit, key=whole.__getitem__)]
-        columns.append({key: whole[key] for key in chosen})
-    rows = [
-        [_exact(x), *(number(column[x]) if x in column else "" for column in columns)]
-        for x in sorted(set().union(*columns))
-    ]
-    headings = [plot.axis, *curves]
-    return table(headings, rows, caption=f"{_name(plot)}: some values and extremes", numbers=True)
+            chosen |= {min(fit, key=whole.__getitem__), max(fit, key=whole.__getitem__)}
+    rows = (
+        [_exact(x), *(number(whole[x]) if x in whole else "" for whole in wholes)]
+        for x in sorted(chosen)
+    )
+    caption = f"{_name(plot)}: some values and extremes"
+    return table([plot.axis, *curves], rows, caption=caption, numbers=True)
 
 
 def _name(plot: Plot) -> str:

@@ -16,6 +16,7 @@ from flagscale.report.spikes import GRAD_NORM, LOSS, Rule, spikes
 from flagscale.status import Event
 
 _WARNED_SPIKE = re.compile(r"loss spike at step (\d{1,15}): ")
+_MOST_CHARACTERS = 2000
 _RULES = (("loss", "loss", LOSS), ("grad_norm", "gradient norm", GRAD_NORM))
 
 
@@ -69,7 +70,7 @@ def _reported(attempt: Attempt) -> Iterator[Happening]:
     """What ranks said themselves."""
     told: set[str] = set()
     for event in attempt.of("checkpoint", "evaluation", "warning", "ready", "finished"):
-        text = _text(event)
+        text = _text(event)[:_MOST_CHARACTERS]
         # Ranks that say the same say it once.
         if text in told:
             continue

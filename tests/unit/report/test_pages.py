@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,9 @@ from typing import Any
 import pytest
 from report_lab import Laid, Read, lay, steps
 
+from flagscale.hosts import processes
 from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.runs import Entry, Outcome
-from flagscale.launch.snapshot import Snapshot
-from flagscale.report import run as looked
 from flagscale.report.pages import page_of, write
 from flagscale.report.run import look
 
@@ -88,18 +88,17 @@ def test_a_figure_that_no_device_counts_is_explained(tmp_path: Path) -> None:
     assert "Memory: not counted on this device." in read.text
 
 
-def test_a_living_run_is_of_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_run_is_of_a_moment(tmp_path: Path) -> None:
+    """Here one whose script is this very process."""
     laid = lay(tmp_path)
     laid.report({"event": "started", "device": "cpu"}, {"event": "joined"}, *steps(3))
-    alive = {0: looked.Seen(alive="script")}
-
-    def query(state: Any) -> Snapshot:
-        return looked.snapshot.take(state, alive)
-
-    monkeypatch.setattr(looked.runs, "query", query)
-    read = _page(laid)
+    own = processes.identify(os.getpid())
+    assert own is not None
+    host = replace(laid.state.hosts[0], **vars(own), boot_id=processes.boot_id())
+    read = _page(laid.change(hosts=(host,)))
     assert ": tiny may have gone on since." in read.text
-    assert "running" in read.text
+    for fact in ("running", "lasted so far", "3 of 100"):
+        assert fact in read.text, fact
 
 
 def test_hosts_that_do_not_answer_are_told_of(tmp_path: Path) -> None:
