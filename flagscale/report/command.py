@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ def report(states: Sequence[RunState], output: Path | None, *, show: bool = Fals
         ConfigError: it cannot be written there.
     """
     path = output or Path(f"report_{states[0].run_id}.html")
+    # What a long run's events are made of lives until the page is written: nothing is garbage.
+    gc.disable()
     try:
         write(states, path)
     except OSError as error:
@@ -27,6 +30,8 @@ def report(states: Sequence[RunState], output: Path | None, *, show: bool = Fals
             f"{path}: the report cannot be written: {error.strerror}",
             hint="--output FILE names another place",
         ) from error
+    finally:
+        gc.enable()
     count = f"{len(states)} runs" if len(states) > 1 else f"run {states[0].run_id}"
     print(f"report of {count}: {path} ({path.stat().st_size / 1e6:.1f} MB)", flush=True)
     if show and not webbrowser.open(path.absolute().as_uri()):

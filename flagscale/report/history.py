@@ -103,7 +103,10 @@ def _attempt(
     for event in (event for rows in events.values() for event in rows):
         if event.event != "progress":
             others.append(event)
-        elif (step := step_of(event)) is not None:
+            continue
+        # As step_of, but of a long run there are hundreds of thousands.
+        step = event.fields.get("step")
+        if type(step) is int and -_LARGEST_STEP < step < _LARGEST_STEP:
             progress.append((step, event.time, event.fields))
     progress.sort(key=lambda row: row[0])
     rows = [fields for _, _, fields in progress]
@@ -125,9 +128,10 @@ def _attempt(
 def _column(name: str, rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """A figure of all rows; nothing of what is no number in any."""
     found = [row.get(name) for row in rows]
-    if all(type(value) is float for value in found):
+    kinds = set(map(type, found))
+    if kinds == {float}:
         return found  # type: ignore[return-value]
-    if not any(type(value) in (int, float) for value in found):
+    if kinds.isdisjoint((int, float)):
         return []
     return [_number(value) for value in found]
 
