@@ -17,7 +17,7 @@ from flagscale.cli import main
 from flagscale.launch.runs import Entry
 
 Report = Callable[..., tuple[int, str, str]]
-IDS = ("20260101-000000-aaaaaa", "20260102-000000-bbbbbb")
+IDS = ("19710101-000000-aaaaaa", "19710102-000000-bbbbbb")
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> Report:
 
 
 def test_a_run_by_the_beginning_of_its_id(runs: list[Laid], report: Report) -> None:
-    code, out, _ = report("20260101")
+    code, out, _ = report("19710101")
     page = Path(f"report_{IDS[0]}.html")
     assert (code, out) == (0, f"report of run {IDS[0]}: {page} (0.0 MB)\n")
     assert f"<h1>run {IDS[0]}</h1>" in page.read_text()
@@ -75,7 +75,7 @@ def test_several_by_id_directory_and_yaml_each_once(
     [
         (["nope"], "'nope' is no run's id, no beginning of one, no directory in which a run was"),
         (["nope"], f"`flagscale runs` lists yours: {IDS[1]}, {IDS[0]}"),
-        (["2026"], "2026: 2 runs begin so"),
+        (["1971"], "1971: 2 runs begin so"),
         ([IDS[0], "nope"], "'nope' is no run's id"),
         (["/nowhere/at/all"], "'/nowhere/at/all' is no run's id"),
         (["nope.yaml"], "nope.yaml"),
