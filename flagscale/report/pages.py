@@ -122,7 +122,7 @@ def _progress(run: Run) -> str:
         return ""
     total = next((a.train_steps for a in reversed(run.attempts) if a.train_steps), None)
     left = run.seen.eta_seconds
-    rest = f", {timedelta(seconds=round(left))} left at this pace" if left else ""
+    rest = f", {_span(left)} left at this pace" if left else ""
     return f"{last:,}" + (f" of {total:,}" if total else "") + rest
 
 
@@ -130,8 +130,16 @@ def _end(run: Run) -> str:
     started = run.state.started
     if not started:
         return _clock(run.ended) if run.ended else ""
-    lasted = timedelta(seconds=max(0, round((run.ended or run.taken) - started)))
-    return f"{_clock(run.ended)}, after {lasted}" if run.ended else f"{lasted}"
+    lasted = _span((run.ended or run.taken) - started)
+    return f"{_clock(run.ended)}, after {lasted}" if run.ended else lasted
+
+
+def _span(seconds: float) -> str:
+    """``0:01:11``. Times are what ranks have said, which may be anything."""
+    try:
+        return str(timedelta(seconds=max(0, round(seconds))))
+    except (ValueError, OverflowError):
+        return f"{seconds:g} s"
 
 
 def _clock(moment: float) -> str:

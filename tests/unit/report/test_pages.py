@@ -162,6 +162,8 @@ def test_nothing_that_a_run_says_is_markup(tmp_path: Path, odd: str) -> None:
         {"event": "warning", "message": odd}, {"event": "evaluation", "step": 3, "loss": odd}
     )
     laid.report({"event": "checkpoint", "step": 3, "path": odd, "seconds": odd})
+    for time in (math.nan, math.inf, 1e300, -1e300):
+        laid.report({"event": "joined", "time": time}, *steps(2, first=20, time=time))
     failure = {**FAILED, "host": name, "reason": f"raised {name}", "traceback": name, "log": name}
     laid.agree(failure=failure)
     laid.end(1, failure=failure)
