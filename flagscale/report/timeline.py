@@ -68,14 +68,14 @@ def _begins(
 
 def _reported(attempt: Attempt) -> Iterator[Happening]:
     """What ranks said themselves."""
-    told: set[str] = set()
+    told: set[tuple[str, int | None]] = set()
     for event in attempt.of("checkpoint", "evaluation", "warning", "ready", "finished"):
         text = _text(event)[:_MOST_CHARACTERS]
-        # Ranks that say the same say it once.
-        if text in told:
-            continue
-        told.add(text)
         step, kind = step_of(event), event.event
+        # Ranks that say the same say it once.
+        if (text, step) in told:
+            continue
+        told.add((text, step))
         if spike := _WARNED_SPIKE.match(text):
             step, kind = int(spike[1]), "spike"
         yield Happening(event.time, attempt.number, step, kind, text)
