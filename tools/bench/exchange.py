@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.multiprocessing.spawn import spawn
 
     # Memory that has been freed is used again, as a device's is, and not cleared anew.
-    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**30), MALLOC_TRIM_THRESHOLD_=str(2**33))
+    os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**33))
     facts = machine.facts("torch", "megatron-core")
     found = {}
     for backend in options.backend:

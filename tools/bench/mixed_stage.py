@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What sharing a pipeline with a CPU costs the GPU that is its first stage.
 
-Two ranks of this machine train layers of Llama-3-8B's sizes: the GPU three of them, CPU cores one.
+Two ranks of this machine train layers of Llama-3-8B's sizes: the GPU twelve of them, CPU cores one.
 Of the GPU's step the time in which it waits for the CPU is left out; what remains beyond its own
 passes, which are timed one by one, is the exchange: copies to and from the host's memory, and what
 the GPU stands still for them.
@@ -33,21 +33,21 @@ from flagscale.guard import guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
-WARM_UP = 3
+WARM_UP = 2
 MODEL = """
---num-layers 4 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8
---ffn-hidden-size 14336 --seq-length 4096 --micro-batch-size 1 --global-batch-size 4 --bf16
+--num-layers 13 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8
+--ffn-hidden-size 14336 --seq-length 2048 --micro-batch-size 1 --global-batch-size 3 --bf16
 --vocab-size 1000 --make-vocab-size-divisible-by 64 --mock-data --tokenizer-type NullTokenizer
 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --eval-iters 0
 --num-workers 0 --lr 1e-5 --lr-decay-style constant --log-interval 1 --distributed-backend fsccl
---enable-hetero --hetero-process-meshes 1 1 1 1 1  1 1 1 1 1 --hetero-pipeline-layer-split 3 1
+--enable-hetero --hetero-process-meshes 1 1 1 1 1  1 1 1 1 1 --hetero-pipeline-layer-split 12 1
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--steps", type=int, default=4, help="that count, %(default)s")
+    parser.add_argument("--steps", type=int, default=2, help="that count, %(default)s")
     parser.add_argument("--device", default="cuda", help="of the first stage, %(default)s")
     parser.add_argument("--model", default="", help="arguments that come after the model's own")
     parser.add_argument("--output", type=Path, help="JSON file to write")
