@@ -45,6 +45,7 @@ MOE = (
 """
 )
 BALANCED = MOE.replace("none", "aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3")
+GROWING = BALANCED.replace("--train-iters 3", "--train-samples 8 --rampup-batch-size 2 2 4")
 EVERY_LOSS = MOE.replace(
     "none",
     """aux_loss seq_aux_loss global_aux_loss
@@ -121,6 +122,7 @@ REFERENCES = (
     Case("moe", 1, MOE, "", ""),
     Case("moe-balanced", 1, BALANCED, "", ""),
     Case("moe-by-sequence", 1, BY_SEQUENCE, "", ""),
+    Case("moe-growing", 1, GROWING, "", ""),
     Case("every-loss-mbs2", 1, EVERY_LOSS, MBS2, ""),
     Case("every-loss-mbs3", 1, EVERY_LOSS, MBS3, ""),
     Case("bf16", 1, BF16, "", ""),
@@ -164,7 +166,7 @@ CASES = (
     Case("gpt2-pp2", 2, GPT2, PP2, "gpt2"),
     Case("moe-ep2", 2, MOE, "--expert-model-parallel-size 2", "moe"),
     Case("moe-tp2-etp1", 2, MOE, SP + " --expert-tensor-parallel-size 1", "moe", backend=FASTER),
-    Case("moe-balanced-pp2", 2, BALANCED, PP2, "moe-balanced"),
+    Case("moe-growing-pp2", 2, GROWING, PP2, "moe-growing"),
     Case("moe-balanced-tp2", 2, BALANCED, SP, "moe-balanced", backend=FASTER),
     Case("every-loss-mbs2-per-token", 1, EVERY_LOSS, f"{MBS2} {PER_TOKEN}", "every-loss-mbs2"),
     Case("every-loss-mbs2-tp2-per-token", 2, EVERY_LOSS, f"{MBS2} {SP} {PER_TOKEN}",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from flagscale.config.arguments import fallbacks, idle, layout, paths, rules
+from flagscale.config.arguments import fallbacks, growth, idle, layout, paths, rules
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.foreign import remark
 from flagscale.config.arguments.parser import canonicalise
@@ -160,6 +160,10 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
     if samples and batch:
         steps, rest = divmod(samples, batch)
         text = f"{steps} steps: train_samples {samples} / global_batch_size {batch}"
+        if grows := growth.growth_of(args.values()):
+            steps, rest = grows.steps(0, samples), 0
+            text = f"{steps} steps: train_samples {samples}, the batch grows from {grows.start} to "
+            text += f"{grows.final} over {grows.samples}"
         over = f" is not whole: the last {rest} samples are not used"
         found.append(text + (over if rest else ""))
     shares = rules.split_shares(args["split"] or "")

@@ -23,29 +23,35 @@ class Meter:
     ) -> None:
         self._device = device
         self._world_size = world_size
-        self._tokens_per_step = args.global_batch_size * args.seq_length
-        flops = spec_of(args).flops_per_token(args, vocabulary)
-        self._flops_per_step = None if flops is None else self._tokens_per_step * flops
+        self._length = args.seq_length
+        self._flops_per_token = spec_of(args).flops_per_token(args, vocabulary)
         self._peak = args.peak_tflops or device.peak_tflops(sixteen_bit=args.bf16 or args.fp16)
         self._since = time.monotonic()
-        self._step = 0
+        self._steps, self._samples = 0, 0
         self._left_out = 0.0
 
-    def start(self, step: int) -> None:
-        """Begin after ``step``."""
-        self._since, self._step, self._left_out = time.monotonic(), step, 0.0
+    def start(self) -> None:
+        """Begin a lap."""
+        self._since, self._left_out = time.monotonic(), 0.0
+        self._steps, self._samples = 0, 0
 
-    def lap(self, step: int) -> Speed:
-        """Throughput since the last lap, up to ``step``; begins the next lap."""
+    def add(self, samples: int) -> None:
+        """A step has trained on so many sequences, over all ranks."""
+        self._steps += 1
+        self._samples += samples
+
+    def lap(self) -> Speed:
+        """Throughput since the last lap; begins the next one."""
         seconds = time.monotonic() - self._since - self._left_out
-        per_step = max(seconds, 1e-9) / max(step - self._step, 1)
+        seconds = max(seconds, 1e-9)
+        per_step, tokens = seconds / max(self._steps, 1), self._samples * self._length
         tflops = None
-        if self._flops_per_step is not None:
-            tflops = self._flops_per_step / per_step / self._world_size / 1e12
-        self.start(step)
+        if self._flops_per_token is not None:
+            tflops = tokens * self._flops_per_token / seconds / self._world_size / 1e12
+        self.start()
         return Speed(
             step_seconds=per_step,
-            tokens_per_second=self._tokens_per_step / per_step,
+            tokens_per_second=tokens / seconds,
             tflops_per_gpu=tflops,
             mfu=tflops / self._peak if self._peak and tflops is not None else None,
             memory_gib=self._device.peak_memory_gib(),

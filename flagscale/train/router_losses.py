@@ -31,39 +31,44 @@ NAMES = (
 class RouterLosses:
     """Collects the routers' losses between two calls of :meth:`take`."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, step: int) -> None:
-        """``step``: how many are done already."""
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self._layers = sum(mixtures(args))
-        # What one micro-batch counts for, of those that a data-parallel rank has in a step.
-        self._each = 1.0 / args.num_microbatches
-        if args.shares is not None:  # replicas with more of the step's sequences count more
+        # Replicas with more of a step's sequences count more.
+        self._each = None
+        if args.shares is not None:
             self._each = args.share.size * len(args.shares) / args.global_batch_size
         self._device = device
-        self._step = step
+        self._steps, self._passes = 0, 0
 
-    def take(self, step: int) -> dict[str, float]:
+    def add(self, micro_batches: int) -> None:
+        """A step is done, of so many micro-batches of this rank."""
+        self._steps += 1
+        self._passes += micro_batches
+
+    def take(self) -> dict[str, float]:
         """Each loss the model has, before its coefficient: the mean over the micro-batches of all
-        steps since the last call up to ``step``, over layers with experts and over ranks; with
-        unlike replicas over sequences. Empty for a model without experts.
+        steps since the last call, over layers with experts and over ranks; with unlike replicas
+        over sequences. Empty for a model without experts.
 
         A load-balancing loss is 1 where all experts get the same share of the tokens. Every rank
         has to call this; it waits for the device.
         """
-        steps, self._step = step - self._step, step
+        steps, passes, self._steps, self._passes = self._steps, self._passes, 0, 0
         if not self._layers or not steps:
             return {}
+        each = 1.0 / passes if self._each is None else self._each / steps
         sums = torch.zeros(2, len(NAMES), dtype=torch.float64, device=self._device)
         for place, name in enumerate(NAMES):
             entry = get_moe_layer_wise_logging_tracker().get(name)
             if entry is not None:
-                own = entry["values"].sum() * self._each
+                own = entry["values"].sum() * each
                 sums[0, place] = own * _weight(entry.get("reduce_group"))
                 sums[1, place] = 1.0
         clear_aux_losses_tracker()
         dist.all_reduce(sums)
         totals, present = sums.tolist()
         return {
-            name: total / (self._layers * steps)
+            name: total / self._layers
             for name, total, there in zip(NAMES, totals, present, strict=True)
             if there
         }

@@ -107,6 +107,10 @@ def _resume(
     own directory is new."""
     go_on_from_own_checkpoints(args)
     report = checkpointer.load(state) if args.load else None
+    if args.growth is not None:  # which may have grown otherwise before
+        done = state.progress
+        more = args.growth.steps(done.consumed_train_samples, args.train_samples)
+        args.train_iters = done.iteration + more
     if report is None and args.pretrained_checkpoint:
         reporter.say(start_from(args, state))
         return
@@ -158,12 +162,19 @@ def _describe(args: argparse.Namespace, state: TrainState, vocabulary: int) -> s
     return (
         f"{sizes} | {precision} | "
         f"{spec_of(args).shown}, {own / 1e6:,.1f} M weights on rank 0, vocabulary {vocabulary:,} | "
-        f"{args.train_iters:,} steps of {args.global_batch_size} x {args.seq_length} tokens, "
+        f"{args.train_iters:,} steps of {_batches(args)} x {args.seq_length} tokens, "
         f"{_counts(args)} micro-batches a step"
     )
+
+
+def _batches(args: argparse.Namespace) -> str:
+    grows = f"{args.growth.start} to " if args.growth is not None else ""
+    return f"{grows}{args.global_batch_size}"
 
 
 def _counts(args: argparse.Namespace) -> str:
     """Micro-batches of a rank, or of the ranks with the fewest and the most."""
     counts = {args.num_microbatches, *(share.count for share in args.shares or ())}
+    if args.growth is not None:
+        counts.add(args.growth.start * args.num_microbatches // args.global_batch_size)
     return " to ".join(map(str, sorted({min(counts), max(counts)})))

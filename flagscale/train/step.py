@@ -48,7 +48,7 @@ class Stepper:
         self._device = device.torch_device
         self._profiler = profiler
         self._forward = ForwardStep(spec_of(args), device, per_token=args.calculate_per_token_loss)
-        self.routers = RouterLosses(args, self._device, state.progress.iteration)
+        self.routers = RouterLosses(args, self._device)
         self._schedule = get_forward_backward_func()
         _connect(args, config, state)
         self._stopwatch = stopwatch
@@ -70,14 +70,15 @@ class Stepper:
         Returns:
             What the host knows, and what the device will know: see :meth:`Readings.add`.
         """
-        state, batch = self._state, self._args.global_batch_size
+        state, batch = self._state, self.batch()
         if self._profiler:
             self._profiler.before(state.progress.iteration + 1)
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         with self._timed():
-            reports = self._run(data, forward_only=False)
+            reports = self._run(data, self.micro_batches(batch), forward_only=False)
+        self.routers.add(self.micro_batches(batch))
         updated, norm, zeros = state.optimizer.step()
         if self._args.fp8:
             for model in state.modules():
@@ -112,7 +113,7 @@ class Stepper:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         with torch.no_grad():
             for _ in range(steps):
-                for report in self._run(data, forward_only=True):
+                for report in self._run(data, self._args.num_microbatches, forward_only=True):
                     total += report[LOSS_KEY]
         for chunk in chunks:
             chunk.train()
@@ -131,15 +132,40 @@ class Stepper:
             self._stopwatch.start()
             yield
 
-    def _run(self, data: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+    def batch(self) -> int:
+        """Sequences of the next step, over all ranks."""
+        args = self._args
+        if args.growth is None:
+            return int(args.global_batch_size)
+        return int(args.growth.batch(self._state.progress.consumed_train_samples))
+
+    def micro_batches(self, batch: int) -> int:
+        """How many of a step of ``batch`` sequences are this rank's."""
+        args = self._args
+        if args.growth is None:
+            return int(args.num_microbatches)
+        return batch * int(args.num_microbatches) // int(args.global_batch_size)
+
+    def pass_over(self, data: Any) -> None:
+        """Take the data of a step without training on it."""
+        progress, batch = self._state.progress, self.batch()
+        for each in data if isinstance(data, list) else [data]:
+            for _ in range(self.micro_batches(batch) if each is not None else 0):
+                next(each)
+        progress.iteration += 1
+        progress.consumed_train_samples += batch
+
+    def _run(
+        self, data: Any, micro_batches: int, *, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
         args = self._args
         if self._exchange is not None:
-            self._exchange.begin(args.num_microbatches, forward_only=forward_only)
+            self._exchange.begin(micro_batches, forward_only=forward_only)
         reports: list[dict[str, torch.Tensor]] = self._schedule(
             forward_step_func=self._forward,
             data_iterator=data,
             model=self._state.chunks,
-            num_microbatches=args.num_microbatches,
+            num_microbatches=micro_batches,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,

@@ -54,6 +54,7 @@ class Trainer:
         self._latest: Reading | None = None
         self._skipped = 0
         self._first_step = state.progress.iteration + 1
+        self._end = 0 if args.skip_train else args.train_iters
         self._saved_at = state.progress.iteration
         self._evaluated_at = -1
 
@@ -68,9 +69,9 @@ class Trainer:
         if self._args.manual_gc:
             gc.disable()
             gc.collect()
-        self._meter.start(self._state.progress.iteration)
+        self._meter.start()
         reason: Reason = "completed"
-        while self._state.progress.iteration < self._args.train_iters:
+        while self._state.progress.iteration < self._end:
             self._step()
             if leave := self._must_leave():
                 reason = leave
@@ -90,13 +91,19 @@ class Trainer:
     def _step(self) -> None:
         args, progress = self._args, self._state.progress
         self._reporter.place(progress.iteration + 1)
+        if progress.iteration + 1 in (args.iterations_to_skip or ()):
+            self._stepper.pass_over(self._data.train)
+            self._reporter.say(f"step {progress.iteration}: its data is passed over")
+            return
+        before = progress.consumed_train_samples
         numbers, values = self._stepper.train(self._data.train, stop=self._stop.wishes())
+        self._meter.add(progress.consumed_train_samples - before)
         self._readings.add(numbers, values)
         if self._sharing is not None and self._sharing.settle():
             self._data = self._load_data()
         step = progress.iteration
         logged = step % args.log_interval == 0 or step == self._first_step
-        evaluated = _due(step, args.eval_interval) and step < args.train_iters
+        evaluated = _due(step, args.eval_interval) and step < self._end
         saved = bool(args.save) and _due(step, args.save_interval)
         self._read(leave=0 if logged or evaluated or saved else 1)
         if logged:
@@ -122,9 +129,8 @@ class Trainer:
     def _log(self) -> None:
         if self._latest is None:
             return
-        step = self._state.progress.iteration
-        speed = self._meter.lap(step)
-        more: dict[str, float | int] = {**self._stepper.routers.take(step)}
+        speed = self._meter.lap()
+        more: dict[str, float | int] = {**self._stepper.routers.take()}
         if self._args.log_params_norm:
             more["params_norm"] = parameters_norm(self._state.chunks)
         if self._args.fp16:

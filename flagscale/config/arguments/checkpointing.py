@@ -32,6 +32,12 @@ class Checkpointing:
     keep_last: int | None = arg(
         None, "Keep this many newest checkpoints in --save; without it all", minimum=1
     )
+    save_retain_interval: int | None = arg(
+        None,
+        "Keep checkpoints of steps that are multiples of this for ever; of the others keep_last, "
+        "without it the newest",
+        minimum=1,
+    )
     async_save: bool = arg(False, "Write checkpoints from a forked process while training goes on")
     ckpt_format: str = arg(
         "torch_dist",

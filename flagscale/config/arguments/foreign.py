@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-_ONE_BATCH = "this version trains with one global batch size"
 _META = "it is what a checkpoint remembers, and here the YAML says what is trained"
 
 REFUSED: Mapping[str, str] = {
@@ -28,10 +27,12 @@ REFUSED: Mapping[str, str] = {
     "per_split_data_args_path": "write its contents as `train_data_path`, `valid_data_path` and "
     "`test_data_path`",
     "per_dataset_sequences_path": "data sets are counted when they are opened; leave it out",
-    "rampup_batch_size": "it would let the batch grow while training starts; " + _ONE_BATCH,
-    "rampup_save_interval": "it would be the `save_interval` while the batch grows; " + _ONE_BATCH,
-    "save_when_num_microbatches_change": "it would save when the batch has grown; " + _ONE_BATCH,
-    "decrease_batch_size_if_needed": _ONE_BATCH,
+    "rampup_save_interval": "it would be the `save_interval` while the batch grows; there is one "
+    "for the whole run",
+    "save_when_num_microbatches_change": "it would save when the batch has grown; `save_interval` "
+    "says when",
+    "decrease_batch_size_if_needed": "it would train on fewer sequences than the YAML says; give a "
+    "`global_batch_size` that the replicas can share",
     "phase_transition_iterations": "it would change what is trained on in mid-run; start a second "
     "run with `load` from the first one's checkpoints",
     "spec": "it names a Python function that builds the layers; this version builds its own",
@@ -39,20 +40,19 @@ REFUSED: Mapping[str, str] = {
     "yaml_cfg": "this YAML is it",
     "use_checkpoint_args": _META,
     "use_mp_args_from_checkpoint_args": _META + ", in any layout",
-    "ckpt_step": "it would load this step and not the newest; `load` takes the newest whole "
-    "checkpoint, so give a directory that holds that one alone",
+    "ckpt_step": "it would load this step and not the newest; write the step into "
+    "latest_checkpointed_iteration.txt in the directory of `load`",
     "no_weight_decay_cond_type": "biases and norms alone have no weight decay here; "
     "`apply_wd_to_qk_layernorm` adds the norms of queries and keys",
     "checkpoint_activations": "write `recompute_granularity: full`, `recompute_method: uniform` "
     "and `recompute_num_layers: 1`",
-    "save_retain_interval": "it would keep some checkpoints for ever; `keep_last` keeps the newest",
     "most_recent_k": "`keep_last` says how many checkpoints are kept",
-    "iterations_to_skip": "it would pass over the data of these steps; not built",
-    "skip_iters_range": "it would pass over the data of these steps; not built",
-    "skip_samples_range": "it would pass over these samples; not built",
-    "skip_train": "it would only evaluate; not built",
-    "auto_skip_spiky_loss": "it would leave out steps whose loss jumps; not built: "
-    "`loss_spike_factor` warns of them",
+    "skip_iters_range": "it would pass over the data of these steps; list them as "
+    "`iterations_to_skip`",
+    "skip_samples_range": "it would pass over these samples; list their steps as "
+    "`iterations_to_skip`",
+    "auto_skip_spiky_loss": "it would leave out steps whose loss jumps; `loss_spike_factor` warns "
+    "of them, and `iterations_to_skip` leaves them out of a run from an earlier checkpoint",
     "spiky_loss_threshold": "`loss_spike_factor` warns of a loss that jumps",
     "auto_tune": "there is no automatic tuner; write the sizes that it would find",
     "extra_valid_data_path": "there is one validation set; `valid_data_path` takes a blend",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from flagscale.config.arguments import mesh_rules, recompute, shares
+from flagscale.config.arguments import growth, mesh_rules, recompute, shares
 from flagscale.config.arguments.meshes import (
     SPLIT,
     Meshes,
@@ -275,6 +275,9 @@ def _batches(values: Values, dp: int) -> Iterator[Broken]:
         )
         return
     pp, count = values["pipeline_model_parallel_size"], batch // (micro * dp)
+    taken = f"micro_batch_size {micro} x data-parallel size {dp}"
+    stages = pp if virtual_chunks(values) else 1
+    yield from growth.undivided(values, micro * dp, taken, stages)
     if virtual_chunks(values) and pp > 1 and count % pp:
         yield (
             "global_batch_size",

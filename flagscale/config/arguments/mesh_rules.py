@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from flagscale.config.arguments import recompute
+from flagscale.config.arguments import growth, recompute
 from flagscale.config.arguments.meshes import (
     MESHES,
     SPLIT,
@@ -74,6 +74,8 @@ def world(values: Values, meshes: Meshes, world_size: int) -> Iterator[Broken]:
         return
     batch, sequences = values["global_batch_size"] or meshes.sequences, meshes.sequences
     first = f"micro_batch_size {values['micro_batch_size']} x dp {meshes.meshes[0].dp} of the first"
+    stages = len(meshes.stages) if meshes.chunks > 1 else 1
+    yield from growth.undivided(values, sequences, f"{first} mesh", stages)
     if batch % sequences:
         yield "global_batch_size", f"{batch} is not divisible by {first} mesh"
     elif meshes.chunks > 1 and batch // sequences % len(meshes.stages):

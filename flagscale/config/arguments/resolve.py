@@ -11,7 +11,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from flagscale.config.arguments import fallbacks, idle, layout, rules, shares
+from flagscale.config.arguments import fallbacks, growth, idle, layout, rules, shares
 from flagscale.config.arguments.meshes import MESHES, Meshes, meshes_of, to_be_filled, view
 from flagscale.config.arguments.pipeline import virtual_chunks
 from flagscale.config.arguments.precision import Values
@@ -25,7 +25,8 @@ def resolve(args: argparse.Namespace, world_size: int) -> argparse.Namespace:
 
     Sets ``global_batch_size``, ``train_iters``, ``train_samples``, ``data_parallel_size``,
     ``num_microbatches``, ``virtual_pipeline_model_parallel_size``, the point-to-point options of
-    the interleaved schedule, ``ffn_hidden_size`` and ``max_position_embeddings``; ``remarks``, a
+    the interleaved schedule, ``ffn_hidden_size`` and ``max_position_embeddings``; ``growth``, how
+    the batch grows, None where it does not; ``remarks``, a
     line for each value that another stands in for or that has no effect; and ``meshes``, None
     unless training is heterogeneous, when ``data_parallel_size`` is the first mesh's.
 
@@ -111,7 +112,10 @@ def _set_batch(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _set_length(args: argparse.Namespace) -> None:
-    if args.train_iters is None:
+    args.growth = growth.growth_of(vars(args))
+    if args.growth is not None:
+        args.train_iters = args.growth.steps(0, args.train_samples)
+    elif args.train_iters is None:
         args.train_iters = args.train_samples // args.global_batch_size
     else:
         args.train_samples = args.train_iters * args.global_batch_size

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flagscale.config.arguments import devices, fallbacks, families, idle, layout, precision
+from flagscale.config.arguments import devices, fallbacks, families, growth, idle, layout, precision
 from flagscale.config.arguments.huggingface.models import config_of
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.values import shown
@@ -58,6 +58,7 @@ def broken(values: Values) -> list[Broken]:
         layout.broken,
         _exported,
         _length,
+        growth.broken,
         _overlap,
         _profiling,
         _schedule,

@@ -237,11 +237,21 @@ class TrainingLength:
         "Sequences a step takes over all replicas; micro-batch x data-parallel size without it",
         minimum=1,
     )
+    rampup_batch_size: tuple[int, ...] | None = arg(
+        None,
+        "Let the batch grow to global_batch_size: first size, increment, and the sequences over "
+        "which it grows evenly, such as 32 32 100000; needs train_samples",
+        minimum=1,
+    )
     seq_length: int | None = arg(None, "Tokens of a sequence", minimum=1)
     train_iters: int | None = arg(None, "Steps to train; either this or train_samples", minimum=0)
     train_samples: int | None = arg(
         None, "Sequences to train on; either this or train_iters", minimum=0
     )
+    iterations_to_skip: tuple[int, ...] | None = arg(
+        None, "Steps whose data is passed over, without training", minimum=1
+    )
+    skip_train: bool = arg(False, "Evaluate what is loaded, and end")
     eval_iters: int = arg(100, "Steps of one evaluation; 0 switches it off", minimum=0)
     eval_interval: int | None = arg(1000, "Training steps between evaluations", minimum=1)
 

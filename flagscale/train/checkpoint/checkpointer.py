@@ -215,8 +215,9 @@ class Checkpointer:
         """On rank 0: the new checkpoint appears, then old ones go, in the background."""
         store = self._require_store()
         path = store.publish(pending.iteration, pending.description)
-        if self._args.keep_last:
-            gone = store.superseded(pending.iteration, self._args.keep_last)
+        retained = self._args.save_retain_interval
+        if keep := self._args.keep_last or (1 if retained else None):
+            gone = store.superseded(pending.iteration, keep, retained)
             self._removals = [item for item in self._removals if not item.done()]
             self._removals.append(self._remover.submit(store.remove, gone))
         return path

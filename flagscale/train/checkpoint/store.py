@@ -64,13 +64,14 @@ class CheckpointStore(Checkpoints):
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
-    def superseded(self, newest: int, keep: int) -> list[Path]:
+    def superseded(self, newest: int, keep: int, retained: int | None = None) -> list[Path]:
         """Checkpoints that may go once ``newest`` is whole: older ones, all but the ``keep - 1``
-        newest whole ones. Those newer than ``newest`` (training went back) are not touched."""
+        newest whole ones and those of every ``retained``-th step. Those newer than ``newest``
+        (training went back) are not touched."""
         kept = 1
         gone = []
         for iteration in self.iterations():
-            if iteration >= newest:
+            if iteration >= newest or (retained and iteration % retained == 0):
                 continue
             path = self.path(iteration)
             if kept < keep and _is_whole(path):

@@ -110,7 +110,7 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
             readings.add(*stepper.train(data.train, stop=(False, False)))
         scales.append(float(state.optimizer.get_loss_scale()))
     found = list(readings.take(leave=0))
-    routers = stepper.routers.take(args.train_iters)
+    routers = stepper.routers.take()
     with gathered(args, state.chunks):
         validation = stepper.evaluate(data.valid, 1)
     recomputed = everywhere(layers.counted) if layers else None

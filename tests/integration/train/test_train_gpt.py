@@ -84,7 +84,7 @@ class Job:
 def test_a_run_tells_its_story(tmp_path: Path) -> None:
     job = Job(
         tmp_path,
-        "--train-iters 3 --eval-iters 1 --eval-interval 2 --save checkpoints "
+        "--train-iters 3 --eval-iters 1 --eval-interval 2 --save checkpoints --load nowhere "
         "--tensorboard-dir board --log-params-norm --log-throughput --log-num-zeros-in-grad",
     )
     assert job.wait() == 0, job.errors
@@ -103,6 +103,7 @@ def test_a_run_tells_its_story(tmp_path: Path) -> None:
     assert (finished.get("step"), finished.get("reason")) == (3, "completed")
     assert list((tmp_path / "board").glob("events.out.tfevents.*"))
     assert "step 3/3 | loss" in job.output
+    assert "load: nowhere holds no checkpoint; training starts from step 0" in job.output
     assert "Warning" not in job.errors
 
 
@@ -133,10 +134,23 @@ def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
     assert more.events("checkpoint")[-1].get("step") == 2
 
 
-def test_a_load_without_a_checkpoint_is_told(tmp_path: Path) -> None:
-    job = Job(tmp_path, "--train-iters 1 --save checkpoints --load nowhere")
+def test_a_batch_that_grows_and_a_step_that_is_passed_over(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        "--train-samples 20 --rampup-batch-size 1 1 6 --iterations-to-skip 3 --save checkpoints "
+        "--save-interval 2 --save-retain-interval 4",
+    )
     assert job.wait() == 0, job.errors
-    assert "load: nowhere holds no checkpoint; training starts from step 0" in job.output
+    assert "7 steps of 1 to 4 x 16 tokens, 1 to 4 micro-batches a step" in job.output
+    taken = [(event.get("step"), event.get("samples")) for event in job.events("progress")]
+    assert taken == [(1, 1), (2, 2), (4, 7), (5, 11), (6, 15), (7, 19)]
+    assert "step 3: its data is passed over" in job.output
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert kept == ["iter_0000004", "iter_0000007"]
+    again = Job(tmp_path, "--train-samples 20 --skip-train --eval-iters 1 --load checkpoints")
+    assert again.wait() == 0, again.errors
+    assert [event.get("step") for event in again.events("evaluation")] == [7]
+    assert len(again.events("progress")) == len(taken)
 
 
 @pytest.mark.parametrize(

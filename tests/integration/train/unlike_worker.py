@@ -52,8 +52,8 @@ def run_rank(case: dict[str, Any]) -> Iterator[Record]:
     states: list[Any] = []
     prepare = setup.prepare
 
-    def kept(*given: Any) -> Any:
-        made = prepare(*given)
+    def kept(*given: Any, **options: Any) -> Any:
+        made = prepare(*given, **options)
         states.append(made[1])
         return made
 

@@ -61,6 +61,55 @@ def test_length_in_samples_gives_whole_steps() -> None:
     assert (found.train_iters, found.train_samples) == (6, 100)
 
 
+GROWING: dict[str, Any] = {
+    "train_iters": None,
+    "train_samples": 100,
+    "rampup_batch_size": (4, 4, 24),
+}
+
+
+def test_a_batch_that_grows_takes_more_steps() -> None:
+    found = resolve(arguments(**GROWING), 1)
+    # 4 4 | 8 | 12 | 16 16 16 16: after 8 sequences 8 a step, after 16 12, after 24 (28) 16
+    assert list(found.growth.batches) == [4, 8, 12, 16]
+    assert (found.train_iters, found.num_microbatches) == (8, 8)
+    assert resolve(arguments(), 1).growth is None
+
+
+UNFIT = {
+    "two-numbers": ({"rampup_batch_size": (4, 4)}, "expected three numbers"),
+    "never-there": ({"rampup_batch_size": (4, 5, 24)}, "4 does not grow to global_batch_size 16"),
+    "too-large": ({"rampup_batch_size": (32, 4, 24)}, "32 does not grow"),
+    "to-nothing": ({"global_batch_size": None}, "what does it grow to?"),
+    "in-steps": ({"train_iters": 10, "train_samples": None}, "needs train_samples"),
+    "decay-in-steps": ({"lr_decay_iters": 5}, "counts steps, which are of unlike sizes"),
+    "by-micro-batch": (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "recompute_granularity_per_stage_micro_batch": "[[1, 8, 1]]",
+        },
+        "names micro-batches",
+    ),
+    "not-shared-out": ({"rampup_batch_size": (6, 5, 24), "micro_batch_size": 4}, "comes to 6,"),
+    "not-by-stages": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "rampup_batch_size": (2, 2, 24),
+        },
+        "comes to 2, 1 micro-batches, which the 2 stages",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), UNFIT.values(), ids=UNFIT)
+def test_growth_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    world = changes.get("pipeline_model_parallel_size", 1)
+    assert message in problems(world, **{**GROWING, **changes})
+
+
 def test_length_in_steps_gives_samples() -> None:
     assert resolve(arguments(), 1).train_samples == 160
 

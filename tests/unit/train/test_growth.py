@@ -1,0 +1,42 @@
+"""A batch that grows is megatron.core's own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flagscale.config.arguments.growth import Growth
+
+pytestmark = pytest.mark.torch
+
+
+@given(
+    start=st.integers(1, 40),
+    increment=st.integers(1, 16),
+    increments=st.integers(1, 12),
+    samples=st.integers(1, 3000),
+    total=st.integers(0, 6000),
+)
+def test_batches_are_megatrons(
+    start: int, increment: int, increments: int, samples: int, total: int
+) -> None:
+    from megatron.core.num_microbatches_calculator import (
+        RampupBatchsizeNumMicroBatchesCalculator,
+    )
+
+    final = start + increments * increment
+    grows = Growth(start, increment, samples, final)
+    theirs = RampupBatchsizeNumMicroBatchesCalculator(
+        final, 1, 1, False, 1, start, increment, samples
+    )
+    consumed, steps = 0, 0
+    while True:
+        theirs.update(consumed, consistency_check=False)
+        batch = grows.batch(consumed)
+        assert batch == theirs.get_current_global_batch_size()
+        assert grows.steps(consumed, total) == grows.steps(0, total) - steps
+        if consumed + batch > total:
+            break
+        consumed, steps = consumed + batch, steps + 1
+    assert grows.steps(0, total) == steps
