@@ -183,21 +183,22 @@ def test_what_cannot_end_well_does_not_begin(tmp_path: Path, arguments: str, mes
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    """With dropout, whose random numbers go on, too; layouts are the tests of checkpoints'."""
+    """With dropout, whose random numbers go on, too; layouts, and random numbers of several ranks,
+    are the tests of checkpoints'."""
     common = (
         "--use-distributed-optimizer --bf16 --train-iters 6 "
         "--attention-dropout 0.1 --hidden-dropout 0.1"
     )
-    whole = Job(tmp_path, common, ranks=2)
+    whole = Job(tmp_path, common)
     assert whole.wait() == 0, whole.errors
     expected = whole.losses()
 
     keep = f"{common} --save checkpoints --load checkpoints"
     (tmp_path / "first").mkdir()
-    first = Job(tmp_path / "first", f"{keep} --exit-interval 3", ranks=2)
+    first = Job(tmp_path / "first", f"{keep} --exit-interval 3")
     assert first.wait() == 0, first.errors
     assert first.events("finished")[0].get("reason") == "exit-interval"
-    second = Job(tmp_path / "first", keep, ranks=2)
+    second = Job(tmp_path / "first", keep)
     assert second.wait() == 0, second.errors
     assert second.losses() == pytest.approx(expected, abs=1e-6)
 
