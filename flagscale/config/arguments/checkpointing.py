@@ -51,6 +51,11 @@ class Checkpointing:
     ckpt_fully_parallel_load: bool = arg(
         False, "Spread the reading of a checkpoint over all data-parallel ranks"
     )
+    verify_checkpoint: bool = arg(
+        False,
+        "Compare the checksums of everything in a checkpoint before it is loaded: every rank reads "
+        "a part",
+    )
     finetune: bool = arg(
         False, "Load the weights only and start from step 0 without optimizer, RNG and data state"
     )

@@ -22,6 +22,8 @@ from flagscale.checkpoint_metadata import read_metadata
 from flagscale.checkpoints import Checkpoints, Found
 from flagscale.config.arguments.measured_shares import MeasuredShares
 from flagscale.config.arguments.resuming import Parts, other_schedule, parts_to_load
+from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint import checksums
 from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint.agreement import agree, describe, on_rank_0
 from flagscale.train.state import TrainState
@@ -67,6 +69,8 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
         return None
     agree(None if found.path.is_dir() else f"{found.path} is not visible on this host")
     on_rank_0(lambda: _look_over(found.path))
+    if args.verify_checkpoint:
+        agree(_damage(found.path))
     tokens = contents.vocabulary(args, state)
     wanted = parts_to_load(found.content, vars(args), dist.get_world_size(), tokens)
     loaded = _read(args, found, state, wanted)
@@ -83,6 +87,16 @@ def _look_over(path: Path) -> None:
     """Raise CheckpointError where ``.metadata`` names what describes no checkpoint: torch would
     run it."""
     read_metadata(path)
+
+
+def _damage(path: Path) -> str | None:
+    """What is not as it was written in this rank's part of a checkpoint."""
+    storage = read_metadata(path).storage_data.items()
+    try:
+        checksums.verify(path, storage, dist.get_rank(), dist.get_world_size())
+    except CheckpointError as error:
+        return f"{error.message}; {error.hint}"
+    return None
 
 
 def _read(
