@@ -24,6 +24,14 @@ LLAMA = """
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --clip-grad 0.5
 --lr-decay-style constant --init-method-std 0.1
 """
+# Documents of a few tokens, several a sequence, which are kept apart.
+SHORT_DOCUMENTS = "short_document"
+APART = (
+    LLAMA.replace(
+        "--mock-data", f"--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0"
+    )
+    + "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+)
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
 # What tensor parallel sizes 2 and 3 both divide.
 BY_SIX = (
@@ -131,6 +139,9 @@ REFERENCES = (
     Case("bert-rotary", 1, ROTARY_BERT, "", ""),
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
     Case("bert-bf16", 1, BERT + "--bf16", "", ""),
+    Case("apart", 1, APART, "", ""),
+    Case("apart-per-token", 1, APART, PER_TOKEN, ""),
+    Case("apart-by-positions", 1, APART, "--position-embedding-type learned_absolute", ""),
     Case("by-six", 1, BY_SIX, "--make-vocab-size-divisible-by 384", ""),
 )
 # A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time:
@@ -224,6 +235,20 @@ CASES = (
          "--first-last-layers-bf16", "bf16", 3e-2),
 )  # fmt: skip
 
+# Documents that are kept apart, by every attention, in every layout.
+APART_CASES = (
+    Case("apart-local-attention", 1, APART, "--attention-backend local", "apart"),
+    Case("apart-mbs2-recompute", 1, APART, f"{MBS2} {FULL} 2 {PER_TOKEN}", "apart-per-token"),
+    Case("apart-compiled", 1, APART, COMPILED, "apart"),
+    Case("apart-dp2-do", 2, APART, DO, "apart"),
+    Case("apart-tp2", 2, APART, TP2, "apart", backend=FASTER),
+    Case("apart-compiled-tp2-sp", 2, APART, f"{COMPILED} {SP}", "apart", backend=FASTER),
+    Case("apart-pp2-vpp2", 2, APART, VPP2, "apart"),
+    Case("apart-cp2", 2, APART, CP2, "apart"),
+    Case("apart-by-positions-pp2", 2, APART,
+         f"--position-embedding-type learned_absolute {PP2}", "apart-by-positions"),
+)  # fmt: skip
+
 
 def meshes(sizes: str, split: str = "", more: str = "") -> str:
     """Options of heterogeneous training: five sizes a mesh, a split of the layers."""
@@ -275,6 +300,7 @@ MESHES = (
          "fp16-overflow", 2e-2, overflow=(3, 1)),
     Case("mesh-fp16-overflow-in-the-first-do", 4, FP16_1, meshes(TP2_DP2, "3 1", f"{MBS2} {DO}"),
          "fp16-overflow", 2e-2, overflow=(1, 1)),
+    Case("mesh-apart", 4, APART, meshes(TP2_DP2, "3 1", f"{MBS2} {PER_TOKEN}"), "apart-per-token"),
     Case("mesh-compiled", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{COMPILED} {MBS2}"), "llama"),
     Case("mesh-gpt2", 4, GPT2, meshes(TP2_DP2, "1 1", MBS2), "gpt2"),
     Case("mesh-recompute-auto", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} {AUTO} 0.0017"), "llama"),
@@ -348,8 +374,25 @@ FSCCL_CASES = tuple(
 )
 
 
+def write_short_documents(prefix: Path, longest: int = 20) -> None:
+    """An indexed data set of documents of 1 to ``longest`` tokens of a vocabulary of 500, the last
+    one their end."""
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    generator = np.random.default_rng(5)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in generator.integers(0, longest, size=200):
+        tokens = np.append(generator.integers(0, 500, size=length), 500)
+        builder.add_document(torch.from_numpy(tokens), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+
+
 def train(cases: Sequence[Case], directory: Path, *, timeout_s: float) -> dict[str, Any]:
     """What the worker tells of each case, by name; and its ``stderr``."""
+    if any(SHORT_DOCUMENTS in case.model for case in cases):
+        write_short_documents(directory / SHORT_DOCUMENTS)
     given, answers = directory / "cases.json", directory / "results.json"
     given.write_text(json.dumps([case.record(directory / "cache") for case in cases]))
     path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"

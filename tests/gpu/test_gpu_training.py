@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_programs import MODEL, PROGRAM, environment
+from layout_cases import SHORT_DOCUMENTS, write_short_documents
 
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
 
@@ -36,7 +37,21 @@ MOE = """
 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
 """
 
+APART = f"""
+--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0 --vocab-size 500
+--reset-attention-mask --reset-position-ids --eod-mask-loss
+"""
+
 CASES: dict[str, tuple[int, str, str, float]] = {
+    # Documents that are kept apart: what megatron.core's own attention computes by a mask, in fp32.
+    "apart": (1, f"{APART} --transformer-impl local --attention-backend local", "apart", 0.0),
+    "apart-fp32": (1, APART, "apart", 1e-4),
+    "apart-fp32-cp2": (2, f"{APART} --context-parallel-size 2", "apart", 1e-4),
+    "apart-bf16": (1, f"{APART} --bf16", "apart", 2e-2),
+    "apart-bf16-plain-layers": (1, f"{APART} --bf16 --transformer-impl local", "apart", 2e-2),
+    "apart-bf16-mbs2": (1, f"{APART} --bf16 --micro-batch-size 2", "apart-bf16", 2e-2),
+    "apart-bf16-cp2": (2, f"{APART} --bf16 --context-parallel-size 2", "apart", 2e-2),
+    "apart-bf16-tp2-sp": (2, f"{APART} --bf16 {SP}", "apart", 2e-2),
     "fp32": (1, "", "fp32", 0.0),
     "fp32-plain-layers": (1, "--transformer-impl local", "fp32", 1e-4),
     "fp32-cp2": (2, "--context-parallel-size 2", "fp32", 1e-4),
@@ -74,12 +89,18 @@ CASES: dict[str, tuple[int, str, str, float]] = {
 }
 
 
+def model(layout: str) -> str:
+    """Its arguments: data is made up unless the layout names some."""
+    return MODEL.replace("--mock-data", "") if "--data-path" in layout else MODEL
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("gpu-layouts")
     cases, answers = directory / "cases.json", directory / "results.json"
+    write_short_documents(directory / SHORT_DOCUMENTS, longest=150)
     possible = [
-        {"id": name, "world": world, "argv": f"{MODEL} {layout} --train-iters 3".split()}
+        {"id": name, "world": world, "argv": f"{model(layout)} {layout} --train-iters 3".split()}
         for name, (world, layout, _, _) in CASES.items()
         if world <= torch.cuda.device_count()
     ]

@@ -39,7 +39,6 @@ REFUSED: Mapping[str, str] = {
     "memory_efficient_layer_norm": "it needs Apex",
     "layernorm_zero_centered_gamma": "the norms here have no zero-centred weight",
     "fine_grained_activation_offloading": "offloading activations needs Transformer Engine",
-    "reset_attention_mask": "attention here is causal over the whole sequence",
     "enable_cuda_graph": "CUDA graphs need Transformer Engine",
     "external_cuda_graph": "CUDA graphs need Transformer Engine",
     "heterogeneous_block_specs": "all layers are alike",

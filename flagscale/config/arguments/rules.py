@@ -52,6 +52,7 @@ def broken(values: Values) -> list[Broken]:
         idle.broken,
         _not_built,
         _attention,
+        _documents,
         precision.precision,
         precision.compiled_only,
         precision.eight_bits,
@@ -136,6 +137,23 @@ def _attention(values: Values) -> Iterator[Broken]:
                 f"{shown(values[name])} is not possible with scaled_dot_product_attention; "
                 "attention_backend: local takes megatron.core's own attention",
             )
+
+
+def _documents(values: Values) -> Iterator[Broken]:
+    """What attention can be kept within documents."""
+    if not values["reset_attention_mask"]:
+        return
+    if values["window_size"]:
+        yield (
+            "window_size",
+            f"{shown(values['window_size'])} with reset_attention_mask: megatron.core's own "
+            "attention makes the window's mask itself, and passes over that of documents",
+        )
+    if values["attention_backend"] == "fused":
+        yield (
+            "attention_backend",
+            "fused: cuDNN's kernel takes no documents (reset_attention_mask); take auto or flash",
+        )
 
 
 def _exported(values: Values) -> Iterator[Broken]:

@@ -91,7 +91,7 @@ class Runtime:
         True,
         "Take another value, with a note, for one that this trainer cannot have and that does "
         "nearly the same (transformer_impl: transformer_engine, ckpt_format: torch, "
-        "sequence_parallel without tensor parallelism, reset_attention_mask); false refuses it",
+        "sequence_parallel without tensor parallelism); false refuses it",
     )
     check_for_nan_in_loss_and_grad: bool = arg(
         True, "End the job, naming step and rank, when the loss or the gradient is not finite"
@@ -316,11 +316,13 @@ class Data:
     create_attention_mask: bool = arg(
         False, "Make a mask for every sequence; attention here needs none, and none is made"
     )
-    reset_position_ids: bool = arg(False, "Restart positions after an end-of-document token")
+    reset_position_ids: bool = arg(
+        False, "Restart positions, learned or rotary, after an end-of-document token"
+    )
     reset_attention_mask: bool = arg(
         False,
-        "Keep attention from crossing an end-of-document token: not built, and switched off with "
-        "a note, as Megatron-LM's fused attention does without one",
+        "Keep documents apart: attention does not cross an end-of-document token, which is of the "
+        "document that it ends",
     )
     eod_mask_loss: bool = arg(False, "Leave end-of-document tokens out of the loss")
 

@@ -200,6 +200,7 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     }
     loss = known.get((args.family, args.swiglu, args.untie_embeddings_and_output_weights))
     simple = not (args.num_moe_experts or args.bf16 or args.fp16)
+    simple = simple and (args.family == "bert" or args.position_embedding_type == "rope")
     if torch.distributed.get_world_size() > 1 or not simple or loss is None:
         return None
     bare = state.modules()[0]
@@ -210,11 +211,15 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     data: Any = build_data_iterators(args, tokenizer, Progress()).train
     batches = [next(data) for _ in range(args.num_microbatches)]
     device = next(iter(weights.values())).device
-    total = sum(
-        loss(weights, {name: tensor.to(device) for name, tensor in batch.items()}, args)
-        for batch in batches
+    counts = [float(batch["loss_mask"].sum()) for batch in batches]
+    # Of a micro-batch the mean, or a sum over all tokens of the step.
+    shares = [count / sum(counts) for count in counts]
+    if not args.calculate_per_token_loss:
+        shares = [1 / len(batches)] * len(batches)
+    mean = sum(
+        share * loss(weights, {name: tensor.to(device) for name, tensor in batch.items()}, args)
+        for share, batch in zip(shares, batches, strict=True)
     )
-    mean = total / len(batches)
     mean.backward()
     squares = [weight.grad.square().sum() for weight in weights.values()]
     return [float(mean), float(torch.stack(squares).sum().sqrt())]

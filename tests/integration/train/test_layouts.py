@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from layout_cases import (
+    APART_CASES,
     CASES,
     COMPILED,
     DROPPED,
@@ -42,6 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *REFERENCES,
         DROPPED,
         *CASES,
+        *APART_CASES,
         *FAMILIES,
         *MESHES,
         *(() if why_no_compiler() else FSCCL_CASES),
@@ -51,6 +53,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_layout_learns_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
+    expect_equal(case, results)
+
+
+@pytest.mark.parametrize("case", APART_CASES, ids=lambda case: case.name)
+def test_documents_are_apart_in_every_layout(case: Case, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 
@@ -160,7 +167,7 @@ def test_initial_weights_are_distributed_as_in_megatron(
     assert found == pytest.approx([spread, mean], rel=0.05, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert", "apart-per-token"])
 def test_the_reference_computes_what_plain_torch_does(name: str, results: dict[str, Any]) -> None:
     found = results[name]
     assert found["by_hand"] == pytest.approx([found["loss"][0], found["norm"][0]], rel=1e-5)

@@ -199,10 +199,15 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "window_size",
         "[4, 0] is not possible",
     ),
-    "no-mask": (
-        {"reset_attention_mask": True, "transformer_impl": "local"},
-        "reset_attention_mask",
-        "true is not supported by this trainer: attention here is causal",
+    "documents-and-a-window": (
+        {"reset_attention_mask": True, "attention_backend": "local", "window_size": [4, 0]},
+        "window_size",
+        "[4, 0] with reset_attention_mask: megatron.core's own attention makes",
+    ),
+    "documents-by-cudnn": (
+        {"reset_attention_mask": True, "attention_backend": "fused"},
+        "attention_backend",
+        "fused: cuDNN's kernel takes no documents",
     ),
     **{
         name: (
@@ -361,7 +366,6 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "sequence_parallel: false is taken in place of true",
     ),
-    "mask": ({"reset_attention_mask": True}, "reset_attention_mask: false is taken"),
 }
 
 
