@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from chat_files import write_talks, write_tokenizer
 from needs import why_no_compiler
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,14 @@ APART = (
     )
     + "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 )
+# Conversations, of which the answers are learned.
+TALKS, CHAT_TOKENIZER = "talks.jsonl", "chat_tokenizer"
+SFT = LLAMA.replace(
+    "--mock-data",
+    f"--sft --data-path {TALKS} --tokenizer-type HuggingFaceTokenizer "
+    f"--tokenizer-path {CHAT_TOKENIZER} --split 4,1 --seq-length 128 "
+    "--make-vocab-size-divisible-by 32",
+).replace("--vocab-size 500", "")
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
 # What tensor parallel sizes 2 and 3 both divide.
 BY_SIX = (
@@ -140,6 +149,7 @@ REFERENCES = (
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
     Case("bert-bf16", 1, BERT + "--bf16", "", ""),
     Case("apart", 1, APART, "", ""),
+    Case("sft", 1, SFT, "", ""),
     Case("apart-per-token", 1, APART, PER_TOKEN, ""),
     Case("apart-by-positions", 1, APART, "--position-embedding-type learned_absolute", ""),
     Case("by-six", 1, BY_SIX, "--make-vocab-size-divisible-by 384", ""),
@@ -245,6 +255,10 @@ APART_CASES = (
     Case("apart-compiled-tp2-sp", 2, APART, f"{COMPILED} {SP}", "apart", backend=FASTER),
     Case("apart-pp2-vpp2", 2, APART, VPP2, "apart"),
     Case("apart-cp2", 2, APART, CP2, "apart"),
+    Case("sft-mbs2-recompute", 1, SFT, f"{MBS2} {FULL} 2", "sft"),
+    Case("sft-dp2-do-overlap", 2, SFT, OVERLAP, "sft"),
+    Case("sft-compiled-tp2-sp", 2, SFT, f"{COMPILED} {SP}", "sft", backend=FASTER),
+    Case("sft-cp2-pp2-vpp2", 4, SFT, f"{CP2} {VPP2}", "sft"),
     Case("apart-by-positions-pp2", 2, APART,
          f"--position-embedding-type learned_absolute {PP2}", "apart-by-positions"),
 )  # fmt: skip
@@ -393,6 +407,9 @@ def train(cases: Sequence[Case], directory: Path, *, timeout_s: float) -> dict[s
     """What the worker tells of each case, by name; and its ``stderr``."""
     if any(SHORT_DOCUMENTS in case.model for case in cases):
         write_short_documents(directory / SHORT_DOCUMENTS)
+    if any(TALKS in case.model for case in cases):
+        write_talks(directory / TALKS, 200, words=20)
+        write_tokenizer(directory / CHAT_TOKENIZER)
     given, answers = directory / "cases.json", directory / "results.json"
     given.write_text(json.dumps([case.record(directory / "cache") for case in cases]))
     path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"

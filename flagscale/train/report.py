@@ -141,17 +141,20 @@ class Reporter:
             values["memory/peak-gib"] = speed.memory_gib
         self._plot(numbers.step, values)
 
-    def evaluation(self, split: str, step: int, loss: float) -> None:
-        """The loss on a split that is not trained on."""
+    def evaluation(self, split: str, step: int, loss: float, name: str = "") -> None:
+        """The loss on a split that is not trained on, or on one of its sets, which has a name."""
         if not self._speaks:
             return
         perplexity = math.exp(min(loss, 20.0))
         if split == "valid":
-            self._status.write("evaluation", step=step, loss=round(loss, 6))
-        _print(f"step {step} | {split} loss {loss:.4f} | perplexity {perplexity:.2f}")
-        values: dict[str, float | None] = {f"{split}/loss": loss}
+            of = {"data": name} if name else {}
+            self._status.write("evaluation", step=step, loss=round(loss, 6), **of)
+        shown = f"{split} {name}" if name else split
+        _print(f"step {step} | {shown} loss {loss:.4f} | perplexity {perplexity:.2f}")
+        prefix = f"{split}/{name}" if name else split
+        values: dict[str, float | None] = {f"{prefix}/loss": loss}
         if self._args.log_validation_ppl_to_tensorboard:
-            values[f"{split}/perplexity"] = perplexity
+            values[f"{prefix}/perplexity"] = perplexity
         self._plot(step, values)
 
     def checkpoint(self, step: int, path: Any, seconds: float) -> None:

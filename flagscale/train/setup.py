@@ -68,7 +68,10 @@ def prepare(
         sharing = Sharing(args, state, rank.rank, device, reporter.say)
     else:
         state.measured_shares = None  # of a checkpoint whose run measured it
-    load = partial(_load, Datasets(args, tokenizer), state)
+    datasets = Datasets(args, tokenizer)
+    for note in datasets.remarks:
+        reporter.say(note)
+    load = partial(_load, datasets, state)
     profiler = Profiler(args, rank.rank, device, reporter.say)
     stopwatch = sharing.stopwatch if sharing is not None else None
     stepper = Stepper(args, config, state, device, profiler, groups, stopwatch)

@@ -141,20 +141,27 @@ class Trainer:
         return None
 
     def _evaluate(self, split: Literal["valid", "test"]) -> None:
-        data = self._data.valid if split == "valid" else self._data.test
-        if data is None or not self._args.eval_iters:
+        data = {"": self._data.valid if split == "valid" else self._data.test}
+        if split == "valid" and self._data.validations:
+            data = dict(self._data.validations)
+        wanted = {name: one for name, one in data.items() if one is not None}
+        if not wanted or not self._args.eval_iters:
             return
         self._reporter.place(self._state.progress.iteration, "evaluating")
         with self._meter.paused():
             with gathered(self._args, self._state.chunks):
-                loss = self._stepper.evaluate(data, self._args.eval_iters)
+                losses = {
+                    name: self._stepper.evaluate(one, self._args.eval_iters)
+                    for name, one in wanted.items()
+                }
             progress = self._state.progress
             if split == "valid":
                 progress.consumed_valid_samples += (
                     self._args.eval_iters * self._args.global_batch_size
                 )
                 self._evaluated_at = progress.iteration
-            self._reporter.evaluation(split, progress.iteration, loss)
+            for name, loss in losses.items():
+                self._reporter.evaluation(split, progress.iteration, loss, name)
 
     def _evaluate_at_the_end(self) -> None:
         if self._evaluated_at != self._state.progress.iteration:

@@ -63,7 +63,6 @@ REFUSED: Mapping[str, str] = {
     "disable_bf16_reduced_precision_matmul": "torch's own setting is not changed",
     "moe_router_topk_limited_devices": "write moe_router_num_groups and moe_router_group_topk",
     "mrope_section": "it is of models of images and video",
-    "multiple_validation_sets": "there is one; valid_data_path takes a blend of several",
     "full_validation": "an evaluation takes eval_iters steps",
     "add_extra_token_to_sequence": "labels are the tokens moved by one",
     "object_storage_cache_path": "data is read from files",
@@ -224,6 +223,7 @@ NEEDS: tuple[Need, ...] = (
     Need("swiglu", "multiple_of"),
     Need("wandb_project", "wandb_exp_name wandb_save_dir wandb_entity"),
     Need("lr_decay_style", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", ("WSD",)),
+    Need("sft", "sft_format chat_template sft_packing sft_too_long"),
     Need(
         "profile",
         "profile_step_start profile_step_end profile_ranks profile_dir use_pytorch_profiler",
@@ -231,6 +231,8 @@ NEEDS: tuple[Need, ...] = (
 )
 """Arguments that have no effect without others, as in Megatron-LM."""
 
+OF_TEXT = ("reset_attention_mask", "eod_mask_loss", "dataloader_type")
+"""Arguments of text that have no effect on conversations."""
 _OF_EXPERTS = "moe_"
 """How those begin that ``num_moe_experts`` is needed for."""
 
@@ -254,6 +256,9 @@ def notes(values: Values, given: Collection[str]) -> Iterator[tuple[list[str], s
     if not values["num_moe_experts"]:
         experts = [name for name in asked if name.startswith(_OF_EXPERTS)]
         groups.append((experts, "needs num_moe_experts"))
+    if values["sft"]:
+        own = [name for name in asked if name in OF_TEXT]
+        groups.append((own, "conversations are apart, and their order is another in each pass"))
     for master, names in _of_families(values["family"], asked):
         groups.append((names, f"needs {master}"))
     return ((names, reason) for names, reason in groups if names)

@@ -14,7 +14,15 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flagscale.config.arguments import devices, fallbacks, families, idle, layout, precision
+from flagscale.config.arguments import (
+    conversations,
+    devices,
+    fallbacks,
+    families,
+    idle,
+    layout,
+    precision,
+)
 from flagscale.config.arguments.huggingface.models import config_of
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.values import shown
@@ -53,6 +61,7 @@ def broken(values: Values) -> list[Broken]:
         _not_built,
         _attention,
         _documents,
+        conversations.broken,
         precision.precision,
         precision.compiled_only,
         precision.eight_bits,

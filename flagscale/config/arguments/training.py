@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flagscale.config.arguments.checkpointing import Checkpointing
+from flagscale.config.arguments.conversations import Conversations
 from flagscale.config.arguments.families import Masking
 from flagscale.config.arguments.hetero import Heterogeneous
 from flagscale.config.arguments.recompute import Recomputation
@@ -367,6 +368,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (LearningRate, "model"),
     (Data, "data"),
     (Masking, "data"),
+    (Conversations, "data"),
     (Tokenizer, "data"),
 )
 """Each group of arguments with the section of a train YAML that it belongs to."""

@@ -20,7 +20,7 @@ class Gpt(ModelSpec):
 
     name = "gpt"
     title = "GPT"
-    arguments = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    arguments = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "sft")
     layouts = tuple(LAYOUTS)
     transformer = Transformer()
 

@@ -167,7 +167,7 @@ def test_initial_weights_are_distributed_as_in_megatron(
     assert found == pytest.approx([spread, mean], rel=0.05, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "apart-per-token"])
+@pytest.mark.parametrize("name", ["llama", "bert", "apart-per-token", "sft"])
 def test_the_reference_computes_what_plain_torch_does(name: str, results: dict[str, Any]) -> None:
     found = results[name]
     assert found["by_hand"] == pytest.approx([found["loss"][0], found["norm"][0]], rel=1e-5)

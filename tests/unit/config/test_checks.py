@@ -37,6 +37,9 @@ def _experiment(values: dict[str, Any], *, external: bool = False) -> Experiment
     )
 
 
+TALKS = {"sft": True, "data_path": "a.jsonl", "mock_data": False}
+
+
 FITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
@@ -225,7 +228,35 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     },
     "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
     "yarn": ({"is_hybrid_model": True}, "is_hybrid_model", "Mamba and attention layers are not"),
-    "validations": ({"multiple_validation_sets": True}, "multiple_validation_sets", "a blend of"),
+    "validations": (
+        {"multiple_validation_sets": True},
+        "multiple_validation_sets",
+        "true needs sft",
+    ),
+    "conversations-as-text": (
+        {"data_path": "a.jsonl", "mock_data": False},
+        "data_path",
+        "a.jsonl: sft: true trains on conversations; text of JSON lines is made",
+    ),
+    **{
+        f"conversations-{name}": ({**TALKS, **values}, key, message)
+        for name, (values, key, message) in {
+            "of-an-index": ({"data_path": "a/b"}, "data_path", "a/b: with sft expected files of"),
+            "weighed": ({"data_path": "1 a.jsonl 2 b.jsonl"}, "data_path", "leave the weights out"),
+            "without-template": (
+                {"tokenizer_type": "NullTokenizer"},
+                "tokenizer_type",
+                "NullTokenizer with sft: it has no chat template; take HuggingFaceTokenizer",
+            ),
+            "template": (
+                {"chat_template": "chatlm"},
+                "chat_template",
+                "expected chatml or llama3 or a .jinja file, found 'chatlm'",
+            ),
+            "by-cudnn": ({"attention_backend": "fused"}, "attention_backend", "takes no documents"),
+            "of-bert": ({"family": "bert"}, "sft", "answers are not told token by token"),
+        }.items()
+    },
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
     "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
     "fused-loss": ({"cross_entropy_fusion_impl": "te"}, "cross_entropy_fusion_impl", "te needs"),
