@@ -71,3 +71,26 @@ def write_talks(path: Path, count: int, *, words: int = 12, seed: int = 0) -> Pa
     """A file of conversations of one to three turns."""
     talks = (talk(1 + index % 3, words, seed * 100_000 + index) for index in range(count))
     return write_lines(path, ({"messages": messages} for messages in talks))
+
+
+def write_model(path: Path) -> Path:
+    """A directory of Hugging Face: a small random Qwen3, of 32-bit numbers, and its tokenizer."""
+    import torch
+    import transformers
+
+    torch.manual_seed(11)
+    config = transformers.Qwen3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=300,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return write_tokenizer(path)

@@ -41,6 +41,7 @@ SFT = LLAMA.replace(
     f"--tokenizer-path {CHAT_TOKENIZER} --split 4,1 --seq-length 128 "
     "--make-vocab-size-divisible-by 32",
 ).replace("--vocab-size 500", "")
+LORA = SFT + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
 # What tensor parallel sizes 2 and 3 both divide.
 BY_SIX = (
@@ -150,6 +151,8 @@ REFERENCES = (
     Case("bert-bf16", 1, BERT + "--bf16", "", ""),
     Case("apart", 1, APART, "", ""),
     Case("sft", 1, SFT, "", ""),
+    Case("lora", 1, LORA, "", ""),
+    Case("lora-base", 1, SFT, "--train-iters 1 --lr 0", ""),
     Case("apart-per-token", 1, APART, PER_TOKEN, ""),
     Case("apart-by-positions", 1, APART, "--position-embedding-type learned_absolute", ""),
     Case("by-six", 1, BY_SIX, "--make-vocab-size-divisible-by 384", ""),
@@ -255,6 +258,15 @@ APART_CASES = (
     Case("apart-compiled-tp2-sp", 2, APART, f"{COMPILED} {SP}", "apart", backend=FASTER),
     Case("apart-pp2-vpp2", 2, APART, VPP2, "apart"),
     Case("apart-cp2", 2, APART, CP2, "apart"),
+    Case("lora-recompute-mbs2", 1, LORA, f"{MBS2} {FULL} 2", "lora"),
+    Case("lora-compiled", 1, LORA, COMPILED, "lora"),
+    Case("lora-tp2", 2, LORA, TP2, "lora", backend=FASTER),
+    Case("lora-tp2-sp-do", 2, LORA, f"{SP} {DO}", "lora", backend=FASTER),
+    Case("lora-compiled-tp2-sp-recompute", 2, LORA, f"{COMPILED} {SP} {FULL} 1", "lora",
+         backend=FASTER),
+    Case("lora-pp2-vpp2-do-overlap", 2, LORA, f"{VPP2} {OVERLAP}", "lora"),
+    Case("lora-compiled-dp2-do-overlap", 2, LORA, f"{COMPILED} {OVERLAP}", "lora"),
+    Case("lora-cp2", 2, LORA, CP2, "lora"),
     Case("sft-mbs2-recompute", 1, SFT, f"{MBS2} {FULL} 2", "sft"),
     Case("sft-dp2-do-overlap", 2, SFT, OVERLAP, "sft"),
     Case("sft-compiled-tp2-sp", 2, SFT, f"{COMPILED} {SP}", "sft", backend=FASTER),

@@ -98,9 +98,14 @@ def _resume(
     """Start from the checkpoint in ``load``, or else from a model's weights. ``fresh``: the run's
     own directory is new."""
     go_on_from_own_checkpoints(args)
+    # Checkpoints of adapters are without the model that these are of.
+    based = bool(args.peft_type and args.pretrained_checkpoint)
+    if based:
+        reporter.say(start_from(args, state))
     report = checkpointer.load(state) if args.load else None
     if report is None and args.pretrained_checkpoint:
-        reporter.say(start_from(args, state))
+        if not based:
+            reporter.say(start_from(args, state))
         return
     if report is None:
         _start_without(args, reporter, first_run=fresh and args.load == args.save)
@@ -136,7 +141,12 @@ def _nothing_to_train(args: argparse.Namespace) -> str:
 def _describe(
     args: argparse.Namespace, state: TrainState, vocabulary: int, device: Device, rank: Rank
 ) -> str:
-    own = sum(parameter.numel() for parameter in parameters_of(state.chunks))
+    every = parameters_of(state.chunks)
+    own = sum(parameter.numel() for parameter in every)
+    trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
+    weights = f"{own / 1e6:,.1f} M weights on rank 0"
+    if trained < own:
+        weights += f", {trained / 1e6:,.2f} M of them trained"
     layout = {
         "tp": args.tensor_model_parallel_size,
         "pp": args.pipeline_model_parallel_size,
@@ -151,7 +161,7 @@ def _describe(
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return (
         f"{rank.world_size} x {device.name} ({dist.get_backend()}) | {sizes} | {precision} | "
-        f"{spec_of(args).shown}, {own / 1e6:,.1f} M weights on rank 0, vocabulary {vocabulary:,} | "
+        f"{spec_of(args).shown}, {weights}, vocabulary {vocabulary:,} | "
         f"{args.train_iters:,} steps of {args.global_batch_size} x {args.seq_length} tokens, "
         f"{_counts(args)} micro-batches a step"
     )

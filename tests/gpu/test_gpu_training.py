@@ -42,7 +42,29 @@ APART = f"""
 --reset-attention-mask --reset-position-ids --eod-mask-loss
 """
 
+LORA = "--peft-type lora --lora-dim 8 --lr 1e-2"
+
 CASES: dict[str, tuple[int, str, str, float]] = {
+    "lora": (1, f"{LORA} --transformer-impl local --attention-backend local", "lora", 0.0),
+    "lora-fp32": (1, LORA, "lora", 1e-4),
+    "lora-fp32-tp2-sp": (2, f"{LORA} {SP}", "lora", 1e-4),
+    "lora-fp32-pp2-vpp2-dp2-overlap": (4, f"{LORA} {VPP2} {OVERLAP}", "lora", 1e-4),
+    "lora-bf16": (1, f"{LORA} --bf16", "lora", 2e-2),
+    "lora-bf16-overlap": (1, f"{LORA} --bf16 {OVERLAP}", "lora", 2e-2),
+    "lora-bf16-recompute": (
+        1,
+        f"{LORA} --bf16 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        "lora-bf16",
+        1e-3,
+    ),
+    "lora-apart-bf16": (1, f"{APART} {LORA} --bf16", "lora-apart", 2e-2),
+    "lora-apart": (
+        1,
+        f"{APART} {LORA} --transformer-impl local --attention-backend local",
+        "lora-apart",
+        0.0,
+    ),
     # Documents that are kept apart: what megatron.core's own attention computes by a mask, in fp32.
     "apart": (1, f"{APART} --transformer-impl local --attention-backend local", "apart", 0.0),
     "apart-fp32": (1, APART, "apart", 1e-4),
@@ -131,10 +153,15 @@ def test_a_layout_learns_what_one_gpu_learns(name: str, results: dict[str, Any])
         assert results[name][quantity] == expected, quantity
 
 
-def test_the_first_step_is_what_plain_torch_computes(results: dict[str, Any]) -> None:
-    loss, norm = results["fp32"]["by_hand"]
-    assert results["fp32"]["loss"][0] == pytest.approx(loss, rel=1e-4)
-    assert results["fp32"]["norm"][0] == pytest.approx(norm, rel=1e-3)
+@pytest.mark.parametrize("name", ["fp32", "lora-fp32"])
+def test_the_first_step_is_what_plain_torch_computes(name: str, results: dict[str, Any]) -> None:
+    loss, norm = results[name]["by_hand"]
+    assert results[name]["loss"][0] == pytest.approx(loss, rel=1e-4)
+    assert results[name]["norm"][0] == pytest.approx(norm, rel=1e-3)
+
+
+def test_layers_with_documents_and_adapters_are_compiled(results: dict[str, Any]) -> None:
+    assert "layers are not compiled" not in results["stderr"]
 
 
 def train(directory: Path, arguments: str, gpus: int) -> list[Event]:

@@ -140,8 +140,9 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "fine-tuning by adapters",
-        r"peft_type|lora_\w+",
-        "it would train low-rank adapters, which are not built; without it all weights are trained",
+        r"lora_\w+",
+        "`peft_type: lora` trains low-rank adapters, by `lora_dim`, `lora_alpha`, `lora_dropout` "
+        "and `lora_target_modules`; they are drawn as peft draws them",
     ),
     Family(
         "supervised fine-tuning",

@@ -223,6 +223,9 @@ NEEDS: tuple[Need, ...] = (
     Need("swiglu", "multiple_of"),
     Need("wandb_project", "wandb_exp_name wandb_save_dir wandb_entity"),
     Need("lr_decay_style", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", ("WSD",)),
+    Need(
+        "peft_type", "lora_dim lora_alpha lora_dropout lora_target_modules export_peft", ("lora",)
+    ),
     Need("sft", "sft_format chat_template sft_packing sft_too_long"),
     Need(
         "profile",

@@ -29,6 +29,7 @@ WRITTEN = frozenset(
         "save",
         "load",
         "export_huggingface",
+        "export_peft",
         "tensorboard_dir",
         "wandb_save_dir",
         "data_cache_path",

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagscale.config.arguments import (
+    adapters,
     conversations,
     devices,
     fallbacks,
@@ -62,6 +63,7 @@ def broken(values: Values) -> list[Broken]:
         _attention,
         _documents,
         conversations.broken,
+        adapters.broken,
         precision.precision,
         precision.compiled_only,
         precision.eight_bits,

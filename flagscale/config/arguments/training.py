@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flagscale.config.arguments.adapters import Adapters
 from flagscale.config.arguments.checkpointing import Checkpointing
 from flagscale.config.arguments.conversations import Conversations
 from flagscale.config.arguments.families import Masking
@@ -366,6 +367,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Model, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),
+    (Adapters, "model"),
     (Data, "data"),
     (Masking, "data"),
     (Conversations, "data"),

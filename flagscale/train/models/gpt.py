@@ -20,7 +20,13 @@ class Gpt(ModelSpec):
 
     name = "gpt"
     title = "GPT"
-    arguments = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "sft")
+    arguments = (
+        "reset_position_ids",
+        "reset_attention_mask",
+        "eod_mask_loss",
+        "sft",
+        "peft_type",
+    )
     layouts = tuple(LAYOUTS)
     transformer = Transformer()
 

@@ -20,6 +20,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.train.layers import lora
+
 _LAYER = re.compile(r"(.*)\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)\.(.*)")
 _GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)")
@@ -34,13 +36,14 @@ def initialize(
 ) -> None:
     """Draw every weight of the bare model ``model`` (a chunk of it), in place.
 
-    Norms keep their ones, or get the value ``norms``; biases become zero.
+    Norms keep their ones, or get the value ``norms``; biases, and the second matrix of adapters,
+    become zero.
     """
     for name, parameter in global_parameters(model, config):
-        if name.endswith("bias"):
+        if name.endswith(("bias", lora.B)):
             parameter.zero_()
         elif parameter.dim() > 1:
-            std = _std(name, config)
+            std = lora.spread(parameter) if lora.is_adapter(name) else _std(name, config)
             parameter.copy_(
                 _own_part(name, parameter, config, _generator(seed, name, parameter), std)
             )

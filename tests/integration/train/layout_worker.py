@@ -205,7 +205,7 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
         return None
     bare = state.modules()[0]
     weights = {
-        name: weight.detach().clone().requires_grad_()
+        name: weight.detach().clone().requires_grad_(weight.requires_grad)
         for name, weight in global_parameters(bare, config)
     }
     data: Any = build_data_iterators(args, tokenizer, Progress()).train
@@ -221,7 +221,8 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
         for share, batch in zip(shares, batches, strict=True)
     )
     mean.backward()
-    squares = [weight.grad.square().sum() for weight in weights.values()]
+    trained = [weight for weight in weights.values() if weight.requires_grad]
+    squares = [weight.grad.square().sum() for weight in trained]
     return [float(mean), float(torch.stack(squares).sum().sqrt())]
 
 

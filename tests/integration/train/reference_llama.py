@@ -13,6 +13,8 @@ from torch.nn import functional
 def loss(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) -> Tensor:
     """Mean cross-entropy of ``[batch, sequence]`` tokens, in nats; of documents that are kept
     apart each by itself, as if there were no others."""
+    if args.peft_type:
+        weights = with_adapters(weights, args.lora_alpha / args.lora_dim)
     counts = batch["loss_mask"]
     if "documents" not in batch:
         return (
@@ -25,6 +27,17 @@ def loss(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) 
             own = {name: batch[name][row][of == number][None] for name in ("tokens", "labels")}
             total = total + (losses(weights, **own, args=args) * counts[row][of == number]).sum()
     return total / counts.sum()
+
+
+def with_adapters(weights: Mapping[str, Tensor], scale: float) -> Mapping[str, Tensor]:
+    """Each weight with what its low-rank adapter adds."""
+    found = dict(weights)
+    for name in weights:
+        if name.endswith(".lora_a"):
+            layer = name.removesuffix(".lora_a")
+            added = weights[f"{layer}.lora_b"] @ weights[name]
+            found[f"{layer}.weight"] = weights[f"{layer}.weight"] + scale * added
+    return found
 
 
 def losses(weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, args: Any) -> Tensor:

@@ -114,7 +114,9 @@ def test_dropout_drops_something_on_meshes(results: dict[str, Any]) -> None:
     assert found["loss"][0] != pytest.approx(whole["loss"][0], rel=1e-4)
 
 
-@pytest.mark.parametrize("case", (*CASES, *FAMILIES, *MESHES), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", (*CASES, *APART_CASES, *FAMILIES, *MESHES), ids=lambda case: case.name
+)
 def test_as_many_weights_as_estimated(case: Case, results: dict[str, Any]) -> None:
     """On the first stage, or in all; where layers are chosen it is the even split's."""
     args = resolve(parse_arguments(f"{case.model} {case.layout}".split()), case.world)
@@ -167,10 +169,16 @@ def test_initial_weights_are_distributed_as_in_megatron(
     assert found == pytest.approx([spread, mean], rel=0.05, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "apart-per-token", "sft"])
+@pytest.mark.parametrize("name", ["llama", "bert", "apart-per-token", "sft", "lora"])
 def test_the_reference_computes_what_plain_torch_does(name: str, results: dict[str, Any]) -> None:
     found = results[name]
     assert found["by_hand"] == pytest.approx([found["loss"][0], found["norm"][0]], rel=1e-5)
+
+
+def test_adapters_begin_with_what_the_base_computes(results: dict[str, Any]) -> None:
+    base, adapted = results["lora-base"], results["lora"]
+    assert adapted["loss"][0] == pytest.approx(base["loss"][0], rel=1e-7)
+    assert adapted["own_weights"] > base["own_weights"]
 
 
 def test_the_reference_really_learns(results: dict[str, Any]) -> None:

@@ -257,6 +257,33 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
             "of-bert": ({"family": "bert"}, "sft", "answers are not told token by token"),
         }.items()
     },
+    **{
+        f"adapters-{name}": ({"peft_type": "lora", **values}, key, message)
+        for name, (values, key, message) in {
+            "nowhere": (
+                {"lora_target_modules": ["linear_qvk"]},
+                "lora_target_modules",
+                "linear_qvk: no layer that gets adapters; there is linear_qkv, linear_proj",
+            ),
+            "in-parts": (
+                {"lora_target_modules": ["q_proj", "v_proj", "o_proj"]},
+                "lora_target_modules",
+                "q_proj and v_proj without k_proj: they are one product here, with one adapter",
+            ),
+            "of-experts": (
+                {"num_experts": 4, "lora_target_modules": ["linear_fc1"]},
+                "lora_target_modules",
+                "experts get no adapters; take linear_qkv and linear_proj",
+            ),
+            "of-nothing": ({"save": "/x"}, "pretrained_checkpoint", "is required by peft_type"),
+            "in-8-bits": (
+                {"fp8": "hybrid", "bf16": True, "transformer_impl": "compiled"},
+                "fp8",
+                "hybrid with peft_type lora: weights that do not change are not cast",
+            ),
+            "of-bert": ({"family": "bert"}, "peft_type", "'lora': with family bert adapters are"),
+        }.items()
+    },
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
     "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
     "fused-loss": ({"cross_entropy_fusion_impl": "te"}, "cross_entropy_fusion_impl", "te needs"),

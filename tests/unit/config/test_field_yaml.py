@@ -135,5 +135,5 @@ def test_a_yaml_of_the_field(workspace: Workspace) -> None:
 
 
 def test_an_override_of_what_cannot_be_given_says_why(workspace: Workspace) -> None:
-    with pytest.raises(ConfigError, match=r"lora_dim: cannot be given: it would train"):
-        workspace.load("train.model.lora_dim=8")
+    with pytest.raises(ConfigError, match=r"lora_seed: cannot be given: `peft_type: lora` trains"):
+        workspace.load("train.model.lora_seed=8")
