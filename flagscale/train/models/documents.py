@@ -76,9 +76,10 @@ def form_of(config: Any, device: Device) -> Form:
         return "hidden"
     if config.context_parallel_size > 1:
         return "numbers"
+    if config.attention_backend not in _FLASH:
+        return "visible"
     flash = (
         device.kind == "cuda"
-        and config.attention_backend in _FLASH
         and config.params_dtype != torch.float32
         and config.kv_channels <= _WIDEST_HEAD
         and config.kv_channels % 8 == 0

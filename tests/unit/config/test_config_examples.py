@@ -49,6 +49,20 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any("not whole" in note for note in notes(experiment, world))
 
 
+@pytest.mark.parametrize("world", [8, 16])
+def test_the_example_of_fine_tuning(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small one is run, with the page that describes it."""
+    monkeypatch.chdir(REPOSITORY)
+    conf = REPOSITORY / "examples" / "qwen3" / "conf"
+    assert sorted(path.stem for path in (conf / "train").glob("*.yaml")) == ["8b", "tiny"]
+    experiment = load(conf, "train", ["train=8b", "action=dryrun"]).experiment
+    parsed = parse_arguments(flatten(experiment.train.sections()))
+    assert (parsed.sft, parsed.peft_type, parsed.qk_layernorm) == (True, "lora", True)
+    assert parsed.valid_data_path[1] == str(REPOSITORY / "data" / "code_valid.jsonl")
+    assert check_world(experiment, world) == []
+    assert notes(experiment, world) == []
+
+
 @pytest.mark.parametrize("world", [1, 8])
 def test_the_example_of_another_family(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)

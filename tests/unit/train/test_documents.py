@@ -56,6 +56,7 @@ def config(**changes: Any) -> Any:
     [
         ("cpu", {"params_dtype": torch.float32}, "ends"),
         ("cpu", {"attention_backend": AttnBackend.local}, "hidden"),
+        ("cpu", {"attention_backend": AttnBackend.unfused}, "visible"),
         ("cuda", {}, "ends"),
         ("cuda", {"attention_backend": AttnBackend.flash}, "ends"),
         ("cuda", {"attention_backend": AttnBackend.unfused}, "visible"),
