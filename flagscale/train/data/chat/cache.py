@@ -24,6 +24,7 @@ from flagscale.files import sync
 from flagscale.train.data.chat.encoding import Rendered, encoded, rendered
 from flagscale.train.data.chat.records import Format, UnfitError, read
 from flagscale.train.data.chat.templates import ChatTemplate
+from flagscale.train.data.progress import Report, progress
 from flagscale.train.data.tokenizers import Tokenizer
 
 _VERSION = "1"
@@ -89,7 +90,8 @@ def build(source: Source, root: Path, key: str) -> bool:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write(source, partial)
+        with progress(f"tokenizing {source.path.name}") as report:
+            _write(source, partial, report)
         for item in (*partial.iterdir(), partial):
             sync(item)
         if not target.is_dir():  # another host may have been as quick
@@ -104,10 +106,10 @@ def build(source: Source, root: Path, key: str) -> bool:
     return True
 
 
-def _write(source: Source, partial: Path) -> None:
+def _write(source: Source, partial: Path, report: Report) -> None:
     lengths: list[int] = [0]
     with (partial / _TOKENS).open("wb") as file:
-        for tokens in _tokenized(source):
+        for tokens in _tokenized(source, report):
             file.write(tokens.tobytes())
             lengths.append(len(tokens))
     if len(lengths) == 1:
@@ -115,8 +117,8 @@ def _write(source: Source, partial: Path) -> None:
     np.save(partial / _BEGINS, np.cumsum(np.array(lengths, dtype=np.int64)))
 
 
-def _tokenized(source: Source) -> Iterator[NDArray[np.int32]]:
-    conversations = read(source.path, source.kind)
+def _tokenized(source: Source, report: Report) -> Iterator[NDArray[np.int32]]:
+    conversations = read(source.path, source.kind, report)
     while some := list(islice(conversations, _AT_ONCE)):
         samples: list[Rendered] = []
         lines: list[int] = []

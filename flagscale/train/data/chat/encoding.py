@@ -56,16 +56,16 @@ def rendered(conversation: Conversation, template: ChatTemplate) -> list[Rendere
 
 def encoded(samples: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[NDArray[np.int32]]:
     """The tokens of each sample; one that is not to be learned is its complement (``~id``)."""
-    special = tokenizer.special_ids
+    special = np.array(sorted(tokenizer.special_ids), dtype=np.int32)
     found = tokenizer.tokenize_with_places([sample.text for sample in samples])
     for sample, (ids, places) in zip(samples, found, strict=True):
         tokens, begins = np.array(ids, dtype=np.int32), np.array(places, dtype=np.int64)
         learned = np.zeros(len(tokens), dtype=bool)
         for begin, end in sample.answers:
             own = np.flatnonzero((begins >= begin) & (begins < end))
-            ends = [place for place in own if int(tokens[place]) in special]
+            ends = own[np.isin(tokens[own], special)]
             # What the template writes behind the end of a turn is not said by a model.
-            learned[own if not ends else own[own <= ends[-1]]] = True
+            learned[own if not len(ends) else own[own <= ends[-1]]] = True
         yield np.where(learned, tokens, ~tokens)
 
 

@@ -65,18 +65,24 @@ class Conversation:
         return DataError(f"{self.path}:{self.line}: {message}")
 
 
-def read(path: Path, kind: Format = "auto", most: int = MAX_LINE) -> Iterator[Conversation]:
-    """The conversations of a file, a line each; empty lines are passed over.
+def read(
+    path: Path, kind: Format = "auto", report: Callable[[int, int], None] | None = None
+) -> Iterator[Conversation]:
+    """The conversations of a file, a line each; empty lines are passed over. ``report`` is told the
+    bytes that have been read, and those in all.
 
     Raises:
         DataError: the file cannot be read; with its line, what is no conversation.
     """
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
-                if len(line) > most:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+                if report is not None:
+                    report(file.tell(), size)
+                if len(line) > MAX_LINE:
                     raise DataError(
-                        f"{path}:{number}: is longer than {most >> 20} MiB",
+                        f"{path}:{number}: is longer than {MAX_LINE >> 20} MiB",
                         hint="a conversation is one line of JSON; a file that is one JSON list has "
                         "to be written as lines first",
                     )

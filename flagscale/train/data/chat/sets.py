@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.rules import split_shares
 from flagscale.errors import DataError
+from flagscale.train.checkpoint.agreement import everywhere
 from flagscale.train.data.chat.cache import Samples, Source, build, open_samples
 from flagscale.train.data.chat.sequences import Sequences, Shape
 from flagscale.train.data.chat.templates import open_template
 from flagscale.train.data.tokenizers import Tokenizer
 
 _NAMES = ("train", "valid", "test")
+_TURN_SECONDS = 0.5
 _ALL_FOR_TRAINING = (1.0, 0.0, 0.0)
 
 
@@ -44,23 +47,53 @@ def conversation_sets(args: Any, tokenizer: Tokenizer) -> ConversationSets:
     files = _files(args)
     root = _cache(args, files)
     every = list(dict.fromkeys(path for own in files.values() for path in own))
-    own: dict[Path, str] | None = None
-    error, fresh, sources = None, list[str](), dict[Path, Source]()
+    found, error, sources = _Built(None, []), None, dict[Path, Source]()
     try:
         template = open_template(args.chat_template, _directory(args))
         sources = {path: Source(path, args.sft_format, tokenizer, template) for path in every}
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            own = {path: source.key() for path, source in sources.items()}
-            fresh = [path.name for path in every if build(sources[path], root, own[path])]
     except DataError as problem:
-        error = problem.message + (f" ({problem.hint})" if problem.hint else "")
-    keys = _shared(own, error)
-    found = {path: open_samples(source, root, keys[path]) for path, source in sources.items()}
-    return _sets(args, files, found, fresh)
+        error = problem
+    try:
+        found = _patiently(lambda: _build(sources, root))
+    except DataError as problem:
+        error = problem
+    keys = _shared(found.keys, error)
+    samples = {path: open_samples(source, root, keys[path]) for path, source in sources.items()}
+    return _sets(args, files, samples, found.fresh)
 
 
-def _shared(own: Mapping[Path, str] | None, error: str | None) -> Mapping[Path, str]:
+class _Built(NamedTuple):
+    """The key of each file in the cache, on the ranks that have looked at the files; the names of
+    those that were tokenized now."""
+
+    keys: Mapping[Path, str] | None
+    fresh: list[str]
+
+
+def _build(sources: Mapping[Path, Source], root: Path) -> _Built:
+    """Tokenize what has not been; the first rank of each host."""
+    if int(os.environ.get("LOCAL_RANK", "0")):
+        return _Built(None, [])
+    keys = {path: source.key() for path, source in sources.items()}
+    fresh = [path.name for path, source in sources.items() if build(source, root, keys[path])]
+    return _Built(keys, fresh)
+
+
+def _patiently(work: Callable[[], _Built]) -> _Built:
+    """What ``work`` gives. The other ranks wait in short turns: a single one would time out where
+    it takes long."""
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizing") as pool:
+        future = pool.submit(work)
+        while dist.is_initialized() and not everywhere(future.done()):
+            wait([future], timeout=_TURN_SECONDS)
+        return future.result()
+
+
+def _shared(own: Mapping[Path, str] | None, problem: DataError | None) -> Mapping[Path, str]:
     """The files' keys, from the ranks that have looked at them."""
+    error = None
+    if problem is not None:
+        error = problem.message + (f" ({problem.hint})" if problem.hint else "")
     told: list[Any] = [(own, error)]
     if dist.is_initialized():
         told = [None] * dist.get_world_size()
