@@ -2,8 +2,8 @@
 
 usage: tiny_model.py DIRECTORY
 
-DIRECTORY gets model/ (config.json, weights, tokenizer with a chat template), train.jsonl and
-valid.jsonl. Nothing is fetched.
+DIRECTORY gets model/ (config.json, weights, tokenizer with a chat template), train.jsonl,
+valid.jsonl and prompts.jsonl. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def main() -> None:
     for name, count, seed in (("train", 2000, 1), ("valid", 100, 2)):
         lines = (json.dumps(one) + "\n" for one in conversations(count, seed))
         (directory / f"{name}.jsonl").write_text("".join(lines))
-    print(f"wrote {directory}/model, {directory}/train.jsonl and {directory}/valid.jsonl")
+    asked = [{"role": "user", "content": "What colour is a banana?"}]
+    (directory / "prompts.jsonl").write_text(json.dumps({"messages": asked}) + "\n")
+    print(f"wrote a model and conversations to {directory}")
 
 
 if __name__ == "__main__":

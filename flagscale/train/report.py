@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from flagscale.errors import ConfigError
@@ -156,6 +157,10 @@ class Reporter:
         if self._args.log_validation_ppl_to_tensorboard:
             values[f"{prefix}/perplexity"] = perplexity
         self._plot(step, values)
+
+    def answer(self, step: int, prompt: str, text: str) -> None:
+        """What the model answers to a prompt."""
+        self.say(f"step {step} | {shorten(prompt, 60)} → {shorten(text, 200)}")
 
     def checkpoint(self, step: int, path: Any, seconds: float) -> None:
         """A checkpoint is whole on disk."""

@@ -21,6 +21,7 @@ from flagscale.train.data.datasets import DataIterators, Datasets
 from flagscale.train.data.tokenizers import build_tokenizer, unlearned
 from flagscale.train.device import Device
 from flagscale.train.distributed import Rank
+from flagscale.train.generation import Generator
 from flagscale.train.meshes.splitting import settle
 from flagscale.train.meter import Meter
 from flagscale.train.models.base import spec_of
@@ -76,7 +77,10 @@ def prepare(
     stopwatch = sharing.stopwatch if sharing is not None else None
     stepper = Stepper(args, config, state, device, profiler, groups, stopwatch)
     meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
-    return Trainer(args, state, stepper, load, checkpointer, reporter, meter, sharing), state
+    trainer = Trainer(args, state, stepper, load, checkpointer, reporter, meter, sharing)
+    if args.eval_prompts:
+        trainer.generator = Generator(args, config, state, tokenizer, device)
+    return trainer, state
 
 
 def _load(datasets: Datasets, state: TrainState) -> DataIterators:

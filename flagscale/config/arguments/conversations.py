@@ -62,8 +62,35 @@ class Conversations:
     )
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Looking at what a model answers while it is trained."""
+
+    eval_prompts: str | None = arg(
+        None,
+        'File of JSON lines, {"messages": […]} or {"prompt": "…"}, that the model answers at each '
+        "evaluation; a token takes a forward pass of whole sequences",
+    )
+    eval_prompt_tokens: int = arg(32, "Most tokens of such an answer", minimum=1)
+
+
+def _prompts(values: Values) -> Iterator[Broken]:
+    if not values["eval_prompts"]:
+        return
+    if values["context_parallel_size"] > 1 or values["enable_hetero"]:
+        yield "eval_prompts", "prompts are not answered with context parallelism or unlike devices"
+    if not values["eval_iters"]:
+        yield (
+            "eval_prompts",
+            "prompts are answered at evaluations, which eval_iters: 0 switches off",
+        )
+    if values["eval_prompt_tokens"] >= values["seq_length"]:
+        yield "eval_prompt_tokens", f"leaves no room in seq_length {values['seq_length']}"
+
+
 def broken(values: Values) -> Iterator[Broken]:
-    """What cannot be, of conversations."""
+    """What cannot be, of conversations and prompts."""
+    yield from _prompts(values)
     sets = {
         name: [word for item in blend(values[name]) for word in blend(item)]
         for name in sorted(DATA)

@@ -226,6 +226,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "peft_type", "lora_dim lora_alpha lora_dropout lora_target_modules export_peft", ("lora",)
     ),
+    Need("eval_prompts", "eval_prompt_tokens"),
     Need("sft", "sft_format chat_template sft_packing sft_too_long"),
     Need(
         "profile",

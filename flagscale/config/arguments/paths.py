@@ -22,6 +22,8 @@ CONVERSATIONS = (".jsonl", ".ndjson", ".json")
 """How files of conversations end; all else in a blend is a data set's prefix."""
 TEMPLATE = "chat_template"
 """A file, or a name."""
+PROMPTS = "eval_prompts"
+"""A file that is read."""
 PRETRAINED = "pretrained_checkpoint"
 """A directory that is read and must be there."""
 WRITTEN = frozenset(
@@ -141,7 +143,7 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
         return made if isinstance(value, (list, tuple)) or len(made) > 1 else made[0]
     if not isinstance(value, str):
         return value
-    read = name in (*TOKENIZER, PRETRAINED) and (not external or Path(value).exists())
+    read = name in (*TOKENIZER, PRETRAINED, PROMPTS) and (not external or Path(value).exists())
     written = name in WRITTEN and value not in NO_PATH
     template = name == TEMPLATE and is_template_file(value)
     return _absolute(value) if read or written or template else value
@@ -149,7 +151,7 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
 
 def needed(name: str, value: Any) -> list[str]:
     """The files and directories that an argument reads, wherever they are."""
-    if name in (*TOKENIZER, PRETRAINED) and isinstance(value, str):
+    if name in (*TOKENIZER, PRETRAINED, PROMPTS) and isinstance(value, str):
         return [value]
     if name == TEMPLATE and isinstance(value, str) and is_template_file(value):
         return [value]
@@ -165,7 +167,7 @@ def needed(name: str, value: Any) -> list[str]:
 
 def missing(name: str, value: Any) -> Iterator[str]:
     """What an argument names and is not there, one message each."""
-    if name in TOKENIZER and isinstance(value, str) and not Path(value).exists():
+    if name in (*TOKENIZER, PROMPTS) and isinstance(value, str) and not Path(value).exists():
         yield f"no file or directory {value}"
     template = name == TEMPLATE and isinstance(value, str) and is_template_file(value)
     if template and not Path(value).is_file():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from flagscale.config.arguments.adapters import Adapters
 from flagscale.config.arguments.checkpointing import Checkpointing
-from flagscale.config.arguments.conversations import Conversations
+from flagscale.config.arguments.conversations import Conversations, Prompts
 from flagscale.config.arguments.families import Masking
 from flagscale.config.arguments.hetero import Heterogeneous
 from flagscale.config.arguments.recompute import Recomputation
@@ -371,6 +371,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Data, "data"),
     (Masking, "data"),
     (Conversations, "data"),
+    (Prompts, "data"),
     (Tokenizer, "data"),
 )
 """Each group of arguments with the section of a train YAML that it belongs to."""

@@ -39,6 +39,7 @@ class Bert(ModelSpec):
         for name, reason in (
             ("reset_position_ids", "positions are counted through a sequence, whatever is in it"),
             ("reset_attention_mask", "a token attends to all of its sequence, whatever is in it"),
+            ("eval_prompts", "nothing is continued"),
             ("peft_type", "adapters are of models of text, token by token"),
             ("sft", "answers are not told token by token"),
             ("eod_mask_loss", "the end of a document is never masked, and so never in the loss"),

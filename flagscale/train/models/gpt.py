@@ -26,6 +26,7 @@ class Gpt(ModelSpec):
         "eod_mask_loss",
         "sft",
         "peft_type",
+        "eval_prompts",
     )
     layouts = tuple(LAYOUTS)
     transformer = Transformer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from chat_files import write_model, write_talks
+from chat_files import talk, write_lines, write_model, write_talks
 from foreign_models import TOKENS, logits
 from safetensors.torch import load_file
 
@@ -30,8 +31,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.integration]
 PROJECT = Path(__file__).parents[3]
 RUN = (
     "--seq-length 96 --global-batch-size 4 --lr 2e-2 --lr-decay-style constant --train-iters 6 "
-    "--device cpu --eval-iters 1 --eval-interval 100 --num-workers 0 --hidden-dropout 0 "
-    "--attention-dropout 0 --sft --split 4,1 --log-interval 1 --use-distributed-optimizer "
+    "--device cpu --eval-iters 1 --eval-interval 3 --eval-prompt-tokens 5 --num-workers 0 "
+    "--hidden-dropout 0 --attention-dropout 0 --sft --split 4,1 --log-interval 1 --use-distributed-optimizer "
     "--peft-type lora --lora-dim 4 --lora-alpha 16"
 )
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -43,6 +44,10 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root, self.base = root, write_model(root / "base model")
         self.talks = write_talks(root / "talks.jsonl", 60)
+        asked = [{"messages": talk(1, 9, seed)[:1]} for seed in range(3)]
+        self.prompts = write_lines(root / "prompts.jsonl", [*asked, {"prompt": "gather"}])
+        self.answers: list[list[str]] = []
+        """Of each run, what the model said after three steps."""
 
     def argv(self, flags: str, save: str) -> list[str]:
         given = {"seq_length": 96}
@@ -53,6 +58,7 @@ class Runs:
             "pretrained_checkpoint": self.base,
             "tokenizer_path": self.base,
             "data_path": self.talks,
+            "eval_prompts": self.prompts,
         }
         words = [w for k, v in paths.items() for w in (f"--{k.replace('_', '-')}", str(v))]
         model = flatten({"model": missing(values, given, read_config(self.base))})
@@ -63,6 +69,7 @@ class Runs:
         """Losses of the run's steps."""
         done = self.run(flags, save, ranks)
         assert done.returncode == 0, done.stderr[:3000]
+        self.answers.append(re.findall(r"step 3 \| .* → .*", done.stdout))
         events = read_events(self.root / "status" / "rank_0.jsonl")[0]
         found = [event.get("loss") for event in events if event.event == "progress"]
         (self.root / "status" / "rank_0.jsonl").unlink()
@@ -118,6 +125,8 @@ def test_a_run_goes_on_in_another_layout(runs: Runs, whole: list[float]) -> None
     first = runs.train(f"{TP2_SP} --exit-interval 3", "parts", 2)
     rest = runs.train("", "parts")
     assert [*first, *rest] == pytest.approx(whole, rel=1e-5)
+    assert len(runs.answers[0]) == 4
+    assert runs.answers[0] == runs.answers[1]
 
 
 def added(path: Path) -> dict[str, torch.Tensor]:

@@ -53,6 +53,7 @@ def test_the_page_leads_from_a_model_to_an_answer(tmp_path: Path) -> None:
     assert len(perplexities) == 2
     assert perplexities[1] < perplexities[0]
     assert asked.strip() == answer
+    assert f"step 100 | What colour is a banana? → {answer}" in trained
     (adapters,) = (tmp_path / "outputs_qwen3_tiny" / "adapters").iterdir()
     assert sorted(item.name for item in adapters.iterdir()) == [
         "adapter_config.json",

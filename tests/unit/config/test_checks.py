@@ -257,6 +257,21 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
             "of-bert": ({"family": "bert"}, "sft", "answers are not told token by token"),
         }.items()
     },
+    "prompts-without-evaluation": (
+        {"eval_prompts": "/x", "eval_iters": 0, "eval_prompt_tokens": 4},
+        "eval_prompts",
+        "prompts are answered at evaluations, which eval_iters: 0 switches off",
+    ),
+    "prompts-in-parts": (
+        {"eval_prompts": "/x", "context_parallel_size": 2, "eval_prompt_tokens": 4},
+        "eval_prompts",
+        "prompts are not answered with context parallelism or unlike devices",
+    ),
+    "prompts-without-room": (
+        {"eval_prompts": "/x"},
+        "eval_prompt_tokens",
+        "leaves no room in seq_length 32",
+    ),
     **{
         f"adapters-{name}": ({"peft_type": "lora", **values}, key, message)
         for name, (values, key, message) in {

@@ -30,6 +30,8 @@ from flagscale.train.data.tokenizers import Tokenizer
 _VERSION = "1"
 _AT_ONCE = 512
 """Conversations that are tokenized together, on all cores."""
+_SOON_DONE = 16 << 20
+"""Bytes of a file whose progress nobody has to see."""
 _TOKENS, _BEGINS = "tokens.bin", "begins.npy"
 
 
@@ -90,8 +92,11 @@ def build(source: Source, root: Path, key: str) -> bool:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        with progress(f"tokenizing {source.path.name}") as report:
-            _write(source, partial, report)
+        if source.path.stat().st_size < _SOON_DONE:
+            _write(source, partial)
+        else:
+            with progress(f"tokenizing {source.path.name}") as report:
+                _write(source, partial, report)
         for item in (*partial.iterdir(), partial):
             sync(item)
         if not target.is_dir():  # another host may have been as quick
@@ -106,7 +111,7 @@ def build(source: Source, root: Path, key: str) -> bool:
     return True
 
 
-def _write(source: Source, partial: Path, report: Report) -> None:
+def _write(source: Source, partial: Path, report: Report | None = None) -> None:
     lengths: list[int] = [0]
     with (partial / _TOKENS).open("wb") as file:
         for tokens in _tokenized(source, report):
@@ -117,7 +122,7 @@ def _write(source: Source, partial: Path, report: Report) -> None:
     np.save(partial / _BEGINS, np.cumsum(np.array(lengths, dtype=np.int64)))
 
 
-def _tokenized(source: Source, report: Report) -> Iterator[NDArray[np.int32]]:
+def _tokenized(source: Source, report: Report | None) -> Iterator[NDArray[np.int32]]:
     conversations = read(source.path, source.kind, report)
     while some := list(islice(conversations, _AT_ONCE)):
         samples: list[Rendered] = []
