@@ -32,8 +32,8 @@ PROJECT = Path(__file__).parents[3]
 RUN = (
     "--seq-length 96 --global-batch-size 4 --lr 2e-2 --lr-decay-style constant --train-iters 6 "
     "--device cpu --eval-iters 1 --eval-interval 3 --eval-prompt-tokens 5 --num-workers 0 "
-    "--hidden-dropout 0 --attention-dropout 0 --sft --split 4,1 --log-interval 1 --use-distributed-optimizer "
-    "--peft-type lora --lora-dim 4 --lora-alpha 16"
+    "--hidden-dropout 0 --attention-dropout 0 --sft --split 4,1 --log-interval 1 "
+    "--use-distributed-optimizer --peft-type lora --lora-dim 4 --lora-alpha 16"
 )
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 

@@ -65,7 +65,12 @@ def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterat
     device = choose("auto", rank.local_rank)
     distributed.join(rank, device, backend=backend, timeout_minutes=2)
     for case in cases:
-        yield case["id"], train(case, rank, device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = train(case, rank, device)
+        said = {str(warning.message) for warning in caught}
+        found["uncompiled"] = [text for text in said if "layers are not compiled" in text]
+        yield case["id"], found
     distributed.leave()
 
 
