@@ -238,6 +238,8 @@ def test_a_file_is_tokenized_once(tmp_path: Path, directory: Path, tokenizer: To
     args = arguments(tmp_path, data_path=[str(path)], tokenizer_path=str(directory))
     first, second = (sets.conversation_sets(args, tokenizer) for _ in range(2))
     assert "tokenized a.jsonl" in first.remarks[0]
+    (kept,) = (tmp_path / "cache" / "conversations").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o700
     assert "tokenized" not in second.remarks[0]
     write_talks(path, 5, seed=1)
     third = sets.conversation_sets(args, tokenizer)

@@ -91,7 +91,8 @@ def build(source: Source, root: Path, key: str) -> bool:
     partial = root / f".{key}.{os.getpid()}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        # What people said is nobody else's to read, wherever the cache lies.
+        partial.mkdir(parents=True, mode=0o700)
         if source.path.stat().st_size < _SOON_DONE:
             _write(source, partial)
         else:
