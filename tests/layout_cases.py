@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from chat_files import write_talks, write_tokenizer
 from needs import why_no_compiler
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,23 @@ LLAMA = """
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --clip-grad 0.5
 --lr-decay-style constant --init-method-std 0.1
 """
+# Documents of a few tokens, several a sequence, which are kept apart.
+SHORT_DOCUMENTS = "short_document"
+APART = (
+    LLAMA.replace(
+        "--mock-data", f"--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0"
+    )
+    + "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+)
+# Conversations, of which the answers are learned.
+TALKS, CHAT_TOKENIZER = "talks.jsonl", "chat_tokenizer"
+SFT = LLAMA.replace(
+    "--mock-data",
+    f"--sft --data-path {TALKS} --tokenizer-type HuggingFaceTokenizer "
+    f"--tokenizer-path {CHAT_TOKENIZER} --split 4,1 --seq-length 128 "
+    "--make-vocab-size-divisible-by 32",
+).replace("--vocab-size 500", "")
+LORA = SFT + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
 # What tensor parallel sizes 2 and 3 both divide.
 BY_SIX = (
@@ -133,6 +151,12 @@ REFERENCES = (
     Case("bert-rotary", 1, ROTARY_BERT, "", ""),
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
     Case("bert-bf16", 1, BERT + "--bf16", "", ""),
+    Case("apart", 1, APART, "", ""),
+    Case("sft", 1, SFT, "", ""),
+    Case("lora", 1, LORA, "", ""),
+    Case("lora-base", 1, SFT, "--train-iters 1 --lr 0", ""),
+    Case("apart-per-token", 1, APART, PER_TOKEN, ""),
+    Case("apart-by-positions", 1, APART, "--position-embedding-type learned_absolute", ""),
     Case("by-six", 1, BY_SIX, "--make-vocab-size-divisible-by 384", ""),
 )
 # A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time:
@@ -217,6 +241,27 @@ CASES = (
          "--first-last-layers-bf16", "bf16", 3e-2),
 )  # fmt: skip
 
+# Documents that are kept apart, by every attention, in every layout.
+APART_CASES = (
+    Case("apart-local-attention", 1, APART, "--attention-backend local", "apart"),
+    Case("apart-mbs2-recompute", 1, APART, f"{MBS2} {FULL} 2 {PER_TOKEN}", "apart-per-token"),
+    Case("apart-dp2-do", 2, APART, DO, "apart"),
+    Case("apart-compiled-tp2-sp", 2, APART, f"{COMPILED} {SP}", "apart", backend=FASTER),
+    Case("apart-pp2-vpp2", 2, APART, VPP2, "apart"),
+    Case("apart-cp2", 2, APART, CP2, "apart"),
+    Case("lora-recompute-mbs2", 1, LORA, f"{MBS2} {FULL} 2", "lora"),
+    Case("lora-tp2", 2, LORA, TP2, "lora", backend=FASTER),
+    Case("lora-tp2-sp-do", 2, LORA, f"{SP} {DO}", "lora", backend=FASTER),
+    Case("lora-compiled-tp2-sp-recompute", 2, LORA, f"{COMPILED} {SP} {FULL} 1", "lora",
+         backend=FASTER),
+    Case("lora-pp2-vpp2-do-overlap", 2, LORA, f"{VPP2} {OVERLAP}", "lora"),
+    Case("lora-compiled-dp2-do-overlap", 2, LORA, f"{COMPILED} {OVERLAP}", "lora"),
+    Case("sft-dp2-do-overlap", 2, SFT, OVERLAP, "sft"),
+    Case("sft-cp2-pp2-vpp2", 4, SFT, f"{CP2} {VPP2}", "sft"),
+    Case("apart-by-positions-pp2", 2, APART,
+         f"--position-embedding-type learned_absolute {PP2}", "apart-by-positions"),
+)  # fmt: skip
+
 
 def meshes(sizes: str, split: str = "", more: str = "") -> str:
     """Options of heterogeneous training: five sizes a mesh, a split of the layers."""
@@ -269,6 +314,7 @@ MESHES = (
          "fp16-overflow", 2e-2, overflow=(3, 1)),
     Case("mesh-fp16-overflow-in-the-first-do", 4, FP16_1, meshes(TP2_DP2, "3 1", f"{MBS2} {DO}"),
          "fp16-overflow", 2e-2, overflow=(1, 1)),
+    Case("mesh-apart", 4, APART, meshes(TP2_DP2, "3 1", f"{MBS2} {PER_TOKEN}"), "apart-per-token"),
     Case("mesh-compiled", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{COMPILED} {MBS2}"), "llama"),
     Case("mesh-gpt2", 4, GPT2, meshes(TP2_DP2, "1 1", MBS2), "gpt2"),
     Case("mesh-recompute-auto", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} {AUTO} 0.0017"), "llama"),
@@ -342,8 +388,28 @@ FSCCL_CASES = tuple(
 )
 
 
+def write_short_documents(prefix: Path, longest: int = 20) -> None:
+    """An indexed data set of documents of 1 to ``longest`` tokens of a vocabulary of 500, the last
+    one their end."""
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    generator = np.random.default_rng(5)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in generator.integers(0, longest, size=200):
+        tokens = np.append(generator.integers(0, 500, size=length), 500)
+        builder.add_document(torch.from_numpy(tokens), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+
+
 def train(cases: Sequence[Case], directory: Path, *, timeout_s: float) -> dict[str, Any]:
     """What the worker tells of each case, by name; and its ``stderr``."""
+    if any(SHORT_DOCUMENTS in case.model for case in cases):
+        write_short_documents(directory / SHORT_DOCUMENTS)
+    if any(TALKS in case.model for case in cases):
+        write_talks(directory / TALKS, 200, words=20)
+        write_tokenizer(directory / CHAT_TOKENIZER)
     given, answers = directory / "cases.json", directory / "results.json"
     given.write_text(json.dumps([case.record(directory / "cache") for case in cases]))
     path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"

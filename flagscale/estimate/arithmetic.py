@@ -17,8 +17,8 @@ from typing import Any
 from flagscale.config.arguments.families import Transformer, family
 from flagscale.errors import ConfigError
 
-TRAINING = 3.0
-"""What training takes of the forward pass: itself and, twice, the backward pass."""
+_FORWARD, _OF_INPUTS, _OF_WEIGHTS = 1.0, 1.0, 1.0
+"""Products of the forward pass, and of the backward pass: gradients of inputs, of weights."""
 
 
 def transformer(args: Any) -> Transformer:
@@ -44,10 +44,24 @@ def flops_per_token(args: Any, vocabulary: int) -> float:
     QK^T and AV are 2 x 2 x sequence x width forward, halved by the mask, tripled by the backward.
     Where each token attends to all of its sequence it is 12 x.
 
+    Of frozen matrices (``peft_type``) the backward pass has no gradient of the weights; what
+    adapters take is not counted.
+
     ``vocabulary`` is the padded vocabulary.
     """
     layers = sum(layer_flops(args, mixture=mixture) for mixture in mixtures(args))
-    return TRAINING * (layers + head_flops(args, vocabulary))
+    return training(args) * (layers + head_flops(args, vocabulary))
+
+
+def training(args: Any) -> float:
+    """What training takes of the forward pass: itself and the backward pass, which has no weights
+    to differentiate by in attention, but two factors."""
+    every = _FORWARD + _OF_INPUTS + _OF_WEIGHTS
+    if not args.peft_type:
+        return every
+    layers = [layer_flops(args, mixture=mixture) for mixture in mixtures(args)]
+    attention = len(layers) * _attention_flops(args) / sum(layers)
+    return _FORWARD + _OF_INPUTS + attention * _OF_WEIGHTS
 
 
 def layer_flops(args: Any, *, mixture: bool) -> float:
@@ -57,8 +71,13 @@ def layer_flops(args: Any, *, mixture: bool) -> float:
     groups: int = args.num_query_groups or heads
     projections = args.hidden_size * (2 * width + 2 * head_width(args) * groups)
     mlp = _mixture_weights(args) if mixture else dense_weights(args)
+    return float(2 * (projections + mlp) + _attention_flops(args))
+
+
+def _attention_flops(args: Any) -> float:
+    """Operations of one token's scores and what they weigh."""
     attended = args.seq_length * (1 if transformer(args).causal else 2)
-    return float(2 * (projections + mlp) + 2 * attended * width)
+    return float(2 * attended * head_width(args) * args.num_attention_heads)
 
 
 def head_flops(args: Any, vocabulary: int) -> float:

@@ -16,7 +16,7 @@ from flagscale.config.arguments.pipeline import layers_of_stages
 from flagscale.config.arguments.recompute import AUTO
 from flagscale.config.arguments.resolve import of_rank
 from flagscale.estimate import arithmetic, memory
-from flagscale.estimate.arithmetic import TRAINING
+from flagscale.estimate.arithmetic import training
 from flagscale.estimate.memory import Held, Memory
 from flagscale.estimate.pipeline import Passes, play, warm_up
 
@@ -40,11 +40,12 @@ class Stage:
 @dataclass(frozen=True)
 class Forecast:
     """Of all stages. ``work``: the model's floating-point operations of a step, over all ranks;
-    ``eager``: the schedule is of the eager kind."""
+    ``training``: what it is of the forward passes'; ``eager``: the schedule is of that kind."""
 
     stages: tuple[Stage, ...]
     micro_batches: int
     work: float
+    training: float
     eager: bool = False
 
     def seconds(self, speed: Callable[[Stage], float]) -> float:
@@ -52,9 +53,9 @@ class Forecast:
         Communication is taken to be hidden."""
         passes = []
         for stage in self.stages:
-            forward = [work / TRAINING / speed(stage) for work in stage.work]
+            forward = [work / self.training / speed(stage) for work in stage.work]
             again = stage.again / len(forward) / speed(stage)
-            backward = [(TRAINING - 1) * seconds + again for seconds in forward]
+            backward = [(self.training - 1) * seconds + again for seconds in forward]
             passes.append(Passes(tuple(forward), tuple(backward)))
         return play(passes, self.micro_batches, eager=self.eager).seconds
 
@@ -93,7 +94,7 @@ def forecast(args: Namespace, vocabulary: int, room: Sequence[float] | None = No
             )
             for index in range(len(counts))
         ]
-        return Forecast(tuple(made), own.num_microbatches, work)
+        return Forecast(tuple(made), own.num_microbatches, work, training(args))
     chunks = meshes.chunks
     counts = [(stage.layers // chunks,) * chunks for stage in meshes.stages]
     found = []
@@ -102,7 +103,7 @@ def forecast(args: Namespace, vocabulary: int, room: Sequence[float] | None = No
         name = f"stage {stage.index}, mesh {stage.mesh_index} ({mesh.named()})"
         place = _Place(vocabulary, kinds, counts, stage.index, name, mesh.dp, meshes.eager)
         found.append(_fitted(place, own, next(rooms)))
-    return Forecast(tuple(found), args.num_microbatches, work, meshes.eager)
+    return Forecast(tuple(found), args.num_microbatches, work, training(args), meshes.eager)
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,9 @@ def _stage(place: _Place, own: Namespace) -> Stage:
     tp = own.tensor_model_parallel_size
     each = memory.tokens_of(own) / tp
     layers = [[each * arithmetic.layer_flops(own, mixture=m) for m in chunk] for chunk in chunks]
-    work = [TRAINING * sum(flops) for flops in layers]
+    work = [training(own) * sum(flops) for flops in layers]
     if last:
-        work[-1] += TRAINING * each * arithmetic.head_flops(own, place.vocabulary)
+        work[-1] += training(own) * each * arithmetic.head_flops(own, place.vocabulary)
     again = sum(sum(flops[: _recomputed(own, len(flops))]) for flops in layers)
     ranks = tp * own.context_parallel_size * place.replicas
     taken = memory.of_rank(own, place.vocabulary, held)

@@ -14,6 +14,7 @@ import math
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from flagscale.config.arguments.adapters import targets_of
 from flagscale.estimate import weights
 from flagscale.estimate.arithmetic import head_width
 from flagscale.estimate.weights import Weights
@@ -58,12 +59,16 @@ def of_rank(args: Any, vocabulary: int, held: Held) -> Memory:
         held: what the rank holds.
     """
     counted = weights_of(args, vocabulary, held)
+    trained = counted
+    if targets := targets_of(vars(args)):
+        trained = weights.adapters(args, targets) * len(held.layers)
+        counted += trained
     each = width_of(args)
     return Memory(
         counted.all * each,
         # Added up in fp32 wherever weights are of 16 bits.
-        counted.all * FP32,
-        _optimizer(args, counted),
+        trained.all * FP32,
+        _optimizer(args, trained),
         _activations(args, held),
         _moment(args, vocabulary, held),
     )

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from flagscale.config.arguments.adapters import FC1, FC2, PROJ, QKV
 from flagscale.estimate.arithmetic import dense_weights, head_width, mlp_matrices, transformer
 
 
@@ -48,6 +50,28 @@ def layer(args: Any, *, mixture: bool) -> Weights:
     shared += hidden * experts
     shared += mlp_matrices(args) * hidden * beside // args.tensor_model_parallel_size
     return Weights(shared, here * one)
+
+
+def adapters(args: Any, targets: Collection[str]) -> Weights:
+    """Of a layer's low-rank adapters; ``targets`` are the linear layers that have some."""
+    hidden, tp = args.hidden_size, args.tensor_model_parallel_size
+    heads = args.num_attention_heads
+    width = head_width(args) * heads
+    wide = args.ffn_hidden_size or 4 * hidden
+    # Of each: what is whole on every rank, and what they share.
+    sides = {
+        QKV: (hidden, width + 2 * head_width(args) * (args.num_query_groups or heads)),
+        PROJ: (hidden, width),
+        FC1: (hidden, (mlp_matrices(args) - 1) * wide),
+        FC2: (hidden, wide),
+    }
+    return Weights(
+        sum(
+            args.lora_dim * (whole + shared // tp)
+            for name in targets
+            for whole, shared in (sides[name],)
+        )
+    )
 
 
 def _attention(args: Any) -> int:

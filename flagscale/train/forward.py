@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from flagscale.train.device import Device
-from flagscale.train.models.base import ModelSpec
+from flagscale.train.models.base import DOCUMENTS, ModelSpec
 from flagscale.train.models.context import own_batch
+from flagscale.train.models.documents import DocumentMasks
 from flagscale.train.state import unwrap
 
 Batch = Mapping[str, torch.Tensor]
@@ -25,20 +26,31 @@ LOSS_KEY = "loss_sum_and_tokens"
 class ForwardStep:
     """Callable of ``(iterator, model)``: the model's output and a function that gives the loss."""
 
-    def __init__(self, spec: ModelSpec, device: Device, *, per_token: bool) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        *,
+        per_token: bool,
+        masks: DocumentMasks | None = None,
+    ) -> None:
         """``spec``: of the models' family. ``per_token``: the loss is divided by all tokens of a
-        step, not of a micro-batch."""
+        step, not of a micro-batch. ``masks``: of documents, where the data tells these."""
         self._spec = spec
         self._device = device.torch_device
         self._per_token = per_token
+        self._masks = masks
 
     def __call__(
         self, iterator: Iterator[Batch] | None, model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
         bare: Any = unwrap(model)
         group = parallel_state.get_context_parallel_group()
-        batch = next(iterator) if iterator is not None else {}
-        batch = own_batch(batch, group.rank(), group.size())
+        batch = dict(next(iterator)) if iterator is not None else {}
+        documents = batch.pop(DOCUMENTS, None)
+        batch = dict(own_batch(batch, group.rank(), group.size()))
+        if documents is not None and self._masks is not None:
+            batch["attention_mask"] = self._masks(documents)
         last = bare.post_process
         inputs = self._spec.inputs(batch, first=bare.pre_process, last=last)
         output = model(**{name: self._moved(tensor) for name, tensor in inputs.items()})

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from flagscale.errors import ConfigError
@@ -141,18 +142,25 @@ class Reporter:
             values["memory/peak-gib"] = speed.memory_gib
         self._plot(numbers.step, values)
 
-    def evaluation(self, split: str, step: int, loss: float) -> None:
-        """The loss on a split that is not trained on."""
+    def evaluation(self, split: str, step: int, loss: float, name: str = "") -> None:
+        """The loss on a split that is not trained on, or on one of its sets, which has a name."""
         if not self._speaks:
             return
         perplexity = math.exp(min(loss, 20.0))
         if split == "valid":
-            self._status.write("evaluation", step=step, loss=round(loss, 6))
-        _print(f"step {step} | {split} loss {loss:.4f} | perplexity {perplexity:.2f}")
-        values: dict[str, float | None] = {f"{split}/loss": loss}
+            of = {"data": name} if name else {}
+            self._status.write("evaluation", step=step, loss=round(loss, 6), **of)
+        shown = f"{split} {name}" if name else split
+        _print(f"step {step} | {shown} loss {loss:.4f} | perplexity {perplexity:.2f}")
+        prefix = f"{split}/{name}" if name else split
+        values: dict[str, float | None] = {f"{prefix}/loss": loss}
         if self._args.log_validation_ppl_to_tensorboard:
-            values[f"{split}/perplexity"] = perplexity
+            values[f"{prefix}/perplexity"] = perplexity
         self._plot(step, values)
+
+    def answer(self, step: int, prompt: str, text: str) -> None:
+        """What the model answers to a prompt."""
+        self.say(f"step {step} | {shorten(prompt, 60)} → {shorten(text, 200)}")
 
     def checkpoint(self, step: int, path: Any, seconds: float) -> None:
         """A checkpoint is whole on disk."""

@@ -21,6 +21,7 @@ from flagscale.train.data.datasets import DataIterators, Datasets
 from flagscale.train.data.tokenizers import build_tokenizer, unlearned
 from flagscale.train.device import Device
 from flagscale.train.distributed import Rank
+from flagscale.train.generation import Generator
 from flagscale.train.meshes.splitting import settle
 from flagscale.train.meter import Meter
 from flagscale.train.models.base import spec_of
@@ -79,12 +80,18 @@ def prepare(
         sharing = Sharing(args, state, rank.rank, device, reporter.say)
     else:
         state.measured_shares = None  # of a checkpoint whose run measured it
-    load = partial(_load, Datasets(args, tokenizer), state)
+    datasets = Datasets(args, tokenizer)
+    for note in datasets.remarks:
+        reporter.say(note)
+    load = partial(_load, datasets, state)
     profiler = Profiler(args, rank.rank, device, reporter.say)
     stopwatch = sharing.stopwatch if sharing is not None else None
     stepper = Stepper(args, config, state, device, profiler, groups, stopwatch)
     meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
-    return Trainer(args, state, stepper, load, checkpointer, reporter, meter, sharing), state
+    trainer = Trainer(args, state, stepper, load, checkpointer, reporter, meter, sharing)
+    if args.eval_prompts:
+        trainer.generator = Generator(args, config, state, tokenizer, device)
+    return trainer, state
 
 
 def _load(datasets: Datasets, state: TrainState) -> DataIterators:
@@ -106,13 +113,18 @@ def _resume(
     """Start from the checkpoint in ``load``, or else from a model's weights. ``fresh``: the run's
     own directory is new."""
     go_on_from_own_checkpoints(args)
+    # Checkpoints of adapters are without the model that these are of.
+    based = bool(args.peft_type and args.pretrained_checkpoint)
+    if based:
+        reporter.say(start_from(args, state))
     report = checkpointer.load(state) if args.load else None
     if args.growth is not None:  # which may have grown otherwise before
         done = state.progress
         more = args.growth.steps(done.consumed_train_samples, args.train_samples)
         args.train_iters = done.iteration + more
     if report is None and args.pretrained_checkpoint:
-        reporter.say(start_from(args, state))
+        if not based:
+            reporter.say(start_from(args, state))
         return
     if report is None:
         _start_without(args, reporter, first_run=fresh and args.load == args.save)
@@ -146,7 +158,12 @@ def _nothing_to_train(args: argparse.Namespace) -> str:
 
 
 def _describe(args: argparse.Namespace, state: TrainState, vocabulary: int) -> str:
-    own = sum(parameter.numel() for parameter in parameters_of(state.chunks))
+    every = parameters_of(state.chunks)
+    own = sum(parameter.numel() for parameter in every)
+    trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
+    weights = f"{own / 1e6:,.1f} M weights on rank 0"
+    if trained < own:
+        weights += f", {trained / 1e6:,.2f} M of them trained"
     layout = {
         "tp": args.tensor_model_parallel_size,
         "pp": args.pipeline_model_parallel_size,
@@ -161,7 +178,7 @@ def _describe(args: argparse.Namespace, state: TrainState, vocabulary: int) -> s
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return (
         f"{sizes} | {precision} | "
-        f"{spec_of(args).shown}, {own / 1e6:,.1f} M weights on rank 0, vocabulary {vocabulary:,} | "
+        f"{spec_of(args).shown}, {weights}, vocabulary {vocabulary:,} | "
         f"{args.train_iters:,} steps of {_batches(args)} x {args.seq_length} tokens, "
         f"{_counts(args)} micro-batches a step"
     )

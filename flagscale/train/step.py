@@ -21,6 +21,7 @@ from flagscale.train.meshes.exchange import Exchange
 from flagscale.train.meshes.gradients import Finalize, collection
 from flagscale.train.meshes.groups import MeshGroups
 from flagscale.train.models.base import spec_of
+from flagscale.train.models.documents import DocumentMasks
 from flagscale.train.profiling import Profiler
 from flagscale.train.readings import StepNumbers
 from flagscale.train.router_losses import RouterLosses
@@ -47,7 +48,12 @@ class Stepper:
         self._state = state
         self._device = device.torch_device
         self._profiler = profiler
-        self._forward = ForwardStep(spec_of(args), device, per_token=args.calculate_per_token_loss)
+        self._forward = ForwardStep(
+            spec_of(args),
+            device,
+            per_token=args.calculate_per_token_loss,
+            masks=DocumentMasks(config, device),
+        )
         self.routers = RouterLosses(args, self._device)
         self._schedule = get_forward_backward_func()
         _connect(args, config, state)

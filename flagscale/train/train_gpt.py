@@ -65,9 +65,10 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
     args = resolve(args, rank.world_size)
     place = place_of(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
     args = of_rank(args, rank.rank)
-    if args.export_huggingface and not args.save:
-        message = "needs save: what is exported is the last checkpoint"
-        raise ConfigError(Problem("export_huggingface", message))
+    for name in ("export_huggingface", "export_peft"):
+        if getattr(args, name) and not args.save:
+            message = "needs save: what is exported is the last checkpoint"
+            raise ConfigError(Problem(name, message))
     require_packages(args)
     group = distributed.join(
         rank,
@@ -87,17 +88,18 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
     reason = trainer.run()
     status.write_progress(state.progress.iteration, "ending")
     distributed.leave()
-    if rank.rank == 0 and reason == "completed" and args.export_huggingface:
+    if rank.rank == 0 and reason == "completed" and (args.export_huggingface or args.export_peft):
         _export(args, state.progress.iteration, status)
     return reason, state.progress.iteration
 
 
 def _export(args: argparse.Namespace, iteration: int, status: StatusWriter) -> None:
-    """Write the model for transformers. The other ranks have ended, and wait for nothing."""
+    """Write model and adapters for others. The other ranks have ended, and wait for nothing."""
     from flagscale.train.checkpoint.formats.export import export
 
     status.write_progress(iteration, "saving a checkpoint")
-    print(f"exported to {export(args, iteration)}", flush=True)
+    for path in export(args, iteration):
+        print(f"exported to {path}", flush=True)
 
 
 def _quieten() -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.data.datasets import DataIterators
+from flagscale.train.generation import Generator
 from flagscale.train.meter import Meter
 from flagscale.train.norms import parameters_norm
 from flagscale.train.readings import Reading, Readings
@@ -42,6 +43,8 @@ class Trainer:
         self._load_data = load_data
         self._data = load_data()
         self._sharing = sharing
+        self.generator: Generator | None = None
+        """Answers prompts at evaluations, if any are to be."""
         self._checkpointer = checkpointer
         self._reporter = reporter
         self._meter = meter
@@ -147,20 +150,39 @@ class Trainer:
         return None
 
     def _evaluate(self, split: Literal["valid", "test"]) -> None:
-        data = self._data.valid if split == "valid" else self._data.test
-        if data is None or not self._args.eval_iters:
+        data = {"": self._data.valid if split == "valid" else self._data.test}
+        if split == "valid" and self._data.validations:
+            data = dict(self._data.validations)
+        wanted = {name: one for name, one in data.items() if one is not None}
+        if not wanted or not self._args.eval_iters:
             return
         self._reporter.place(self._state.progress.iteration, "evaluating")
         with self._meter.paused():
             with gathered(self._args, self._state.chunks):
-                loss = self._stepper.evaluate(data, self._args.eval_iters)
+                losses = {
+                    name: self._stepper.evaluate(one, self._args.eval_iters)
+                    for name, one in wanted.items()
+                }
             progress = self._state.progress
             if split == "valid":
                 progress.consumed_valid_samples += (
                     self._args.eval_iters * self._args.global_batch_size
                 )
                 self._evaluated_at = progress.iteration
-            self._reporter.evaluation(split, progress.iteration, loss)
+            for name, loss in losses.items():
+                self._reporter.evaluation(split, progress.iteration, loss, name)
+            if split == "valid":
+                self._answer()
+
+    def _answer(self) -> None:
+        """Show what the model answers to the prompts that are given."""
+        if self.generator is None:
+            return
+        with gathered(self._args, self._state.chunks):
+            answers = self.generator.answers()
+        step = self._state.progress.iteration
+        for prompt, answer in zip(self.generator.prompts, answers, strict=True):
+            self._reporter.answer(step, prompt, answer)
 
     def _evaluate_at_the_end(self) -> None:
         if self._evaluated_at != self._state.progress.iteration:

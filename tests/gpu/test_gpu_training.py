@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_programs import MODEL, PROGRAM, environment
+from layout_cases import SHORT_DOCUMENTS, write_short_documents
 
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
 
@@ -36,7 +37,49 @@ MOE = """
 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
 """
 
+APART = f"""
+--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0 --vocab-size 500
+--reset-attention-mask --reset-position-ids --eod-mask-loss
+"""
+
+LORA = "--peft-type lora --lora-dim 8 --lr 1e-2"
+
 CASES: dict[str, tuple[int, str, str, float]] = {
+    "lora": (1, f"{LORA} --transformer-impl local --attention-backend local", "lora", 0.0),
+    "lora-fp32": (1, LORA, "lora", 1e-4),
+    "lora-fp32-tp2-sp": (2, f"{LORA} {SP}", "lora", 1e-4),
+    "lora-fp32-pp2-vpp2-dp2-overlap": (4, f"{LORA} {VPP2} {OVERLAP}", "lora", 1e-4),
+    "lora-bf16": (1, f"{LORA} --bf16", "lora", 2e-2),
+    "lora-bf16-overlap": (1, f"{LORA} --bf16 {OVERLAP}", "lora", 2e-2),
+    "lora-bf16-recompute": (
+        1,
+        f"{LORA} --bf16 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        "lora-bf16",
+        1e-3,
+    ),
+    "lora-apart-bf16": (1, f"{APART} {LORA} --bf16", "lora-apart", 2e-2),
+    "lora-apart": (
+        1,
+        f"{APART} {LORA} --transformer-impl local --attention-backend local",
+        "lora-apart",
+        0.0,
+    ),
+    # Documents that are kept apart: what megatron.core's own attention computes by a mask, in fp32.
+    "apart": (1, f"{APART} --transformer-impl local --attention-backend local", "apart", 0.0),
+    "apart-fp32": (1, APART, "apart", 1e-4),
+    "apart-fp32-cp2": (2, f"{APART} --context-parallel-size 2", "apart", 1e-4),
+    "apart-bf16": (1, f"{APART} --bf16", "apart", 2e-2),
+    "apart-bf16-plain-layers": (1, f"{APART} --bf16 --transformer-impl local", "apart", 2e-2),
+    "apart-per-token": (1, f"{APART} --calculate-per-token-loss", "apart-per-token", 0.0),
+    "apart-bf16-mbs2": (
+        1,
+        f"{APART} --bf16 --micro-batch-size 2 --calculate-per-token-loss",
+        "apart-per-token",
+        2e-2,
+    ),
+    "apart-bf16-cp2": (2, f"{APART} --bf16 --context-parallel-size 2", "apart", 2e-2),
+    "apart-bf16-tp2-sp": (2, f"{APART} --bf16 {SP}", "apart", 2e-2),
     "fp32": (1, "", "fp32", 0.0),
     "fp32-plain-layers": (1, "--transformer-impl local", "fp32", 1e-4),
     "fp32-cp2": (2, "--context-parallel-size 2", "fp32", 1e-4),
@@ -74,12 +117,18 @@ CASES: dict[str, tuple[int, str, str, float]] = {
 }
 
 
+def model(layout: str) -> str:
+    """Its arguments: data is made up unless the layout names some."""
+    return MODEL.replace("--mock-data", "") if "--data-path" in layout else MODEL
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("gpu-layouts")
     cases, answers = directory / "cases.json", directory / "results.json"
+    write_short_documents(directory / SHORT_DOCUMENTS, longest=150)
     possible = [
-        {"id": name, "world": world, "argv": f"{MODEL} {layout} --train-iters 3".split()}
+        {"id": name, "world": world, "argv": f"{model(layout)} {layout} --train-iters 3".split()}
         for name, (world, layout, _, _) in CASES.items()
         if world <= torch.cuda.device_count()
     ]
@@ -110,10 +159,18 @@ def test_a_layout_learns_what_one_gpu_learns(name: str, results: dict[str, Any])
         assert results[name][quantity] == expected, quantity
 
 
-def test_the_first_step_is_what_plain_torch_computes(results: dict[str, Any]) -> None:
-    loss, norm = results["fp32"]["by_hand"]
-    assert results["fp32"]["loss"][0] == pytest.approx(loss, rel=1e-4)
-    assert results["fp32"]["norm"][0] == pytest.approx(norm, rel=1e-3)
+@pytest.mark.parametrize("name", ["fp32", "lora-fp32"])
+def test_the_first_step_is_what_plain_torch_computes(name: str, results: dict[str, Any]) -> None:
+    loss, norm = results[name]["by_hand"]
+    assert results[name]["loss"][0] == pytest.approx(loss, rel=1e-4)
+    assert results[name]["norm"][0] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "apart" in name or "lora" in name])
+def test_documents_and_adapters_leave_layers_compiled(name: str, results: dict[str, Any]) -> None:
+    if CASES[name][0] > torch.cuda.device_count():
+        pytest.skip(f"needs {CASES[name][0]} GPUs")
+    assert results[name]["uncompiled"] == []
 
 
 def train(directory: Path, arguments: str, gpus: int) -> list[Event]:

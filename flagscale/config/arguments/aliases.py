@@ -52,6 +52,7 @@ ALIASES: tuple[Alias, ...] = (
     *_same("layernorm_epsilon", "norm_epsilon"),
     *_same("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
     *_same("num_moe_experts", "num_experts"),
+    *_same("lora_dim", "lora_rank", "lora_r"),
     *_opposite("add_bias_linear", "disable_bias_linear"),
     *_opposite("bias_activation_fusion", "no_bias_gelu_fusion", "no_bias_swiglu_fusion"),
     *_opposite("apply_rope_fusion", "no_rope_fusion"),

@@ -25,7 +25,7 @@ class Fallback(NamedTuple):
 def fallbacks(values: Values) -> list[Fallback]:
     """What is replaced in arguments by name, aliases folded, defaults filled in, whether that is
     allowed or not."""
-    rules = (_implementation, _format, _parallelism, _mask)
+    rules = (_implementation, _format, _parallelism)
     return [found for rule in rules for found in rule(values)]
 
 
@@ -73,14 +73,3 @@ def _parallelism(values: Values) -> Iterator[Fallback]:
     if sizes and max(sizes) == 1:
         reason = "with a tensor parallel size of 1 there is nobody to share a sequence with"
         yield Fallback("sequence_parallel", False, reason)
-
-
-def _mask(values: Values) -> Iterator[Fallback]:
-    # megatron.core's own attention would apply the mask; what is asked for here must be had.
-    own = values["transformer_impl"] == "local" or values["attention_backend"] == "local"
-    if values["reset_attention_mask"] and not own:
-        reason = (
-            "documents of one sequence attend to each other, as they do in Megatron-LM with "
-            "Transformer Engine, whose causal attention takes no mask"
-        )
-        yield Fallback("reset_attention_mask", False, reason)

@@ -140,14 +140,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "fine-tuning by adapters",
-        r"peft_type|lora_\w+",
-        "it would train low-rank adapters, which are not built; without it all weights are trained",
+        r"lora_\w+",
+        "`peft_type: lora` trains low-rank adapters, by `lora_dim`, `lora_alpha`, `lora_dropout` "
+        "and `lora_target_modules`; they are drawn as peft draws them",
     ),
     Family(
         "supervised fine-tuning",
-        r"sft|sft_\w+|apply_sft_\w+|finetune_dataset_type",
-        "it would leave prompts out of the loss, which needs data sets that are not built; "
-        "`finetune` trains on text",
+        r"sft_\w+|apply_sft_\w+|finetune_dataset_type",
+        "`sft: true` trains on conversations, whose form `sft_format` says and whose text "
+        "`chat_template` makes",
     ),
     Family(
         "fill-in-the-middle",
@@ -254,8 +255,8 @@ VALUES: Mapping[tuple[str, str], str] = {
     ("position_embedding_type", "relative"): "it is of T5 models",
     ("tokenizer_type", "TikTokenizer"): "convert it to tokenizer.json and take "
     "HuggingFaceTokenizer",
-    ("tokenizer_type", "SFTTokenizer"): "prompts are not told from answers here; take "
-    "HuggingFaceTokenizer to train on text",
+    ("tokenizer_type", "SFTTokenizer"): "take HuggingFaceTokenizer, and `sft: true` to train on "
+    "conversations",
     ("tokenizer_type", "MultimodalTokenizer"): "it is of models of images; models of text are "
     "trained here",
     ("tokenizer_type", "NullMultimodalTokenizer"): "it is of models of images; NullTokenizer "

@@ -39,7 +39,6 @@ REFUSED: Mapping[str, str] = {
     "memory_efficient_layer_norm": "it needs Apex",
     "layernorm_zero_centered_gamma": "the norms here have no zero-centred weight",
     "fine_grained_activation_offloading": "offloading activations needs Transformer Engine",
-    "reset_attention_mask": "attention here is causal over the whole sequence",
     "enable_cuda_graph": "CUDA graphs need Transformer Engine",
     "external_cuda_graph": "CUDA graphs need Transformer Engine",
     "heterogeneous_block_specs": "all layers are alike",
@@ -64,7 +63,6 @@ REFUSED: Mapping[str, str] = {
     "disable_bf16_reduced_precision_matmul": "torch's own setting is not changed",
     "moe_router_topk_limited_devices": "write moe_router_num_groups and moe_router_group_topk",
     "mrope_section": "it is of models of images and video",
-    "multiple_validation_sets": "there is one; valid_data_path takes a blend of several",
     "full_validation": "an evaluation takes eval_iters steps",
     "add_extra_token_to_sequence": "labels are the tokens moved by one",
     "object_storage_cache_path": "data is read from files",
@@ -227,12 +225,19 @@ NEEDS: tuple[Need, ...] = (
     Need("wandb_project", "wandb_exp_name wandb_save_dir wandb_entity"),
     Need("lr_decay_style", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", ("WSD",)),
     Need(
+        "peft_type", "lora_dim lora_alpha lora_dropout lora_target_modules export_peft", ("lora",)
+    ),
+    Need("eval_prompts", "eval_prompt_tokens"),
+    Need("sft", "sft_format chat_template sft_packing sft_too_long"),
+    Need(
         "profile",
         "profile_step_start profile_step_end profile_ranks profile_dir use_pytorch_profiler",
     ),
 )
 """Arguments that have no effect without others, as in Megatron-LM."""
 
+OF_TEXT = ("reset_attention_mask", "eod_mask_loss", "dataloader_type")
+"""Arguments of text that have no effect on conversations."""
 _OF_EXPERTS = "moe_"
 """How those begin that ``num_moe_experts`` is needed for."""
 
@@ -256,6 +261,9 @@ def notes(values: Values, given: Collection[str]) -> Iterator[tuple[list[str], s
     if not values["num_moe_experts"]:
         experts = [name for name in asked if name.startswith(_OF_EXPERTS)]
         groups.append((experts, "needs num_moe_experts"))
+    if values["sft"]:
+        own = [name for name in asked if name in OF_TEXT]
+        groups.append((own, "conversations are apart, and their order is another in each pass"))
     for master, names in _of_families(values["family"], asked):
         groups.append((names, f"needs {master}"))
     return ((names, reason) for names, reason in groups if names)

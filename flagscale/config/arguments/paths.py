@@ -18,6 +18,12 @@ TOKENIZER = frozenset(
     {"tokenizer_path", "merge_file", "special_tokens_file"}
     | {a.name for a in ALIASES if a.target == "tokenizer_path"}
 )
+CONVERSATIONS = (".jsonl", ".ndjson", ".json")
+"""How files of conversations end; all else in a blend is a data set's prefix."""
+TEMPLATE = "chat_template"
+"""A file, or a name."""
+PROMPTS = "eval_prompts"
+"""A file that is read."""
 PRETRAINED = "pretrained_checkpoint"
 """A directory that is read and must be there."""
 WRITTEN = frozenset(
@@ -25,6 +31,7 @@ WRITTEN = frozenset(
         "save",
         "load",
         "export_huggingface",
+        "export_peft",
         "tensorboard_dir",
         "wandb_save_dir",
         "data_cache_path",
@@ -98,6 +105,16 @@ def is_weight(word: str) -> bool:
     return _WEIGHT.fullmatch(word) is not None
 
 
+def are_conversations(word: str) -> bool:
+    """Whether a word of a blend names a file of conversations."""
+    return word.endswith(CONVERSATIONS)
+
+
+def is_template_file(value: str) -> bool:
+    """Whether a chat template is given as a file."""
+    return value.endswith(".jinja")
+
+
 def blend_problem(value: Any) -> str | None:
     """What is wrong with a blend's weights; None if nothing is."""
     words = blend(value) if _is_blend(value) else []
@@ -126,27 +143,35 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
         return made if isinstance(value, (list, tuple)) or len(made) > 1 else made[0]
     if not isinstance(value, str):
         return value
-    if name in WRITTEN:
-        return value if value in NO_PATH else _absolute(value)
-    if name in (*TOKENIZER, PRETRAINED) and (not external or Path(value).exists()):
-        return _absolute(value)
-    return value
+    read = name in (*TOKENIZER, PRETRAINED, PROMPTS) and (not external or Path(value).exists())
+    written = name in WRITTEN and value not in NO_PATH
+    template = name == TEMPLATE and is_template_file(value)
+    return _absolute(value) if read or written or template else value
 
 
 def needed(name: str, value: Any) -> list[str]:
     """The files and directories that an argument reads, wherever they are."""
-    if name in (*TOKENIZER, PRETRAINED) and isinstance(value, str):
+    if name in (*TOKENIZER, PRETRAINED, PROMPTS) and isinstance(value, str):
+        return [value]
+    if name == TEMPLATE and isinstance(value, str) and is_template_file(value):
         return [value]
     if name not in DATA or not _is_blend(value):
         return []
     local = [prefix for prefix in prefixes(value) if "://" not in prefix]
-    return [prefix + suffix for prefix in local for suffix in (".bin", ".idx")]
+    return [
+        prefix + suffix
+        for prefix in local
+        for suffix in ([""] if are_conversations(prefix) else [".bin", ".idx"])
+    ]
 
 
 def missing(name: str, value: Any) -> Iterator[str]:
     """What an argument names and is not there, one message each."""
-    if name in TOKENIZER and isinstance(value, str) and not Path(value).exists():
+    if name in (*TOKENIZER, PROMPTS) and isinstance(value, str) and not Path(value).exists():
         yield f"no file or directory {value}"
+    template = name == TEMPLATE and isinstance(value, str) and is_template_file(value)
+    if template and not Path(value).is_file():
+        yield f"no file {value}"
     if name == PRETRAINED and isinstance(value, str) and not Path(value).is_dir():
         yield f"no directory {value}"
     if name in DATA and _is_blend(value):
@@ -156,6 +181,10 @@ def missing(name: str, value: Any) -> Iterator[str]:
 
 
 def _missing_data(prefix: str) -> Iterator[str]:
+    if are_conversations(prefix):
+        if not Path(prefix).is_file():
+            yield f"no file {prefix}"
+        return
     absent = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
     if not absent:
         return

@@ -103,6 +103,8 @@ def _set_batch(args: argparse.Namespace, world_size: int) -> None:
     args.meshes, args.stage, args.shares = meshes_of(vars(args)), None, None
     args.data_parallel_size = layout.data_parallel_size(vars(args), world_size)
     args.global_batch_size = layout.global_batch_size(vars(args), world_size)
+    if args.sft:
+        args.calculate_per_token_loss = True  # sequences have unlike many tokens to learn
     if shares.is_on(vars(args)):
         args.shares = shares.shares_of(vars(args), args.data_parallel_size)
         args.calculate_per_token_loss = True  # a replica counts as much as it has tokens

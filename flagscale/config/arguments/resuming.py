@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flagscale.config.arguments.adapters import description
 from flagscale.config.arguments.huggingface.models import FUNCTION
 from flagscale.config.arguments.precision import Values
 from flagscale.config.arguments.resolve import schedule_lengths
@@ -76,6 +77,7 @@ def describe(values: Values, world_size: int) -> dict[str, Any]:
         "architecture": architecture(values),
         "model": {name: values[name] for name in FUNCTION if name in values},
         "layout": _layout(values, world_size),
+        "adapters": description(values),
         "precision": _precision(values),
         "distributed_optimizer": bool(values["use_distributed_optimizer"]),
         "experts_apart": True,
@@ -139,6 +141,7 @@ def parts_to_load(
     """
     ours = describe(values, world_size)
     _check_model(content, ours, vocabulary)
+    _check_adapters(content, ours)
     if values["finetune"]:
         notes = ("finetune: the weights alone; training starts from step 0",)
         return Parts(optimizer=False, progress=False, rng=False, notes=notes)
@@ -181,6 +184,31 @@ def _check_model(
         raise CheckpointError(
             f"the checkpoint is of another model:\n  {listed}",
             hint="load one of this model, or set these keys as in the checkpoint",
+        )
+
+
+def _check_adapters(content: Content, ours: Mapping[str, Any]) -> None:
+    saved, own = content.get("adapters"), ours["adapters"]
+    if saved and not own:
+        raise CheckpointError(
+            "the checkpoint holds low-rank adapters alone, and this run trains all weights",
+            hint="set peft_type: lora and its keys as in the checkpoint, or merge it into its "
+            "model (flagscale convert) and start from that",
+        )
+    if own and not saved:
+        raise CheckpointError(
+            "the checkpoint holds a whole model, and this run trains adapters (peft_type: lora)",
+            hint="name it as pretrained_checkpoint, and another directory as load",
+        )
+    differing = [
+        f"{name} {saved[name]}, this run's {own[name]}"
+        for name in ("rank", "alpha", "targets")
+        if saved and own and saved[name] != own[name]
+    ]
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint's adapters have {'; '.join(differing)}",
+            hint="set lora_dim, lora_alpha and lora_target_modules as in the checkpoint",
         )
 
 

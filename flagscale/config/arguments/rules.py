@@ -14,7 +14,17 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flagscale.config.arguments import devices, fallbacks, families, growth, idle, layout, precision
+from flagscale.config.arguments import (
+    adapters,
+    conversations,
+    devices,
+    fallbacks,
+    families,
+    growth,
+    idle,
+    layout,
+    precision,
+)
 from flagscale.config.arguments.huggingface.models import config_of
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.values import shown
@@ -52,6 +62,9 @@ def broken(values: Values) -> list[Broken]:
         idle.broken,
         _not_built,
         _attention,
+        _documents,
+        conversations.broken,
+        adapters.broken,
         precision.precision,
         precision.compiled_only,
         precision.eight_bits,
@@ -137,6 +150,23 @@ def _attention(values: Values) -> Iterator[Broken]:
                 f"{shown(values[name])} is not possible with scaled_dot_product_attention; "
                 "attention_backend: local takes megatron.core's own attention",
             )
+
+
+def _documents(values: Values) -> Iterator[Broken]:
+    """What attention can be kept within documents."""
+    if not values["reset_attention_mask"]:
+        return
+    if values["window_size"]:
+        yield (
+            "window_size",
+            f"{shown(values['window_size'])} with reset_attention_mask: megatron.core's own "
+            "attention makes the window's mask itself, and passes over that of documents",
+        )
+    if values["attention_backend"] == "fused":
+        yield (
+            "attention_backend",
+            "fused: cuDNN's kernel takes no documents (reset_attention_mask); take auto or flash",
+        )
 
 
 def _exported(values: Values) -> Iterator[Broken]:

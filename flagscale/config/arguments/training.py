@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flagscale.config.arguments.adapters import Adapters
 from flagscale.config.arguments.checkpointing import Checkpointing
+from flagscale.config.arguments.conversations import Conversations, Prompts
 from flagscale.config.arguments.families import Masking
 from flagscale.config.arguments.hetero import Heterogeneous
 from flagscale.config.arguments.recompute import Recomputation
@@ -91,7 +93,7 @@ class Runtime:
         True,
         "Take another value, with a note, for one that this trainer cannot have and that does "
         "nearly the same (transformer_impl: transformer_engine, ckpt_format: torch, "
-        "sequence_parallel without tensor parallelism, reset_attention_mask); false refuses it",
+        "sequence_parallel without tensor parallelism); false refuses it",
     )
     check_for_nan_in_loss_and_grad: bool = arg(
         True, "End the job, naming step and rank, when the loss or the gradient is not finite"
@@ -326,11 +328,13 @@ class Data:
     create_attention_mask: bool = arg(
         False, "Make a mask for every sequence; attention here needs none, and none is made"
     )
-    reset_position_ids: bool = arg(False, "Restart positions after an end-of-document token")
+    reset_position_ids: bool = arg(
+        False, "Restart positions, learned or rotary, after an end-of-document token"
+    )
     reset_attention_mask: bool = arg(
         False,
-        "Keep attention from crossing an end-of-document token: not built, and switched off with "
-        "a note, as Megatron-LM's fused attention does without one",
+        "Keep documents apart: attention does not cross an end-of-document token, which is of the "
+        "document that it ends",
     )
     eod_mask_loss: bool = arg(False, "Leave end-of-document tokens out of the loss")
 
@@ -373,8 +377,11 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Model, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),
+    (Adapters, "model"),
     (Data, "data"),
     (Masking, "data"),
+    (Conversations, "data"),
+    (Prompts, "data"),
     (Tokenizer, "data"),
 )
 """Each group of arguments with the section of a train YAML that it belongs to."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from flagscale.accelerators.device import current
 from flagscale.config.arguments import resuming
@@ -24,6 +25,7 @@ from flagscale.config.arguments.vocabulary import vocabulary_parts
 from flagscale.train.checkpoint.describing import METADATA_KEY, sharding_metadata
 from flagscale.train.checkpoint.padding import padded_buckets
 from flagscale.train.checkpoint.vocabulary import in_pieces
+from flagscale.train.layers import lora
 from flagscale.train.state import TrainState
 
 __all__ = [
@@ -50,15 +52,29 @@ def with_group(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def model_state(
     args: argparse.Namespace, state: TrainState, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The sharded weights, one entry a model chunk."""
+    """The sharded weights, one entry a model chunk. Of a model with adapters these alone; without
+    ``peft_type`` all else."""
     modules = state.modules()
     names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
     found: dict[str, Any] = {}
     for name, module in zip(names, modules, strict=True):
-        found[name] = module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        every = module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        found[name] = {
+            key: _halved(key, tensor, module)
+            for key, tensor in every.items()
+            if lora.is_adapter(key) == bool(args.peft_type)
+        }
         if args.meshes is not None:
             in_pieces(found[name], vocabulary_parts(vars(args)))
     return found
+
+
+def _halved(name: str, tensor: Any, module: Any) -> Any:
+    """What is split over ranks as gate and up projection, each by itself. megatron.core knows of
+    the layer's own weights that they are."""
+    if name.endswith(f"linear_fc1.{lora.B}") and module.config.gated_linear_unit:
+        return apply_swiglu_sharded_factory(tensor, ())
+    return tensor
 
 
 def optimizer_state(

@@ -26,6 +26,7 @@ from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint import checksums
 from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint.agreement import agree, describe, on_rank_0
+from flagscale.train.layers import lora
 from flagscale.train.state import TrainState
 
 # What reading a damaged or external file raises, through torch and megatron.core.
@@ -130,7 +131,9 @@ def _apply(loaded: dict[str, Any], state: TrainState, wanted: Parts) -> None:
     modules = state.modules()
     names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
     for name, module in zip(names, modules, strict=True):
-        module.load_state_dict(loaded[name])
+        # Of a model with adapters it is these alone, or all else.
+        parts = any(lora.is_adapter(own) for own, _ in module.named_parameters())
+        module.load_state_dict(loaded[name], strict=not parts)
     if wanted.optimizer:
         with torch.no_grad():
             state.optimizer.load_state_dict(loaded["optimizer"])

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from flagscale.accelerators.device import current
 from flagscale.errors import DataError
+from flagscale.train.data.chat.sets import ConversationSets, conversation_sets
 from flagscale.train.data.plan import DataPlan, SplitPlan, plan_data
 from flagscale.train.data.samplers import MicroBatchSampler, Order, Shard
 from flagscale.train.data.tokenizers import Tokenizer
-from flagscale.train.models.base import DataKind, spec_of
+from flagscale.train.models.base import DOCUMENTS, KEYS, DataKind, spec_of
 
 if TYPE_CHECKING:
     from flagscale.train.state import Progress
@@ -37,14 +38,20 @@ Batch = dict[str, Tensor]
 CPU."""
 
 
+Batches = Iterator[Batch] | list[Iterator[Batch]]
+"""The micro-batches of a rank, or for each of its model chunks the same ones."""
+
+
 @dataclass(frozen=True)
 class DataIterators:
     """An iterator a split, None for a split that is not used. With several model chunks it is a
     list: one iterator a chunk, all of the same micro-batches."""
 
-    train: Iterator[Batch] | list[Iterator[Batch]] | None
-    valid: Iterator[Batch] | list[Iterator[Batch]] | None
-    test: Iterator[Batch] | list[Iterator[Batch]] | None
+    train: Batches | None
+    valid: Batches | None
+    test: Batches | None
+    validations: Mapping[str, Batches] = field(default_factory=dict)
+    """In place of ``valid`` the sets that are evaluated each by itself, by name."""
 
 
 def build_data_iterators(
@@ -70,6 +77,13 @@ class Datasets:
             DataError: data is missing, damaged or of another tokenizer.
         """
         self._args = args
+        self.remarks: tuple[str, ...] = ()
+        """What a user may want to know of the data, a line each."""
+        self._conversations: ConversationSets | None = None
+        if args.sft:
+            self._conversations = conversation_sets(args, tokenizer)
+            self.remarks = self._conversations.remarks
+            return
         self._plan = plan_data(args, tokenizer)
         self._kind = spec_of(args).data(args, tokenizer)
         self._built = _build_datasets(self._plan, self._kind, tokenizer)
@@ -85,11 +99,13 @@ class Datasets:
         """
         shard = shard or own_shard(self._args)
         consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
+        if self._conversations is not None:
+            return _of_conversations(self._args, self._conversations, consumed, chunks, shard)
         found = [
             _iterators(self._args, self._plan, split, data, taken, chunks, shard, self._kind.keys)
             for split, data, taken in zip(self._plan.splits, self._built, consumed, strict=True)
         ]
-        return DataIterators(*found)
+        return DataIterators(found[0], found[1], found[2])
 
 
 def own_shard(args: Any) -> Shard:
@@ -176,19 +192,59 @@ def _iterators(
     chunks: int,
     shard: Shard,
     keys: Sequence[str],
-) -> Iterator[Batch] | list[Iterator[Batch]] | None:
+) -> Batches | None:
     if data is None or split.samples == 0:
         return None
     order: Order = "wrapped"
     if split.name == "train":
         order = args.dataloader_type
         _enough(plan, split, len(data), consumed)  # type: ignore[arg-type]
+    return _loaded(args, data, order, consumed, chunks, shard, keys, at_once=split.name == "train")
+
+
+def _of_conversations(
+    args: Any,
+    sets: ConversationSets,
+    consumed: tuple[int, int, int],
+    chunks: int,
+    shard: Shard,
+) -> DataIterators:
+    """Conversations are taken in another order in each pass, until training ends."""
+    keys = (*KEYS, DOCUMENTS)
+
+    def loaded(data: Dataset[Batch] | None, order: Order, taken: int) -> Batches | None:
+        if data is None:
+            return None
+        at_once = order == "cyclic"
+        return _loaded(args, data, order, taken, chunks, shard, keys, at_once=at_once)
+
+    valid = {name: loaded(one, "wrapped", consumed[1]) for name, one in sets.valid.items()}
+    return DataIterators(
+        train=loaded(sets.train, "cyclic", consumed[0]),
+        valid=valid.pop("", None),
+        test=loaded(sets.test, "wrapped", consumed[2]),
+        validations={name: one for name, one in valid.items() if one is not None},
+    )
+
+
+def _loaded(
+    args: Any,
+    data: Dataset[Batch],
+    order: Order,
+    consumed: int,
+    chunks: int,
+    shard: Shard,
+    keys: Sequence[str],
+    *,
+    at_once: bool,
+) -> Batches:
+    """A rank's micro-batches of a data set. ``at_once``: its loaders are sure to be needed."""
     sampler = MicroBatchSampler(
         len(data),  # type: ignore[arg-type]
         shard,
         consumed=consumed,
         order=order,
-        seed=plan.seed,
+        seed=args.seed,
     )
     loader: DataLoader[Batch] = DataLoader(
         data,
@@ -201,7 +257,7 @@ def _iterators(
     )
     # The loaders' processes start with the first batch that is wanted: at once for training,
     # perhaps never for the test.
-    batches = iter(loader) if split.name == "train" else (batch for batch in loader)
+    batches = iter(loader) if at_once else (batch for batch in loader)
     return _chunked(batches, chunks)
 
 
@@ -228,7 +284,7 @@ def _collate(samples: list[Batch], *, keys: Sequence[str]) -> Batch:
     return {key: torch.stack([sample[key] for sample in samples]) for key in keys}
 
 
-def _chunked(batches: Iterator[Batch], chunks: int) -> Iterator[Batch] | list[Iterator[Batch]]:
+def _chunked(batches: Iterator[Batch], chunks: int) -> Batches:
     """The batches; for several model chunks each gets all of them. A chunk's batch is a
     dictionary of its own, but its tensors are shared: they must not be written to."""
     if chunks == 1:

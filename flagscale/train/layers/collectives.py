@@ -49,6 +49,14 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     return done
 
 
+def input_gradient(found: torch.Tensor, sharing: Sharing, size: int, group: str) -> torch.Tensor:
+    """The gradient of a shared input, as far as this rank's weights go, summed over the ranks; see
+    :func:`gradients`."""
+    if sharing == "gather":
+        return wait(start_reduce_scatter(found, size, group))
+    return wait(start_all_reduce(found, group)) if sharing == "reduce" else found
+
+
 def gradients(
     input_: torch.Tensor,
     of_input: Callable[[], torch.Tensor],

@@ -46,10 +46,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input_, weight, accumulator = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:  # frozen
+            shared = collectives.input_gradient(gradient @ weight, ctx.sharing, ctx.size, ctx.group)
+            return shared, None, None, None, None, None
 
         def of_weight(whole: torch.Tensor) -> torch.Tensor | None:
-            if not ctx.needs_input_grad[1]:
-                return None
             return product_gradient(accumulator, weight, gradient, whole)
 
         both = collectives.gradients(

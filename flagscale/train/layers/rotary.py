@@ -49,6 +49,16 @@ def rotate(
     return torch.cat((turned, tensor[..., width:]), -1)
 
 
+def at(every: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The part of each token of a table ``[2, length, 1, 1, width]``, or of megatron.core's angles
+    ``[length, 1, 1, width]``, for positions ``[batch, sequence]``: with sequence and batch in place
+    of the length and the first one."""
+    places = positions.t()
+    if every.dim() == _TABLE_DIMENSIONS:
+        return every[:, places, 0]
+    return every[places, 0]
+
+
 def use_table(model: Any) -> None:
     """Give ``model`` a table where its positions are plain rotary ones."""
     embedding: Any = getattr(model, "rotary_pos_emb", None)

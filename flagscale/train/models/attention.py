@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
 from flagscale.train.models.context import attend
+from flagscale.train.models.documents import attend_masked, attend_within
 
 _KERNELS = {
     AttnBackend.flash: SDPBackend.FLASH_ATTENTION,
@@ -78,7 +79,8 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
             query: ``[sequence, batch, heads, head dimension]``.
             key: as ``query``, with as many heads as there are query groups.
             value: as ``key``.
-            attention_mask: of no effect; the mask follows from the layer's mask type.
+            attention_mask: None, or what keeps documents apart
+                (:mod:`flagscale.train.models.documents`).
 
         Returns:
             ``[sequence, batch, heads x head dimension]``.
@@ -94,7 +96,10 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
                     causal=self.causal,
                     scale=self.scale,
                     dropout=dropout,
+                    documents=attention_mask,
                 )
+            elif attention_mask is not None:
+                out = self._apart(query, key, value, attention_mask, dropout)
             else:
                 q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
                 out = functional.scaled_dot_product_attention(
@@ -107,6 +112,20 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
                     enable_gqa=q.shape[1] != k.shape[1],
                 )
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _apart(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Causal attention within documents."""
+        if mask.dim() == 1:
+            return attend_within(query, key, value, mask, scale=self.scale, dropout=dropout)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return attend_masked(q, k, v, mask, scale=self.scale, dropout=dropout)
 
     def _random_state(self, dropout: float) -> AbstractContextManager[Any]:
         """Heads are split over tensor-parallel ranks, so each rank draws its own dropout."""

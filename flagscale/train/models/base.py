@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 """Tensors of a micro-batch, ``[micro_batch_size, seq_length]`` each."""
+DOCUMENTS = "documents"
+"""Key of one more, where documents are kept apart: a number for each token."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,18 @@ class ModelSpec(Family, ABC):
         """The arguments by name of a chunk's forward pass.
 
         Args:
-            batch: a micro-batch of :meth:`data`, with context parallelism this rank's part.
+            batch: a micro-batch of :meth:`data`, with context parallelism this rank's part; and
+                where it tells documents, an ``attention_mask``
+                (:mod:`flagscale.train.models.documents`).
             first: whether the chunk has the embedding.
             last: whether it has the head. Its losses are weighed by the batch's ``loss_mask``.
         """
         return {
             "input_ids": batch["tokens"] if first else None,
-            "position_ids": batch["position_ids"] if first else None,
-            "attention_mask": None,  # what a token attends to follows from the layers
+            # Later stages turn by them, too, where they are not just counted.
+            "position_ids": batch["position_ids"],
+            # Without documents what a token attends to follows from the layers.
+            "attention_mask": batch.get("attention_mask"),
             "labels": batch["labels"] if last else None,
         }
 

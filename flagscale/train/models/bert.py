@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flagscale.config.arguments.families import LAYOUTS, Transformer
 from flagscale.config.arguments.precision import Broken, Values
+from flagscale.config.arguments.values import shown
 from flagscale.train.models.base import Chunk, DataKind, ModelSpec
 
 if TYPE_CHECKING:
@@ -37,10 +38,14 @@ class Bert(ModelSpec):
     def broken(self, values: Values) -> Iterator[Broken]:
         for name, reason in (
             ("reset_position_ids", "positions are counted through a sequence, whatever is in it"),
+            ("reset_attention_mask", "a token attends to all of its sequence, whatever is in it"),
+            ("eval_prompts", "nothing is continued"),
+            ("peft_type", "adapters are of models of text, token by token"),
+            ("sft", "answers are not told token by token"),
             ("eod_mask_loss", "the end of a document is never masked, and so never in the loss"),
         ):
             if values[name]:
-                yield name, f"true: with family bert {reason}; leave it out"
+                yield name, f"{shown(values[name])}: with family bert {reason}; leave it out"
         if values["seq_length"] <= _FRAME:
             yield "seq_length", f"{values['seq_length']} leaves no room for text in family bert"
 

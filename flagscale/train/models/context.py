@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from flagscale.train.layers import collectives
+from flagscale.train.models.documents import attend_masked, visible
 
 
 def own_pieces(tensor: torch.Tensor, dimension: int, rank: int, size: int) -> torch.Tensor:
@@ -62,6 +63,7 @@ def attend(
     causal: bool,
     scale: float | None,
     dropout: float,
+    documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a rank's queries to the whole sequence.
 
@@ -73,6 +75,8 @@ def attend(
         causal: whether a query attends to nothing that comes after it.
         scale: of the scores; one over the root of ``width`` if None.
         dropout: share of the scores that is dropped.
+        documents: numbers of the whole sequences' documents, ``[batch, sequence]``, where a query
+            is to attend to its own alone.
 
     Returns:
         ``[batch, heads, sequence of this rank, width]``.
@@ -91,9 +95,12 @@ def attend(
     outputs = []
     for own, number in zip(queries.chunk(2, 2), (rank, 2 * size - 1 - rank), strict=True):
         until = (number + 1) * piece
-        outputs.append(
-            _up_to_the_end(own, keys[:, :, :until], values[:, :, :until], scale, dropout)
-        )
+        near = keys[:, :, :until], values[:, :, :until]
+        if documents is None:
+            outputs.append(_up_to_the_end(own, *near, scale, dropout))
+            continue
+        mask = visible(documents[:, until - piece : until], documents[:, :until])
+        outputs.append(attend_masked(own, *near, mask, scale=scale, dropout=dropout))
     return torch.cat(outputs, 2)
 
 

@@ -69,7 +69,7 @@ def _become(module: torch.nn.Module, old: type, new: type) -> None:
 def notes(args: argparse.Namespace, config: TransformerConfig, device: Device) -> Iterator[str]:
     """What a user may want to know of how the model is built, a line each."""
     if implementation(args, device) == "compiled":
-        reason = why_not(config)
+        reason = why_not(config) or _why_no_adapters(args)
         if reason is not None and device.compiles:
             yield f"the layers are not compiled, which costs speed: {reason}"
         if args.fp8:
@@ -78,6 +78,13 @@ def notes(args: argparse.Namespace, config: TransformerConfig, device: Device) -
                 f"fp8: the layers' linear products{experts} take 8-bit numbers ({args.fp8}, "
                 f"{args.fp8_recipe}); attention, embedding, head and loss are in bf16"
             )
+
+
+def _why_no_adapters(args: argparse.Namespace) -> str | None:
+    """Why layers with adapters cannot be compiled as a whole; None where they can."""
+    if args.peft_type and args.lora_dropout and args.tensor_model_parallel_size > 1:
+        return "lora_dropout draws from a state of its own for each tensor-parallel rank"
+    return None
 
 
 def finish(model: Any, args: argparse.Namespace, config: TransformerConfig, device: Device) -> None:
@@ -92,7 +99,7 @@ def finish(model: Any, args: argparse.Namespace, config: TransformerConfig, devi
     Raises:
         ConfigError: the device or the layers' sizes do not allow the precision.
     """
-    if device.compiles and why_not(config) is None:
+    if device.compiles and why_not(config) is None and _why_no_adapters(args) is None:
         compile_layers(model)
     if args.fp8:
         if not device.multiplies_eight_bits:

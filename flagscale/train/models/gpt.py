@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from flagscale.config.arguments.families import LAYOUTS, Transformer
-from flagscale.train.models.base import Chunk, DataKind, ModelSpec
+from flagscale.train.models.base import DOCUMENTS, KEYS, Chunk, DataKind, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,14 @@ class Gpt(ModelSpec):
 
     name = "gpt"
     title = "GPT"
-    arguments = ("reset_position_ids", "eod_mask_loss")
+    arguments = (
+        "reset_position_ids",
+        "reset_attention_mask",
+        "eod_mask_loss",
+        "sft",
+        "peft_type",
+        "eval_prompts",
+    )
     layouts = tuple(LAYOUTS)
     transformer = Transformer()
 
@@ -31,17 +38,18 @@ class Gpt(ModelSpec):
         return made
 
     def data(self, args: Namespace, tokenizer: Tokenizer) -> DataKind:
-        from megatron.core.datasets.gpt_dataset import (
-            GPTDataset,
-            GPTDatasetConfig,
-            MockGPTDataset,
-        )
+        from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+        from flagscale.train.data.documents import data_sets
 
         del tokenizer
         options = {
             "reset_position_ids": args.reset_position_ids,
-            "reset_attention_mask": False,  # attention here is causal over the whole sequence
+            "reset_attention_mask": False,  # documents are numbered, and no mask is made of data
             "eod_mask_loss": args.eod_mask_loss,
             "create_attention_mask": False,
         }
-        return DataKind(GPTDataset, MockGPTDataset, GPTDatasetConfig, args.seq_length, options)
+        apart = args.reset_attention_mask
+        keys = (*KEYS, DOCUMENTS) if apart else KEYS
+        real, made_up = data_sets(apart=apart)
+        return DataKind(real, made_up, GPTDatasetConfig, args.seq_length, options, keys)

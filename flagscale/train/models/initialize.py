@@ -21,6 +21,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.train.layers import lora
+
 _LAYER = re.compile(r"(.*)\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)\.(.*)")
 _GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)")
@@ -40,15 +42,17 @@ def initialize(
 ) -> None:
     """Draw every weight of the bare model ``model`` (a chunk of it), in place.
 
-    Norms keep their ones, or get the value ``norms``; biases become zero. ``on_host``: numbers are
-    drawn in the host's memory, so that they are the same on every kind of device.
+    Norms keep their ones, or get the value ``norms``; biases, and the second matrix of adapters,
+    become zero. ``on_host``: numbers are drawn in the host's memory, so that they are the same on
+    every kind of device.
     """
     for name, parameter in global_parameters(model, config):
-        if name.endswith("bias"):
+        if name.endswith(("bias", lora.B)):
             parameter.zero_()
         elif parameter.dim() > 1:
+            std = lora.spread(parameter) if lora.is_adapter(name) else _std(name, config)
             generator = _generator(seed, name, "cpu" if on_host else parameter.device)
-            parameter.copy_(_own_part(name, parameter, config, generator))
+            parameter.copy_(_own_part(name, parameter, config, generator, std))
         elif norms is not None:
             parameter.fill_(norms)
 
@@ -116,13 +120,14 @@ def _own_part(
     parameter: torch.nn.Parameter,
     config: TransformerConfig,
     generator: torch.Generator,
+    std: float,
 ) -> torch.Tensor:
     """This rank's part of the parameter called ``name``, of the shape of ``parameter``."""
     shape = list(parameter.shape)
     dimension, rank, size = _split(parameter)
     shape[dimension] *= size
     whole = torch.empty(shape, dtype=torch.float32, device=generator.device)
-    whole.normal_(0.0, _std(name, config), generator=generator)
+    whole.normal_(0.0, std, generator=generator)
     if size == 1:
         return whole
     if config.gated_linear_unit and _GATED.search(name):

@@ -13,9 +13,11 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.adapters import targets_of
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
 from flagscale.train.layers.dispatch import send_directly
+from flagscale.train.layers.lora import attach
 from flagscale.train.models.attention import choose_kernel
 from flagscale.train.models.base import Chunk, spec_of
 from flagscale.train.models.config import ddp_config, implementation
@@ -56,6 +58,14 @@ def build_chunks(
         model.model_type, model.vocab_size = ModelType.encoder_or_decoder, vocabulary
         send_directly(model)
         _set_experts_apart(model)
+        if targets := targets_of(vars(args)):
+            attach(
+                model,
+                targets,
+                rank=args.lora_dim,
+                alpha=args.lora_alpha,
+                dropout=args.lora_dropout,
+            )
         spec.initialize(
             model,
             config,

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_files import write_talks, write_tokenizer
 
 from flagscale.errors import DataError
 from flagscale.train.data.preprocess import Job, run
@@ -79,6 +80,8 @@ def args(tmp_path: Path, **given: Any) -> Namespace:
         "num_dataset_builder_threads": 1,
         "mid_level_dataset_surplus": 0.005,
         "eod_mask_loss": False,
+        "reset_attention_mask": False,
+        "sft": False,
     }
     return Namespace(**{**values, **given})
 
@@ -86,7 +89,10 @@ def args(tmp_path: Path, **given: Any) -> Namespace:
 def iterators(arguments: Namespace, progress: Progress | None = None, **given: Any) -> Any:
     from flagscale.train.data.datasets import build_data_iterators
 
-    tokenizer = open_tokenizer(SPEC)
+    spec = SPEC
+    if arguments.sft:
+        spec = TokenizerSpec("HuggingFaceTokenizer", arguments.tokenizer_path)
+    tokenizer = open_tokenizer(spec)
     given.setdefault("shard", Shard.even(micro_batch_size=arguments.micro_batch_size))
     return build_data_iterators(arguments, tokenizer, progress or Progress(), **given)
 
@@ -127,6 +133,29 @@ def test_every_layout_sees_the_same_steps(data: dict[str, str], tmp_path: Path, 
     for layout in ((1, 1), (8, 1), (1, 2), (2, 4), (1, 8)):
         assert steps(given, layout, 12) == whole
         assert steps(given, layout, 5, skip=7) == whole[7:]
+
+
+def test_every_layout_sees_the_same_conversations(tmp_path: Path) -> None:
+    """Over several passes, whose order differs, and in sets of their own for validation."""
+    valid = [str(write_talks(tmp_path / f"{name}.jsonl", 9, seed=7)) for name in ("one", "two")]
+    given = args(
+        tmp_path,
+        split=None,
+        train_data_path=[str(write_talks(tmp_path / "talks.jsonl", 90))],
+        valid_data_path=valid,
+        multiple_validation_sets=True,
+        tokenizer_path=str(write_tokenizer(tmp_path / "tokenizer")),
+        seq_length=256,
+        **{"sft": True, "sft_format": "auto", "sft_packing": True, "sft_too_long": "refuse"},
+        chat_template=None,
+    )
+    whole = steps(given, (2, 1), 12)
+    assert len({str(row) for step in whole for row in step}) < 12 * 8
+    assert whole[:6] != whole[6:]
+    for layout in ((1, 1), (8, 1), (2, 4)):
+        assert steps(given, layout, 5, skip=7) == whole[7:]
+    found = iterators(given)
+    assert (found.valid, found.test, list(found.validations)) == (None, None, ["one", "two"])
 
 
 def test_evaluation_resumes_too(data: dict[str, str], tmp_path: Path) -> None:

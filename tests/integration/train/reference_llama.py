@@ -11,8 +11,38 @@ from torch.nn import functional
 
 
 def loss(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) -> Tensor:
-    """Mean cross-entropy of ``[batch, sequence]`` tokens, in nats."""
-    x = weights["embedding.word_embeddings.weight"][batch["tokens"]]
+    """Mean cross-entropy of ``[batch, sequence]`` tokens, in nats; of documents that are kept
+    apart each by itself, as if there were no others."""
+    if args.peft_type:
+        weights = with_adapters(weights, args.lora_alpha / args.lora_dim)
+    counts = batch["loss_mask"]
+    if "documents" not in batch:
+        return (
+            losses(weights, batch["tokens"], batch["labels"], args) * counts
+        ).sum() / counts.sum()
+    total = torch.zeros(())
+    for row in range(len(counts)):
+        of = batch["documents"][row]
+        for number in of.unique():
+            own = {name: batch[name][row][of == number][None] for name in ("tokens", "labels")}
+            total = total + (losses(weights, **own, args=args) * counts[row][of == number]).sum()
+    return total / counts.sum()
+
+
+def with_adapters(weights: Mapping[str, Tensor], scale: float) -> Mapping[str, Tensor]:
+    """Each weight with what its low-rank adapter adds."""
+    found = dict(weights)
+    for name in weights:
+        if name.endswith(".lora_a"):
+            layer = name.removesuffix(".lora_a")
+            added = weights[f"{layer}.lora_b"] @ weights[name]
+            found[f"{layer}.weight"] = weights[f"{layer}.weight"] + scale * added
+    return found
+
+
+def losses(weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, args: Any) -> Tensor:
+    """Cross-entropy of each of ``[batch, sequence]`` tokens, in nats."""
+    x = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(args.num_layers):
         own = {
             name.removeprefix(f"decoder.layers.{layer}."): weight
@@ -23,7 +53,8 @@ def loss(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) 
         x = x + mlp(own, norm(x, own["pre_mlp_layernorm.weight"], args))
     logits = norm(x, weights["decoder.final_layernorm.weight"], args)
     logits = logits @ weights["output_layer.weight"].T
-    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    found = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return found.view(tokens.shape)
 
 
 def norm(x: Tensor, weight: Tensor, args: Any) -> Tensor:

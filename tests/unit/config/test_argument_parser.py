@@ -79,7 +79,7 @@ def test_lists_are_not_shared() -> None:
         ("--lr-decay-style stablelm2-scheduler", "WSD is the nearest"),
         ("--tokenizer-type TikTokenizer", "convert it to tokenizer.json and take"),
         ("--tokenizer-type HuggingfaceTokenizer", "did you mean 'HuggingFaceTokenizer'"),
-        ("--lora-dim 8", "--lora-dim: cannot be given: it would train low-rank adapters"),
+        ("--lora-out-init-method x", "--lora-out-init-method: cannot be given: `peft_type: lora`"),
         ("--log-straggler", "--log-straggler: cannot be given: this figure, trace or check"),
         ("--moe-layer-freq [0]+1", r"or \[0\]\+\[1\]\*3 for \[0, 1, 1, 1\], found"),
         ("--moe-layer-freq [1]*[1]", "a whole number"),

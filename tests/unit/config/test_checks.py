@@ -37,6 +37,9 @@ def _experiment(values: dict[str, Any], *, external: bool = False) -> Experiment
     )
 
 
+TALKS = {"sft": True, "data_path": "a.jsonl", "mock_data": False}
+
+
 FITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
@@ -199,10 +202,15 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "window_size",
         "[4, 0] is not possible",
     ),
-    "no-mask": (
-        {"reset_attention_mask": True, "transformer_impl": "local"},
-        "reset_attention_mask",
-        "true is not supported by this trainer: attention here is causal",
+    "documents-and-a-window": (
+        {"reset_attention_mask": True, "attention_backend": "local", "window_size": [4, 0]},
+        "window_size",
+        "[4, 0] with reset_attention_mask: megatron.core's own attention makes",
+    ),
+    "documents-by-cudnn": (
+        {"reset_attention_mask": True, "attention_backend": "fused"},
+        "attention_backend",
+        "fused: cuDNN's kernel takes no documents",
     ),
     **{
         name: (
@@ -220,7 +228,77 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     },
     "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
     "yarn": ({"is_hybrid_model": True}, "is_hybrid_model", "Mamba and attention layers are not"),
-    "validations": ({"multiple_validation_sets": True}, "multiple_validation_sets", "a blend of"),
+    "validations": (
+        {"multiple_validation_sets": True},
+        "multiple_validation_sets",
+        "true needs sft",
+    ),
+    "conversations-as-text": (
+        {"data_path": "a.jsonl", "mock_data": False},
+        "data_path",
+        "a.jsonl: sft: true trains on conversations; text of JSON lines is made",
+    ),
+    **{
+        f"conversations-{name}": ({**TALKS, **values}, key, message)
+        for name, (values, key, message) in {
+            "of-an-index": ({"data_path": "a/b"}, "data_path", "a/b: with sft expected files of"),
+            "weighed": ({"data_path": "1 a.jsonl 2 b.jsonl"}, "data_path", "leave the weights out"),
+            "without-template": (
+                {"tokenizer_type": "NullTokenizer"},
+                "tokenizer_type",
+                "NullTokenizer with sft: it has no chat template; take HuggingFaceTokenizer",
+            ),
+            "template": (
+                {"chat_template": "chatlm"},
+                "chat_template",
+                "expected chatml or llama3 or a .jinja file, found 'chatlm'",
+            ),
+            "by-cudnn": ({"attention_backend": "fused"}, "attention_backend", "takes no documents"),
+            "of-bert": ({"family": "bert"}, "sft", "answers are not told token by token"),
+        }.items()
+    },
+    "prompts-without-evaluation": (
+        {"eval_prompts": "/x", "eval_iters": 0, "eval_prompt_tokens": 4},
+        "eval_prompts",
+        "prompts are answered at evaluations, which eval_iters: 0 switches off",
+    ),
+    "prompts-in-parts": (
+        {"eval_prompts": "/x", "context_parallel_size": 2, "eval_prompt_tokens": 4},
+        "eval_prompts",
+        "prompts are not answered with context parallelism or unlike devices",
+    ),
+    "prompts-without-room": (
+        {"eval_prompts": "/x"},
+        "eval_prompt_tokens",
+        "leaves no room in seq_length 32",
+    ),
+    **{
+        f"adapters-{name}": ({"peft_type": "lora", **values}, key, message)
+        for name, (values, key, message) in {
+            "nowhere": (
+                {"lora_target_modules": ["linear_qvk"]},
+                "lora_target_modules",
+                "linear_qvk: no layer that gets adapters; there is linear_qkv, linear_proj",
+            ),
+            "in-parts": (
+                {"lora_target_modules": ["q_proj", "v_proj", "o_proj"]},
+                "lora_target_modules",
+                "q_proj and v_proj without k_proj: they are one product here, with one adapter",
+            ),
+            "of-experts": (
+                {"num_experts": 4, "lora_target_modules": ["linear_fc1"]},
+                "lora_target_modules",
+                "experts get no adapters; take linear_qkv and linear_proj",
+            ),
+            "of-nothing": ({"save": "/x"}, "pretrained_checkpoint", "is required by peft_type"),
+            "in-8-bits": (
+                {"fp8": "hybrid", "bf16": True, "transformer_impl": "compiled"},
+                "fp8",
+                "hybrid with peft_type lora: weights that do not change are not cast",
+            ),
+            "of-bert": ({"family": "bert"}, "peft_type", "'lora': with family bert adapters are"),
+        }.items()
+    },
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
     "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
     "fused-loss": ({"cross_entropy_fusion_impl": "te"}, "cross_entropy_fusion_impl", "te needs"),
@@ -361,7 +439,6 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "sequence_parallel: false is taken in place of true",
     ),
-    "mask": ({"reset_attention_mask": True}, "reset_attention_mask: false is taken"),
 }
 
 

@@ -49,6 +49,20 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any("not whole" in note for note in notes(experiment, world))
 
 
+@pytest.mark.parametrize("world", [8, 16])
+def test_the_example_of_fine_tuning(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small one is run, with the page that describes it."""
+    monkeypatch.chdir(REPOSITORY)
+    conf = REPOSITORY / "examples" / "qwen3" / "conf"
+    assert sorted(path.stem for path in (conf / "train").glob("*.yaml")) == ["8b", "tiny"]
+    experiment = load(conf, "train", ["train=8b", "action=dryrun"]).experiment
+    parsed = parse_arguments(flatten(experiment.train.sections()))
+    assert (parsed.sft, parsed.peft_type, parsed.qk_layernorm) == (True, "lora", True)
+    assert parsed.valid_data_path[1] == str(REPOSITORY / "data" / "code_valid.jsonl")
+    assert check_world(experiment, world) == []
+    assert notes(experiment, world) == []
+
+
 @pytest.mark.parametrize("world", [1, 8])
 def test_the_example_of_another_family(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -108,7 +122,8 @@ def test_hints_for_missing_quickstart_data(tmp_path: Path, monkeypatch: pytest.M
         ("sgd_momentum", "Without effect unless `optimizer: sgd`"),
         ("is_hybrid_model", "This trainer refuses it: models of Mamba"),
         ("legacy_tokenizer", "Taken and without effect"),
-        ("lora_dim", "Cannot be given: it would train low-rank adapters"),
+        ("lora_dim", "Without effect unless `peft_type: lora`"),
+        ("lora_init", "Cannot be given: `peft_type: lora` trains low-rank adapters"),
         ("log_straggler", "May be given and has no effect"),
         ("auto_tuner", "Cannot be given: there is no automatic tuner"),
         ("decoder_last_pipeline_num_layers", "alias of num_layers_in_last_pipeline_stage"),

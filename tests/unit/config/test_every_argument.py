@@ -157,7 +157,7 @@ FOREIGN = {
     "bert_no_binary_head": ("BERT's second head", "noted"),
     "bert_binary_head": ("T5 and retrieval", "refused"),
     "dino_teacher_temp": ("models of images", "refused"),
-    "lora_alpha": ("fine-tuning by adapters", "refused"),
+    "lora_in_init_method": ("fine-tuning by adapters", "refused"),
     "ckpt_convert_save": ("conversion of checkpoints", "refused"),
     "torch_fsdp2_no_reshard_after_forward": ("fully sharded data parallelism", "refused"),
     "inprocess_hard_timeout": ("restarts inside a process", "refused"),

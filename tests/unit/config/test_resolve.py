@@ -185,7 +185,7 @@ def test_swiglu_takes_two_thirds_of_the_hidden_layer() -> None:
         ({"fp8": "hybrid"}, "fp8: hybrid needs bf16"),
         ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype: 'bf16' needs Transformer Engine"),
         ({"gradient_accumulation_fusion": True, "transformer_impl": "local"}, "Apex"),
-        ({"reset_attention_mask": True, "attention_backend": "local"}, "over the whole sequence"),
+        ({"reset_attention_mask": True, "attention_backend": "fused"}, "takes no documents"),
         ({"min_lr": 1.0}, "min_lr: 1.0 exceeds lr 0.001"),
         ({"lr_warmup_iters": 10}, "leaves nothing of the 10 of the decay"),
         (

@@ -63,6 +63,34 @@ def test_weights_are_of_one_family(saved: dict[str, Any], own: str, refused: boo
         parts_to_load(content, ours, 1)
 
 
+LORA = f"{LLAMA} --peft-type lora"
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        pytest.param(LORA, LORA, None, id="same"),
+        pytest.param(LORA, f"{LORA} --lora-dropout 0.1", None, id="other-dropout"),
+        pytest.param(LORA, LLAMA, "holds low-rank adapters alone", id="all-weights"),
+        pytest.param(LLAMA, LORA, "holds a whole model, and this run trains", id="adapters"),
+        pytest.param(LORA, f"{LORA} --lora-dim 8", "have rank 16, this run's 8", id="other-rank"),
+        pytest.param(
+            LORA,
+            f"{LORA} --lora-target-modules linear_qkv",
+            "have targets .*'linear_fc2'.*this run's .'linear_qkv'.",
+            id="other-layers",
+        ),
+    ],
+)
+def test_adapters_are_loaded_as_adapters(saved: str, own: str, message: str | None) -> None:
+    content = {**describe(values(saved, 1), 1), "schedule": {}}
+    if message is None:
+        assert parts_to_load(content, values(own, 1), 1).optimizer
+        return
+    with pytest.raises(CheckpointError, match=message):
+        parts_to_load(content, values(own, 1), 1)
+
+
 def test_random_states_are_of_one_order_of_ranks() -> None:
     """Replicas that are pipelines are numbered one after another where they are unlike."""
     like = values(f"{LLAMA} --pipeline-model-parallel-size 2", 4)

@@ -25,6 +25,7 @@ def model(**changes: Any) -> Namespace:
         "moe_ffn_hidden_size": None,
         "moe_shared_expert_intermediate_size": None,
         "moe_layer_freq": 1,
+        "peft_type": None,
     }
     return Namespace(**{**base, **changes})
 
@@ -33,6 +34,12 @@ def test_llama_3_8b_by_hand() -> None:
     # 7 504 658 432 weights in matrices (8.03 G without the embedding and the norms).
     expected = 6 * 7_504_658_432 + 6 * 32 * 4096 * 4096
     assert flops_per_token(model(), 128256) == pytest.approx(expected, rel=1e-6)
+
+
+def test_frozen_matrices_have_no_gradients_of_weights() -> None:
+    expected = 4 * (7_504_658_432 - 128256 * 4096) + 6 * 32 * 4096 * 4096
+    found = flops_per_token(model(peft_type="lora"), 0)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_known_measurement() -> None:

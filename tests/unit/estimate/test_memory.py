@@ -51,6 +51,14 @@ def test_as_measured(more: str, world: int, measured: float) -> None:
     assert most_gib(more, world) == pytest.approx(measured, rel=0.05)
 
 
+def test_adapters_alone_have_gradients_and_an_optimizer() -> None:
+    lora = "--peft-type lora --lora-dim 8 --lora-target-modules linear_qkv linear_fc2"
+    stages = llama_forecast(f"{WHOLE} {lora} {TP2_PP2}", 4).stages
+    each = 8 * (4096 + 6144 // 2 + 4096 + 14336 // 2)
+    assert stages[0].memory.gradients == 4 * 16 * each
+    assert stages[0].memory.optimizer == 12 * 16 * each
+
+
 def test_the_8b_model_has_8_billion_weights() -> None:
     (stage,) = llama_forecast(WHOLE).stages
     assert stage.memory.weights / 2 == 8_030_261_248

@@ -87,6 +87,15 @@ def test_events_of_the_speaking_rank(tmp_path: Path) -> None:
     }
 
 
+def test_sets_of_validation_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True)
+    for name, loss in (("code", 0.0), ("chats", 1.0)):
+        reporter.evaluation("valid", 20, loss, name)
+    found = [event.fields for event in read_events(tmp_path / "rank_0.jsonl")[0]]
+    assert [(fields["data"], fields["loss"]) for fields in found] == [("code", 0.0), ("chats", 1.0)]
+    assert "step 20 | valid chats loss 1.0000 | perplexity 2.72" in capsys.readouterr().out
+
+
 def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True).progress(READING, CPU, {})
     (event,) = read_events(tmp_path / "rank_0.jsonl")[0]

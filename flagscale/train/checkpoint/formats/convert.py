@@ -23,6 +23,13 @@ import torch
 from flagscale.config.arguments.huggingface.models import arguments_of, disagreements
 from flagscale.config.arguments.huggingface.reading import read_config
 from flagscale.errors import CheckpointError, FlagscaleError
+from flagscale.train.checkpoint.formats.adapters import (
+    Adapters,
+    base_of,
+    merged,
+    read_adapters,
+    write_peft,
+)
 from flagscale.train.checkpoint.formats.base import (
     FORMATS,
     CheckpointFormat,
@@ -37,7 +44,7 @@ from flagscale.train.checkpoint.formats.companions import beside
 from flagscale.train.data.progress import progress
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OURS = "torch_dist"
+_OURS, _PEFT = "torch_dist", "peft"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +56,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", metavar="IN", type=Path, help="a model's directory, or one of checkpoints")
     add("target", metavar="OUT", type=Path, help="where to write; there must be nothing yet")
-    add("--to", metavar="FORMAT", help="huggingface or torch_dist; the other one than IN's")
+    add(
+        "--to",
+        metavar="FORMAT",
+        help="huggingface or torch_dist; the other one than IN's. Or peft: adapters alone",
+    )
+    add(
+        "--base",
+        metavar="DIR",
+        type=Path,
+        help="the model that adapters are of; the one that they were trained on without it",
+    )
     add(
         "--like",
         metavar="DIR",
@@ -94,8 +111,15 @@ def convert(options: argparse.Namespace) -> None:
     source, target = options.source.absolute(), options.target.absolute()
     reader = format_of(source)
     name = options.to or ("huggingface" if reader.name == _OURS else _OURS)
+    adapters = read_adapters(source) if reader.name == _OURS else None
+    if name == _PEFT:
+        _convert_adapters(adapters, source, target, options.base)
+        return
     writer: CheckpointFormat = FORMATS.made(name, CheckpointFormat)
-    model = reader.read(source)
+    if adapters is None:
+        model = reader.read(source)
+    else:
+        model = merged(adapters, base_of(adapters, options.base))
     if options.like is not None:
         model = dressed(model, options.like.absolute())
     if options.dtype is not None:
@@ -111,6 +135,17 @@ def convert(options: argparse.Namespace) -> None:
         print("no tokenizer was copied: --like takes one from another directory")
     if options.check is not None:
         _check(model, writer.read(written), name, options.check or None)
+
+
+def _convert_adapters(
+    adapters: Adapters | None, source: Path, target: Path, base: Path | None
+) -> None:
+    if adapters is None:
+        raise CheckpointError(f"{source} holds no adapters, but a whole model")
+    model = base_of(adapters, base)
+    _make_room(model, target)
+    written = write_peft(adapters, model, target, lambda _size: None)
+    print(f"adapters of {model.path}, rank {adapters.about['rank']}: {written}")
 
 
 def dressed(model: Model, like: Path) -> Model:

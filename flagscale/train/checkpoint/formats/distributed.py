@@ -64,7 +64,12 @@ class Distributed:
         return (path / METADATA).is_file() or bool(Checkpoints(path).iterations())
 
     def read(self, path: Path) -> Model:
-        path, said = _newest(path)
+        path, said = newest(path)
+        if said.get("adapters"):
+            raise CheckpointError(
+                f"{path} holds adapters alone",
+                hint="flagscale convert merges them into their model",
+            )
         given = said.get("model")
         if given is None:
             raise CheckpointError(
@@ -126,7 +131,7 @@ def _told(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **unread}
 
 
-def _newest(path: Path) -> tuple[Path, Mapping[str, Any]]:
+def newest(path: Path) -> tuple[Path, Mapping[str, Any]]:
     """The checkpoint in a directory of checkpoints, or that the directory is, and its manifest."""
     if (path / METADATA).is_file():
         return path, check_whole(path, foreign=False)

@@ -34,6 +34,8 @@ def start_from(args: argparse.Namespace, state: TrainState) -> str:
         CheckpointError: on all ranks: there is no model, it is another one, or it is damaged.
     """
     path = Path(args.pretrained_checkpoint)
+    args = copy.copy(args)
+    args.peft_type = None  # whatever is trained beside it
     error, notes, format_ = None, "", None
     try:
         format_ = format_of(path)

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from flagscale.errors import DataError
+
 
 class Tokenizer(ABC):
     """Text to token ids and back, with what megatron.core's data sets ask of a tokenizer.
@@ -57,6 +59,22 @@ class Tokenizer(ABC):
     def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, in order."""
         return [self.tokenize(text) for text in texts]
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that steer a model and stand for no text, such as the end of a turn."""
+        return frozenset()
+
+    def tokenize_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Token ids of each text, and the character at which each token begins.
+
+        Raises:
+            DataError: this tokenizer does not tell.
+        """
+        raise DataError(
+            f"{type(self).__name__} does not tell where in a text its tokens stand, which answers "
+            "are found by; take HuggingFaceTokenizer with a tokenizer.json"
+        )
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:

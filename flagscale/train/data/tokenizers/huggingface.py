@@ -73,7 +73,7 @@ class FastTokenizer(Tokenizer):
     """A tokenizer that the ``tokenizers`` library reads by itself."""
 
     def __init__(self, directory: Path, files: list[Path]) -> None:
-        settings = _settings(directory) if len(files) < 3 else {"eos_token": _AQUILAS_END}
+        settings = settings_of(directory) if len(files) < 3 else {"eos_token": _AQUILAS_END}
         self._tokenizer = _read(files)
         super().__init__(files=digest(files))
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -121,6 +121,15 @@ class FastTokenizer(Tokenizer):
     def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [list(item.ids) for item in encoded]
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    def tokenize_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(list(one.ids), [begin for begin, _ in one.offsets]) for one in encoded]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
@@ -181,8 +190,21 @@ class TransformersTokenizer(Tokenizer):
         found = getattr(self._tokenizer, f"{name}_id")
         return None if found is None else int(found)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(map(int, self._tokenizer.all_special_ids))
+
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def tokenize_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        if not self._tokenizer.is_fast:
+            return super().tokenize_with_places(texts)
+        found = self._tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+        return [
+            (list(ids), [begin for begin, _ in places])
+            for ids, places in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        ]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
@@ -206,8 +228,8 @@ def _read(files: list[Path]) -> Any:
         raise DataError(f"{names}: not a tokenizer that can be read: {error}") from None
 
 
-def _settings(directory: Path) -> dict[str, Any]:
-    """The special tokens that the directory's JSON files name."""
+def settings_of(directory: Path) -> dict[str, Any]:
+    """What the directory's JSON files say of a tokenizer: its special tokens, its chat template."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = directory / name

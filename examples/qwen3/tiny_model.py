@@ -1,0 +1,104 @@
+"""Writes a small random Qwen3, as Hugging Face has models, and conversations to fine-tune it on.
+
+usage: tiny_model.py DIRECTORY
+
+DIRECTORY gets model/ (config.json, weights, tokenizer with a chat template), train.jsonl,
+valid.jsonl and prompts.jsonl. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+COLOURS = {
+    "a banana": "yellow",
+    "snow": "white",
+    "coal": "black",
+    "the sky": "blue",
+    "grass": "green",
+    "blood": "red",
+    "an elephant": "grey",
+    "a carrot": "orange",
+}
+# As Qwen's without tools and thoughts.
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def conversations(count: int, seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Questions about colours, one to four a conversation."""
+    generator = random.Random(seed)
+    for _ in range(count):
+        messages = []
+        for _ in range(generator.randint(1, 4)):
+            thing = generator.choice(list(COLOURS))
+            messages += [
+                {"role": "user", "content": f"What colour is {thing}?"},
+                {"role": "assistant", "content": f"{thing.capitalize()} is {COLOURS[thing]}."},
+            ]
+        yield {"messages": messages}
+
+
+def write_model(directory: Path) -> None:
+    """A model of random weights, and a tokenizer of its own."""
+    import torch
+    import transformers
+
+    from flagscale.train.data import train_bpe
+
+    torch.manual_seed(1234)
+    config = transformers.Qwen3Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+    texts = [json.dumps(one) for one in conversations(200, seed=3)]
+    tokenizer = train_bpe.train(texts, train_bpe.BpeSettings(320, SPECIAL))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    directory = Path(sys.argv[1])
+    (directory / "model").mkdir(parents=True, exist_ok=True)
+    write_model(directory / "model")
+    for name, count, seed in (("train", 2000, 1), ("valid", 100, 2)):
+        lines = (json.dumps(one) + "\n" for one in conversations(count, seed))
+        (directory / f"{name}.jsonl").write_text("".join(lines))
+    asked = [{"role": "user", "content": "What colour is a banana?"}]
+    (directory / "prompts.jsonl").write_text(json.dumps({"messages": asked}) + "\n")
+    print(f"wrote a model and conversations to {directory}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Conversations to fine-tune on: read, rendered by a chat template, tokenized once, packed."""

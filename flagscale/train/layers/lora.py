@@ -1,0 +1,199 @@
+"""Low-rank adapters beside parallel linear layers (Hu et al., "LoRA", 2021).
+
+A layer's weight W does not change; trained are A ``[rank, in]`` and B ``[out, rank]``, and the
+output is ``W x + alpha / rank * B A x``. B starts as zeros, so that training starts from the base.
+Of the two the one on the side that tensor parallelism splits is split with W; the other is whole on
+every rank, and what is summed or gathered between them is ``rank`` wide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.nn import functional
+
+from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
+
+A, B = "lora_a", "lora_b"
+_SPLIT = {A: 1, B: 0}
+"""The dimension in which each is split, if it is."""
+_NEVER = ("experts", "shared_experts")
+"""Modules whose layers get no adapters."""
+
+
+class _Adapted:
+    """Goes before a parallel linear layer's class. What is split is ``split``."""
+
+    split: str
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    training: bool
+    sequence_parallel: bool
+    config: Any
+    tp_group: Any
+    lora_a: torch.nn.Parameter
+    lora_b: torch.nn.Parameter
+    lora_scale: float
+    lora_dropout: float
+
+    def add_adapter(self, rank: int, alpha: float, dropout: float) -> None:
+        """Give the layer A and B, not drawn yet, and freeze the rest."""
+        module: Any = self
+        module.requires_grad_(False)
+        rows, columns = self.weight.shape
+        self.lora_a = torch.nn.Parameter(self.weight.new_zeros(rank, columns))
+        self.lora_b = torch.nn.Parameter(self.weight.new_zeros(rows, rank))
+        self.lora_scale, self.lora_dropout = alpha / rank, dropout
+        ranks = self.tp_group.size()
+        for name, parameter in ((A, self.lora_a), (B, self.lora_b)):
+            mine: Any = parameter
+            if name == self.split:
+                set_tensor_model_parallel_attributes(mine, True, _SPLIT[name], 1)
+            elif self.sequence_parallel and ranks > 1:
+                # Each rank has seen its part of the sequence.
+                mine.sequence_parallel = True
+        inward: Any = self.lora_a
+        inward.fan_in = columns * (ranks if self.split == A else 1)
+
+    def _down(self, input_: torch.Tensor) -> torch.Tensor:
+        """``A x``, of a part of ``x`` or of all of it."""
+        if self.lora_dropout and self.training:
+            with self._random_state():
+                input_ = functional.dropout(input_, self.lora_dropout)
+        return functional.linear(input_, self.lora_a)
+
+    def _up(self, narrow: torch.Tensor) -> torch.Tensor:
+        return functional.linear(narrow, self.lora_b) * self.lora_scale
+
+    def _random_state(self) -> AbstractContextManager[Any]:
+        """Ranks that have parts of the input drop other things than each other."""
+        if self.tp_group.size() == 1 or not (self.sequence_parallel or self.split == A):
+            return nullcontext()
+        fork: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
+        return fork
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The layer's weights by their places in the whole, the adapter's among them."""
+        module: Any = self
+        split = {"weight": 0, "bias": 0} if self.split == B else {"weight": 1}
+        return make_sharded_tensors_for_checkpoint(
+            module.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {**split, self.split: _SPLIT[self.split]},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+class _Column(_Adapted):
+    split = B
+
+    def forward(
+        self, input_: torch.Tensor, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the layer's own, with what the adapter adds."""
+        output, bias = super().forward(input_, *args, **options)  # type: ignore[misc]
+        narrow, group = self._down(input_), self.tp_group
+        if group.size() > 1 and self.sequence_parallel:
+            narrow = mappings.gather_from_sequence_parallel_region(narrow, group=group)
+        elif group.size() > 1:
+            narrow = mappings.copy_to_tensor_model_parallel_region(narrow, group=group)
+        return output + self._up(narrow), bias
+
+
+class _Row(_Adapted):
+    split = A
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the layer's own, with what the adapter adds."""
+        output, bias = super().forward(input_)  # type: ignore[misc]
+        narrow, group = self._down(input_), self.tp_group
+        if group.size() > 1 and self.sequence_parallel:
+            narrow = mappings.reduce_scatter_to_sequence_parallel_region(narrow, group=group)
+        elif group.size() > 1:
+            narrow = mappings.reduce_from_tensor_model_parallel_region(narrow, group=group)
+        return output + self._up(narrow), bias
+
+
+class LoraColumnLinear(_Column, ColumnParallelLinear):  # type: ignore[misc]
+    """megatron.core's layer with an adapter."""
+
+
+class LoraRowLinear(_Row, RowParallelLinear):  # type: ignore[misc]
+    """megatron.core's layer with an adapter."""
+
+
+class LoraAccumulatingColumnLinear(_Column, AccumulatingColumnLinear):
+    """The faster layer with an adapter."""
+
+
+class LoraAccumulatingRowLinear(_Row, AccumulatingRowLinear):
+    """The faster layer with an adapter."""
+
+
+_CLASSES: dict[type, type] = {
+    ColumnParallelLinear: LoraColumnLinear,
+    RowParallelLinear: LoraRowLinear,
+    AccumulatingColumnLinear: LoraAccumulatingColumnLinear,
+    AccumulatingRowLinear: LoraAccumulatingRowLinear,
+}
+
+
+def attach(
+    model: Any, targets: tuple[str, ...], *, rank: int, alpha: float, dropout: float
+) -> None:
+    """Freeze the bare ``model`` and give layers adapters, whose weights are still to be drawn.
+
+    Args:
+        model: a chunk of it, before data parallelism.
+        targets: names of layers.
+        rank: of the adapters.
+        alpha: what adapters add is multiplied by this over ``rank``.
+        dropout: share of their inputs that is dropped.
+    """
+    model.requires_grad_(False)
+    for module in _layers(model, targets):
+        # The classes differ in methods alone.
+        module.__class__ = _CLASSES[type(module)]
+        module.add_adapter(rank, alpha, dropout)
+    if model.pre_process:
+        model.embedding.register_forward_hook(_ask_for_gradient)
+
+
+def _layers(model: torch.nn.Module, targets: tuple[str, ...]) -> Iterator[Any]:
+    for name, module in model.named_modules():
+        *above, own = name.split(".")
+        if own in targets and not set(above) & set(_NEVER) and type(module) in _CLASSES:
+            yield module
+
+
+def _ask_for_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+    """Layers that are recomputed, and pipeline stages, have a backward pass where their input asks
+    for a gradient; frozen embeddings do not."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return name.rpartition(".")[2] in (A, B)
+
+
+def spread(parameter: torch.nn.Parameter) -> float:
+    """Standard deviation that A is drawn with: that of peft's uniform distribution."""
+    return 1.0 / math.sqrt(3.0 * parameter.fan_in)  # type: ignore[attr-defined]

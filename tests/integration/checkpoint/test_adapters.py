@@ -1,0 +1,195 @@
+"""Low-rank adapters of a model of Hugging Face: trained, saved, resumed, merged, exported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_files import talk, write_lines, write_model, write_talks
+from foreign_models import TOKENS, logits
+from safetensors.torch import load_file
+
+from flagscale.checkpoints import Checkpoints
+from flagscale.config.arguments.flatten import flatten
+from flagscale.config.arguments.huggingface.models import missing
+from flagscale.config.arguments.huggingface.reading import read_config
+from flagscale.config.arguments.registry import arguments
+from flagscale.status import STATUS_DIR_VARIABLE, read_events
+from flagscale.train.checkpoint.formats import convert
+from flagscale.train.checkpoint.formats.metadata import tensors_of
+
+pytestmark = [pytest.mark.torch, pytest.mark.integration]
+
+PROJECT = Path(__file__).parents[3]
+RUN = (
+    "--seq-length 96 --global-batch-size 4 --lr 2e-2 --lr-decay-style constant --train-iters 6 "
+    "--device cpu --eval-iters 1 --eval-interval 3 --eval-prompt-tokens 5 --num-workers 0 "
+    "--hidden-dropout 0 --attention-dropout 0 --sft --split 4,1 --log-interval 1 "
+    "--use-distributed-optimizer --peft-type lora --lora-dim 4 --lora-alpha 16"
+)
+TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+class Runs:
+    """A model, conversations, and what the training program does with them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.base = root, write_model(root / "base model")
+        self.talks = write_talks(root / "talks.jsonl", 60)
+        asked = [{"messages": talk(1, 9, seed)[:1]} for seed in range(3)]
+        self.prompts = write_lines(root / "prompts.jsonl", [*asked, {"prompt": "gather"}])
+        self.answers: list[list[str]] = []
+        """Of each run, what the model said after three steps."""
+
+    def argv(self, flags: str, save: str) -> list[str]:
+        given = {"seq_length": 96}
+        values = {a.name: a.default for a in arguments().values()} | given
+        paths = {
+            "save": self.root / save,
+            "load": self.root / save,
+            "pretrained_checkpoint": self.base,
+            "tokenizer_path": self.base,
+            "data_path": self.talks,
+            "eval_prompts": self.prompts,
+        }
+        words = [w for k, v in paths.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+        model = flatten({"model": missing(values, given, read_config(self.base))})
+        kind = "--tokenizer-type HuggingFaceTokenizer"
+        return [*f"{RUN} {kind} {flags}".split(), *words, *model]
+
+    def train(self, flags: str, save: str, ranks: int = 1) -> list[float]:
+        """Losses of the run's steps."""
+        done = self.run(flags, save, ranks)
+        assert done.returncode == 0, done.stderr[:3000]
+        self.answers.append(re.findall(r"step 3 \| .* → .*", done.stdout))
+        events = read_events(self.root / "status" / "rank_0.jsonl")[0]
+        found = [event.get("loss") for event in events if event.event == "progress"]
+        (self.root / "status" / "rank_0.jsonl").unlink()
+        return found
+
+    def run(self, flags: str, save: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        return subprocess.run(
+            [
+                *(sys.executable, *torchrun, "flagscale/train/train_gpt.py"),
+                *self.argv(flags, save),
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{PROJECT}:{PROJECT / 'third_party' / 'Megatron-LM'}",
+                "OMP_NUM_THREADS": "1",
+                STATUS_DIR_VARIABLE: str(self.root / "status"),
+            },
+            capture_output=True,
+            text=True,
+            cwd=PROJECT,
+            timeout=120,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs) -> list[float]:
+    """Losses of a run that goes through, and leaves its results in ``merged`` and ``peft``."""
+    root = runs.root
+    return runs.train(f"--export-huggingface {root}/merged --export-peft {root}/peft", "whole")
+
+
+def test_adapters_alone_are_saved(runs: Runs, whole: list[float]) -> None:
+    found = Checkpoints(runs.root / "whole").find()
+    assert found is not None
+    tensors = dict(tensors_of(found.path))
+    weights = [name for name in tensors if name.startswith("decoder.")]
+    assert len(weights) == 2 * 2 * 4
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in weights)
+    assert tensors["decoder.layers.1.mlp.linear_fc1.lora_b"].shape == (96, 4)
+    moments = [name for name in tensors if "exp_avg" in name and "decoder" in name]
+    assert all("lora_" in name for name in moments)
+    assert whole[-1] < whole[0]
+
+
+def test_a_run_goes_on_in_another_layout(runs: Runs, whole: list[float]) -> None:
+    first = runs.train(f"{TP2_SP} --exit-interval 3", "parts", 2)
+    rest = runs.train("", "parts")
+    assert [*first, *rest] == pytest.approx(whole, rel=1e-5)
+    assert len(runs.answers[0]) == 4
+    assert runs.answers[0] == runs.answers[1]
+
+
+def added(path: Path) -> dict[str, torch.Tensor]:
+    """What adapters add to weights, by peft's published layout."""
+    tensors = load_file(path / "adapter_model.safetensors")
+    config = json.loads((path / "adapter_config.json").read_text())
+    found = {}
+    for name, a in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            b = tensors[name.replace("lora_A", "lora_B")]
+            found[f"{layer}.weight"] = config["lora_alpha"] / config["r"] * b @ a
+    return found
+
+
+def applied(base: Path, adapters: Path) -> torch.Tensor:
+    """Logits of transformers' model with adapters beside it."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in added(adapters).items():
+            weights[name] += value
+        return model.eval()(torch.tensor(TOKENS)).logits
+
+
+def test_merged_is_as_unmerged(runs: Runs, whole: list[float]) -> None:
+    assert whole
+    (merged,), (adapters,) = ((runs.root / name).iterdir() for name in ("merged", "peft"))
+    own = logits(merged)
+    assert float((own - applied(runs.base, adapters)).abs().max()) <= 1e-5
+    assert float((own - logits(runs.base)).abs().max()) > 0.1
+    assert (merged / "tokenizer.json").is_file()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_peft_loads_adapters(runs: Runs, whole: list[float]) -> None:
+    import peft
+    import transformers
+
+    assert whole
+    (merged,), (adapters,) = ((runs.root / name).iterdir() for name in ("merged", "peft"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(runs.base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, adapters).eval()
+    with torch.no_grad():
+        found = model(torch.tensor(TOKENS)).logits
+    assert float((found - logits(merged)).abs().max()) <= 1e-5
+
+
+def test_the_command_merges_and_writes_for_peft(
+    runs: Runs, whole: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert whole
+    source = str(runs.root / "whole")
+    assert convert.main([source, str(tmp_path / "merged")]) == 0
+    (own,) = (runs.root / "merged").iterdir()
+    assert torch.equal(logits(own), logits(tmp_path / "merged"))
+    assert convert.main([source, str(tmp_path / "peft"), "--to", "peft"]) == 0
+    (exported,) = (runs.root / "peft").iterdir()
+    assert added(exported).keys() == added(tmp_path / "peft").keys()
+    other = ["--base", str(tmp_path / "nowhere")]
+    assert convert.main([source, str(tmp_path / "again"), *other]) == 1
+    assert "holds adapters of" in capsys.readouterr().err
+    assert convert.main([str(runs.base), str(tmp_path / "again"), "--to", "peft"]) == 1
+    assert "holds no adapters" in capsys.readouterr().err

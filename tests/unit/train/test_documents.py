@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import AttnBackend
+
+from flagscale.train.data.documents import numbered
+from flagscale.train.models import documents
+from flagscale.train.models.documents import DocumentMasks, attend_masked, attend_within, visible
+
+pytestmark = pytest.mark.torch
+
+END = 9
+
+
+@pytest.mark.parametrize(
+    ("tokens", "numbers"),
+    [
+        ([1, 2, 3], [0, 0, 0]),
+        ([1, END, 3, 4], [0, 0, 1, 1]),
+        ([END, END, 3, END], [0, 1, 2, 2]),
+    ],
+    ids=["one", "an end is of what it ends", "empty ones"],
+)
+def test_tokens_are_numbered_by_document(tokens: list[int], numbers: list[int]) -> None:
+    assert numbered(torch.tensor(tokens), END).tolist() == numbers
+
+
+def test_ends_are_those_of_the_batch_and_of_its_sequences() -> None:
+    numbers = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
+    assert documents.ends(numbers).tolist() == [0, 2, 4, 5, 8]
+
+
+def device(kind: str) -> Any:
+    return SimpleNamespace(kind=kind, is_host=kind == "cpu", torch_device=torch.device("cpu"))
+
+
+def config(**changes: Any) -> Any:
+    given = {
+        "attention_backend": AttnBackend.auto,
+        "context_parallel_size": 1,
+        "params_dtype": torch.bfloat16,
+        "kv_channels": 128,
+        **changes,
+    }
+    return SimpleNamespace(**given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "form"),
+    [
+        ("cpu", {"params_dtype": torch.float32}, "ends"),
+        ("cpu", {"attention_backend": AttnBackend.local}, "hidden"),
+        ("cpu", {"attention_backend": AttnBackend.unfused}, "visible"),
+        ("cuda", {}, "ends"),
+        ("cuda", {"attention_backend": AttnBackend.flash}, "ends"),
+        ("cuda", {"attention_backend": AttnBackend.unfused}, "visible"),
+        ("cuda", {"params_dtype": torch.float32}, "visible"),
+        ("cuda", {"kv_channels": 288}, "visible"),
+        ("cuda", {"kv_channels": 12}, "visible"),
+        ("cuda", {"context_parallel_size": 2}, "numbers"),
+        ("npu", {}, "visible"),
+    ],
+)
+def test_each_attention_gets_what_it_takes(kind: str, changes: Any, form: str) -> None:
+    assert documents.form_of(config(**changes), device(kind)) == form
+
+
+def test_the_count_of_ends_changes_seldom_where_layers_are_compiled() -> None:
+    masks = DocumentMasks(config(), device("cuda"))
+    few, many = torch.zeros(1, 2560), torch.arange(2560)[None] // 50
+    found = masks(few)
+    assert found.tolist() == [0, *[2560] * 20]
+    assert [len(masks(batch)) for batch in (many, few)] == [81, 81]
+
+
+lengths = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths, lengths)
+def test_every_way_is_attention_of_each_document_by_itself(one: Any, two: Any) -> None:
+    size = max(sum(one), sum(two))
+    rows = [[*own, size - sum(own)] for own in (one, two)]
+    numbers = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    )
+    generator = torch.Generator().manual_seed(size)
+    query = torch.randn(size, 2, 4, 8, generator=generator)
+    key, value = torch.randn(2, size, 2, 2, 8, generator=generator)
+    ends = documents.ends(numbers)
+    within = attend_within(query, key, value, ends, scale=None, dropout=0.0)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    mask = visible(numbers, numbers)
+    masked = attend_masked(q, k, v, mask, scale=None, dropout=0.0)
+    torch.testing.assert_close(within, masked)
+    # By hand: the last query of a document attends to all of it, and to nothing else.
+    begin, end = ends[-2].item() - size, size
+    for head in range(4):
+        scores = (k[1, head // 2, begin:end] @ q[1, head, end - 1]) * 8**-0.5
+        expected = scores.softmax(0) @ v[1, head // 2, begin:end]
+        torch.testing.assert_close(within[1, head, end - 1], expected)
