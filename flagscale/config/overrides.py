@@ -138,8 +138,16 @@ def sections_of(section: str) -> list[str]:
     return [name for parent, _, name in above if parent == section]
 
 
+_COMMAND = "experiment.task.command"
+"""A list, or a text that is split into one."""
+
+
 def _takes_text(key: str) -> bool:
-    if key.startswith("experiment.envs.") or _is_backend_option(key.removeprefix("train.")):
+    if (
+        key == _COMMAND
+        or key.startswith("experiment.envs.")
+        or _is_backend_option(key.removeprefix("train."))
+    ):
         return True
     if key.startswith("experiment."):
         section, _, name = key.removeprefix("experiment.").rpartition(".")

@@ -153,6 +153,8 @@ def _packages(
 ) -> Check:
     if facts.python is None:
         return Check("packages", False, "its Python did not answer")
+    if experiment.task.is_command:
+        return Check("packages", True, f"what {experiment.task.program} needs is for it to say")
     needed = {"torch": "install the `train` extra there (here: make setup)"}
     given = leaves(experiment.train.sections())
     reports = any(name == "wandb_project" and value for _, name, value in given)

@@ -127,6 +127,21 @@ def test_the_first_failure_and_its_code(lab: SlurmLab) -> None:
     assert (now["state"], now["failure"]["host"], now["exit_code"]) == ("failed", "h01", 7)
 
 
+def test_a_command_on_nodes(lab: SlurmLab) -> None:
+    """Its ranks are numbered through the nodes, and told to save as those of training are."""
+    lab.slurm(runner={"nproc_per_node": 2})
+    words = "trap 'echo saved $RANK; exit 0' TERM; echo $RANK of $WORLD_SIZE; "
+    words += "while :; do sleep 0.1; done"
+    command = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
+    done = lab.do("run", "experiment.task.type=command", command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    until(lambda: len(lab.do("logs").stdout.splitlines()) >= 6)
+    assert lab.do("stop").returncode == 0
+    said = {f"h0{rank // 2}:{rank}: saved {rank}" for rank in range(4)}
+    assert {*said, "h01:3: 3 of 4"} <= set(lab.do("logs").stdout.splitlines())
+    assert lab.processes() == []
+
+
 def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
     lab.slurm()
     launcher = lab.start("test")
