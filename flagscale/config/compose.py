@@ -6,7 +6,9 @@ Hydra is imported only once the files have been checked, and its errors become o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+_ALONE = threading.RLock()
 _APPENDED = re.compile(r"Could not append to config\. An item is already at '([^']*)'")
 _NAMED = re.compile(r"'(?P<key>[^'=]*)[^']*'")
 
@@ -69,6 +72,28 @@ def compose(sources: Sources) -> DictConfig:
         raise ConfigError(problems)
     del config["hydra"]
     return config
+
+
+@contextmanager
+def hydra_alone() -> Iterator[None]:
+    """Hydra and OmegaConf keep what they are at in globals of the process: for as long as the block
+    lasts they are one thread's alone, and afterwards whose they were before, a program's that
+    uses Hydra itself."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf.basecontainer import BaseContainer
+
+    with _ALONE:
+        hydra, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+        resolvers = dict(BaseContainer._resolvers)
+        GlobalHydra.instance().hydra = None
+        try:
+            yield
+        finally:
+            # By now these may be other objects.
+            GlobalHydra.instance().hydra, HydraConfig.instance().cfg = hydra, config
+            BaseContainer._resolvers.clear()
+            BaseContainer._resolvers.update(resolvers)
 
 
 def composed(sources: Sources) -> tuple[DictConfig, list[Problem]]:

@@ -19,7 +19,7 @@ from flagscale.config.arguments.maps import as_words
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.values import MAX_NAME, size, unfit
 from flagscale.config.checks import check_arguments, check_places
-from flagscale.config.compose import composed, config_file
+from flagscale.config.compose import composed, config_file, hydra_alone
 from flagscale.config.experiment_reader import (
     check_command,
     read_commands,
@@ -68,13 +68,14 @@ def load(
     every problem.
     """
     sources = trace(config_file(directory, name), overrides)
-    config, problems = composed(sources)
-    del config["hydra"]
-    reader = Reader(sources, problems, _referred(config))
-    try:
-        data = resolve(config, sources)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
+    with hydra_alone():
+        config, problems = composed(sources)
+        del config["hydra"]
+        reader = Reader(sources, problems, _referred(config))
+        try:
+            data = resolve(config, sources)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems]) from error
     _check_top_level(reader, data)
     found = reader.fields(schema.Options, data, "", others=True)
     options = schema.Options(**found)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -15,7 +17,7 @@ from flagscale.hosts.names import compress
 from flagscale.launch import attending, logs, runs
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.planning.model import LaunchPlan
-from flagscale.launch.runners.base import Prepared, Runner, Texts, runner_for
+from flagscale.launch.runners.base import Runner, Texts, runner_for
 from flagscale.launch.show import places
 from flagscale.launch.snapshot import Phase
 from flagscale.launch.state import RunState, alive_message, latest
@@ -34,9 +36,33 @@ class Interrupted(KeyboardInterrupt):
 def run(experiment: Experiment, options: Options) -> int:
     """Start the run; in the background return once it is as far as ``runner.wait_for`` says, in
     the foreground stay and return the job's code."""
+    foreground = experiment.runner.foreground or options.action == "test"
+    code = 0
+    with _submitted(experiment, foreground=foreground) as (runner, plan, state):
+        if foreground:
+            code = _stay(runner, state)
+        else:
+            seen = _await_start(runner, plan, state, experiment.runner.wait_for)
+            print(f"run {state.run_id} of {state.name}: {seen}")
+    print("\n".join(places.lines(plan, state)))
+    return code
+
+
+def launch(experiment: Experiment) -> RunState:
+    """Start the run in the background, as :func:`run` does, for a program."""
+    with _submitted(experiment, foreground=False) as (runner, plan, state):
+        seen = _await_start(runner, plan, state, experiment.runner.wait_for)
+    say(f"run {state.run_id} of {state.name}: {seen}")
+    return state
+
+
+@contextmanager
+def _submitted(
+    experiment: Experiment, *, foreground: bool
+) -> Iterator[tuple[Runner, LaunchPlan, RunState]]:
+    """Start the run, and wait for its hosts where anybody waits for it at all."""
     from flagscale.launch.preflight.checks import require, warnings
 
-    foreground = experiment.runner.foreground or options.action == "test"
     texts = _texts(experiment)
     runner = runner_for(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
@@ -54,13 +80,7 @@ def run(experiment: Experiment, options: Options) -> int:
         if foreground or experiment.runner.wait_for != "none":
             state = _await_hosts(runner, state, foreground=foreground)
             update(state)
-        code = (
-            _stay(runner, state)
-            if foreground
-            else _await_start(runner, ready, state, experiment.runner.wait_for)
-        )
-    print("\n".join(places.lines(ready.plan, state)))
-    return code
+        yield runner, ready.plan, state
 
 
 def _refuse_beside(plan: LaunchPlan) -> None:
@@ -99,16 +119,15 @@ def _await_hosts(runner: Runner, state: RunState, *, foreground: bool) -> RunSta
         raise
 
 
-def _await_start(runner: Runner, ready: Prepared, state: RunState, wait_for: str) -> int:
+def _await_start(runner: Runner, plan: LaunchPlan, state: RunState, wait_for: str) -> str:
+    """What was seen of a run that is as far as is waited for."""
     from flagscale.launch.start import wait_until_started
 
     try:
-        seen = wait_until_started(state, runner, ready.plan.start_timeout, wait_for)
+        return wait_until_started(state, runner, plan.start_timeout, wait_for)
     except KeyboardInterrupt:
         attending.interrupt(runner, state)
         raise
-    print(f"run {state.run_id} of {state.name}: {seen}")
-    return 0
 
 
 def _stay(runner: Runner, state: RunState) -> int:
@@ -119,7 +138,8 @@ def _stay(runner: Runner, state: RunState) -> int:
     _be_interrupted()
     try:
         with ticker.shown(lambda: runner.query(state)) as show:
-            logs.follow(outputs, lambda: runner.ended(state), show)
+            for line in logs.follow(outputs, lambda: runner.ended(state)):
+                show(line)
     except KeyboardInterrupt:
         say(f"stopping run {state.run_id}")
         attending.interrupt(runner, state)

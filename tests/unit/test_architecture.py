@@ -53,6 +53,7 @@ PARTS = {
     },
     "bench": {*GROUND, "accelerators", "guard", "hosts", "comm"},
     "patching": GROUND,
+    "api": {*GROUND, "config", "launch"},
     "cli": {*GROUND, "guard", "config", "launch", "bench", "patching"},
 }
 # And inside launch: from a plan to what is done with it, never back.
