@@ -167,9 +167,12 @@ def _translate(error: Exception, sources: Sources) -> NoReturn:
             Problem(appended[1], "is set already; leave out the +", OVERRIDE)
         ) from error
     if message.startswith("Ambiguous value for argument"):
-        key = message.split("'")[1].partition("=")[0]
-        message = f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text"
-        raise ConfigError(Problem(key.lstrip("+"), message, OVERRIDE)) from error
+        key = message.split("'")[1].partition("=")[0].lstrip("+")
+        message = (
+            f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text, and "
+            "-m starts a run for each"
+        )
+        raise ConfigError(Problem(key, message, OVERRIDE)) from error
     raise ConfigError(Problem("", message, short(sources.file))) from error
 
 

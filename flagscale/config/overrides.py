@@ -69,7 +69,7 @@ def _normalized(text: str) -> str:
     if override is None or override.value is None or override.mark == "~":
         return text
     mark = override.mark or ("++" if is_known(override.key) else "")
-    value = _literal(override.value) if _takes_text(override.key) else override.value
+    value = _literal(override.value) if takes_text(override.key) else override.value
     return str(Override(mark, override.key, value))
 
 
@@ -142,7 +142,8 @@ _COMMAND = "experiment.task.command"
 """A list, or a text that is split into one."""
 
 
-def _takes_text(key: str) -> bool:
+def takes_text(key: str) -> bool:
+    """Whether the value of a dotted key is a text, whatever it looks like."""
     if (
         key == _COMMAND
         or key.startswith("experiment.envs.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -33,6 +33,10 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
 def run(experiment: Experiment, options: Options) -> int:
     """Start the run; in the background return once it is as far as ``runner.wait_for`` says, in
     the foreground stay and return the job's code."""
@@ -48,9 +52,16 @@ def run(experiment: Experiment, options: Options) -> int:
     return code
 
 
-def launch(experiment: Experiment) -> RunState:
-    """Start the run in the background, as :func:`run` does, for a program."""
-    with _submitted(experiment, foreground=False) as (runner, plan, state):
+def launch(
+    experiment: Experiment,
+    *,
+    started: Callable[[RunState], object] = lambda _state: None,
+    note: Callable[[str], object] = _note,
+) -> RunState:
+    """Start the run in the background, as :func:`run` does, for a program. ``started`` hears of it
+    before it is waited for, ``note`` what there is to know of it."""
+    submitted = _submitted(experiment, foreground=False, started=started, note=note)
+    with submitted as (runner, plan, state):
         seen = _await_start(runner, plan, state, experiment.runner.wait_for)
     say(f"run {state.run_id} of {state.name}: {seen}")
     return state
@@ -58,7 +69,11 @@ def launch(experiment: Experiment) -> RunState:
 
 @contextmanager
 def _submitted(
-    experiment: Experiment, *, foreground: bool
+    experiment: Experiment,
+    *,
+    foreground: bool,
+    started: Callable[[RunState], object] = lambda _state: None,
+    note: Callable[[str], object] = _note,
 ) -> Iterator[tuple[Runner, LaunchPlan, RunState]]:
     """Start the run, and wait for its hosts where anybody waits for it at all."""
     from flagscale.launch.preflight.checks import require, warnings
@@ -71,12 +86,13 @@ def _submitted(
         require(ready.checks)
         ready.copy_code()
         for text in (*ready.plan.notes, *warnings(ready.checks)):
-            _note(text)
+            note(text)
         for other in runs.elsewhere(experiment):
-            _note(f"run {other.run_id} of this configuration lives in {other.exp_dir}")
+            note(f"run {other.run_id} of this configuration lives in {other.exp_dir}")
         with runs.registered(ready.plan, experiment) as update:
             state = runner.submit(ready.plan, texts, foreground=foreground)
             update(state)
+        started(state)
         if foreground or experiment.runner.wait_for != "none":
             state = _await_hosts(runner, state, foreground=foreground)
             update(state)
@@ -102,15 +118,11 @@ def _refuse_beside(plan: LaunchPlan) -> None:
         _note(f"run {state.run_id} may still live on {compress(silent)}, which do not answer")
 
 
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
 def _await_hosts(runner: Runner, state: RunState, *, foreground: bool) -> RunState:
     """Wait until the run's hosts are there, which may take a scheduler hours; Ctrl-C ends the
     run."""
     if foreground:
-        _be_interrupted()
+        be_interrupted()
     try:
         return runner.await_hosts(state)
     except KeyboardInterrupt:
@@ -135,7 +147,7 @@ def _stay(runner: Runner, state: RunState) -> int:
     from flagscale.launch.show import ticker
 
     outputs = logs.of_hosts(state)
-    _be_interrupted()
+    be_interrupted()
     try:
         with ticker.shown(lambda: runner.query(state)) as show:
             for line in logs.follow(outputs, lambda: runner.ended(state)):
@@ -158,8 +170,8 @@ def _stay(runner: Runner, state: RunState) -> int:
     return code
 
 
-def _be_interrupted() -> None:
-    """From now on signals that end a program end the run that it stays with, as Ctrl-C does."""
+def be_interrupted() -> None:
+    """From now on signals that end a program end the runs that it stays with, as Ctrl-C does."""
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise Interrupted(number)

@@ -88,7 +88,7 @@ def test_a_program_that_uses_hydra_itself_finds_its_own(tmp_path: Path) -> None:
     from omegaconf import OmegaConf
 
     (tmp_path / "own.yaml").write_text("a: ${host:b}\n", encoding="utf-8")
-    OmegaConf.register_new_resolver("host", lambda word: f"mine {word}")
+    OmegaConf.register_new_resolver("host", lambda word: f"mine {word}", replace=True)
     try:
         with initialize_config_dir(str(tmp_path), version_base=None):
             config = compose("own", return_hydra_config=True)

@@ -54,6 +54,7 @@ PARTS = {
     "bench": {*GROUND, "accelerators", "guard", "hosts", "comm"},
     "patching": GROUND,
     "api": {*GROUND, "config", "launch"},
+    "sweep": {*GROUND, "config", "launch", "api"},
     "cli": {*GROUND, "guard", "config", "launch", "bench", "patching"},
 }
 # And inside launch: from a plan to what is done with it, never back.

@@ -140,6 +140,14 @@ def test_a_command_on_nodes(lab: SlurmLab) -> None:
     said = {f"h0{rank // 2}:{rank}: saved {rank}" for rank in range(4)}
     assert {*said, "h01:3: 3 of 4"} <= set(lab.do("logs").stdout.splitlines())
     assert lab.processes() == []
+    # Several at a time, each a job of its own.
+    words = ("-m", "--jobs", "2", "json=true", "experiment.task.type=command")
+    done = lab.do(
+        "run", *words, "experiment.task.command=date", "experiment.runner.slurm.nodes=1,2"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["state"] for row in json.loads(done.stdout)] == ["completed", "completed"]
+    assert done.stderr.count("submitted job") == 2
 
 
 def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
