@@ -26,6 +26,7 @@ SUBSECTIONS: dict[str, type] = {
     "runner": schema.Runner,
     "runner.notify": schema.Notify,
     "runner.slurm": schema.Slurm,
+    "runner.slurm.container": schema.Container,
     "cmds": schema.Commands,
 }
 """Sections of ``experiment`` whose keys the schema lists."""

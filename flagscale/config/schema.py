@@ -15,7 +15,7 @@ from typing import Any
 from flagscale.config import actions
 from flagscale.config.documented import doc, documented
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
-from flagscale.config.slurm_schema import Slurm, SlurmType
+from flagscale.config.slurm_schema import Container, Slurm, SlurmType
 
 __all__ = [
     "BACKEND_DIRECTORY",
@@ -26,6 +26,7 @@ __all__ = [
     "SECTIONS",
     "SPECIFIC_SECTIONS",
     "Commands",
+    "Container",
     "Environments",
     "Experiment",
     "Notify",

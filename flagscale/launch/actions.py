@@ -60,8 +60,7 @@ def launch(
 ) -> RunState:
     """Start the run in the background, as :func:`run` does, for a program. ``started`` hears of it
     before it is waited for, ``note`` what there is to know of it."""
-    submitted = _submitted(experiment, foreground=False, started=started, note=note)
-    with submitted as (runner, plan, state):
+    with _submitted(experiment, started=started, note=note) as (runner, plan, state):
         seen = _await_start(runner, plan, state, experiment.runner.wait_for)
     say(f"run {state.run_id} of {state.name}: {seen}")
     return state
@@ -71,7 +70,7 @@ def launch(
 def _submitted(
     experiment: Experiment,
     *,
-    foreground: bool,
+    foreground: bool = False,
     started: Callable[[RunState], object] = lambda _state: None,
     note: Callable[[str], object] = _note,
 ) -> Iterator[tuple[Runner, LaunchPlan, RunState]]:

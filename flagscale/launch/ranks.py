@@ -65,6 +65,7 @@ class Rank:
         self.ended = 0.0
         self.told = False
         """Whether it was to end because another one had failed, or a signal asked for it."""
+        self.pid = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -74,14 +75,11 @@ class Rank:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=outputs.get("stdout"), stderr=outputs.get("stderr")
             )
+            self.pid = self._process.pid
         except OSError as error:
             text = f"flagscale: cannot start {command[0]}: {error.strerror}\n".encode()
             os.write(outputs["stderr"].fileno() if "stderr" in outputs else 2, text)
             self.code, self.ended = _NOT_FOUND, time.time()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
 
     def look(self) -> None:
         """See whether it has ended."""
@@ -97,10 +95,8 @@ class Rank:
 class Ranks:
     """All of them, from their start to their end."""
 
-    def __init__(self, ranks: Sequence[Rank], *, shutdown: float, grace: float) -> None:
-        self._ranks = ranks
-        self._shutdown = shutdown
-        self._grace = grace
+    def __init__(self, ranks: Sequence[Rank], shutdown: float, grace: float) -> None:
+        self._ranks, self._shutdown, self._grace = ranks, shutdown, grace
         self._asked = False
         self._end_at = self._kill_at = float("inf")
         self.failed: list[Rank] = []
@@ -219,8 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, command = _parser().parse_args(argv[:at]), argv[at + 1 :]
     directory = Path(options.log_dir, f"{options.rdzv_id}_{os.getpid()}", "attempt_0")
     made = [_rank(options, local, directory) for local in range(options.nproc_per_node)]
-    shutdown = float(os.environ.get(SHUTDOWN) or 30)
-    ranks = Ranks(made, shutdown=shutdown, grace=options.stop_grace)
+    ranks = Ranks(made, float(os.environ.get(SHUTDOWN) or 30), options.stop_grace)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ranks.ask)
     for rank in made:
@@ -231,7 +226,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             print(table(ranks.failed, host), file=sys.stderr, flush=True)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

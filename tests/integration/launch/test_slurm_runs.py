@@ -150,6 +150,46 @@ def test_a_command_on_nodes(lab: SlurmLab) -> None:
     assert done.stderr.count("submitted job") == 2
 
 
+# Takes what Apptainer would, and leaves the program where it is: the real one is in no package of
+# the systems that these tests run on.
+APPTAINER = """\
+#!/bin/bash
+[[ $1 == exec ]] && shift || exit 255
+while [[ $1 == --* ]]; do
+    [[ $1 != --pwd=* ]] || cd "${1#*=}" || exit 255
+    [[ $1 != --bind=* || -e ${1##*:} ]] || exit 255
+    shift
+done
+export APPTAINER_CONTAINER=$1
+exec "${@:2}"
+"""
+
+
+def test_nodes_run_in_a_container(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = lab.root / "bin" / "apptainer"
+    program.parent.mkdir()
+    program.write_text(APPTAINER, encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    lab.slurm(container={"image": str(program), "runtime": "apptainer"})
+    words = 'echo "$APPTAINER_CONTAINER $(ps -o args= $PPID | cut -c 1-7)"'
+    command = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
+    done = lab.do("test", "experiment.task.type=command", command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Its ranks, and what starts them: the image's Python.
+    assert f"h01:1: {program} python3" in done.stdout.splitlines()
+    # Ended by the pid of what is in it.
+    assert lab.do("run").returncode == 0
+    assert lab.do("stop").returncode == 0
+    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.do("logs").stdout.splitlines())
+    (row,) = (check for check in lab.checks() if check.name == "container")
+    assert (row.ok, row.warning, row.found) == (True, False, f"{program}, by apptainer")
+    lab.slurm(container={"image": "nvidia/cuda"})
+    (row,) = (check for check in lab.checks() if check.name == "container")
+    assert (row.ok, row.warning) == (True, True)
+    assert "srun has no --container-image" in row.found
+
+
 def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
     lab.slurm()
     launcher = lab.start("test")
