@@ -19,6 +19,7 @@ from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.config.yaml_file import short
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_STREAMS = re.compile(r"[0-3]|[0-9]+:[0-3](?:,[0-9]+:[0-3])*")
 _SCHEDULERS = ("kubernetes", "cloud")
 _SECTIONS = ("notify", "slurm")
 # FlagScale's program for unlike devices; there is one for all here.
@@ -88,10 +89,15 @@ def _read_command(reader: Reader, found: dict[str, Any]) -> schema.Task:
 
 def check_command(reader: Reader, task: schema.Task, runner: schema.Runner) -> None:
     """Note what is said to torchrun, which starts no command."""
-    given = [*runner.extra, *(["rdzv_id"] if runner.rdzv_id else [])]
-    for name in given if task.is_command else ():
+    if not task.is_command:
+        return
+    for name in (*runner.extra, *(["rdzv_id"] if runner.rdzv_id else [])):
         message = "is torchrun's, by which no command is started (experiment.task.type)"
         reader.problem(f"experiment.runner.{name}", message)
+    for name in ("redirects", "tee"):
+        if not _STREAMS.fullmatch(text := getattr(runner, name)):
+            message = "expected 0, 1, 2, 3 or RANK:NUMBER with commas between them"
+            reader.problem(f"experiment.runner.{name}", f"{message}, found {shown(text)}")
 
 
 def _named(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from flagscale.config.actions import Purpose
 from flagscale.config.arguments.values import shown
+from flagscale.config.compose import config_file
 from flagscale.config.load import Loaded, load
 from flagscale.config.overrides import parse, takes_text
-from flagscale.config.sources import OVERRIDE
+from flagscale.config.sources import OVERRIDE, trace
 from flagscale.errors import ConfigError, Problem
 
 EXP_DIR = "experiment.exp_dir"
@@ -91,21 +92,27 @@ def sweep(overrides: Sequence[str]) -> Sweep:
 def load_each(directory: Path, name: str, swept: Sweep, purpose: Purpose | None) -> list[Loaded]:
     """The options and the experiment of every combination, each with a directory of its own, as
     :func:`.load.load`. Raises :class:`ConfigError` with the problems of the first that has any."""
+    file = config_file(directory, name)
     found = []
     for one in swept.combinations:
-        overrides = list(one.overrides)
         try:
-            if not any(value.key == EXP_DIR for value in one.values):
-                above = load(directory, name, overrides, "find").experiment.exp_dir
-                overrides = [text for text in overrides if _key(text) != EXP_DIR]
-                overrides.append(f"{EXP_DIR}={above / one.name}")
-            found.append(load(directory, name, overrides, purpose))
+            found.append(load(directory, name, _with_directory(file, one), purpose))
         except ConfigError as error:
             problems = [
                 Problem(p.key, f"{p.message} (with {one})", p.where) for p in error.problems
             ]
             raise ConfigError(problems, hint=error.hint) from error
     return found
+
+
+def _with_directory(file: Path, one: Combination) -> Sequence[str]:
+    """The overrides of a run, with its own directory below that which the experiment would have. It
+    is known as it is written: what it refers to is filled in once, in the run's own."""
+    above = trace(file, one.overrides).texts.get(EXP_DIR)
+    if not above or any(value.key == EXP_DIR for value in one.values):
+        return one.overrides
+    others = [text for text in one.overrides if _key(text) != EXP_DIR]
+    return [*others, f"{EXP_DIR}={above.rstrip('/')}/{one.name}"]
 
 
 def _values(text: str) -> list[Value]:

@@ -26,6 +26,11 @@ from typing import BinaryIO
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STREAMS = {1: ("stdout",), 2: ("stderr",), 3: ("stdout", "stderr")}
+_OPTIONS: dict[type, str] = {
+    int: "nnodes node_rank nproc_per_node first_rank world_size",
+    str: "rdzv_id master_addr master_port log_dir redirects tee",
+    float: "stop_grace",
+}
 _POLL_SECONDS = 0.05
 _READ_BYTES = 1 << 16
 _NOT_FOUND = 127
@@ -38,9 +43,8 @@ class Stream:
     def __init__(self, path: Path, label: bytes | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.file = path.open("wb", buffering=0)
-        self._path, self._label = path, label
+        self._label, self._rest = label, b""
         self._reader: BinaryIO | None = path.open("rb") if label is not None else None
-        self._rest = b""
 
     def show(self, *, final: bool = False) -> None:
         """Show the lines that are new; the unfinished one too if ``final``."""
@@ -48,7 +52,8 @@ class Stream:
         while self._reader is not None and (data := self._reader.read(_READ_BYTES)):
             *lines, self._rest = (self._rest + data).split(b"\n")
             shown += (b"%s%s\n" % (self._label, line) for line in lines)
-        if final and self._rest:
+        # A bar of progress may never end its line.
+        if self._rest and (final or len(self._rest) >= _READ_BYTES):
             shown.append(b"%s%s\n" % (self._label, self._rest))
             self._rest = b""
         # A disk that is full must not end the ranks: their own files are the same disk's.
@@ -62,10 +67,9 @@ class Rank:
     def __init__(self, number: int, local: int, streams: Mapping[str, Stream]) -> None:
         self.number, self.local, self.streams = number, local, streams
         self.code: int | None = None
-        self.ended = 0.0
+        self.ended, self.pid = 0.0, 0
         self.told = False
         """Whether it was to end because another one had failed, or a signal asked for it."""
-        self.pid = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -84,8 +88,7 @@ class Rank:
     def look(self) -> None:
         """See whether it has ended."""
         if self.code is None and self._process is not None:
-            self.code = self._process.poll()
-            self.ended = time.time()
+            self.code, self.ended = self._process.poll(), time.time()
 
     def send(self, number: int) -> None:
         if self.code is None and self._process is not None:
@@ -102,7 +105,7 @@ class Ranks:
         self.failed: list[Rank] = []
         """Those that failed by themselves, in this order."""
 
-    def ask(self, _number: int, _frame: object) -> None:
+    def ask(self, *_signal: object) -> None:
         """Take a signal that asks for the end."""
         self._asked = True
 
@@ -168,11 +171,9 @@ def streams_of(text: str, local: int) -> tuple[str, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flagscale.launch.ranks", description=__doc__)
-    for name in ("nnodes", "node_rank", "nproc_per_node", "first_rank", "world_size"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("rdzv_id", "master_addr", "master_port", "log_dir", "redirects", "tee"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--stop_grace", type=float, required=True)
+    for kind, names in _OPTIONS.items():
+        for name in names.split():
+            parser.add_argument(f"--{name}", type=kind, required=True)
     return parser
 
 
@@ -186,8 +187,6 @@ def _environment(options: argparse.Namespace, local: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": options.nproc_per_node,
         "GROUP_RANK": options.node_rank,
         "GROUP_WORLD_SIZE": options.nnodes,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": options.world_size,
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": options.master_port,
     }
@@ -197,14 +196,11 @@ def _environment(options: argparse.Namespace, local: int) -> dict[str, str]:
 
 def _rank(options: argparse.Namespace, local: int, directory: Path) -> Rank:
     number = options.first_rank + local
-    prefix = os.environ.get(PREFIX, "${rank}: ").replace("${rank}", str(number))
+    label = os.environ.get(PREFIX, "${rank}: ").replace("${rank}", str(number)).encode()
     shown = streams_of(options.tee, local)
-    names = dict.fromkeys((*shown, *streams_of(options.redirects, local)))
     streams = {
-        name: Stream(
-            directory / str(local) / f"{name}.log", os.fsencode(prefix) if name in shown else None
-        )
-        for name in names
+        name: Stream(directory / f"{local}/{name}.log", label if name in shown else None)
+        for name in {*shown, *streams_of(options.redirects, local)}
     }
     return Rank(number, local, streams)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.flatten import leaves
@@ -127,8 +128,10 @@ def _needed(experiment: Experiment, own: Settings, *, here: bool) -> dict[str, s
     needed = {path: key for key, name, value in reads for path in paths.needed(name, value)}
     task = experiment.task
     program, copied = task.entrypoint, syncs(experiment, here=here)
-    if task.is_command and task.command[0] != str(program):
-        return needed
+    if task.is_command:
+        program = Path(task.command[0])
+        if not program.is_absolute():
+            return needed
     if not (copied and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
         key = "command" if task.is_command else "entrypoint"
         needed[str(rebased(program, project))] = f"experiment.task.{key}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +63,13 @@ def test_the_first_that_fails_ends_the_others_and_gives_its_code(lab: Lab) -> No
     assert "out of cheese" in failure(lab)["traceback"]
     lab.gone()
 
-    command(lab, str(Path("/nowhere/program")))
+    command(lab, "no such program")
     assert lab.do("test").returncode == 127
-    assert "cannot start /nowhere/program: No such file" in failure(lab)["traceback"]
+    assert "cannot start no such program: No such file" in failure(lab)["traceback"]
+    command(lab, "/nowhere/program")
+    refused = lab.do("test")
+    assert refused.returncode == 2
+    assert "not there: experiment.task.command: /nowhere/program" in refused.stderr
 
     command(lab, "bash", "-c", "((RANK)) || kill -KILL $$; exec sleep 600")
     assert lab.do("test").returncode == 128 + signal.SIGKILL

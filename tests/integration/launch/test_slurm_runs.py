@@ -133,7 +133,8 @@ def test_a_command_on_nodes(lab: SlurmLab) -> None:
     words = "trap 'echo saved $RANK; exit 0' TERM; echo $RANK of $WORLD_SIZE; "
     words += "while :; do sleep 0.1; done"
     command = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
-    done = lab.do("run", "experiment.task.type=command", command)
+    more = ("experiment.task.type=command", command, "experiment.runner.wait_for=none")
+    done = lab.do("run", *more)
     assert done.returncode == 0, done.stdout + done.stderr
     until(lambda: len(lab.do("logs").stdout.splitlines()) >= 6)
     assert lab.do("stop").returncode == 0

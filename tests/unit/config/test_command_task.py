@@ -108,6 +108,9 @@ def test_an_override_keeps_its_commas(workspace: Workspace) -> None:
             "numa_binding: is torchrun's",
             id="option",
         ),
+        pytest.param(
+            "    command: date\n", "    tee: 4\n", "tee: expected 0, 1, 2, 3 or RANK", id="streams"
+        ),
         pytest.param("    command: date\n", "    rdzv_id: x\n", "rdzv_id: is torchrun's", id="id"),
     ],
 )

@@ -17,7 +17,6 @@ from flagscale.launch.planning.model import LaunchPlan
 
 KEY = "experiment.runner.slurm.container"
 PYTHON = "python3"
-_UNFIT = (":", ",")
 
 
 def with_its_python(experiment: Experiment) -> Experiment:
@@ -64,7 +63,7 @@ def _mounts(plan: LaunchPlan, runner: Runner, container: Container) -> Iterator[
     own = [plan.exp_dir, plan.log_dir, None if runner.build_dir else PROJECT]
     own += [None if container.workdir else plan.hosts[0].workdir]
     for path in dict.fromkeys(str(path) for path in own if path is not None):
-        if any(mark in path for mark in _UNFIT):
+        if ":" in path or "," in path:
             text = f"{path} cannot be in a container: its path holds a colon or a comma"
             raise ConfigError(Problem(KEY, text))
         yield f"{path}:{path}"
