@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from bed.plugin import need_bed
-from bed.slurm import PROGRAMS
 from launch_lab import until
-from needs import need_program
-from slurm_lab import Cluster, SlurmLab, cluster
+from slurm_lab import Cluster, SlurmLab, needed_cluster, slurm_lab
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
 def slurm_cluster() -> Iterator[Cluster]:
-    need_bed()
-    for program in PROGRAMS:
-        need_program("slurm", program)
-    with cluster() as made:
+    with needed_cluster() as made:
         yield made
 
 
 @pytest.fixture
 def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
-    """An experiment in a directory whose name means something to shells and to Slurm."""
-    made = slurm_cluster.lab(f"{request.node.name} 'b' %j $c")
-    yield made
-    made.clear()
-    shutil.rmtree(made.root)
+    with slurm_lab(slurm_cluster, request.node.name) as made:
+        yield made
 
 
 def says(launcher: subprocess.Popen[str], text: str) -> None:
@@ -204,26 +193,6 @@ def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
     assert lab.query()["state"] == "stopped"
 
 
-def test_a_requeued_job_goes_on_as_the_same_run(lab: SlurmLab) -> None:
-    slurm = lab.cluster.slurm
-    lab.slurm(requeue=1)
-    assert lab.do("run").returncode == 0
-    state = lab.state()
-    as_user = lab.cluster.user.under
-    subprocess.run([*as_user, "scontrol", "requeue", lab.job], check=True)
-    lab.until_waiting("(BeginTime: ")
-    lab.until_state("running")
-    assert lab.state().run_id == state.run_id
-    output = "".join(lab.do("logs").stdout)
-    # It is a later attempt to its ranks, which go on from what they have saved themselves.
-    assert output.index("rank 0 attempt 0") < output.index("saved 0") < output.index("attempt 1")
-    # What Slurm does before a time limit; it was started as often as it may be.
-    slurm.run("scancel", "--batch", "--signal=USR1", lab.job)
-    assert f"job {lab.job} came to its time limit" in lab.until_warned()
-    assert lab.query()["state"] == "stopped"
-    assert lab.processes() == []
-
-
 def test_what_slurm_has_ended_is_told_long_after(
     lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,22 +210,6 @@ def test_what_slurm_has_ended_is_told_long_after(
     # Nobody is asked any more.
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
     assert lab.query()["state"] == "stopped"
-
-
-def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
-    slurm = lab.cluster.slurm
-    lab.slurm()
-    assert lab.do("run").returncode == 0
-    with slurm.without_controller():
-        # Slurm's own commands take seconds to give up.
-        asked, stopped = lab.start("query"), lab.start("stop")
-        for launcher, said in ((asked, "answer: "), (stopped, "may live: Slurm does not answer")):
-            out, _ = launcher.communicate(timeout=60)
-            assert (launcher.returncode, said in out) == (3, True), out
-        assert len(lab.processes()) > 0
-    lab.until_state("running")
-    assert lab.do("stop").returncode == 0
-    assert lab.processes() == []
 
 
 def test_the_order_of_a_hostfile(lab: SlurmLab) -> None:
@@ -286,17 +239,6 @@ def test_unlike_nodes_in_one_heterogeneous_job(lab: SlurmLab) -> None:
     assert (stopped.returncode, stopped.stderr) == (0, "")
     assert f"{nodes[1]}: saved 1" in lab.do("logs").stdout.splitlines()
     assert lab.cluster.slurm.jobs() == []
-
-
-def test_a_directory_that_nodes_do_not_share(lab: SlurmLab, tmp_path: Path) -> None:
-    lab.slurm()
-    # Of /tmp every node has its own.
-    exp_dir = Path(f"/tmp/{tmp_path.name}-{os.getpid()}")
-    done = lab.do("run", f"experiment.exp_dir={exp_dir}")
-    shutil.rmtree(exp_dir)
-    assert done.returncode == 1
-    assert "ended as FAILED" in done.stderr
-    assert "which nodes have to share with this machine" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -346,19 +288,6 @@ def test_a_preempted_job_saves_and_goes_on(lab: SlurmLab) -> None:
     slurm.run("scancel", urgent.strip())
     lab.until_state("running", 60)
     assert lab.do("stop").returncode == 0
-
-
-def test_a_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
-    lab.slurm(runner={"lost_host_timeout": 1, "stop_grace": 0})
-    assert lab.do("run").returncode == 0
-    # All that Slurm and the run have there: as after a crash, from which slurmd comes back at once.
-    for process in lab.cluster.slurm.bed["h01"].find("slurmstepd") + lab.processes("h01"):
-        os.kill(process.pid, signal.SIGKILL)
-    now = lab.until_state("failed", 60)
-    assert now["failure"]["host"] == "h01"
-    # Nor does the job hold its nodes, though Slurm takes the one that was lost for well.
-    lab.cluster.slurm.wait_empty(60)
-    assert lab.processes() == []
 
 
 COLLECTIVE = """\
