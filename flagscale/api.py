@@ -144,6 +144,16 @@ class Run:
             runner.bring_output(state)
             yield from logs.follow(logs.of_hosts(self._now(), rank), lambda: runner.ended(state))
 
+    def report(self, output: str | os.PathLike[str] | None = None, *others: Run) -> Path:
+        """Write its page, ``report_<id>.html`` in the working directory unless ``output`` says
+        where, beside those of ``others``; the path of the file. Raises :class:`RunStateError`
+        where it cannot be written."""
+        from flagscale.report.pages import write
+
+        path = Path(f"report_{self.id}.html" if output is None else output).absolute()
+        with _files():
+            return write([run._now() for run in (self, *others)], path)
+
     def stop(self) -> None:
         """End it and nothing else, with ``runner.stop_grace`` seconds to save; one that has ended
         stays as it is. Raises :class:`UnreachableError` where it may live on."""

@@ -9,17 +9,20 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call
 from flagscale.config.arguments.values import word
 from flagscale.config.documented import kinds
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
-from flagscale.errors import ConfigError
+from flagscale.errors import ConfigError, RunStateError
 from flagscale.guard import guard
 from flagscale.launch.entry import act, act_each, add_sweep
 from flagscale.modules import started
+
+if TYPE_CHECKING:
+    from flagscale.launch.state import RunState
 
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\
@@ -33,6 +36,7 @@ examples
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
   flagscale runs                                              what is running, and where?
   flagscale stop 20261120                                     by the beginning of its id
+  flagscale report 20261120 20261119                          one page: curves, events, failure
   flagscale explain experiment.runner.nproc_per_node          what does this key mean?
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         which backends work here?
@@ -42,6 +46,7 @@ examples
 """
 
 _RUNS = "list your runs: state, step, age and directory"
+_REPORT = "write a run's page, or one of several side by side: curves, events, hosts, failure"
 _PATCHING = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
@@ -101,6 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--all", "-a", action="store_true", help="also what has ended long ago")
     runs.add_argument("--json", action="store_true", help="print JSON, for programs")
     runs.set_defaults(do=_runs)
+    report = commands.add_parser("report", help=_REPORT, description=_REPORT)
+    text = "an id, its beginning, a directory or a YAML; overrides of YAMLs (key=value) go between"
+    report.add_argument("runs", nargs="+", metavar="RUN", help=text)
+    text = "where to write it (report_<run id>.html in the current directory)"
+    report.add_argument("--output", "-o", type=Path, metavar="FILE", help=text)
+    report.add_argument("--open", action="store_true", help="show it in a browser")
+    report.set_defaults(do=_report)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(do=_version)
     comm = "communication backends: list, bench, groups, pipeline, tune"
@@ -204,6 +216,40 @@ def _runs(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.launch.listing import show
 
     return show(options.run, everything=options.all, as_json=options.json)
+
+
+def _report(options: argparse.Namespace, rest: list[str]) -> int:
+    from flagscale.report.command import report
+
+    if unknown := [text for text in rest if text.startswith("-")]:
+        raise ConfigError(f"unknown option {unknown[0]}", hint="flagscale report -h")
+    words = [*options.runs, *rest]
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    states = [_run(word, overrides) for word in words if word not in overrides]
+    if not states:
+        raise ConfigError(f"{overrides[0]} is an override; expected a run", hint="flagscale runs")
+    once = {(state.run_id, state.exp_dir): state for state in states}
+    return report(list(once.values()), options.output, show=options.open)
+
+
+def _run(text: str, overrides: Sequence[str]) -> RunState:
+    """The run that is named, or the one of a YAML."""
+    from flagscale.launch import runs
+
+    if not _is_yaml(text):
+        try:
+            return runs.named(text)
+        except RunStateError as error:
+            raise ConfigError(error.message, hint=error.hint) from error
+    from flagscale.config.load import load
+
+    path = Path(text)
+    experiment = load(path.parent.absolute(), path.name, [*overrides, "action=query"]).experiment
+    state = runs.of(experiment)
+    if state is None:
+        known = "`flagscale runs` lists yours"
+        raise ConfigError(f"no run was started in {experiment.exp_dir}", hint=known)
+    return state
 
 
 def _version(_options: argparse.Namespace, _rest: list[str]) -> int:

@@ -247,7 +247,8 @@ MESHES = (
     Case("mesh-dp2+tp2-tied", 4, TIED, meshes(DP2_TP2, "1 3"), "tied"),
     Case("mesh-dp2+tp2-tied-sp-do-overlap", 4, TIED, meshes(DP2_TP2, "1 3", f"{OVERLAP} "
          "--sequence-parallel"), "tied"),
-    Case("mesh-1+1+1", 3, LLAMA, meshes("1 1 1 1 1  1 1 1 1 1  1 1 1 1 1", "1 2 1"), "llama"),
+    Case("mesh-1+1+1-eager", 3, LLAMA, meshes("1 1 1 1 1  1 1 1 1 1  1 1 1 1 1", "1 2 1",
+         "--hetero-eager-1f1b"), "llama"),
     Case("mesh-1x2+dp2-no-layers-first", 4, LLAMA, meshes("1 1 1 1 2  1 1 1 2 1", "0 3 1", MBS2
          + " --standalone-embedding-stage"), "llama"),
     Case("mesh-dp3+dp2-per-token", 5, LLAMA, meshes("1 1 1 3 1  1 1 1 2 1", "2 2",

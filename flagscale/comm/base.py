@@ -27,8 +27,6 @@ OPERATIONS = (
 
 TRAINING = ("all_reduce", "all_gather", "broadcast", "sendrecv")
 """What training needs whatever its layout is; pipeline stages send and receive."""
-WITHOUT_STAGES = tuple(name for name in TRAINING if name != "sendrecv")
-"""What it needs where nothing on its devices is sent from stage to stage."""
 
 
 class CommBackend(ABC):

@@ -39,11 +39,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of all stages. ``work``: the model's floating-point operations of a step, over all ranks."""
+    """Of all stages. ``work``: the model's floating-point operations of a step, over all ranks;
+    ``eager``: the schedule is of the eager kind."""
 
     stages: tuple[Stage, ...]
     micro_batches: int
     work: float
+    eager: bool = False
 
     def seconds(self, speed: Callable[[Stage], float]) -> float:
         """How long a step takes, where a rank of a stage does ``speed`` operations a second.
@@ -54,7 +56,7 @@ class Forecast:
             again = stage.again / len(forward) / speed(stage)
             backward = [(TRAINING - 1) * seconds + again for seconds in forward]
             passes.append(Passes(tuple(forward), tuple(backward)))
-        return play(passes, self.micro_batches).seconds
+        return play(passes, self.micro_batches, eager=self.eager).seconds
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -98,9 +100,9 @@ def forecast(args: Namespace, vocabulary: int, room: Sequence[float] | None = No
     for stage in meshes.stages:
         own, mesh = of_rank(args, stage.first_rank), stage.mesh
         name = f"stage {stage.index}, mesh {stage.mesh_index} ({mesh.named()})"
-        place = _Place(vocabulary, kinds, counts, stage.index, name, mesh.dp)
+        place = _Place(vocabulary, kinds, counts, stage.index, name, mesh.dp, meshes.eager)
         found.append(_fitted(place, own, next(rooms)))
-    return Forecast(tuple(found), args.num_microbatches, work)
+    return Forecast(tuple(found), args.num_microbatches, work, meshes.eager)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class _Place:
     index: int
     name: str
     replicas: int
+    eager: bool = False
 
 
 def _fitted(place: _Place, own: Namespace, room: float) -> Stage:
@@ -142,9 +145,8 @@ def _stage(place: _Place, own: Namespace) -> Stage:
     kinds, counts, index = place.kinds, place.counts, place.index
     chunks = [_own_kinds(kinds, counts, index, chunk) for chunk in range(len(counts[index]))]
     first, last = index == 0, index == len(counts) - 1
-    under_way = min(
-        warm_up(len(counts), index, len(chunks)) + 1, own.num_microbatches * len(chunks)
-    )
+    most = warm_up(len(counts), index, len(chunks), eager=place.eager) + 1
+    under_way = min(most, own.num_microbatches * len(chunks))
     held = Held(
         tuple(kind for chunk in chunks for kind in chunk), first, last, under_way / len(chunks)
     )

@@ -2,7 +2,9 @@
 
 A stage does its forward and backward passes in the order of the schedule, each as soon as the
 stage is free and what it needs has come. Narayanan et al., "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM" (2021), describe both schedules.
+Training on GPU Clusters Using Megatron-LM" (2021), describe both schedules; Zhuang et al., "On
+Optimizing the Communication of Model Parallelism" (2023), the eager kind of the first: stages do
+more forward passes ahead, so that what they send each other has the time of one to arrive.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ class Played:
 
 
 def play(
-    stages: Sequence[Passes], micro_batches: int, transfers: Sequence[float] | None = None
+    stages: Sequence[Passes],
+    micro_batches: int,
+    transfers: Sequence[float] | None = None,
+    *,
+    eager: bool = False,
 ) -> Played:
     """Play a step.
 
@@ -50,10 +56,12 @@ def play(
         micro_batches: of a step; with several chunks a multiple of the number of stages.
         transfers: seconds that an activation, or its gradient, is on its way from a stage to the
             next and back, one for each stage (the last one's is to the first); none without it.
+        eager: the schedule is of the eager kind.
     """
     count, chunks = len(stages), len(stages[0].forward)
     played = min(micro_batches, 4 * count)
-    made = _play(stages, played, transfers or [0.0] * count, chunks)
+    orders = [list(order(count, index, played, chunks, eager=eager)) for index in range(count)]
+    made = _play(stages, orders, transfers or [0.0] * count, chunks)
     # Once the pipeline is full its slowest stage sets the pace.
     left = micro_batches - played
     pace = max(stage.both for stage in stages)
@@ -62,10 +70,12 @@ def play(
 
 
 def _play(
-    stages: Sequence[Passes], micro_batches: int, transfers: Sequence[float], chunks: int
+    stages: Sequence[Passes],
+    orders: Sequence[Sequence[Work]],
+    transfers: Sequence[float],
+    chunks: int,
 ) -> float:
     count = len(stages)
-    orders = [list(order(count, index, micro_batches, chunks)) for index in range(count)]
     ended: dict[tuple[int, Work], float] = {}
     clock, place = [0.0] * count, [0] * count
     waiting = True
@@ -110,10 +120,12 @@ def _ready(
     return None if sent is None else sent + transfers[index if work.backward else other]
 
 
-def order(stages: int, index: int, micro_batches: int, chunks: int = 1) -> Iterator[Work]:
+def order(
+    stages: int, index: int, micro_batches: int, chunks: int = 1, *, eager: bool = False
+) -> Iterator[Work]:
     """What a stage does in a step, one after another."""
     total = micro_batches * chunks
-    ahead = min(warm_up(stages, index, chunks), total)
+    ahead = min(warm_up(stages, index, chunks, eager=eager), total)
     forwards = [_work(stages, number, chunks, backward=False) for number in range(total)]
     backwards = [_work(stages, number, chunks, backward=True) for number in range(total)]
     yield from forwards[:ahead]
@@ -123,10 +135,10 @@ def order(stages: int, index: int, micro_batches: int, chunks: int = 1) -> Itera
     yield from backwards[total - ahead :]
 
 
-def warm_up(stages: int, index: int, chunks: int = 1) -> int:
+def warm_up(stages: int, index: int, chunks: int = 1, *, eager: bool = False) -> int:
     """Forward passes of a stage before its first backward pass can follow one."""
     if chunks == 1:
-        return stages - index - 1
+        return (stages - index - 1) * (2 if eager else 1)
     return 2 * (stages - index - 1) + (chunks - 1) * stages
 
 

@@ -104,7 +104,7 @@ class Problem:
             Passes(tuple(p.forward for p in chunks), tuple(p.backward for p in chunks))
             for chunks in parts
         ]
-        played = play(passes, self.micro_batches)
+        played = play(passes, self.micro_batches, eager=self.meshes.eager)
         after = [sum(part.after for part in chunks) for chunks in parts]
         memory = tuple(self._memory(index, chunks) for index, chunks in enumerate(parts))
         limits = [self.costs[stage.mesh_index].memory for stage in self.stages]
@@ -119,7 +119,7 @@ class Problem:
         """Bytes of a rank: of its chunks, and of the micro-batches whose backward passes are to
         come when the most are."""
         count = self.meshes.chunks
-        most = warm_up(len(self.stages), index, count) + 1
+        most = warm_up(len(self.stages), index, count, eager=self.meshes.eager) + 1
         under_way = min(most, self.micro_batches * count)
         held = sum(chunk.held for chunk in chunks)
         return held + under_way * sum(chunk.kept for chunk in chunks) / count

@@ -130,6 +130,11 @@ def entries() -> list[Entry]:
     return [entry for entry in found if entry is not None]
 
 
+def registered_as(run_id: str) -> Entry | None:
+    """What is registered of a run, if anything."""
+    return _read(_path(run_id))
+
+
 def _read(path: Path) -> Entry | None:
     try:
         record = read_json(path)

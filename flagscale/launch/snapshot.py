@@ -101,6 +101,8 @@ class Snapshot:
     attempts: int = 1
     earlier: tuple[tuple[int, Failure], ...] = ()
     """What the attempts before this one failed by, each with its number."""
+    events: Mapping[int, Sequence[Event]] = field(default_factory=dict, repr=False)
+    """What the ranks of this attempt have reported; no part of what is told of a run."""
 
     def steps(self) -> str:
         """How far it is, for people: ``7/100``; empty where that is not known."""
@@ -109,8 +111,8 @@ class Snapshot:
         return f"{self.step}/{self.train_steps}" if self.train_steps else str(self.step)
 
     def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
-        del record["phase"]
+        record = asdict(replace(self, events={}))
+        del record["phase"], record["events"]
         record = {"state": self.phase.value, **record}
         record["since"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.since))
         record["hosts"] = [row.to_json() for row in self.hosts]
@@ -201,6 +203,7 @@ def take(
         attempt=int(job.get("attempt", 1)),
         attempts=int(job.get("attempts", 1)),
         earlier=failures.earlier_failures(state.hosts),
+        events=events,
         **_progress(events, phase),
     )
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from flagscale.comm import registry
-from flagscale.comm.base import TRAINING, WITHOUT_STAGES
+from flagscale.comm.base import TRAINING
 from flagscale.errors import ConfigError, JobError
 from flagscale.train.device import Device
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _BACKEND_KEY = "flagscale/backend"
+_KIND_KEY = "flagscale/kind/"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,16 @@ class Rank:
             ) from error
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The default process group: the backend that runs, how many seconds joining took, and whether
+    all ranks are on one kind of device."""
+
+    backend: str
+    seconds: float
+    alike: bool
+
+
 def join(
     rank: Rank,
     device: Device,
@@ -57,19 +68,16 @@ def join(
     backend: str,
     timeout_minutes: float,
     options: Sequence[str] = (),
-    sends: bool = True,
-) -> tuple[str, float]:
+) -> Joined:
     """Start the default process group and hear every rank. ``options`` are ``name=value`` words
-    for the backend; ``sends``: what is on the devices is sent from stage to stage.
-
-    Returns the backend that runs and the seconds it took.
+    for the backend.
 
     Raises:
         ConfigError: this machine cannot use ``backend``, or an option is not one of its.
         JobError: not every rank came within the timeout, or they cannot talk to each other.
     """
     values = registry.options_of(backend, options)
-    chosen = registry.usable(backend, device.kind, TRAINING if sends else WITHOUT_STAGES)
+    chosen = registry.usable(backend, device.kind, TRAINING)
     chosen.export(values)
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
@@ -77,6 +85,7 @@ def join(
     try:
         store = next(rendezvous("env://", rank.rank, rank.world_size, timeout=patience))[0]
         _agree(store, rank, f"{chosen.name} on {device.name}")
+        store.add(_KIND_KEY + device.kind, 1)
         with chosen.creating():
             dist.init_process_group(
                 chosen.torch_backend(device.kind),
@@ -89,6 +98,7 @@ def join(
         heard = torch.ones(1, device=device.torch_device)
         dist.all_reduce(heard)
         count = int(heard.item())
+        same_kind = store.add(_KIND_KEY + device.kind, 0)  # everybody has been heard
     except (dist.DistError, RuntimeError) as error:
         raise JobError(
             f"rank {rank.rank} could not join {rank.world_size} ranks at "
@@ -97,7 +107,7 @@ def join(
         ) from error
     if count != rank.world_size:
         raise JobError(f"rank {rank.rank} heard {count} of {rank.world_size} ranks")
-    return chosen.name, time.monotonic() - begin
+    return Joined(chosen.name, time.monotonic() - begin, same_kind == count)
 
 
 def _agree(store: Any, rank: Rank, own: str) -> None:
@@ -108,7 +118,7 @@ def _agree(store: Any, rank: Rank, own: str) -> None:
     if rank_0.partition(" on ")[0] != own.partition(" on ")[0]:
         raise JobError(
             f"rank {rank.rank} would communicate by {own}, rank 0 by {rank_0}",
-            hint="set distributed_backend to one that joins both devices, such as fsccl or gloo",
+            hint="set distributed_backend to one that joins both devices, such as fsccl",
         )
 
 

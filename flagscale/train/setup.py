@@ -37,9 +37,15 @@ from flagscale.train.trainer import Trainer
 
 
 def prepare(
-    args: argparse.Namespace, rank: Rank, device: Device, status: StatusWriter
+    args: argparse.Namespace,
+    rank: Rank,
+    device: Device,
+    status: StatusWriter,
+    *,
+    alike: bool = True,
 ) -> tuple[Trainer, TrainState]:
     """A trainer that is ready to run, and the state it trains. All ranks call it, joined.
+    ``alike``: they are on one kind of device.
 
     Raises:
         ConfigError: megatron.core refuses the model's configuration.
@@ -57,9 +63,14 @@ def prepare(
     args, groups = settle(args, groups, size, device, reporter.say)
     vocabulary = padded_vocabulary(size, vars(args))
     args = recompute.settle(args, vocabulary, device, reporter.say)
+    # Replicas would start from unlike models.
+    args.use_cpu_initialization = args.use_cpu_initialization or not alike
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
-    reporter.say(_describe(args, state, vocabulary, device, rank))
+    devices = f"{rank.world_size} x {device.name}"
+    if not alike:
+        devices = f"{rank.world_size} ranks on unlike devices, rank 0 on {device.name}"
+    reporter.say(f"{devices} ({dist.get_backend()}) | {_describe(args, state, vocabulary)}")
     for note in (*args.remarks, *notes(args, config, device)):
         reporter.say(note)
     _resume(args, state, checkpointer, reporter, fresh=fresh)
@@ -130,9 +141,7 @@ def _nothing_to_train(args: argparse.Namespace) -> str:
     )
 
 
-def _describe(
-    args: argparse.Namespace, state: TrainState, vocabulary: int, device: Device, rank: Rank
-) -> str:
+def _describe(args: argparse.Namespace, state: TrainState, vocabulary: int) -> str:
     own = sum(parameter.numel() for parameter in parameters_of(state.chunks))
     layout = {
         "tp": args.tensor_model_parallel_size,
@@ -147,7 +156,7 @@ def _describe(
         sizes = f"meshes {args.meshes.describe()}"
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return (
-        f"{rank.world_size} x {device.name} ({dist.get_backend()}) | {sizes} | {precision} | "
+        f"{sizes} | {precision} | "
         f"{spec_of(args).shown}, {own / 1e6:,.1f} M weights on rank 0, vocabulary {vocabulary:,} | "
         f"{args.train_iters:,} steps of {args.global_batch_size} x {args.seq_length} tokens, "
         f"{_counts(args)} micro-batches a step"

@@ -133,6 +133,8 @@ class Stepper:
 
     def _run(self, data: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         args = self._args
+        if self._exchange is not None:
+            self._exchange.begin(args.num_microbatches, forward_only=forward_only)
         reports: list[dict[str, torch.Tensor]] = self._schedule(
             forward_step_func=self._forward,
             data_iterator=data,

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from flagscale.config.arguments.layout import place_of, unlike_and_on_hosts
+from flagscale.config.arguments.layout import place_of
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import of_rank, resolve
 from flagscale.errors import ConfigError, FlagscaleError, Problem
@@ -69,21 +69,20 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         message = "needs save: what is exported is the last checkpoint"
         raise ConfigError(Problem("export_huggingface", message))
     require_packages(args)
-    backend, seconds = distributed.join(
+    group = distributed.join(
         rank,
         device,
         backend=args.distributed_backend,
         timeout_minutes=args.distributed_timeout_minutes,
         options=args.comm or (),
-        sends=not unlike_and_on_hosts(vars(args)),
     )
     status.write_progress(0, "starting")
-    status.write("joined", backend=backend, seconds=round(seconds, 3), place=place)
+    status.write("joined", backend=group.backend, seconds=round(group.seconds, 3), place=place)
     joined = time.monotonic()
     # megatron.core reads the chosen device when it is imported.
     from flagscale.train.setup import prepare
 
-    trainer, state = prepare(args, rank, device, status)
+    trainer, state = prepare(args, rank, device, status, alike=group.alike)
     status.write("ready", seconds=round(time.monotonic() - joined, 3))
     reason = trainer.run()
     status.write_progress(state.progress.iteration, "ending")

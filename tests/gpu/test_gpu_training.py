@@ -55,7 +55,7 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "moe": (1, MOE, "moe", 0.0),
     "moe-grouped": (1, f"{MOE} --moe-grouped-gemm", "moe", 2e-2),
     "moe-grouped-ep2": (2, f"{MOE} --moe-grouped-gemm --expert-model-parallel-size 2", "moe", 2e-2),
-    "bf16-fp8": (1, "--bf16 --fp8 hybrid", "bf16", 3e-2),
+    "bf16-fp8": (1, "--bf16 --fp8 hybrid", "bf16", 5e-2),
     "bf16-flash": (1, "--bf16 --attention-backend flash", "bf16", 1e-2),
     "bf16-local-attention": (1, "--bf16 --attention-backend local", "bf16", 2e-2),
     "bf16-fused-loss": (1, "--bf16 --cross-entropy-loss-fusion", "bf16", 2e-2),

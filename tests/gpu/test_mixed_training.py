@@ -35,28 +35,22 @@ MESHES = f"{WHOLE} --enable-hetero --hetero-pipeline-layer-split 3 1 --hetero-pr
 REPLICAS = f"{WHOLE} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes"
 
 CASES: dict[str, tuple[tuple[str, ...], str]] = {
-    "meshes-gloo": (
+    "meshes": (("cuda", "cpu", "cpu"), f"{MESHES} 1 1 1 1 1 1 1 1 2 1"),
+    "meshes-through-hosts": (
         ("cuda", "cpu", "cpu"),
-        f"{MESHES} 1 1 1 1 1 1 1 1 2 1 --hetero-use-cpu-communication --distributed-backend gloo",
-    ),
-    "meshes-fsccl": (
-        ("cuda", "cpu", "cpu"),
-        f"{MESHES} 1 1 1 1 1 1 1 1 2 1 --distributed-backend fsccl",
+        f"{MESHES} 1 1 1 1 1 1 1 1 2 1 --hetero-use-cpu-communication",
     ),
     "meshes-distributed-optimizer": (
         ("cuda", "cpu"),
-        f"{MESHES} 1 1 1 1 1 1 1 1 1 1 --hetero-use-cpu-communication --distributed-backend gloo "
-        "--use-distributed-optimizer",
+        f"{MESHES} 1 1 1 1 1 1 1 1 1 1 --use-distributed-optimizer",
     ),
-    "replicas-gloo": (
+    "replicas": (("cuda", "cpu"), f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2"),
+    "replicas-distributed-optimizer": (
         ("cuda", "cpu"),
-        f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2 --distributed-backend gloo",
-    ),
-    "replicas-fsccl": (
-        ("cuda", "cpu"),
-        f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2 --distributed-backend fsccl",
+        f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2 --use-distributed-optimizer",
     ),
 }
+"""By name, the device of each rank and arguments. Ranks of unlike devices are joined by fsccl."""
 
 
 def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple[float, float]]:
@@ -75,6 +69,8 @@ def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple
         output = directory / f"output.{rank}"
         with output.open("wb") as out:
             command = [sys.executable, str(PROGRAM), *arguments.split()]
+            if len(kinds) > 1:
+                command += ["--distributed-backend", "fsccl"]
             process = subprocess.Popen(
                 command, env=given, cwd=directory, stdout=out, stderr=out, start_new_session=True
             )
@@ -104,7 +100,9 @@ def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    return train(tmp_path_factory.mktemp("alone") / "run", ("cuda",), WHOLE)
+    """The GPU's own steps, from the weights that unlike devices start from."""
+    directory = tmp_path_factory.mktemp("alone") / "run"
+    return train(directory, ("cuda",), f"{WHOLE} --use-cpu-initialization")
 
 
 @pytest.mark.parametrize("name", CASES)

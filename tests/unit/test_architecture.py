@@ -51,11 +51,20 @@ PARTS = {
         "estimate",
         "comm",
     },
-    "bench": {*GROUND, "accelerators", "guard", "hosts", "comm"},
+    "report": {*GROUND, "config", "hosts", "launch"},
+    "bench": {*GROUND, "accelerators", "guard", "hosts", "comm", "report"},
     "patching": GROUND,
-    "api": {*GROUND, "config", "launch"},
+    "api": {*GROUND, "config", "launch", "report"},
     "sweep": {*GROUND, "config", "launch", "api"},
-    "cli": {*GROUND, "guard", "config", "launch", "bench", "patching"},
+    "cli": {*GROUND, "guard", "config", "launch", "report", "bench", "patching"},
+}
+# What pages are made of, whatever they are of, and what of it each part takes.
+PAGES = {
+    "html": set[str](),
+    "scale": set[str](),
+    "frame": {"html"},
+    "thin": {"scale"},
+    "plot": {"html", "scale", "thin"},
 }
 # And inside launch: from a plan to what is done with it, never back.
 PLANNED = {"layout", "liveness", "planning"}
@@ -121,7 +130,10 @@ def test_every_part_has_its_place() -> None:
     assert {_part(module, "flagscale") for module in MODULES} - {""} == set(PARTS)
 
 
-@pytest.mark.parametrize(("above", "allowed"), [("flagscale", PARTS), ("flagscale.launch", LAUNCH)])
+@pytest.mark.parametrize(
+    ("above", "allowed"),
+    [("flagscale", PARTS), ("flagscale.launch", LAUNCH), ("flagscale.report", PAGES)],
+)
 def test_imports_point_one_way(above: str, allowed: dict[str, set[str]]) -> None:
     edges = _edges(above, set(allowed))
     astray = {name: found - allowed[name] for name, found in edges.items()}
@@ -136,6 +148,14 @@ def test_training_takes_of_the_configuration_its_arguments_alone() -> None:
     taken = {one for name in MODULES if _part(name, "flagscale") == "train" for one in GRAPH[name]}
     config = {one for one in taken if one.startswith("flagscale.config")}
     assert {one for one in config if not one.startswith("flagscale.config.arguments")} == set()
+
+
+def test_what_pages_are_made_of_knows_nothing_of_runs() -> None:
+    made_of = {f"flagscale.report.{name}" for name in PAGES}
+    taken = {one for name in made_of for one in GRAPH[name] if one.startswith("flagscale")}
+    bench = {name for name in MODULES if _part(name, "flagscale") == "bench"}
+    taken |= {one for name in bench for one in GRAPH[name] if _part(one, "flagscale") == "report"}
+    assert {one for one in taken if ".".join(one.split(".")[:3]) not in made_of} == set()
 
 
 @pytest.mark.parametrize(

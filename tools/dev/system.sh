@@ -16,6 +16,9 @@ read -r header package < <("${PYTHON:-python3}" -c '
 import sys, sysconfig
 print(sysconfig.get_path("include") + "/Python.h", "python%d.%d-dev" % sys.version_info[:2])')
 packages[$header]=$package
+# A browser for the pages of runs. Ubuntu's is a snap, which tests cannot do with.
+browser=chromium-headless-shell
+if grep -qsx ID=debian /etc/os-release; then packages[$browser]=$browser; fi
 
 need=()
 for name in "${!packages[@]}"; do

@@ -171,21 +171,12 @@ def _add_nccl_json(found: dict[str, list[Point]], row: Mapping[str, Any]) -> Non
 def write_plot(
     path: Path, curves: Sequence[Curve], limits: Mapping[str, float] | None = None
 ) -> None:
-    """Write both diagrams beside each other into ``path``, an ``.svg`` or a ``.png``.
+    """Write time and bandwidth beside each other into ``path``, an ``.svg`` or a ``.png``.
+    ``limits`` of the bus bandwidth, in 1e9 bytes a second, are lines across by their names.
 
     Raises:
         ConfigError: matplotlib is not installed.
         OSError: the file cannot be written.
-    """
-    path.write_bytes(draw(curves, path.suffix.lower().lstrip("."), limits))
-
-
-def draw(curves: Sequence[Curve], kind: str, limits: Mapping[str, float] | None = None) -> bytes:
-    """The two diagrams as an ``svg`` or ``png`` image. ``limits`` of the bus bandwidth, in 1e9
-    bytes a second, are lines across by their names.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
     figure = new_figure(12, 4.5)
     latency, bandwidth = figure.subplots(1, 2)
@@ -202,7 +193,7 @@ def draw(curves: Sequence[Curve], kind: str, limits: Mapping[str, float] | None 
     latency.set_yscale("log")
     if curves:
         bandwidth.legend(fontsize="small")
-    return image_of(figure, kind)
+    path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from flagscale.bench.collectives import patterns, sizes
 from flagscale.bench.collectives.command import CHECK_MODES, build_parser, normalise
-from flagscale.bench.collectives.curves import read_results, require_image, require_matplotlib
+from flagscale.bench.collectives.curves import read_results, require_image
 from flagscale.bench.collectives.operations import (
     DATA_TYPES,
     OPERATIONS,
@@ -315,7 +315,6 @@ def _output(options: argparse.Namespace) -> Output:
         require_writable(path, "--plot")
     if options.report is not None:
         require_writable(options.report, "--report")
-        require_matplotlib(f"--report {options.report}")
     if options.json is not None:
         require_writable(options.json, "--report-to-json-file")
     return filled(

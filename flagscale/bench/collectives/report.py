@@ -4,61 +4,64 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flagscale.bench.collectives.curves import Curve, draw
+from flagscale.bench.collectives.curves import Curve
 from flagscale.bench.collectives.records import Row, limits_of
 from flagscale.bench.collectives.sizes import format_size
-
-_STYLE = """\
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem }
-table { border-collapse: collapse; margin: 1rem 0 }
-th, td { padding: .15rem .8rem; text-align: right; border-bottom: 1px solid #ddd;
-  white-space: nowrap }
-.bad { color: #b00020; text-align: left; white-space: normal }
-pre { background: #f5f5f5; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
-.wide { overflow-x: auto }
-svg { max-width: 100%; height: auto }"""
+from flagscale.report.frame import page
+from flagscale.report.html import Cell, Html, details, element, section, table
+from flagscale.report.plot import COLOURS, Line, Plot
+from flagscale.report.plot import render as plotted
 
 
 def render(
     rows: Sequence[Row], curves: Sequence[Curve], header: Sequence[str], about: Mapping[str, Any]
 ) -> str:
     """The whole page: for each operation its diagrams, with the imported curves that may be of it,
-    and its table. ``about`` is what a JSON file says beside its results. Every text from outside
-    is escaped.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    and its table. ``about`` is what a JSON file says beside its results."""
     names = list(dict.fromkeys(row.operation for row in rows))
-    title = f"Collectives: {', '.join(names)}"
     config = about.get("config", {})
     command = f"{config.get('prog', 'bench.py')} {shlex.join(config.get('command', ()))}"
-    date = str(about.get("environment", {}).get("date", ""))
-    top = "\n".join(filter(None, [f"$ {command}", date, *header]))
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
-        f"<pre>{escape(top)}</pre>",
-    ]
+    top = [f"$ {command}", str(about.get("environment", {}).get("date", "")), *header]
+    parts = []
     for name in names:
         own = [row for row in rows if row.operation == name]
-        drawn = [curve for curve in curves if curve.operation in (name, None)]
-        parts.append(f"<h2>{escape(name)}</h2>")
+        drawn = [curve for curve in curves if curve.points and curve.operation in (name, None)]
         # What moves nothing, or failed throughout, has no curves.
-        if any(curve.operation == name and curve.points for curve in drawn) and own[0].size:
-            image = draw(drawn, "svg", limits_of(own)).decode()
-            # An SVG within HTML has neither an XML declaration nor a document type.
-            parts.append(image[max(image.find("<svg"), 0) :])
-        parts.append(_table(own))
-    details = escape(json.dumps(about, indent=1))
-    parts.append(f"<details><summary>how it was measured</summary><pre>{details}</pre></details>")
-    return "\n".join([*parts, "</body></html>", ""])
+        known = own[0].size and any(curve.operation == name for curve in drawn)
+        plots = map(plotted, _plots(drawn, limits_of(own))) if known else ()
+        parts.append(section(name, element("div", *plots, class_="plots"), _table(own)))
+    measured = details("how it was measured", element("pre", json.dumps(about, indent=1)))
+    first = element("pre", "\n".join(filter(None, top)))
+    return page(f"Collectives: {', '.join(names)}", first, *parts, measured)
+
+
+def _plots(curves: Sequence[Curve], limits: Mapping[str, float]) -> Iterator[Plot]:
+    """Time and bus bandwidth over size, both sizes and times by their logarithm."""
+    sizes = sorted({max(point.size, 1) for curve in curves for point in curve.points})
+    shown = sizes[:: max(1, -(-len(sizes) // 7))]
+    shared: dict[str, Any] = {
+        "axis": "bytes",
+        "x_log": True,
+        "x_ticks": [(size, format_size(size)) for size in shown],
+        "x_range": (sizes[0], sizes[-1]),
+    }
+
+    def lines(what: str) -> list[Line]:
+        return [_line(curve, what, index) for index, curve in enumerate(curves)]
+
+    yield Plot("time", "microseconds", lines("time"), y_log=True, **shared)
+    yield Plot(
+        "bus bandwidth", "1e9 bytes a second", lines("busbw"), levels=[*limits.items()], **shared
+    )
+
+
+def _line(curve: Curve, what: str, index: int) -> Line:
+    sizes = [max(point.size, 1) for point in curve.points]
+    values = [getattr(point, what) for point in curve.points]
+    return Line(curve.label, sizes, values, index % COLOURS, dashed=curve.imported)
 
 
 Column = tuple[str, Callable[[Row], str]]
@@ -99,25 +102,21 @@ _BEFORE_TIME = 6
 """Columns that a row has which was not measured."""
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row]) -> Html:
     columns = _columns(rows)
-    lines = ['<div class="wide"><table>', _cells("th", [heading for heading, _ in columns])]
+    return table([heading for heading, _ in columns], _cells(rows, columns), numbers=True)
+
+
+def _cells(rows: Sequence[Row], columns: Sequence[Column]) -> Iterator[list[object]]:
     for row in rows:
         if row.failure is None:
-            lines.append(_cells("td", [text(row) for _, text in columns]))
-            continue
-        cells = _cells("td", [text(row) for _, text in columns[:_BEFORE_TIME]])
-        rest = len(columns) - _BEFORE_TIME
-        failure = f'<td class="bad" colspan="{rest}">{escape(row.failure)}</td></tr>'
-        lines.append(cells.removesuffix("</tr>") + failure)
-    return "\n".join([*lines, "</table></div>"])
+            yield [text(row) for _, text in columns]
+        else:
+            known = [text(row) for _, text in columns[:_BEFORE_TIME]]
+            yield [*known, Cell(row.failure, "bad", len(columns) - _BEFORE_TIME)]
 
 
 def _ratio(row: Row) -> str:
     if row.ratio is None:
         return "-"
     return f"{row.ratio.value:.3f} ({row.ratio.low:.3f} to {row.ratio.high:.3f})"
-
-
-def _cells(tag: str, texts: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts) + "</tr>"

@@ -67,6 +67,12 @@ class Heterogeneous:
         "What stages of different meshes send each other goes through the hosts' memory, by Gloo, "
         "whatever the communication backend",
     )
+    hetero_eager_1f1b: bool = arg(
+        False,
+        "Every stage of the meshes does twice as many forward passes ahead as there are stages "
+        "after it, instead of as many: what stages send each other over a slow link is hidden, and "
+        "activations of as many more micro-batches are kept",
+    )
     use_partial_reduce_for_shared_embedding: bool = arg(
         True,
         "Gradients of an embedding tied to the output layer are summed by the rows that ranks of "

@@ -223,6 +223,7 @@ NEEDS: tuple[Need, ...] = (
     Need("tokenizer_type", "special_tokens_file", ("AquilaTokenizerFS",)),
     Need("multiple_of", "hidden_dim_multiplier"),
     Need("swiglu", "multiple_of"),
+    Need("hetero_process_meshes", "hetero_eager_1f1b"),
     Need("wandb_project", "wandb_exp_name wandb_save_dir wandb_entity"),
     Need("lr_decay_style", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", ("WSD",)),
     Need(

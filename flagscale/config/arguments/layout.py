@@ -77,14 +77,6 @@ def broken_world(values: Values, world_size: int) -> list[Broken]:
     return wrong or _recomputed(values, world_size)
 
 
-def unlike_and_on_hosts(values: Values) -> bool:
-    """Whether training is heterogeneous and nothing on a device is sent to another one: stages
-    send each other through the hosts' memory, or replicas have no stages."""
-    if shares.is_on(values):
-        return bool(values["pipeline_model_parallel_size"] == 1)
-    return are_on(values) and bool(values["hetero_use_cpu_communication"])
-
-
 def place_of(values: Values, ranks: range, world_size: int) -> str | None:
     """What these of unlike ranks hold, for messages; None where all are alike."""
     return next(iter(places_of(values, [ranks], world_size)), None)

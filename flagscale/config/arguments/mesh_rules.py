@@ -48,6 +48,8 @@ def broken(values: Values, meshes: Meshes) -> Iterator[Broken]:
     for name, reason in _NOT_OVER_MESHES.items():
         if values.get(name):
             yield name, f"is not possible with enable_hetero: {reason}"
+    if meshes.eager and meshes.chunks > 1:
+        yield "hetero_eager_1f1b", "is for stages of one chunk; virtual stages have their schedule"
     if len(meshes.stages) < 2:
         yield MESHES, "one mesh of one stage is no pipeline; leave enable_hetero out"
     yield from _sizes(values, meshes)

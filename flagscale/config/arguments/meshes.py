@@ -98,13 +98,15 @@ class Meshes:
 
     ``sequences`` are those of a micro-batch over all data-parallel ranks; ``chunks`` the model
     chunks that a stage holds (the interleaved schedule's), over which its layers are divided;
-    ``sequence_parallel``: it is on in every mesh that has tensor-parallel ranks.
+    ``sequence_parallel``: it is on in every mesh that has tensor-parallel ranks; ``eager``: stages
+    do twice as many forward passes ahead as there are stages after them.
     """
 
     meshes: tuple[Mesh, ...]
     sequences: int
     chunks: int = 1
     sequence_parallel: bool = False
+    eager: bool = False
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -184,7 +186,13 @@ def meshes_of(values: Values) -> Meshes | None:
         raise ValueError("; ".join(f"{name}: {message}" for name, message in found))
     meshes = _with_layers(_read(values), values)
     sequences = values["micro_batch_size"] * meshes[0].dp
-    return Meshes(meshes, sequences, chunks_of(values), bool(values["sequence_parallel"]))
+    return Meshes(
+        meshes,
+        sequences,
+        chunks_of(values),
+        bool(values["sequence_parallel"]),
+        bool(values["hetero_eager_1f1b"]),
+    )
 
 
 def chunks_of(values: Values) -> int:

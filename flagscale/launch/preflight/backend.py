@@ -11,7 +11,6 @@ from typing import Any
 
 from flagscale.accelerators.registry import ACCELERATORS, AUTO, accelerator
 from flagscale.accelerators.visible import hidden, kind_of
-from flagscale.config.arguments.layout import unlike_and_on_hosts
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
 from flagscale.hosts.hostfile import Host
@@ -46,8 +45,7 @@ def judge(
     variables = experiment.envs.for_host(host.name, host.device_type)
     kind = accelerator(kind_of(device, devices, variables))
     there = devices.get(kind.name) and not hidden(variables, kind.name)
-    sends = not unlike_and_on_hosts(Arguments.of(experiment).values())
-    if name == "gloo" and there and not kind.is_host and sends:
+    if name == "gloo" and there and not kind.is_host:
         hint = f"auto takes {kind.default_backend}; device: cpu trains without {kind.unit}s"
         answer = {"problem": _NO_GLOO.format(kind.unit), "hint": hint}
     if answer is None:

@@ -1,8 +1,9 @@
 """Carries activations and gradients between stages that are laid out unlike each other.
 
 The methods that megatron.core's pipeline schedules call are those of its ``P2PCommunicator``; what
-crosses is what :mod:`.boundary` has planned. Receives are posted before sends; a send is under way
-while the stage computes, and its tensor is kept until it is through.
+crosses is what :mod:`.boundary` has planned. Receives are posted before sends, and the next
+micro-batch's before this one is computed; a send is under way while the stage computes, and its
+tensor is kept until it is through.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from flagscale.train.meshes.groups import Boundaries, Stages
 
 _MOST_UNDER_WAY = 4
 """Messages that are being sent at once, whose tensors are kept: two in each direction."""
+_WAITS_ON_DEVICE = ("nccl",)
+"""Backends whose receives take multiprocessors of the device from what it computes, for as long as
+they wait for the message."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Flow:
-    """One kind of message: what this rank sends and is sent of it, a micro-batch."""
+    """One kind of message: what this rank sends and is sent of it, a micro-batch. ``left``: how
+    many are still to be asked for in this step, as far as that may be done ahead of the schedule;
+    ``coming``: the one that has been."""
 
     group: dist.ProcessGroup
     sends: tuple[Move, ...] = ()
     receives: tuple[Move, ...] = ()
+    left: int = 0
+    coming: _Coming | None = None
 
 
 class Exchange:
@@ -60,7 +68,9 @@ class Exchange:
             sequence: tokens of a whole sequence.
         """
         self.config = config
-        self.pp_group = Stages(stage.index, len(meshes.stages))
+        # How many forward passes the schedule does ahead follows from this.
+        places = 2 if meshes.eager else 1
+        self.pp_group = Stages(places * stage.index, places * (len(meshes.stages) - 1) + 1)
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
         self._tensor_parallel = tensor_parallel
         self._device = device
@@ -88,6 +98,17 @@ class Exchange:
         if not config.calculate_per_token_loss:
             self._scale = parts / (after.mesh.dp * after.mesh.cp)
         self._under_way: deque[tuple[Sequence[Any], list[torch.Tensor]]] = deque()
+
+    def begin(self, micro_batches: int, *, forward_only: bool) -> None:
+        """Before a step of so many micro-batches. With virtual stages the schedule itself says
+        early what it will want."""
+        if self.virtual_pipeline_model_parallel_size is not None:
+            return
+        for flow in (self._forward, self._backward):
+            ahead = dist.get_backend(flow.group) not in _WAITS_ON_DEVICE
+            flow.left = micro_batches if ahead else 0
+        if forward_only:
+            self._backward.left = 0
 
     # --- as the schedules call it -----------------------------------------------------------------
 
@@ -164,16 +185,29 @@ class Exchange:
             work.wait()
 
     def _receive(self, flow: _Flow) -> torch.Tensor:
-        coming = self._begin(flow, None, receives=True)
-        assert coming is not None
-        return coming.wait()
+        return self._wait(flow, self._ask(flow))
 
     def _cross(self, into: _Flow, out: _Flow, tensor: Any) -> torch.Tensor:
         """Receive of one flow, which is posted first, while sending of the other."""
-        coming = self._begin(into, None, receives=True)
-        assert coming is not None
+        coming = self._ask(into)
         self._begin(out, tensor, receives=False)
-        return coming.wait()
+        return self._wait(into, coming)
+
+    def _ask(self, flow: _Flow) -> _Coming:
+        """The next message of a flow, which may have been asked for already."""
+        coming, flow.coming = flow.coming, None
+        if coming is None:
+            flow.left -= 1
+            coming = self._begin(flow, None, receives=True)
+        assert coming is not None
+        return coming
+
+    def _wait(self, flow: _Flow, coming: _Coming) -> torch.Tensor:
+        """The message, and the next one asked for: it arrives while this one is computed."""
+        tensor = coming.wait()
+        if flow.left > 0:
+            flow.coming = self._ask(flow)
+        return tensor
 
     def _begin(self, flow: _Flow, tensor: Any, *, receives: bool) -> _Coming | None:
         """Start sending ``tensor``, unless it is None, and receiving. What goes and what comes of

@@ -119,13 +119,19 @@ class ModelSpec(Family, ABC):
         }
 
     def initialize(
-        self, model: torch.nn.Module, config: TransformerConfig, seed: int, norms: float | None
+        self,
+        model: torch.nn.Module,
+        config: TransformerConfig,
+        seed: int,
+        norms: float | None,
+        *,
+        on_host: bool,
     ) -> None:
         """Draw the weights of a chunk, alike in every layout. ``norms``: the value that weights of
-        norms start from; 1 if None."""
+        norms start from; 1 if None. ``on_host``: alike on every kind of device, too."""
         from flagscale.train.models.initialize import initialize
 
-        initialize(model, config, seed, norms=norms)
+        initialize(model, config, seed, norms=norms, on_host=on_host)
 
     def flops_per_token(self, args: Namespace, vocabulary: int) -> float | None:
         """Floating-point operations of training one token of the padded ``vocabulary``, over all

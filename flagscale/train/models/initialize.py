@@ -2,8 +2,9 @@
 
 Each parameter's values are drawn for the whole, unsplit parameter by a generator seeded with the
 run's seed and the parameter's global name, and each rank keeps its part. So any two layouts start
-from the same model (on the same kind of device), and so does every data-parallel replica without
-a broadcast. The distributions are Megatron-LM's: a normal one of ``init_method_std``, narrower by
+from the same model, and so does every data-parallel replica without a broadcast. Generators of
+unlike devices draw unlike numbers: ranks on several kinds of them draw in their hosts' memory. The
+distributions are Megatron-LM's: a normal one of ``init_method_std``, narrower by
 ``sqrt(2 x layers)`` for the two matrices of a layer whose output is added to the residual.
 """
 
@@ -30,20 +31,24 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @torch.no_grad()
 def initialize(
-    model: Any, config: TransformerConfig, seed: int, *, norms: float | None = None
+    model: Any,
+    config: TransformerConfig,
+    seed: int,
+    *,
+    norms: float | None = None,
+    on_host: bool = False,
 ) -> None:
     """Draw every weight of the bare model ``model`` (a chunk of it), in place.
 
-    Norms keep their ones, or get the value ``norms``; biases become zero.
+    Norms keep their ones, or get the value ``norms``; biases become zero. ``on_host``: numbers are
+    drawn in the host's memory, so that they are the same on every kind of device.
     """
     for name, parameter in global_parameters(model, config):
         if name.endswith("bias"):
             parameter.zero_()
         elif parameter.dim() > 1:
-            std = _std(name, config)
-            parameter.copy_(
-                _own_part(name, parameter, config, _generator(seed, name, parameter), std)
-            )
+            generator = _generator(seed, name, "cpu" if on_host else parameter.device)
+            parameter.copy_(_own_part(name, parameter, config, generator))
         elif norms is not None:
             parameter.fill_(norms)
 
@@ -100,10 +105,10 @@ def _std(name: str, config: TransformerConfig) -> float:
     return std
 
 
-def _generator(seed: int, name: str, parameter: torch.Tensor) -> torch.Generator:
+def _generator(seed: int, name: str, device: torch.device | str) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     # One bit less than 64: generators take signed seeds.
-    return torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def _own_part(
@@ -111,14 +116,13 @@ def _own_part(
     parameter: torch.nn.Parameter,
     config: TransformerConfig,
     generator: torch.Generator,
-    std: float,
 ) -> torch.Tensor:
     """This rank's part of the parameter called ``name``, of the shape of ``parameter``."""
     shape = list(parameter.shape)
     dimension, rank, size = _split(parameter)
     shape[dimension] *= size
-    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-    whole.normal_(0.0, std, generator=generator)
+    whole = torch.empty(shape, dtype=torch.float32, device=generator.device)
+    whole.normal_(0.0, _std(name, config), generator=generator)
     if size == 1:
         return whole
     if config.gated_linear_unit and _GATED.search(name):

@@ -56,7 +56,13 @@ def build_chunks(
         model.model_type, model.vocab_size = ModelType.encoder_or_decoder, vocabulary
         send_directly(model)
         _set_experts_apart(model)
-        spec.initialize(model, config, args.seed, args.norm_init_weight)
+        spec.initialize(
+            model,
+            config,
+            args.seed,
+            args.norm_init_weight,
+            on_host=bool(args.use_cpu_initialization),
+        )
     follow(args, config, models)
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]

@@ -100,7 +100,7 @@ def test_comparison_files_baseline(bench: Any, tmp_path: Path) -> None:
     assert "# note: peak 100 GB/s, the nominal limit; probe " in done.out
     page = (tmp_path / "r.html").read_text()
     assert "other &lt;&amp;&gt; tool: FlagCX" in page
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == 2
     assert "<h2>all_reduce</h2>" in page
     assert "&quot;variables&quot;" in page
     assert "src=" not in page

@@ -21,13 +21,14 @@ import os, sys, time
 from flagscale.status import StatusWriter
 seed = sys.argv[sys.argv.index("--seed") + 1] if "--seed" in sys.argv else "0"
 status = StatusWriter.from_environment(int(os.environ["RANK"]))
+if seed == "2":
+    sys.exit(7)
 for event in ("started", "joined", "ready"):
     status.write(event)
 print("localhost:0: seed", seed, flush=True)  # as torchrun would label it
 status.write("progress", step=3, train_steps=3, loss=float(seed) / 4, tokens_per_second=10)
 if seed == "9":
     time.sleep(600)
-sys.exit(7 if seed == "2" else 0)
 """
 
 
@@ -52,6 +53,8 @@ def test_a_run_is_started_watched_and_stopped(lab: Lab) -> None:
     assert other.id == run.id == flagscale.find(lab.exp_dir).id
     with pytest.raises(FlagscaleError, match=f"run {run.id} of lab is alive"):
         flagscale.launch(config)
+    page = run.report(lab.root / "page.html", other).read_text(encoding="utf-8")
+    assert run.id in page
     run.stop()
     thread.join(timeout=60)
     assert "localhost:0: seed 9" in lines
@@ -68,6 +71,8 @@ def test_what_does_not_start_is_an_error(lab: Lab) -> None:
     assert (status.phase.value, status.exit_code) == ("failed", 7)
     lab.exp_dir.chmod(0o700)
     (lab.root / "taken").write_text("", encoding="utf-8")
+    with pytest.raises(RunStateError, match="taken"):
+        flagscale.find(lab.exp_dir).report(lab.root / "taken" / "page.html")
     with pytest.raises((ConfigError, RunStateError), match="taken"):
         flagscale.launch(config, [f"experiment.exp_dir={lab.root}/taken/exp"])
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from launch_lab import until
+from launch_lab import PROJECT, until
 from ssh_lab import SshLab, ssh_lab
 
 pytestmark = [
@@ -39,9 +41,22 @@ def test_everything_is_written_there_and_fetched_from_there(lab: SshLab) -> None
     # Twice: what was fetched before is not fetched, or shown, again.
     lines = lab.do("logs", "rank=1").stdout.splitlines()
     assert [line for line in lines if "works" in line] == ["h01:1: rank 1 works"]
+    living = page(lab)
+    assert "lab may have gone on since" in living
+    assert living.count(">running<") == 3, "the run and both hosts"
     assert lab.do("stop").returncode == 0
     assert lab.orphans() == {}
     assert lab.query()["state"] == "stopped"
+    assert "s3cr3t" not in living
+    assert 'role="img"' in page(lab), "a run that was stopped has its curves"
+
+
+def page(lab: SshLab) -> str:
+    """The page of the lab's run, as the command writes it."""
+    words = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "--output", "page.html"]
+    environment = lab.bed.environment(PYTHONPATH=str(PROJECT))
+    subprocess.run(words, cwd=lab.root, env=environment, check=True, timeout=60)
+    return (lab.root / "page.html").read_text(encoding="utf-8")
 
 
 def test_a_failure_is_told_with_its_traceback(lab: SshLab) -> None:

@@ -18,7 +18,6 @@ from flagscale.bench.pipeline.launch import main as pipeline
     ("main", "line", "what"),
     [
         (collectives, "allr -r 2 --plot x.svg", "--plot x.svg"),
-        (collectives, "allr -r 2 --report x.html", "--report x.html"),
         (collectives, "--batch batch.txt -r 2", "--batch batch.txt:1: --plot x.png"),
         (collectives, "allr -r 2 --hosts a b --plot x.svg", "--plot x.svg"),
         (pipeline, "-r 2 --plot x.svg", "--plot x.svg"),
@@ -26,7 +25,7 @@ from flagscale.bench.pipeline.launch import main as pipeline
         (agreement, "--import kept.json --plot x.svg", "--plot x.svg"),
         (nvlink, "kept.json x.svg", "x.svg"),
     ],
-    ids=["plot", "report", "batch", "hosts", "pipeline", "agreement", "import", "nvlink"],
+    ids=["plot", "batch", "hosts", "pipeline", "agreement", "import", "nvlink"],
 )
 def test_without_matplotlib_nothing_is_measured(
     main: Callable[[list[str]], int],

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from flagscale.comm import registry
-from flagscale.comm.base import TRAINING, WITHOUT_STAGES
+from flagscale.comm.base import TRAINING
 from flagscale.comm.registry import Gloo
 from flagscale.errors import ConfigError
 
@@ -82,7 +82,6 @@ def test_what_a_backend_cannot_do_on_a_device_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setitem(registry._OWN, "gloo", _WithGpu())
     assert registry.usable("gloo", "cuda", ["all_reduce"]).name == "gloo"
     assert registry.usable("gloo", "cpu", TRAINING).name == "gloo"
-    assert registry.usable("gloo", "cuda", WITHOUT_STAGES).name == "gloo"
     with pytest.raises(ConfigError, match="it cannot do sendrecv on GPU memory"):
         registry.usable("gloo", "cuda", TRAINING)
     assert "permute" not in registry.backend("cpu:gloo,cuda:gloo").operations_on("cuda")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.config.arguments.layout import place_of, unlike_and_on_hosts
+from flagscale.config.arguments.layout import place_of
 from flagscale.config.arguments.meshes import Mesh, Meshes, as_words
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import of_rank, resolve
@@ -371,28 +371,3 @@ def test_until_they_are_measured_counts_are_as_even_as_the_batch_allows(
     args = resolve(parse_arguments(f"{MODEL} {REPLICAS} {shares} {more}".split()), world)
     assert [share.count for share in args.shares] == counts
     assert args.shares[-1].stop == args.global_batch_size
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("", False),
-        ("--pipeline-model-parallel-size 2", False),
-        ("--enable-hetero --hetero-process-meshes 1 1 1 1 1 1 1 1 1 1", False),
-        (
-            "--enable-hetero --hetero-process-meshes 1 1 1 1 1 1 1 1 1 1 "
-            "--hetero-use-cpu-communication",
-            True,
-        ),
-        ("--enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 2 1 1", True),
-        (
-            "--enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 2 1 1 "
-            "--pipeline-model-parallel-size 2",
-            False,
-        ),
-    ],
-    ids=["one", "alike", "meshes", "meshes-on-hosts", "replicas", "replicas-with-stages"],
-)
-def test_whether_devices_send_to_each_other(argv: str, expected: bool) -> None:
-    values = vars(parse_arguments(f"--num-layers 4 {argv}".split()))
-    assert unlike_and_on_hosts(values) is expected

@@ -104,6 +104,15 @@ def test_what_is_on_its_way_counts() -> None:
     assert play(alike(2), 1, [0.5, 9.0]).seconds == pytest.approx(6.0 + 2 * 0.5)
 
 
+def test_what_is_on_its_way_is_hidden_where_stages_are_eager() -> None:
+    """Plain 1F1B leaves no time for it: every second micro-batch waits for a way there and back."""
+    plain, eager = (play(alike(2), 8, [0.5, 0.0], eager=eager).seconds for eager in (False, True))
+    filling = 2 * 0.5
+    assert plain == pytest.approx(8 * 3 + 3 + filling + 7 // 2 * filling)
+    assert eager == pytest.approx(8 * 3 + 3 + filling)
+
+
 def test_warming_up_holds_more_with_chunks() -> None:
     assert [warm_up(4, index) for index in range(4)] == [3, 2, 1, 0]
     assert [warm_up(4, index, 2) for index in range(4)] == [10, 8, 6, 4]
+    assert [warm_up(4, index, eager=True) for index in range(4)] == [6, 4, 2, 0]

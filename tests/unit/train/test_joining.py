@@ -15,5 +15,5 @@ def test_ranks_that_would_wait_for_each_other_for_ever() -> None:
         _agree(store, Rank(2, 0, 3), "gloo on cpu")
     assert str(error.value).splitlines() == [
         "rank 2 would communicate by gloo on cpu, rank 0 by nccl on NVIDIA H200",
-        "  hint: set distributed_backend to one that joins both devices, such as fsccl or gloo",
+        "  hint: set distributed_backend to one that joins both devices, such as fsccl",
     ]

@@ -75,10 +75,8 @@ class Engine {
   void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
                   const Deadline& d);
 
-  const Clusters& clusters() const { return clusters_; }
   Tracks& tracks() { return *tracks_; }
   Group& group() { return *group_; }
-  const Mates::Backend& native() const { return mates_->native(); }
 
   // Throws if a rank of this host has ended, or somebody failed. Any thread.
   void look() const;

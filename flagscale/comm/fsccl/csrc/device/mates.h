@@ -43,7 +43,6 @@ class Mates {
 
   int size() const { return size_; }
   int index() const { return index_; }
-  const Backend& native() const { return native_; }
 
   // in: size() parts of out's size, of r.dtype; out: the reduction of everyone's part index().
   void reduce_scatter(const at::Tensor& in, const at::Tensor& out, const Reduction& r);

@@ -154,6 +154,7 @@ class TorchBackend : public c10d::Backend {
   Kinds kinds();
   NativePtr whole_native(const at::Tensor& t);
   Engine* host_engine(const Deadline& d);
+  NativePtr cluster_native(int cluster, int index, const std::vector<int>& ranks);
   Engine& engine(const Deadline& d);
   void wait_for_device();
   void abort_devices();
@@ -174,6 +175,8 @@ class TorchBackend : public c10d::Backend {
   std::optional<std::unique_ptr<NvlinkPath>> nvlink_;  // null: some rank cannot
   std::atomic<NvlinkPath*> connected_{nullptr};        // the same, for any thread
   std::map<std::string, Regions> registered_;  // by pool
+  std::optional<Clusters> clusters_;  // of ranks that a native library joins
+  NativePtr cluster_native_;          // in this rank's; null: not needed so far
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Watch> watch_;  // of a device's operations
 };

@@ -218,6 +218,13 @@ Engine* TorchBackend::host_engine(const Deadline& d) {
   return &engine(d);
 }
 
+// The native library among this rank's like. Made by the first who needs it, it waits for nobody.
+TorchBackend::NativePtr TorchBackend::cluster_native(int cluster, int index,
+                                                     const std::vector<int>& ranks) {
+  if (!cluster_native_) cluster_native_ = home_.make_native(cluster, index, ranks);
+  return cluster_native_;
+}
+
 Engine& TorchBackend::engine(const Deadline& d) {
   if (engine_) return *engine_;
   check_alive();
@@ -229,7 +236,10 @@ Engine& TorchBackend::engine(const Deadline& d) {
     }
     return std::make_unique<HostTracks>(SpinPolicy::for_ranks(size_), std::move(look));
   };
-  engine_ = std::make_unique<Engine>(group_, make_tracks, home_.make_native, d);
+  const auto native = [this](int cluster, int index, const std::vector<int>& ranks) {
+    return cluster_native(cluster, index, ranks);
+  };
+  engine_ = std::make_unique<Engine>(group_, make_tracks, native, d);
   if (!host) watch_ = std::make_unique<Watch>(*engine_);
   return *engine_;
 }
@@ -272,7 +282,8 @@ TorchBackend::WorkPtr TorchBackend::run_on_device(
 }
 
 // Messages of a device's tensors inside a cluster are the native library's. All others go through
-// host memory.
+// host memory. Two ranks alone know of a message: an engine, for which all ranks come together, is
+// not asked.
 std::optional<TorchBackend::WorkPtr> TorchBackend::message_inside(c10d::OpType type,
                                                                   Tensors& tensors, int peer,
                                                                   int tag) {
@@ -288,15 +299,21 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::message_inside(c10d::OpType t
   kinds();
   std::lock_guard<std::mutex> hold(device_mutex_);
   try {
-    Engine& engine = this->engine(Deadline::after(options_->timeout));
-    const auto& mates = engine.clusters().own();
+    check_alive();
+    const GroupConfig& config = group_->config();
+    if (!clusters_) {
+      clusters_ = form_native_clusters(rank_, group_->everyone(Deadline::after(options_->timeout)),
+                                       config.global_ranks, config.settings);
+    }
+    const auto& mates = clusters_->own();
     const bool from_anyone = type == c10d::OpType::RECVANYSOURCE;
     TORCH_CHECK_NOT_IMPLEMENTED(!from_anyone || mates.size() == 1,
                                 "fsccl: receiving from any source into a tensor on ", t.device(),
                                 ": ", home_.native.library, " does not offer that");
     const auto mate = std::find(mates.begin(), mates.end(), peer);
     if (from_anyone || mate == mates.end()) return std::nullopt;
-    return call_native(engine.native(), call(static_cast<int>(mate - mates.begin())));
+    return call_native(cluster_native(clusters_->mine, clusters_->index, mates),
+                       call(static_cast<int>(mate - mates.begin())));
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }
@@ -304,14 +321,18 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::message_inside(c10d::OpType t
 
 void TorchBackend::wait_for_device() {
   // A program that has given this group no tensor of a device may not even have a context there.
-  if (on_host(home_.native) || !(engine_ || (whole_ && *whole_))) return;
+  if (on_host(home_.native) || !(engine_ || cluster_native_ || (whole_ && *whole_))) return;
   const c10::impl::VirtualGuardImpl guard(c10::Device(home_.native.device).type());
   guard.synchronizeStream(guard.getStream(guard.getDevice()));
 }
 
 void TorchBackend::abort_devices() {
   // Not under the mutex: an operation that waits for ever may hold it.
-  if (engine_) engine_->abort();
+  if (engine_) {
+    engine_->abort();
+  } else if (cluster_native_) {
+    cluster_native_->abort();
+  }
   if (NvlinkPath* const path = connected_) path->abort();
   if (whole_ && *whole_) (*whole_)->abort();
 }
@@ -323,11 +344,16 @@ void TorchBackend::stop_devices() {
     abort_devices();
   }
   watch_.reset();
-  if (engine_) engine_->shutdown();
+  if (engine_) {
+    engine_->shutdown();
+  } else if (cluster_native_) {
+    cluster_native_->shutdown();
+  }
   if (nvlink_ && *nvlink_) (*nvlink_)->finish(kLastOperations);
   // What a device may still copy from and to stays; the process is about to end.
   if (device && group_->failure()) static_cast<void>(engine_.release());
   engine_.reset();
+  cluster_native_.reset();
   connected_ = nullptr;
   nvlink_.reset();
   if (whole_ && *whole_) (*whole_)->shutdown();

@@ -1,0 +1,212 @@
+"""The page of real runs, and of a benchmark, as a real browser shows them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, opened
+from launch_lab import PROJECT, Lab
+from report_lab import lay, steps
+
+from flagscale.bench.collectives.curves import Curve, Point
+from flagscale.bench.collectives.records import Row
+from flagscale.bench.collectives.report import render
+from flagscale.report.pages import write
+
+pytestmark = pytest.mark.integration
+
+# Trains, as far as a launcher can tell; breaks in the middle of its first attempt.
+BREAKS = """\
+import os
+from flagscale.status import StatusWriter
+attempt, rank = int(os.environ["FLAGSCALE_ATTEMPT"]), int(os.environ["RANK"])
+status = StatusWriter.from_environment(rank)
+status.write("started", rank=rank, device="cpu", host="h", pid=os.getpid())
+status.write("joined", backend="gloo", seconds=0.1)
+status.write("ready", seconds=0.1)
+for step in range(1 + 20 * attempt, 61):
+    if rank == 0:
+        loss = float("nan") if step == 50 else 9 - step / 10 + (8 if step == 45 else 0)
+        status.write("progress", step=step, train_steps=60, loss=loss, grad_norm=1.5, mfu=0.4,
+                     tokens_per_second=1000.0 + step, memory_gib=7.0)
+        if step % 20 == 0:
+            status.write("checkpoint", step=step, path=f"/c/{step}", seconds=0.5)
+            status.write("evaluation", step=step, loss=9.5 - step / 10)
+    if step == LAST[attempt] and rank == 1:
+        try:
+            raise ValueError("</script><b>broken</b>")
+        except ValueError as error:
+            import traceback
+            trace = "".join(traceback.format_exception(error))
+            status.write("failed", kind="ValueError", message=str(error), traceback=trace)
+            raise
+if rank == 0:
+    import time
+    time.sleep(300 if 60 in LAST else 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with opened(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    made = Lab(tmp_path, tmp_path / "exp")
+    yield made
+    made.clear()
+
+
+def _fits(browser: Browser) -> bool:
+    """Whether nothing is wider than the window; what scrolls by itself is not."""
+    return bool(browser.value("document.documentElement.scrollWidth <= innerWidth"))
+
+
+def _colours(browser: Browser) -> tuple[str, str]:
+    """Of the paper and of the first line."""
+    path = "getComputedStyle(document.querySelector('path.line')).stroke"
+    return browser.value("getComputedStyle(document.body).backgroundColor"), browser.value(path)
+
+
+def _drawn(browser: Browser) -> list[float]:
+    """What share of its plot's width each plot's first line takes."""
+    return list(
+        browser.value(
+            "[...document.querySelectorAll('.field svg')].filter((s) => s.clientWidth).map((s) => "
+            "s.querySelector('path.line').getBoundingClientRect().width / s.clientWidth)"
+        )
+    )
+
+
+def test_a_run_that_was_started_again_and_failed(lab: Lab, browser: Browser) -> None:
+    program = BREAKS.replace("LAST", "(30, 60)")
+    lab.configure(program, light=True, runner={"max_restarts": 1, "nproc_per_node": 2})
+    done = lab.do("test")
+    assert done.returncode == 1, done.stderr
+    page = lab.root / "page.html"
+    command = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "-o", page]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    subprocess.run(command, cwd=lab.root, env=environment, check=True, timeout=60)
+
+    for width, dark in ((1200, False), (390, True)):
+        browser.open(page, width=width, dark=dark)
+        assert _fits(browser)
+        # Steps 1 to 20 of 60; what the second attempt did again is another line.
+        assert _drawn(browser) == pytest.approx([19 / 59] * 5, abs=0.01)
+        text = browser.value("document.body.innerText")
+        for told in (
+            "failed",
+            "attempts\n2 of 2",
+            "ValueError: </script><b>broken</b>",
+            "raise Val",
+        ):
+            assert told in text, told
+    signs = browser.value(
+        "[...document.querySelector('figure.plot').querySelectorAll('.mark')].map((m) => m.title)"
+    )
+    assert [sign.partition(":")[0] for sign in signs].count("step 21") == 1, "started again"
+    assert any("loss spike: 12.5" in sign for sign in signs)
+    assert any("loss is NaN" in sign for sign in signs)
+    assert any("first failure" in sign for sign in signs)
+    assert browser.trouble == []
+    assert {*browser.asked} == {page.as_uri()}, "it loads nothing"
+
+
+def test_values_are_told_by_pointer_and_keys(tmp_path: Path, browser: Browser) -> None:
+    laid = lay(tmp_path)
+    laid.report(*steps(101, loss=float, grad_norm=0.5))
+    laid.end()
+    browser.open(write([laid.state], tmp_path / "p.html"), width=390)
+    tip = "document.querySelector('.tip').innerText"
+    browser.point(".field", 0.501)
+    assert browser.value(tip) == "step 51\ntraining 51"
+    inside = browser.value(
+        "(() => { const t = document.querySelector('.tip').getBoundingClientRect(), "
+        "f = document.querySelector('.field').getBoundingClientRect();"
+        "return t.left >= f.left - 1 && t.right <= f.right + 1 })()"
+    )
+    assert inside
+    crosses = "[...document.querySelectorAll('.cross')].map((c) => c.hidden)"
+    assert browser.value(crosses) == [False, False], "the other plot shows the place, too"
+    browser.value("document.querySelectorAll('.area')[1].focus()")
+    told = "document.querySelectorAll('.tip')[1].innerText"
+    for key, step in (
+        ("Home", 1),
+        ("ArrowRight", 2),
+        ("PageDown", 7),
+        ("End", 101),
+        ("ArrowLeft", 100),
+    ):
+        browser.press(key)
+        assert browser.value(told) == f"step {step}\ntraining 0.5"
+    browser.press("Escape")
+    assert browser.value(crosses) == [True, True]
+    assert browser.trouble == []
+
+
+def test_light_and_dark(tmp_path: Path, browser: Browser) -> None:
+    """As the system has it, and as the switch says."""
+    laid = lay(tmp_path)
+    laid.report(*steps(9))
+    laid.end()
+    page = write([laid.state], tmp_path / "p.html")
+    browser.open(page)
+    light = _colours(browser)
+    assert light[0] == "rgb(255, 255, 255)"
+    browser.open(page, dark=True)
+    dark = _colours(browser)
+    assert all(one != other for one, other in zip(light, dark, strict=True))
+    press = "document.getElementById('theme').click()"
+    for colours in (light, dark, dark):  # light, dark, as the system has it
+        browser.value(press)
+        assert _colours(browser) == colours
+    assert browser.trouble == []
+
+
+def test_two_runs_side_by_side_or_below_each_other(tmp_path: Path, browser: Browser) -> None:
+    found = [lay(tmp_path, run_id=run_id) for run_id in ("one", "two")]
+    found[0].report(*steps(5000, tokens_per_second=5.0, mfu=0.4, memory_gib=7.0))
+    found[1].report(*steps(1000))
+    for one in found:
+        one.end()
+    page = write([one.state for one in found], tmp_path / "p.html")
+    browser.open(page, width=390)
+    assert _fits(browser)
+    assert _drawn(browser) == pytest.approx([1.0] * 5, abs=0.02)
+    tops = "[...document.querySelectorAll('article')].map((a) => a.getBoundingClientRect().top)"
+    first, second = browser.value(tops)
+    assert first < second, "on a phone"
+    browser.open(page)
+    first, second = browser.value(tops)
+    assert first == second
+    assert browser.trouble == []
+
+
+def test_a_benchmark_stands_in_the_same_frame(tmp_path: Path, browser: Browser) -> None:
+    shared: dict[str, Any] = {"nccl_type": "float", "reduction": "sum", "root": -1, "count": 1}
+    shared |= {"in_place": True, "ranks": 2, "input_bytes": 1, "output_bytes": 1, "bus_factor": 1.0}
+    rows = [
+        Row(operation="all_reduce", type="fp32", backend="gloo", size=size, time=9.0, **shared)
+        for size in (1024, 4096, 1 << 20)
+    ]
+    points = tuple(Point(row.size, row.time, row.busbw) for row in rows)
+    curve = Curve("all_reduce <gloo>", points, operation="all_reduce")
+    page = tmp_path / "bench.html"
+    about = {"config": {"command": ["allr", "--x", "</script>"]}, "environment": {"date": "2026"}}
+    page.write_text(render(rows, [curve], ["a header " * 40], about), encoding="utf-8")
+    browser.open(page, width=390)
+    assert _fits(browser)
+    assert _drawn(browser) == pytest.approx([0.96, 0.96], abs=0.03)
+    browser.point(".field", 0.02)
+    assert browser.value("document.querySelector('.tip').innerText") == (
+        "bytes 1,024\nall_reduce <gloo> 9"
+    )
+    assert browser.trouble == []

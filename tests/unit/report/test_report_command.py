@@ -1,0 +1,110 @@
+"""``flagscale report``: which runs, where to, and what it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from report_lab import Laid, lay, steps
+
+from flagscale.cli import main
+from flagscale.launch.runs import Entry
+
+Report = Callable[..., tuple[int, str, str]]
+IDS = ("19710101-000000-aaaaaa", "19710102-000000-bbbbbb")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Laid]:
+    """Two runs that are registered; tests are in a directory of their own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    found = [lay(tmp_path, f"run {run_id}", run_id=run_id) for run_id in IDS]
+    for one in found:
+        one.report(*steps(3))
+        one.end()
+        Entry(one.state).save()
+    return found
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Report:
+    def call(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["report", *map(str, words)])
+        code = end.value.code
+        return (code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return call
+
+
+def test_a_run_by_the_beginning_of_its_id(runs: list[Laid], report: Report) -> None:
+    code, out, _ = report("19710101")
+    page = Path(f"report_{IDS[0]}.html")
+    assert (code, out) == (0, f"report of run {IDS[0]}: {page} (0.0 MB)\n")
+    assert f"<h1>run {IDS[0]}</h1>" in page.read_text()
+
+
+def test_several_by_id_directory_and_yaml_each_once(
+    runs: list[Laid], report: Report, tmp_path: Path
+) -> None:
+    experiment: dict[str, Any] = {"exp_name": "x", "exp_dir": "/nowhere", "task": {"type": "train"}}
+    train = {"system": {}, "model": {}, "data": {}}
+    config = {"experiment": experiment, "action": "run", "train": train}
+    Path("x.yaml").write_text(yaml.safe_dump(config))
+    there = runs[1].state.exp_dir
+    words = (IDS[0], there, "x.yaml", f"experiment.exp_dir='{there}'", "-o", "both.html")
+    code, out, err = report(*words)
+    assert (code, err) == (0, "")
+    assert out.startswith("report of 2 runs: both.html (")
+    assert Path("both.html").read_text().count("<article") == 2
+    code, _, err = report("x.yaml")
+    assert code == 2
+    assert "no run was started in /nowhere\n  hint: `flagscale runs` lists yours" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nope"], "'nope' is no run's id, no beginning of one, no directory in which a run was"),
+        (["nope"], f"`flagscale runs` lists yours: {IDS[1]}, {IDS[0]}"),
+        (["1971"], "1971: 2 runs begin so"),
+        ([IDS[0], "nope"], "'nope' is no run's id"),
+        (["/nowhere/at/all"], "'/nowhere/at/all' is no run's id"),
+        (["nope.yaml"], "nope.yaml"),
+        (["a=b"], "a=b is an override; expected a run"),
+        ([IDS[0], "--plot"], "unknown option --plot"),
+        ([IDS[0], "-o", "none/x.html"], "none/x.html: the report cannot be written: No such file"),
+        ([IDS[0], "-o", "."], ".: the report cannot be written: "),
+    ],
+)
+def test_what_is_wrong_is_said(
+    runs: list[Laid], report: Report, words: list[str], message: str
+) -> None:
+    code, out, err = report(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert not list(Path().iterdir()), "nothing is written"
+
+
+def test_it_is_shown_in_the_users_browser(
+    runs: list[Laid], report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which ``BROWSER`` tells, a program that gets the page's address."""
+    shows = tmp_path / "shows"
+    shows.write_text(f'#!/bin/sh\necho "$1" >"{tmp_path}/shown"\n')
+    shows.chmod(0o755)
+    # webbrowser looks at the environment once.
+    code = "import sys; from flagscale.cli import main; main(['report', sys.argv[1], '--open'])"
+    environment = {**os.environ, "BROWSER": f"{shows} %s"}
+    subprocess.run([sys.executable, "-c", code, IDS[0]], env=environment, check=True)
+    page = Path(f"report_{IDS[0]}.html").absolute()
+    assert (tmp_path / "shown").read_text().strip() == page.as_uri()

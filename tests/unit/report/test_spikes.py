@@ -1,0 +1,49 @@
+"""What stands out of the values before it."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flagscale.report.spikes import ENOUGH, GRAD_NORM, LOSS, WINDOW, Rule, Spike, spikes
+
+CALM = [2.0] * 20
+
+
+@pytest.mark.parametrize(
+    ("values", "rule", "indices"),
+    [
+        pytest.param([*CALM, 4.6, 2.0], LOSS, [20], id="one"),
+        pytest.param([*CALM, 3.9, 2.0], LOSS, [], id="not-enough"),
+        pytest.param([*CALM, 9.0, 9.0, 2.0, 9.0], LOSS, [20, 23], id="first-of-a-row"),
+        pytest.param([0.01] * 20 + [0.4], LOSS, [], id="small-losses-jump-by-factors"),
+        pytest.param([2.0] * (ENOUGH - 1) + [90.0], LOSS, [], id="too-early"),
+        pytest.param([2.0] * ENOUGH + [90.0], LOSS, [ENOUGH], id="just-enough"),
+        pytest.param([0.1] * 20 + [0.6], GRAD_NORM, [20], id="norms-by-their-factor-alone"),
+        pytest.param([math.nan, *CALM, math.inf, math.nan, 2.0], LOSS, [0, 21], id="no-numbers"),
+        pytest.param([1e300, *CALM], LOSS, [0], id="as-good-as-infinite"),
+        pytest.param([9.0] * 60 + [2.0] * 60 + [5.0], LOSS, [120], id="of-the-last-ones-alone"),
+    ],
+)
+def test_spikes(values: list[float], rule: Rule, indices: list[int]) -> None:
+    assert [spike.index for spike in spikes(values, rule)] == indices
+
+
+@given(st.lists(st.floats(0, 50) | st.sampled_from([math.nan, math.inf]), max_size=150))
+def test_it_is_the_rule_as_it_is_stated(values: list[float]) -> None:
+    rule, found, recent, before = Rule(3.0, 0.5), [], [], False
+    for index, value in enumerate(values):
+        usual = median(recent[-WINDOW:]) if len(recent) >= ENOUGH else None
+        if not math.isfinite(value):
+            now, usual = True, None
+        else:
+            now = usual is not None and value > 3.0 * usual and value > usual + 0.5
+            recent.append(value)
+        if now and not before:
+            found.append(Spike(index, value, usual))
+        before = now
+    assert [(s.index, s.usual) for s in spikes(values, rule)] == [(s.index, s.usual) for s in found]
