@@ -19,6 +19,7 @@ from flagscale.config.arguments.values import shown
 from flagscale.config.compose import config_file
 from flagscale.config.load import Loaded, load
 from flagscale.config.overrides import parse, takes_text
+from flagscale.config.secrets import is_secret
 from flagscale.config.sources import OVERRIDE, trace
 from flagscale.errors import ConfigError, Problem
 
@@ -139,6 +140,9 @@ def _values(text: str) -> list[Value]:
     texts = [
         value if isinstance(value, str) else r for value, r in zip(plain, rendered, strict=True)
     ]
+    if any(is_secret(_leaf(key), seen) for seen in texts):
+        message = "looks like a secret, which the names of directories would show"
+        raise ConfigError(Problem(key, message, OVERRIDE))
     words = texts if takes_text(key) else rendered
     head = found.get_key_element()
     made = [Value(key, f"{head}={word}", seen) for word, seen in zip(words, texts, strict=True)]

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.config.sweeps import load_each, sweep
@@ -77,6 +77,9 @@ def test_combinations(given: list[str], keys: tuple[str, ...], runs: dict[str, s
         pytest.param(["action=run,stop"], "action: a sweep does one thing", id="action"),
         pytest.param(["train=glob(*)"], "list the values, or use range or choice", id="glob"),
         pytest.param(["a=interval(0,1)"], "list the values", id="interval"),
+        pytest.param(
+            ["experiment.envs.HF_TOKEN=a,b"], "HF_TOKEN: looks like a secret", id="secret"
+        ),
         pytest.param(["a=range(0,200)", "b=range(0,200)"], "40,000 runs; at most", id="many"),
     ],
 )
@@ -100,6 +103,7 @@ VALUES = st.lists(
 )
 
 
+@settings(max_examples=30)  # Hydra's parser takes its time.
 @given(VALUES, VALUES)
 def test_each_run_has_a_directory_of_its_own_that_any_program_takes(
     first: list[object], second: list[object]
