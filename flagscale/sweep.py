@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flagscale.api import Run
+from flagscale.config.actions import OPTIONS
 from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.sweeps import Combination, Sweep, load_each, sweep
@@ -92,6 +93,11 @@ def main(directory: Path, name: str, overrides: Sequence[str], jobs: int) -> int
     if options.action not in _ACTIONS:
         known = f"with -m there are {', '.join(_ACTIONS)}{did_you_mean(options.action, _ACTIONS)}"
         raise ConfigError(Problem("action", f"{options.action} is of one run; {known}"))
+    given = [
+        name for name in OPTIONS if name != "json" and getattr(options, name) not in (None, False)
+    ]
+    if given:
+        raise ConfigError([Problem(name, "is of one run; with -m there is json") for name in given])
     rows = [Row(one, each.experiment) for one, each in zip(found.combinations, loaded, strict=True)]
     return _ACTIONS[options.action](found, rows, options, jobs)
 

@@ -73,6 +73,7 @@ def test_nothing_starts_where_one_is_wrong(swept: Lab) -> None:
     for words, said in (
         (("experiment.runner.nproc_per_node=1,0",), "not less than 1, found 0 (with nproc"),
         (("action=logs", "+train.model.seed=1,2"), "with -m there are run, dryrun, query, stop"),
+        (("follow=true", "+train.model.seed=1,2"), "follow: is of one run; with -m there is json"),
     ):
         done = swept.do("run", "-m", *words)
         assert done.returncode == 2
