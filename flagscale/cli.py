@@ -18,7 +18,7 @@ from flagscale.config.documented import kinds
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.guard import guard
-from flagscale.launch.entry import act
+from flagscale.launch.entry import act, act_each, add_sweep
 from flagscale.modules import started
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ examples
   flagscale check examples/llama3/conf/train.yaml             what would keep it from starting?
   flagscale run examples/llama3/conf/train.yaml               start in the background
   flagscale run examples/llama3/conf/train.yaml train=8b train.model.num_layers=4
+  flagscale run examples/llama3/conf/train.yaml -m train.model.seed=1,2,3 --jobs 2
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
@@ -138,6 +139,7 @@ def _add_action(parser: argparse.ArgumentParser, action: Action) -> None:
             parser.add_argument(*flags, type=_natural if base is int else str, help=option.help)
     if action.purpose is not None:
         # Without a default argparse would call them required.
+        add_sweep(parser)
         text = "overrides, as Hydra knows them"
         parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
 
@@ -170,7 +172,8 @@ def _act(options: argparse.Namespace, rest: list[str]) -> int:
     if action.purpose is None:
         return call(action.function, Options(action=action.name, **given))
     overrides = [*options.overrides, *rest]
-    if action.purpose == "find" and not _is_yaml(options.config):
+    several = options.multirun or options.jobs is not None
+    if action.purpose == "find" and not several and not _is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: a run that is there has no overrides")
         named = Options(action=action.name, **given)
@@ -179,6 +182,8 @@ def _act(options: argparse.Namespace, rest: list[str]) -> int:
     overrides.append(f"action={action.name}")
     overrides += [f"{name}={word(value)}" for name, value in given.items()]
     config = Path(options.config)
+    if several:
+        return act_each(config.parent.absolute(), config.name, overrides, options)
     return act(config.parent.absolute(), config.name, overrides)
 
 

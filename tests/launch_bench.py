@@ -1,4 +1,4 @@
-"""Plans whose torchrun is the bare interpreter: for tests of scripts, agent and runner on this
+"""Plans whose ranks the bare interpreter starts: for tests of scripts, agent and runner on this
 machine, which do not depend on torchrun and start in a fraction of its time."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Bench:
             master_port=1,
             runner=RunnerHandle("local"),
         )
-        host = replace(made.hosts[0], torchrun=(sys.executable, "-u"))
+        host = replace(made.hosts[0], starter=(sys.executable, "-u"))
         self.plans.append(replace(made, hosts=(host,)))
         return self.plans[-1]
 

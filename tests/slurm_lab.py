@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 from bed.host import HostProcess
 from bed.lab import Bed
-from bed.slurm import Slurm
+from bed.plugin import need_bed
+from bed.slurm import PROGRAMS, Slurm
 from bed.users import User, known_user
+from full_disk import small_disk
 from launch_lab import Lab, until
+from needs import need_program
 
 from flagscale.config.load import load
 from flagscale.launch.planning.model import RunnerHandle
@@ -78,14 +82,20 @@ class Cluster:
 def cluster(hosts: int = 2) -> Iterator[Cluster]:
     """Start a Slurm, and have this process's environment lead to it."""
     # Below a directory that others may enter, as pytest's own are not.
-    with TemporaryDirectory(prefix="slurm-") as name, pytest.MonkeyPatch.context() as patch:
+    with (
+        TemporaryDirectory(prefix="slurm-") as name,
+        pytest.MonkeyPatch.context() as patch,
+        ExitStack() as stack,
+    ):
         directory, user = Path(name), User()
         directory.chmod(0o755)
-        shared = directory / "shared"
-        for made in (shared, shared / "home"):
-            made.mkdir(mode=0o755)
-            os.chown(made, user.uid, user.gid)
         (directory / "bed").mkdir(mode=0o755)
+        # A file system of its own, which tests may fill.
+        shared = stack.enter_context(small_disk(directory, "256m"))
+        (shared / "home").mkdir(mode=0o755)
+        for made in (shared, shared / "home"):
+            made.chmod(0o755)
+            os.chown(made, user.uid, user.gid)
         with (
             known_user(directory, user),
             Bed.open(directory / "bed", hosts, shared=[shared]) as bed,
@@ -176,3 +186,22 @@ class SlurmLab(Lab):
         if jobs := {job.partition("+")[0] for job in slurm.jobs()}:
             slurm.run("scancel", *jobs)
         slurm.wait_empty()
+
+
+@contextmanager
+def needed_cluster() -> Iterator[Cluster]:
+    """A Slurm; the test is left out, and says so, where there is none."""
+    need_bed()
+    for program in PROGRAMS:
+        need_program("slurm", program)
+    with cluster() as made:
+        yield made
+
+
+@contextmanager
+def slurm_lab(made: Cluster, name: str) -> Iterator[SlurmLab]:
+    """An experiment in a directory whose name means something to shells and to Slurm."""
+    lab = made.lab(f"{name} 'b' %j $c")
+    yield lab
+    lab.clear()
+    shutil.rmtree(lab.root)

@@ -130,6 +130,8 @@ def check_places(experiment: Experiment) -> list[Problem]:
 
 def check_world(experiment: Experiment, world_size: int) -> list[Problem]:
     """Problems of ``world_size`` ranks, as planned, with the layout and the batch sizes."""
+    if experiment.task.is_command:
+        return []
     args = Arguments.of(experiment)
     broken = layout.broken_world(args.values(), world_size)
     return [args.problem(name, message) for name, message in broken]
@@ -137,8 +139,10 @@ def check_world(experiment: Experiment, world_size: int) -> list[Problem]:
 
 def notes(experiment: Experiment, world_size: int) -> list[str]:
     """What is worth saying about an experiment that is not wrong."""
-    found = []
-    if experiment.task.external:
+    found: list[str] = []
+    if experiment.task.is_command:
+        found += _unused(experiment)
+    elif experiment.task.external:
         found.append(
             f"{experiment.task.entrypoint.name} is not this project's training program: its own "
             "parser judges the arguments"
@@ -171,6 +175,17 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
     if shares is not None and evaluates and not shares[1]:
         found.append(f"no evaluation: split {args['split']} leaves nothing to validate on")
     return found
+
+
+def _unused(experiment: Experiment) -> Iterator[str]:
+    """What a YAML says of training, where a command is run."""
+    given = experiment.resolved
+    task = given.get("experiment", {}).get("task", {})
+    keys = ["train"] if any((given.get("train") or {}).values()) else []
+    keys += ["experiment.task.entrypoint"] if task.get("entrypoint") else []
+    if keys:
+        have = "has" if len(keys) == 1 else "have"
+        yield f"{' and '.join(keys)} {have} no effect: experiment.task.type is command"
 
 
 def _filled(experiment: Experiment, args: Arguments) -> Iterator[str]:

@@ -6,7 +6,9 @@ Hydra is imported only once the files have been checked, and its errors become o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+_ALONE = threading.RLock()
 _APPENDED = re.compile(r"Could not append to config\. An item is already at '([^']*)'")
 _NAMED = re.compile(r"'(?P<key>[^'=]*)[^']*'")
 
@@ -69,6 +72,28 @@ def compose(sources: Sources) -> DictConfig:
         raise ConfigError(problems)
     del config["hydra"]
     return config
+
+
+@contextmanager
+def hydra_alone() -> Iterator[None]:
+    """Hydra and OmegaConf keep what they are at in globals of the process: for as long as the block
+    lasts they are one thread's alone, and afterwards whose they were before, a program's that
+    uses Hydra itself."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf.basecontainer import BaseContainer
+
+    with _ALONE:
+        hydra, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+        resolvers = dict(BaseContainer._resolvers)
+        GlobalHydra.instance().hydra = None
+        try:
+            yield
+        finally:
+            # By now these may be other objects.
+            GlobalHydra.instance().hydra, HydraConfig.instance().cfg = hydra, config
+            BaseContainer._resolvers.clear()
+            BaseContainer._resolvers.update(resolvers)
 
 
 def composed(sources: Sources) -> tuple[DictConfig, list[Problem]]:
@@ -142,9 +167,12 @@ def _translate(error: Exception, sources: Sources) -> NoReturn:
             Problem(appended[1], "is set already; leave out the +", OVERRIDE)
         ) from error
     if message.startswith("Ambiguous value for argument"):
-        key = message.split("'")[1].partition("=")[0]
-        message = f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text"
-        raise ConfigError(Problem(key.lstrip("+"), message, OVERRIDE)) from error
+        key = message.split("'")[1].partition("=")[0].lstrip("+")
+        message = (
+            f"Hydra takes a comma for a sweep: `{key}=[a,b]` is a list, `{key}='a,b'` a text, and "
+            "-m starts a run for each"
+        )
+        raise ConfigError(Problem(key, message, OVERRIDE)) from error
     raise ConfigError(Problem("", message, short(sources.file))) from error
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from flagscale.config.arguments.values import did_you_mean, shown, unfit
 from flagscale.config.interpolation import literal
 from flagscale.config.reader import Reader, absolute
 from flagscale.config.runners import RUNNERS
+from flagscale.config.secrets import is_secret
 from flagscale.config.slurm_reader import check_slurm, read_slurm
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
 from flagscale.config.yaml_file import short
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_STREAMS = re.compile(r"[0-3]|[0-9]+:[0-3](?:,[0-9]+:[0-3])*")
 _SCHEDULERS = ("kubernetes", "cloud")
 _SECTIONS = ("notify", "slurm")
 # FlagScale's program for unlike devices; there is one for all here.
@@ -26,7 +29,12 @@ _SCOPES = ("device_type_specific", "node_specific")
 
 def read_task(reader: Reader, data: Mapping[Any, Any]) -> schema.Task:
     """``experiment.task``."""
+    data = _split(reader, data)
     found = reader.fields(schema.Task, data, "experiment.task.")
+    if found.get("type") == "command":
+        return _read_command(reader, found)
+    if found.get("command"):
+        reader.problem("experiment.task.command", "needs `type: command`")
     key = "experiment.task.entrypoint"
     if "entrypoint" in found:
         found["entrypoint"] = find_program(reader.text(key, data["entrypoint"]))
@@ -39,6 +47,69 @@ def read_task(reader: Reader, data: Mapping[Any, Any]) -> schema.Task:
     return schema.Task(
         **found, external=external, packages=_packages(entrypoint) if external else ()
     )
+
+
+def _split(reader: Reader, data: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The section with a command that is a text in words."""
+    text = data.get("command")
+    if not isinstance(text, str):
+        return data
+    try:
+        return {**data, "command": shlex.split(text)}
+    except ValueError as error:
+        reader.problem("experiment.task.command", f"{shown(text)} cannot be split: {error}")
+        return {**data, "command": None, "type": None}
+
+
+def _read_command(reader: Reader, found: dict[str, Any]) -> schema.Task:
+    """The task that runs a command. ``entrypoint`` is then the file of a Python program of this
+    machine's, if it is one."""
+    key = "experiment.task.command"
+    found.pop("entrypoint", None)
+    words = found.get("command", ())
+    if not any(words[:1]):
+        if not any(problem.key == key for problem in reader.problems):
+            reader.problem(key, "is required with `type: command`: the program and its arguments")
+        return schema.Task(**found, external=True)
+    first, *rest = words
+    for complaint in filter(None, map(unfit, words)):
+        reader.problem(key, complaint)
+    for name, value in _named(words):
+        if is_secret(name, value):
+            message = "looks like a secret, which a script and the process list would show; give "
+            reader.problem(key, f"{name or 'a word'} {message}it in experiment.envs")
+    if not first.endswith(".py"):
+        return schema.Task(**found, external=True)
+    program = find_program(first)
+    if not program.is_file():
+        reader.problem(key, f"no file {short(program)}")
+    found["command"] = (str(program), *rest)
+    return schema.Task(**found, entrypoint=program, external=True, packages=_packages(program))
+
+
+def check_command(reader: Reader, task: schema.Task, runner: schema.Runner) -> None:
+    """Note what is said to torchrun, which starts no command."""
+    if not task.is_command:
+        return
+    for name in (*runner.extra, *(["rdzv_id"] if runner.rdzv_id else [])):
+        message = "is torchrun's, by which no command is started (experiment.task.type)"
+        reader.problem(f"experiment.runner.{name}", message)
+    for name in ("redirects", "tee"):
+        if not _STREAMS.fullmatch(text := getattr(runner, name)):
+            message = "expected 0, 1, 2, 3 or RANK:NUMBER with commas between them"
+            reader.problem(f"experiment.runner.{name}", f"{message}, found {shown(text)}")
+
+
+def _named(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every word of a command, with the option that it is the value of."""
+    before = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-") and equals:
+            yield name.lstrip("-"), value
+        elif not word.startswith("-"):
+            yield before, word
+        before = word.lstrip("-") if word.startswith("-") and not equals else ""
 
 
 def _elsewhere(program: Path) -> str:

@@ -19,8 +19,9 @@ from flagscale.config.arguments.maps import as_words
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.values import MAX_NAME, size, unfit
 from flagscale.config.checks import check_arguments, check_places
-from flagscale.config.compose import composed, config_file
+from flagscale.config.compose import composed, config_file, hydra_alone
 from flagscale.config.experiment_reader import (
+    check_command,
     read_commands,
     read_environments,
     read_runner,
@@ -32,7 +33,12 @@ from flagscale.config.pretrained import filled
 from flagscale.config.reader import Reader
 from flagscale.config.resolve import resolve
 from flagscale.config.sources import trace
-from flagscale.config.specifics import read_specifics, specific_problems, with_absolute_paths
+from flagscale.config.specifics import (
+    read_specifics,
+    specific_problems,
+    with_absolute_paths,
+    without_arguments,
+)
 from flagscale.config.yaml_file import short
 from flagscale.errors import ConfigError, Problem
 
@@ -62,13 +68,14 @@ def load(
     every problem.
     """
     sources = trace(config_file(directory, name), overrides)
-    config, problems = composed(sources)
-    del config["hydra"]
-    reader = Reader(sources, problems, _referred(config))
-    try:
-        data = resolve(config, sources)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
+    with hydra_alone():
+        config, problems = composed(sources)
+        del config["hydra"]
+        reader = Reader(sources, problems, _referred(config))
+        try:
+            data = resolve(config, sources)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems]) from error
     _check_top_level(reader, data)
     found = reader.fields(schema.Options, data, "", others=True)
     options = schema.Options(**found)
@@ -158,13 +165,19 @@ def _read_experiment(reader: Reader, data: Mapping[Any, Any]) -> schema.Experime
         reader.problem("experiment.exp_name", complaint)
     task = read_task(reader, reader.mapping(given, "task", prefix))
     runner = read_runner(reader, reader.mapping(given, "runner", prefix))
+    check_command(reader, task, runner)
     envs = read_environments(reader, reader.mapping(given, "envs", prefix))
     cmds = read_commands(reader, reader.mapping(given, "cmds", prefix))
-    train = _read_train(reader, reader.mapping(data, "train"), task.external)
     by_type, by_host = (
         read_specifics(reader, data, section, external=task.external)
         for section in schema.SPECIFIC_SECTIONS
     )
+    if task.is_command:
+        # Of the arguments of training it gets none, so that the YAML of one will do.
+        train = schema.Train()
+        by_type, by_host = without_arguments(by_type), without_arguments(by_host)
+    else:
+        train = _read_train(reader, reader.mapping(data, "train"), task.external)
     return schema.Experiment(
         name=found.get("name", ""),
         exp_dir=found.get("exp_dir", Path.cwd()),

@@ -26,6 +26,7 @@ SUBSECTIONS: dict[str, type] = {
     "runner": schema.Runner,
     "runner.notify": schema.Notify,
     "runner.slurm": schema.Slurm,
+    "runner.slurm.container": schema.Container,
     "cmds": schema.Commands,
 }
 """Sections of ``experiment`` whose keys the schema lists."""
@@ -69,7 +70,7 @@ def _normalized(text: str) -> str:
     if override is None or override.value is None or override.mark == "~":
         return text
     mark = override.mark or ("++" if is_known(override.key) else "")
-    value = _literal(override.value) if _takes_text(override.key) else override.value
+    value = _literal(override.value) if takes_text(override.key) else override.value
     return str(Override(mark, override.key, value))
 
 
@@ -138,8 +139,17 @@ def sections_of(section: str) -> list[str]:
     return [name for parent, _, name in above if parent == section]
 
 
-def _takes_text(key: str) -> bool:
-    if key.startswith("experiment.envs.") or _is_backend_option(key.removeprefix("train.")):
+_COMMAND = "experiment.task.command"
+"""A list, or a text that is split into one."""
+
+
+def takes_text(key: str) -> bool:
+    """Whether the value of a dotted key is a text, whatever it looks like."""
+    if (
+        key == _COMMAND
+        or key.startswith("experiment.envs.")
+        or _is_backend_option(key.removeprefix("train."))
+    ):
         return True
     if key.startswith("experiment."):
         section, _, name = key.removeprefix("experiment.").rpartition(".")

@@ -53,6 +53,7 @@ _TITLES = {
     "experiment.runner": "`experiment.runner`",
     "experiment.runner.notify": "`experiment.runner.notify`",
     "experiment.runner.slurm": "`experiment.runner.slurm`",
+    "experiment.runner.slurm.container": "`experiment.runner.slurm.container`",
     "experiment.cmds": "`experiment.cmds`",
     "experiment.envs": "`experiment.envs`",
     "": "The launcher's options",

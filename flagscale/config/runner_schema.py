@@ -66,7 +66,7 @@ class Runner:
     backend: str = field(
         default="torchrun",
         metadata=doc(
-            "Accepted for compatibility: ranks of a host are always started by `torchrun`.",
+            "Accepted for compatibility: ranks of training are always started by `torchrun`.",
             choices=TORCHRUN_BACKENDS,
         ),
     )
@@ -82,7 +82,8 @@ class Runner:
         default=None,
         metadata=doc(
             "Ranks a host: the smallest of this, the host's slots and its visible devices. `auto`: "
-            "as many as the host has devices, 1 on a host that has none.",
+            "as many as the host has devices, 1 on a host that has none. Without it a command "
+            "(`experiment.task.type`) runs once on every host.",
             minimum=1,
         ),
     )

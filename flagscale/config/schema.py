@@ -15,7 +15,7 @@ from typing import Any
 from flagscale.config import actions
 from flagscale.config.documented import doc, documented
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
-from flagscale.config.slurm_schema import Slurm, SlurmType
+from flagscale.config.slurm_schema import Container, Slurm, SlurmType
 
 __all__ = [
     "BACKEND_DIRECTORY",
@@ -26,6 +26,7 @@ __all__ = [
     "SECTIONS",
     "SPECIFIC_SECTIONS",
     "Commands",
+    "Container",
     "Environments",
     "Experiment",
     "Notify",
@@ -48,7 +49,7 @@ BACKEND_SOURCE = PROJECT / BACKEND_DIRECTORY
 
 SECTIONS = ("system", "model", "data")
 SPECIFIC_SECTIONS = ("device_type_specific", "node_specific")
-TASK_TYPES = ("train",)
+TASK_TYPES = ("train", "command")
 TASK_BACKENDS = ("megatron",)
 
 
@@ -70,7 +71,21 @@ class Task:
     type: str = field(
         default="train",
         metadata=doc(
-            "Accepted for compatibility: `train` is the only kind of task.", choices=TASK_TYPES
+            "`train`: the ranks run the training program, started by torchrun. `command`: each of "
+            "them runs `command`, on hosts that need no torch.",
+            choices=TASK_TYPES,
+        ),
+    )
+    command: tuple[str, ...] = field(
+        default=(),
+        metadata=doc(
+            "With `type: command`, the program and its arguments: a list of words, or a text that "
+            "is split as a shell splits it, and in which nothing is filled in (`[bash, -c, 'echo "
+            "$RANK']` asks a shell). `python`, a first word that ends in `.py` (looked for as "
+            "`entrypoint` is) and `-m MODULE` are run by the host's Python. It runs once on every "
+            "host, or `runner.nproc_per_node` times, with `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, "
+            "`LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR` and `MASTER_PORT` as torchrun gives "
+            "them.",
         ),
     )
     backend: str = field(
@@ -85,6 +100,15 @@ class Task:
     packages: tuple[Path, ...] = ()
     """Where such a program's own packages are, if it lies in a checkout that has some: `flagscale`
     and `megatron` mean those to it, not this project's."""
+
+    @property
+    def is_command(self) -> bool:
+        return self.type == "command"
+
+    @property
+    def program(self) -> str:
+        """What runs, for people."""
+        return Path(self.command[0]).name if self.command else self.entrypoint.name
 
 
 @dataclass(frozen=True)

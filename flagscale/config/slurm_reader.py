@@ -10,13 +10,16 @@ from flagscale.config.arguments.values import did_you_mean, shown, unfit
 from flagscale.config.documented import documented
 from flagscale.config.reader import Reader
 from flagscale.config.secrets import is_secret
-from flagscale.config.slurm_schema import OTHERS, TYPED, Slurm, SlurmType, seconds
+from flagscale.config.slurm_schema import OTHERS, TYPED, Container, Slurm, SlurmType, seconds
 
 _PREFIX = "experiment.runner.slurm."
 _TYPES = "device_type_specific"
-_SECTIONS = ("extra", _TYPES)
+_SECTIONS = ("extra", "container", _TYPES)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _GPUS = re.compile(r"(?:[A-Za-z0-9_.\-]+:)?[1-9][0-9]*")
+# Runtimes take commas for the next mount, and colons for the next part of one.
+_MOUNT = re.compile(r"/[^:,]*(?::/[^:,]*(?::[A-Za-z0-9+]+)?)?")
+_PID_NAMESPACES = frozenset({"--pid", "-p", "--containall", "-C"})
 SAVING_SECONDS = 30
 """Beside ``stop_grace``: what a job has to end between its signal and its time limit."""
 
@@ -36,7 +39,34 @@ def read_slurm(reader: Reader, data: Mapping[Any, Any]) -> Slurm:
         prefix = f"{_PREFIX}{_TYPES}.{name}."
         own = reader.mapping(types, name, f"{_PREFIX}{_TYPES}.")
         by_type[str(name)] = SlurmType(**_fields(reader, SlurmType, own, prefix))
-    return Slurm(**_fields(reader, Slurm, given, _PREFIX), extra=extra, by_type=by_type)
+    found = _fields(reader, Slurm, given, _PREFIX)
+    if section.get("container") is not None:
+        found["container"] = _read_container(reader, reader.mapping(section, "container", _PREFIX))
+    return Slurm(**found, extra=extra, by_type=by_type)
+
+
+def _read_container(reader: Reader, section: Mapping[Any, Any]) -> Container:
+    """``container``: what its runtime would misread is refused."""
+    prefix = f"{_PREFIX}container."
+    found = _fields(reader, Container, section, prefix)
+    made = Container(**found)
+    if not made.image and not section.get("image"):
+        reader.problem(f"{prefix}image", "is required")
+    for text in (*made.mounts, *made.options):
+        name = "mounts" if text in made.mounts else "options"
+        if complaint := _complaint(name, text):
+            reader.problem(f"{prefix}{name}", complaint)
+    for mount in made.mounts:
+        if not _MOUNT.fullmatch(mount):
+            message = "expected absolute paths, /here, /here:/there or /here:/there:ro"
+            reader.problem(f"{prefix}mounts", f"{message}, found {shown(mount)}")
+    if made.workdir is not None and not made.workdir.startswith("/"):
+        message = f"expected an absolute path in the container, found {shown(made.workdir)}"
+        reader.problem(f"{prefix}workdir", message)
+    for option in _PID_NAMESPACES.intersection(made.options):
+        message = f"{option} hides the node's processes, by which the run is ended"
+        reader.problem(f"{prefix}options", message)
+    return made
 
 
 def _fields(reader: Reader, kind: type, given: Mapping[Any, Any], prefix: str) -> dict[str, Any]:

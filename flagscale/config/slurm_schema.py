@@ -8,6 +8,54 @@ from dataclasses import dataclass, field
 
 from flagscale.config.documented import doc
 
+RUNTIMES = ("pyxis", "apptainer", "singularity")
+
+
+@dataclass(frozen=True)
+class Container:
+    """The container that a job's nodes run in: ``experiment.runner.slurm.container``. The script of
+    each node runs in it, its agent and its ranks too; the image needs bash and a Python."""
+
+    image: str = field(
+        default="",
+        metadata=doc(
+            "The image, as the runtime writes it: `/shared/train.sqsh` or `nvcr.io#nvidia/pytorch` "
+            "for Pyxis, `/shared/train.sif` or `docker://...` for Apptainer. Its Python is "
+            "`runner.python`, `python3` without it."
+        ),
+    )
+    runtime: str = field(
+        default="pyxis",
+        metadata=doc(
+            "Who makes the container: `pyxis`, a plug-in of Slurm's that srun is told by options; "
+            "`apptainer` or `singularity`, commands that the nodes have.",
+            choices=RUNTIMES,
+        ),
+    )
+    mounts: tuple[str, ...] = field(
+        default=(),
+        metadata=doc(
+            "What of the nodes is there too: `/data`, `/data:/mnt/data` or `/data:/data:ro`. "
+            "`exp_dir`, `log_dir`, this project (unless `runner.build_dir` says where the image "
+            "has it) and the working directory are, under their own names."
+        ),
+    )
+    workdir: str | None = field(
+        default=None,
+        metadata=doc(
+            "The ranks' working directory in the container. Without it: the one in which the "
+            "launcher is called."
+        ),
+    )
+    options: tuple[str, ...] = field(
+        default=(),
+        metadata=doc(
+            "Further words for the runtime: `[--nv]` for Apptainer with NVIDIA's GPUs, "
+            "`[--no-container-mount-home]` for Pyxis. Processes must see those of the node: none "
+            "that makes a PID namespace."
+        ),
+    )
+
 
 @dataclass(frozen=True)
 class SlurmType:
@@ -95,6 +143,8 @@ class Slurm:
     )
     by_type: Mapping[str, SlurmType] = field(default_factory=dict)
     """``device_type_specific``: what is asked for unlike nodes, in one heterogeneous job."""
+    container: Container | None = None
+    """What nodes run in; ``experiment.runner.slurm.container``."""
     extra: Mapping[str, str | None] = field(default_factory=dict)
     """Other options of sbatch by their long names; None is one without a value."""
 
@@ -124,6 +174,9 @@ TYPED = {
     "export": "`experiment.envs` has the ranks' variables",
     "export_file": "`experiment.envs` has the ranks' variables",
     "get_user_env": "`experiment.cmds.before_start` may read a profile",
+    "container_image": "give `container`: `{runtime: pyxis, image: ...}`",
+    "container_mounts": "give `container`: its `mounts`",
+    "container_workdir": "give `container`: its `workdir`",
     "array": "a run is one job",
     "wrap": "the script is the launcher's",
     "test_only": "`action=check` does this",

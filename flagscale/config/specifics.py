@@ -58,6 +58,11 @@ def _read(reader: Reader, data: Mapping[Any, Any], prefix: str, external: bool) 
     return schema.Specific(**found, **commands, arguments=with_absolute_paths(arguments, external))
 
 
+def without_arguments(parts: Mapping[str, schema.Specific]) -> dict[str, schema.Specific]:
+    """What is specific to each type or host, but for arguments of training."""
+    return {name: replace(specific, arguments={}) for name, specific in parts.items()}
+
+
 def _is_section(name: Any, value: Any) -> bool:
     return name in schema.SECTIONS and isinstance(value, Mapping)
 

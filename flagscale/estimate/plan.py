@@ -138,7 +138,7 @@ def of_experiment(
             program, leave the meshes' sizes open, or are of a family that is not described.
     """
     if experiment.task.external:
-        name = experiment.task.entrypoint.name
+        name = experiment.task.program
         raise ConfigError(f"{name} is not this project's training program: what it takes, it knows")
     world = sum(len(host.ranks) for host in hosts)
     values = Arguments.of(experiment).values()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -15,7 +17,7 @@ from flagscale.hosts.names import compress
 from flagscale.launch import attending, logs, runs
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.planning.model import LaunchPlan
-from flagscale.launch.runners.base import Prepared, Runner, Texts, runner_for
+from flagscale.launch.runners.base import Runner, Texts, runner_for
 from flagscale.launch.show import places
 from flagscale.launch.snapshot import Phase
 from flagscale.launch.state import RunState, alive_message, latest
@@ -31,12 +33,50 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
 def run(experiment: Experiment, options: Options) -> int:
     """Start the run; in the background return once it is as far as ``runner.wait_for`` says, in
     the foreground stay and return the job's code."""
+    foreground = experiment.runner.foreground or options.action == "test"
+    code = 0
+    with _submitted(experiment, foreground=foreground) as (runner, plan, state):
+        if foreground:
+            code = _stay(runner, state)
+        else:
+            seen = _await_start(runner, plan, state, experiment.runner.wait_for)
+            print(f"run {state.run_id} of {state.name}: {seen}")
+    print("\n".join(places.lines(plan, state)))
+    return code
+
+
+def launch(
+    experiment: Experiment,
+    *,
+    started: Callable[[RunState], object] = lambda _state: None,
+    note: Callable[[str], object] = _note,
+) -> RunState:
+    """Start the run in the background, as :func:`run` does, for a program. ``started`` hears of it
+    before it is waited for, ``note`` what there is to know of it."""
+    with _submitted(experiment, started=started, note=note) as (runner, plan, state):
+        seen = _await_start(runner, plan, state, experiment.runner.wait_for)
+    say(f"run {state.run_id} of {state.name}: {seen}")
+    return state
+
+
+@contextmanager
+def _submitted(
+    experiment: Experiment,
+    *,
+    foreground: bool = False,
+    started: Callable[[RunState], object] = lambda _state: None,
+    note: Callable[[str], object] = _note,
+) -> Iterator[tuple[Runner, LaunchPlan, RunState]]:
+    """Start the run, and wait for its hosts where anybody waits for it at all."""
     from flagscale.launch.preflight.checks import require, warnings
 
-    foreground = experiment.runner.foreground or options.action == "test"
     texts = _texts(experiment)
     runner = runner_for(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
@@ -45,22 +85,17 @@ def run(experiment: Experiment, options: Options) -> int:
         require(ready.checks)
         ready.copy_code()
         for text in (*ready.plan.notes, *warnings(ready.checks)):
-            _note(text)
+            note(text)
         for other in runs.elsewhere(experiment):
-            _note(f"run {other.run_id} of this configuration lives in {other.exp_dir}")
+            note(f"run {other.run_id} of this configuration lives in {other.exp_dir}")
         with runs.registered(ready.plan, experiment) as update:
             state = runner.submit(ready.plan, texts, foreground=foreground)
             update(state)
+        started(state)
         if foreground or experiment.runner.wait_for != "none":
             state = _await_hosts(runner, state, foreground=foreground)
             update(state)
-        code = (
-            _stay(runner, state)
-            if foreground
-            else _await_start(runner, ready, state, experiment.runner.wait_for)
-        )
-    print("\n".join(places.lines(ready.plan, state)))
-    return code
+        yield runner, ready.plan, state
 
 
 def _refuse_beside(plan: LaunchPlan) -> None:
@@ -82,15 +117,11 @@ def _refuse_beside(plan: LaunchPlan) -> None:
         _note(f"run {state.run_id} may still live on {compress(silent)}, which do not answer")
 
 
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
 def _await_hosts(runner: Runner, state: RunState, *, foreground: bool) -> RunState:
     """Wait until the run's hosts are there, which may take a scheduler hours; Ctrl-C ends the
     run."""
     if foreground:
-        _be_interrupted()
+        be_interrupted()
     try:
         return runner.await_hosts(state)
     except KeyboardInterrupt:
@@ -99,16 +130,15 @@ def _await_hosts(runner: Runner, state: RunState, *, foreground: bool) -> RunSta
         raise
 
 
-def _await_start(runner: Runner, ready: Prepared, state: RunState, wait_for: str) -> int:
+def _await_start(runner: Runner, plan: LaunchPlan, state: RunState, wait_for: str) -> str:
+    """What was seen of a run that is as far as is waited for."""
     from flagscale.launch.start import wait_until_started
 
     try:
-        seen = wait_until_started(state, runner, ready.plan.start_timeout, wait_for)
+        return wait_until_started(state, runner, plan.start_timeout, wait_for)
     except KeyboardInterrupt:
         attending.interrupt(runner, state)
         raise
-    print(f"run {state.run_id} of {state.name}: {seen}")
-    return 0
 
 
 def _stay(runner: Runner, state: RunState) -> int:
@@ -116,10 +146,11 @@ def _stay(runner: Runner, state: RunState) -> int:
     from flagscale.launch.show import ticker
 
     outputs = logs.of_hosts(state)
-    _be_interrupted()
+    be_interrupted()
     try:
         with ticker.shown(lambda: runner.query(state)) as show:
-            logs.follow(outputs, lambda: runner.ended(state), show)
+            for line in logs.follow(outputs, lambda: runner.ended(state)):
+                show(line)
     except KeyboardInterrupt:
         say(f"stopping run {state.run_id}")
         attending.interrupt(runner, state)
@@ -138,8 +169,8 @@ def _stay(runner: Runner, state: RunState) -> int:
     return code
 
 
-def _be_interrupted() -> None:
-    """From now on signals that end a program end the run that it stays with, as Ctrl-C does."""
+def be_interrupted() -> None:
+    """From now on signals that end a program end the runs that it stays with, as Ctrl-C does."""
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise Interrupted(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
@@ -73,32 +74,45 @@ def _follow(runner: Runner, state: RunState, options: Options) -> None:
         for line in output.last(_FOLLOW_LINES if options.lines is None else options.lines):
             print(line)
     sys.stdout.flush()
-    logs.follow(outputs, lambda: runner.ended(state), lambda line: print(line, flush=True))
+    for line in logs.follow(outputs, lambda: runner.ended(state)):
+        print(line, flush=True)
 
 
 def stop(state: RunState, _options: Options) -> int:
-    """End a run, if it lives; 3 if that is not known of every host. What keeps the disk from
-    recording it is told once the run has ended."""
+    """End a run, if it lives."""
+
+    def tell(seconds: float) -> None:
+        print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s", flush=True)
+
+    phase = finish(state, tell)
+    if phase is not None:
+        ended = f"has ended already ({phase.value}); nothing to stop"
+        print(f"run {state.run_id} of {state.name} {ended}")
+    return 0
+
+
+def finish(state: RunState, tell: Callable[[float], None] = lambda _seconds: None) -> Phase | None:
+    """End a run: None, or what it was if it had ended before. ``tell`` hears how many seconds that
+    took, before what keeps the disk from recording it is raised. Raises
+    :class:`UnreachableError` where it may live on, and :class:`RunStateError` where it does."""
     began = time.monotonic()
     with closing(runner_of(state)) as runner:
         stopped = end(runner, state)
         require_stopped(state, stopped)
         if stopped.swept:
-            seconds = time.monotonic() - began
-            print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s", flush=True)
+            tell(time.monotonic() - began)
             now = replace(latest(state), stop_requested=time.time())
             runs.remember(now, snapshot.take(now, {}))
             require_recorded(state, stopped)
-            return 0
+            return None
         phase = runner.query(state).phase
-    if not phase.ended:
-        raise RunStateError(
-            f"run {state.run_id} of {state.name} is {phase.value}, but none of its processes was "
-            "found to end",
-            hint="stop it again, as the user who started it",
-        )
-    print(f"run {state.run_id} of {state.name} has ended already ({phase.value}); nothing to stop")
-    return 0
+    if phase.ended:
+        return phase
+    raise RunStateError(
+        f"run {state.run_id} of {state.name} is {phase.value}, but none of its processes was "
+        "found to end",
+        hint="stop it again, as the user who started it",
+    )
 
 
 ACTIONS = {"query": query, "logs": show_logs, "stop": stop}

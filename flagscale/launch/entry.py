@@ -34,16 +34,13 @@ overrides, as Hydra knows them
   ~train.data.split                     without this key
   +experiment.envs.NCCL_DEBUG=INFO      one more key
 
+  -m train.model.seed=1,2               a run for each, in exp_dir/seed=1, …; --jobs N at a time
+
 --cfg job prints the composed configuration, its secrets hidden: --resolve with every interpolation
 filled in, --package KEY only what is there. With --config-name, --help lists the config groups.
 """
 
 _REFUSED = {
-    **dict.fromkeys(
-        ("--multirun", "-m"),
-        "an experiment directory holds one run at a time; start each with its own "
-        "experiment.exp_dir",
-    ),
     **dict.fromkeys(
         ("--config-dir", "-cd"), "every file is below --config-path, so that an error has one place"
     ),
@@ -86,7 +83,10 @@ def dispatch(argv: list[str]) -> int:
         return 0 if argv else 2
     if options.cfg:
         return _show(options)
-    return act(_directory(options), options.config_name, options.overrides)
+    directory = _directory(options)
+    if options.multirun or options.jobs is not None:
+        return act_each(directory, options.config_name, options.overrides, options)
+    return act(directory, options.config_name, options.overrides)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,8 +97,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
+    add_sweep(parser)
     parser.add_argument("overrides", nargs="*")
     return parser
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that may be of many runs."""
+    text = "a run for each combination of the values of key=a,b"
+    parser.add_argument("--multirun", "-m", action="store_true", help=text)
+    text = "with -m: how many runs at a time"
+    parser.add_argument("--jobs", "-j", type=_positive, metavar="N", help=text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
+    return int(text)
+
+
+def act_each(
+    directory: Path, name: str, overrides: Sequence[str], options: argparse.Namespace
+) -> int:
+    """Do the action of every run of a sweep, see :func:`flagscale.sweep.main`."""
+    if not options.multirun:
+        raise ConfigError("--jobs: only the runs of a sweep are several; give -m, too")
+    return call("flagscale.sweep:main", directory, name, overrides, options.jobs or 1)
 
 
 def _help(options: argparse.Namespace) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import codecs
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from flagscale.hosts.processes import wait_until
+from flagscale.hosts.processes import POLL_SECONDS
 from flagscale.launch.liveness.diagnosis import rank_logs
 from flagscale.launch.state import RunState
 
@@ -122,18 +123,13 @@ def lines_of(state: RunState, rank: int | None = None, count: int | None = None)
                 yield line
 
 
-def follow(
-    outputs: Sequence[Output], ended: Callable[[], bool], show: Callable[[str], None]
-) -> None:
-    """Show lines as they come until ``ended``, then the rest. Polls: a run's files may lie on a
-    file system that tells nobody of changes."""
-
-    def step() -> bool:
+def follow(outputs: Sequence[Output], ended: Callable[[], bool]) -> Iterator[str]:
+    """Lines as they come until ``ended``, then the rest. Polls: a run's files may lie on a file
+    system that tells nobody of changes."""
+    over = False
+    while not over:
         over = ended()
         for output in outputs:
-            for line in output.read(final=over):
-                show(line)
-        return over
-
-    while not wait_until(step, 3600.0):
-        pass
+            yield from output.read(final=over)
+        if not over:
+            time.sleep(POLL_SECONDS)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bed.host import Host
 from bed.lab import HUB_ADDRESS, Bed
 
 PROGRAMS = (
@@ -58,6 +60,7 @@ class Slurm:
     bed: Bed
     directory: Path
     _controllers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _nodes: ExitStack = field(default_factory=ExitStack)
 
     @property
     def configuration(self) -> Path:
@@ -117,6 +120,29 @@ class Slurm:
         finally:
             self._start_controller("slurmctld", "-D")
 
+    @contextmanager
+    def without_node(self, name: str, *words: str) -> Iterator[None]:
+        """Take a node away for the length of a block, with all that Slurm has there and whatever
+        has any of ``words`` in its command line, and have the controller know it at once, as a
+        monitor of nodes would."""
+        host = self.bed[name]
+        there = {p.pid for word in ("slurm", *words) for p in host.find(word)}
+        # At the same moment: none sees another one's end.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in there:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
+        try:
+            yield
+        finally:
+            self._start_node(host)
+            self.run("scontrol", "update", f"nodename={name}", "state=resume")
+
+    def _start_node(self, host: Host) -> None:
+        inside = ("nsenter", "-t", str(host.pid), "-a", "--", "slurmd", "-D")
+        self._nodes.enter_context(self._daemon(*inside, log=f"slurmd-{host.name}"))
+
     def _start_controller(self, *argv: str) -> None:
         with (self.directory / "slurmctld.log").open("ab") as output:
             made = subprocess.Popen(
@@ -154,9 +180,9 @@ class Slurm:
             _until_exists(directory / "munge.sock")
             slurm._start_controller("slurmctld", "-D", "-c")
             stack.callback(slurm._end_controller)
+            stack.enter_context(slurm._nodes)
             for host in bed.hosts:
-                inside = ("nsenter", "-t", str(host.pid), "-a", "--", "slurmd", "-D")
-                stack.enter_context(slurm._daemon(*inside, log=f"slurmd-{host.name}"))
+                slurm._start_node(host)
             slurm._wait_idle()
             yield slurm
 

@@ -54,6 +54,8 @@ PARTS = {
     "report": {*GROUND, "config", "hosts", "launch"},
     "bench": {*GROUND, "accelerators", "guard", "hosts", "comm", "report"},
     "patching": GROUND,
+    "api": {*GROUND, "config", "launch", "report"},
+    "sweep": {*GROUND, "config", "launch", "api"},
     "cli": {*GROUND, "guard", "config", "launch", "report", "bench", "patching"},
 }
 # What pages are made of, whatever they are of, and what of it each part takes.
@@ -70,6 +72,7 @@ LAUNCH = {
     "layout": set[str](),
     "liveness": {"layout"},
     "agent": {"layout", "liveness", "notify"},
+    "ranks": set(),
     "planning": {"layout", "liveness"},
     "state": PLANNED,
     "preflight": {*PLANNED, "state"},
@@ -176,7 +179,8 @@ def test_only_one_part_knows(package: str, only: tuple[str, ...]) -> None:
 
 def test_what_supervises_ranks_needs_the_standard_library_alone() -> None:
     """So the agent starts fast, and in whatever Python trains."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import flagscale.launch.agent"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); "
+    code += "import flagscale.launch.agent, flagscale.launch.ranks"
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(PROJECT)], check=True)
 
 

@@ -17,7 +17,9 @@ from flagscale.files import write_json
 def say(text: str) -> None:
     """A line in the host's output, if it can be written."""
     with suppress(OSError):
-        print(f"flagscale: {text}", file=sys.stderr, flush=True)
+        # In one piece: other threads have lines of their own.
+        sys.stderr.write(f"flagscale: {text}\n")
+        sys.stderr.flush()
 
 
 def keep(path: Path, record: Mapping[str, Any], *, instead_of: Path | None = None) -> bool:

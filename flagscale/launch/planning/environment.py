@@ -32,7 +32,7 @@ _LAUNCHERS = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, secret.VAR
 SCRIPTS = re.compile(
     "after_stop|agent|agent_file|agent_pid|before_start|boot|code|exit_file|interrupted|known"
     "|other_boot|other_pid|other_ticks|phase|pid_file|program|record|run_dir|script_file|ticks"
-    "|torchrun|who"
+    "|starter|torchrun|who"
 )
 # What bash refuses to assign, or gives another value than the one assigned.
 _BASHS = re.compile(

@@ -38,9 +38,9 @@ def left_to_the_job(plan: LaunchPlan, runner: Runner) -> LaunchPlan:
 
 
 def _left(host: HostPlan, words: dict[str, str], grace: float) -> HostPlan:
-    torchrun = list(host.torchrun)
+    starter = list(host.starter)
     for name, value in words.items():
-        torchrun[torchrun.index(f"--{name}") + 1] = value
+        starter[starter.index(f"--{name}") + 1] = value
     # A scheduler that ends a job sends TERM to every process, torchrun among them, which then gives
     # its ranks so long to save; schedulers themselves leave about half a minute.
     own = {
@@ -54,4 +54,4 @@ def _left(host: HostPlan, words: dict[str, str], grace: float) -> HostPlan:
         for value in host.environment
     )
     agent = replace(host.agent, master_addr="", liveness_port=None, hosts=(), master_name="")
-    return replace(host, late=True, torchrun=tuple(torchrun), environment=environment, agent=agent)
+    return replace(host, late=True, starter=tuple(starter), environment=environment, agent=agent)

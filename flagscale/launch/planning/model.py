@@ -88,7 +88,8 @@ class HostPlan:
     workdir: Path
     python: str
     agent: AgentOptions
-    torchrun: tuple[str, ...]
+    starter: tuple[str, ...]
+    """What starts its ranks: torchrun, or of a command :mod:`flagscale.launch.ranks`."""
     program: tuple[str, ...]
     run_dir: Path
     script: Path
@@ -110,7 +111,7 @@ class HostPlan:
 
     def to_json(self) -> dict[str, Any]:
         environment = [value.to_json() for value in self.environment]
-        given = {**vars(self), "environment": environment, "torchrun": readable(self.torchrun)}
+        given = {**vars(self), "environment": environment, "starter": readable(self.starter)}
         return dict(plain(given))
 
 

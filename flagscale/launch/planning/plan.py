@@ -7,7 +7,7 @@ what differs from run to run as ``run_id``, ``master_port`` and ``run_secret``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from flagscale.launch.planning.environment import build_environment
 from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle, Slot
 from flagscale.launch.planning.per_host import rebased
 from flagscale.launch.planning.supervision import Meeting
+from flagscale.modules import started
 
 
 def plan(
@@ -166,7 +167,7 @@ class _Job:
             agent=supervision.agent_options(
                 runner, self.experiment.name, slot, run_dir, self.meeting
             ),
-            torchrun=self._torchrun(slot, run_dir),
+            starter=self._starter(slot, run_dir),
             program=self._program(slot, layout),
             run_dir=run_dir,
             script=layout.script(slot.node_rank, host.name),
@@ -180,6 +181,8 @@ class _Job:
 
     def _program(self, slot: Slot, layout: Layout) -> tuple[str, ...]:
         """The same for all hosts that share their settings, and so worked out once for them."""
+        if self.experiment.task.is_command:
+            return _command(self.experiment, slot)
         project = slot.machine.project
         key = (id(slot.settings), project)
         if key not in self._programs:
@@ -187,9 +190,10 @@ class _Job:
             self._programs[key] = program_arguments(self.experiment, layout, sections, project)
         return self._programs[key]
 
-    def _torchrun(self, slot: Slot, run_dir: Path) -> tuple[str, ...]:
-        """torchrun and its options: launcher-only keys of the runner never reach it."""
-        runner = self.experiment.runner
+    def _starter(self, slot: Slot, run_dir: Path) -> tuple[str, ...]:
+        """What starts the ranks, and its options: launcher-only keys of the runner never reach
+        it."""
+        runner, machine = self.experiment.runner, slot.machine
         options: dict[str, str | None] = {
             "nnodes": str(len(self.slots)),
             "node_rank": str(slot.node_rank),
@@ -200,13 +204,34 @@ class _Job:
             "log_dir": str(run_dir / RANKS_DIRECTORY),
             "redirects": runner.redirects,
             "tee": runner.tee,
-            # The agents start the whole job again, on all hosts at once.
-            "max_restarts": "0",
-            **runner.extra,
         }
-        argv = [slot.machine.python, "-u", "-m", "torch.distributed.run"]
-        for name, value in options.items():
-            argv.append(f"--{name}")
-            if value is not None:
-                argv.append(value)
-        return tuple(argv)
+        if self.experiment.task.is_command:
+            world = sum(one.nproc for one in self.slots)
+            own = {"first_rank": str(slot.first_rank), "world_size": str(world)}
+            own["stop_grace"] = f"{runner.stop_grace:g}"
+            starter = started("flagscale.launch.ranks", machine.project)
+            return (machine.python, *starter, *_options({**options, **own}), "--")
+        # The agents start the whole job again, on all hosts at once.
+        options |= {"max_restarts": "0", **runner.extra}
+        return (machine.python, "-u", "-m", "torch.distributed.run", *_options(options))
+
+
+def _options(options: Mapping[str, str | None]) -> Iterator[str]:
+    """Words of a command line; None is an option without a value."""
+    for name, value in options.items():
+        yield f"--{name}"
+        if value is not None:
+            yield value
+
+
+def _command(experiment: Experiment, slot: Slot) -> tuple[str, ...]:
+    """The words of ``experiment.task.command`` on a host, whose Python runs what is Python's."""
+    task, machine = experiment.task, slot.machine
+    first, *rest = task.command
+    if first == "python":
+        return (machine.python, *rest)
+    if first == "-m":
+        return (machine.python, first, *rest)
+    if first == str(task.entrypoint):
+        return (machine.python, str(rebased(task.entrypoint, machine.project)), *rest)
+    return task.command

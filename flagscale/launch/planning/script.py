@@ -23,13 +23,13 @@ from flagscale.modules import started
 
 # The kernel takes words of up to 128 KiB: thousands of names without an order are more than that.
 _PIECE_LINES = 256
-_START = '"${agent[@]}" -- "${torchrun[@]}" "${program[@]}"'
+_TORCHRUN = "torch.distributed.run"
 
 
 def render(plan: LaunchPlan, host: HostPlan) -> str:
     """The script of one host."""
-    secret = _agent_secrets(host)
-    start = f"(give_secrets && exec {_START}) &\n" if secret else f"{_START} &\n"
+    start = f'"${{agent[@]}}" -- "${{{_starter(host)}[@]}}" "${{program[@]}}"'
+    start = f"(give_secrets && exec {start}) &\n" if _agent_secrets(host) else f"{start} &\n"
     parts = (*_head(plan, host), *_environment(host), *_argvs(plan, host))
     return "\n".join((*parts, f"{bash('before_job.sh')}\n{start}{bash('after_job.sh')}\n"))
 
@@ -145,6 +145,15 @@ def _with_references(name: str, value: str, kept: Mapping[str, str]) -> str:
     return "".join(quoted) or "''"
 
 
+def _starter(host: HostPlan) -> str:
+    """What a script calls what starts its ranks."""
+    return "torchrun" if _TORCHRUN in host.starter else "starter"
+
+
+def _what(host: HostPlan) -> str:
+    return "training program" if _TORCHRUN in host.starter else "command"
+
+
 def _agent_secrets(host: HostPlan) -> list[str]:
     return [value.name for value in host.environment if value.name in AGENT_SECRETS]
 
@@ -163,9 +172,9 @@ def _hide(names: Sequence[str]) -> Iterator[str]:
 
 
 def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
-    yield "# Supervisor, launcher of the ranks, training program."
+    yield f"# Supervisor, launcher of the ranks, {_what(host)}."
     yield _array("agent", _agent(host))
-    yield _array("torchrun", host.torchrun)
+    yield _array(_starter(host), host.starter)
     yield _array("program", host.program)
     if secret := _agent_secrets(host):
         yield from _hide(secret)

@@ -102,6 +102,8 @@ def ranks_of(experiment: Experiment, host: Host, machine: Machine, device: str) 
     known = {k: parts(k, v) for k, v in envs.items() if own or not references(v)}
     given = {**own, **{k: probe.filled(value, own) for k, value in known.items()}}
     wanted = experiment.runner.nproc_per_node
+    if wanted is None and experiment.task.is_command:
+        return 1
     if wanted == "auto":
         wanted = None if devices is None else automatic_ranks(given, devices, device)
     kind = kind_of(device, devices or {}, given)

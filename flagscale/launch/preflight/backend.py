@@ -41,7 +41,7 @@ def judge(
     many of each kind it has."""
     name, device = _wanted(experiment)
     if not chooses_here(experiment):
-        return Check(CHECK, True, f"{experiment.task.entrypoint.name} chooses by itself")
+        return Check(CHECK, True, f"{experiment.task.program} chooses by itself")
     variables = experiment.envs.for_host(host.name, host.device_type)
     kind = accelerator(kind_of(device, devices, variables))
     there = devices.get(kind.name) and not hidden(variables, kind.name)

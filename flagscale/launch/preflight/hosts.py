@@ -153,6 +153,8 @@ def _packages(
 ) -> Check:
     if facts.python is None:
         return Check("packages", False, "its Python did not answer")
+    if experiment.task.is_command:
+        return Check("packages", True, f"what {experiment.task.program} needs is for it to say")
     needed = {"torch": "install the `train` extra there (here: make setup)"}
     given = leaves(experiment.train.sections())
     reports = any(name == "wandb_project" and value for _, name, value in given)
@@ -189,7 +191,8 @@ def _code(experiment: Experiment, found: Survey, facts: Facts) -> Check:
 def _paths(needed: Mapping[str, str], facts: Facts) -> Check:
     missing = [f"{needed[path]}: {path}" for path in facts.missing]
     if not missing:
-        return Check("files", True, "the program and its data are there")
+        known = "the program and its data are there" if needed else "none are known of"
+        return Check("files", True, known)
     shown = "; ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
     hints = []
     if any(needed[path] == BACKEND for path in facts.missing):

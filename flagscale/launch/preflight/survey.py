@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flagscale.config.arguments import paths
 from flagscale.config.arguments.flatten import leaves
@@ -125,10 +126,15 @@ def _needed(experiment: Experiment, own: Settings, *, here: bool) -> dict[str, s
     external = experiment.task.external
     reads = [] if external else list(leaves(own.sections, "train."))
     needed = {path: key for key, name, value in reads for path in paths.needed(name, value)}
-    program = experiment.task.entrypoint
-    copied = syncs(experiment, here=here)
+    task = experiment.task
+    program, copied = task.entrypoint, syncs(experiment, here=here)
+    if task.is_command:
+        program = Path(task.command[0])
+        if not program.is_absolute():
+            return needed
     if not (copied and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
-        needed[str(rebased(program, project))] = "experiment.task.entrypoint"
+        key = "command" if task.is_command else "entrypoint"
+        needed[str(rebased(program, project))] = f"experiment.task.{key}"
     if not (copied or external):
         needed[str(project / BACKEND_DIRECTORY / "megatron" / "core")] = BACKEND
     return needed

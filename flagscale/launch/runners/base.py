@@ -76,7 +76,7 @@ class Runner(Protocol):
         """Whether the scripts of all hosts have ended, or of any."""
 
     def rank_count(self, state: RunState) -> int:
-        """How many processes of the run torchrun has started as ranks."""
+        """How many processes of the run were started as ranks."""
 
     def wait(self, state: RunState) -> int:
         """Wait for the run's scripts and return the job's exit code."""

@@ -74,13 +74,14 @@ def _shape(host: HostPlan) -> tuple[object, ...]:
         for value in host.environment
         if value.origin != NOTIFY
     )
-    at = host.torchrun.index("--node_rank") + 1 if "--node_rank" in host.torchrun else 0
-    torchrun = tuple(
-        word.replace(run_dir, "") for i, word in enumerate(host.torchrun) if i != at or not at
+    starter = tuple(
+        word.replace(run_dir, "")
+        for before, word in zip(("", *host.starter), host.starter, strict=False)
+        if before not in ("--node_rank", "--first_rank")
     )
     told = {k: v for k, v in vars(host.agent).items() if k not in {*_OWN, *_ROLES, *_OF_OTHERS}}
     own = {"name", "node_rank", "address", "first_rank", "run_dir", "script", "output", "pid_file"}
-    worked_out = {"environment": environment, "torchrun": torchrun, "agent": tuple(told.values())}
+    worked_out = {"environment": environment, "starter": starter, "agent": tuple(told.values())}
     same = {key: value for key, value in vars(host).items() if key not in own}
     return tuple({**same, **worked_out}.values())
 

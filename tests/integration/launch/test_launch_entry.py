@@ -113,7 +113,7 @@ def test_actions_on_nothing_leave_nothing(lab: Lab, action: str) -> None:
         pytest.param(["experiment.runner.hostfile=nowhere"], "nowhere", id="missing-hostfile"),
         pytest.param(["experiment.task.entrypoint=no.py"], "no.py", id="missing-entrypoint"),
         pytest.param(["rank=7", "action=logs"], "no run", id="rank"),
-        pytest.param(["--multirun"], "--multirun", id="multirun"),
+        pytest.param(["--multirun"], "no override has several", id="multirun"),
         pytest.param(["=x"], "=x", id="unreadable-override"),
     ],
 )

@@ -81,7 +81,6 @@ def test_help_shows_groups_and_no_value(lab: Lab) -> None:
         pytest.param(["--info=defaults"], "--info: only Hydra's own", id="info-of-something"),
         pytest.param(["--hydra-help"], "--hydra-help: only Hydra's own", id="hydra-help"),
         pytest.param(["-sc", "install=bash"], "-sc: is part of Hydra's own", id="completion"),
-        pytest.param(["-m"], "-m: an experiment directory holds one run", id="multirun"),
         pytest.param(["--config-dir", "x"], "--config-dir: every file is below", id="config-dir"),
         pytest.param(["--cfg", "jobs"], "invalid choice: 'jobs'", id="cfg"),
         pytest.param(["--confg", "job"], "--confg", id="unknown"),

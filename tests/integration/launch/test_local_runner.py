@@ -267,7 +267,7 @@ def test_each_run_has_an_output_of_its_own(bench: Bench) -> None:
 
 def test_a_command_that_cannot_be_started(bench: Bench) -> None:
     planned = bench.plan(SLEEP)
-    host = replace(planned.hosts[0], torchrun=("/no/such/python",))
+    host = replace(planned.hosts[0], starter=("/no/such/python",))
     state = bench.submit(replace(planned, hosts=(host,)))
     assert bench.runner.wait(state) == 127
     assert "cannot start /no/such/python" in bench.output

@@ -163,3 +163,25 @@ def test_a_run_whose_directory_is_gone_is_ended_by_its_id_on_every_host(
     assert f"run {state.run_id} of lab stopped in" in done.stdout
     assert not any(lab.members(host, state.run_id) for host in lab.bed.hosts)
     assert sleepers(lab.bed) == alive
+
+
+def test_a_command_on_hosts_of_unlike_sizes(lab: SshLab) -> None:
+    words = ["bash", "-c", 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE at $MASTER_ADDR"']
+    task = {"type": "command", "command": words}
+    lab.configure(hostfile="h00 slots=1\nh01 slots=8\n", task=task, runner={"nproc_per_node": 2})
+    done = lab.do("test")
+    assert done.returncode == 0, done.stderr
+    said = ("h00:0: 0/3 0/1 at h00", "h01:1: 1/3 0/2 at h00", "h01:2: 2/3 1/2 at h00")
+    assert set(said) <= set(done.stdout.splitlines())
+    # Once a host without a number, and as many scripts as before are shown as one.
+    lab.configure(task=task, runner={"nproc_per_node": None})
+    shown = lab.do("dryrun").stdout
+    assert "# lab: 2 rank(s) on 2 host(s)" in shown
+    assert "# 2 hosts h[00-01]: 1 rank(s) each, one script but for" in shown
+    # Who is done waits for the others, and whoever fails ends them.
+    words[-1] = "((RANK)) || exit 0; sleep 1; exit 5"
+    lab.configure(task=task, runner={"nproc_per_node": None})
+    done = lab.do("test")
+    assert done.returncode == 5, done.stdout
+    assert "first failure: h01: rank 1 ended with exit code 5" in done.stderr
+    assert lab.orphans() == {}

@@ -47,7 +47,7 @@ EXPERIMENT_PROBLEMS = {
         "entrypoint: ./flagscale/train/train_llava.py",
         "train_gpt.py is the one program here: give the path of another's",
     ),
-    "task-type": ("type: train", "type: serve", "expected one of train, found 'serve'"),
+    "task-type": ("type: train", "type: serve", "expected one of train, command, found 'serve'"),
     "nnodes-zero": ("nnodes: 1", "nnodes: 0", "not less than 1, found '0'"),
     "nnodes-text": ("nnodes: 1", "nnodes: two", "whole number"),
     "nnodes-without-hosts": ("nnodes: 1", "nnodes: 4", "4 hosts, but no `hostfile` names them"),

@@ -8,7 +8,7 @@ import pytest
 
 from flagscale.config.checks import notes
 from flagscale.config.documented import documented
-from flagscale.config.slurm_schema import OTHERS, TYPED, Slurm, seconds
+from flagscale.config.slurm_schema import OTHERS, TYPED, Container, Slurm, seconds
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ def test_what_is_given(workspace: Workspace) -> None:
         requeue=3,
         exclusive=False,
         extra={"hold": None, "mail_type": "END", "licenses": "a b$c"},
+    )
+
+
+def test_a_container(workspace: Workspace) -> None:
+    section(workspace, "{container: {image: a.sif, runtime: apptainer, mounts: /data}}")
+    given = "experiment.runner.slurm.container.options=[--nv]"
+    assert workspace.load(given).runner.slurm.container == Container(
+        image="a.sif", runtime="apptainer", mounts=("/data",), options=("--nv",)
     )
 
 
@@ -94,6 +102,23 @@ def test_overrides_of_any_option(workspace: Workspace) -> None:
             "{requeue: 1, device_type_specific: {A: {nodes: 2}}}", "must be 0: Slurm", id="again"
         ),
         pytest.param("[]", "experiment.runner.slurm: expected a section", id="no-section"),
+        pytest.param("{container: {}}", "container.image: is required", id="image"),
+        pytest.param("{container: x.sif}", "container: expected a section", id="no-container"),
+        pytest.param(
+            "{container: {image: x, runtime: docker}}", "one of pyxis, apptainer", id="runtime"
+        ),
+        pytest.param(
+            "{container: {image: x, mounts: [data]}}", "found 'data'", id="relative-mount"
+        ),
+        pytest.param("{container: {image: x, mounts: ['/a,/b']}}", "found '/a,/b'", id="mounts"),
+        pytest.param("{container: {image: x, workdir: w}}", "an absolute path", id="workdir"),
+        pytest.param(
+            "{container: {image: x, options: [--pid]}}", "--pid hides the node's", id="pids"
+        ),
+        pytest.param(
+            "{container: {image: 'docker://me:abc@host/x'}}", "looks like a secret", id="password"
+        ),
+        pytest.param("{extra: {container_image: x}}", "give `container`", id="pyxis"),
     ],
 )
 def test_what_is_refused(workspace: Workspace, text: str, said: str) -> None:

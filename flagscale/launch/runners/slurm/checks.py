@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-from flagscale.config.schema import Experiment, Slurm, SlurmType
+from flagscale.config.schema import Container, Experiment, Slurm, SlurmType
 from flagscale.config.slurm_schema import seconds
 from flagscale.errors import UnreachableError
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
-from flagscale.launch.preflight import backend
+from flagscale.launch.preflight import backend, family
 from flagscale.launch.preflight.checks import EARLIER_RUN, REACHABLE, Check
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.survey import BACKEND, survey
 from flagscale.launch.runners import reaching
 from flagscale.launch.runners.slurm import scheduler
+from flagscale.launch.runners.slurm.container import KEY
 from flagscale.launch.runners.slurm.job import TYPE, components
 from flagscale.launch.runners.slurm.scheduler import Partition
 from flagscale.launch.runners.slurm.watch import Watch
@@ -35,6 +38,8 @@ _SHARED = frozenset({"exp_dir", "load"})
 _OF_NODES = frozenset(
     {"devices", backend.CHECK, "master port", "liveness port", EARLIER_RUN, REACHABLE}
 )
+# And what is an image's, where nodes run in one.
+_OF_IMAGES = frozenset({"python", "packages", "code", family.CHECK})
 # What people need of sbatch's answer to --test-only.
 _WHEN = re.compile(r"to start at (\S+)")
 
@@ -45,6 +50,8 @@ def check_job(experiment: Experiment, plan: LaunchPlan, *, fresh: bool = False) 
     slurm = experiment.runner.slurm
     checks = list(_earlier(plan))
     checks += _here(experiment, plan, fresh=fresh)
+    if slurm.container is not None:
+        checks.append(_container(slurm.container))
     try:
         partitions = scheduler.partitions()
         checks.append(Check(REACHABLE, True, f"{len(partitions)} partition(s)", hosts="slurm"))
@@ -72,19 +79,35 @@ def _earlier(plan: LaunchPlan) -> Iterator[Check]:
 def _here(experiment: Experiment, plan: LaunchPlan, *, fresh: bool) -> Iterator[Check]:
     """What this machine tells of what nodes share with it: the project, directories, checkpoints.
     It may lack what they have, so what else it finds is a warning."""
-    first = plan.hosts[0]
+    first, contained = plan.hosts[0], experiment.runner.slurm.container is not None
     host = Host(first.name, device_type=first.device_type)
     with reaching.reach(RunnerHandle("local"), [host.name]) as reached:
         found = survey(experiment, (host,), reached, here=True, thorough=True, fresh=fresh)
     for check in check_hosts(experiment, plan, found):
         shared = check.name in _SHARED or BACKEND in check.found
-        if check.name in _OF_NODES:
+        if check.name in _OF_NODES or (contained and check.name in _OF_IMAGES):
             continue
         if check.ok or shared:
             yield check
         else:
             text = f"on this machine: {check.found}"
             yield Check(check.name, True, text, warning=True)
+
+
+def _container(container: Container) -> Check:
+    """The image, where it is a file, and whether this machine knows what makes containers: nodes
+    may know more."""
+    if container.image.startswith("/") and not Path(container.image).exists():
+        hint = f"set {KEY}.image to a file that nodes see, too"
+        return Check("container", False, f"there is no {container.image}", hint)
+    if container.runtime == "pyxis":
+        missing = not scheduler.knows_option("--container-image")
+        what = "srun has no --container-image, which Pyxis brings"
+    else:
+        missing = shutil.which(container.runtime) is None
+        what = f"there is no command {container.runtime}"
+    found = f"on this machine {what}" if missing else f"{container.image}, by {container.runtime}"
+    return Check("container", True, found, warning=missing)
 
 
 def _partition(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +27,7 @@ from flagscale.launch.planning.late import left_to_the_job
 from flagscale.launch.planning.model import BatchJob, HostPlan, LaunchPlan, RunnerHandle
 from flagscale.launch.planning.plan import wanted_port
 from flagscale.launch.preparing import hosts_of, unprobed_plan
-from flagscale.launch.runners.slurm import files
+from flagscale.launch.runners.slurm import container, files
 
 TYPE = "slurm"
 _HERE = Path(__file__).parent
@@ -42,8 +42,9 @@ def plan_of(experiment: Experiment) -> LaunchPlan:
     hosts = _hosts(experiment)
     named = runner.hostfile is not None
     handle = RunnerHandle(TYPE, {"requeue": runner.slurm.requeue, "named": named})
-    made = unprobed_plan(experiment, hosts, handle, here=False, late=True)
-    made = left_to_the_job(made, runner)
+    inside = container.with_its_python(experiment)
+    made = unprobed_plan(inside, hosts, handle, here=False, late=True)
+    made = container.with_its_directory(left_to_the_job(made, runner), runner.slurm.container)
     handle = replace(handle, handle={**handle.handle, "name": job_name(made)})
     notes = (*made.notes, *_notes(runner))
     return replace(made, runner=handle, job=batch_job(made, runner), notes=notes)
@@ -215,13 +216,21 @@ def render(plan: LaunchPlan, runner: Runner) -> str:
             f"# Written by flagscale {__version__}; srun starts the script of each node.",
             "# shellcheck disable=SC2016,SC2317,SC2329 # texts for other shells; traps",
             *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
-            f"srun=({' '.join(map(shlex.quote, _srun(runner.slurm, count, parts)))})",
+            _words(
+                "srun", (*_srun(runner.slurm, count, parts), *container.srun_words(plan, runner))
+            ),
+            _words("inside", container.inside_words(plan, runner)),
             *_text("ports", PROGRAMS / "ports.sh"),
             *_text("node", _HERE / "node.sh"),
             "",
             _body(_HERE / "job.sh"),
         ]
     )
+
+
+def _words(name: str, words: Iterable[str]) -> str:
+    """A bash array."""
+    return f"{name}=({' '.join(map(shlex.quote, words))})"
 
 
 def _text(name: str, path: Path) -> Iterator[str]:

@@ -114,7 +114,7 @@ put nodes "job=$job" "start=$start" "nodes=$nodes" "master=$master_addr:$master_
 rm -f -- "$details"/host_*/"$run_id"/exit.json
 export FLAGSCALE_MASTER_ADDR=$master_addr FLAGSCALE_MASTER_PORT=$master_port
 given=("$run_id" "$job_dir" "$scripts" "$outputs" "$start" "$nodes" "$first" "$liveness_port" "$count")
-srun "${srun[@]}" bash -c "$node" node "${given[@]}" &
+srun "${srun[@]}" "${inside[@]}" bash -c "$node" node "${given[@]}" &
 srun_pid=$!
 if [[ -n $patience ]]; then
     end_without_lost &

@@ -202,6 +202,11 @@ def test_only(command: Sequence[str]) -> tuple[bool, str]:
     return done.returncode == 0, said(done)
 
 
+def knows_option(name: str) -> bool:
+    """Whether srun has an option, its plug-ins' among them."""
+    return name in call("srun", "--help").stdout
+
+
 @dataclass(frozen=True)
 class Partition:
     """A partition: ``up`` is ``up``, ``down``, ``drain`` or ``inact``; ``limit`` its longest time

@@ -179,7 +179,7 @@ def _host(directory: Path, environment: tuple[EnvValue, ...]) -> HostPlan:
             nproc=1,
             stop_grace=1.0,
         ),
-        torchrun=("torchrun",),
+        starter=("torchrun",),
         program=("program",),
         run_dir=directory,
         script=directory,

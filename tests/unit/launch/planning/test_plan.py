@@ -136,7 +136,7 @@ def test_ranks_are_numbered_through_the_hosts(make_plan: MakePlan) -> None:
     made = make_plan(hosts=hosts, runner=Runner(nproc_per_node=4))
     assert [list(host.ranks) for host in made.hosts] == [[0, 1], [2, 3, 4]]
     for host in made.hosts:
-        given = options(host.torchrun)
+        given = options(host.starter)
         assert given["--nnodes"] == "2"
         assert given["--node_rank"] == str(host.node_rank)
         assert given["--nproc_per_node"] == str(host.nproc)
@@ -245,7 +245,7 @@ def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
         stop_grace=5.0,
         extra={"monitor_interval": "1", "no_python": None},
     )
-    argv = make_plan(runner=runner).hosts[0].torchrun
+    argv = make_plan(runner=runner).hosts[0].starter
     allowed = {
         *("-u", "-m", "--nnodes", "--node_rank", "--nproc_per_node", "--rdzv_id"),
         *("--master_addr", "--master_port", "--log_dir", "--redirects", "--tee"),
@@ -256,8 +256,8 @@ def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
 
 
 def test_rendezvous_has_a_name_of_its_own_and_can_be_given(make_plan: MakePlan) -> None:
-    assert options(make_plan().hosts[0].torchrun)["--rdzv_id"] == "20250102-030405-abcdef"
-    given = options(make_plan(runner=Runner(rdzv_id="mine")).hosts[0].torchrun)
+    assert options(make_plan().hosts[0].starter)["--rdzv_id"] == "20250102-030405-abcdef"
+    given = options(make_plan(runner=Runner(rdzv_id="mine")).hosts[0].starter)
     assert given["--rdzv_id"] == "mine"
     endpoint = make_plan(runner=Runner(rdzv_endpoint="10.0.0.7:2900"))
     assert endpoint.master_addr == "10.0.0.7"

@@ -72,6 +72,10 @@ CASES = {
         "cmds": Commands("echo \"END_BEFORE_START\"\necho 'it''s $HOME'", "END_AFTER_STOP"),
         "train": Train(model={"label": HOSTILE, "many": ["x y", "$z"]}),
     },
+    "command": {
+        "task": Task(type="command", command=("/opt/x y", "--", HOSTILE, ""), external=True),
+        "runner": Runner(stop_grace=30, master_port=29500),
+    },
 }
 
 
@@ -103,7 +107,7 @@ def shellcheck() -> str:
     return found
 
 
-@pytest.mark.parametrize("case", ["second", "guide", "hostile"], indirect=True)
+@pytest.mark.parametrize("case", ["second", "guide", "hostile", "command"], indirect=True)
 def test_golden(case: tuple[str, str]) -> None:
     name, text = case
     if name != "second":
@@ -212,7 +216,7 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         workdir=workdir,
         python="python",
         agent=agent,
-        torchrun=("torchrun",),
+        starter=("torchrun",),
         program=(word,),
         run_dir=here,
         script=here,

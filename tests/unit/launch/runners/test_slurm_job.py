@@ -19,13 +19,22 @@ from typing import Any
 import pytest
 
 from flagscale import __version__
-from flagscale.config.schema import Environments, Experiment, Runner, Slurm, SlurmType
+from flagscale.config.schema import (
+    PROJECT,
+    Container,
+    Environments,
+    Experiment,
+    Runner,
+    Slurm,
+    SlurmType,
+)
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.late import left_to_the_job
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.planning.script import render
 from flagscale.launch.runners.slurm import files
+from flagscale.launch.runners.slurm.container import with_its_directory
 from flagscale.launch.runners.slurm.job import batch_job, job_name, plan_of, signal_seconds
 
 MakePlan = Callable[..., LaunchPlan]
@@ -39,6 +48,37 @@ CASES: dict[str, dict[str, Any]] = {
             type="slurm",
             nproc_per_node=2,
             slurm=Slurm(partition="gpu", time="2:00:00", gpus_per_node="h100:2", requeue=2),
+        ),
+    },
+    "slurm_pyxis": {
+        "hosts": GIVEN,
+        "runner": Runner(
+            type="slurm",
+            python="/opt/conda/bin/python",
+            slurm=Slurm(
+                container=Container(
+                    image="nvcr.io#nvidia/pytorch:25.04-py3",
+                    mounts=("/data", "/scratch/$USER 'x':/tmp/x:ro"),
+                    options=("--no-container-mount-home",),
+                )
+            ),
+        ),
+    },
+    "slurm_apptainer": {
+        "hosts": GIVEN,
+        "runner": Runner(
+            type="slurm",
+            log_dir=Path("/logs of $USER"),
+            build_dir=Path("/opt/flagscale"),
+            slurm=Slurm(
+                container=Container(
+                    image="/images/it's $HOME.sif",
+                    runtime="apptainer",
+                    mounts=("/data:/mnt/data",),
+                    workdir="/work",
+                    options=("--nv",),
+                )
+            ),
         ),
     },
     "slurm_hostile": {
@@ -60,7 +100,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def planned(make_plan: MakePlan, name: str) -> tuple[LaunchPlan, Runner]:
     case = CASES[name]
-    return left_to_the_job(make_plan(**case), case["runner"]), case["runner"]
+    runner = case["runner"]
+    made = left_to_the_job(make_plan(**case), runner)
+    return with_its_directory(made, runner.slurm.container), runner
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,6 +114,7 @@ def test_golden(make_plan: MakePlan, name: str) -> None:
     host = render(plan, plan.hosts[1]).partition("# Every process of the run")[0]
     text = "\n".join([*map(shlex.quote, made.command), "", head, host])
     text = text.replace(f"flagscale {__version__}", "flagscale VERSION")
+    text = text.replace(str(PROJECT), "/PROJECT")
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("FLAGSCALE_UPDATE_GOLDEN") == "1":
         path.write_text(text, encoding="utf-8")
@@ -118,6 +161,50 @@ def test_a_name_that_slurm_takes_as_it_is(make_plan: MakePlan) -> None:
     plan, _ = planned(make_plan, "slurm_hostile")
     assert re.fullmatch(r"[A-Za-z0-9._\-]{1,90}", job_name(plan))
     assert job_name(replace(plan, name="ü" * 300)).endswith(f".{plan.run_id}")
+
+
+def test_the_words_that_start_a_container(make_plan: MakePlan) -> None:
+    """As the runtime gets them, once bash has read them."""
+    found = {}
+    for name, array in (("slurm_pyxis", "srun"), ("slurm_apptainer", "inside")):
+        head = batch_job(*planned(make_plan, name)).script.partition("IFS= read")[0]
+        script = f"{head}\nprintf '%s\\0' \"${{{array}[@]}}\""
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        found[name] = done.stdout.split("\0")[:-1]
+    own = f"/data/runs/tiny:/data/runs/tiny,{PROJECT}:{PROJECT},/home/user/work:/home/user/work"
+    assert found["slurm_pyxis"][-4:] == [
+        "--container-image=nvcr.io#nvidia/pytorch:25.04-py3",
+        f"--container-mounts={own},/data:/data,/scratch/$USER 'x':/tmp/x:ro",
+        "--container-workdir=/home/user/work",
+        "--no-container-mount-home",
+    ]
+    assert found["slurm_apptainer"] == [
+        *("apptainer", "exec", "--bind=/data/runs/tiny:/data/runs/tiny"),
+        *("--bind=/logs of $USER:/logs of $USER", "--bind=/data:/mnt/data", "--pwd=/work"),
+        *("--nv", "/images/it's $HOME.sif"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "python"),
+    [
+        pytest.param({}, "python3", id="the image's"),
+        pytest.param({"python": "/opt/bin/python"}, "/opt/bin/python", id="as the user says"),
+        pytest.param({"conda": "train"}, "python", id="conda's"),
+    ],
+)
+def test_a_containers_python(
+    make_experiment: MakeExperiment, given: dict[str, Any], python: str
+) -> None:
+    slurm = Slurm(container=Container(image="x.sif", runtime="apptainer", workdir="/w"))
+    plan = plan_of(make_experiment(runner=Runner(type="slurm", slurm=slurm, **given)))
+    assert [(host.python, host.workdir) for host in plan.hosts] == [(python, Path("/w"))]
+
+
+def test_a_directory_that_no_container_can_have(make_experiment: MakeExperiment) -> None:
+    runner = Runner(type="slurm", slurm=Slurm(container=Container(image="x")))
+    with pytest.raises(ConfigError, match="/a,b cannot be in a container"):
+        plan_of(make_experiment(exp_dir=Path("/a,b"), runner=runner))
 
 
 def test_ranks_are_as_many_as_gpus(make_experiment: MakeExperiment) -> None:

@@ -1,0 +1,127 @@
+"""What becomes of runs on a real Slurm when something there goes wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from full_disk import fill
+from launch_lab import until
+from slurm_lab import Cluster, SlurmLab, needed_cluster, slurm_lab
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster() -> Iterator[Cluster]:
+    with needed_cluster() as made:
+        yield made
+
+
+@pytest.fixture
+def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
+    with slurm_lab(slurm_cluster, request.node.name) as made:
+        yield made
+
+
+def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
+    slurm = lab.cluster.slurm
+    lab.slurm()
+    assert lab.do("run").returncode == 0
+    with slurm.without_controller():
+        # Slurm's own commands take seconds to give up.
+        asked, stopped = lab.start("query"), lab.start("stop")
+        for launcher, said in ((asked, "answer: "), (stopped, "may live: Slurm does not answer")):
+            out, _ = launcher.communicate(timeout=60)
+            assert (launcher.returncode, said in out) == (3, True), out
+        assert len(lab.processes()) > 0
+    lab.until_state("running")
+    assert lab.do("stop").returncode == 0
+    assert lab.processes() == []
+
+
+def test_a_directory_that_nodes_do_not_share(lab: SlurmLab, tmp_path: Path) -> None:
+    lab.slurm()
+    # Of /tmp every node has its own.
+    exp_dir = Path(f"/tmp/{tmp_path.name}-{os.getpid()}")
+    done = lab.do("run", f"experiment.exp_dir={exp_dir}")
+    shutil.rmtree(exp_dir)
+    assert done.returncode == 1
+    assert "ended as FAILED" in done.stderr
+    assert "which nodes have to share with this machine" in done.stderr
+
+
+def test_a_full_disk_keeps_no_job_alive(lab: SlurmLab) -> None:
+    """Neither one that is to start there, nor one that is to be stopped."""
+    lab.slurm()
+    assert lab.do("run").returncode == 0
+    filler = fill(lab.cluster.shared)
+    try:
+        refused = lab.do("run", f"experiment.exp_dir={lab.root}/other")
+        assert (refused.returncode, "MiB free" in refused.stderr) == (2, True), refused.stderr
+        stopped = lab.do("stop")
+        # The agents give up a file of theirs, which may make room for what is to be recorded.
+        told = "stopped in" in stopped.stdout or "could not be recorded" in stopped.stderr
+        assert told, stopped.stdout + stopped.stderr
+        lab.cluster.slurm.wait_empty()
+        assert lab.processes() == []
+        assert lab.query()["state"] == "stopped"
+        # Nor does one that nobody has looked at before hold its nodes.
+        assert lab.do("run", "experiment.runner.preflight=false").returncode == 1
+        lab.cluster.slurm.wait_empty()
+    finally:
+        filler.unlink()
+    started = lab.do("run")
+    assert started.returncode == 0, started.stderr
+
+
+def test_of_two_launchers_at_once_one_submits(lab: SlurmLab) -> None:
+    lab.slurm()
+    first, second = (lab.start("run") for _ in range(2))
+    outs = [launcher.communicate(timeout=60)[0] for launcher in (first, second)]
+    codes = [launcher.returncode for launcher in (first, second)]
+    assert sorted(codes) in ([0, 1], [0, 2]), outs
+    assert " is alive " in outs[codes.index(max(codes))]
+    assert lab.cluster.slurm.jobs() == [lab.job]
+    assert lab.query()["state"] == "running"
+
+
+def test_a_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
+    lab.slurm(runner={"lost_host_timeout": 1, "stop_grace": 0})
+    assert lab.do("run").returncode == 0
+    # All that Slurm and the run have there: as after a crash, from which slurmd comes back at once.
+    for process in lab.cluster.slurm.bed["h01"].find("slurmstepd") + lab.processes("h01"):
+        with suppress(ProcessLookupError):  # It may have ended with another one.
+            os.kill(process.pid, signal.SIGKILL)
+    now = lab.until_state("failed", 60)
+    assert now["failure"]["host"] == "h01"
+    # Nor does the job hold its nodes, though Slurm takes the one that was lost for well.
+    lab.cluster.slurm.wait_empty(60)
+    assert lab.processes() == []
+
+
+def test_a_run_whose_first_node_is_lost_goes_on_as_the_same(lab: SlurmLab) -> None:
+    """Its batch script, the coordinator of its agents and rank 0 are all gone with it."""
+    slurm = lab.cluster.slurm
+    lab.slurm(requeue=1)
+    assert lab.do("run").returncode == 0
+    run_id = lab.state().run_id
+    with slurm.without_node("h00", str(lab.root)):
+        lab.until_waiting("(BeginTime: ")
+        until(lambda: lab.processes() == [])
+    lab.until_state("running", 60)
+    assert lab.state().run_id == run_id
+    output = lab.do("logs").stdout
+    # It is a later attempt to its ranks, which go on from what they have saved themselves.
+    for line in ("h00: rank 0 attempt", "h01: rank 1 attempt"):
+        assert -1 < output.find(f"{line} 0") < output.find(f"{line} 1"), output
+    # What Slurm does before a time limit; it was started as often as it may be.
+    slurm.run("scancel", "--batch", "--signal=USR1", lab.job)
+    assert f"job {lab.job} came to its time limit" in lab.until_warned()
+    assert lab.query()["state"] == "stopped"
+    assert lab.processes() == []
