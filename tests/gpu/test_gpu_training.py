@@ -123,14 +123,20 @@ def model(layout: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Of the layouts that are asked about, and of what they are compared with."""
+    about = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {call.params["name"] for call in about if call and call.params.get("name") in CASES}
+    names |= {CASES[name][2] for name in names} | {"fp32"}
     directory = tmp_path_factory.mktemp("gpu-layouts")
     cases, answers = directory / "cases.json", directory / "results.json"
     write_short_documents(directory / SHORT_DOCUMENTS, longest=150)
     possible = [
         {"id": name, "world": world, "argv": f"{model(layout)} {layout} --train-iters 3".split()}
         for name, (world, layout, _, _) in CASES.items()
-        if world <= torch.cuda.device_count()
+        if name in names and world <= torch.cuda.device_count()
     ]
     cases.write_text(json.dumps(possible))
     done = subprocess.run(
