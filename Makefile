@@ -14,7 +14,7 @@ TORCH  := torch==2.13.0
 CONFIG := --config-path ./examples/llama3/conf --config-name train
 
 .PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-bare lint format docs \
-	gpu-test gpu-bench bench clean
+	gpu-test gpu-bench bench sanitize clean
 
 help: ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -104,6 +104,11 @@ gpu-bench: setup backend ## measure training on this machine's GPUs into docs/re
 
 gpu-test: setup-dev backend ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu
+
+SANITIZE_ROUNDS ?= 70
+
+sanitize: setup-dev ## fsccl's core with ranks as threads, under sanitizers, over SANITIZE_ROUNDS rounds
+	FLAGSCALE_SANITIZE_ROUNDS=$(SANITIZE_ROUNDS) $(RUN) -m pytest tests/unit/fsccl
 
 clean: ## remove what was generated, keep the environment and your runs
 	rm -rf third_party build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -315,7 +315,7 @@ def usage_errors() -> list[str]:
     out = []
     wrong = [
         lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND),
-        lambda: dist.all_reduce(torch.ones(3).to_sparse()),
+        lambda: dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX),
         lambda: dist.all_to_all_single(torch.ones(n + 1), torch.ones(n + 1)),
         lambda: all_gather_whole(torch.ones(n), torch.ones(2)),
         lambda: reduce_scatter_whole(torch.ones(2), torch.ones(2 * n, dtype=torch.float64)),

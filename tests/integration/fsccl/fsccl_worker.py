@@ -13,10 +13,18 @@ import fsccl_cases
 import fsccl_checks
 import fsccl_cuda_cases
 import fsccl_device_cases
+import fsccl_program_cases
 import fsccl_torch_cases
 import torch
 
-MODULES = (fsccl_cuda_cases, fsccl_torch_cases, fsccl_device_cases, fsccl_checks, fsccl_cases)
+MODULES = (
+    fsccl_cuda_cases,
+    fsccl_torch_cases,
+    fsccl_device_cases,
+    fsccl_checks,
+    fsccl_program_cases,
+    fsccl_cases,
+)
 CASES = {name: case for module in MODULES for name, case in vars(module).items()}
 
 torch.set_num_threads(1)

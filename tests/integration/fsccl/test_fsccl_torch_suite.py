@@ -127,7 +127,7 @@ NOT_RUN = {
         monitored_barrier_gloo_rank_0_timeout monitored_barrier_gloo_subgroup
         monitored_barrier_wait_all_ranks
     """,
-    "send sparse tensors, which fsccl refuses (test_fsccl_torch.py)": """
+    "sum sparse tensors, of gloo or CUDA by name; test_fsccl_programs.py does on CPUs": """
         compute_bucket_assignment_by_size_sparse_error_with_logger
         compute_bucket_assignment_by_size_sparse_error_without_logger sparse_all_reduce_sum
         sparse_all_reduce_sum_cuda

@@ -11,6 +11,8 @@ from compiled import program as program_of
 
 HERE = Path(__file__).parent / "core"
 CORE = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
+# Of sizes, the later ones drawn: `make sanitize` asks for many.
+ROUNDS = os.environ.get("FLAGSCALE_SANITIZE_ROUNDS", "7")
 SHAPES = ["1", "4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
 # Clusters, k, nelem: sends that divide a chunk and that do not, rings of every stride.
 PIPELINES = [("5", 6, 1000), ("3,2", 4, 777), ("1,1,1,1", 3, 900)]
@@ -49,12 +51,12 @@ def run(program: Path, *words: str, seconds: float = 120) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.replace(",", "+"))
 def test_ranks_as_threads(program: Path, shape: str) -> None:
-    run(program, shape, "1", "7")
+    run(program, shape, "1", ROUNDS, seconds=120 * (1 + int(ROUNDS) // 7))
 
 
 @pytest.mark.parametrize(("shape", "k", "nelem"), PIPELINES, ids=str)
 def test_pipelined_schedules(program: Path, shape: str, k: int, nelem: int) -> None:
-    run(program, shape, "2", "7", str(k), str(nelem))
+    run(program, shape, "2", ROUNDS, str(k), str(nelem), seconds=120 * (1 + int(ROUNDS) // 7))
 
 
 @pytest.mark.parametrize("kind", ["threads", "memory"])

@@ -82,12 +82,13 @@ class Stranger {
  public:
   static constexpr size_t kBody = 12 << 20, kPart = 8 << 20;
 
-  Stranger() {
+  explicit Stranger(std::chrono::milliseconds user_timeout = std::chrono::seconds(1)) {
     config_.token = 4711;
     config_.tcp.interface = "lo";
     config_.tcp.buffer_bytes = 128 << 10;
     config_.tcp.connections = 1;
-    config_.tcp.user_timeout = std::chrono::seconds(1);
+    config_.tcp.user_timeout = user_timeout;
+    config_.hello_time = std::chrono::milliseconds(500);
     config_.kept_bytes = 1 << 20;
     config_.addresses.resize(2);
     config_.names = {"rank 0", "rank 1"};
@@ -106,9 +107,13 @@ class Stranger {
     expect(read_all<Frame>(fd).kind == FrameKind::kHello, "no hello");
     return fd;
   }
-  Fd connect(uint64_t token = 4711) {
+  Fd knock() {
     Fd fd = connect_to(config_.addresses[0], config_.tcp);
     take_turns(fd);
+    return fd;
+  }
+  Fd connect(uint64_t token = 4711) {
+    Fd fd = knock();
     Frame hello;
     hello.tag = token;
     hello.message = 1;

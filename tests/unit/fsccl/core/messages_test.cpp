@@ -230,7 +230,7 @@ void long_reasons_are_cut() {
   auto ranks = meet(2, 0, 1);
   Bytes in(10);
   const RequestPtr request = ranks[1]->recv(0, kTag, all_of(in));
-  ranks[0]->wait(ranks[0]->send(1, kTag + 1, all_of(in)), patience(), nullptr);
+  ranks[0]->wait(ranks[0]->send(1, kUserTag, all_of(in)), patience(), nullptr);
   ranks[0]->abort(Error(Fault::kAborted, 0, std::string(9000, 'x')));
   const Error e = failure_of(*ranks[1], request, &in);
   expect(e.rank == 0 && e.what() == std::string(4000, 'x'), e.what());
@@ -246,6 +246,66 @@ void a_stranger_is_turned_away() {
   const Fd silent = peer.connect();
   const Frame nonsense;
   Stranger::write_all(silent, &nonsense, 10);  // known, and nothing comes of it
+  peer.messenger->close();
+}
+
+// Who says nothing may be anybody, but not for long: it does not hide that a peer has ended.
+void a_silent_stranger_hides_nobodys_end() {
+  Stranger peer(std::chrono::seconds(60));
+  Bytes in(10);
+  const RequestPtr request = peer.messenger->recv(1, kTag, all_of(in));
+  const Fd silent = peer.knock();
+  { const Fd from_us = peer.accept(); }
+  expect(failure_of(*peer.messenger, request, &in).fault == Fault::kPeerLost, "another reason");
+  peer.messenger->close();
+}
+
+// A message of a collective, where one of another is awaited: at once, whichever comes first.
+void another_operation_is_told(bool called_before, bool later) {
+  Stranger peer;
+  peer.messenger->listen();
+  Bytes in(1000);
+  OpCard mine, theirs;
+  mine.op = theirs.op = OpCode::kAllReduce;
+  mine.sequence = 7;
+  theirs.sequence = later ? 8 : 6;
+  const uint64_t tag = Messenger::kCollectiveTag;
+  const auto call = [&] { return peer.messenger->recv(1, tag | 7, all_of(in), mine); };
+  RequestPtr request = called_before ? call() : nullptr;
+  const Fd fd = peer.connect();
+  Frame f = Stranger::message();
+  f.tag = tag | theirs.sequence;
+  f.card = theirs;
+  Stranger::write_frame(fd, f, Bytes(in.size()), Seal::kWhole);
+  if (!called_before) {
+    if (!later) {  // what is awaited comes too, after it
+      f.tag = tag | mine.sequence;
+      f.card = mine;
+      f.message = 1;
+      Stranger::write_frame(fd, f, Bytes(in.size()), Seal::kWhole);
+    }
+    Frame asked;  // answered when all before it has been looked at
+    asked.kind = FrameKind::kAsk;
+    Stranger::write_all(fd, &asked, sizeof asked);
+    expect(Stranger::read_all<Frame>(fd).kind == FrameKind::kAnswer, "no answer");
+    request = call();
+  }
+  const Error e = failure_of(*peer.messenger, request, &in);
+  const std::string number = std::to_string(theirs.sequence);
+  expect(e.what() == "rank 0 called all_reduce #7 while rank 1 called all_reduce #" + number,
+         e.what());
+  peer.messenger->close();
+}
+
+// From anyone is from this one, too.
+void a_dead_peer_ends_waiting_for_anyone() {
+  Stranger peer;
+  Bytes in(10);
+  const RequestPtr request =
+      peer.messenger->recv(Messenger::kAnySource, kUserTag, all_of(in));
+  { const Fd from_us = peer.accept(), to_us = peer.connect(); }
+  const Error e = failure_of(*peer.messenger, request, &in);
+  expect(e.fault == Fault::kPeerLost && e.rank == 1, e.what());
   peer.messenger->close();
 }
 
@@ -343,6 +403,11 @@ int main(int argc, char** argv) {
   nobody_is_left_to_receive_from();
   long_reasons_are_cut();
   a_stranger_is_turned_away();
+  a_silent_stranger_hides_nobodys_end();
+  for (const bool before : {true, false}) {
+    for (const bool later : {true, false}) another_operation_is_told(before, later);
+  }
+  a_dead_peer_ends_waiting_for_anyone();
   another_size_is_told_at_once();
   not_everything_is_kept();
   std::puts("ok");

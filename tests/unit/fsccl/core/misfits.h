@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -53,7 +54,7 @@ inline std::vector<Misfit> misfits(int n) {
     for (const bool reduces : {false, true}) {
       if (n == 1) continue;
       out.push_back(
-          {{"the sizes of the ranks' parts differ", "where this rank expects"},
+          {{"the sizes of the ranks' parts differ"},
            [=](Group& g, const Deadline& d) { unequal_lists(g, all_to_one, reduces, d); }});
     }
   }
@@ -82,8 +83,19 @@ inline void meet_misfit(Group& group, const Misfit& misfit) {
   std::_Exit(1);
 }
 
+// Cannot tell of a segment.
+class FullRendezvous : public BoardRendezvous {
+ public:
+  using BoardRendezvous::BoardRendezvous;
+  void set(const std::string& key, const std::string& value) override {
+    if (key.rfind("segment", 0) == 0) throw std::bad_alloc();
+    BoardRendezvous::set(key, value);
+  }
+};
+
 // Nobody leaves before all have been told.
-inline void on_all(const Settings& settings, int n, const std::function<void(Group&)>& call) {
+template <class Meeting = BoardRendezvous>
+void on_all(const Settings& settings, int n, const std::function<void(Group&)>& call) {
   Board board;
   std::vector<std::unique_ptr<Group>> groups;
   std::vector<std::thread> ranks;
@@ -92,7 +104,7 @@ inline void on_all(const Settings& settings, int n, const std::function<void(Gro
     config.rank = r;
     config.size = n;
     config.settings = settings;
-    groups.push_back(std::make_unique<Group>(std::make_unique<BoardRendezvous>(board), config));
+    groups.push_back(std::make_unique<Group>(std::make_unique<Meeting>(board), config));
   }
   for (auto& g : groups) ranks.emplace_back([&] { call(*g); });
   for (auto& t : ranks) t.join();
@@ -119,6 +131,14 @@ inline void fail_early(const Settings& settings, int n) {
     group.fail("early", 1, Error(Fault::kSystem, group.rank(), "the last rank has failed"));
   };
   on_all(settings, n, [&](Group& g) { meet_misfit(g, {{"the last rank has failed"}, call}); });
+}
+
+// Whatever is thrown between meeting and the first step, by whoever makes the segment.
+inline void run_out_of_memory(const Settings& settings, int n) {
+  if (settings.clusters[0] < 2) return;  // its one rank tells nobody of the segment
+  const auto call = [](Group& group, const Deadline& d) { group.barrier(d); };
+  on_all<FullRendezvous>(settings, n,
+                         [&](Group& g) { meet_misfit(g, {{"]: std::bad_alloc"}, call}); });
 }
 
 }  // namespace fsccl

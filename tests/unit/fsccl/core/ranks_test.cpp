@@ -239,7 +239,7 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
           std::_Exit(1);
         }
       };
-      executor.run(job, k % 2 == 0);
+      executor.run({job, {}}, k % 2 == 0);
     }
     executor.drain(std::chrono::milliseconds(60000));
   }
@@ -292,7 +292,7 @@ void stranger(const Settings& settings) {
   } catch (const Error& e) {
     const std::string said = e.what();
     if (e.fault == Fault::kMismatch && e.rank == 1 && said.find("rank 1 [") != std::string::npos &&
-        said.find("speaks fsccl protocol 99, this rank") != std::string::npos) {
+        said.find("speaks fsccl protocol 99, rank 0 [") != std::string::npos) {
       return;
     }
     std::fprintf(stderr, "of a stranger: %s\n", e.what());
@@ -337,6 +337,7 @@ int main(int argc, char** argv) {
   for (auto& t : ranks) t.join();
   meet_misfits(settings, n);
   fail_early(settings, n);
+  run_out_of_memory(settings, n);
   name_the_late(settings, n);
   stranger(settings);
   std::puts("ok");

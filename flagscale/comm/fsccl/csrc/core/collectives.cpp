@@ -75,18 +75,16 @@ void Group::chose(const OpCard& card, const char* algorithm) {
 
 template <class F>
 void Group::collective(OpCard card, const Deadline& d, F&& body) {
+  check_here();
   card.sequence = ++sequence_;
-  try {
-    if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
-    if (failed_) throw Error(*verdict_);
+  or_fail(name_of(card.op), card.sequence, [&] {
+    check();
     open_lane(d);
     patience_ = d;
     lane_->begin(card, hierarchical() ? d.earlier(earlier_by(d)) : d);
     body(card);
-  } catch (const Error& e) {
-    if (e.fault == Fault::kUsage) throw;
-    fail(name_of(card.op), card.sequence, e);
-  }
+    lane_->end();
+  });
 }
 
 bool Group::pipelined(const OpCard& card) {
@@ -99,7 +97,7 @@ bool Group::pipelined(const OpCard& card) {
 
 Exchange Group::exchange() {
   return Exchange(*messenger_, *lane_, lane_->card(), lane_->deadline(),
-                  [this] { lane_->throw_if_aborted(); });
+                  [this] { lane_->look_at(-1, nullptr); });
 }
 
 void Group::all_reduce(const void* in, void* out, size_t count, const Reduction& r,
@@ -244,26 +242,27 @@ void Group::barrier(const Deadline& d) {
 }
 
 void Group::monitored_barrier(const Deadline& d) {
-  const uint64_t number = ++sequence_;
-  const uint64_t tag = Messenger::kCollectiveTag | number;
-  try {
-    if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
-    if (failed_) throw Error(*verdict_);
+  check_here();
+  OpCard card = card_of(OpCode::kBarrier, 0);
+  card.sequence = ++sequence_;
+  or_fail("monitored_barrier", card.sequence, [&] {
+    check();
     meet(d);
-    if (config_.rank == 0) {
-      // Those that wait for rank 0's word must hear its verdict before they blame it.
-      return hear_all(tag, d.earlier(earlier_by(d)));
-    }
-    messenger_->send(0, tag, Pieces());
-    messenger_->wait(messenger_->recv(0, tag, Pieces()), d, nullptr);
-  } catch (const Error& e) {
-    fail("monitored_barrier", number, e);
-  }
+    if (config_.rank == 0) return hear_all(card, d);
+    // Those that wait for rank 0's word must hear its verdict before they blame it.
+    const Deadline later = d.earlier(-earlier_by(d));
+    const uint64_t tag = Messenger::kCollectiveTag | card.sequence;
+    messenger_->send(0, tag, Pieces(), card);
+    messenger_->wait(messenger_->recv(0, tag, Pieces(), card), later, nullptr);
+  });
 }
 
-void Group::hear_all(uint64_t tag, const Deadline& d) {
+void Group::hear_all(const OpCard& card, const Deadline& d) {
+  const uint64_t tag = Messenger::kCollectiveTag | card.sequence;
   std::vector<RequestPtr> reports;
-  for (int r = 1; r < config_.size; ++r) reports.push_back(messenger_->recv(r, tag, Pieces()));
+  for (int r = 1; r < config_.size; ++r) {
+    reports.push_back(messenger_->recv(r, tag, Pieces(), card));
+  }
   std::string late;
   int first = -1;
   for (const RequestPtr& report : reports) {
@@ -276,7 +275,7 @@ void Group::hear_all(uint64_t tag, const Deadline& d) {
     }
   }
   if (first >= 0) throw Error(Fault::kTimeout, first, late + " did not come within " + d.text());
-  for (int r = 1; r < config_.size; ++r) messenger_->send(r, tag, Pieces());
+  for (int r = 1; r < config_.size; ++r) messenger_->send(r, tag, Pieces(), card);
 }
 
 }  // namespace fsccl

@@ -2,8 +2,10 @@
 // share most of their headers. Names in anonymous namespaces are therefore unique over all files.
 #include "channels.cpp"
 #include "collectives.cpp"
+#include "executor.cpp"
 #include "futex.cpp"
 #include "group.cpp"
+#include "group_ends.cpp"
 #include "hierarchy.cpp"
 #include "hierarchy_many.cpp"
 #include "lane.cpp"
@@ -12,6 +14,7 @@
 #include "messenger.cpp"
 #include "messenger_ends.cpp"
 #include "messenger_io.cpp"
+#include "op_card.cpp"
 #include "pipeline.cpp"
 #include "reduce.cpp"
 #include "schedule.cpp"

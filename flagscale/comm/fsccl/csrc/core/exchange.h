@@ -17,27 +17,27 @@ class Exchange {
       : messenger_(messenger),
         lane_(lane),
         tag_(Messenger::kCollectiveTag | card.sequence),
-        digest_(card.digest()),
+        card_(card),
         deadline_(deadline),
         watch_(std::move(watch)) {}
 
   using Batch = std::vector<RequestPtr>;
 
   void send(int peer, Pieces memory, Batch* to) {
-    to->push_back(messenger_.send(peer, tag_, std::move(memory), digest_));
+    to->push_back(messenger_.send(peer, tag_, std::move(memory), card_));
   }
   void recv(int peer, Pieces memory, Batch* to) {
-    to->push_back(messenger_.recv(peer, tag_, std::move(memory), digest_));
+    to->push_back(messenger_.recv(peer, tag_, std::move(memory), card_));
   }
   // Beside the batches: streams of messages, each in an order of its own. `then` is called once the
   // message has gone or come, perhaps by another thread.
   RequestPtr send_on(size_t stream, int peer, Pieces memory, std::function<void()> then) {
-    auto request = messenger_.send(peer, tag_of(stream), std::move(memory), digest_);
+    auto request = messenger_.send(peer, tag_of(stream), std::move(memory), card_);
     messenger_.notify(request, std::move(then));
     return request;
   }
   RequestPtr recv_on(size_t stream, int peer, Pieces memory, std::function<void()> then) {
-    auto request = messenger_.recv(peer, tag_of(stream), std::move(memory), digest_);
+    auto request = messenger_.recv(peer, tag_of(stream), std::move(memory), card_);
     messenger_.notify(request, std::move(then));
     return request;
   }
@@ -77,7 +77,7 @@ class Exchange {
   Messenger& messenger_;
   Lane& lane_;
   uint64_t tag_;
-  uint32_t digest_;
+  OpCard card_;
   Deadline deadline_;
   std::function<void()> watch_;
 };

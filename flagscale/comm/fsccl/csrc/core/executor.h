@@ -3,84 +3,52 @@
 // An asynchronous one runs on the group's thread. A synchronous one runs on its caller's thread
 // when nothing is queued before it: two switches of thread less, which for a small message is most
 // of its time.
+//
+// A job's `then` completes futures, and so runs callbacks of the user's, which may do all that a
+// program may. The group's thread runs them before the next job: what they call comes at the same
+// place on all ranks then, however early or late a rank has attached them.
+//  - What they call here runs at once, before what is queued.
+//  - Where they wait for a queued job, help() runs the queue as far as that.
+//  - Where they wait for a queued job's future, which nobody sees, the thread stands still: when it
+//    has used no processor time for kStill, another one takes the queue over.
+//
+// In a forked child there are no threads, and a lock may be held by one that is not there: what is
+// called there does nothing.
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <mutex>
-#include <thread>
-
-#include "thread.h"
+#include <memory>
 
 namespace fsccl {
 
 class Executor {
  public:
-  using Job = std::function<void()>;  // must not throw
+  struct Job {  // neither may throw
+    std::function<void()> run;
+    std::function<void()> then;  // may be empty
+  };
+  static constexpr std::chrono::milliseconds kStill{500};
 
-  ~Executor() {
-    {
-      std::lock_guard<std::mutex> hold(mutex_);
-      stop_ = true;
-    }
-    changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
-  }
+  explicit Executor(const char* thread_name = "fsccl-worker");
+  Executor(const Executor&) = delete;
+  ~Executor();
 
-  // Returns whether the job has already run.
-  bool run(Job job, bool may_run_here) {
-    {
-      std::lock_guard<std::mutex> hold(mutex_);
-      if (!may_run_here || busy_ || !queue_.empty()) {
-        queue_.push_back(std::move(job));
-        if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
-        changed_.notify_all();
-        return false;
-      }
-      busy_ = true;
-    }
-    job();
-    {
-      std::lock_guard<std::mutex> hold(mutex_);
-      busy_ = false;
-      if (queue_.empty() && !waited_) return true;
-    }
-    changed_.notify_all();
-    return true;
-  }
-
-  // Whether everything has run within `limit`.
-  bool drain(std::chrono::milliseconds limit) {
-    std::unique_lock<std::mutex> hold(mutex_);
-    waited_ = true;
-    return changed_.wait_for(hold, limit, [this] { return !busy_ && queue_.empty(); });
-  }
+  // Returns whether the job has already run. After stop() it runs here.
+  bool run(Job job, bool may_run_here);
+  // In a callback on the group's thread: runs what is queued until `done`. Elsewhere: nothing.
+  void help(const std::function<bool()>& done);
+  // Whether everything has run within `limit`. In a callback: runs it.
+  bool drain(std::chrono::milliseconds limit);
+  // Runs what is queued, and ends the threads; a callback that calls it has its thread end later.
+  void stop();
 
  private:
-  void loop() {
-    begin_thread("fsccl-worker");
-    std::unique_lock<std::mutex> hold(mutex_);
-    for (;;) {
-      changed_.wait(hold, [this] { return !busy_ && (stop_ || !queue_.empty()); });
-      if (queue_.empty()) return;
-      const Job job = std::move(queue_.front());
-      queue_.pop_front();
-      busy_ = true;
-      hold.unlock();
-      job();
-      hold.lock();
-      busy_ = false;
-      changed_.notify_all();
-    }
-  }
+  struct State;
+  static void loop(const std::shared_ptr<State>& state);
+  static void keep_watch(const std::shared_ptr<State>& state);
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Job> queue_;
-  std::thread thread_;
-  bool busy_ = false, stop_ = false, waited_ = false;
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace fsccl

@@ -1,7 +1,6 @@
-// How a group comes together, fails and ends. Its collectives are in collectives.cpp.
+// How a group comes together. How it fails and ends is in group_ends.cpp, its collectives are in
+// collectives.cpp.
 #include "group.h"
-
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -9,8 +8,6 @@
 
 namespace fsccl {
 namespace {
-
-constexpr const char* kFailedKey = "failed";
 
 // Forgets a note where the waiting ends.
 class Noted {
@@ -38,8 +35,6 @@ Group::Group(std::unique_ptr<Rendezvous> rendezvous, GroupConfig config)
   for (int r = 0; r < config_.size; ++r) names_.push_back(describe(r));
   publish();
 }
-
-Group::~Group() { shutdown(); }
 
 std::string Group::describe(int rank) const {
   const int global = config_.global_ranks[static_cast<size_t>(rank)];
@@ -71,7 +66,7 @@ std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
   size_t come = 0;  // all before are there
   const Noted noted(absent_);
   while (!rendezvous_->has(keys)) {
-    if (failed_) throw Error(*verdict_);
+    if (const auto why = verdict()) throw Error(*why);
     if (nap.count() > 4000) {
       while (come < keys.size() && rendezvous_->has({keys[come]})) ++come;
       absent_ = come < keys.size() ? from[come] : -1;
@@ -85,6 +80,7 @@ std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
         // Where all have come meanwhile somebody may have gone on, and wait for this rank to tell.
         if (!rendezvous_->has(keys)) throw;
       }
+      for (const int rank : from) check_leader(rank);
     }
     if (d.passed()) {
       std::string missing;
@@ -102,16 +98,6 @@ std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
   return rendezvous_->get(keys);
 }
 
-void Group::hear_failure() const {
-  std::vector<std::string> told;
-  try {
-    if (rendezvous_->has({kFailedKey})) told = rendezvous_->get({kFailedKey});
-  } catch (const std::exception&) {
-    throw Error(Fault::kSystem, -1, "the store of the group is gone before all ranks have joined");
-  }
-  if (!told.empty()) throw Error(Fault::kAborted, -1, told[0]);
-}
-
 void Group::meet(const Deadline& d) {
   if (met_.load(std::memory_order_acquire)) return;
   std::lock_guard<std::mutex> hold(meeting_);
@@ -125,7 +111,7 @@ void Group::meet(const Deadline& d) {
   who_.clear();
   for (const std::string& text : collect(keys, everyone, d)) who_.push_back(Identity::decode(text));
   for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
-  check_compatible(config_.rank, who_, names_);
+  check_compatible(who_, names_);
   clusters_ = form_clusters(config_.rank, who_, config_.global_ranks, config_.settings);
   MessengerConfig m;
   m.rank = config_.rank;
@@ -140,25 +126,14 @@ void Group::meet(const Deadline& d) {
   }
   messenger_ = std::make_unique<Messenger>(std::move(m), std::move(listeners_));
   messenger_->on_ask([this] { return awaited(); });
-  messenger_->on_abort([this](const Error& why) {
-    judge(why);
-    if (open_) lane_->abort(why.rank, why.what());
-  });
+  messenger_->on_abort([this](const Error& why) { conclude(why); });
   met_.store(true, std::memory_order_release);
   try {
     hear_failure();  // others may have met, failed and gone, without having known this rank
   } catch (const Error& why) {
-    messenger_->abort(judge(why));  // and yet others wait for it, which cannot hear by now
+    messenger_->abort(conclude(why));  // and yet others wait for it, which cannot hear by now
     throw;
   }
-}
-
-// The group's one verdict is the first.
-Error Group::judge(const Error& why) {
-  const std::lock_guard<std::mutex> hold(verdict_mutex_);
-  if (!verdict_) verdict_ = std::make_unique<Error>(why);
-  failed_ = true;
-  return *verdict_;
 }
 
 int Group::awaited() const {
@@ -189,6 +164,7 @@ Segment Group::shared_segment(const std::string& what, size_t bytes, size_t firs
     return segment;
   }
   const std::string address = collect({key}, {leader}, d)[0];
+  check_leader(leader);
   try {
     return Segment::open(address, bytes, directory);
   } catch (const Error& e) {
@@ -213,6 +189,9 @@ void Group::open_lane(const Deadline& d) {
     fail_usage("FSCCL_SLOT_BYTES=" + std::to_string(config.slot_bytes) + " is too small for " +
                std::to_string(ranks) + " ranks on a host");
   }
+  config.runs = [who = std::make_shared<std::vector<Identity>>(who_)](int r) {
+    return (*who)[static_cast<size_t>(r)].runs();
+  };
   int on_host = 0;
   for (const Identity& w : who_) on_host += w.domain == me_.domain ? 1 : 0;
   config.spin = SpinPolicy::for_ranks(on_host);
@@ -220,7 +199,8 @@ void Group::open_lane(const Deadline& d) {
                                    Lane::first_bytes(ranks, config.slot_bytes), d);
   lane_ = std::make_unique<Lane>(std::move(segment), clusters_.index, std::move(config));
   lane_->set_watch([this] {
-    if (failed_) throw Error(*verdict_);
+    if (const auto why = verdict()) throw Error(*why);
+    messenger_->throw_trouble();
     if (!lane_->complete()) hear_failure();  // who fails before it joins says so there alone
   });
   if (hierarchical()) {
@@ -241,47 +221,11 @@ void Group::open_lane(const Deadline& d) {
   open_.store(true, std::memory_order_release);
 }
 
-void Group::fail(const char* what, uint64_t sequence, const Error& why) {
-  const Error root = judge(why);
-  if (open_) lane_->abort(root.rank, root.what());
-  if (met_) messenger_->abort(root);
-  if (!open_ || !met_) {
-    try {
-      rendezvous_->set(kFailedKey, std::string(root.what()) + " (told by " +
-                                       names_[static_cast<size_t>(config_.rank)] + ")");
-    } catch (const std::exception&) {
-      // The store is gone too; the error below says what matters.
-    }
-  }
-  throw Error(root.fault, root.rank,
-              std::string("fsccl: ") + what + " #" + std::to_string(sequence) + " in group '" +
-                  config_.name + "', rank " +
-                  std::to_string(config_.global_ranks[static_cast<size_t>(config_.rank)]) + ": " +
-                  root.what());
-}
-
-void Group::give_up(const char* what, uint64_t sequence, const Error& why) {
-  try {
-    fail(what, sequence, why);
-  } catch (const Error&) {
-    // It has told everybody, and throws for the benefit of operations.
-  }
-}
-
-void Group::abort(const std::string& why) {
-  give_up("abort", sequence_, Error(Fault::kAborted, config_.rank, why));
-}
-
-void Group::shutdown() {
-  if (left_.exchange(true) || getpid() != me_.pid) return;  // a forked child leaves nothing
-  if (open_) lane_->leave();
-  if (met_) messenger_->close();
-}
-
-std::optional<std::string> Group::failure() const {
-  std::lock_guard<std::mutex> hold(verdict_mutex_);
-  if (!verdict_) return std::nullopt;
-  return std::string(verdict_->what());
+uint64_t Group::progress() const {
+  uint64_t moved = sequence_;
+  if (open_) moved += lane_->posted();
+  if (met_) moved += messenger_->moved();
+  return moved;
 }
 
 void Group::print(const std::string& words) const {
@@ -293,29 +237,12 @@ void Group::print(const std::string& words) const {
 std::string Group::clusters_text() { return clusters_.text(); }
 
 const std::vector<Identity>& Group::everyone(const Deadline& d) {
-  meet(d);
+  if (!met_) or_fail("meeting", 0, [&] { meet(d); });
   return who_;
 }
 
 std::string Group::learn(const std::string& key, int from, const Deadline& d) {
   return collect({key}, {from}, d)[0];
-}
-
-void Group::check() const {
-  if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
-  if (failed_) {
-    std::lock_guard<std::mutex> hold(verdict_mutex_);
-    throw Error(*verdict_);
-  }
-  if (open_) lane_->throw_if_aborted();
-}
-
-void Group::look() const {
-  check();
-  if (!open_) return;
-  for (const int mate : clusters_.own()) {
-    if (mate != config_.rank) lane_->look_at(lane_->lane_rank_of(mate), [] { return false; });
-  }
 }
 
 // A ring, so that one rank that is gone, or neighbours that are, leave the others connected.
@@ -331,36 +258,35 @@ void Group::check_rank(int rank, const char* what) const {
   }
 }
 
-RequestPtr Group::send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d) {
+RequestPtr Group::send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d,
+                       const OpCard& card) {
+  check_here();
   check_rank(peer, "destination");
-  try {
+  or_fail("send", tag, [&] {
     check();
     meet(d);
-  } catch (const Error& e) {
-    fail("send", tag, e);
-  }
-  return messenger_->send(peer, tag, memory);
+  });
+  return messenger_->send(peer, tag, memory, card);
 }
 
-RequestPtr Group::recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d) {
+RequestPtr Group::recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d,
+                       const OpCard& card) {
+  check_here();
   if (peer != kAnySource) check_rank(peer, "source");
-  try {
+  or_fail("recv", tag, [&] {
     check();
     meet(d);
-  } catch (const Error& e) {
-    fail("recv", tag, e);
-  }
-  return messenger_->recv(peer, tag, memory);
+  });
+  return messenger_->recv(peer, tag, memory, card);
 }
 
 void Group::wait(OpCode op, const RequestPtr& request, const Deadline& d) {
-  try {
+  check_process();
+  or_fail(name_of(op), request->tag, [&] {
     messenger_->wait(request, d, [this] {
       if (open_) lane_->throw_if_aborted();
     });
-  } catch (const Error& e) {
-    fail(name_of(op), request->tag, e);
-  }
+  });
 }
 
 }  // namespace fsccl

@@ -5,8 +5,12 @@
 // through the Rendezvous, in one round trip each.
 //
 // Collectives block, are called by all ranks in the same order, and by one thread at a time.
-// send() and recv() may be called by any thread. The first error fails the group for good: it is
-// told to all ranks, and whatever they call later throws it again, naming the rank at fault.
+// send() and recv() may be called by any thread. The first error of any kind, once the arguments of
+// a call have been looked at, fails the group for good: it is told to all ranks, and whatever they
+// call later throws it again, naming the rank at fault, in the same words everywhere (conclude()).
+//
+// A forked child shares memory and connections with its parent, and may use neither: all that it
+// calls is refused, and it leaves and ends without touching them.
 #pragma once
 
 #include <atomic>
@@ -70,8 +74,10 @@ class Group {
 
   static constexpr int kAnySource = Messenger::kAnySource;
   // The deadline is for meeting the group, wait() has its own.
-  RequestPtr send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d);
-  RequestPtr recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d);
+  RequestPtr send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d,
+                  const OpCard& card = {});
+  RequestPtr recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d,
+                  const OpCard& card = {});
   void wait(OpCode op, const RequestPtr& request, const Deadline& d);
   void notify(const RequestPtr& request, std::function<void()> then) {
     messenger_->notify(request, std::move(then));
@@ -82,6 +88,8 @@ class Group {
   // Leaves in good order.
   void shutdown();
   std::optional<std::string> failure() const;
+  // A number that changes while operations move. Any thread may call.
+  uint64_t progress() const;
   // What the last operation took, in words; whoever does operations beside the core says it too.
   const char* last_algorithm() const { return last_algorithm_.load(std::memory_order_relaxed); }
   void took(const char* algorithm) {  // which must live as long as the group
@@ -105,6 +113,11 @@ class Group {
   void tell(const std::string& key, const std::string& value) { rendezvous_->set(key, value); }
   std::string learn(const std::string& key, int from, const Deadline& d);  // what `from` tells
   void check() const;  // throws what failed the group, if anything did
+  // Throws Error(kAborted) in a child forked from the process that has made the group.
+  void check_process() const;
+  // The same, and Error(kAborted) after shutdown(): no failure of the group's, and told to nobody.
+  void check_here() const;
+  bool forked() const;
   // As check(), and if a rank that shares memory with this one is gone. Any thread may call.
   void look() const;
   // Sees to it that every rank hears of a failure, also one that no message has connected: who waits
@@ -132,14 +145,22 @@ class Group {
                                    const std::vector<int>& from, const Deadline& d);
   Segment shared_segment(const std::string& what, size_t bytes, size_t first, const Deadline& d);
   void hear_failure() const;  // throws what a rank has told at the rendezvous
-  Error judge(const Error& why);
+  void check_leader(int leader) const;
+  bool near(int rank) const;
+  bool has_witness(int rank) const;
+  Error seen_closer(const Error& why);
+  Error conclude(const Error& why);
+  std::optional<Error> verdict() const;
+  // Calls body(), and fails the group by what it throws.
+  template <class F>
+  auto or_fail(const char* what, uint64_t sequence, F&& body) -> decltype(body());
   void check_rank(int rank, const char* what) const;
   std::string describe(int rank) const;
   bool hierarchical() const { return clusters_.count() > 1; }
   bool pipelined(const OpCard& card);
   Exchange exchange();
   int awaited() const;
-  void hear_all(uint64_t tag, const Deadline& d);
+  void hear_all(const OpCard& card, const Deadline& d);
 
   std::unique_ptr<Rendezvous> rendezvous_;
   GroupConfig config_;
@@ -166,5 +187,18 @@ class Group {
   std::unique_ptr<Error> verdict_;
   std::atomic<bool> failed_{false}, left_{false};
 };
+
+template <class F>
+auto Group::or_fail(const char* what, uint64_t sequence, F&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const Error& e) {
+    fail(what, sequence, e);
+  } catch (const std::exception& e) {  // such as no memory, or a store that is gone
+    fail(what, sequence,
+         Error(Fault::kSystem, config_.rank,
+               names_[static_cast<size_t>(config_.rank)] + ": " + e.what()));
+  }
+}
 
 }  // namespace fsccl

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 namespace fsccl {
 namespace {
@@ -25,8 +26,11 @@ struct Lane::Header {
 struct alignas(2 * kCacheLine) Lane::Line {
   Word posted;
   Word sleepers;
-  Word joined, left;
+  // The second half, which nobody looks at while the operation goes on.
+  alignas(kCacheLine) Word joined;
+  Word left;
   std::atomic<uint64_t> process;
+  std::atomic<uint64_t> finished;  // the last operation that has
   std::atomic<int32_t> waits_for;    // group rank
   std::atomic<uint32_t> waits_step;  // of a lane mate; 0 when the awaited is not in the lane
 };
@@ -36,32 +40,6 @@ constexpr size_t kHeaderBytes = 2048;
 constexpr size_t kCardBytes = kCacheLine;
 static_assert(sizeof(OpCard) <= kCardBytes, "a card fits before the payload");
 }  // namespace
-
-std::string OpCard::text() const {
-  std::string out = std::string(name_of(op)) + " #" + std::to_string(sequence);
-  if (bytes > 0) out += " of " + std::to_string(bytes) + " bytes";
-  if (dtype != DType::kOpaque) out += std::string(" of ") + name_of(dtype) + ", " + name_of(red);
-  if (root >= 0) out += ", root " + std::to_string(root);
-  return out;
-}
-
-uint32_t OpCard::digest() const {
-  uint64_t h = static_cast<uint64_t>(op) << 16 | static_cast<uint64_t>(dtype) << 8 |
-               static_cast<uint64_t>(red) | static_cast<uint64_t>(root) << 32;
-  for (const uint64_t more : {bytes, layout}) {
-    h = (h ^ more) * 0x9E3779B97F4A7C15u;
-    h ^= h >> 32;
-  }
-  return static_cast<uint32_t>(h);
-}
-
-std::string unlike(const std::string& them, const OpCard& theirs, const std::string& me,
-                   const OpCard& mine) {
-  OpCard alike = theirs;
-  alike.layout = mine.layout;
-  return them + " called " + theirs.text() + " while " + me + " called " + mine.text() +
-         (alike == mine ? ": the sizes of the ranks' parts differ" : "");
-}
 
 size_t Lane::head_bytes(int ranks) {
   static_assert(sizeof(Header) <= kHeaderBytes, "the header has its room");
@@ -89,6 +67,7 @@ size_t Lane::default_slot_bytes(int ranks) {
 
 Lane::Lane(Segment segment, int rank, LaneConfig config)
     : segment_(std::move(segment)), rank_(rank), config_(std::move(config)) {
+  compared_.resize(config_.members.size());
   each_ = slots_bytes(capacity());
   slots_ = segment_.data() + head_bytes(size());
   segment_.lock_rank(rank_);
@@ -105,7 +84,7 @@ void Lane::reserve_slots() {
   try {
     segment_.reserve(first, first + each_);
   } catch (const Error& e) {
-    abort(member(rank_), name(member(rank_)) + ": " + e.what());
+    abort({e.fault, member(rank_), name(member(rank_)) + ": " + e.what()});
     throw;
   }
 }
@@ -127,9 +106,13 @@ void Lane::begin(const OpCard& card, const Deadline& deadline) {
   deadline_ = deadline;
 }
 
+void Lane::end() { line(rank_).finished.store(card_.sequence, std::memory_order_release); }
+
 std::byte* Lane::fill() {
   for (int p = 0; p < size(); ++p) {
-    if (p != rank_) wait_posted(p, step_);
+    if (p == rank_) continue;
+    wait_posted(p, step_);
+    if (compared_[static_cast<size_t>(p)] != step_) compare_card(p, posted_card_);
   }
   std::byte* at = slot(rank_, step_ + 1);
   std::memcpy(at, &card_, sizeof card_);
@@ -138,21 +121,28 @@ std::byte* Lane::fill() {
 
 void Lane::post() {
   Line& mine = line(rank_);
+  posted_card_ = card_;
   mine.posted.store(++step_, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
 }
 
 const std::byte* Lane::await(int peer) {
   wait_posted(peer, step_);
-  const std::byte* at = slot(peer, step_);
-  OpCard theirs;
-  std::memcpy(&theirs, at, sizeof theirs);
-  if (!(theirs == card_)) {
-    throw Error(Fault::kMismatch, member(peer),
-                unlike(name_of(peer), theirs, name_of(rank_), card_));
-  }
-  return at + kCardBytes;
+  compare_card(peer, card_);
+  return slot(peer, step_) + kCardBytes;
 }
+
+void Lane::compare_card(int peer, const OpCard& mine) {
+  OpCard theirs;
+  std::memcpy(&theirs, slot(peer, step_), sizeof theirs);
+  if (theirs != mine) {
+    throw unlike({member(peer), name_of(peer), theirs}, {member(rank_), name_of(rank_), mine},
+                 member(peer));
+  }
+  compared_[static_cast<size_t>(peer)] = step_;
+}
+
+uint32_t Lane::posted() const { return line(rank_).posted.load(std::memory_order_relaxed); }
 
 void Lane::await_all() {
   for (int k = 1; k < size(); ++k) await((rank_ + k) % size());
@@ -201,18 +191,24 @@ void Lane::look_around(int peer, uint32_t step) {
 void Lane::look_at(int peer, const std::function<bool()>& come) const {
   throw_if_aborted();
   if (watch_) watch_();
-  if (peer < 0) return;
+  for (int p = 0; p < size(); ++p) {
+    const char* const how = p == rank_ ? nullptr : gone(p);
+    if (how == nullptr) continue;
+    const bool done = line(p).finished.load(std::memory_order_acquire) >= card_.sequence;
+    if (p == peer ? come() : done) continue;
+    throw_if_aborted();  // which a rank says before it leaves for that
+    throw Error(Fault::kPeerLost, member(p), name(member(p)) + how);
+  }
+}
+
+const char* Lane::gone(int peer) const {
   const Line& theirs = line(peer);
-  if (theirs.left.load(std::memory_order_acquire) != 0 && !come()) {
-    throw Error(Fault::kPeerLost, member(peer), name(member(peer)) + " has left the group");
-  }
-  const bool lives = theirs.joined.load(std::memory_order_acquire) == 0 ||
-                     theirs.process.load(std::memory_order_relaxed) == config_.process ||
-                     segment_.rank_is_locked(peer);
-  if (!lives && !come()) {
-    throw Error(Fault::kPeerLost, member(peer),
-                name(member(peer)) + " ended without leaving the group");
-  }
+  if (theirs.left.load(std::memory_order_acquire) != 0) return " has left the group";
+  const bool joined = theirs.joined.load(std::memory_order_acquire) != 0;
+  const bool lives = !joined ? config_.runs(member(peer))
+                             : theirs.process.load(std::memory_order_relaxed) == config_.process ||
+                                   segment_.rank_is_locked(peer);
+  return lives ? nullptr : " ended without leaving the group";
 }
 
 void Lane::give_up(int at_fault) const {
@@ -258,16 +254,25 @@ void Lane::note_wait(int group_rank) {
   line(rank_).waits_for.store(group_rank, std::memory_order_release);
 }
 
-void Lane::abort(int group_rank_at_fault, const std::string& why) {
+Error Lane::abort(const Error& why) {
+  constexpr int kGlances = 1000;  // of who writes now; it may be killed there
   Header& h = header();
-  uint32_t expected = kRunning;
-  if (!h.state.compare_exchange_strong(expected, kWriting)) return;
-  h.at_fault = group_rank_at_fault;
-  const size_t n = std::min(why.size(), sizeof(h.why) - 1);
-  std::memcpy(h.why, why.data(), n);
+  uint32_t state = kRunning;
+  if (!h.state.compare_exchange_strong(state, kWriting)) {
+    for (int i = 0; i < kGlances && h.state.load(std::memory_order_acquire) != kAborted; ++i) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    if (h.state.load(std::memory_order_acquire) != kAborted) return why;
+    return Error(Fault::kAborted, h.at_fault, h.why);
+  }
+  h.at_fault = why.rank;
+  const std::string words = why.what();
+  const size_t n = std::min(words.size(), sizeof(h.why) - 1);
+  std::memcpy(h.why, words.data(), n);
   h.why[n] = '\0';
   h.state.store(kAborted, std::memory_order_release);
   for (int p = 0; p < size(); ++p) futex_wake_all(line(p).posted);
+  return why;
 }
 
 void Lane::throw_if_aborted() const {
@@ -284,10 +289,19 @@ bool Lane::complete() const {
   return true;
 }
 
-void Lane::leave() {
+void Lane::leave(bool kept) {
   Line& mine = line(rank_);
   mine.left.store(1, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
+  if (!kept || complete()) return;
+  segment_.keep_until([lines = &line(0), n = size(), members = config_.members,
+                       runs = config_.runs] {
+    for (int p = 0; p < n; ++p) {
+      const bool joined = lines[p].joined.load(std::memory_order_acquire) != 0;
+      if (!joined && runs(members[static_cast<size_t>(p)])) return false;
+    }
+    return true;
+  });
 }
 
 }  // namespace fsccl

@@ -12,15 +12,17 @@
 // Counters only grow (compared by signed difference, so 2^32 may wrap) and are never reset: nothing
 // has to be cleaned up between operations or after an error.
 //
-// A slot starts with the operation's card. A reader compares it with its own, so that ranks that
-// call different operations get an error that names both, and not garbage.
+// A slot starts with the operation's card (op_card.h), which a reader compares with its own. A step
+// need not read everyone's slot: fill() of step s looks at the cards of step s-1 that nobody has
+// looked at, which stay until this rank posts s.
 //
 // Waiting: a few looks, then a futex on the awaited counter. `sleepers` lets the common case, in
 // which nobody sleeps, post without a system call; both sides use sequentially consistent
 // operations, so that either the poster sees the sleeper or the sleeper sees the post. A sleeper
-// wakes ten times a second to look at the abort word, at whether the awaited process still lives,
-// and at its deadline. `waits_for` says whom a rank waits for: whoever times out follows it to
-// the rank that waits for nobody, and names that one.
+// wakes ten times a second to look at the abort word, at whether all processes still live, not the
+// awaited one alone, and at its deadline. One that has gone is no failure yet if it has `finished`
+// the operation, or posted what is awaited of it. `waits_for` says whom a rank waits for: whoever
+// times out follows it to the rank that waits for nobody, and names that one.
 #pragma once
 
 #include <functional>
@@ -28,31 +30,11 @@
 #include <vector>
 
 #include "futex.h"
+#include "op_card.h"
 #include "segment.h"
 #include "types.h"
 
 namespace fsccl {
-
-struct OpCard {
-  OpCode op = OpCode::kNone;
-  DType dtype = DType::kOpaque;
-  RedOp red = RedOp::kSum;
-  int32_t root = -1;   // group rank
-  uint64_t bytes = 0;  // 0 where ranks may differ (all_to_all)
-  uint64_t sequence = 0;
-  uint64_t layout = 0;  // of lists: layout_of() the ranks' parts
-  bool operator==(const OpCard& o) const {
-    return op == o.op && dtype == o.dtype && red == o.red && root == o.root && bytes == o.bytes &&
-           sequence == o.sequence && layout == o.layout;
-  }
-  std::string text() const;
-  // For where a card does not fit. The sequence is not in it.
-  uint32_t digest() const;
-};
-
-// What is said when a rank's card is not this rank's.
-std::string unlike(const std::string& them, const OpCard& theirs, const std::string& me,
-                   const OpCard& mine);
 
 struct LaneConfig {
   std::vector<int> members;        // group rank of every lane rank
@@ -60,6 +42,8 @@ struct LaneConfig {
   size_t slot_bytes = 0;           // payload of a slot
   uint64_t process = 0;            // the same in all ranks that are threads of one process
   SpinPolicy spin;
+  // Whether a group rank's process runs, of one that has not mapped the segment yet.
+  std::function<bool(int)> runs = [](int) { return true; };
 };
 
 class Lane {
@@ -79,16 +63,18 @@ class Lane {
   size_t capacity() const { return config_.slot_bytes; }
 
   void begin(const OpCard& card, const Deadline& deadline);
+  void end();  // of the operation: what others do now they do without this rank
   const OpCard& card() const { return card_; }
   const Deadline& deadline() const { return deadline_; }
   std::byte* fill();
   void post();
   const std::byte* await(int peer);
   void await_all();
+  uint32_t posted() const;  // steps so far; any thread may call
 
-  // For waits beside the steps (channels.h). look_at() throws when the group has failed, or the
-  // lane rank `peer` (-1: nobody's) has gone and what it was to do has not `come`; give_up() when
-  // the time is over.
+  // For waits beside the steps (channels.h). look_at() throws when the group has failed, when the
+  // lane rank `peer` (-1: nobody's) has gone and what it was to do has not `come`, or another has
+  // in the middle of this operation or before it; give_up() when the time is over.
   void look_at(int peer, const std::function<bool()>& come) const;
   void give_up(int group_rank_at_fault) const;
   std::chrono::milliseconds nap() const;
@@ -98,12 +84,14 @@ class Lane {
   // Called by a sleeper now and then; throws to end the wait.
   void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }
 
-  // The first failure wins; everybody who waits, now or later, throws it. Any thread may call.
-  void abort(int group_rank_at_fault, const std::string& why);
+  // The first failure wins, and is returned; everybody who waits, now or later, throws it. Any
+  // thread may call.
+  Error abort(const Error& why);
   void throw_if_aborted() const;
   bool complete() const;  // whether all members have mapped it
-  // Tells the others that this rank goes in good order. Waits for nobody.
-  void leave();
+  // Tells the others that this rank goes in good order. Waits for nobody: where it is `kept`, those
+  // that have yet to map the segment can, for as long as this process lives.
+  void leave(bool kept);
   // Whom this rank waits for, or whom its mate does that it waits for, and so on; -1 when it does
   // not wait. Any thread may call.
   int awaited() const;
@@ -120,6 +108,7 @@ class Lane {
   static size_t head_bytes(int ranks);
   static size_t slots_bytes(size_t slot_bytes);  // both slots of a rank
   void reserve_slots();
+  void compare_card(int peer, const OpCard& mine);
 
   Header& header() const;
   Line& line(int lane_rank) const;
@@ -127,6 +116,7 @@ class Lane {
   void wait_posted(int peer, uint32_t step);
   void sleep_until(int peer, uint32_t step);
   void look_around(int peer, uint32_t step);
+  const char* gone(int peer) const;  // how, null when it is not
   int culprit(int peer) const;
   const std::string& name(int group_rank) const {
     return config_.names[static_cast<size_t>(group_rank)];
@@ -138,7 +128,8 @@ class Lane {
   std::byte* slots_ = nullptr;  // of the first rank
   size_t each_ = 0;             // bytes of a rank's slots
   uint32_t step_ = 0;
-  OpCard card_;
+  OpCard card_, posted_card_;       // of this operation; of the last step
+  std::vector<uint32_t> compared_;  // the last step whose card was, of every rank
   Deadline deadline_ = Deadline::after(Deadline::Ms(0));
   std::function<void()> watch_;
   std::function<int(int)> trace_;

@@ -45,15 +45,16 @@ struct Frame {
   uint32_t magic = kMagic;
   FrameKind kind = FrameKind::kHello;
   uint32_t flags = 0;
-  uint32_t digest = 0;  // of what the message is part of: both sides must be in the same
+  uint32_t none = 0;
   uint64_t tag = 0;
   uint64_t message = 0;  // numbers a sender's messages to one receiver
   uint64_t bytes = 0;    // of the body that follows
   uint64_t offset = 0;
-  uint64_t total = 0;                             // size of the whole message
+  uint64_t total = 0;  // size of the whole message
+  OpCard card;         // of the operation of which a message is part: the same on both sides
   static constexpr uint32_t kMagic = 0x6c636366;  // "fccl" in little-endian order
 };
-static_assert(sizeof(Frame) == 56, "the layout on the wire");
+static_assert(sizeof(Frame) == 88, "the layout on the wire");
 
 enum class Seal : uint32_t { kWhole = 0x656c6f77, kBroken = 0x6e6b7262 };
 inline size_t sealed_bytes(const Frame& f) { return f.bytes == 0 ? 0 : f.bytes + sizeof(Seal); }
@@ -96,6 +97,13 @@ class Link {
   // The group failed: forgets the memory of all requests, on both ways. A frame that is half sent
   // or half received is filled up, and a hello stays, so that what follows is understood.
   void let_go(const Error& why);
+  // Calls f(request) of those whose memory is to be sent.
+  template <class F>
+  void each_request(F&& f) const {
+    for (const Output& o : out_) {
+      if (o.body.request) f(*o.body.request);
+    }
+  }
   // For a frame that nobody wants; as long as this link lives.
   Body filler(size_t bytes);
 

@@ -225,11 +225,12 @@ size_t Local::agree_on_sizes(const std::vector<Pieces>& send, const std::vector<
 void Local::expect_sent(int from, uint64_t sent, const std::vector<Pieces>& recv) const {
   const size_t expected = recv[static_cast<size_t>(from)].bytes();
   if (sent == expected) return;
-  const std::string to = from == rank() ? " itself" : "";
-  const std::string who = from == rank() ? " and" : " where " + lane_.name_of(rank());
-  throw Error(Fault::kMismatch, lane_.member(from),
-              lane_.name_of(from) + " sends" + to + " " + std::to_string(sent) + " bytes" + who +
-                  " expects " + std::to_string(expected));
+  std::string words = other_size(lane_.name_of(from), sent, lane_.name_of(rank()), expected);
+  if (from == rank()) {
+    words = lane_.name_of(from) + " sends itself " + std::to_string(sent) + " bytes and expects " +
+            std::to_string(expected);
+  }
+  throw Error(Fault::kMismatch, lane_.member(from), words);
 }
 
 }  // namespace fsccl

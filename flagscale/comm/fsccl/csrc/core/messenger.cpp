@@ -7,7 +7,7 @@
 
 namespace fsccl {
 
-RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory, uint32_t digest) {
+RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory, const OpCard& card) {
   auto request = std::make_shared<Request>();
   request->peer = to;
   request->tag = tag;
@@ -26,7 +26,7 @@ RequestPtr Messenger::send(int to, uint64_t tag, Pieces memory, uint32_t digest)
   const bool asks = bytes > kEagerBytes && (tag & kCollectiveTag) == 0;
   Frame f;
   f.tag = tag;
-  f.digest = digest;
+  f.card = card;
   f.message = p.next_message++;
   f.total = bytes;
   if (asks || (bytes > kStripeBytes && p.out.size() > 1)) {
@@ -63,23 +63,24 @@ void Messenger::send_stripes(Peer& to, uint64_t message, const RequestPtr& reque
   }
 }
 
-RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, uint32_t digest) {
+RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, const OpCard& card) {
   auto request = std::make_shared<Request>();
   request->peer = from;
   request->tag = tag;
-  request->digest = digest;
+  request->card = card;
   request->memory = std::move(memory);
   Hold hold(guard_);
+  if ((tag & kCollectiveTag) != 0 && from != kAnySource && left_over(from, *request)) return request;
   const int first = from == kAnySource ? 0 : from;
   const int last = from == kAnySource ? static_cast<int>(peers_.size()) - 1 : from;
   for (int r = first; r <= last; ++r) {
-    Peer& p = peer(r);
-    const auto waiting = [tag](const Incoming& m) { return !m.request && m.tag == tag; };
-    const auto found = std::find_if(p.incoming.begin(), p.incoming.end(), waiting);
-    if (found == p.incoming.end()) continue;
+    Inbox& inbox = peer(r).inbox;
+    Incoming* const found = inbox.waiting(tag);
+    if (found == nullptr) continue;
     request->peer = r;
-    match(*found, request);
-    if (found->received == found->total) finish(p, found, hold);
+    inbox.match(*found, request);
+    compare(*found);
+    if (found->complete()) finish(peer(r), found->message, hold);
     resume(r);
     push_queued(hold);
     return request;
@@ -93,52 +94,89 @@ RequestPtr Messenger::recv(int from, uint64_t tag, Pieces memory, uint32_t diges
   for (int r = first; r <= last; ++r) {
     if (r == config_.rank) continue;
     if (!peer(r).gone) connect(r);
-    if (peer(r).gone && (from != kAnySource || !anybody_left())) {
+    const bool matters = from != kAnySource || !peer(r).said_bye || !anybody_left();
+    if (peer(r).gone && matters) {
       request->fail(*peer(r).gone);
+      note_trouble(*request, *peer(r).gone);
       return request;
     }
   }
-  (from == kAnySource ? any_ : peer(from).posted).push_back({next_order_++, request});
+  (from == kAnySource ? any_ : peer(from).calls).add(next_order_++, request);
+  if (from != kAnySource && (tag & kCollectiveTag) != 0) {
+    peer(from).inbox.each_waiting(kCollectiveTag, [&](Incoming& m) { compare_order(from, m); });
+  }
   for (int r = first; r <= last; ++r) resume(r);
   push_queued(hold);
   return request;
 }
 
 // The receive that was called first among those that this message fits.
-RequestPtr Messenger::take_posted(int from, uint64_t tag) {
-  const auto fits = [tag](const Posted& p) { return p.request->tag == tag; };
-  auto& own = peer(from).posted;
-  const auto a = std::find_if(own.begin(), own.end(), fits);
-  const auto b = std::find_if(any_.begin(), any_.end(), fits);
-  const bool any = b != any_.end() && (a == own.end() || b->order < a->order);
-  if (!any && a == own.end()) return nullptr;
-  RequestPtr request = any ? b->request : a->request;
-  if (any) {
-    any_.erase(b);
-  } else {
-    own.erase(a);
-  }
-  return request;
+RequestPtr Messenger::take_call(int from, uint64_t tag) {
+  Calls& own = peer(from).calls;
+  const Calls::Call* const a = own.first(tag);
+  const Calls::Call* const b = any_.first(tag);
+  if (a == nullptr && b == nullptr) return nullptr;
+  const bool any = a == nullptr || (b != nullptr && b->order < a->order);
+  return (any ? any_ : own).take_first(tag);
 }
 
-void Messenger::match(Incoming& m, RequestPtr request) {
-  m.request = std::move(request);
-  const size_t expected = m.request->memory.bytes();
-  const int who = m.request->peer;
-  if (expected != m.total) {
-    m.request->fail(Error(Fault::kMismatch, who,
-                          name(who) + " sent " + std::to_string(m.total) +
-                              " bytes where this rank expects " + std::to_string(expected)));
-  } else if (m.digest != m.request->digest) {
-    m.request->fail(
-        Error(Fault::kMismatch, who,
-              name(who) + " called another operation, or the sizes of the ranks' parts differ"));
+// Of a message with the receive that it has met.
+void Messenger::compare(Incoming& m) {
+  const RequestPtr& r = m.request;
+  const int who = r->peer;
+  if (m.card != r->card) {
+    r->fail(unlike({who, name(who), m.card}, {config_.rank, name(config_.rank), r->card}, who));
+  } else if (r->memory.bytes() != m.total) {
+    r->fail(Error(Fault::kMismatch, who,
+                  other_size(name(who), m.total, name(config_.rank), r->memory.bytes())));
   }
+  if (r->error) note_trouble(*r, *r->error);
   if (!m.asks) return;
   Frame clear;
   clear.kind = FrameKind::kClear;
   clear.message = m.message;
   if (m.link != nullptr) queue(pointer_to(*m.link), clear);
+}
+
+// Whether a message of an earlier collective is still there, for which nobody has called: so this
+// rank has called another then. Fails the receive.
+bool Messenger::left_over(int from, Request& r) {
+  peer(from).inbox.each_waiting(kCollectiveTag, [&](const Incoming& m) {
+    if (m.card.sequence >= r.card.sequence || r.error) return;
+    r.fail(unlike({from, name(from), m.card}, {config_.rank, name(config_.rank), r.card}, from));
+    note_trouble(r, *r.error);
+  });
+  return r.error != nullptr;
+}
+
+// A message of a collective for which nobody has called, while another is awaited of its sender:
+// all messages of an operation are announced before those of the next, and taken by it.
+void Messenger::compare_order(int from, const Incoming& m) {
+  peer(from).calls.each_first(kCollectiveTag, [&](const RequestPtr& r) {
+    if (r->card == m.card) return;  // another stream of the same
+    const Error why =
+        unlike({from, name(from), m.card}, {config_.rank, name(config_.rank), r->card}, from);
+    r->fail(why);
+    note_trouble(*r, why);
+  });
+}
+
+void Messenger::note_trouble(const Request& request, const Error& why) {
+  if ((request.tag & kCollectiveTag) != 0) note_trouble(why, Link::Clock::now());
+}
+
+// The one that counts from the earliest time on.
+void Messenger::note_trouble(const Error& why, Link::Clock::time_point from) {
+  if (failed_ || (trouble_ && trouble_from_ <= from)) return;
+  trouble_ = std::make_unique<Error>(why);
+  trouble_from_ = from;
+  troubled_ = true;
+}
+
+void Messenger::throw_trouble() {
+  if (!troubled_) return;
+  const Hold hold(guard_);
+  if (Link::Clock::now() >= trouble_from_) throw Error(*trouble_);
 }
 
 Body Messenger::target_of(Link& link, Incoming& m, Interval range) {
@@ -150,12 +188,10 @@ Body Messenger::target_of(Link& link, Incoming& m, Interval range) {
 }
 
 // Somebody who waits for a message of this peer's may have to take in others before.
-bool Messenger::keeps_enough(const Peer& from, const Frame& frame) const {
-  const bool awaited = !from.posted.empty() || !any_.empty();
-  if (awaited || frame.total == 0 || (frame.flags & kAsks) != 0) return false;
-  size_t kept = 0;
-  for (const Incoming& m : from.incoming) kept += m.request || m.asks ? 0 : m.total;
-  return kept > 0 && kept + frame.total > config_.kept_bytes;
+bool Messenger::keeps_enough(const Peer& from, const Incoming& m) const {
+  const bool awaited = !from.calls.empty() || !any_.empty();
+  const size_t kept = from.inbox.kept_bytes();
+  return !awaited && kept > 0 && kept + Inbox::kept_of(m) > config_.kept_bytes;
 }
 
 // Connections of a peer's that could not go on may be able to now.
@@ -170,34 +206,37 @@ void Messenger::resume(int rank) {
 
 LinkOwner::Answer Messenger::on_announced(Link& link, const Frame& frame, Body* into) {
   Peer& from = peer(link.peer());
-  if (keeps_enough(from, frame)) return Answer::kStall;
-  Incoming& m = from.incoming.emplace_back();
+  Incoming m;
   m.message = frame.message;
   m.tag = frame.tag;
   m.total = frame.total;
-  m.digest = frame.digest;
+  m.card = frame.card;
   m.asks = (frame.flags & kAsks) != 0;
   m.link = &link;
-  if (RequestPtr request = take_posted(link.peer(), frame.tag)) {
-    request->peer = link.peer();
-    match(m, request);
+  if (from.inbox.find(m.message) != nullptr) return Answer::kRefuse;  // nobody sends one twice
+  if (keeps_enough(from, m)) return Answer::kStall;
+  m.request = take_call(link.peer(), frame.tag);
+  if (m.request) m.request->peer = link.peer();
+  Incoming& added = from.inbox.add(std::move(m));
+  if (added.request) {
+    compare(added);
+  } else if ((added.tag & kCollectiveTag) != 0) {
+    compare_order(link.peer(), added);
   }
-  if (frame.kind == FrameKind::kMessage) *into = target_of(link, m, {0, frame.total});
+  if (frame.kind == FrameKind::kMessage) *into = target_of(link, added, {0, frame.total});
   resume(link.peer());  // a stripe may have overtaken this announcement
   return Answer::kBody;
 }
 
 void Messenger::received(Peer& from, const Frame& frame, Hold& hold) {
-  const auto m = std::find_if(from.incoming.begin(), from.incoming.end(),
-                              [&frame](const Incoming& i) { return i.message == frame.message; });
-  if (m == from.incoming.end()) return;
+  Incoming* const m = from.inbox.find(frame.message);
+  if (m == nullptr) return;
   m->received += frame.bytes;
-  if (m->received == m->total && m->request) finish(from, m, hold);
+  if (m->complete() && m->request) finish(from, frame.message, hold);
 }
 
-void Messenger::finish(Peer& from, std::list<Incoming>::iterator m, Hold& hold) {
-  const Incoming done = std::move(*m);
-  from.incoming.erase(m);
+void Messenger::finish(Peer& from, uint64_t message, Hold& hold) {
+  const Incoming done = from.inbox.take(message);
   Request& request = *done.request;
   if (request.over()) return;
   if (done.keeps) {

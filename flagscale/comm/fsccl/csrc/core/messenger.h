@@ -31,13 +31,13 @@
 #include <sys/types.h>
 
 #include <functional>
-#include <list>
 #include <map>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "inbox.h"
 #include "link.h"
 
 namespace fsccl {
@@ -50,6 +50,8 @@ struct MessengerConfig {
   TcpOptions tcp;
   // Of messages of a peer's that nobody waits for. Above, it waits until somebody waits for one.
   size_t kept_bytes = 256 << 20;
+  // How long who connects may take to say who it is.
+  std::chrono::milliseconds hello_time{3000};
 };
 
 class Messenger : private LinkOwner {
@@ -64,13 +66,19 @@ class Messenger : private LinkOwner {
   Messenger(MessengerConfig config, std::vector<Fd> listeners);
   ~Messenger() override;
 
-  // The memory must stay valid until the request has finished. A message whose digest is not the
-  // receiver's fails it.
-  RequestPtr send(int peer, uint64_t tag, Pieces memory, uint32_t digest = 0);
-  RequestPtr recv(int peer, uint64_t tag, Pieces memory, uint32_t digest = 0);
+  // The memory must stay valid until the request has finished. A message whose card is not the
+  // receiver's fails it; so does one of another collective, where one of a collective is awaited:
+  // they come in order.
+  RequestPtr send(int peer, uint64_t tag, Pieces memory, const OpCard& card = {});
+  RequestPtr recv(int peer, uint64_t tag, Pieces memory, const OpCard& card = {});
   // Throws the request's error; kTimeout names the peer. `watch` is called ten times a second.
   void wait(const RequestPtr& request, const Deadline& deadline,
             const std::function<void()>& watch);
+
+  // For who waits in a collective: throws why a message of a collective's cannot go or come any
+  // more, if one cannot, or, a moment later, that a peer has ended without a word, which may have
+  // done its part. Whoever waits for another message would learn it too late.
+  void throw_trouble();
 
   // Answers from now on, also before this rank sends or receives anything.
   void listen();
@@ -90,6 +98,8 @@ class Messenger : private LinkOwner {
   void abort(const Error& why);
   // Called, once, from a thread of the messenger's when a peer reports that the group failed.
   void on_abort(std::function<void(const Error&)> handler) { aborted_ = std::move(handler); }
+  // How often something has gone or come. Any thread may call.
+  uint64_t moved() const { return moved_.load(std::memory_order_relaxed); }
   // Leaves in good order: flushes, says bye, ends the threads.
   void close();
 
@@ -103,31 +113,17 @@ class Messenger : private LinkOwner {
     Fd epoll, bell;
     std::thread thread;
   };
-  // A message that has been announced.
-  struct Incoming {
-    uint64_t message, tag, total;
-    uint64_t received = 0;
-    uint32_t digest = 0;
-    bool asks = false;
-    Link* link = nullptr;  // where it was announced
-    RequestPtr request;    // null until a receive matches
-    std::shared_ptr<std::byte[]> kept;
-    bool keeps = false;  // the body goes to `kept`
-  };
-  struct Posted {
-    uint64_t order;
-    RequestPtr request;
-  };
   struct Peer {
     std::vector<LinkPtr> out;
-    std::list<Incoming> incoming;
-    std::list<Posted> posted;
+    Inbox inbox;
+    Calls calls;
     std::map<uint64_t, RequestPtr> held;  // sends that wait for kClear
     uint64_t next_message = 0;
     uint64_t byes_expected = 0, closed_in = 0;
     bool stalled = false;           // some of its connections may be
     std::unique_ptr<Error> ending;  // it will be gone once all that it has sent has come
     std::unique_ptr<Error> gone;
+    bool said_bye = false;
   };
 
   Answer on_frame(Link& link, const Frame& frame, Body* into) override;
@@ -140,13 +136,15 @@ class Messenger : private LinkOwner {
   void on_answer(const Frame& frame);
   RequestPtr ask(int rank);
   Answer on_announced(Link& link, const Frame& frame, Body* into);
-  bool keeps_enough(const Peer& from, const Frame& frame) const;
+  bool keeps_enough(const Peer& from, const Incoming& m) const;
+  void compare_order(int from, const Incoming& m);
+  bool left_over(int from, Request& r);
   void resume(int rank);
   Body target_of(Link& link, Incoming& m, Interval range);
   void received(Peer& peer, const Frame& frame, Hold& hold);
-  void match(Incoming& m, RequestPtr request);
-  RequestPtr take_posted(int peer, uint64_t tag);
-  void finish(Peer& peer, std::list<Incoming>::iterator m, Hold& hold);
+  void compare(Incoming& m);
+  RequestPtr take_call(int peer, uint64_t tag);
+  void finish(Peer& peer, uint64_t message, Hold& hold);
 
   Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   const std::string& name(int rank) const { return config_.names[static_cast<size_t>(rank)]; }
@@ -165,6 +163,8 @@ class Messenger : private LinkOwner {
   Error why_it_ended(const Link& link) const;
   void lost(int rank, const Error& why);
   void lost_soon(int rank, const Error& why);
+  void note_trouble(const Request& request, const Error& why);
+  void note_trouble(const Error& why, Link::Clock::time_point from);
   void look_for_ends();
   void look_around();
   bool anybody_left() const;
@@ -183,13 +183,17 @@ class Messenger : private LinkOwner {
   Loop opened_by_peers_, opened_here_;
   Guard guard_;  // of all below
   std::vector<Peer> peers_;
-  std::list<Posted> any_;
+  Calls any_;
   std::unordered_map<int, LinkPtr> links_;  // by descriptor
   std::vector<LinkPtr> queued_;              // what push_queued() is to look at
   uint64_t next_order_ = 0;
   std::map<uint64_t, RequestPtr> asked_;  // questions under way; an answer becomes their peer
   std::function<int()> answer_;
   std::unique_ptr<Error> failed_;
+  std::unique_ptr<Error> trouble_;
+  Link::Clock::time_point trouble_from_;
+  std::atomic<bool> troubled_{false};
+  std::atomic<uint64_t> moved_{0};
   bool stop_ = false, closed_ = false;
   bool deaf_ = false;  // no descriptor was left to accept a connection with
   std::function<void(const Error&)> aborted_;

@@ -12,6 +12,7 @@ namespace fsccl {
 namespace {
 
 constexpr std::chrono::milliseconds kFarewell(2000);
+constexpr std::chrono::milliseconds kDoubt(200);
 constexpr size_t kMostWords = 4000;  // of why a group failed
 
 }  // namespace
@@ -26,10 +27,9 @@ void Messenger::close_link(Link& link) {
     } else {
       ++p.closed_in;
     }
-    for (Incoming& m : p.incoming) {
-      if (m.link == &link) m.link = nullptr;
-    }
+    p.inbox.forget_link(&link);
     const Error why = why_it_ended(link);
+    link.each_request([&](const Request& r) { note_trouble(r, why); });
     link.let_go(why);
     if (link.opened_here()) {
       lost_soon(rank, why);
@@ -58,20 +58,14 @@ Error Messenger::why_it_ended(const Link& link) const {
 void Messenger::lost(int rank, const Error& why) {
   Peer& p = peer(rank);
   if (!p.gone) p.gone = std::make_unique<Error>(why);
-  for (Posted& posted : p.posted) posted.request->fail(*p.gone);
-  p.posted.clear();
+  p.calls.each_first(kCollectiveTag, [&](const RequestPtr& r) { note_trouble(*r, *p.gone); });
+  if (!p.said_bye && rank != config_.rank) note_trouble(*p.gone, Link::Clock::now() + kDoubt);
+  p.calls.fail_all(*p.gone);
   for (auto& [message, request] : p.held) request->fail(*p.gone);
   p.held.clear();
-  for (auto m = p.incoming.begin(); m != p.incoming.end();) {
-    const bool complete = m->received == m->total && !m->asks;
-    if (m->request) m->request->fail(*p.gone);
-    m->link = nullptr;
-    m = complete && !m->request ? std::next(m) : p.incoming.erase(m);
-  }
-  if (!anybody_left()) {
-    for (Posted& posted : any_) posted.request->fail(*p.gone);
-    any_.clear();
-  }
+  p.inbox.fail_unfinished(*p.gone);
+  // From anyone is from this one, too; but who has said that it goes has nothing more to send.
+  if (!p.said_bye || !anybody_left()) any_.fail_all(*p.gone);
 }
 
 bool Messenger::anybody_left() const {
@@ -91,13 +85,15 @@ void Messenger::lost_soon(int rank, const Error& why) {
 
 void Messenger::look_for_ends() {
   bool accepted = false;
+  const Link::Clock::time_point now = Link::Clock::now();
   for (size_t r = 0; r < peers_.size(); ++r) {
     if (!peers_[r].ending || peers_[r].gone) continue;
     if (!accepted) accept_all();
     accepted = true;
-    const bool more = std::any_of(links_.begin(), links_.end(), [r](const auto& entry) {
+    const bool more = std::any_of(links_.begin(), links_.end(), [&](const auto& entry) {
       const Link& l = *entry.second;
-      return !l.closed && !l.opened_here() && (l.peer() < 0 || l.peer() == static_cast<int>(r));
+      const bool may_be_its = l.peer() < 0 && now - l.made < config_.hello_time;
+      return !l.closed && !l.opened_here() && (may_be_its || l.peer() == static_cast<int>(r));
     });
     if (!more) lost(static_cast<int>(r), *peers_[r].ending);
   }
@@ -117,12 +113,15 @@ void Messenger::look_around() {
   for (auto& [fd, link] : links_) {
     const bool stranger = link->peer() < 0;
     if (!stranger && !unheard(fd, look_every_)) link->heard = now;
-    if (now - (stranger ? link->made : link->heard) < limit) continue;
+    if (now - (stranger ? link->made : link->heard) < (stranger ? config_.hello_time : limit)) {
+      continue;
+    }
     link->cut_because = "it has acknowledged nothing for " + seconds;
     hang_up(fd);  // which the other thread sees
     if (!link->opened_here()) over.push_back(link);
   }
   for (const LinkPtr& link : over) close_link(*link);
+  look_for_ends();
 }
 
 void Messenger::abort(const Error& why) {

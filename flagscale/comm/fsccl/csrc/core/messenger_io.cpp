@@ -215,6 +215,7 @@ void Messenger::notify(const RequestPtr& request, std::function<void()> then) {
 
 void Messenger::handle(const LinkPtr& link, uint32_t events, Hold& hold) {
   bool alive = true;
+  moved_.fetch_add(1, std::memory_order_relaxed);
   if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
     try {
       alive = link->receive(*this, hold, kTurnBytes);
@@ -259,14 +260,11 @@ LinkOwner::Answer Messenger::on_frame(Link& link, const Frame& frame, Body* into
 }
 
 LinkOwner::Answer Messenger::on_stripe(Link& link, const Frame& frame, Body* into) {
-  for (Incoming& m : peer(link.peer()).incoming) {
-    if (m.message != frame.message) continue;
-    if (frame.offset + frame.bytes <= m.total) {
-      *into = target_of(link, m, {frame.offset, frame.offset + frame.bytes});
-    }
-    return Answer::kBody;
-  }
-  return Answer::kStall;
+  Incoming* const m = peer(link.peer()).inbox.find(frame.message);
+  if (m == nullptr) return Answer::kStall;
+  if (frame.bytes > m->total || frame.offset > m->total - frame.bytes) return Answer::kRefuse;
+  *into = target_of(link, *m, {frame.offset, frame.offset + frame.bytes});
+  return Answer::kBody;
 }
 
 void Messenger::on_body(Link& link, const Frame& frame, Hold& hold) {
@@ -291,7 +289,7 @@ void Messenger::on_body(Link& link, const Frame& frame, Hold& hold) {
       }
       return;
     case FrameKind::kBye:
-      link.said_bye = true;
+      link.said_bye = peer(link.peer()).said_bye = true;
       peer(link.peer()).byes_expected = frame.offset;
       return;
     case FrameKind::kAnnounce:

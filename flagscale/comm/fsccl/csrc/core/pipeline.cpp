@@ -71,11 +71,11 @@ void Pipeline::all_reduce(Exchange& x, const void* in, void* out, size_t count,
 
 void Pipeline::run(Exchange& x, Task task, size_t longest) {
   task.send = settings_.pipeline_nelem * task.width;
-  channels_.prepare(task.send);
-  // A step of the lane: nobody begins before all have called the same operation.
+  // A step of the lane: nobody begins, or waits for room, before all have called the same operation.
   lane_.fill();
   lane_.post();
   lane_.await_all();
+  channels_.prepare(task.send);
   auto rings = rings_for(task, longest);
   std::vector<int> waits_for(rings.size());
   for (bool busy = true; busy;) {

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "futex.h"
+#include "op_card.h"
 #include "pieces.h"
 #include "types.h"
 
@@ -26,7 +27,7 @@ struct Request {
   Word state{kPending};
   std::atomic<int> peer{-1};  // of a receive from anyone: who it was, once done
   uint64_t tag = 0;
-  uint32_t digest = 0;
+  OpCard card;
   size_t parts = 1;   // of a send: bodies still to go
   size_t copies = 0;  // that go on without the lock
   Pieces memory;

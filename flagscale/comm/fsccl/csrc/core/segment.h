@@ -11,10 +11,15 @@
 //
 // Every rank holds a POSIX record lock on "its" byte of the file. The kernel drops it when the
 // process ends, however it ends, and not when a child forked from it ends: asking for the lock's
-// holder tells whether a rank is alive, with no pid that could be reused.
+// holder tells whether a rank is alive, with no pid that could be reused. The kernel also drops it
+// when the process closes any descriptor of the file: ranks that are threads of one process share
+// one descriptor, and one mapping.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
+#include <functional>
+#include <memory>
 #include <string>
 
 namespace fsccl {
@@ -32,23 +37,37 @@ class Segment {
   // yet. Throws Error(kSystem) when there is none left.
   void reserve(size_t lo, size_t hi) const;
 
-  Segment(Segment&& other) noexcept;
-  Segment& operator=(Segment&&) = delete;
-  ~Segment();
-
-  std::byte* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
+  std::byte* data() const { return file_->data; }
+  size_t bytes() const { return file_->bytes; }
   std::string address() const;  // "/proc/<pid>/fd/<fd>"
 
   void lock_rank(int rank);
   bool rank_is_locked(int rank) const;  // by another process
 
+  // Who made it can go before others have opened it: it is kept, by this process, until `opened`.
+  void keep_until(std::function<bool()> opened) const;
+  // Before the process ends: waits until nothing is kept any more, at most `limit`.
+  static void await_kept(std::chrono::milliseconds limit);
+
  private:
-  Segment(int fd, size_t bytes, std::string where);
-  int fd_ = -1;
-  std::string where_;  // for messages
-  size_t bytes_ = 0;
-  std::byte* data_ = nullptr;
+  struct File {
+    File(int fd_of_file, size_t size, std::string place);
+    ~File();
+    const int fd;
+    const std::string where;  // for messages
+    const size_t bytes;
+    std::byte* data = nullptr;
+  };
+  struct Known;
+
+  explicit Segment(std::shared_ptr<File> file) : file_(std::move(file)) {}
+  static Known& known();
+  static std::shared_ptr<File> map(int fd, size_t bytes, const std::string& where);
+
+  std::shared_ptr<File> file_;
 };
+
+// Of a process, whether it or a younger one has its number; 0 where /proc does not tell.
+uint64_t start_time_of(int pid);
 
 }  // namespace fsccl

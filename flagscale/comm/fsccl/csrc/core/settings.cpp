@@ -92,6 +92,7 @@ std::string Settings::shared_text() const {
   for (size_t i = 0; i < clusters.size(); ++i) {
     out += (i > 0 ? "," : "") + std::to_string(clusters[i]);
   }
+  out += std::string(" FSCCL_SHM=") + (shared_memory ? "1" : "0");
   out += " FSCCL_SLOT_BYTES=" + std::to_string(slot_bytes);
   out += " FSCCL_ONE_SHOT_BYTES=" + std::to_string(one_shot_bytes);
   out += " FSCCL_CHUNK_BYTES=" + std::to_string(chunk_bytes);

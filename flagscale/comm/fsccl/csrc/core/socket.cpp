@@ -7,6 +7,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <sys/ioctl.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -14,6 +15,8 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <vector>
 
 #include "text.h"
@@ -21,6 +24,26 @@
 
 namespace fsccl {
 namespace {
+
+struct OpenFds {
+  std::mutex mutex;
+  std::set<int> numbers;
+};
+
+// Never destroyed: threads may still have some when the process ends.
+OpenFds& open_fds() {
+  static OpenFds* const it = [] {
+    auto* const made = new OpenFds;
+    pthread_atfork([] { open_fds().mutex.lock(); }, [] { open_fds().mutex.unlock(); },
+                   [] {
+                     for (const int fd : open_fds().numbers) close(fd);
+                     open_fds().numbers.clear();
+                     open_fds().mutex.unlock();
+                   });
+    return made;
+  }();
+  return *it;
+}
 
 struct Address {
   sockaddr_storage storage{};
@@ -162,8 +185,19 @@ bool read_tcp_info(int fd, tcp_info* info) {
 
 }  // namespace
 
+Fd::Fd(int fd) : fd_(fd), owner_(fd < 0 ? 0 : getpid()) {
+  if (fd < 0) return;
+  OpenFds& all = open_fds();
+  const std::lock_guard<std::mutex> hold(all.mutex);
+  all.numbers.insert(fd);
+}
+
 Fd::~Fd() {
-  if (fd_ >= 0) close(fd_);
+  if (fd_ < 0 || owner_ != getpid()) return;
+  OpenFds& all = open_fds();
+  const std::lock_guard<std::mutex> hold(all.mutex);
+  all.numbers.erase(fd_);
+  close(fd_);
 }
 
 Fd listen_unix(const std::string& name, std::string* address) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <sys/socket.h>
+#include <sys/types.h>
 
 #include <chrono>
 #include <string>
@@ -9,12 +10,15 @@
 
 namespace fsccl {
 
+// A descriptor. A child forked from this process has copies of all, which would keep connections open
+// that this process ends: they are closed there at once, and no Fd of its parent's closes any.
 class Fd {
  public:
-  explicit Fd(int fd = -1) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  explicit Fd(int fd = -1);
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)), owner_(other.owner_) {}
   Fd& operator=(Fd&& other) noexcept {
     std::swap(fd_, other.fd_);
+    std::swap(owner_, other.owner_);
     return *this;
   }
   ~Fd();
@@ -22,6 +26,7 @@ class Fd {
 
  private:
   int fd_;
+  pid_t owner_;
 };
 
 struct TcpOptions {

@@ -36,9 +36,9 @@ bool read_number(const std::string& text, T* out) {
 constexpr char kBootId[] = "/proc/sys/kernel/random/boot_id";
 
 // Of a small file of the kernel's, such as its boot's name; empty if it cannot be read.
-inline std::string first_line(const char* path) {
-  char text[256];
-  const int file = open(path, O_RDONLY | O_CLOEXEC);
+inline std::string first_line(const std::string& path) {
+  char text[1024];
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return "";
   const ssize_t size = read(file, text, sizeof text);
   close(file);

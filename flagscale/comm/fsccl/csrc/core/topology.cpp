@@ -9,13 +9,14 @@
 #include <mutex>
 #include <numeric>
 
+#include "segment.h"
 #include "text.h"
 #include "types.h"
 
 namespace fsccl {
 namespace {
 
-constexpr size_t kIdentityLines = 13;
+constexpr size_t kIdentityLines = 14;
 
 std::string namespace_id(const char* kind) {
   struct stat s{};
@@ -58,18 +59,21 @@ Identity Identity::of_this_process(const Settings& settings) {
               std::to_string(geteuid());
   me.host = host_name();
   me.pid = static_cast<int>(getpid());
+  me.started = start_time_of(me.pid);
   me.process = process_number();
   me.token = random_number();
   me.settings = settings.shared_text();
   return me;
 }
 
+bool Identity::runs() const { return started == 0 || start_time_of(pid) == started; }
+
 std::string Identity::encode() const {
   std::string out;
   for (const std::string& line :
        {std::to_string(version), domain, host, std::to_string(pid), std::to_string(process),
         std::to_string(token), unix_address, tcp_address, settings, native.device, native.vendor,
-        native.library, native.reach}) {
+        native.library, native.reach, std::to_string(started)}) {
     out += line + '\n';
   }
   return out;
@@ -81,7 +85,8 @@ Identity Identity::decode(const std::string& text) {
   if (lines.empty() || !read_number(lines[0], &i.version)) i.version = 0;
   if (i.version != kProtocolVersion) return i;  // the rest may look different there
   const bool sound = lines.size() == kIdentityLines && read_number(lines[3], &i.pid) &&
-                     read_number(lines[4], &i.process) && read_number(lines[5], &i.token);
+                     read_number(lines[4], &i.process) && read_number(lines[5], &i.token) &&
+                     read_number(lines[13], &i.started);
   if (!sound) throw Error(Fault::kMismatch, -1, "a rank introduces itself in unknown words");
   i.domain = lines[1];
   i.host = lines[2];
@@ -150,19 +155,19 @@ Clusters form_native_clusters(int rank, const std::vector<Identity>& who,
   return clusters_by(keys, rank, global_ranks, settings.clusters);
 }
 
-void check_compatible(int rank, const std::vector<Identity>& who,
-                      const std::vector<std::string>& names) {
-  const Identity& me = who[static_cast<size_t>(rank)];
-  for (size_t r = 0; r < who.size(); ++r) {
+// In the same words on all ranks, whichever differ.
+void check_compatible(const std::vector<Identity>& who, const std::vector<std::string>& names) {
+  const Identity& first = who[0];
+  for (size_t r = 1; r < who.size(); ++r) {
     const auto refuse = [&](const std::string& what) {
       throw Error(Fault::kMismatch, static_cast<int>(r), names[r] + what);
     };
-    if (who[r].version != me.version) {
-      refuse(" speaks fsccl protocol " + std::to_string(who[r].version) + ", this rank " +
-             std::to_string(me.version) + ": install the same version everywhere");
+    if (who[r].version != first.version) {
+      refuse(" speaks fsccl protocol " + std::to_string(who[r].version) + ", " + names[0] + " " +
+             std::to_string(first.version) + ": install the same version everywhere");
     }
-    if (who[r].settings != me.settings) {
-      refuse(" runs with " + who[r].settings + ", this rank with " + me.settings +
+    if (who[r].settings != first.settings) {
+      refuse(" runs with " + who[r].settings + ", " + names[0] + " with " + first.settings +
              ": set the same values everywhere");
     }
   }

@@ -26,6 +26,7 @@ struct Identity {
   std::string domain;  // equal where processes see each other's memory, processes and sockets
   std::string host;
   int pid = 0;
+  uint64_t started = 0;  // start_time_of(pid)
   uint64_t process = 0;  // random, once a process
   uint64_t token = 0;    // random, once a group; rank 0's counts
   std::string unix_address, tcp_address;
@@ -33,6 +34,8 @@ struct Identity {
   Native native;
 
   static Identity of_this_process(const Settings& settings);
+  // Whether its process, one of this host's, still runs.
+  bool runs() const;
   std::string encode() const;
   static Identity decode(const std::string& text);
 };
@@ -60,8 +63,7 @@ Clusters form_clusters(int rank, const std::vector<Identity>& who,
 Clusters form_native_clusters(int rank, const std::vector<Identity>& who,
                               const std::vector<int>& global_ranks, const Settings& settings);
 
-// Throws Error(kMismatch) naming the first rank that cannot work with this one.
-void check_compatible(int rank, const std::vector<Identity>& who,
-                      const std::vector<std::string>& names);
+// Throws Error(kMismatch) naming the first rank that cannot work with rank 0.
+void check_compatible(const std::vector<Identity>& who, const std::vector<std::string>& names);
 
 }  // namespace fsccl

@@ -10,13 +10,15 @@ const char* name_of(DType t) {
   static const char* const kNames[] = {"uint8",   "int8",    "uint16", "int16",   "uint32",
                                        "int32",   "uint64",  "int64",  "float16", "bfloat16",
                                        "float32", "float64", "bool",   "bytes"};
-  return kNames[static_cast<int>(t)];
+  const auto i = static_cast<size_t>(t);
+  return i < sizeof(kNames) / sizeof(kNames[0]) ? kNames[i] : "an unknown type";
 }
 
 const char* name_of(RedOp op) {
   static const char* const kNames[] = {"sum",  "avg", "product", "min",       "max",
                                        "band", "bor", "bxor",    "premul_sum"};
-  return kNames[static_cast<int>(op)];
+  const auto i = static_cast<size_t>(op);
+  return i < sizeof(kNames) / sizeof(kNames[0]) ? kNames[i] : "an unknown reduction";
 }
 
 const char* name_of(OpCode op) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 namespace fsccl {
 namespace {
@@ -91,9 +92,8 @@ void Board::begin(const OpCard& card) {
     // A rank that has gone on may have written over it meanwhile.
     if (theirs.sequence.load(std::memory_order_seq_cst) != card.sequence) continue;
     if (other == card) continue;
-    throw Error(Fault::kMismatch, members_[p],
-                unlike(names_[static_cast<size_t>(members_[p])], other,
-                       names_[static_cast<size_t>(rank_)], card));
+    throw unlike({members_[p], names_[static_cast<size_t>(members_[p])], other},
+                 {rank_, names_[static_cast<size_t>(rank_)], card}, members_[p]);
   }
 }
 
@@ -103,16 +103,25 @@ void Board::note(int waits_for) {
   mine.waits_for.store(waits_for, std::memory_order_release);
 }
 
-void Board::abort(int rank_at_fault, const std::string& why) {
+Error Board::abort(const Error& why) {
+  constexpr int kGlances = 1000;
   Header& h = header();
-  uint32_t expected = kFine;
-  if (!h.state.compare_exchange_strong(expected, kTelling)) return;
-  h.at_fault = rank_at_fault;
-  const size_t n = std::min(why.size(), sizeof(h.why) - 1);
-  std::memcpy(h.why, why.data(), n);
+  uint32_t state = kFine;
+  if (!h.state.compare_exchange_strong(state, kTelling)) {
+    for (int i = 0; i < kGlances && h.state.load(std::memory_order_acquire) != kOver; ++i) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    if (h.state.load(std::memory_order_acquire) != kOver) return why;
+    return Error(Fault::kAborted, h.at_fault, h.why);
+  }
+  h.at_fault = why.rank;
+  const std::string words = why.what();
+  const size_t n = std::min(words.size(), sizeof(h.why) - 1);
+  std::memcpy(h.why, words.data(), n);
   h.why[n] = '\0';
   h.state.store(kOver, std::memory_order_release);
   for (size_t p = 0; p < members_.size(); ++p) futex_wake_all(line(static_cast<int>(p)).posted);
+  return why;
 }
 
 void Board::leave() { line(index_).left.store(1, std::memory_order_release); }

@@ -45,7 +45,7 @@ class Board {
   std::byte* area(uint32_t step) const;
   size_t area_bytes() const { return area_bytes_; }  // of all parts together
 
-  void abort(int rank_at_fault, const std::string& why);
+  Error abort(const Error& why);  // as Lane::abort()
   void leave();
   bool complete() const;  // whether all members have mapped it
   // Throws when somebody aborted, or when a rank on this host has ended.

@@ -24,20 +24,25 @@ Courier::~Courier() {
   if (thread_.joinable()) thread_.join();
 }
 
+void Courier::begin(const OpCard& card) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  card_ = card;
+}
+
 void Courier::send(int peer, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes) {
-  add(peer, true, std::move(ring), {n, bytes, nullptr});
+  add(peer, true, std::move(ring), n, bytes);
 }
 
 void Courier::receive(int peer, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes) {
-  add(peer, false, std::move(ring), {n, bytes, nullptr});
+  add(peer, false, std::move(ring), n, bytes);
 }
 
-void Courier::add(int peer, bool sends, std::shared_ptr<Ring> ring, Job job) {
+void Courier::add(int peer, bool sends, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes) {
   {
     std::lock_guard<std::mutex> hold(mutex_);
     Way& way = ways_[{peer, sends}];
     if (!way.ring) way = {peer, sends, std::move(ring), {}};
-    way.jobs.push_back(std::move(job));
+    way.jobs.push_back({n, bytes, card_, nullptr});
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   }
   changed_.notify_all();
@@ -102,8 +107,8 @@ bool Courier::start_next(Way& way) {
     if (!ready) return false;
     const Pieces memory(way.ring->slot(job.n), job.bytes);
     const Deadline met = Deadline::after(Deadline::Ms(0));  // the group has met long ago
-    job.request = way.sends ? group_.send(way.peer, kPipeTag, memory, met)
-                            : group_.recv(way.peer, kPipeTag, memory, met);
+    job.request = way.sends ? group_.send(way.peer, kPipeTag, memory, met, job.card)
+                            : group_.recv(way.peer, kPipeTag, memory, met, job.card);
     return true;
   }
   return false;

@@ -27,6 +27,8 @@ class Courier {
   Courier(Group& group, std::function<void(const Error&)> failed);
   ~Courier();
 
+  // Of the operation of which all messages are from now on.
+  void begin(const OpCard& card);
   void send(int peer, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes);
   void receive(int peer, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes);
   // Whether everything sent has left within `limit`.
@@ -36,6 +38,7 @@ class Courier {
   struct Job {
     uint32_t n;
     size_t bytes;
+    OpCard card;
     RequestPtr request;  // null until it is under way
   };
   struct Way {
@@ -48,7 +51,7 @@ class Courier {
   // Above those of users' messages, below those of the core's collectives.
   static constexpr uint64_t kPipeTag = uint64_t{1} << 62;
 
-  void add(int peer, bool sends, std::shared_ptr<Ring> ring, Job job);
+  void add(int peer, bool sends, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes);
   void run();
   bool advance(Way& way);  // whether anything happened
   bool start_next(Way& way);
@@ -58,6 +61,7 @@ class Courier {
   std::function<void(const Error&)> failed_;
   std::mutex mutex_;
   std::condition_variable changed_;
+  OpCard card_;
   std::map<std::pair<int, bool>, Way> ways_;
   std::thread thread_;
   bool stop_ = false, broken_ = false;

@@ -272,6 +272,11 @@ Error Engine::explain(const Error& e) {
                group_->name(at) + " did not come within " + deadline_.text() + by_library);
 }
 
+void Engine::barrier(const Deadline& d) {
+  operation(dense_card(OpCode::kBarrier, 0, nullptr, -1), d,
+            [&](const OpCard&) { group_->barrier(d); });
+}
+
 void Engine::abort() {
   mates_->abort();
   if (kernels_) kernels_->abort();
@@ -283,7 +288,7 @@ void Engine::fail(const char* what, uint64_t sequence, const Error& why) {
     const std::string text = std::string(reason.what()) + " (told by " + group_->name(rank_) + ")";
     reason = Error(reason.fault, -1, text);
   }
-  board_->abort(reason.rank, reason.what());
+  reason = board_->abort(reason);
   abort();
   group_->fail(what, sequence, reason);
 }

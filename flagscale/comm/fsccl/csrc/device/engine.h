@@ -74,6 +74,8 @@ class Engine {
   void scatter(const std::vector<Pieces>& in, const Pieces& out, int root, const Deadline& d);
   void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
                   const Deadline& d);
+  // Of groups without devices: the group's barrier, in the order of operations here.
+  void barrier(const Deadline& d);
 
   Tracks& tracks() { return *tracks_; }
   Group& group() { return *group_; }

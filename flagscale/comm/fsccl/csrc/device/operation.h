@@ -27,6 +27,7 @@ void Engine::operation(OpCard card, const Deadline& d, F&& body) {
     if (left_) throw Error(Fault::kAborted, rank_, "the group has been shut down");
     look();
     board_->begin(card);
+    courier_->begin(card);
     arena_->reset();
     body(card);
   } catch (const Error& e) {

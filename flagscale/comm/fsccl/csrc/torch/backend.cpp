@@ -4,6 +4,7 @@
 #include <Python.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <set>
 
 #include "store.h"
@@ -50,16 +51,19 @@ struct Living {
   pid_t process = getpid();
 };
 
-// Never destroyed: a backend may outlive every static object.
+// Never destroyed: a backend may outlive every static object. A forked child has its own: its
+// parent's are not its to end.
 Living& living() {
-  static auto* const it = new Living;
-  return *it;
+  static std::atomic<Living*> it{new Living};
+  Living* now = it;
+  if (now->process == getpid()) return *now;
+  auto* const own = new Living;
+  return it.compare_exchange_strong(now, own) ? *own : *it;
 }
 
 }  // namespace
 
 void TorchBackend::shutdown_all() {
-  if (living().process != getpid()) return;  // a forked child has none of the threads
   WithoutGil released;
   std::unique_lock<std::mutex> hold(living().mutex);
   const std::vector<TorchBackend*> all(living().all.begin(), living().all.end());
@@ -70,6 +74,7 @@ void TorchBackend::shutdown_all() {
     one->shutdown();
     hold.lock();
   }
+  Segment::await_kept(kLastOfDevice);
 }
 
 TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -77,7 +82,8 @@ TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int 
     : Backend(rank, size),
       options_(std::move(options)),
       home_(std::move(home)),
-      executor_(std::make_unique<Executor>()) {
+      executor_(std::make_shared<Executor>()),
+      callbacks_(std::make_shared<Executor>("fsccl-callbacks")) {
   try {
     group_ = std::make_shared<Group>(std::make_unique<StoreRendezvous>(std::move(store)),
                                      group_config(rank, size, *options_, home_.native));
@@ -90,12 +96,27 @@ TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int 
 }
 
 TorchBackend::~TorchBackend() {
+  if (group_->forked()) {  // all of it is the parent's, and stays as it is
+    static_cast<void>(engine_.release());
+    static_cast<void>(watch_.release());
+    if (nvlink_) static_cast<void>(nvlink_->release());
+    if (whole_) static_cast<void>(whole_->release());
+    return;
+  }
   WithoutGil released;
   {
     std::lock_guard<std::mutex> hold(living().mutex);
     living().all.erase(this);
   }
   TorchBackend::shutdown();
+}
+
+void TorchBackend::check_process() const {
+  try {
+    group_->check_process();
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
 }
 
 void TorchBackend::setTimeout(Ms timeout) {
@@ -134,27 +155,40 @@ void TorchBackend::eagerConnectSingleDevice(at::Device) {
 }
 
 void TorchBackend::abort() {
+  if (group_->forked()) return;
   group_->abort("the program aborted the group");
   abort_devices();
 }
 
 // What is queued may still finish; what then still waits for others is given up.
 void TorchBackend::shutdown() {
+  if (group_->forked()) return;
   WithoutGil released;
-  if (executor_ && !executor_->drain(kLastOperations)) {
+  if (!finish_operations()) {
     group_->abort("the program ended with operations under way");
     abort_devices();
   }
-  executor_.reset();
+  executor_->stop();
   stop_devices();
   group_->shutdown();
+  callbacks_->stop();
+}
+
+bool TorchBackend::finish_operations() {
+  for (uint64_t moved = group_->progress();;) {
+    if (executor_->drain(kStandsStill)) return true;
+    const uint64_t now = group_->progress();
+    if (now == moved) return false;
+    moved = now;
+  }
 }
 
 TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors outputs,
                                                 std::function<void(Group&, const Deadline&)> body) {
+  check_process();
   check_kernels(call.title);
   auto work = c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, ++sequence_,
-                                                  std::move(outputs), group_);
+                                                  std::move(outputs), group_, executor_);
   const auto deadline_in = limit(call.timeout);
   auto job = [work, group = group_, deadline_in, body = std::move(body)] {
     std::exception_ptr error;
@@ -165,13 +199,9 @@ TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors output
     } catch (const std::exception& e) {
       error = torch_error(e);
     }
-    work->complete(error);
+    work->end(error);
   };
-  if (executor_) {
-    executor_->run(std::move(job), !call.async && !coalescing_);
-  } else {
-    job();  // after shutdown: the group says so
-  }
+  executor_->run({std::move(job), [work] { work->tell(); }}, !call.async && !coalescing_);
   return collect(std::move(work));
 }
 
@@ -179,6 +209,7 @@ TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title
                                             int peer, int tag) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "fsccl: ", title, " takes one tensor, got ",
                     digits(tensors.size()));
+  check_process();
   if (auto work = message_inside(type, tensors, peer, tag)) return *work;
   const bool sends = type == c10d::OpType::SEND;
   Flat flat(tensors[0], sends ? Flat::kRead : Flat::kWrite, Site{title, at::kCPU});
@@ -192,7 +223,8 @@ TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title
     std::rethrow_exception(torch_error(e));
   }
   return collect(c10::make_intrusive<MessageWork>(rank_, type, title, group_, std::move(request),
-                                                  std::move(flat), options_->timeout, tensors[0]));
+                                                  std::move(flat), options_->timeout, tensors[0],
+                                                  callbacks_));
 }
 
 TorchBackend::WorkPtr TorchBackend::send(Tensors& tensors, int to, int tag) {

@@ -127,6 +127,7 @@ class TorchBackend : public c10d::Backend {
   // `body` takes a Group or an Engine.
   template <class F>
   WorkPtr run(const Call& call, const Site& at, Tensors outputs, F body);
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o);
   WorkPtr run_on_host(const Call& call, Tensors outputs,
                       std::function<void(Group&, const Deadline&)> body);
   WorkPtr run_on_device(const Call& call, const Site& at, Tensors outputs,
@@ -149,9 +150,15 @@ class TorchBackend : public c10d::Backend {
   WorkPtr collect(WorkPtr work);
   Ms limit(Ms asked) const { return asked == c10d::kUnsetTimeout ? options_->timeout : asked; }
 
-  static constexpr Ms kLastOperations{5000};  // what is under way when the group ends has so long
+  // What is under way when the group ends: how long it may stand still, and a device may work.
+  static constexpr Ms kStandsStill{1000}, kLastOfDevice{5000};
   void check_alive() const;
+  void check_process() const;  // throws in a forked child
+  bool finish_operations();    // false: they stand still
   Kinds kinds();
+  bool engine_of_hosts();
+  template <class F>
+  auto or_fail(const char* what, F&& body) -> decltype(body());
   NativePtr whole_native(const at::Tensor& t);
   Engine* host_engine(const Deadline& d);
   NativePtr cluster_native(int cluster, int index, const std::vector<int>& ranks);
@@ -163,7 +170,8 @@ class TorchBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   Home home_;
   std::shared_ptr<Group> group_;
-  std::unique_ptr<Executor> executor_;
+  std::shared_ptr<Executor> executor_;   // of collectives
+  std::shared_ptr<Executor> callbacks_;  // of messages: no operation waits behind one
   uint64_t sequence_ = 0;
   bool coalescing_ = false;
   std::vector<WorkPtr> collected_;

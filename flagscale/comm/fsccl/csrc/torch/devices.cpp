@@ -32,6 +32,29 @@ TorchBackend::Kinds TorchBackend::kinds() {
   return *kinds_;
 }
 
+// Whether an engine does operations, and all of its ranks are on their hosts.
+bool TorchBackend::engine_of_hosts() {
+  if (!on_host(home_.native) || kinds() != Kinds::kBoth) return false;
+  for (const Identity& who : group_->everyone(Deadline::after(options_->timeout))) {
+    if (!on_host(who.native)) return false;
+  }
+  return true;
+}
+
+// Fails the group by what body() throws: others may wait for this rank.
+template <class F>
+auto TorchBackend::or_fail(const char* what, F&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const Error& e) {
+    group_->fail(what, 0, e);
+  } catch (const std::exception& e) {
+    const auto* const torchs = dynamic_cast<const c10::Error*>(&e);
+    const std::string why = torchs != nullptr ? torchs->what_without_backtrace() : e.what();
+    group_->fail(what, 0, Error(Fault::kSystem, rank_, group_->name(rank_) + ": " + why));
+  }
+}
+
 Site TorchBackend::site_of(const at::Tensor& t, const char* op) {
   if (!t.defined()) return {op, at::kCPU};
   const bool device_rank = !on_host(home_.native);
@@ -48,6 +71,7 @@ Site TorchBackend::site_of(const at::Tensor& t, const char* op) {
 }
 
 TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
+  check_process();
   if (!t.defined() || !complete(home_.native)) return nullptr;
   if (t.is_cpu() != on_host(home_.native)) return nullptr;
   if (kinds() == Kinds::kHosts) return nullptr;
@@ -59,7 +83,9 @@ TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
       const Clusters clusters =
           form_native_clusters(rank_, group_->everyone(d), config.global_ranks, config.settings);
       check_alive();
-      whole_ = clusters.count() == 1 ? home_.make_native(0, rank_, clusters.own()) : nullptr;
+      whole_ = or_fail("connecting", [&] {
+        return clusters.count() == 1 ? home_.make_native(0, rank_, clusters.own()) : nullptr;
+      });
     } catch (const Error& e) {
       std::rethrow_exception(torch_error(e));
     }
@@ -119,7 +145,9 @@ void TorchBackend::deregister_memory(const std::string& name) {
   const auto found = registered_.find(name);
   TORCH_CHECK_VALUE(found != registered_.end(), "fsccl: this pool is not registered");
   try {
-    wait_for_device();
+    // Operations on any stream may be reading it.
+    const c10::impl::VirtualGuardImpl guard(c10::Device(home_.native.device).type());
+    guard.synchronizeDevice(guard.getDevice().index());
     path.registration([this](const std::string& own) { return exchange_words(own); })
         .forget(found->second);
     registered_.erase(found);
@@ -239,7 +267,9 @@ Engine& TorchBackend::engine(const Deadline& d) {
   const auto native = [this](int cluster, int index, const std::vector<int>& ranks) {
     return cluster_native(cluster, index, ranks);
   };
-  engine_ = std::make_unique<Engine>(group_, make_tracks, native, d);
+  engine_ = or_fail("connecting", [&] {
+    return std::make_unique<Engine>(group_, make_tracks, native, d);
+  });
   if (!host) watch_ = std::make_unique<Watch>(*engine_);
   return *engine_;
 }
@@ -249,6 +279,7 @@ Engine& TorchBackend::engine(const Deadline& d) {
 TorchBackend::WorkPtr TorchBackend::run_on_device(
     const Call& call, const Site& site, Tensors outputs,
     std::function<void(Engine&, const Deadline&)> body) {
+  check_process();
   const Deadline d = Deadline::after(limit(call.timeout));
   TORCH_CHECK_VALUE(!coalescing_native_, "fsccl: ", site.op,
                     " between clusters cannot be coalesced with messages inside one");
@@ -339,7 +370,7 @@ void TorchBackend::abort_devices() {
 
 void TorchBackend::stop_devices() {
   const bool device = watch_ != nullptr;
-  if (device && !group_->failure() && !watch_->drain(kLastOperations)) {
+  if (device && !group_->failure() && !watch_->drain(kLastOfDevice)) {
     group_->abort("the program ended with operations under way");
     abort_devices();
   }
@@ -349,7 +380,7 @@ void TorchBackend::stop_devices() {
   } else if (cluster_native_) {
     cluster_native_->shutdown();
   }
-  if (nvlink_ && *nvlink_) (*nvlink_)->finish(kLastOperations);
+  if (nvlink_ && *nvlink_) (*nvlink_)->finish(kLastOfDevice);
   // What a device may still copy from and to stays; the process is about to end.
   if (device && group_->failure()) static_cast<void>(engine_.release());
   engine_.reset();

@@ -35,6 +35,17 @@ inline void expect_ranks(size_t found, int ranks, const char* op) {
                     digits(found));
 }
 
+inline void expect_root(int root, int ranks, const char* op) {
+  TORCH_CHECK_VALUE(root >= 0 && root < ranks, "fsccl: ", op, ": root ", digits(root),
+                    " is not in the group of ", digits(ranks), " ranks");
+}
+
+// What is gathered from this rank, and its place.
+inline void expect_own_place(const at::Tensor& place, const at::Tensor& own, const char* op) {
+  TORCH_CHECK_VALUE(place.numel() == own.numel(), "fsccl: ", op, ": this rank's place has ",
+                    digits(place.numel()), " elements for ", digits(own.numel()));
+}
+
 inline void expect_times(const at::Tensor& whole, const at::Tensor& part, int ranks,
                          const char* op) {
   TORCH_CHECK_VALUE(

@@ -18,3 +18,4 @@
 #include "module.cpp"
 #include "nvlink_watch.cpp"
 #include "operations.cpp"
+#include "sparse.cpp"

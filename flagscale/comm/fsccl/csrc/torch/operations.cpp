@@ -32,6 +32,7 @@ void settle(const std::vector<Flat>& list) {
 TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
   const at::Tensor& t = only(tensors, "broadcast");
   const auto root = static_cast<int>(o.rootRank);
+  expect_root(root, size_, "broadcast");
   if (auto w = by_nvlink({OpType::BROADCAST, "fsccl:broadcast", o.asyncOp, o.timeout},
                          nvlink::Collective::kBroadcast, t, t, nullptr, root)) {
     return *w;
@@ -48,6 +49,7 @@ TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::Broa
 
 TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
   const at::Tensor& t = only(tensors, "all_reduce");
+  if (t.layout() != at::kStrided) return allreduce_sparse(tensors, o);
   if (auto w = by_nvlink({OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout},
                          nvlink::Collective::kAllReduce, t, t, &o.reduceOp)) {
     return *w;
@@ -94,6 +96,7 @@ TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
 TorchBackend::WorkPtr TorchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
   const at::Tensor& t = only(tensors, "reduce");
   const auto root = static_cast<int>(o.rootRank);
+  expect_root(root, size_, "reduce");
   if (auto w = by_native(t, [&](c10d::Backend& b) {
         if (rank_ == root) {
           return for_nccl_in_place(tensors, o, [&](auto& how) { return b.reduce(tensors, how); });
@@ -119,10 +122,7 @@ TorchBackend::WorkPtr TorchBackend::allgather(TensorLists& out, Tensors& in,
   const at::Tensor& own = only(in, "all_gather");
   expect_ranks(results.size(), size_, "all_gather");
   expect_type(results, own, "all_gather");
-  TORCH_CHECK_VALUE(results[static_cast<size_t>(rank_)].numel() == own.numel(),
-                    "fsccl: all_gather: this rank's place has ",
-                    digits(results[static_cast<size_t>(rank_)].numel()), " elements for ",
-                    digits(own.numel()));
+  expect_own_place(results[static_cast<size_t>(rank_)], own, "all_gather");
   if (auto w = by_native(own, [&](c10d::Backend& b) { return b.allgather(out, in, o); })) return *w;
   const Site site = site_of(own, "all_gather");
   const Flat from(own, Flat::kRead, site);
@@ -174,6 +174,14 @@ TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
 TorchBackend::WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensors& in,
                                                         const c10d::AllgatherOptions& o) {
   expect_ranks(out.size(), size_, "all_gather_coalesced");
+  for (const Tensors& of_rank : out) {
+    TORCH_CHECK_VALUE(of_rank.size() == in.size(), "fsccl: all_gather_coalesced: lists of ",
+                      digits(of_rank.size()), " and of ", digits(in.size()), " tensors");
+    for (size_t i = 0; i < in.size(); ++i) expect_type({of_rank[i]}, in[i], "all_gather_coalesced");
+  }
+  for (size_t i = 0; i < in.size(); ++i) {
+    expect_own_place(out[static_cast<size_t>(rank_)][i], in[i], "all_gather_coalesced");
+  }
   const at::Tensor first = first_of(in);
   if (auto w =
           by_native(first, [&](c10d::Backend& b) { return b.allgather_coalesced(out, in, o); })) {
@@ -184,8 +192,6 @@ TorchBackend::WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensor
   std::vector<std::vector<Flat>> to(in.size());
   Tensors all;
   for (const Tensors& of_rank : out) {
-    TORCH_CHECK_VALUE(of_rank.size() == in.size(), "fsccl: all_gather_coalesced: lists of ",
-                      digits(of_rank.size()), " and of ", digits(in.size()), " tensors");
     for (size_t i = 0; i < in.size(); ++i) {
       to[i].emplace_back(of_rank[i], Flat::kWrite, site);
       all.push_back(of_rank[i]);
@@ -204,6 +210,7 @@ TorchBackend::WorkPtr TorchBackend::gather(TensorLists& out, Tensors& in,
                                            const c10d::GatherOptions& o) {
   const at::Tensor& own = only(in, "gather");
   const auto root = static_cast<int>(o.rootRank);
+  expect_root(root, size_, "gather");
   Tensors results;
   if (rank_ == root) {
     results = only(out, "gather");
@@ -225,6 +232,7 @@ TorchBackend::WorkPtr TorchBackend::scatter(Tensors& out, TensorLists& in,
                                             const c10d::ScatterOptions& o) {
   const at::Tensor& own = only(out, "scatter");
   const auto root = static_cast<int>(o.rootRank);
+  expect_root(root, size_, "scatter");
   Tensors parts;
   if (rank_ == root) {
     parts = only(in, "scatter");
@@ -360,13 +368,27 @@ TorchBackend::WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in,
 // Of the ranks' hosts. What their devices were told to do before is over then, as with NCCL.
 TorchBackend::WorkPtr TorchBackend::barrier(const c10d::BarrierOptions& o) {
   wait_for_device();
+  // In the order of all other operations where that can be, so that ranks that call others are told.
+  if (home_.native.device == "cpu") {
+    const at::Tensor none = at::empty({0});
+    if (auto w = by_native(none, [&](c10d::Backend& b) { return b.barrier(o); })) return *w;
+  }
   return run_on_host({OpType::BARRIER, "fsccl:barrier", o.asyncOp, o.timeout}, {},
-                     [](Group& g, const Deadline& d) { g.barrier(d); });
+                     [this](Group& g, const Deadline& d) {
+                       Engine* const engine = engine_of_hosts() ? host_engine(d) : nullptr;
+                       if (engine == nullptr) return g.barrier(d);
+                       engine->barrier(d);
+                     });
 }
 
 // Ranks that are late cost no more time than one: `wait_all_ranks` makes no difference.
 void TorchBackend::monitoredBarrier(const c10d::BarrierOptions& o, bool /*wait_all_ranks*/) {
   wait_for_device();
+  if (home_.native.device == "cpu") {
+    if (const NativePtr native = whole_native(at::empty({0}))) {
+      return native->monitoredBarrier(o, true);
+    }
+  }
   run_on_host({OpType::BARRIER, "fsccl:monitored_barrier", false, o.timeout}, {},
               [](Group& g, const Deadline& d) { g.monitored_barrier(d); })
       ->wait(kNoTimeout);

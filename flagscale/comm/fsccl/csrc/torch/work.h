@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../core/executor.h"
 #include "../core/group.h"
 #include "convert.h"
 
@@ -31,37 +32,44 @@ inline std::exception_ptr torch_error(const std::exception& e) {
 // A collective. It is completed by the thread that ran it.
 class CollectiveWork : public c10d::Work {
  public:
-  // `group`: who can say whom the operation waits for.
+  // `group`: who can say whom the operation waits for. `executor`: who runs it; a callback there
+  // that waits for it has it run (executor.h).
   CollectiveWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
-                 std::vector<at::Tensor> outputs, std::weak_ptr<Group> group = {})
+                 std::vector<at::Tensor> outputs, std::weak_ptr<Group> group,
+                 std::weak_ptr<Executor> executor)
       : Work(rank, type, title, outputs),
         title_(title),
         outputs_(std::move(outputs)),
         sequence_(sequence),
-        group_(std::move(group)) {}
+        group_(std::move(group)),
+        executor_(std::move(executor)) {}
 
   // A limit ends the wait and not the operation, which may be waited for again: as with gloo.
   bool wait(std::chrono::milliseconds limit) override {
+    help();
     if (limit != kNoTimeout && !done_within(limit)) {
       std::rethrow_exception(torch_error(Error(Fault::kTimeout, -1, late(limit))));
     }
     return Work::wait(kNoTimeout);
   }
 
-  void complete(std::exception_ptr error) {
-    finish(error);
+  // Who waits goes on.
+  void end(std::exception_ptr error) { finish(std::move(error)); }
+  // The future is completed, if somebody has asked for it, which calls the user's callbacks.
+  void tell() {
     c10::intrusive_ptr<c10::ivalue::Future> future;
     {
       std::lock_guard<std::mutex> hold(future_mutex_);
       over_ = true;
       future = future_;
     }
-    if (future) mark(*future, error);
+    if (future) mark(*future, exception());
   }
 
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    help();
     std::lock_guard<std::mutex> hold(future_mutex_);
     if (!future_) {
       future_ = new_future();
@@ -71,6 +79,11 @@ class CollectiveWork : public c10d::Work {
   }
 
  private:
+  void help() {
+    if (isCompleted()) return;
+    if (const auto executor = executor_.lock()) executor->help([this] { return isCompleted(); });
+  }
+
   void mark(c10::ivalue::Future& future, const std::exception_ptr& error) {
     if (error) {
       future.setError(error);
@@ -98,6 +111,7 @@ class CollectiveWork : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   uint64_t sequence_;
   std::weak_ptr<Group> group_;
+  std::weak_ptr<Executor> executor_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool over_ = false;
@@ -107,13 +121,15 @@ class CollectiveWork : public c10d::Work {
 class MessageWork : public c10d::Work {
  public:
   MessageWork(int rank, c10d::OpType type, const char* title, std::shared_ptr<Group> group,
-              RequestPtr request, Flat memory, Deadline::Ms timeout, const at::Tensor& tensor)
+              RequestPtr request, Flat memory, Deadline::Ms timeout, const at::Tensor& tensor,
+              std::shared_ptr<Executor> callbacks)
       : Work(rank, type, title, std::vector<at::Tensor>{tensor}),
         group_(std::move(group)),
         request_(std::move(request)),
         memory_(std::move(memory)),
         timeout_(timeout),
-        tensor_(tensor) {}
+        tensor_(tensor),
+        callbacks_(std::move(callbacks)) {}
   ~MessageWork() override { settle(false); }
 
   // Who has seen it complete may read the tensor, without a wait().
@@ -144,20 +160,29 @@ class MessageWork : public c10d::Work {
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto future = new_future();
-    // Keeps this work, and with it the memory, until the request has finished.
+    if (request_->finished()) {
+      mark(*future);
+      return future;
+    }
+    // Keeps this work, and with it the memory, until the request has finished. Not on the thread of
+    // the messenger, which callbacks need.
     auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
-    group_->notify(request_, [self, future] {
-      if (self->request_->error) {
-        future->setError(torch_error(*self->request_->error));
-      } else {
-        self->settle(true);
-        future->markCompleted(c10::IValue(std::vector<at::Tensor>{self->tensor_}));
-      }
+    group_->notify(request_, [self, future, callbacks = callbacks_] {
+      callbacks->run({[] {}, [self, future] { self->mark(*future); }}, false);
     });
     return future;
   }
 
  private:
+  void mark(c10::ivalue::Future& future) {
+    if (request_->error) {
+      future.setError(torch_error(*request_->error));
+    } else {
+      settle(true);
+      future.markCompleted(c10::IValue(std::vector<at::Tensor>{tensor_}));
+    }
+  }
+
   // Strided tensors get what came; once. A work that is dropped unfinished must not leave the
   // messenger writing to memory that is gone.
   void settle(bool wanted) {
@@ -174,7 +199,7 @@ class MessageWork : public c10d::Work {
     }
   }
   void keep_until_done() {
-    if (request_->finished()) return;
+    if (request_->finished() || group_->forked()) return;
     group_->notify(request_, [memory = memory_, tensor = tensor_] {});
   }
 
@@ -183,6 +208,7 @@ class MessageWork : public c10d::Work {
   Flat memory_;
   Deadline::Ms timeout_;
   at::Tensor tensor_;
+  std::shared_ptr<Executor> callbacks_;
   std::mutex settle_mutex_;
   bool settled_ = false;
 };

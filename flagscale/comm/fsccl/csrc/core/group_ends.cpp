@@ -1,0 +1,162 @@
+// How a group fails and ends.
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "group.h"
+
+namespace fsccl {
+namespace {
+
+constexpr const char* kFailedKey = "failed";
+constexpr const char* kLeft = " has left the group";
+
+}  // namespace
+
+Group::~Group() {
+  shutdown();
+  if (!forked()) return;
+  // Of the parent: threads that are not here, locks that they may hold, memory that is in use.
+  static_cast<void>(pipeline_.release());
+  static_cast<void>(hierarchy_.release());
+  static_cast<void>(local_.release());
+  static_cast<void>(lane_.release());
+  static_cast<void>(messenger_.release());
+  static_cast<void>(rendezvous_.release());
+}
+
+bool Group::forked() const { return getpid() != me_.pid; }
+
+void Group::check_process() const {
+  if (!forked()) return;
+  throw Error(Fault::kAborted, config_.rank,
+              "group '" + config_.name + "' belongs to process " + std::to_string(me_.pid) +
+                  ", from which this one was forked: make a group here, or call there");
+}
+
+void Group::check_here() const {
+  check_process();
+  if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
+}
+
+void Group::hear_failure() const {
+  std::vector<std::string> told;
+  try {
+    if (rendezvous_->has({kFailedKey})) told = rendezvous_->get({kFailedKey});
+  } catch (const std::exception&) {
+    throw Error(Fault::kSystem, -1, "the store of the group is gone before all ranks have joined");
+  }
+  if (!told.empty()) throw Error(Fault::kAborted, -1, told[0]);
+}
+
+bool Group::near(int rank) const {
+  return static_cast<size_t>(rank) < who_.size() &&
+         who_[static_cast<size_t>(rank)].domain == me_.domain;
+}
+
+// Whether a rank that shares memory with that one runs: it knows first, and best, how it ended.
+bool Group::has_witness(int rank) const {
+  for (const auto& cluster : clusters_.ranks) {
+    const bool its = std::find(cluster.begin(), cluster.end(), rank) != cluster.end();
+    if (its) return cluster.size() > 1;
+  }
+  return false;
+}
+
+// A connection that has ended says little of its other end. Of a rank of this host the kernel says
+// more, in a moment; of another's, those beside it.
+Error Group::seen_closer(const Error& why) {
+  const bool left = std::string(why.what()).find(kLeft) != std::string::npos;
+  if (why.fault != Fault::kPeerLost || why.rank < 0 || left || !met_) return why;
+  const bool here = near(why.rank);
+  const auto end = Deadline::after(Deadline::Ms(here ? 50 : 200));
+  while (!end.passed() && (here || has_witness(why.rank))) {
+    if (here && !who_[static_cast<size_t>(why.rank)].runs()) {
+      return Error(Fault::kPeerLost, why.rank,
+                   names_[static_cast<size_t>(why.rank)] + " ended without leaving the group");
+    }
+    if (const auto told = verdict()) return *told;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return why;
+}
+
+// The group's one verdict: what the first of this cluster to fail has said, or has been told.
+Error Group::conclude(const Error& why) {
+  const Error mine = seen_closer(why);
+  const std::lock_guard<std::mutex> hold(verdict_mutex_);
+  if (!verdict_) verdict_ = std::make_unique<Error>(open_ ? lane_->abort(mine) : mine);
+  failed_ = true;
+  return *verdict_;
+}
+
+std::optional<Error> Group::verdict() const {
+  if (!failed_) return std::nullopt;
+  const std::lock_guard<std::mutex> hold(verdict_mutex_);
+  return *verdict_;
+}
+
+void Group::fail(const char* what, uint64_t sequence, const Error& why) {
+  const Error root = conclude(why);
+  if (met_) messenger_->abort(root);
+  if (!open_ || !met_ || !lane_->complete()) {
+    try {
+      rendezvous_->set(kFailedKey, std::string(root.what()));
+    } catch (const std::exception&) {
+      // The store is gone too; the error below says what matters.
+    }
+  }
+  throw Error(root.fault, root.rank,
+              std::string("fsccl: ") + what + " #" + std::to_string(sequence) + " in group '" +
+                  config_.name + "', rank " +
+                  std::to_string(config_.global_ranks[static_cast<size_t>(config_.rank)]) + ": " +
+                  root.what());
+}
+
+void Group::give_up(const char* what, uint64_t sequence, const Error& why) {
+  try {
+    fail(what, sequence, why);
+  } catch (const Error&) {
+    // It has told everybody, and throws for the benefit of operations.
+  }
+}
+
+void Group::abort(const std::string& why) {
+  give_up("abort", sequence_, Error(Fault::kAborted, config_.rank, why));
+}
+
+void Group::shutdown() {
+  if (left_.exchange(true) || forked()) return;
+  if (open_) lane_->leave(!failed_);
+  if (met_) messenger_->close();
+}
+
+std::optional<std::string> Group::failure() const {
+  const auto why = verdict();
+  if (!why) return std::nullopt;
+  return std::string(why->what());
+}
+
+void Group::check() const {
+  check_here();
+  if (const auto why = verdict()) throw Error(*why);
+  if (open_) lane_->throw_if_aborted();
+}
+
+void Group::look() const {
+  check();
+  if (!open_) return;
+  for (const int mate : clusters_.own()) {
+    if (mate != config_.rank) lane_->look_at(lane_->lane_rank_of(mate), [] { return false; });
+  }
+}
+
+// It may have ended between telling of itself and making the segment, or since.
+void Group::check_leader(int leader) const {
+  if (!near(leader) || who_[static_cast<size_t>(leader)].runs()) return;
+  throw Error(Fault::kPeerLost, leader,
+              names_[static_cast<size_t>(leader)] + " ended without leaving the group");
+}
+
+}  // namespace fsccl
