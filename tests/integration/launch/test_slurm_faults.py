@@ -116,10 +116,16 @@ def test_a_run_whose_first_node_is_lost_goes_on_as_the_same(lab: SlurmLab) -> No
         until(lambda: lab.processes() == [])
     lab.until_state("running", 60)
     assert lab.state().run_id == run_id
-    output = lab.do("logs").stdout
     # It is a later attempt to its ranks, which go on from what they have saved themselves.
-    for line in ("h00: rank 0 attempt", "h01: rank 1 attempt"):
-        assert -1 < output.find(f"{line} 0") < output.find(f"{line} 1"), output
+    ranks = ("h00: rank 0 attempt", "h01: rank 1 attempt")
+
+    def started_again() -> str | None:
+        output = lab.do("logs").stdout
+        return output if all(f"{rank} 1" in output for rank in ranks) else None
+
+    output = str(until(started_again))
+    for rank in ranks:
+        assert -1 < output.find(f"{rank} 0") < output.find(f"{rank} 1"), output
     # What Slurm does before a time limit; it was started as often as it may be.
     slurm.run("scancel", "--batch", "--signal=USR1", lab.job)
     assert f"job {lab.job} came to its time limit" in lab.until_warned()
