@@ -31,8 +31,8 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from flagscale.bench import machine
 from flagscale.guard import guard
-from flagscale.launch.layout import Layout, latest_status
-from flagscale.status import read_events, status_files
+from flagscale.launch.layout import Layout
+from flagscale.status import read_events
 
 if TYPE_CHECKING:
     from slurm_lab import SlurmLab  # type: ignore[import-not-found]
@@ -54,18 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="of both, %(default)s")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
-    from slurm_lab import cluster, slurm_lab
+    from slurm_lab import cluster
 
     facts = machine.facts("flagscale")
     with cluster() as made:
         launched, by_hand = [], []
         for number in range(options.rounds):
-            with slurm_lab(made, f"round{number}") as lab:
-                launched.append(by_launcher(lab))
-                by_hand.append(by_srun(lab))
+            lab = made.lab(f"round{number}")
+            launched.append(by_launcher(lab))
+            by_hand.append(by_srun(lab))
         version = made.slurm.run("sinfo", "--version").split()[-1]
-        with slurm_lab(made, "listed") as lab:
-            listing = seconds_to_list(lab)
+        listing = seconds_to_list(made.lab("listed"))
     found = {
         "slurm": version,
         "launcher_seconds": launched,
@@ -87,9 +86,7 @@ def by_launcher(lab: SlurmLab) -> float:
     lab.slurm()
     done = lab.do("run")
     assert done.returncode == 0, done.stdout + done.stderr
-    state = lab.state()
-    runs = [lab.layout.run_dir(h.node_rank, h.name, state.run_id) for h in state.hosts]
-    files = [file for run in runs for file in status_files(latest_status(run))]
+    files = lab.layout.logs.rglob("rank_*.jsonl")
     joined = [e.time for f in files for e in read_events(f)[0] if e.event == "joined"]
     began = start_time(lab, lab.job)
     lab.clear()
@@ -98,7 +95,9 @@ def by_launcher(lab: SlurmLab) -> float:
 
 def by_srun(lab: SlurmLab) -> float:
     """The same of a script that somebody might write."""
-    out = lab.root / "by hand"
+    from launch_lab import until  # type: ignore[import-not-found]
+
+    out = lab.root / "by_hand"
 
     def write() -> dict[str, str]:
         out.mkdir()
@@ -111,8 +110,7 @@ def by_srun(lab: SlurmLab) -> float:
     command = [*lab.cluster.user.under, "sbatch", "--parsable", *options, f"--wrap={wrapped}"]
     job = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     files = [out / "0", out / "1"]
-    while not all(file.is_file() and file.read_text() for file in files):
-        time.sleep(0.05)
+    until(lambda: all(file.is_file() and file.read_text() for file in files))
     began = start_time(lab, job)
     joined = [float(file.read_text()) for file in files]
     lab.clear()
