@@ -101,6 +101,7 @@ TorchBackend::~TorchBackend() {
     static_cast<void>(watch_.release());
     if (nvlink_) static_cast<void>(nvlink_->release());
     if (whole_) static_cast<void>(whole_->release());
+    static_cast<void>(cluster_native_.release());
     return;
   }
   WithoutGil released;
@@ -123,6 +124,7 @@ void TorchBackend::setTimeout(Ms timeout) {
   options_->timeout = timeout;
   std::lock_guard<std::mutex> hold(device_mutex_);
   if (whole_ && *whole_) (*whole_)->setTimeout(timeout);
+  if (cluster_native_) cluster_native_->setTimeout(timeout);
 }
 
 void TorchBackend::startCoalescing() { coalescing_ = true; }

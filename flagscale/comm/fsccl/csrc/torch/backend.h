@@ -161,6 +161,7 @@ class TorchBackend : public c10d::Backend {
   auto or_fail(const char* what, F&& body) -> decltype(body());
   NativePtr whole_native(const at::Tensor& t);
   Engine* host_engine(const Deadline& d);
+  const Clusters& native_clusters();
   NativePtr cluster_native(int cluster, int index, const std::vector<int>& ranks);
   Engine& engine(const Deadline& d);
   void wait_for_device();

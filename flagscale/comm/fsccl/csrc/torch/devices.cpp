@@ -70,6 +70,17 @@ Site TorchBackend::site_of(const at::Tensor& t, const char* op) {
   return {op, t.device()};
 }
 
+// Ranks that a native library joins, as everyone tells of themselves.
+const Clusters& TorchBackend::native_clusters() {
+  if (!clusters_) {
+    const Deadline d = Deadline::after(options_->timeout);
+    const GroupConfig& config = group_->config();
+    clusters_ = form_native_clusters(rank_, group_->everyone(d), config.global_ranks,
+                                     config.settings);
+  }
+  return *clusters_;
+}
+
 TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
   check_process();
   if (!t.defined() || !complete(home_.native)) return nullptr;
@@ -78,10 +89,7 @@ TorchBackend::NativePtr TorchBackend::whole_native(const at::Tensor& t) {
   std::lock_guard<std::mutex> hold(device_mutex_);
   if (!whole_) {
     try {
-      const Deadline d = Deadline::after(options_->timeout);
-      const GroupConfig& config = group_->config();
-      const Clusters clusters =
-          form_native_clusters(rank_, group_->everyone(d), config.global_ranks, config.settings);
+      const Clusters& clusters = native_clusters();
       check_alive();
       whole_ = or_fail("connecting", [&] {
         return clusters.count() == 1 ? home_.make_native(0, rank_, clusters.own()) : nullptr;
@@ -331,19 +339,15 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::message_inside(c10d::OpType t
   std::lock_guard<std::mutex> hold(device_mutex_);
   try {
     check_alive();
-    const GroupConfig& config = group_->config();
-    if (!clusters_) {
-      clusters_ = form_native_clusters(rank_, group_->everyone(Deadline::after(options_->timeout)),
-                                       config.global_ranks, config.settings);
-    }
-    const auto& mates = clusters_->own();
+    const Clusters& clusters = native_clusters();
+    const auto& mates = clusters.own();
     const bool from_anyone = type == c10d::OpType::RECVANYSOURCE;
     TORCH_CHECK_NOT_IMPLEMENTED(!from_anyone || mates.size() == 1,
                                 "fsccl: receiving from any source into a tensor on ", t.device(),
                                 ": ", home_.native.library, " does not offer that");
     const auto mate = std::find(mates.begin(), mates.end(), peer);
     if (from_anyone || mate == mates.end()) return std::nullopt;
-    return call_native(cluster_native(clusters_->mine, clusters_->index, mates),
+    return call_native(cluster_native(clusters.mine, clusters.index, mates),
                        call(static_cast<int>(mate - mates.begin())));
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
