@@ -193,5 +193,5 @@ def _counts(args: argparse.Namespace) -> str:
     """Micro-batches of a rank, or of the ranks with the fewest and the most."""
     counts = {args.num_microbatches, *(share.count for share in args.shares or ())}
     if args.growth is not None:
-        counts.add(args.growth.start * args.num_microbatches // args.global_batch_size)
+        counts.add(args.growth.micro_batches(args.growth.start, args.num_microbatches))
     return " to ".join(map(str, sorted({min(counts), max(counts)})))

@@ -150,7 +150,7 @@ class Stepper:
         args = self._args
         if args.growth is None:
             return int(args.num_microbatches)
-        return batch * int(args.num_microbatches) // int(args.global_batch_size)
+        return int(args.growth.micro_batches(batch, args.num_microbatches))
 
     def pass_over(self, data: Any) -> None:
         """Take the data of a step without training on it."""

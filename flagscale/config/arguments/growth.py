@@ -33,6 +33,11 @@ class Growth:
             return self.final
         return self.start + self._grown(consumed) * self.increment
 
+    def micro_batches(self, batch: int, count: int) -> int:
+        """How many a rank takes of a step of ``batch`` sequences, which takes ``count`` of one of
+        ``final``."""
+        return batch * count // self.final
+
     def steps(self, consumed: int, total: int) -> int:
         """Whole steps from ``consumed`` sequences up to ``total``."""
         steps = 0

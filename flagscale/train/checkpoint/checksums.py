@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.window import Window
 
 _PIECE = 1 << 20
 
@@ -51,30 +52,13 @@ def _compare(window: _Window) -> None:
                     pass
 
 
-class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+class _Window(Window):
+    """A part of a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length = file, offset, length
-        self._at = 0
+        super().__init__(length)
+        self._file, self._offset = file, offset
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        left = max(min(len(buffer), self._length - self._at), 0)
-        self._file.seek(self._offset + self._at)
-        read = self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]
-        self._at += read
-        return int(read)
+    def _copy(self, at: int, part: memoryview) -> int:
+        self._file.seek(self._offset + at)
+        return int(self._file.readinto(part))  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fsccl_ranks import ROOT, Ranks
@@ -28,3 +29,16 @@ def ranks(built: None) -> Iterator[Ranks]:
     pool = Ranks(5)
     yield pool
     pool.end()
+
+
+@pytest.fixture(scope="module", params=["4", "2,2"])
+def four(request: pytest.FixtureRequest, ranks: Any) -> Iterator[Any]:
+    """Calls a case on four ranks, in one cluster and in two."""
+
+    def call(case: str, **arguments: Any) -> list[Any]:
+        found: list[Any] = ranks.call(range(4), case, **arguments)
+        return found
+
+    ranks.join(4, FSCCL_CLUSTERS=request.param)
+    yield call
+    ranks.leave(range(4))

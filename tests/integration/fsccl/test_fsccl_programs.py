@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
-
-
-@pytest.fixture(scope="module", params=["4", "2,2"])
-def four(request: pytest.FixtureRequest, ranks: Any) -> Iterator[Any]:
-    def call(case: str, **arguments: Any) -> list[Any]:
-        found: list[Any] = ranks.call(range(4), case, **arguments)
-        return found
-
-    ranks.join(4, FSCCL_CLUSTERS=request.param)
-    yield call
-    ranks.leave(range(4))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,6 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module", params=["4", "2,2"])
-def four(request: pytest.FixtureRequest, ranks: Any) -> Iterator[Any]:
-    def call(case: str, **arguments: Any) -> list[Any]:
-        found: list[Any] = ranks.call(range(4), case, **arguments)
-        return found
-
-    ranks.join(4, FSCCL_CLUSTERS=request.param)
-    yield call
-    ranks.leave(range(4))
 
 
 @pytest.mark.parametrize(

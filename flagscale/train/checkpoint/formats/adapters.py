@@ -7,7 +7,6 @@ ours, but that a layer here stands for several there: each of them gets all of A
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +16,9 @@ import torch
 
 from flagscale.config.arguments.adapters import THEIRS
 from flagscale.errors import CheckpointError
-from flagscale.files import sync, write_atomic
+from flagscale.files import write_atomic
 from flagscale.train.checkpoint.formats.base import Model, Report, format_of, refuse
-from flagscale.train.checkpoint.formats.companions import PUBLIC
+from flagscale.train.checkpoint.formats.companions import PUBLIC, appearing
 from flagscale.train.checkpoint.formats.distributed import newest
 from flagscale.train.checkpoint.formats.metadata import tensors_of
 from flagscale.train.checkpoint.formats.safetensors_file import write_file
@@ -142,22 +141,10 @@ def write_peft(adapters: Adapters, base: Model, path: Path, report: Report) -> P
     if base.kind in _TRANSPOSED:
         raise CheckpointError(f"adapters of {base.kind} are not written for peft; merge them")
     theirs = dict(_theirs(adapters, base))
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with appearing(path) as partial:
         write_file(partial / _WEIGHTS, theirs, report)
         text = json.dumps(_config(adapters, base), indent=2)
         write_atomic(partial / _CONFIG, text + "\n", PUBLIC)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for item in (*partial.iterdir(), partial):
-        sync(item)
-    if path.is_dir():
-        path.rmdir()  # empty, or this fails
-    partial.rename(path)
-    sync(path.parent)
     return path
 
 

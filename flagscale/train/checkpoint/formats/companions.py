@@ -6,11 +6,12 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flagscale.config.arguments.huggingface.reading import CONFIG
-from flagscale.files import write_atomic
+from flagscale.files import sync, write_atomic
 from flagscale.train.checkpoint.formats.tensors import Stored
 
 PUBLIC = 0o644
@@ -20,6 +21,26 @@ _BESIDE = re.compile(
     r"LICENSE.*|README\.md"
 )
 """What belongs to a model and is copied with it. No code is."""
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A directory to write into, which becomes ``path`` when the context ends, on the disk too;
+    none is left where that fails. ``path`` is not there yet, or is empty."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for item in (*partial.iterdir(), partial):
+        sync(item)
+    if path.is_dir():
+        path.rmdir()  # empty, or this fails
+    partial.rename(path)
+    sync(path.parent)
 
 
 def beside(path: Path) -> Iterator[Path]:

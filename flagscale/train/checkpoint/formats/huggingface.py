@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,14 @@ from flagscale.config.arguments.huggingface.models import (
 from flagscale.config.arguments.huggingface.reading import CONFIG, read_config, read_json
 from flagscale.config.arguments.values import shown
 from flagscale.errors import CheckpointError
-from flagscale.files import sync, write_atomic
+from flagscale.files import write_atomic
 from flagscale.train.checkpoint.formats.base import Inspect, Model, Report, fitting, refuse
-from flagscale.train.checkpoint.formats.companions import PUBLIC, beside, write_companions
+from flagscale.train.checkpoint.formats.companions import (
+    PUBLIC,
+    appearing,
+    beside,
+    write_companions,
+)
 from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
 from flagscale.train.checkpoint.formats.tables import TABLES, entries
 from flagscale.train.checkpoint.formats.tensors import Stored, read, size_of
@@ -52,23 +56,11 @@ class HuggingFace:
         config = model.config
         if config is None:
             config = config_of(model.values, model.kind)
-        partial = path.with_name(f".{path.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         theirs = dict(_theirs(model))
-        try:
+        with appearing(path) as partial:
             _write_weights(partial, theirs, report)
             write_companions(partial, config, theirs, model.files)
             inspect(self.read(partial))
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        for item in (*partial.iterdir(), partial):
-            sync(item)
-        if path.is_dir():
-            path.rmdir()  # empty, or this fails
-        partial.rename(path)
-        sync(path.parent)
         return path
 
 

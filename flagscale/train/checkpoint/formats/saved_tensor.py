@@ -16,6 +16,7 @@ import torch
 
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats import tensors
+from flagscale.train.checkpoint.window import Window
 
 _LOCAL_HEADER = 30
 _STORAGES = {
@@ -103,29 +104,13 @@ def _record(raw: torch.Tensor, record: zipfile.ZipInfo) -> torch.Tensor:
     return raw[begin : begin + record.file_size]
 
 
-class _Bytes(io.RawIOBase):
-    """Mapped bytes as a file."""
+class _Bytes(Window):
+    """Mapped bytes."""
 
     def __init__(self, raw: torch.Tensor) -> None:
         self._view = tensors.raw(raw)
-        self._at = 0
+        super().__init__(len(self._view))
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._view[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
+    def _copy(self, at: int, part: memoryview) -> int:
+        part[:] = self._view[at : at + len(part)]
         return len(part)
