@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launch_bench import Bench
 from launch_lab import Lab
+from slurm_lab import Cluster, needed_cluster
 
 from flagscale.hosts import processes
 
@@ -36,3 +37,10 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     yield made
     for planned in made.plans:
         processes.sweep(planned.run_id, 0, exclude=[os.getpid()])
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster() -> Iterator[Cluster]:
+    """One Slurm for all tests of a file."""
+    with needed_cluster() as made:
+        yield made

@@ -11,15 +11,9 @@ from typing import Any
 
 import pytest
 from launch_lab import until
-from slurm_lab import Cluster, SlurmLab, needed_cluster, slurm_lab
+from slurm_lab import Cluster, SlurmLab, slurm_lab
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def slurm_cluster() -> Iterator[Cluster]:
-    with needed_cluster() as made:
-        yield made
 
 
 @pytest.fixture
