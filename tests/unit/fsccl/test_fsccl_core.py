@@ -64,8 +64,31 @@ def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")
 
 
+def traffic(program: Path, ranks: int, *lost: str) -> tuple[int, ...]:
+    """What meeting costs the store: ranks, sets, adds, gets, bytes."""
+    words = [str(program), str(ranks), *lost]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return tuple(map(int, done.stdout.split()))
+
+
+def test_the_store_sees_as_much_of_a_rank_in_a_large_group_as_in_a_small_one() -> None:
+    program = build("threads", "rendezvous_test.cpp")
+    for ranks in (8, 32, 128):
+        _, sets, adds, gets, size = traffic(program, ranks)
+        assert sets <= ranks + 2  # the roll, and where on the host it lies
+        assert (adds, gets) <= (2 * ranks, 2 * ranks)
+        assert size <= 3000 * ranks
+
+
+@pytest.mark.parametrize("lost", ["roll", "roll/<host>"])
+def test_ranks_meet_although_one_ends_that_was_to_tell_them(lost: str) -> None:
+    assert traffic(build("threads", "rendezvous_test.cpp"), 20, lost)[0] == 20
+
+
 def test_small_parts() -> None:
-    parts = ("types.cpp", "reduce.cpp", "schedule.cpp", "segment.cpp")
+    parts = ("types.cpp", "reduce.cpp", "rendezvous.cpp", "schedule.cpp", "segment.cpp")
+    parts += ("settings.cpp", "socket.cpp", "topology.cpp")
     program = build("memory", "parts_test.cpp", parts)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -77,7 +77,7 @@ void run_rank(Board& board, int rank, const Settings& settings) {
   config.rank = rank;
   config.size = 2;
   config.settings = settings;
-  Group group(std::make_unique<BoardRendezvous>(board), config);
+  Group group(std::make_unique<BoardStore>(board), config);
   Wide in, out;
   in.fill(static_cast<unsigned>(rank) * 4 + 1);
   group.all_reduce(in.data(), out.data(), kSize, {DType::kU8, RedOp::kSum, 1, 2}, d);

@@ -84,17 +84,17 @@ inline void meet_misfit(Group& group, const Misfit& misfit) {
 }
 
 // Cannot tell of a segment.
-class FullRendezvous : public BoardRendezvous {
+class FullStore : public BoardStore {
  public:
-  using BoardRendezvous::BoardRendezvous;
+  using BoardStore::BoardStore;
   void set(const std::string& key, const std::string& value) override {
     if (key.rfind("segment", 0) == 0) throw std::bad_alloc();
-    BoardRendezvous::set(key, value);
+    BoardStore::set(key, value);
   }
 };
 
 // Nobody leaves before all have been told.
-template <class Meeting = BoardRendezvous>
+template <class Meeting = BoardStore>
 void on_all(const Settings& settings, int n, const std::function<void(Group&)>& call) {
   Board board;
   std::vector<std::unique_ptr<Group>> groups;
@@ -137,7 +137,7 @@ inline void fail_early(const Settings& settings, int n) {
 inline void run_out_of_memory(const Settings& settings, int n) {
   if (settings.clusters[0] < 2) return;  // its one rank tells nobody of the segment
   const auto call = [](Group& group, const Deadline& d) { group.barrier(d); };
-  on_all<FullRendezvous>(settings, n,
+  on_all<FullStore>(settings, n,
                          [&](Group& g) { meet_misfit(g, {{"]: std::bad_alloc"}, call}); });
 }
 

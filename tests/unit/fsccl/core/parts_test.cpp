@@ -11,6 +11,7 @@
 #include "half.h"
 #include "pieces.h"
 #include "reduce.h"
+#include "rendezvous.h"
 #include "schedule.h"
 #include "segment.h"
 #include "settings.h"
@@ -255,10 +256,33 @@ void schedules() {
   }
 }
 
+// Whatever ranks say of themselves comes back, as if it had been said by each alone.
+void rolls() {
+  const Identity me = Identity::of_this_process(Settings());
+  std::vector<std::string> all{me.encode(), me.encode(), "99\nwho knows\n", "99\n", me.encode()};
+  all.insert(all.end(), {"=\n+\n.\n", "\n\n=\n", "\n=\n+\n", ""});
+  for (size_t n = 0; n <= all.size(); ++n) {
+    const std::vector<std::string> some(all.begin(), all.begin() + static_cast<long>(n));
+    const std::string roll = encode_roll(some);
+    EXPECT(decode_roll(roll, n) == some);
+    for (size_t cut = 0; cut < roll.size(); ++cut) {
+      bool refused = false;
+      try {
+        decode_roll(roll.substr(0, cut), n);
+      } catch (const Error& e) {
+        refused = e.fault == Fault::kMismatch;
+      }
+      EXPECT(refused || cut + 1 == roll.size());  // the last newline may be missing
+    }
+  }
+  EXPECT(encode_roll({all[0], all[0]}).size() < all[0].size() + 64);
+}
+
 }  // namespace
 
 int main() {
   schedules();
+  rolls();
   conversions();
   cuts();
   pieces();

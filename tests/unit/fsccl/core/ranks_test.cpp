@@ -222,7 +222,7 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
   config.rank = rank;
   config.size = n;
   config.settings = settings;
-  Group group(std::make_unique<BoardRendezvous>(board), config);
+  Group group(std::make_unique<BoardStore>(board), config);
   RankTest test(group, n);
   std::mt19937 random(seed);  // the same on all ranks
   const std::vector<size_t> fixed = {0, 1, 7, 1025, 70001};
@@ -257,7 +257,7 @@ void name_the_late(const Settings& settings, int n) {
     config.rank = static_cast<int>(groups.size());
     config.size = n;
     config.settings = settings;
-    groups.push_back(std::make_unique<Group>(std::make_unique<BoardRendezvous>(board), config));
+    groups.push_back(std::make_unique<Group>(std::make_unique<BoardStore>(board), config));
   };
   const auto call = [](Group& group) { group.barrier(Deadline::after(Deadline::Ms(60000))); };
   const auto until_all_say = [&](const std::string& words) {
@@ -282,11 +282,12 @@ void name_the_late(const Settings& settings, int n) {
 void stranger(const Settings& settings) {
   Board board;
   board.values["rank/1"] = "99\nwho knows";
+  board.values["ranks"] = "1";
   GroupConfig config;
   config.size = 2;
   config.settings = settings;
   config.settings.clusters.clear();
-  Group group(std::make_unique<BoardRendezvous>(board), config);
+  Group group(std::make_unique<BoardStore>(board), config);
   try {
     group.barrier(Deadline::after(Deadline::Ms(30000)));
   } catch (const Error& e) {

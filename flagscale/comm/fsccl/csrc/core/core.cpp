@@ -17,6 +17,7 @@
 #include "op_card.cpp"
 #include "pipeline.cpp"
 #include "reduce.cpp"
+#include "rendezvous.cpp"
 #include "schedule.cpp"
 #include "segment.cpp"
 #include "settings.cpp"

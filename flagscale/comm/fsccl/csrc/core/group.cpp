@@ -13,18 +13,16 @@ namespace {
 class Noted {
  public:
   explicit Noted(std::atomic<int>& note) : note_(note) {}
-  ~Noted() { note_ = -1; }
+  ~Noted() { note_ = -1; }  // nobody
 
  private:
   std::atomic<int>& note_;
 };
 
-std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
-
 }  // namespace
 
-Group::Group(std::unique_ptr<Rendezvous> rendezvous, GroupConfig config)
-    : rendezvous_(std::move(rendezvous)), config_(std::move(config)) {
+Group::Group(std::unique_ptr<Store> store, GroupConfig config)
+    : config_(std::move(config)), rendezvous_(std::move(store), config_.rank, config_.size) {
   if (config_.size < 1 || config_.rank < 0 || config_.rank >= config_.size) {
     fail_usage("rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.size));
   }
@@ -56,60 +54,58 @@ void Group::publish() {
                                      &me_.unix_address));
     listeners_.push_back(listen_tcp(config_.settings.tcp, &me_.tcp_address));
   }
-  rendezvous_->set(rank_key(config_.rank), me_.encode());
+  rendezvous_.publish(me_);
 }
 
 // Polls: a blocking wait would hold the store's lock, which other groups of this process need.
-std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
-                                        const std::vector<int>& from, const Deadline& d) {
+// `from` is who has to come, or kWhoeverIsAbsent.
+void Group::wait_at_rendezvous(int from, const Deadline& d, const std::function<bool()>& come) {
+  // However many wait, the store is asked so often at most.
+  const std::chrono::microseconds longest(std::max(10000, 50 * config_.size));
   auto nap = std::chrono::microseconds(200);
-  size_t come = 0;  // all before are there
   const Noted noted(absent_);
-  while (!rendezvous_->has(keys)) {
+  while (!come()) {
     if (const auto why = verdict()) throw Error(*why);
-    if (nap.count() > 4000) {
-      while (come < keys.size() && rendezvous_->has({keys[come]})) ++come;
-      absent_ = come < keys.size() ? from[come] : -1;
-    }
     // Where the segment is there it has the verdict, and the rendezvous may not.
     if (open_.load(std::memory_order_acquire)) lane_->throw_if_aborted();
     if (nap.count() > 4000) {
+      absent_ = from;
       try {
         hear_failure();
       } catch (const Error&) {
-        // Where all have come meanwhile somebody may have gone on, and wait for this rank to tell.
-        if (!rendezvous_->has(keys)) throw;
+        // What has come meanwhile lets this rank go on, and others may wait for it to tell.
+        if (!come()) throw;
       }
-      for (const int rank : from) check_leader(rank);
+      if (from >= 0) check_leader(from);
     }
     if (d.passed()) {
-      std::string missing;
-      int first = -1;
-      for (size_t i = 0; i < keys.size(); ++i) {
-        if (rendezvous_->has({keys[i]})) continue;
-        missing += (first < 0 ? "" : ", ") + names_[static_cast<size_t>(from[i])];
-        if (first < 0) first = from[i];
+      std::vector<int> absent{from};
+      if (from < 0) absent = rendezvous_.absent();
+      if (absent.empty()) return;
+      std::string names;
+      for (const int r : absent) {
+        names += (names.empty() ? "" : ", ") + names_[static_cast<size_t>(r)];
       }
-      throw Error(Fault::kTimeout, first, missing + " did not come to connect within " + d.text());
+      throw Error(Fault::kTimeout, absent[0], names + " did not come to connect within " + d.text());
     }
     std::this_thread::sleep_for(nap);
-    nap = std::min(nap * 2, std::chrono::microseconds(10000));
+    nap = std::min(nap * 2, longest);
   }
-  return rendezvous_->get(keys);
+}
+
+std::string Group::await_key(const std::string& key, int from, const Deadline& d) {
+  Store& store = rendezvous_.store();
+  wait_at_rendezvous(from, d, [&] { return store.has({key}); });
+  return store.get({key})[0];
 }
 
 void Group::meet(const Deadline& d) {
   if (met_.load(std::memory_order_acquire)) return;
   std::lock_guard<std::mutex> hold(meeting_);
   if (met_.load(std::memory_order_relaxed)) return;
-  std::vector<std::string> keys;
-  std::vector<int> everyone;
-  for (int r = 0; r < config_.size; ++r) {
-    keys.push_back(rank_key(r));
-    everyone.push_back(r);
-  }
   who_.clear();
-  for (const std::string& text : collect(keys, everyone, d)) who_.push_back(Identity::decode(text));
+  wait_at_rendezvous(kWhoeverIsAbsent, d, [this] { return rendezvous_.complete(); });
+  who_ = rendezvous_.everyone();
   for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
   check_compatible(who_, names_);
   clusters_ = form_clusters(config_.rank, who_, config_.global_ranks, config_.settings);
@@ -118,11 +114,9 @@ void Group::meet(const Deadline& d) {
   m.token = who_[0].token;
   m.names = names_;
   m.tcp = config_.settings.tcp;
-  const auto& mates = clusters_.own();
-  for (int r = 0; r < config_.size; ++r) {
-    const Identity& w = who_[static_cast<size_t>(r)];
-    const bool near = std::find(mates.begin(), mates.end(), r) != mates.end();
-    m.addresses.push_back(near ? w.unix_address : w.tcp_address);
+  for (const Identity& w : who_) m.addresses.push_back(w.tcp_address);
+  for (const int mate : clusters_.own()) {
+    m.addresses[static_cast<size_t>(mate)] = who_[static_cast<size_t>(mate)].unix_address;
   }
   messenger_ = std::make_unique<Messenger>(std::move(m), std::move(listeners_));
   messenger_->on_ask([this] { return awaited(); });
@@ -142,13 +136,17 @@ int Group::awaited() const {
   return by_pipeline >= 0 ? by_pipeline : lane_->awaited();
 }
 
-std::string Group::awaited_name(const Deadline& d) const {
-  const int absent = absent_;
-  int at = absent >= 0 ? absent : awaited();
+std::string Group::awaited_name(const Deadline& d) {
+  const int waits_for = absent_;
+  int at = waits_for >= 0 ? waits_for : awaited();
+  if (waits_for == kWhoeverIsAbsent) {
+    const std::vector<int> absent = rendezvous_.absent();
+    at = absent.empty() ? kNobody : absent[0];
+  }
   if (at < 0) return "";
   // The names of a group that is still meeting are about to become longer.
   if (!met_) return "rank " + std::to_string(config_.global_ranks[static_cast<size_t>(at)]);
-  if (absent < 0 && hierarchical()) at = messenger_->trace(at, d, [] {});
+  if (waits_for == kNobody && hierarchical()) at = messenger_->trace(at, d, [] {});
   return names_[static_cast<size_t>(at)];
 }
 
@@ -160,10 +158,10 @@ Segment Group::shared_segment(const std::string& what, size_t bytes, size_t firs
   const std::string& directory = config_.settings.shm_directory;
   if (leader == config_.rank) {
     Segment segment = Segment::create(bytes, first, directory);
-    if (clusters_.own().size() > 1) rendezvous_->set(key, segment.address());
+    if (clusters_.own().size() > 1) tell(key, segment.address());
     return segment;
   }
-  const std::string address = collect({key}, {leader}, d)[0];
+  const std::string address = await_key(key, leader, d);
   check_leader(leader);
   try {
     return Segment::open(address, bytes, directory);
@@ -242,7 +240,7 @@ const std::vector<Identity>& Group::everyone(const Deadline& d) {
 }
 
 std::string Group::learn(const std::string& key, int from, const Deadline& d) {
-  return collect({key}, {from}, d)[0];
+  return await_key(key, from, d);
 }
 
 // A ring, so that one rank that is gone, or neighbours that are, leave the others connected.

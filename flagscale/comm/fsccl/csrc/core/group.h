@@ -2,7 +2,7 @@
 //
 // Making a group publishes who this rank is and waits for nobody. The first point-to-point message
 // needs the others' addresses, the first collective also the cluster's shared segment; both come
-// through the Rendezvous, in one round trip each.
+// through the Rendezvous (rendezvous.h).
 //
 // Collectives block, are called by all ranks in the same order, and by one thread at a time.
 // send() and recv() may be called by any thread. The first error of any kind, once the arguments of
@@ -22,18 +22,10 @@
 
 #include "hierarchy.h"
 #include "pipeline.h"
+#include "rendezvous.h"
 #include "settings.h"
 
 namespace fsccl {
-
-// A key-value store that all ranks of a group reach. Any thread may call; nothing may block long.
-class Rendezvous {
- public:
-  virtual ~Rendezvous() = default;
-  virtual void set(const std::string& key, const std::string& value) = 0;
-  virtual bool has(const std::vector<std::string>& keys) = 0;                      // all of them
-  virtual std::vector<std::string> get(const std::vector<std::string>& keys) = 0;  // that exist
-};
 
 struct GroupConfig {
   int rank = 0;
@@ -46,7 +38,7 @@ struct GroupConfig {
 
 class Group {
  public:
-  Group(std::unique_ptr<Rendezvous> rendezvous, GroupConfig config);
+  Group(std::unique_ptr<Store> store, GroupConfig config);
   ~Group();
 
   int rank() const { return config_.rank; }
@@ -108,9 +100,9 @@ class Group {
   const std::vector<Identity>& everyone(const Deadline& d);  // waits until all are known
   // Whom the collective under way waits for, by name; empty when nobody is known. Any thread may
   // call; other clusters' ranks are asked, until the deadline.
-  std::string awaited_name(const Deadline& d) const;
+  std::string awaited_name(const Deadline& d);
   const std::string& name(int rank) const { return names_[static_cast<size_t>(rank)]; }
-  void tell(const std::string& key, const std::string& value) { rendezvous_->set(key, value); }
+  void tell(const std::string& key, const std::string& value) { rendezvous_.store().set(key, value); }
   std::string learn(const std::string& key, int from, const Deadline& d);  // what `from` tells
   void check() const;  // throws what failed the group, if anything did
   // Throws Error(kAborted) in a child forked from the process that has made the group.
@@ -141,10 +133,10 @@ class Group {
   void publish();
   void meet(const Deadline& d);       // learn who the others are
   void open_lane(const Deadline& d);  // map the cluster's segment
-  std::vector<std::string> collect(const std::vector<std::string>& keys,
-                                   const std::vector<int>& from, const Deadline& d);
+  std::string await_key(const std::string& key, int from, const Deadline& d);
+  void wait_at_rendezvous(int from, const Deadline& d, const std::function<bool()>& come);
   Segment shared_segment(const std::string& what, size_t bytes, size_t first, const Deadline& d);
-  void hear_failure() const;  // throws what a rank has told at the rendezvous
+  void hear_failure();  // throws what a rank has told at the rendezvous
   void check_leader(int leader) const;
   bool near(int rank) const;
   bool has_witness(int rank) const;
@@ -156,14 +148,15 @@ class Group {
   auto or_fail(const char* what, uint64_t sequence, F&& body) -> decltype(body());
   void check_rank(int rank, const char* what) const;
   std::string describe(int rank) const;
+  static constexpr int kNobody = -1, kWhoeverIsAbsent = -2;
   bool hierarchical() const { return clusters_.count() > 1; }
   bool pipelined(const OpCard& card);
   Exchange exchange();
   int awaited() const;
   void hear_all(const OpCard& card, const Deadline& d);
 
-  std::unique_ptr<Rendezvous> rendezvous_;
   GroupConfig config_;
+  Rendezvous rendezvous_;
   Identity me_;
   std::vector<Fd> listeners_;
   std::vector<std::string> names_;
@@ -182,7 +175,7 @@ class Group {
   Deadline patience_ = Deadline::after(Deadline::Ms(0));
   std::mutex meeting_;
   std::atomic<bool> met_{false}, open_{false};
-  std::atomic<int> absent_{-1};  // who is awaited at the rendezvous
+  std::atomic<int> absent_{kNobody};  // who is awaited at the rendezvous
   mutable std::mutex verdict_mutex_;
   std::unique_ptr<Error> verdict_;
   std::atomic<bool> failed_{false}, left_{false};

@@ -23,7 +23,7 @@ Group::~Group() {
   static_cast<void>(local_.release());
   static_cast<void>(lane_.release());
   static_cast<void>(messenger_.release());
-  static_cast<void>(rendezvous_.release());
+  rendezvous_.release();
 }
 
 bool Group::forked() const { return getpid() != me_.pid; }
@@ -40,10 +40,11 @@ void Group::check_here() const {
   if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
 }
 
-void Group::hear_failure() const {
+void Group::hear_failure() {
   std::vector<std::string> told;
   try {
-    if (rendezvous_->has({kFailedKey})) told = rendezvous_->get({kFailedKey});
+    Store& store = rendezvous_.store();
+    if (store.has({kFailedKey})) told = store.get({kFailedKey});
   } catch (const std::exception&) {
     throw Error(Fault::kSystem, -1, "the store of the group is gone before all ranks have joined");
   }
@@ -102,7 +103,7 @@ void Group::fail(const char* what, uint64_t sequence, const Error& why) {
   if (met_) messenger_->abort(root);
   if (!open_ || !met_ || !lane_->complete()) {
     try {
-      rendezvous_->set(kFailedKey, std::string(root.what()));
+      rendezvous_.store().set(kFailedKey, root.what());
     } catch (const std::exception&) {
       // The store is gone too; the error below says what matters.
     }

@@ -85,7 +85,7 @@ TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int 
       executor_(std::make_shared<Executor>()),
       callbacks_(std::make_shared<Executor>("fsccl-callbacks")) {
   try {
-    group_ = std::make_shared<Group>(std::make_unique<StoreRendezvous>(std::move(store)),
+    group_ = std::make_shared<Group>(std::make_unique<TorchStore>(std::move(store)),
                                      group_config(rank, size, *options_, home_.native));
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
