@@ -83,10 +83,10 @@ void run_rank(Board& board, int rank, const Settings& settings) {
   group.all_reduce(in.data(), out.data(), kSize, {DType::kU8, RedOp::kSum, 1, 2}, d);
   out.expect("all_reduce", rank, 6);
   Wide& buffer = rank == 1 ? in : out;
-  group.broadcast(Pieces(buffer.data(), kSize), 1, d);
+  group.broadcast(BufferList(buffer.data(), kSize), 1, d);
   buffer.expect("broadcast", rank, 5);
   if (rank == 0) in.fill(3);
-  const Pieces memory(rank == 0 ? in.data() : out.data(), kSize);
+  const BufferList memory(rank == 0 ? in.data() : out.data(), kSize);
   const RequestPtr message = rank == 0 ? group.send(1, 7, memory, d) : group.recv(0, 7, memory, d);
   group.wait(OpCode::kRecv, message, d);
   if (rank == 1) out.expect("recv", rank, 3);

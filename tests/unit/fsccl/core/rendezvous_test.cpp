@@ -19,7 +19,7 @@ using namespace fsccl;
 void meet(Group& group, int ranks) {
   const auto& who = group.everyone(Deadline::after(Deadline::Ms(60000)));
   bool right = static_cast<int>(who.size()) == ranks;
-  for (const Identity& w : who) right = right && w.pid == getpid() && !w.tcp_address.empty();
+  for (const Identity& w : who) right = right && w.pid == getpid() && !w.address.empty();
   if (right && group.clusters_text() == std::to_string(ranks) + " ranks") return;
   std::fprintf(stderr, "rank %d has met others\n", group.rank());
   std::_Exit(1);

@@ -21,8 +21,8 @@ Group::~Group() {
   static_cast<void>(pipeline_.release());
   static_cast<void>(hierarchy_.release());
   static_cast<void>(local_.release());
-  static_cast<void>(lane_.release());
-  static_cast<void>(messenger_.release());
+  static_cast<void>(shm_.release());
+  static_cast<void>(transport_.release());
   rendezvous_.release();
 }
 
@@ -87,7 +87,7 @@ Error Group::seen_closer(const Error& why) {
 Error Group::conclude(const Error& why) {
   const Error mine = seen_closer(why);
   const std::lock_guard<std::mutex> hold(verdict_mutex_);
-  if (!verdict_) verdict_ = std::make_unique<Error>(open_ ? lane_->abort(mine) : mine);
+  if (!verdict_) verdict_ = std::make_unique<Error>(open_ ? shm_->abort(mine) : mine);
   failed_ = true;
   return *verdict_;
 }
@@ -100,8 +100,8 @@ std::optional<Error> Group::verdict() const {
 
 void Group::fail(const char* what, uint64_t sequence, const Error& why) {
   const Error root = conclude(why);
-  if (met_) messenger_->abort(root);
-  if (!open_ || !met_ || !lane_->complete()) {
+  if (met_ && transport_) transport_->abort(root);
+  if (!open_ || !met_ || !shm_->complete()) {
     try {
       rendezvous_.store().set(kFailedKey, root.what());
     } catch (const std::exception&) {
@@ -129,8 +129,8 @@ void Group::abort(const std::string& why) {
 
 void Group::shutdown() {
   if (left_.exchange(true) || forked()) return;
-  if (open_) lane_->leave(!failed_);
-  if (met_) messenger_->close();
+  if (open_) shm_->leave(!failed_);
+  if (transport_) transport_->close();
 }
 
 std::optional<std::string> Group::failure() const {
@@ -142,14 +142,14 @@ std::optional<std::string> Group::failure() const {
 void Group::check() const {
   check_here();
   if (const auto why = verdict()) throw Error(*why);
-  if (open_) lane_->throw_if_aborted();
+  if (open_) shm_->throw_if_aborted();
 }
 
 void Group::look() const {
   check();
   if (!open_) return;
   for (const int mate : clusters_.own()) {
-    if (mate != config_.rank) lane_->look_at(lane_->lane_rank_of(mate), [] { return false; });
+    if (mate != config_.rank) shm_->look_at(shm_->local_rank_of(mate), [] { return false; });
   }
 }
 

@@ -50,8 +50,8 @@ std::vector<std::string> decode_roll(const std::string& roll, size_t ranks) {
   if (!sound || !lines.empty() || out.size() != ranks) {
     throw Error(Fault::kMismatch, -1,
                 "the list of the group's ranks, of " + std::to_string(ranks) +
-                    " expected, is broken: it has " + std::to_string(out.size()) +
-                    ", in " + std::to_string(roll.size()) + " bytes");
+                    " expected, is broken: it has " + std::to_string(out.size()) + ", in " +
+                    std::to_string(roll.size()) + " bytes");
   }
   return out;
 }

@@ -1,4 +1,5 @@
-// How the ranks of a group find each other, through a key-value store, in O(N) operations and bytes.
+// How the ranks of a group find each other, through a key-value store, in O(N) operations and
+// bytes.
 //
 // Every rank writes its identity and counts itself. Whoever counts last has all there, reads them
 // and writes the roll, a list of everyone in which what a rank has in common with the one before is
@@ -6,8 +7,8 @@
 //
 // In larger groups one rank of each host reads the roll from the store, the first that asks for it,
 // and lays it into shared memory for those beside it. Where it does not (it ended), or they cannot
-// open that, they read the store's. So does a rank do the last one's work that finds everybody there
-// and no roll.
+// open that, they read the store's. So does a rank do the last one's work that finds everybody
+// there and no roll.
 #pragma once
 
 #include <memory>
@@ -60,8 +61,8 @@ class Rendezvous {
 
   std::unique_ptr<Store> store_;
   int rank_, size_;
-  std::string here_;           // the key of what the ranks of this host share
-  bool reads_ = true;          // this rank the store's roll, and not what is shared
+  std::string here_;                     // the key of what the ranks of this host share
+  bool reads_ = true;                    // this rank the store's roll, and not what is shared
   Deadline::Clock::time_point began_{};  // asking; and when to look for oneself
   std::chrono::milliseconds patience_{500};
   std::optional<Segment> shared_;

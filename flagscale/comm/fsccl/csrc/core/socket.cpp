@@ -9,6 +9,7 @@
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -165,7 +166,7 @@ void tune(int fd, int family, const TcpOptions& options) {
 
 Fd open_socket(int family) {
   Fd fd(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (fd.get() < 0) fail_system("cannot make a socket");
+  if (fd.get() < 0) fail_socket("cannot make a socket");
   return fd;
 }
 
@@ -184,6 +185,17 @@ bool read_tcp_info(int fd, tcp_info* info) {
 }
 
 }  // namespace
+
+std::string TcpOptions::text() const {
+  std::string out = interface;
+  for (const auto value :
+       {static_cast<long long>(connections), static_cast<long long>(buffer_bytes),
+        static_cast<long long>(user_timeout.count()), static_cast<long long>(kept_bytes),
+        static_cast<long long>(hello_time.count())}) {
+    out += " " + std::to_string(value);
+  }
+  return out;
+}
 
 Fd::Fd(int fd) : fd_(fd), owner_(fd < 0 ? 0 : getpid()) {
   if (fd < 0) return;
@@ -231,7 +243,7 @@ Fd connect_to(const std::string& address, const TcpOptions& options) {
   Fd fd = open_socket(a.family());
   tune(fd.get(), a.family(), options);
   if (connect(fd.get(), a.get(), a.length) != 0 && errno != EINPROGRESS) {
-    fail_system("cannot connect to " + address);
+    throw Error(Fault::kPeerLost, -1, "cannot connect to " + address + ": " + std::strerror(errno));
   }
   return fd;
 }
@@ -262,6 +274,24 @@ bool under_way(int fd) {
   int bytes = 0;
   return read_tcp_info(fd, &info) && info.tcpi_state == TCP_ESTABLISHED &&
          ioctl(fd, SIOCOUTQ, &bytes) == 0 && bytes > 0;
+}
+
+void raise_descriptor_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+void fail_socket(const std::string& what) {
+  rlimit limit{};
+  if (errno != EMFILE || getrlimit(RLIMIT_NOFILE, &limit) != 0) fail_system(what);
+  throw Error(Fault::kSystem, -1,
+              what + ": this process has all descriptors open that it may have, " +
+                  std::to_string(limit.rlim_cur) + " (RLIMIT_NOFILE; its hard limit is " +
+                  std::to_string(limit.rlim_max) +
+                  "): raise it with ulimit -n, and the hard limit " +
+                  "with LimitNOFILE= of the service or --ulimit nofile= of the container");
 }
 
 void hang_up(int fd) { shutdown(fd, SHUT_RDWR); }

@@ -16,7 +16,7 @@
 namespace fsccl {
 namespace {
 
-constexpr size_t kIdentityLines = 14;
+constexpr size_t kIdentityLines = 13;
 
 std::string namespace_id(const char* kind) {
   struct stat s{};
@@ -52,6 +52,8 @@ uint64_t random_number() {
   return n;
 }
 
+Key random_key() { return {random_number(), random_number()}; }
+
 Identity Identity::of_this_process(const Settings& settings) {
   Identity me;
   me.version = kProtocolVersion;
@@ -61,7 +63,6 @@ Identity Identity::of_this_process(const Settings& settings) {
   me.pid = static_cast<int>(getpid());
   me.started = start_time_of(me.pid);
   me.process = process_number();
-  me.token = random_number();
   me.settings = settings.shared_text();
   return me;
 }
@@ -72,8 +73,8 @@ std::string Identity::encode() const {
   std::string out;
   for (const std::string& line :
        {std::to_string(version), domain, host, std::to_string(pid), std::to_string(process),
-        std::to_string(token), unix_address, tcp_address, settings, native.device, native.vendor,
-        native.library, native.reach, std::to_string(started)}) {
+        address, text_of(key), settings, native.device, native.vendor, native.library, native.reach,
+        std::to_string(started)}) {
     out += line + '\n';
   }
   return out;
@@ -85,18 +86,17 @@ Identity Identity::decode(const std::string& text) {
   if (lines.empty() || !read_number(lines[0], &i.version)) i.version = 0;
   if (i.version != kProtocolVersion) return i;  // the rest may look different there
   const bool sound = lines.size() == kIdentityLines && read_number(lines[3], &i.pid) &&
-                     read_number(lines[4], &i.process) && read_number(lines[5], &i.token) &&
-                     read_number(lines[13], &i.started);
+                     read_number(lines[4], &i.process) && read_number(lines[12], &i.started) &&
+                     read_key(lines[6], &i.key);
   if (!sound) throw Error(Fault::kMismatch, -1, "a rank introduces itself in unknown words");
   i.domain = lines[1];
   i.host = lines[2];
-  i.unix_address = lines[6];
-  i.tcp_address = lines[7];
-  i.settings = lines[8];
-  i.native.device = lines[9];
-  i.native.vendor = lines[10];
-  i.native.library = lines[11];
-  i.native.reach = lines[12];
+  i.address = lines[5];
+  i.settings = lines[7];
+  i.native.device = lines[8];
+  i.native.vendor = lines[9];
+  i.native.library = lines[10];
+  i.native.reach = lines[11];
   return i;
 }
 
