@@ -138,8 +138,8 @@ def compiled(backend: str) -> None:
 
 
 def many_groups(count: int) -> None:
-    """Groups as Megatron makes them, each with a first operation; nothing of them stays, and threads
-    serve all of them."""
+    """Groups as Megatron makes them, each with a first operation; nothing of them stays, and a few
+    threads serve all of them."""
     n, me = dist.get_world_size(), dist.get_rank()
     lists = [
         [list(range(n))],

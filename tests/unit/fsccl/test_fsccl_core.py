@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -64,18 +66,19 @@ def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")
 
 
-def traffic(program: Path, ranks: int, *lost: str) -> tuple[int, ...]:
-    """What meeting costs the store: ranks, sets, adds, gets, bytes."""
-    words = [str(program), str(ranks), *lost]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+def scale(*words: object) -> str:
+    """What many ranks cost, as scale_test.cpp says it."""
+    program = build("threads", "scale_test.cpp")
+    done = subprocess.run(
+        [str(program), *map(str, words)], capture_output=True, text=True, timeout=90, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    return tuple(map(int, done.stdout.split()))
+    return done.stdout
 
 
 def test_the_store_sees_as_much_of_a_rank_in_a_large_group_as_in_a_small_one() -> None:
-    program = build("threads", "rendezvous_test.cpp")
     for ranks in (8, 32, 128):
-        _, sets, adds, gets, size = traffic(program, ranks)
+        sets, adds, gets, size = map(int, scale("meet", ranks).split())
         assert sets <= ranks + 2  # the roll, and where on the host it lies
         assert (adds, gets) <= (2 * ranks, 2 * ranks)
         assert size <= 3000 * ranks
@@ -83,7 +86,21 @@ def test_the_store_sees_as_much_of_a_rank_in_a_large_group_as_in_a_small_one() -
 
 @pytest.mark.parametrize("lost", ["roll", "roll/<host>"])
 def test_ranks_meet_although_one_ends_that_was_to_tell_them(lost: str) -> None:
-    assert traffic(build("threads", "rendezvous_test.cpp"), 20, lost)[0] == 20
+    scale("meet", 20, lost)
+
+
+def test_a_barrier_keeps_a_logarithm_of_the_ranks_in_sockets_and_two_threads() -> None:
+    for ranks in (8, 32, 64):
+        sockets, threads = map(int, scale("barrier", ranks).split())
+        # A connection to whom a rank sends and to whom it hears, both ends of which are here.
+        assert sockets <= 4 * ranks * math.ceil(math.log2(ranks)) + 4
+        assert threads <= ranks + 5  # the program's own, those for messages, and the sanitizer's
+
+
+def test_having_no_descriptor_left_is_told_with_the_numbers() -> None:
+    said = scale("barrier", 16, 60)
+    assert re.search(r", rank \d+: ", said), said
+    assert "descriptors open that it may have, 60 (RLIMIT_NOFILE; its hard limit is 60)" in said
 
 
 def test_small_parts() -> None:

@@ -166,7 +166,7 @@ void tune(int fd, int family, const TcpOptions& options) {
 
 Fd open_socket(int family) {
   Fd fd(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (fd.get() < 0) fail_socket("cannot make a socket");
+  if (fd.get() < 0) fail_system("cannot make a socket");
   return fd;
 }
 
@@ -281,17 +281,6 @@ void raise_descriptor_limit() {
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
   limit.rlim_cur = limit.rlim_max;
   setrlimit(RLIMIT_NOFILE, &limit);
-}
-
-void fail_socket(const std::string& what) {
-  rlimit limit{};
-  if (errno != EMFILE || getrlimit(RLIMIT_NOFILE, &limit) != 0) fail_system(what);
-  throw Error(Fault::kSystem, -1,
-              what + ": this process has all descriptors open that it may have, " +
-                  std::to_string(limit.rlim_cur) + " (RLIMIT_NOFILE; its hard limit is " +
-                  std::to_string(limit.rlim_max) +
-                  "): raise it with ulimit -n, and the hard limit " +
-                  "with LimitNOFILE= of the service or --ulimit nofile= of the container");
 }
 
 void hang_up(int fd) { shutdown(fd, SHUT_RDWR); }

@@ -62,8 +62,6 @@ bool unheard(int fd, std::chrono::milliseconds for_so_long);
 bool under_way(int fd);
 // A process may have as many descriptors as its hard limit says (RLIMIT_NOFILE), from now on.
 void raise_descriptor_limit();
-// Throws Error(kSystem) with what errno says; where no descriptor is left, with the numbers.
-[[noreturn]] void fail_socket(const std::string& what);
 // Ends the connection, or the listening, whatever other processes have inherited it.
 void hang_up(int fd);
 

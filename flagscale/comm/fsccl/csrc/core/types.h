@@ -119,7 +119,7 @@ class Error : public std::runtime_error {
 };
 
 [[noreturn]] void fail_usage(const std::string& what);
-// Appends the text of errno.
+// Appends what errno says; where no descriptor is left, with the numbers.
 [[noreturn]] void fail_system(const std::string& what);
 
 class Deadline {
