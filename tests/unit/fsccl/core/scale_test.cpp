@@ -60,11 +60,18 @@ void on_all(Board& board, int n, const Settings& settings, F f) {
   for (std::thread& t : ranks) t.join();
 }
 
+// Rank 0 before the others, and all after everybody has come: how long a rank waits is no matter then.
 void meet(Board& board, int n, const Settings& settings) {
-  on_all(board, n, settings, [n](Group& group, auto&) {
+  std::atomic<int> come{0}, read{0};
+  on_all(board, n, settings, [&](Group& group, auto&) {
+    ++come;
+    while (come < n || (group.rank() > 0 && read == 0)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     const auto& who = group.everyone(patience());
     bool right = static_cast<int>(who.size()) == n;
     for (const Identity& w : who) right = right && w.pid == getpid() && !w.address.empty();
+    ++read;
     if (right && group.clusters_text() == std::to_string(n) + " ranks") return;
     std::fprintf(stderr, "rank %d has met others\n", group.rank());
     std::_Exit(1);

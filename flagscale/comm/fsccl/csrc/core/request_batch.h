@@ -32,14 +32,10 @@ class RequestBatch {
   // Beside the batches: streams of messages, each in an order of its own. `then` is called once the
   // message has gone or come, perhaps by another thread.
   RequestPtr send_on(size_t stream, int peer, BufferList memory, std::function<void()> then) {
-    auto request = transport_.send(peer, tag_of(stream), std::move(memory), card_);
-    transport_.notify(request, std::move(then));
-    return request;
+    return then_call(transport_.send(peer, tag_of(stream), std::move(memory), card_), then);
   }
   RequestPtr recv_on(size_t stream, int peer, BufferList memory, std::function<void()> then) {
-    auto request = transport_.recv(peer, tag_of(stream), std::move(memory), card_);
-    transport_.notify(request, std::move(then));
-    return request;
+    return then_call(transport_.recv(peer, tag_of(stream), std::move(memory), card_), then);
   }
   // Whether it has gone or come; throws what went wrong.
   bool over(const RequestPtr& request) const {
@@ -62,6 +58,10 @@ class RequestBatch {
   }
 
  private:
+  RequestPtr then_call(RequestPtr request, const std::function<void()>& then) {
+    transport_.notify(request, then);
+    return request;
+  }
   // Who is late may only wait for another.
   void wait_for(const RequestPtr& request) {
     try {

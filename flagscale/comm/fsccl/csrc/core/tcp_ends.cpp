@@ -202,8 +202,8 @@ void TcpTransport::forget_all() {
 void TcpTransport::leave_loops() {
   if (getpid() != process_) return;
   device_->leave(token_);
-  device_->receiving().remove(opened_by_peers_.id);
-  device_->sending().remove(opened_here_.id);
+  device_->receiving().remove(receives_);
+  device_->sending().remove(sends_);
 }
 
 }  // namespace fsccl

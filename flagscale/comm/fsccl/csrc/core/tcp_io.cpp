@@ -23,9 +23,9 @@ TcpTransport::TcpTransport(std::shared_ptr<TcpDevice> device)
     : device_(std::move(device)),
       process_(getpid()),
       look_every_(std::min(kLook, device_->options().user_timeout / 4)) {
-  opened_by_peers_.id = device_->receiving().add(&opened_by_peers_);
-  opened_here_.id = device_->sending().add(&opened_here_);
-  token_ = device_->enter(opened_by_peers_.id);
+  receives_ = device_->receiving().add(this);
+  sends_ = device_->sending().add(this);
+  token_ = device_->enter(receives_);
 }
 
 TcpTransport::~TcpTransport() { leave_loops(); }
@@ -129,7 +129,7 @@ void TcpTransport::poll_for(Connection& connection) {
   if (events == connection.polled) return;
   const bool ours = connection.opened_here();
   EventLoop& loop = ours ? device_->sending() : device_->receiving();
-  loop.set((ours ? opened_here_ : opened_by_peers_).id, connection.fd(), connection.polled, events);
+  loop.set(ours ? sends_ : receives_, connection.fd(), connection.polled, events);
   connection.polled = events;
 }
 
@@ -195,7 +195,7 @@ void TcpTransport::notify(const RequestPtr& request, std::function<void()> then)
       request->on_settled = [this, before = std::move(before), then = std::move(then)](Request& r) {
         if (before) before(r);
         ready_.push_back(then);
-        device_->receiving().poke(opened_by_peers_.id);
+        device_->receiving().poke(receives_);
       };
       return;
     }

@@ -19,10 +19,9 @@
 // One lock guards all but the copies of bodies (request.h). Why nothing goes wrong while a thread
 // copies without it:
 //  - On a connection one thread sends at a time (Connection::flush), and only its own thread
-//  receives and
-//    closes it. Others may queue, or take the memory away (Connection::let_go), which the copying
-//    thread sees before its next call; the connection itself lives as long as someone has a pointer
-//    to it.
+//    receives and closes it. Others may queue, or take the memory away (Connection::let_go), which
+//    the copying thread sees before its next call; the connection itself lives as long as someone
+//    has a pointer to it.
 //  - A request does not finish while its memory is copied (request.h), and abort() and close() wait
 //    until nobody copies any more. The kernel's copies wait for nobody, so neither do they.
 //  - Only copies let the lock go: in push_queued() and finish(), and in a connection's flush() and
@@ -45,7 +44,7 @@
 
 namespace fsccl {
 
-class TcpTransport final : public Transport, private ConnectionOwner {
+class TcpTransport final : public Transport, private ConnectionOwner, private EventLoop::Handler {
  public:
   // Above: the sender of a user's message asks first.
   static constexpr size_t kEagerBytes = 64 << 10;
@@ -69,15 +68,6 @@ class TcpTransport final : public Transport, private ConnectionOwner {
 
  private:
   using ConnectionPtr = std::shared_ptr<Connection>;
-  // What one of the device's loops calls.
-  struct End final : EventLoop::Handler {
-    explicit End(TcpTransport& t) : transport(t) {}
-    void on_events(int fd, uint32_t events) override { transport.on_events(fd, events); }
-    void on_poke() override { transport.on_poke(); }
-    void on_tick() override { transport.on_tick(); }
-    TcpTransport& transport;
-    EventLoop::Id id = 0;
-  };
   struct Pair {
     std::vector<ConnectionPtr> out;
     Inbox inbox;
@@ -136,18 +126,18 @@ class TcpTransport final : public Transport, private ConnectionOwner {
   void look_around();
   bool anybody_left() const;
   void start_threads();
-  void on_events(int fd, uint32_t events);
+  void on_events(int fd, uint32_t events) override;
   void handle(const ConnectionPtr& connection, uint32_t events, Hold& hold);
-  void on_poke();
+  void on_poke() override;
   void tell();
-  void on_tick();
+  void on_tick() override;
   void leave_loops();
   void forget_all();
 
   const std::shared_ptr<TcpDevice> device_;
   const pid_t process_;
   const std::chrono::milliseconds look_every_;
-  End opened_by_peers_{*this}, opened_here_{*this};
+  EventLoop::Id receives_, sends_;  // in the device's loops
   uint64_t token_ = 0;
   Guard guard_;              // of all below
   std::vector<Pair> pairs_;  // one a peer

@@ -72,9 +72,9 @@ bool Identity::runs() const { return started == 0 || start_time_of(pid) == start
 std::string Identity::encode() const {
   std::string out;
   for (const std::string& line :
-       {std::to_string(version), domain, host, std::to_string(pid), std::to_string(process),
-        address, text_of(key), settings, native.device, native.vendor, native.library, native.reach,
-        std::to_string(started)}) {
+       {std::to_string(version), std::to_string(pid), std::to_string(process),
+        std::to_string(started), text_of(key), domain, host, address, settings, native.device,
+        native.vendor, native.library, native.reach}) {
     out += line + '\n';
   }
   return out;
@@ -85,18 +85,15 @@ Identity Identity::decode(const std::string& text) {
   const std::vector<std::string> lines = split(text, '\n');
   if (lines.empty() || !read_number(lines[0], &i.version)) i.version = 0;
   if (i.version != kProtocolVersion) return i;  // the rest may look different there
-  const bool sound = lines.size() == kIdentityLines && read_number(lines[3], &i.pid) &&
-                     read_number(lines[4], &i.process) && read_number(lines[12], &i.started) &&
-                     read_key(lines[6], &i.key);
+  const bool sound = lines.size() == kIdentityLines && read_number(lines[1], &i.pid) &&
+                     read_number(lines[2], &i.process) && read_number(lines[3], &i.started) &&
+                     read_key(lines[4], &i.key);
   if (!sound) throw Error(Fault::kMismatch, -1, "a rank introduces itself in unknown words");
-  i.domain = lines[1];
-  i.host = lines[2];
-  i.address = lines[5];
-  i.settings = lines[7];
-  i.native.device = lines[8];
-  i.native.vendor = lines[9];
-  i.native.library = lines[10];
-  i.native.reach = lines[11];
+  size_t at = 5;
+  for (std::string* one : {&i.domain, &i.host, &i.address, &i.settings, &i.native.device,
+                           &i.native.vendor, &i.native.library, &i.native.reach}) {
+    *one = lines[at++];
+  }
   return i;
 }
 
