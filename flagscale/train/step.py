@@ -63,7 +63,7 @@ class Stepper:
         self._pipeline: dict[str, Any] = {}
         self._exchange: Exchange | None = None
         if groups is not None:
-            self._exchange = _over_meshes(args, config, state, groups, self._device)
+            self._exchange = _over_meshes(args, config, state, groups, device)
             self._pipeline = {"p2p_communicator": self._exchange, "pg_collection": collection()}
 
     def train(self, data: Any, *, stop: tuple[bool, bool]) -> tuple[StepNumbers, torch.Tensor]:
@@ -217,7 +217,7 @@ def _over_meshes(
     config: TransformerConfig,
     state: TrainState,
     groups: MeshGroups,
-    device: torch.device,
+    device: Device,
 ) -> Exchange:
     """Connect the schedules to the other meshes'."""
     config.finalize_model_grads_func = Finalize(state.chunks, groups.ends)
