@@ -103,6 +103,7 @@ METHOD = "--recompute-method-per-stage-micro-batch"
 LAYERS = "--recompute-num-layers-per-stage-micro-batch"
 GROUPED = "--moe-grouped-gemm"
 COMPILED = "--transformer-impl compiled"
+CAPTURED = "--cuda-graph-impl local --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1"
 OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 
 
@@ -171,6 +172,7 @@ CASES = (
     Case("dp2", 2, LLAMA, "", "llama"),
     Case("dp2-do", 2, LLAMA, DO, "llama"),
     Case("dp2-do-overlap", 2, LLAMA, OVERLAP, "llama"),
+    Case("dp2-do-captured-per-token", 2, LLAMA, f"{DO} {CAPTURED} {PER_TOKEN}", "llama"),
     Case("tp2", 2, LLAMA, TP2, "llama"),
     Case("tp2-sp", 2, LLAMA, SP, "llama"),
     Case("tp2-sp-recompute", 2, LLAMA, f"{SP} {FULL} 2", "llama", backend=FASTER),

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from flagscale.config.arguments import families
+from flagscale.config.arguments import families, graphs
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.registry import arguments
 from flagscale.config.arguments.values import shown
 
+_WHOLE_STEPS = (
+    f"{graphs.NAME}: local with {graphs.SCOPE}: {graphs.WHOLE} captures whole steps without it"
+)
 REFUSED: Mapping[str, str] = {
     "use_megatron_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
     "use_custom_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
@@ -39,8 +42,8 @@ REFUSED: Mapping[str, str] = {
     "memory_efficient_layer_norm": "it needs Apex",
     "layernorm_zero_centered_gamma": "the norms here have no zero-centred weight",
     "fine_grained_activation_offloading": "offloading activations needs Transformer Engine",
-    "enable_cuda_graph": "CUDA graphs need Transformer Engine",
-    "external_cuda_graph": "CUDA graphs need Transformer Engine",
+    "enable_cuda_graph": f"graphs of single layers need Transformer Engine; {_WHOLE_STEPS}",
+    "external_cuda_graph": f"graphs of single layers need Transformer Engine; {_WHOLE_STEPS}",
     "heterogeneous_block_specs": "all layers are alike",
     "experimental_attention_variant": "attention here is softmax attention",
     "is_hybrid_model": "models of Mamba and attention layers are not built",
@@ -204,11 +207,8 @@ NEEDS: tuple[Need, ...] = (
         "num_layers_at_end_in_bf16",
     ),
     Need("fp16", "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
-    Need(
-        "enable_cuda_graph",
-        "cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool "
-        "cuda_graph_warmup_steps",
-    ),
+    Need("cuda_graph_impl", "cuda_graph_scope cuda_graph_warmup_steps", ("local",)),
+    Need("enable_cuda_graph", "cuda_graph_retain_backward_graph cuda_graph_use_single_mempool"),
     Need("recompute_granularity", "recompute_method recompute_num_layers"),
     Need("recompute_granularity", "recompute_modules", ("selective",)),
     Need("recompute_granularity", "recompute_memory_gib", ("auto",)),

@@ -20,6 +20,7 @@ from flagscale.config.arguments import (
     devices,
     fallbacks,
     families,
+    graphs,
     growth,
     idle,
     layout,
@@ -61,6 +62,7 @@ def broken(values: Values) -> list[Broken]:
         _unsupported,
         idle.broken,
         _not_built,
+        graphs.broken,
         _attention,
         _documents,
         conversations.broken,
@@ -123,11 +125,6 @@ def _unsupported(values: Values) -> Iterator[Broken]:
 
 
 def _not_built(values: Values) -> Iterator[Broken]:
-    if values["cuda_graph_impl"] != "none":
-        yield (
-            "cuda_graph_impl",
-            f"{values['cuda_graph_impl']}: CUDA graphs need Transformer Engine; leave it out",
-        )
     if values["cross_entropy_fusion_impl"] == "te":
         yield "cross_entropy_fusion_impl", "te needs Transformer Engine; native fuses without it"
     instances = values["num_distributed_optimizer_instances"]

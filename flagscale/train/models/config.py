@@ -57,6 +57,8 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         "apply_rope_fusion": False,
         "fp8": None,
         "moe_grouped_gemm": False,
+        "cuda_graph_impl": "none",
+        "cuda_graph_scope": [],
         # Weights are drawn by flagscale.train.models.initialize. Initialisation must stay on all
         # the same: it is what marks the parameters that are split over tensor-parallel ranks.
         "perform_initialization": True,

@@ -37,10 +37,16 @@ def _experiment(values: dict[str, Any], *, external: bool = False) -> Experiment
     )
 
 
+CAPTURED = {
+    "cuda_graph_impl": "local",
+    "cuda_graph_scope": ["full_iteration"],
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+}
 TALKS = {"sft": True, "data_path": "a.jsonl", "mock_data": False}
 
 
 FITS: dict[str, dict[str, Any]] = {
+    "captured": CAPTURED,
     "plain": {},
     "tp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "groups": {"num_query_groups": 4, "tensor_model_parallel_size": 4},
@@ -300,7 +306,27 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         }.items()
     },
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
-    "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
+    "graph": (
+        {"cuda_graph_impl": "transformer_engine"},
+        "cuda_graph_impl",
+        "transformer_engine needs Transformer Engine; local with cuda_graph_scope: full_iteration",
+    ),
+    **{
+        f"captured-{name}": ({**CAPTURED, name: value}, name, message)
+        for name, value, message in (
+            ("cuda_graph_scope", ["attn"], "['attn']: only whole steps are captured here"),
+            ("tensor_model_parallel_size", 2, "2: ranks would communicate within a captured step"),
+            ("overlap_grad_reduce", True, "true: ranks would communicate within a captured step"),
+            ("fp16", True, "true cannot be captured (cuda_graph_impl): the loss scale"),
+            ("num_moe_experts", 4, "4 cannot be captured (cuda_graph_impl): how many tokens"),
+            (
+                "recompute_granularity",
+                "selective",
+                "'selective' cannot be captured (cuda_graph_impl)",
+            ),
+            ("attention_dropout", 0.1, "0.1 cannot be captured (cuda_graph_impl): the state of"),
+        )
+    },
     "fused-loss": ({"cross_entropy_fusion_impl": "te"}, "cross_entropy_fusion_impl", "te needs"),
     "instances": (
         {"num_distributed_optimizer_instances": 2},
