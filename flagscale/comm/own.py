@@ -20,7 +20,7 @@ class Fsccl(CommBackend):
     name = "fsccl"
     summary = "this project's collectives: shared memory in a host, messages between clusters"
     devices = ("cpu", "cuda")
-    how_to_get = "a C++17 compiler and ninja: it is compiled on first use (docs/fsccl.md)"
+    how_to_get = "a wheel with a prebuilt one, or a C++17 compiler and ninja (docs/fsccl.md)"
     environment: ClassVar[Mapping[str, str]] = {
         "FSCCL_DEBUG": "INFO: say which algorithm each operation took",
         "FSCCL_CLUSTERS": "sizes of clusters, split by hand, such as 4,4",
@@ -95,3 +95,8 @@ class Fsccl(CommBackend):
 
     def version(self) -> str | None:
         return __version__
+
+    def origin(self) -> str | None:
+        from flagscale.comm.fsccl.build import how
+
+        return how()
