@@ -250,6 +250,9 @@ def _data(args: Arguments) -> Iterator[Problem]:
     for name in given:
         if message := paths.blend_problem(args[name]):
             yield args.problem(name, message)
+    for text in args["data_phases"] or ():
+        if message := paths.phase_problem(text):
+            yield args.problem("data_phases", message)
     if given and args["mock_data"]:
         yield args.problem("mock_data", f"makes data up, but {given[0]} is set")
     elif len(given) > 1 and given[0] == "data_path":

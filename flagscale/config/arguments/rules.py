@@ -23,6 +23,7 @@ from flagscale.config.arguments import (
     growth,
     idle,
     layout,
+    phases,
     precision,
 )
 from flagscale.config.arguments.huggingface.models import config_of
@@ -72,6 +73,7 @@ def broken(values: Values) -> list[Broken]:
         _exported,
         _length,
         growth.broken,
+        phases.broken,
         _overlap,
         _profiling,
         _schedule,

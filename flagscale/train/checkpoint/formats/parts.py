@@ -69,7 +69,9 @@ class Parts:
                 "with: it begins anew"
             )
             return {}
-        origin.tell(f"files that an earlier conversion has finished: {len(found)}; going on from them")
+        origin.tell(
+            f"files that an earlier conversion has finished: {len(found)}; going on from them"
+        )
         return found
 
     def clear(self) -> None:
