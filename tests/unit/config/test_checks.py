@@ -320,6 +320,11 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "moe_token_dispatcher_type",
         "flex needs experts on more than one rank",
     ),
+    "sgd": (
+        {"optimizer": "sgd", "use_distributed_optimizer": True},
+        "optimizer",
+        "megatron.core shards Adam alone",
+    ),
     "precision": ({"bf16": True, "fp16": True}, "fp16", "excludes bf16"),
     "no-length": ({"train_iters": None}, "train_iters", "found neither"),
     "two-lengths": ({"train_samples": 4}, "train_samples", "found both"),
