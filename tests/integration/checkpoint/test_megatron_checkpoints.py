@@ -179,6 +179,17 @@ def test_a_layout_is_for_formats_that_have_one(
     assert "huggingface is of no layout: any one loads it" in capsys.readouterr().err
 
 
+def test_logits_are_compared_with_what_transformers_reads(
+    ours: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--to", "torch", "--check", "1,2,3"]
+    assert convert.main([str(ours("llama")), str(tmp_path / "out"), *words]) == 1
+    assert "transformers, which reads neither torch_dist nor torch" in capsys.readouterr().err
+    there = ours("llama").with_name("llama-hf")
+    assert convert.main([str(there), str(tmp_path / "out"), *words]) == 0
+    assert "logits on 3 tokens: at most" in capsys.readouterr().out
+
+
 def _as_theirs(name: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights as Megatron-LM names them in ``torch_dist``: equal layers are one tensor."""
     if "mixed" in name:

@@ -51,7 +51,7 @@ from flagscale.train.checkpoint.formats.parts import Origin, disk_used, identity
 from flagscale.train.data.progress import progress
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OURS, _PEFT = "torch_dist", "peft"
+_OURS, _PEFT, _HUGGING_FACE = "torch_dist", "peft", "huggingface"
 _LAYOUT = {
     "--tensor-model-parallel-size": ("tensor", "ranks that share a layer's tensors (1)"),
     "--pipeline-model-parallel-size": ("pipeline", "stages (1)"),
@@ -150,11 +150,16 @@ def convert(options: argparse.Namespace) -> None:
     """
     source, target = options.source.absolute(), options.target.absolute()
     reader = format_of(source)
-    name = options.to or ("huggingface" if reader.name == _OURS else _OURS)
+    name = options.to or (_HUGGING_FACE if reader.name == _OURS else _OURS)
     adapters = read_adapters(source) if reader.name == _OURS else None
     if name == _PEFT:
         _convert_adapters(adapters, source, target, options.base)
         return
+    if options.check is not None and _HUGGING_FACE not in (name, reader.name):
+        raise CheckpointError(
+            f"--check compares with transformers, which reads neither {reader.name} nor {name}",
+            hint="convert to huggingface, or from it",
+        )
     writer = _writer(name, options)
     if adapters is None:
         model = reader.read(source)
@@ -172,7 +177,7 @@ def convert(options: argparse.Namespace) -> None:
         inspect = _trusting if options.no_verify else partial(verify, model, report=count)
         written = writer.write(model, target, count, inspect)
     print(f"{model.kind}, {model.size / 1e9:.2f} GB: {written}")
-    if name == "huggingface" and not model.files:
+    if name == _HUGGING_FACE and not model.files:
         print("no tokenizer was copied: --like takes one from another directory")
     if options.check is not None:
         _check(model, writer.read(written), name, options.check or None)
@@ -305,7 +310,7 @@ def _counted(report: object, total: int) -> Report:
 def _check(model: Model, written: Model, name: str, text: str | None) -> None:
     from flagscale.train.checkpoint.formats.logits import compare
 
-    ours, theirs = (model, written) if name == "huggingface" else (written, model)
+    ours, theirs = (model, written) if name == _HUGGING_FACE else (written, model)
     print(compare(ours, theirs.path, text))
 
 
