@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -169,6 +170,25 @@ def test_only_what_is_the_same_goes_on(
     found, wanted = format_of(target).read(target), format_of(source).read(source)
     dtype = torch.bfloat16 if case == "options" else torch.float32
     convert.verify(wanted.cast(dtype), found, report=lambda _size: None)
+
+
+RECORDS = {
+    "cut": "{",
+    "no object": "[]",
+    "outside": json.dumps({"parts": {"../in/config.json": {"size": 1, "sha256": "", "about": 1}}}),
+    "no entry": json.dumps({"parts": {"__0_0.distcp": 1}}),
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_record_that_is_none_is_not_believed(model: Path, tmp_path: Path, case: str) -> None:
+    source, partial = tmp_path / "in", tmp_path / "out" / ".iter_0000000.partial"
+    shutil.copytree(model, source)
+    partial.mkdir(parents=True)
+    (partial / RECORD).write_text(RECORDS[case])
+    (partial / "__0_0.distcp").write_text("something")
+    assert convert.main([str(source), str(tmp_path / "out")]) == 0
+    assert sorted(contents(source)) == sorted(contents(model))
 
 
 def test_two_do_not_write_to_one_place(

@@ -30,7 +30,7 @@ def any_phases(draw: st.DrawFn) -> Phases:
 
 
 @pytest.mark.torch
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(phases=any_phases())
 def test_each_phase_keeps_its_weights_and_no_sample_is_lost_or_repeated(phases: Phases) -> None:
     sets, samples = order(phases)

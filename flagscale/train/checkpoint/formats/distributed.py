@@ -223,7 +223,7 @@ class _Writer:
     def _file(self, name: str, chunks: Sequence[_Chunk], empty: Sequence[str]) -> None:
         """A file of chunks; the first has what all that is ``empty`` share, too."""
         places = self._parts.kept(name)
-        if places is None:
+        if places is None or len(places) != len(chunks) + bool(empty):
             places = self._saved(name, chunks, shared=bool(empty))
             self._parts.finish(name, places)
         else:

@@ -53,9 +53,16 @@ class Parts:
         """Find what an earlier writer has finished; remove what else it has left."""
         record = read_json(self.directory / RECORD) or {}
         found = record.get("parts")
-        if self._origin is not None and isinstance(found, dict) and found:
-            self._finished = self._usable(self._origin, record.get("identity"), found)
+        if self._origin is not None and isinstance(found, dict):
+            sound = {name: entry for name, entry in found.items() if self._is_part(name, entry)}
+            if sound:
+                self._finished = self._usable(self._origin, record.get("identity"), sound)
         self.clear()
+
+    def _is_part(self, name: str, entry: Any) -> bool:
+        """Whether a record can be of a file in the directory."""
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        return inside and isinstance(entry, dict) and (self.directory / name).is_file()
 
     def _usable(self, origin: Origin, said: Any, found: dict[str, Any]) -> dict[str, Any]:
         said = said if isinstance(said, dict) else {}
