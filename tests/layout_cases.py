@@ -181,6 +181,7 @@ CASES = (
     Case("pp2-recompute-auto", 2, LLAMA, f"{PP2} {AUTO} 0.00195", "llama"),
     Case("pp2-vpp2-recompute-by-stage", 2, LLAMA,
          f"{VPP2} {FULL} 1 {GRANULARITY} 1,4,1 1,2,0,2,1 2,1,1,3,0", "llama"),
+    Case("pp2-first", 2, LLAMA, PP2 + " --decoder-first-pipeline-num-layers 1", "llama"),
     Case("pp2-by-hand", 2, LLAMA, PP2 + " --pipeline-model-parallel-layout Et|tttL", "llama"),
     Case("tied-tp2", 2, TIED, TP2, "tied", backend=FASTER),
     Case("tied-pp2-do", 2, TIED, PP2 + " " + DO, "tied"),

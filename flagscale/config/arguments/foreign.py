@@ -33,8 +33,8 @@ REFUSED: Mapping[str, str] = {
     "says when",
     "decrease_batch_size_if_needed": "it would train on fewer sequences than the YAML says; give a "
     "`global_batch_size` that the replicas can share",
-    "phase_transition_iterations": "it would change what is trained on in mid-run; start a second "
-    "run with `load` from the first one's checkpoints",
+    "phase_transition_iterations": "it says where data_path is exchanged by hand; write the "
+    "mixtures as `data_phases`",
     "spec": "it names a Python function that builds the layers; this version builds its own",
     "use_legacy_models": "only megatron.core's models exist here",
     "yaml_cfg": "this YAML is it",

@@ -139,6 +139,7 @@ NOTED: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "tokenizers": (("legacy_tokenizer",), "there is one class a tokenizer"),
     "meshes": (("use_partial_reduce_for_shared_embedding",), "it is always so"),
+    "hosts": (("hetero_current_device_type",), "the hostfile's type= says it"),
 }
 """Groups of arguments without effect, each with the reason."""
 

@@ -24,6 +24,7 @@ from flagscale.config.arguments import (
     growth,
     idle,
     layout,
+    phases,
     precision,
 )
 from flagscale.config.arguments.huggingface.models import config_of
@@ -74,6 +75,7 @@ def broken(values: Values) -> list[Broken]:
         _exported,
         _length,
         growth.broken,
+        phases.broken,
         _overlap,
         _profiling,
         _schedule,
@@ -119,6 +121,8 @@ def _unsupported(values: Values) -> Iterator[Broken]:
             yield name, f"{values[name]!r} needs Transformer Engine's optimizer; leave it out"
     if values["optimizer"] not in ("adam", "sgd"):
         yield "optimizer", f"{values['optimizer']!r}: expected 'adam' or 'sgd'"
+    if values["optimizer"] == "sgd" and values["use_distributed_optimizer"]:
+        yield "optimizer", "sgd with use_distributed_optimizer: megatron.core shards Adam alone"
     for other in ("swiglu", "squared_relu"):
         if values["openai_gelu"] and values[other]:
             yield "openai_gelu", f"excludes {other}: an MLP has one function"

@@ -314,6 +314,12 @@ class Data:
     train_data_path: tuple[str, ...] | None = arg(None, "As data_path, for training alone")
     valid_data_path: tuple[str, ...] | None = arg(None, "As data_path, for validation alone")
     test_data_path: tuple[str, ...] | None = arg(None, "As data_path, for the test alone")
+    data_phases: tuple[str, ...] | None = arg(
+        None,
+        "Mixtures of training data that follow that of data_path, each from a number of samples "
+        "or tokens on: a list of {samples: 100000, data_path: [0.2, web, 0.8, code]}; data sets "
+        "go on where the phase before left them",
+    )
     split: str | None = arg(
         None, "Shares of data_path for training, validation and test: 949,50,1 (or 1)"
     )

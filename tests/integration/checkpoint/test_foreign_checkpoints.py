@@ -21,9 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from flagscale import registry
 from flagscale.config.arguments.huggingface.reading import read_config
-from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats import convert
-from flagscale.train.checkpoint.formats.base import format_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -342,36 +340,6 @@ def test_another_model_is_not_dressed_as_this_one(
     told = capsys.readouterr().err
     assert "llama-linear is another model" in told
     assert "rotary_base: 500000 here, config.json has 10000" in told
-
-
-@pytest.mark.parametrize("direction", ["in", "out"])
-def test_a_killed_conversion_leaves_nothing_that_looks_whole(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str
-) -> None:
-    source = made.root / "llama" if direction == "in" else made.ours("llama")
-    target = tmp_path / "out"
-
-    def die(_report: object, total: int) -> Callable[[int], None]:
-        done = []
-
-        def add(size: int) -> None:
-            done.append(size)
-            if sum(done) > total / 3:
-                os._exit(9)
-
-        return add
-
-    if (child := os.fork()) == 0:
-        monkeypatch.setattr(convert, "_counted", die)
-        convert.main([str(source), str(target)])
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert list(tmp_path.rglob("*.partial"))
-    with pytest.raises(CheckpointError):
-        format_of(target)
-    assert convert.main([str(source), str(target)]) == 0
-    format_of(target)
-    assert list(tmp_path.rglob("*.partial")) == []
 
 
 @pytest.mark.parametrize("direction", ["in", "out"])

@@ -346,6 +346,11 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "moe_token_dispatcher_type",
         "flex needs experts on more than one rank",
     ),
+    "sgd": (
+        {"optimizer": "sgd", "use_distributed_optimizer": True},
+        "optimizer",
+        "megatron.core shards Adam alone",
+    ),
     "precision": ({"bf16": True, "fp16": True}, "fp16", "excludes bf16"),
     "no-length": ({"train_iters": None}, "train_iters", "found neither"),
     "two-lengths": ({"train_samples": 4}, "train_samples", "found both"),
@@ -426,6 +431,37 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "train_data_path",
         "weight 0 is not",
     ),
+    **{
+        f"phases-{name}": (
+            {"mock_data": None, "data_path": ["a"], "data_phases": phases, **more},
+            key,
+            told,
+        )
+        for name, (phases, more, key, told) in {
+            "none": (["100 a"], {}, "data_phases", "expected {samples: 100000"),
+            "back": (["samples=9 a", "tokens=9 a"], {}, "data_phases", "found [9, 1] samples"),
+            "weights": (["samples=9 0.3 a b"], {}, "data_phases", "b has no weight"),
+            "bare": (["samples=9 a b"], {}, "data_phases", "such as a: expected a weight for each"),
+            "shuffled": (
+                ["samples=9 a"],
+                {"dataloader_type": "cyclic"},
+                "dataloader_type",
+                "cyclic shuffles all samples",
+            ),
+            "alone": (
+                ["samples=9 a"],
+                {"mock_data": True, "data_path": None},
+                "data_phases",
+                "needs data_path or train_data_path",
+            ),
+            "talks": (
+                ["samples=9 a.jsonl"],
+                {"sft": True, "data_path": ["a.jsonl"]},
+                "data_phases",
+                "is for text",
+            ),
+        }.items()
+    },
     "blend-empty": ({"mock_data": None, "data_path": []}, "data_path", "is empty"),
     "mock-and-data": ({"data_path": ["a"]}, "mock_data", "makes data up, but data_path is set"),
     "two-choices": (

@@ -11,6 +11,8 @@ import torch
 
 from flagscale.errors import CheckpointError
 from flagscale.registry import Registry
+from flagscale.train.checkpoint.formats.megatron_layout import Layout
+from flagscale.train.checkpoint.formats.parts import Origin
 from flagscale.train.checkpoint.formats.tables import Entry, entries
 from flagscale.train.checkpoint.formats.tensors import (
     Cast,
@@ -45,6 +47,8 @@ class Model:
     tensors: Mapping[str, Stored]
     config: Mapping[str, Any] | None = None
     files: tuple[Path, ...] = ()
+    origin: Origin | None = None
+    """What lets a conversion of it that was cut go on."""
 
     @property
     def size(self) -> int:
@@ -84,6 +88,14 @@ class CheckpointFormat(Protocol):
         Raises:
             CheckpointError: the model cannot be said in this format.
         """
+
+
+@runtime_checkable
+class LaidOut(CheckpointFormat, Protocol):
+    """A format whose files are cut for a layout."""
+
+    def laid_out(self, layout: Layout) -> CheckpointFormat:
+        """The same, written for this layout."""
 
 
 FORMATS = Registry(

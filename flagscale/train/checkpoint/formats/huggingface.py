@@ -27,6 +27,7 @@ from flagscale.train.checkpoint.formats.companions import (
     beside,
     write_companions,
 )
+from flagscale.train.checkpoint.formats.parts import Parts
 from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
 from flagscale.train.checkpoint.formats.tables import TABLES, entries
 from flagscale.train.checkpoint.formats.tensors import Stored, read, size_of
@@ -57,10 +58,10 @@ class HuggingFace:
         if config is None:
             config = config_of(model.values, model.kind)
         theirs = dict(_theirs(model))
-        with appearing(path) as partial:
-            _write_weights(partial, theirs, report)
-            write_companions(partial, config, theirs, model.files)
-            inspect(self.read(partial))
+        with appearing(path, model.origin) as parts:
+            _write_weights(parts, theirs, report)
+            write_companions(parts.directory, config, theirs, model.files)
+            inspect(self.read(parts.directory))
         return path
 
 
@@ -152,19 +153,23 @@ def _theirs(model: Model) -> Iterator[tuple[str, Stored]]:
             yield name, part
 
 
-def _write_weights(partial: Path, theirs: Mapping[str, Stored], report: Report) -> None:
+def _write_weights(parts: Parts, theirs: Mapping[str, Stored], report: Report) -> None:
     """The weights' files, and which has which tensor where they are several."""
-    parts = shards(theirs, _SHARD)
+    files = shards(theirs, _SHARD)
     names = [WEIGHTS]
-    if len(parts) > 1:
-        last = len(parts)
+    if len(files) > 1:
+        last = len(files)
         names = [f"model-{i:05d}-of-{last:05d}.safetensors" for i in range(1, last + 1)]
-    for name, tensors in zip(names, parts, strict=True):
-        write_file(partial / name, tensors, report)
-    if len(parts) > 1:
+    for name, tensors in zip(names, files, strict=True):
+        if parts.kept(name):
+            report(sum(map(size_of, tensors.values())))
+            continue
+        write_file(parts.directory / name, tensors, report)
+        parts.finish(name)
+    if len(files) > 1:
         places = {
-            tensor: name for name, tensors in zip(names, parts, strict=True) for tensor in tensors
+            tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors
         }
         index = {"metadata": {"total_size": sum(map(size_of, theirs.values()))}}
         text = json.dumps({**index, "weight_map": dict(sorted(places.items()))}, indent=2)
-        write_atomic(partial / INDEX, text + "\n", PUBLIC)
+        write_atomic(parts.directory / INDEX, text + "\n", PUBLIC)
