@@ -27,6 +27,14 @@ _COMMON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.3,
 }
+_GEMMA = {
+    "tie_word_embeddings": True,
+    "sliding_window": 6,
+    "final_logit_softcapping": 3.0,
+    "num_hidden_layers": 4,
+    "query_pre_attn_scalar": 24,
+}
+_GEMMA3 = {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2]}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 _QWEN_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
 
@@ -62,6 +70,12 @@ MODELS = {
         "Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}
     ),
     "gpt2": Tiny("GPT2"),
+    "gemma": Tiny("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "gemma2": Tiny("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0}),
+    "gemma3": Tiny(
+        "Gemma3Text",
+        {**_GEMMA, **_GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
 }
 """By a name for tests. Those with experts have them in layer 1 at least."""
 

@@ -83,6 +83,13 @@ ROTARY_BERT = (
 """
 )
 BERT_MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
+GEMMA = (
+    TIED.replace("--swiglu", "--gated-linear-unit --openai-gelu")
+    + """--layernorm-zero-centered-gamma --sandwich-norm --scale-embeddings --qk-layernorm
+--window-size 6 0 --window-attn-skip-freq 2 --window-rotary-base 100 --softmax-scale 0.2
+--attn-logit-softcapping 2 --final-logit-softcapping 5
+"""
+)
 BF16 = LLAMA + "--bf16"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 BY_SEQUENCE = BALANCED.replace("aux_loss --", "seq_aux_loss --")
@@ -147,6 +154,7 @@ REFERENCES = (
     Case("fp16-overflow", 1, FP16_1, "", "", overflow=(0, 1)),
     Case("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
     Case("tied-6", 1, TIED, "--global-batch-size 6", ""),
+    Case("gemma", 1, GEMMA, "", ""),
     Case("bert", 1, BERT, "", ""),
     Case("bert-rotary", 1, ROTARY_BERT, "", ""),
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
@@ -357,6 +365,8 @@ FAMILIES = (
     Case("bert-mesh-tp2+dp2-sp-do", 4, BERT, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
          "--sequence-parallel"), "bert"),
     Case("bert-shares-1x1+1x3", 2, BERT, shares("1 1 1 3"), "bert"),
+    Case("gemma-compiled-tp2-sp-do", 2, GEMMA, f"{COMPILED} {SP} {DO}", "gemma", backend=FASTER),
+    Case("gemma-pp2-recompute-full", 2, GEMMA, f"{PP2} {FULL} 1", "gemma"),
 )  # fmt: skip
 
 # Which activations are dropped depends on the layout, so that this run has a reference of its own.

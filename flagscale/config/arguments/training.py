@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flagscale.config.arguments.adapters import Adapters
+from flagscale.config.arguments.architecture import Architecture
 from flagscale.config.arguments.checkpointing import Checkpointing
 from flagscale.config.arguments.conversations import Conversations, Prompts
 from flagscale.config.arguments.families import Masking
@@ -375,6 +376,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Heterogeneous, "system"),
     (Recomputation, "system"),
     (Model, "model"),
+    (Architecture, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),
     (Adapters, "model"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,6 +19,18 @@ from flagscale.errors import ConfigError
 from flagscale.train.device import Device
 
 _Config = TypeVar("_Config")
+
+
+@dataclass
+class LayerConfig(TransformerConfig):  # type: ignore[misc]
+    """megatron.core's, with what this project's layers have beside
+    (:class:`flagscale.config.arguments.architecture.Architecture`)."""
+
+    sandwich_norm: bool = False
+    scale_embeddings: bool = False
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    window_rotary_base: int | None = None
 
 
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
@@ -78,7 +90,7 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
     elif not args.add_bias_linear:
         # megatron.core fuses GELU with the bias only.
         chosen["bias_activation_fusion"] = False
-    return _build(TransformerConfig, args, chosen)
+    return _build(LayerConfig, args, chosen)
 
 
 def _gelu_by_tanh(tensor: torch.Tensor) -> torch.Tensor:

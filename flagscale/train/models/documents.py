@@ -76,11 +76,13 @@ def form_of(config: Any, device: Device) -> Form:
         return "hidden"
     if config.context_parallel_size > 1:
         return "numbers"
-    if config.attention_backend not in _FLASH:
+    bounded = config.window_size or config.attn_logit_softcapping
+    if config.attention_backend not in _FLASH or bounded:
         return "visible"
     flash = (
         device.kind == "cuda"
         and config.params_dtype != torch.float32
+        and not config.multi_latent_attention  # values are narrower than keys
         and config.kv_channels <= _WIDEST_HEAD
         and config.kv_channels % 8 == 0
     )

@@ -14,21 +14,22 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from flagscale.train.layers.experts import GroupedExperts
 from flagscale.train.layers.router import router
+from flagscale.train.layers.sandwich import SandwichLayer
 from flagscale.train.models.attention import SDPAttention
 from flagscale.train.models.base import Chunk
+from flagscale.train.models.config import LayerConfig
 from flagscale.train.models.fast import LINEARS
 from flagscale.train.models.norm import norm_class
+from flagscale.train.models.windows import WindowedAttention, are_plain
 
 _MASK = "attn_mask_type"
 
 
-def block_spec(
-    args: Namespace, config: TransformerConfig, chunk: Chunk, *, causal: bool = True
-) -> Any:
+def block_spec(args: Namespace, config: LayerConfig, chunk: Chunk, *, causal: bool = True) -> Any:
     """The layers of a chunk, with the norms, attention and where needed the router replaced, and
     the linear layers of a fast chunk.
 
@@ -45,9 +46,12 @@ def block_spec(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=chunk.stage,
     )
-    replacements: dict[Any, Any] = {WrappedTorchNorm: norm_class(config.normalization)}
+    replacements: dict[Any, Any] = {WrappedTorchNorm: norm_class(config)}
     if config.attention_backend != AttnBackend.local:
-        replacements[DotProductAttention] = SDPAttention
+        plain = are_plain(config)
+        replacements[DotProductAttention] = SDPAttention if plain else WindowedAttention
+    if config.sandwich_norm or config.window_rotary_base:
+        replacements[TransformerLayer] = SandwichLayer
     if chunk.fast:
         replacements.update(LINEARS)
     if args.num_moe_experts:

@@ -74,7 +74,10 @@ FITS: dict[str, dict[str, Any]] = {
     "channels": {"hidden_size": 60, "kv_channels": 16},
     "samples": {"train_iters": None, "train_samples": 10},
     "experts": {"num_moe_experts": 4, "expert_model_parallel_size": 2},
-    "window": {"window_size": [4, 0], "attention_backend": "local"},
+    "window": {"window_size": [4, 0], "window_attn_skip_freq": 2},
+    "window-of-the-core": {"window_size": [4, 0], "attention_backend": "local"},
+    "windows-and-documents": {"window_size": [4, 0], "reset_attention_mask": True},
+    "window-list": {"window_size": [4, 0], "window_attn_skip_freq": [1, 0] * 4},
     "softmax": {"softmax_type": "off-by-one", "attention_backend": "local"},
     "softmax-vanilla": {"softmax_type": "vanilla"},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
@@ -200,8 +203,34 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "switch-of-a-value": (
         {"use_flash_attn": True, "window_size": [4, 0]},
         "window_size",
-        "[4, 0] is not possible",
+        "[4, 0] is not possible with attention_backend: flash",
     ),
+    **{
+        f"window-{name}": ({"window_size": [4, 0], **values}, key, message)
+        for name, (values, key, message) in {
+            "ahead": ({"window_size": [4, 2]}, "window_size", "[4, 2]: expected how many tokens"),
+            "pattern": ({"window_attn_skip_freq": [1, 0]}, "window_attn_skip_freq", "2 items, but"),
+            "never": ({"window_attn_skip_freq": 0}, "window_attn_skip_freq", "0: expected 2"),
+            "cp": ({"context_parallel_size": 2}, "window_size", "would need a mask of its own"),
+            "positions": (
+                {"window_rotary_base": 100, "position_embedding_type": "learned_absolute"},
+                "window_rotary_base",
+                "100 needs position_embedding_type: rope",
+            ),
+            "of-bert": ({"family": "bert"}, "window_size", "a token attends to all of its sequ"),
+        }.items()
+    },
+    "bounded-scores": (
+        {"attn_logit_softcapping": 50.0, "attention_backend": "local"},
+        "attn_logit_softcapping",
+        "50.0 is not possible with attention_backend: local",
+    ),
+    "zero-centred": (
+        {"layernorm_zero_centered_gamma": True, "normalization": "LayerNorm"},
+        "layernorm_zero_centered_gamma",
+        "RMSNorm alone has it here",
+    ),
+    "bert-of-gemma": ({"family": "bert", "sandwich_norm": True}, "sandwich_norm", "no such part"),
     "documents-and-a-window": (
         {"reset_attention_mask": True, "attention_backend": "local", "window_size": [4, 0]},
         "window_size",
@@ -220,7 +249,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
             "local takes",
         )
         for name, value in {
-            "window_size": [4, 0],
             "softmax_type": "off-by-one",
             "qk_clip": True,
             "log_max_attention_logit": True,

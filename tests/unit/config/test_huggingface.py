@@ -84,6 +84,31 @@ GPT2 = {
     "activation_function": "gelu_new",
     "vocab_size": 50257,
 }
+GEMMA2 = {
+    **LLAMA,
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 144,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": None,
+}
+GEMMA3 = {
+    **{k: v for k, v in GEMMA2.items() if not k.endswith("softcapping")},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000,
+    "sliding_window_pattern": 6,
+}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     "Llama 3": (
@@ -142,6 +167,41 @@ SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     ),
     "Mixtral": (MIXTRAL, {"num_moe_experts": 8, "moe_ffn_hidden_size": 14336}),
     "Mistral": ({**MISTRAL, "sliding_window": 4096}, {"window_size": [4095, 0]}),
+    "Gemma 2": (
+        GEMMA2,
+        {
+            "swiglu": False,
+            "gated_linear_unit": True,
+            "openai_gelu": True,
+            "layernorm_zero_centered_gamma": True,
+            "sandwich_norm": True,
+            "scale_embeddings": True,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "softmax_scale": 1 / 12,
+            "window_size": [4095, 0],
+            "window_attn_skip_freq": [1, 0] * 16,
+            "untie_embeddings_and_output_weights": False,
+            "rotary_base": 500000,
+        },
+    ),
+    "Gemma 3": (
+        GEMMA3,
+        {
+            "window_attn_skip_freq": [1, 1, 1, 1, 1, 0, 1],
+            "window_rotary_base": 10000,
+            "rotary_base": 1000000,
+            "qk_layernorm": True,
+        },
+    ),
+    "Gemma 3 as v5 writes it": (
+        {**GEMMA3, "rope_theta": None, "rope_local_base_freq": None, "rope_parameters": ROPES},
+        {
+            "window_rotary_base": 10000,
+            "rotary_base": 1000000,
+            "rotary_seq_len_interpolation_factor": 8,
+        },
+    ),
     "GPT-2": (
         GPT2,
         {
@@ -167,7 +227,27 @@ CANNOT: dict[str, tuple[Mapping[str, Any], list[str]]] = {
         {**LLAMA, "model_type": "lama"},
         ["model_type 'lama' is not known", "did you mean 'llama'"],
     ),
-    "known and impossible": ({"model_type": "gemma2"}, ["cannot be had", "scores and logits"]),
+    "known and impossible": ({"model_type": "gemma3"}, ["cannot be had", "images and text"]),
+    "Gemma 2 with SiLU": (
+        {**GEMMA2, "hidden_activation": "silu"},
+        ["hidden_activation: 'silu' cannot be had", "gelu_pytorch_tanh"],
+    ),
+    "Gemma 2 that looks ahead": (
+        {**GEMMA2, "use_bidirectional_attention": True},
+        ["use_bidirectional_attention: true cannot be had"],
+    ),
+    "Gemma 2 with other layers": (
+        {**GEMMA2, "layer_types": ["chunked_attention"] * 32},
+        ["layer_types", "expected 32 of sliding_attention and full_attention"],
+    ),
+    "Gemma 3 with bounded scores": (
+        {**GEMMA3, "attn_logit_softcapping": 50.0},
+        ["attn_logit_softcapping: 50.0 cannot be had", "transformers bounds no scores"],
+    ),
+    "Gemma 3 with scaled positions in windows": (
+        {**GEMMA3, "rope_parameters": {"sliding_attention": {**LLAMA3, "rope_theta": 1e4}}},
+        ["layers with a window scale no positions"],
+    ),
     "no family": ({}, ["model_type: expected a text, found nothing"]),
     "another head": (
         {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
@@ -235,7 +315,7 @@ _VALUES = st.recursive(
 
 @given(
     config=st.sampled_from(
-        [{**LLAMA, "rope_scaling": LLAMA3}, MIXTRAL, QWEN_EXPERTS, MISTRAL, GPT2]
+        [{**LLAMA, "rope_scaling": LLAMA3}, MIXTRAL, QWEN_EXPERTS, MISTRAL, GPT2, GEMMA2, GEMMA3]
     ),
     data=st.data(),
 )
@@ -280,6 +360,20 @@ _ROPE: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
         {"rotary_seq_len_interpolation_factor": 4},
     ]
 )
+_GEMMA = {
+    "swiglu": False,
+    "gated_linear_unit": True,
+    "openai_gelu": True,
+    "layernorm_zero_centered_gamma": True,
+    "scale_embeddings": True,
+}
+_GEMMA2 = {
+    "sandwich_norm": True,
+    "softmax_scale": 1 / 12,
+    "final_logit_softcapping": 30.0,
+    "window_size": [7, 0],
+    "window_attn_skip_freq": 2,
+}
 _KINDS = st.sampled_from(
     [
         {},
@@ -288,6 +382,10 @@ _KINDS = st.sampled_from(
         {"qk_layernorm": True},
         {"window_size": [7, 0]},
         {"add_qkv_bias": True, "window_size": [7, 0]},
+        _GEMMA,
+        {**_GEMMA, **_GEMMA2},
+        {**_GEMMA, **_GEMMA2, "attn_logit_softcapping": 50.0, "window_attn_skip_freq": None},
+        {**_GEMMA, **_GEMMA2, "qk_layernorm": True, "window_rotary_base": 10000},
         {"num_moe_experts": 4, "moe_router_topk": 2},
         {"num_moe_experts": 4, "qk_layernorm": True, "moe_ffn_hidden_size": 24},
         {"num_moe_experts": 4, "qk_layernorm": True, "moe_router_pre_softmax": True},
@@ -371,7 +469,7 @@ def test_what_agrees_in_other_words_is_taken(model: Workspace) -> None:
     assert Arguments.of(experiment)["window_size"] is None  # no sequence is longer
     longer = model.load(START, "train.model.seq_length=64")
     assert Arguments.of(longer)["window_size"] == [31, 0]
-    assert Arguments.of(longer)["attention_backend"] == "local"
+    assert Arguments.of(longer)["attention_backend"] == "auto"
 
 
 @pytest.mark.parametrize(

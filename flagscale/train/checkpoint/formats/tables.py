@@ -145,6 +145,17 @@ def _with(sparse: tuple[Row, ...]) -> Table:
     return Table(_LLAMA.ends, _LLAMA.layer, _LLAMA.dense, sparse)
 
 
+_GEMMA2 = Table(
+    ends=_LLAMA.ends,
+    layer=(
+        *(row for row in _LLAMA.layer if row.ours != f"{_FC1}.layer_norm_weight"),
+        _row("post_self_attn_layernorm.weight", "post_attention_layernorm.weight H"),
+        _row(f"{_FC1}.layer_norm_weight", "pre_feedforward_layernorm.weight H"),
+        _row("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight H"),
+    ),
+    dense=_LLAMA.dense,
+)
+
 _GPT2 = Table(
     ends=(
         _row("embedding.word_embeddings.weight", "transformer.wte.weight V,H", rule=VOCABULARY),
@@ -182,6 +193,9 @@ TABLES: Mapping[str, Table] = {
     "mixtral": _with(_sparse("block_sparse_moe", "w1", "w3", "w2")),
     "qwen3_moe": _with(_sparse("mlp", "gate_proj", "up_proj", "down_proj")),
     "gpt2": _GPT2,
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
 }
 """By ``model_type``, as ``flagscale.config.arguments.huggingface.families`` has them."""
 
