@@ -90,6 +90,22 @@ GEMMA = (
 --attn-logit-softcapping 2 --final-logit-softcapping 5
 """
 )
+LATENT = (
+    LLAMA.replace("--num-query-groups 2", "")
+    + """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 12 --qk-head-dim 12
+--qk-pos-emb-head-dim 4 --v-head-dim 10 --qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 1
+--original-max-position-embeddings 8
+"""
+)
+LATENT_MOE = (
+    LATENT
+    + """--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32 --moe-layer-freq [0]+[1]*3
+--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
+--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2
+--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
+"""
+)
 BF16 = LLAMA + "--bf16"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 BY_SEQUENCE = BALANCED.replace("aux_loss --", "seq_aux_loss --")
@@ -100,6 +116,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 MBS2, MBS3 = "--micro-batch-size 2", "--micro-batch-size 3 --global-batch-size 6"
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 DO = "--use-distributed-optimizer"
@@ -155,6 +172,8 @@ REFERENCES = (
     Case("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
     Case("tied-6", 1, TIED, "--global-batch-size 6", ""),
     Case("gemma", 1, GEMMA, "", ""),
+    Case("latent", 1, LATENT, "", ""),
+    Case("latent-moe", 1, LATENT_MOE, "", ""),
     Case("bert", 1, BERT, "", ""),
     Case("bert-rotary", 1, ROTARY_BERT, "", ""),
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
@@ -367,6 +386,11 @@ FAMILIES = (
     Case("bert-shares-1x1+1x3", 2, BERT, shares("1 1 1 3"), "bert"),
     Case("gemma-compiled-tp2-sp-do", 2, GEMMA, f"{COMPILED} {SP} {DO}", "gemma", backend=FASTER),
     Case("gemma-pp2-recompute-full", 2, GEMMA, f"{PP2} {FULL} 1", "gemma"),
+    Case("latent-tp2", 2, LATENT, TP2, "latent", backend=FASTER),
+    Case("latent-cp2", 2, LATENT, CP2, "latent", backend=FASTER),
+    Case("latent-moe-compiled-tp2-sp-ep2-do", 2, LATENT_MOE, f"{COMPILED} {SP} {DO} {EP2} "
+         "--expert-tensor-parallel-size 1", "latent-moe", backend=FASTER),
+    Case("latent-moe-pp2-ep2", 4, LATENT_MOE, f"{PP2} {EP2}", "latent-moe", backend=FASTER),
 )  # fmt: skip
 
 # Which activations are dropped depends on the layout, so that this run has a reference of its own.

@@ -20,7 +20,6 @@ from flagscale.config.arguments.values import shown
 REFUSED: Mapping[str, str] = {
     "use_megatron_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
     "use_custom_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
-    "multi_latent_attention": "there is no multi-latent attention without Transformer Engine",
     "mtp_num_layers": "multi-token prediction is not built",
     "moe_permute_fusion": "it needs Transformer Engine's fused permutation",
     "moe_router_fusion": "it needs Transformer Engine's fused router",
@@ -153,7 +152,7 @@ NEEDS: tuple[Need, ...] = (
         "multi_latent_attention",
         "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim beta_fast "
         "beta_slow mscale mscale_all_dim rotary_scaling_factor "
-        "original_max_position_embeddings",
+        "original_max_position_embeddings rope_type",
     ),
     Need("mtp_num_layers", "mtp_loss_scaling_factor"),
     Need(

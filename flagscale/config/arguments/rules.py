@@ -23,6 +23,7 @@ from flagscale.config.arguments import (
     families,
     growth,
     idle,
+    latent,
     layout,
     precision,
 )
@@ -34,7 +35,7 @@ from flagscale.errors import CheckpointError
 _NOT_RECOMPUTED: Mapping[str, str] = {
     "layernorm": "needs Transformer Engine",
     "moe_act": "needs Transformer Engine's grouped experts",
-    "mla_up_proj": "needs multi-latent attention, which is not built",
+    "mla_up_proj": "is not built: of multi-latent attention, take core_attn",
 }
 _LOCAL_ATTENTION: Mapping[str, Any] = {
     "softmax_type": "vanilla",
@@ -63,6 +64,7 @@ def broken(values: Values) -> list[Broken]:
         _not_built,
         _attention,
         architecture.broken,
+        latent.broken,
         _documents,
         conversations.broken,
         adapters.broken,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from flagscale.config.arguments.huggingface.deepseek import DeepSeek
 from flagscale.config.arguments.huggingface.gemma import Gemma
 from flagscale.config.arguments.huggingface.gpt2 import GPT2
 from flagscale.config.arguments.huggingface.llama import LlamaLike
@@ -65,14 +66,14 @@ FAMILIES: Mapping[str, Family] = {
             period=6,
             absent={"max_position_embeddings": 131072},
         ),
+        DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM", sigmoid=False, best=1),
+        DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", sigmoid=True, best=2),
     )
 }
 """By ``model_type``, in the order in which a model of ours is tried to be said by one."""
 
 REFUSED: Mapping[str, str] = {
     "gemma3": "it is a model of images and text; those of text are gemma3_text",
-    "deepseek_v2": "it has multi-latent attention, which this trainer does not",
-    "deepseek_v3": "it has multi-latent attention, which this trainer does not",
     "qwen2_moe": "its shared expert has a gate",
     "phi3": "its projections are fused in a way that is not read",
     "opt": "its ReLU and the place of its positions cannot be said",

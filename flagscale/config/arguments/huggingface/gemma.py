@@ -128,7 +128,7 @@ class Gemma(LlamaLike):
         pattern = pattern * values["num_layers"] if len(pattern) == 1 else pattern
         window = values["window_size"]
         made |= {
-            "query_pre_attn_scalar": _whole(values["softmax_scale"] ** -2),
+            "query_pre_attn_scalar": _whole((values["softmax_scale"] or 1.0) ** -2),
             "layer_types": [KINDS[not sliding] for sliding in pattern],
             "sliding_window": 4096 if window is None else window[0] + 1,
             **{name: values[name] for name in _CAPS},

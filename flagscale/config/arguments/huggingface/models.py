@@ -53,6 +53,19 @@ FUNCTION = (
     "window_rotary_base",
     "softmax_scale",
     "softmax_type",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
     "attention_output_gate",
     "glu_linear_offset",
     "activation_func_clamp_value",
@@ -64,6 +77,7 @@ FUNCTION = (
     "moe_router_score_function",
     "moe_router_enable_expert_bias",
     "moe_router_num_groups",
+    "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
     "moe_shared_expert_intermediate_size",
     "moe_apply_probs_on_input",
@@ -92,11 +106,29 @@ def effective(values: Values) -> dict[str, Any]:
         out["bias_activation_fusion"] = True  # of no consequence
     if not out["use_rope_scaling"]:
         out["rope_scaling_factor"] = defaults["rope_scaling_factor"]
-    if out["softmax_scale"] is None:
-        out["softmax_scale"] = out["kv_channels"] ** -0.5
+    _write_out_latents(out, defaults)
     _write_out_windows(out)
     _write_out_experts(out, defaults)
     return out
+
+
+_LATENT = FUNCTION[FUNCTION.index("multi_latent_attention") : FUNCTION.index("mscale_all_dim") + 1]
+"""Of them those of multi-latent attention."""
+_YARN = FUNCTION[FUNCTION.index("rotary_scaling_factor") : FUNCTION.index("mscale_all_dim") + 1]
+"""Of these those of its scaled positions."""
+
+
+def _write_out_latents(out: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    if not out["multi_latent_attention"]:
+        out.update({name: defaults[name] for name in _LATENT}, multi_latent_attention=False)
+        if out["softmax_scale"] is None:
+            out["softmax_scale"] = out["kv_channels"] ** -0.5
+        return
+    out["rope_type"] = out["rope_type"] or "yarn"
+    if out["rope_type"] == "rope":
+        out.update({name: defaults[name] for name in _YARN})
+    out["kv_channels"] = out["qk_head_dim"] + out["qk_pos_emb_head_dim"]
+    out["num_query_groups"] = out["num_attention_heads"]
 
 
 def _write_out_windows(out: dict[str, Any]) -> None:
@@ -122,6 +154,8 @@ def _write_out_experts(out: dict[str, Any], defaults: Mapping[str, Any]) -> None
     if isinstance(pattern, int):
         pattern = [int(i % pattern == 0) for i in range(out["num_layers"])]
     out["moe_layer_freq"] = list(pattern)
+    if out["moe_router_topk_scaling_factor"] == 1:
+        out["moe_router_topk_scaling_factor"] = None
     if all(pattern):
         out["ffn_hidden_size"] = out["moe_ffn_hidden_size"]  # no layer has it
 

@@ -17,19 +17,24 @@ _LLAMA3 = {
 """What megatron.core has written into its code."""
 
 
-def rope(read: Reading) -> dict[str, Any]:
-    """Base and scaling of rotary positions, as config.json has them before and since v5 of
-    transformers."""
+def base_of(read: Reading) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The base of rotary positions, and their scaling as it is given, with its kind."""
     scaling = read.section("rope_parameters") or read.section("rope_scaling")
     theta = scaling.get("rope_theta") or read.get("rope_theta")
     if not is_number(theta) or theta != int(theta) or theta < 1:
         read.refuse("rope_theta", theta, "rotary_base is a whole number from 1")
         theta = 1
-    found: dict[str, Any] = {"rotary_base": int(theta)}
     share = scaling.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0
     if share != 1.0:
         read.refuse("partial_rotary_factor", share, "this family rotates whole heads")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    return {"rotary_base": int(theta)}, scaling, kind
+
+
+def rope(read: Reading) -> dict[str, Any]:
+    """Base and scaling of rotary positions, as config.json has them before and since v5 of
+    transformers."""
+    found, scaling, kind = base_of(read)
     factor: Any = scaling.get("factor")
     if kind == "llama3":
         given = {name: scaling.get(name) for name in _LLAMA3}

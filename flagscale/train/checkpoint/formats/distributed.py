@@ -109,8 +109,8 @@ class Distributed:
 
 def describe(model: Model) -> dict[str, Any]:
     """The manifest's words on a converted checkpoint."""
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in model.tensors.values()}
-    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(next(iter(kinds)), "fp32")
+    kind = str(model.tensors["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
     size = model.values["vocab_size"]
     return {
         "architecture": architecture(_told(model.values)),
