@@ -35,7 +35,7 @@ from flagscale.errors import CheckpointError
 _NOT_RECOMPUTED: Mapping[str, str] = {
     "layernorm": "needs Transformer Engine",
     "moe_act": "needs Transformer Engine's grouped experts",
-    "mla_up_proj": "is not built: of multi-latent attention, take core_attn",
+    "mla_up_proj": "needs a checkpoint inside multi-latent attention, which is not built",
 }
 _LOCAL_ATTENTION: Mapping[str, Any] = {
     "softmax_type": "vanilla",
