@@ -14,6 +14,9 @@ from typing import Any
 from chat_files import write_talks, write_tokenizer
 from needs import why_no_compiler
 
+from flagscale.config.arguments.flatten import flatten
+from flagscale.config.load import load
+
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
 
@@ -392,6 +395,19 @@ FAMILIES = (
          "--expert-tensor-parallel-size 1", "latent-moe", backend=FASTER),
     Case("latent-moe-pp2-ep2", 4, LATENT_MOE, f"{PP2} {EP2}", "latent-moe", backend=FASTER),
 )  # fmt: skip
+
+EXAMPLES = ("deepseek", "gemma", "gpt2", "mistral", "qwen2.5")
+"""Directories of examples whose small model trains for a few steps, on made-up tokens."""
+
+
+def example(name: str) -> Case:
+    """The small model of a directory of examples."""
+    conf = ROOT / "examples" / name / "conf"
+    sections = load(conf, "train", ["train=tiny", "action=dryrun"]).experiment.train.sections()
+    words = flatten({**sections, "data": {"mock_data": True, "vocab_size": 1000}})
+    more = "--train-iters 3 --eval-iters 1 --lr-warmup-iters 0 --seq-length 64"
+    return Case(f"example-{name}", 1, " ".join(words), more, "")
+
 
 # Which activations are dropped depends on the layout, so that this run has a reference of its own.
 DROPPED = Case(

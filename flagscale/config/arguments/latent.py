@@ -80,6 +80,7 @@ def _split(values: Values) -> Iterator[Broken]:
         sizes["kv_lora_rank"] += values["qk_pos_emb_head_dim"]
     for name, size in sizes.items():
         if size and size % tp:
-            what = " + qk_pos_emb_head_dim" if name == "kv_lora_rank" else ""
-            message = f"{values[name]}{what} = {size} is not divisible by "
-            yield name, f"{message}tensor_model_parallel_size {tp}"
+            more = f" + qk_pos_emb_head_dim {values['qk_pos_emb_head_dim']} = {size}"
+            what = more if name == "kv_lora_rank" else ""
+            message = f"{values[name]}{what} is not divisible by tensor_model_parallel_size {tp}"
+            yield name, message

@@ -37,6 +37,7 @@ def _experiment(values: dict[str, Any], *, external: bool = False) -> Experiment
     )
 
 
+LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope"}
 TALKS = {"sft": True, "data_path": "a.jsonl", "mock_data": False}
 
 
@@ -74,6 +75,12 @@ FITS: dict[str, dict[str, Any]] = {
     "channels": {"hidden_size": 60, "kv_channels": 16},
     "samples": {"train_iters": None, "train_samples": 10},
     "experts": {"num_moe_experts": 4, "expert_model_parallel_size": 2},
+    "latent": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 16,
+        "tensor_model_parallel_size": 2,
+        "position_embedding_type": "rope",
+    },
     "window": {"window_size": [4, 0], "window_attn_skip_freq": 2},
     "window-of-the-core": {"window_size": [4, 0], "attention_backend": "local"},
     "windows-and-documents": {"window_size": [4, 0], "reset_attention_mask": True},
@@ -220,6 +227,33 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
             "of-bert": ({"family": "bert"}, "window_size", "a token attends to all of its sequ"),
         }.items()
     },
+    **{
+        f"latent-{name}": ({**LATENT, **values}, key, message)
+        for name, (values, key, message) in {
+            "positions": (
+                {"position_embedding_type": "learned_absolute"},
+                "position_embedding_type",
+                "'learned_absolute' with multi_latent_attention: its positions are rotary",
+            ),
+            "by-the-core": ({"attention_backend": "local"}, "attention_backend", "as wide as keys"),
+            "by-flash": ({"attention_backend": "flash"}, "attention_backend", "as wide as keys"),
+            "lora": ({"peft_type": "lora"}, "peft_type", "its projections get no adapters"),
+            "fp8": ({"fp8": "e4m3", "bf16": True}, "fp8", "its products are not cast"),
+            "window": ({"window_size": [4, 0]}, "window_size", "it has no windows here"),
+            "tp": (
+                {"tensor_model_parallel_size": 2, "q_lora_rank": 7},
+                "q_lora_rank",
+                "7 is not divisible by tensor_model_parallel_size 2",
+            ),
+            "tp-keys": (
+                {"tensor_model_parallel_size": 2, "kv_lora_rank": 7},
+                "kv_lora_rank",
+                "7 + qk_pos_emb_head_dim 64 = 71 is not divisible by tensor_model_parallel_size 2",
+            ),
+            "bert": ({"family": "bert"}, "multi_latent_attention", "attention there is not latent"),
+        }.items()
+    },
+    "yarn-alone": ({"rope_type": "yarn"}, "rope_type", "yarn needs multi_latent_attention"),
     "bounded-scores": (
         {"attn_logit_softcapping": 50.0, "attention_backend": "local"},
         "attn_logit_softcapping",
