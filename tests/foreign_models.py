@@ -95,7 +95,15 @@ MODELS = {
     "llama-tied": Tiny("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama-biases": Tiny("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "llama-linear": Tiny("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "qwen2": Tiny("Qwen2", {"num_hidden_layers": 4}),
+    "qwen2": Tiny(
+        "Qwen2",
+        {
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 3,
+        },
+    ),
     "qwen3": Tiny("Qwen3", {"head_dim": 16}),
     "mistral": Tiny("Mistral", {"sliding_window": 6}),
     "mixtral": Tiny("Mixtral", {**_EXPERTS, "sliding_window": None}),

@@ -193,6 +193,19 @@ SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
         {**QWEN2, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28},
         {"add_qkv_bias": True, "add_bias_linear": False},
     ),
+    "Qwen2.5 with windows in its last layers": (
+        {**QWEN2, "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 30},
+        {"window_size": [127, 0], "window_attn_skip_freq": [0] * 30 + [1] * 2},
+    ),
+    "Qwen2.5 with windows as v5 writes them": (
+        {
+            **QWEN2,
+            "use_sliding_window": True,
+            "sliding_window": 128,
+            "layer_types": ["full_attention", "sliding_attention"] * 16,
+        },
+        {"window_attn_skip_freq": [0, 1] * 16},
+    ),
     "Qwen3 MoE": (
         QWEN_EXPERTS,
         {
@@ -383,10 +396,6 @@ CANNOT: dict[str, tuple[Mapping[str, Any], list[str]]] = {
         ["attention_bias: true cannot be had", "biases of all projections"],
     ),
     "gelu": ({**LLAMA, "hidden_act": "gelu"}, ["hidden_act: 'gelu' cannot be had"]),
-    "windows in some layers": (
-        {**QWEN2, "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 4},
-        ["only some of the layers"],
-    ),
     "fewer bits": (
         {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
         ["quantization_config", "cannot be had"],
@@ -519,6 +528,7 @@ _KINDS = st.sampled_from(
         {"qk_layernorm": True},
         {"window_size": [7, 0]},
         {"add_qkv_bias": True, "window_size": [7, 0]},
+        {"add_qkv_bias": True, "window_size": [7, 0], "window_attn_skip_freq": 2},
         _GEMMA,
         _LATENT,
         {**_LATENT, "moe_router_num_groups": 8, "moe_router_group_topk": 4},

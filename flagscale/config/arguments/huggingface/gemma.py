@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flagscale.config.arguments.huggingface.llama import LlamaLike
+from flagscale.config.arguments.huggingface.llama import (
+    KINDS,
+    LlamaLike,
+    layer_types,
+    sliding_layers,
+)
 from flagscale.config.arguments.huggingface.reading import Reading, is_number
 from flagscale.config.arguments.huggingface.rope import rope
 
 Values = Mapping[str, Any]
 
-_SLIDING, _FULL = KINDS = ("sliding_attention", "full_attention")
+_SLIDING, _FULL = KINDS
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _TANH = "gelu_pytorch_tanh"
 _ABSENT = {
@@ -85,21 +90,11 @@ class Gemma(LlamaLike):
 
     def _sliding(self, read: Reading, config: Mapping[str, Any], layers: int) -> list[int]:
         """1 for each layer with a window."""
-        kinds = config.get("layer_types")
-        if kinds is None:
-            step = Reading({"sliding_window_pattern": self.period, **config})
-            period = step.whole("sliding_window_pattern")
-            read.problems += step.problems
-            return [int((layer + 1) % period != 0) for layer in range(layers)]
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != layers
-            or any(kind not in KINDS for kind in kinds)
-        ):
-            wanted = f"expected {layers} of {' and '.join(KINDS)}"
-            read.refuse("layer_types", kinds, wanted)
-            return [0] * layers
-        return [int(kind == _SLIDING) for kind in kinds]
+        step = Reading({"sliding_window_pattern": self.period, **config})
+        period = step.whole("sliding_window_pattern")
+        read.problems += step.problems
+        plain = [int((layer + 1) % period != 0) for layer in range(layers)]
+        return sliding_layers(read, config, layers, plain)
 
     def _both_ropes(
         self, read: Reading, config: Mapping[str, Any], pattern: list[int]
@@ -124,12 +119,10 @@ class Gemma(LlamaLike):
         made |= {"hidden_act": _TANH, "hidden_activation": _TANH}
         if not self.period:
             return made
-        pattern = values["window_attn_skip_freq"] or [int(values["window_size"] is not None)]
-        pattern = pattern * values["num_layers"] if len(pattern) == 1 else pattern
         window = values["window_size"]
         made |= {
             "query_pre_attn_scalar": _whole((values["softmax_scale"] or 1.0) ** -2),
-            "layer_types": [KINDS[not sliding] for sliding in pattern],
+            "layer_types": layer_types(values),
             "sliding_window": 4096 if window is None else window[0] + 1,
             **{name: values[name] for name in _CAPS},
         }

@@ -11,6 +11,9 @@ from flagscale.config.arguments.huggingface.rope import rope, scaling_of
 
 Values = Mapping[str, Any]
 
+KINDS = ("sliding_attention", "full_attention")
+"""Of layers: with a window, and without."""
+
 
 @dataclass(frozen=True)
 class LlamaLike:
@@ -94,12 +97,17 @@ class LlamaLike:
             return {}
         if config.get("sliding_window") is None:
             return {}
-        kinds = config.get("layer_types")
-        mixed = isinstance(kinds, list) and set(map(str, kinds)) != {"sliding_attention"}
-        if self.windows == "switched" and (mixed or (not kinds and read.get("max_window_layers"))):
-            read.refuse("use_sliding_window", True, "only some of the layers would have a window")
-        width = read.whole("sliding_window")
-        return {"window_size": [width - 1, 0]}
+        width = {"window_size": [read.whole("sliding_window") - 1, 0]}
+        if self.windows == "all":
+            return width
+        layers, first = read.whole("num_hidden_layers", most=MOST_PARTS), 0
+        if config.get("max_window_layers") != 0:
+            first = Reading(config, {"max_window_layers": 28}).whole("max_window_layers")
+        plain = [int(layer >= first) for layer in range(layers)]
+        pattern = sliding_layers(read, config, layers, plain)
+        if all(pattern):
+            return width
+        return {**width, "window_attn_skip_freq": pattern} if any(pattern) else {}
 
     def _experts(self, read: Reading, config: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -148,6 +156,8 @@ class LlamaLike:
             made["sliding_window"] = None if window is None else window[0] + 1
         if self.windows == "switched":
             made |= {"use_sliding_window": window is not None, "max_window_layers": 0}
+            if values["window_attn_skip_freq"]:
+                made["layer_types"] = layer_types(values)
         if self.experts and values["num_moe_experts"]:
             made |= self._expert_config(values)
         return made
@@ -169,3 +179,22 @@ class LlamaLike:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [i for i, sparse in enumerate(pattern) if not sparse],
         }
+
+
+def sliding_layers(
+    read: Reading, config: Mapping[str, Any], layers: int, plain: list[int]
+) -> list[int]:
+    """1 for each layer with a window, as ``layer_types`` says; ``plain`` where it is missing."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return plain
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in KINDS for k in kinds):
+        read.refuse("layer_types", kinds, f"expected {layers} of {' and '.join(KINDS)}")
+        return [0] * layers
+    return [int(kind == KINDS[0]) for kind in kinds]
+
+
+def layer_types(values: Values) -> list[str]:
+    """The kind of each layer, of arguments written out."""
+    every = [int(values["window_size"] is not None)] * values["num_layers"]
+    return [KINDS[not sliding] for sliding in values["window_attn_skip_freq"] or every]
