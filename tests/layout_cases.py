@@ -109,6 +109,10 @@ LATENT_MOE = (
 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
 """
 )
+DOCUMENTS = f"--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0"
+GEMMA_APART = GEMMA.replace("--mock-data", f"{DOCUMENTS} --reset-attention-mask --eod-mask-loss")
+GEMMA_APART += "--reset-position-ids"
+LATENT_APART = LATENT.replace("--mock-data", f"{DOCUMENTS} --reset-attention-mask --eod-mask-loss")
 BF16 = LLAMA + "--bf16"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 BY_SEQUENCE = BALANCED.replace("aux_loss --", "seq_aux_loss --")
@@ -177,6 +181,8 @@ REFERENCES = (
     Case("gemma", 1, GEMMA, "", ""),
     Case("latent", 1, LATENT, "", ""),
     Case("latent-moe", 1, LATENT_MOE, "", ""),
+    Case("gemma-apart", 1, GEMMA_APART, "", ""),
+    Case("latent-apart", 1, LATENT_APART, "", ""),
     Case("bert", 1, BERT, "", ""),
     Case("bert-rotary", 1, ROTARY_BERT, "", ""),
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
@@ -389,6 +395,8 @@ FAMILIES = (
     Case("bert-shares-1x1+1x3", 2, BERT, shares("1 1 1 3"), "bert"),
     Case("gemma-compiled-tp2-sp-do", 2, GEMMA, f"{COMPILED} {SP} {DO}", "gemma", backend=FASTER),
     Case("gemma-pp2-recompute-full", 2, GEMMA, f"{PP2} {FULL} 1", "gemma"),
+    Case("gemma-apart-compiled-tp2-sp", 2, GEMMA_APART, f"{COMPILED} {SP}", "gemma-apart"),
+    Case("latent-apart-cp2", 2, LATENT_APART, CP2, "latent-apart"),
     Case("latent-tp2", 2, LATENT, TP2, "latent", backend=FASTER),
     Case("latent-cp2", 2, LATENT, CP2, "latent", backend=FASTER),
     Case("latent-moe-compiled-tp2-sp-ep2-do", 2, LATENT_MOE, f"{COMPILED} {SP} {DO} {EP2} "

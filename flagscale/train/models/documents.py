@@ -125,15 +125,15 @@ def attend_within(
     Args:
         query: ``[sequence, batch, heads, width]``.
         key: as ``query``, with as many heads as there are query groups.
-        value: as ``key``.
+        value: as ``key``, of any width.
         found: ends of documents.
         scale: of the scores; one over the root of ``width`` if None.
         dropout: share of the scores that is dropped.
 
     Returns:
-        ``[batch, heads, sequence, width]``.
+        ``[batch, heads, sequence, width of values]``.
     """
-    sequence, batch, heads, width = query.shape
+    sequence, batch, heads, _ = query.shape
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
     if query.device.type == "cuda":
         out: torch.Tensor = torch.ops.aten._flash_attention_forward(
@@ -154,7 +154,7 @@ def attend_within(
             for begin, end in pairwise(found.tolist())
         ]
         out = torch.cat(parts, 1).transpose(0, 1)
-    return out.reshape(batch, sequence, heads, width).transpose(1, 2)
+    return out.reshape(batch, sequence, heads, value.shape[-1]).transpose(1, 2)
 
 
 def attend_masked(

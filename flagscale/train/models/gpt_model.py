@@ -50,6 +50,9 @@ class _Scaled:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # In the embedding's precision, as its weights were trained with.
+        root = torch.tensor(math.sqrt(self.config.hidden_size), dtype=self.config.params_dtype)
+        self.embedding_scale = float(root)
         if self.post_process and self.config.final_logit_softcapping:
             self.output_layer.register_forward_hook(_bound)
         if base := self.config.window_rotary_base:
@@ -66,8 +69,7 @@ class _Scaled:
     def _preprocess(self, *args: Any, **options: Any) -> Any:
         hidden, *rest = super()._preprocess(*args, **options)  # type: ignore[misc]
         if self.pre_process and self.config.scale_embeddings:
-            # By a factor of the embedding's precision, as the weights were trained with.
-            hidden = hidden * hidden.new_tensor(math.sqrt(self.config.hidden_size))
+            hidden = hidden * self.embedding_scale
         return hidden, *rest
 
 

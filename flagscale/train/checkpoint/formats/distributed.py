@@ -128,6 +128,8 @@ def _told(values: Mapping[str, Any]) -> dict[str, Any]:
     unread = {"gated_linear_unit": None}  # swiglu says it
     if values["num_moe_experts"] and all(values["moe_layer_freq"]):
         unread["ffn_hidden_size"] = None
+    if values["multi_latent_attention"]:
+        unread |= {"kv_channels": None, "num_query_groups": None}
     return {**values, **unread}
 
 

@@ -32,12 +32,12 @@ class Sizes:
     inner: int
     expert_inner: int
     experts: int
-    shared_inner: int
-    latent_queries: int
-    latent_keys: int
-    own_key: int
-    turned: int
-    value: int
+    shared_inner: int = 0
+    latent_queries: int = 0
+    latent_keys: int = 0
+    own_key: int = 0
+    turned: int = 0
+    value: int = 0
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Sizes:
