@@ -49,7 +49,8 @@ VARIANTS = {
     "llama-biases": ["one", "tp2"],
     "llama-linear": ["one"],
     "qwen3-moe-mixed": ["one", "pp2"],
-    "deepseek-v3-plain": ["one", "tp2"],
+    "gemma": ["one"],
+    "deepseek-v3-plain": ["one"],
 }
 """Of a family that is tried in every layout: those in which a variant could differ."""
 CASES = [

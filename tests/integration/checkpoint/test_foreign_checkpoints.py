@@ -190,6 +190,14 @@ def test_a_run_starts_from_a_checkpoint_of_megatron(made: Made) -> None:
     assert _apart(made.found["qwen3-pp2-megatron"]) <= CLOSE
 
 
+def test_latent_projections_of_megatron_are_not_read(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.as_megatron("deepseek-v3", tmp_path / "in", (1, 1, 1), engine=False)
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert "multi-latent attention is not read from" in capsys.readouterr().err
+
+
 def test_a_rank_that_megatron_did_not_write_is_named(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,11 @@ class MegatronTorch:
         path = _newest(path)
         parts = _Parts.read(path)
         values = effective({**parts.values(), "vocab_size": parts.vocabulary()})
+        if values["multi_latent_attention"]:
+            raise CheckpointError(
+                f"{path}: multi-latent attention is not read from Megatron-LM's torch format",
+                hint="take the model as Hugging Face has it",
+            )
         kind = config_of(values)["model_type"]
         model = Model(path, kind, values, {})
         tensors: dict[str, Stored] = {}
