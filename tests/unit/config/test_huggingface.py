@@ -285,6 +285,19 @@ SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
         {**DEEPSEEK, "rope_scaling": None},
         {"rope_type": "rope"},
     ),
+    "DeepSeek-V3 that says less than it is": (
+        {
+            name: value
+            for name, value in DEEPSEEK.items()
+            if name not in ("n_group", "topk_group", "first_k_dense_replace", "q_lora_rank")
+        },
+        {
+            "moe_router_num_groups": 8,
+            "moe_router_group_topk": 4,
+            "moe_layer_freq": [0] * 3 + [1] * 29,
+            "q_lora_rank": 1536,
+        },
+    ),
     "DeepSeek-V2-Lite": (
         DEEPSEEK2,
         {

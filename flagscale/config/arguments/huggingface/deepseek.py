@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flagscale.config.arguments.huggingface.reading import MOST_PARTS, Reading, is_number
@@ -28,16 +28,19 @@ class DeepSeek:
 
     ``sigmoid``: each expert has a score of its own and a bias by which it is chosen (V3), rather
     than a share of one softmax (V2). ``best``: where experts are chosen from a few groups, how many
-    of a group's best the groups are ranked by.
+    of a group's best the groups are ranked by. ``absent`` is what keys of config.json mean where
+    they are missing, which is not what they mean where they are null.
     """
 
     model_type: str
     architecture: str
     sigmoid: bool
     best: int
+    absent: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        read = Reading(config, {"hidden_act": "silu", "rope_theta": 10000.0})
+        known = {"hidden_act": "silu", "rope_theta": 10000.0}
+        read = Reading({"q_lora_rank": 1536, **self.absent, **config}, known)
         heads, layers = read.whole("num_attention_heads"), self._layers(read)
         found = {
             "num_layers": layers,

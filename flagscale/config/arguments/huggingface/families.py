@@ -57,17 +57,34 @@ FAMILIES: Mapping[str, Family] = {
             absent={"decoder_sparse_step": 1},
         ),
         GPT2(),
-        Gemma("gemma", "GemmaForCausalLM"),
-        Gemma("gemma2", "Gemma2ForCausalLM", period=2, caps=(50.0, 30.0)),
+        Gemma("gemma", "GemmaForCausalLM", absent={"num_key_value_heads": 16}),
+        Gemma(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            period=2,
+            caps=(50.0, 30.0),
+            absent={"num_key_value_heads": 4},
+        ),
         Gemma(
             "gemma3_text",
             "Gemma3ForCausalLM",
             qk_norm=True,
             period=6,
-            absent={"max_position_embeddings": 131072},
+            absent={"num_key_value_heads": 4, "max_position_embeddings": 131072},
         ),
         DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM", sigmoid=False, best=1),
-        DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", sigmoid=True, best=2),
+        DeepSeek(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            sigmoid=True,
+            best=2,
+            absent={
+                "n_group": 8,
+                "topk_group": 4,
+                "first_k_dense_replace": 3,
+                "routed_scaling_factor": 2.5,
+            },
+        ),
     )
 }
 """By ``model_type``, in the order in which a model of ours is tried to be said by one."""
