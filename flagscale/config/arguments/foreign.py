@@ -248,8 +248,6 @@ VALUES: Mapping[tuple[str, str], str] = {
     ("action", "auto_tune"): "there is no automatic tuner; write the sizes that it would find",
     ("dataloader_type", "external"): "it needs a training program that brings its own loader",
     ("lr_decay_style", "stablelm2-scheduler"): "a schedule of StableLM 2; WSD is the nearest",
-    ("rope_type", "yarn"): "it is built for multi-latent attention alone, which this trainer does "
-    "not have; use_rope_scaling scales as Llama 3.1 does",
     ("position_embedding_type", "yarn"): "not built; use_rope_scaling scales as Llama 3.1 does",
     ("position_embedding_type", "mrope"): "it is of models of images and video",
     ("position_embedding_type", "relative"): "it is of T5 models",

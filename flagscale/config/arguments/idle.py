@@ -23,7 +23,6 @@ _WHOLE_STEPS = (
 REFUSED: Mapping[str, str] = {
     "use_megatron_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
     "use_custom_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
-    "multi_latent_attention": "there is no multi-latent attention without Transformer Engine",
     "mtp_num_layers": "multi-token prediction is not built",
     "moe_permute_fusion": "it needs Transformer Engine's fused permutation",
     "moe_router_fusion": "it needs Transformer Engine's fused router",
@@ -40,7 +39,6 @@ REFUSED: Mapping[str, str] = {
     "activation_func_fp8_input_store": "it needs Transformer Engine",
     "persist_layer_norm": "it needs Apex; torch's norms are fused anyway",
     "memory_efficient_layer_norm": "it needs Apex",
-    "layernorm_zero_centered_gamma": "the norms here have no zero-centred weight",
     "fine_grained_activation_offloading": "offloading activations needs Transformer Engine",
     "enable_cuda_graph": f"graphs of single layers need Transformer Engine; {_WHOLE_STEPS}",
     "external_cuda_graph": f"graphs of single layers need Transformer Engine; {_WHOLE_STEPS}",
@@ -158,7 +156,7 @@ NEEDS: tuple[Need, ...] = (
         "multi_latent_attention",
         "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim beta_fast "
         "beta_slow mscale mscale_all_dim rotary_scaling_factor "
-        "original_max_position_embeddings",
+        "original_max_position_embeddings rope_type",
     ),
     Need("mtp_num_layers", "mtp_loss_scaling_factor"),
     Need(
@@ -213,7 +211,7 @@ NEEDS: tuple[Need, ...] = (
     Need("recompute_granularity", "recompute_method recompute_num_layers"),
     Need("recompute_granularity", "recompute_modules", ("selective",)),
     Need("recompute_granularity", "recompute_memory_gib", ("auto",)),
-    Need("window_size", "window_attn_skip_freq"),
+    Need("window_size", "window_attn_skip_freq window_rotary_base"),
     Need("qk_clip", "qk_clip_alpha qk_clip_threshold"),
     Need("use_rope_scaling", "rope_scaling_factor"),
     Need("nccl_ub", "disable_symmetric_registration"),

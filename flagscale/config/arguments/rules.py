@@ -16,6 +16,7 @@ from typing import Any
 
 from flagscale.config.arguments import (
     adapters,
+    architecture,
     conversations,
     devices,
     fallbacks,
@@ -23,6 +24,7 @@ from flagscale.config.arguments import (
     graphs,
     growth,
     idle,
+    latent,
     layout,
     phases,
     precision,
@@ -35,10 +37,9 @@ from flagscale.errors import CheckpointError
 _NOT_RECOMPUTED: Mapping[str, str] = {
     "layernorm": "needs Transformer Engine",
     "moe_act": "needs Transformer Engine's grouped experts",
-    "mla_up_proj": "needs multi-latent attention, which is not built",
+    "mla_up_proj": "needs a checkpoint inside multi-latent attention, which is not built",
 }
 _LOCAL_ATTENTION: Mapping[str, Any] = {
-    "window_size": None,
     "softmax_type": "vanilla",
     "qk_clip": False,
     "log_max_attention_logit": False,
@@ -65,6 +66,8 @@ def broken(values: Values) -> list[Broken]:
         _not_built,
         graphs.broken,
         _attention,
+        architecture.broken,
+        latent.broken,
         _documents,
         conversations.broken,
         adapters.broken,
@@ -157,11 +160,12 @@ def _documents(values: Values) -> Iterator[Broken]:
     """What attention can be kept within documents."""
     if not values["reset_attention_mask"]:
         return
-    if values["window_size"]:
+    if values["window_size"] and values["attention_backend"] == "local":
         yield (
             "window_size",
             f"{shown(values['window_size'])} with reset_attention_mask: megatron.core's own "
-            "attention makes the window's mask itself, and passes over that of documents",
+            "attention makes the window's mask itself, and passes over that of documents; take "
+            "attention_backend: auto",
         )
     if values["attention_backend"] == "fused":
         yield (

@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flagscale.config.arguments.adapters import Adapters
+from flagscale.config.arguments.architecture import Architecture
 from flagscale.config.arguments.checkpointing import Checkpointing
 from flagscale.config.arguments.conversations import Conversations, Prompts
 from flagscale.config.arguments.families import Masking
 from flagscale.config.arguments.hetero import Heterogeneous
+from flagscale.config.arguments.latent import Latent
 from flagscale.config.arguments.recompute import Recomputation
 from flagscale.config.arguments.spec import Section, arg
 
@@ -194,11 +196,6 @@ class Model:
     rope_scaling_factor: float = arg(8.0, "Factor of --use-rope-scaling", minimum=1)
     untie_embeddings_and_output_weights: bool = arg(
         False, "Give the output layer its own weights instead of the embedding's"
-    )
-    rope_type: str | None = arg(
-        None,
-        "Kind of rotary positions; of effect in multi-latent attention only",
-        choices=("rope",),
     )
     norm_init_weight: float | None = arg(
         None, "Value that the norms' weights start from; 1 without it"
@@ -381,6 +378,8 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Heterogeneous, "system"),
     (Recomputation, "system"),
     (Model, "model"),
+    (Architecture, "model"),
+    (Latent, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),
     (Adapters, "model"),

@@ -42,6 +42,7 @@ CAPTURED = {
     "cuda_graph_scope": ["full_iteration"],
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
 }
+LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope"}
 TALKS = {"sft": True, "data_path": "a.jsonl", "mock_data": False}
 
 
@@ -80,7 +81,16 @@ FITS: dict[str, dict[str, Any]] = {
     "channels": {"hidden_size": 60, "kv_channels": 16},
     "samples": {"train_iters": None, "train_samples": 10},
     "experts": {"num_moe_experts": 4, "expert_model_parallel_size": 2},
-    "window": {"window_size": [4, 0], "attention_backend": "local"},
+    "latent": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 16,
+        "tensor_model_parallel_size": 2,
+        "position_embedding_type": "rope",
+    },
+    "window": {"window_size": [4, 0], "window_attn_skip_freq": 2},
+    "window-of-the-core": {"window_size": [4, 0], "attention_backend": "local"},
+    "windows-and-documents": {"window_size": [4, 0], "reset_attention_mask": True},
+    "window-list": {"window_size": [4, 0], "window_attn_skip_freq": [1, 0] * 4},
     "softmax": {"softmax_type": "off-by-one", "attention_backend": "local"},
     "softmax-vanilla": {"softmax_type": "vanilla"},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
@@ -206,8 +216,61 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "switch-of-a-value": (
         {"use_flash_attn": True, "window_size": [4, 0]},
         "window_size",
-        "[4, 0] is not possible",
+        "[4, 0] is not possible with attention_backend: flash",
     ),
+    **{
+        f"window-{name}": ({"window_size": [4, 0], **values}, key, message)
+        for name, (values, key, message) in {
+            "ahead": ({"window_size": [4, 2]}, "window_size", "[4, 2]: expected how many tokens"),
+            "pattern": ({"window_attn_skip_freq": [1, 0]}, "window_attn_skip_freq", "2 items, but"),
+            "never": ({"window_attn_skip_freq": 0}, "window_attn_skip_freq", "0: expected 2"),
+            "cp": ({"context_parallel_size": 2}, "window_size", "would need a mask of its own"),
+            "positions": (
+                {"window_rotary_base": 100, "position_embedding_type": "learned_absolute"},
+                "window_rotary_base",
+                "100 needs position_embedding_type: rope",
+            ),
+            "of-bert": ({"family": "bert"}, "window_size", "a token attends to all of its sequ"),
+        }.items()
+    },
+    **{
+        f"latent-{name}": ({**LATENT, **values}, key, message)
+        for name, (values, key, message) in {
+            "positions": (
+                {"position_embedding_type": "learned_absolute"},
+                "position_embedding_type",
+                "'learned_absolute' with multi_latent_attention: its positions are rotary",
+            ),
+            "by-the-core": ({"attention_backend": "local"}, "attention_backend", "as wide as keys"),
+            "by-flash": ({"attention_backend": "flash"}, "attention_backend", "as wide as keys"),
+            "lora": ({"peft_type": "lora"}, "peft_type", "its projections get no adapters"),
+            "fp8": ({"fp8": "e4m3", "bf16": True}, "fp8", "its products are not cast"),
+            "window": ({"window_size": [4, 0]}, "window_size", "it has no windows here"),
+            "tp": (
+                {"tensor_model_parallel_size": 2, "q_lora_rank": 7},
+                "q_lora_rank",
+                "7 is not divisible by tensor_model_parallel_size 2",
+            ),
+            "tp-keys": (
+                {"tensor_model_parallel_size": 2, "kv_lora_rank": 7},
+                "kv_lora_rank",
+                "7 + qk_pos_emb_head_dim 64 = 71 is not divisible by tensor_model_parallel_size 2",
+            ),
+            "bert": ({"family": "bert"}, "multi_latent_attention", "attention there is not latent"),
+        }.items()
+    },
+    "yarn-alone": ({"rope_type": "yarn"}, "rope_type", "yarn needs multi_latent_attention"),
+    "bounded-scores": (
+        {"attn_logit_softcapping": 50.0, "attention_backend": "local"},
+        "attn_logit_softcapping",
+        "50.0 is not possible with attention_backend: local",
+    ),
+    "zero-centred": (
+        {"layernorm_zero_centered_gamma": True, "normalization": "LayerNorm"},
+        "layernorm_zero_centered_gamma",
+        "RMSNorm alone has it here",
+    ),
+    "bert-of-gemma": ({"family": "bert", "sandwich_norm": True}, "sandwich_norm", "no such part"),
     "documents-and-a-window": (
         {"reset_attention_mask": True, "attention_backend": "local", "window_size": [4, 0]},
         "window_size",
@@ -226,7 +289,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
             "local takes",
         )
         for name, value in {
-            "window_size": [4, 0],
             "softmax_type": "off-by-one",
             "qk_clip": True,
             "log_max_attention_logit": True,

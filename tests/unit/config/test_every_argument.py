@@ -40,9 +40,9 @@ NOT_REACHED = re.compile(
     r"(inference|export|ssm|post_training|quantization|extensions|resharding|"
     r"models/(bert|T5|multimodal|vision|retro|mamba|mimo|huggingface)|distributed/fsdp|"
     r"distributed/torch_\w+|optimizer/(cpu_offloading|muon)|full_cuda_graph|fp[48]_utils|"
-    r"transformer/(experimental_attention_variant|heterogeneous|multi_latent_attention|"
-    r"multi_token_prediction|cuda_graphs|\w+_config)|models/common/(embeddings/yarn\w+|"
-    r"model_chunk_schedule_plan)|models/gpt/(fine_grained_callables|experimental\w+)|"
+    r"transformer/(experimental_attention_variant|heterogeneous|"
+    r"multi_token_prediction|cuda_graphs|\w+_config)|models/common/(model_chunk_schedule_plan)|"
+    r"models/gpt/(fine_grained_callables|experimental\w+)|"
     r"pipeline_parallel/(combined_1f1b|fine_grained\w+)|optimizer/optimizer_config|"
     r"distributed/distributed_data_parallel_config|model_parallel_config)\b"
 )
@@ -50,7 +50,7 @@ NOT_REACHED = re.compile(
 
 JUDGES = ("rules", "precision", "idle", "fallbacks", "mesh_rules", "checks", "placement", "meshes")
 JUDGES += ("shares", "layout", "adapters", "conversations", "families", "growth", "resuming")
-JUDGES += ("phases", "explain", "reference")
+JUDGES += ("phases", "explain", "reference", "architecture", "latent")
 """Modules of ours whose reading has no effect but a message, or that others have to ask."""
 
 BY_PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
@@ -58,7 +58,6 @@ BY_PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
 
 OTHERWISE = {
     "moe_enable_deepep": "chooses the flexible dispatcher's backend as the configuration is made",
-    "rope_type": "takes one value, which says what is so anyway",
     "allow_fallbacks": "is what the judges themselves go by",
     "exit_on_missing_checkpoint": "read by rules.needs_checkpoint",
     "end_weight_decay": "read by rules.weight_decays",

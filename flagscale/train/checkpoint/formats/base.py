@@ -27,6 +27,7 @@ Report = Callable[[int], None]
 """Called with bytes that are done."""
 Inspect = Callable[["Model"], None]
 """Called with what was written, before it gets the name under which it is found."""
+EXPERT_BIAS = ".router.expert_bias"
 _PIECE = 64 << 20
 _MOST_NAMED = 20
 
@@ -37,8 +38,8 @@ class Model:
 
     ``kind`` is its family (``model_type``), ``values`` the arguments that decide which function it
     is, written out, ``tensors`` its weights by the names of :mod:`.tables`, without padding.
-    ``config`` is the config.json it came with, and ``files`` what else belongs to it, a tokenizer's
-    above all.
+    ``config`` is the config.json it came with, ``files`` what else belongs to it, a tokenizer's
+    above all, and ``notes`` what is to be said of what was not taken.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class Model:
     files: tuple[Path, ...] = ()
     origin: Origin | None = None
     """What lets a conversion of it that was cut go on."""
+    notes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -60,8 +62,12 @@ class Model:
         return entries(self.kind, self.values)
 
     def cast(self, dtype: torch.dtype) -> Model:
-        """The same in another precision."""
-        tensors = {name: Cast(tensor, dtype) for name, tensor in self.tensors.items()}
+        """The same in another precision, but for the biases by which experts are chosen: they move
+        by less than 16 bits can say."""
+        tensors = {
+            name: tensor if name.endswith(EXPERT_BIAS) else Cast(tensor, dtype)
+            for name, tensor in self.tensors.items()
+        }
         return replace(self, tensors=tensors)
 
 

@@ -177,6 +177,8 @@ def convert(options: argparse.Namespace) -> None:
         inspect = _trusting if options.no_verify else partial(verify, model, report=count)
         written = writer.write(model, target, count, inspect)
     print(f"{model.kind}, {model.size / 1e9:.2f} GB: {written}")
+    for note in model.notes:
+        print(f"note: {note}")
     if name == _HUGGING_FACE and not model.files:
         print("no tokenizer was copied: --like takes one from another directory")
     if options.check is not None:

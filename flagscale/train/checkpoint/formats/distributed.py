@@ -114,8 +114,8 @@ class Distributed:
 
 def describe(model: Model) -> dict[str, Any]:
     """The manifest's words on a converted checkpoint."""
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in model.tensors.values()}
-    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(next(iter(kinds)), "fp32")
+    kind = str(model.tensors["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
     size = model.values["vocab_size"]
     return {
         "architecture": architecture(_told(model.values)),
@@ -133,6 +133,8 @@ def _told(values: Mapping[str, Any]) -> dict[str, Any]:
     unread = {"gated_linear_unit": None}  # swiglu says it
     if values["num_moe_experts"] and all(values["moe_layer_freq"]):
         unread["ffn_hidden_size"] = None
+    if values["multi_latent_attention"]:
+        unread |= {"kv_channels": None, "num_query_groups": None}
     return {**values, **unread}
 
 

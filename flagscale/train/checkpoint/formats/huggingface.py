@@ -50,13 +50,16 @@ class HuggingFace:
         kind = family_of(config).model_type
         values = effective(arguments_of(config))
         theirs = _tensors(path)
-        tensors = _ours(path, kind, values, theirs)
-        return Model(path, kind, values, tensors, config, tuple(beside(path)))
+        further = list(_further(kind, values, theirs))
+        kept = {name: tensor for name, tensor in theirs.items() if name not in further}
+        tensors = _ours(path, kind, values, kept)
+        return Model(path, kind, values, tensors, config, tuple(beside(path)), notes=_note(further))
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
         config = model.config
         if config is None:
             config = config_of(model.values, model.kind)
+        config = {**config, **{key: 0 for key in TABLES[model.kind].further if key in config}}
         theirs = dict(_theirs(model))
         with appearing(path, model.origin) as parts:
             _write_weights(parts, theirs, report)
@@ -84,6 +87,24 @@ def _tensors(path: Path) -> dict[str, Stored]:
     lost = [f"{name} (in {places[name]})" for name in places if name not in found]
     refuse(path, f"lacks tensors that {INDEX} names", lost)
     return found
+
+
+def _further(kind: str, values: Mapping[str, Any], theirs: Mapping[str, Stored]) -> Iterator[str]:
+    """Tensors of layers behind a model's last one, where its family may have some."""
+    table = TABLES[kind]
+    for name in theirs if table.further else ():
+        found = re.match(rf"{re.escape(table.layers)}(\d+)\.", name)
+        if found and int(found[1]) >= values["num_layers"]:
+            yield name
+
+
+def _note(further: list[str]) -> tuple[str, ...]:
+    if not further:
+        return ()
+    return (
+        f"{len(further)} tensors of layers that predict further tokens (multi-token prediction) "
+        "are left out: they are beside the model, and this trainer does not train them",
+    )
 
 
 def _index(path: Path) -> dict[str, str]:

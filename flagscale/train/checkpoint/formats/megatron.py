@@ -33,6 +33,7 @@ from flagscale.train.checkpoint.formats.megatron_layout import (
     Layout,
     expert_names,
     rank_file,
+    require_shared,
     spelled,
     uncut,
     values_of,
@@ -61,6 +62,7 @@ class MegatronTorch:
         path = _newest(path)
         parts = _Parts.read(path)
         values = effective(values_of(parts.args))
+        require_shared(values, path)
         kind = config_of(values)["model_type"]
         model = Model(path, kind, values, {})
         tensors: dict[str, Stored] = {}
@@ -75,6 +77,7 @@ class MegatronTorch:
         return Model(path, kind, values, tensors)
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
+        require_shared(model.values, model.path)
         with appearing(path, model.origin) as parts:
             write_ranks(model, self.layout, parts, report)
             inspect(self.read(parts.directory))

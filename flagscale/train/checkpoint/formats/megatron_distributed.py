@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flagscale.config.arguments.huggingface.models import config_of, effective
 from flagscale.train.checkpoint.formats.base import Model, refuse, without_padding
-from flagscale.train.checkpoint.formats.megatron_layout import spelled, values_of
+from flagscale.train.checkpoint.formats.megatron_layout import require_shared, spelled, values_of
 from flagscale.train.checkpoint.formats.megatron_unpickler import load
 from flagscale.train.checkpoint.formats.tensors import Item, Stored
 
@@ -33,6 +33,7 @@ def read_theirs(path: Path, stored: Mapping[str, Stored]) -> Model | None:
     if not isinstance(given, argparse.Namespace):
         return None
     values = effective(values_of(vars(given)))
+    require_shared(values, path)
     kind = config_of(values)["model_type"]
     tensors: dict[str, Stored] = {}
     lost: list[str] = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.arguments.architecture import OWN
 from flagscale.config.arguments.huggingface.models import FUNCTION
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.megatron_unpickler import Unknown
@@ -144,6 +145,21 @@ def arguments_for(values: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         "transformer_impl": "transformer_engine" if layout.engine else "local",
         "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
     }
+
+
+def require_shared(values: Mapping[str, Any], path: Path) -> None:
+    """Refuse, by ``path``, a model with parts that Megatron-LM's programs lack, or have otherwise.
+
+    Raises:
+        CheckpointError: it has some.
+    """
+    own = [name for name in ("multi_latent_attention", *OWN) if values[name]]
+    if own:
+        raise CheckpointError(
+            f"{path}: Megatron-LM's checkpoints are read and written of models without "
+            f"{', '.join(own)}",
+            hint="Hugging Face's format has them",
+        )
 
 
 def spelled(name: str) -> Iterator[str]:
