@@ -86,7 +86,7 @@ def test_a_job_that_waits_is_told_of_started_and_stopped(lab: SlurmLab) -> None:
     assert lab.do("stop").returncode == 0
 
     with slurm.allocation(nodes=2, tasks=2):
-        assert lab.do("run", "experiment.runner.wait_for=none").returncode == 0
+        lab.submit()
         stopped = lab.do("stop")
         assert stopped.returncode == 0, stopped.stderr
         assert lab.query()["state"] == "stopped"
@@ -198,7 +198,7 @@ def test_what_slurm_has_ended_is_told_long_after(
     assert lab.query()["state"] == "stopped"
     assert "saved 1" in lab.do("logs").stdout
     with slurm.allocation(nodes=2, tasks=2):
-        assert lab.do("run", "experiment.runner.wait_for=none").returncode == 0
+        lab.submit()
         slurm.run("scancel", lab.job)
         assert f"job {lab.job} was cancelled" in lab.until_warned()
     # Nobody is asked any more.
