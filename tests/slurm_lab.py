@@ -27,9 +27,11 @@ from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.preflight.checks import Check
 from flagscale.launch.runners.slurm.runner import SlurmRunner
 
-# Joins and works until it is told to end, and saves then. FAIL is the code of rank 1.
+# Joins and works until it is told to end, and saves then. FAIL is the code of rank 1. In MEET, a
+# directory, ranks wait for each other before they have joined.
 PROGRAM = """\
 import os, signal, sys, time
+from pathlib import Path
 from flagscale.status import StatusWriter
 rank = int(os.environ["RANK"])
 status = StatusWriter.from_environment(rank)
@@ -40,7 +42,14 @@ def save(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print("rank", rank, "attempt", os.environ["FLAGSCALE_ATTEMPT"], flush=True)
-for event in ("started", "joined", "ready"):
+status.write("started")
+if "MEET" in os.environ:
+    meet = Path(os.environ["MEET"])
+    meet.mkdir(exist_ok=True)
+    (meet / str(rank)).touch()
+    while len(list(meet.iterdir())) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.1)
+for event in ("joined", "ready"):
     status.write(event)
 if rank == 1 and "FAIL" in os.environ:
     sys.exit(int(os.environ["FAIL"]))
@@ -50,6 +59,7 @@ PARTITIONS = (
     "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
     "PartitionName=short Nodes=ALL MaxTime=10 State=UP",
     "PartitionName=closed Nodes=ALL State=DOWN",
+    "PartitionName=last Nodes=h01 MaxTime=INFINITE State=UP",
     "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP",
     "PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF State=UP",
 )

@@ -87,10 +87,12 @@ class Slurm:
         return done.stdout
 
     @contextmanager
-    def allocation(self, nodes: int, tasks: int) -> Iterator[str]:
-        """The id of a job that holds ``nodes`` hosts for the length of a block."""
+    def allocation(self, nodes: int, tasks: int, where: str = "") -> Iterator[str]:
+        """The id of a job that holds ``nodes`` hosts for the length of a block, ``where`` if that
+        is said."""
         name = f"allocation-{time.monotonic_ns()}"
-        size = (f"--nodes={nodes}", f"--ntasks={tasks}", f"--job-name={name}")
+        size = [f"--nodes={nodes}", f"--ntasks={tasks}", f"--job-name={name}"]
+        size += [f"--nodelist={where}"] if where else []
         self.run("salloc", "--no-shell", "--immediate=30", *size)
         job = self.run("squeue", "--noheader", f"--name={name}", "--format=%i").strip()
         try:

@@ -175,14 +175,16 @@ def endless(start: str) -> bool:
 
 def parse(text: str, name: str) -> Job:
     """The job of this name in squeue's answer: ids come again where a controller has lost its
-    state."""
+    state. Of a heterogeneous job it is the component that comes last, for which the others wait."""
+    found = []
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) == _FIELDS.count("|") + 1 and fields[3] == name:
             state, reason, start, _ = fields
             start = "" if endless(start) else start
-            return Job(state, reason if reason != "None" else "", start)
-    return Job()
+            found.append(Job(state, reason if reason != "None" else "", start))
+    late = [(job.waits, not job.over, not job.start, job.start) for job in found]
+    return found[late.index(max(late))] if found else Job()
 
 
 def account(job: str, name: str) -> Job:

@@ -33,6 +33,21 @@ from flagscale.launch.state import RunState
             id="comma",
         ),
         pytest.param("RUNNING|None|N/A|other.1\n", Job(), id="id-that-came-again"),
+        pytest.param(
+            "PENDING|Resources|2026-01-02T03:04:05|x.1\nPENDING|Priority|N/A|x.1\n",
+            Job("PENDING", "Priority", ""),
+            id="component-that-comes-last",
+        ),
+        pytest.param(
+            "RUNNING|None|2026-01-02T03:04:05|x.1\nPENDING|Resources|2026-01-03T00:00:00|x.1\n",
+            Job("PENDING", "Resources", "2026-01-03T00:00:00"),
+            id="component-that-waits",
+        ),
+        pytest.param(
+            "COMPLETED|None|2026-01-02T03:04:05|x.1\nRUNNING|None|2026-01-02T03:04:05|x.1\n",
+            Job("RUNNING", "", "2026-01-02T03:04:05"),
+            id="component-that-runs",
+        ),
         pytest.param("", Job(), id="silence"),
         pytest.param("slurm_load_jobs error\n", Job(), id="no-answer"),
     ],
