@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +175,47 @@ def test_nodes_run_in_a_container(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
     (row,) = (check for check in lab.checks() if check.name == "container")
     assert (row.ok, row.warning) == (True, True)
     assert "srun has no --container-image" in row.found
+
+
+def image(directory: Path) -> Path:
+    """An image that has nothing of its own but a file; programs are the machine's /usr."""
+    for name in ("usr", "proc", "sys", "dev", "tmp", "var/tmp", "etc", "root", "home"):
+        (directory / name).mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (directory / name).symlink_to(f"usr/{name}")
+    for name in ("passwd", "group", "hosts", "resolv.conf"):
+        (directory / "etc" / name).touch()
+    (directory / "only-here").write_text("in the image\n")
+    return directory
+
+
+def test_nodes_run_in_a_container_of_apptainers(
+    lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the real one, by a user who is none there, in directories with hostile names."""
+    apptainer = shutil.which("apptainer")
+    if apptainer is None:
+        pytest.skip("no apptainer on this machine, nor in Debian 12's packages")
+    container = {
+        "image": str(image(lab.root / "image")),
+        "runtime": "apptainer",
+        "mounts": ["/usr", sys.base_prefix],
+        "options": ["--no-home"],
+    }
+    monkeypatch.setenv("HOME", str(lab.root))
+    lab.slurm(container=container, runner={"python": f"{sys.base_prefix}/bin/python3"})
+    command = "experiment.task.command=[bash, -c, 'cat /only-here; pwd']"
+    done = lab.do("test", "experiment.task.type=command", command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = set(done.stdout.splitlines())
+    assert {"h00:0: in the image", "h01:1: in the image", f"h01:1: {lab.root}"} <= lines
+    assert lab.do("run").returncode == 0
+    (row,) = (check for check in lab.checks() if check.name == "container")
+    assert (row.ok, row.warning) == (True, False), row.found
+    assert len(lab.processes("h01")) > 0
+    assert lab.do("stop").returncode == 0
+    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.do("logs").stdout.splitlines())
+    assert lab.processes() == []
 
 
 def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
