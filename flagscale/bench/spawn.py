@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from flagscale.bench import codec
 from flagscale.bench.rank import Job
 from flagscale.bench.world import RENDEZVOUS_VARIABLE, STARTER_VARIABLE, VARIABLES
 from flagscale.hosts.kernel import die_with
+from flagscale.records import encode
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 4.0
@@ -51,7 +51,7 @@ def run_job(
     job: Job, count: int, *, log_dir: Path | None = None, ranks: RankRange | None = None
 ) -> int:
     """Run a job as ``count`` ranks and wait; see :func:`spawn`."""
-    given = codec.encode(job).encode()
+    given = encode(job).encode()
     return spawn(job.command, count, log_dir=log_dir, ranks=ranks, stdin=given)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from flagscale.bench.collectives import patterns, sizes
 from flagscale.bench.collectives.command import CHECK_MODES, build_parser, normalise
-from flagscale.bench.collectives.curves import read_results, require_image
+from flagscale.bench.collectives.curves import read_results
 from flagscale.bench.collectives.operations import (
     DATA_TYPES,
     OPERATIONS,
@@ -44,6 +44,7 @@ from flagscale.bench.placement import placement
 from flagscale.bench.tool import Tool
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
+from flagscale.report.figure import require_image
 
 
 class Bench(Tool[Batch]):

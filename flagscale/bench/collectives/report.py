@@ -9,11 +9,11 @@ from typing import Any
 
 from flagscale.bench.collectives.curves import Curve
 from flagscale.bench.collectives.records import Row, limits_of
-from flagscale.bench.collectives.sizes import format_size
 from flagscale.report.frame import page
 from flagscale.report.html import Cell, Html, details, element, section, table
 from flagscale.report.plot import COLOURS, Line, Plot
 from flagscale.report.plot import render as plotted
+from flagscale.report.scale import format_size
 
 
 def render(

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from flagscale.bench.codec import WRITTEN
 from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.curves import Curve
 from flagscale.bench.collectives.operations import DataType, Operation
 from flagscale.bench.collectives.records import Baseline
 from flagscale.bench.collectives.statistics import Statistic
+from flagscale.bench.files import WRITTEN
 from flagscale.bench.placement import Placement
 from flagscale.comm.options import OptionValues
 from flagscale.errors import ConfigError

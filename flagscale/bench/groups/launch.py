@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
-from flagscale.bench.codec import WRITTEN
 from flagscale.bench.command_line import Parser, judge
-from flagscale.bench.files import require_writable
+from flagscale.bench.files import WRITTEN, require_writable
 from flagscale.bench.placement import Placement, add_place, placement
 from flagscale.bench.rank import carry_out
 from flagscale.bench.tool import Tool

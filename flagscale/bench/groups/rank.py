@@ -36,7 +36,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from flagscale.accelerators.device import Device
 from flagscale.accelerators.registry import chosen
-from flagscale.bench import codec, rendezvous
+from flagscale.bench import rendezvous
 from flagscale.bench.collectives import devices
 from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.groups.launch import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
@@ -48,6 +48,7 @@ from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
 from flagscale.hosts.names import folded
+from flagscale.records import decode, encode
 
 _TIMEOUT = timedelta(minutes=10)
 _MIB = 2**20
@@ -62,7 +63,7 @@ def run_trial(plan: TrialPlan, world: BenchWorld) -> int:
     groups = members_of(plan.count, members, world.size)
     sample = _measure(plan, groups, world, store)
     if world.rank == 0:
-        plan.result.write_text(codec.encode(sample))
+        plan.result.write_text(encode(sample))
     dist.destroy_process_group()
     rendezvous.clean_up(world)
     rendezvous.exit_store(store, world, place.timeout)
@@ -137,9 +138,9 @@ def _splits(device: Device) -> int:
 
 def _most(own: Sample, world: BenchWorld, store: Store) -> Sample:
     """Of every number the most over the ranks."""
-    store.set(f"sample/{world.rank}", codec.encode(own))
+    store.set(f"sample/{world.rank}", encode(own))
     texts = [store.get(f"sample/{rank}") for rank in range(world.size)]
-    samples = [asdict(codec.decode(Sample, text)) for text in texts]
+    samples = [asdict(decode(Sample, text)) for text in texts]
     together(store, world, "end", _TIMEOUT)
     return Sample(**{name: max(s[name] for s in samples) for name in samples[0]})
 
@@ -332,7 +333,7 @@ class _Starter:
         launchers = ("TORCHELASTIC_", "PMI", RENDEZVOUS_VARIABLE)
         environment = {k: v for k, v in own.items() if not k.startswith(launchers)}
         environment |= {"MASTER_ADDR": "127.0.0.1" if world.one_host else host, "MASTER_PORT": port}
-        given = codec.encode(job).encode()
+        given = encode(job).encode()
         return subprocess.run(job.command, env=environment, input=given, check=False).returncode
 
     def _shared(self, text: str | None) -> Sample:
@@ -346,4 +347,4 @@ class _Starter:
             text = self._store.get(key).decode()
         if text is None:
             raise JobError("rank 0 left no result")
-        return codec.decode(Sample, text)
+        return decode(Sample, text)

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from flagscale.bench.collectives.curves import require_image
 from flagscale.bench.collectives.operations import OPERATIONS, DataType, data_type
-from flagscale.bench.collectives.sizes import format_size, parse_size
+from flagscale.bench.collectives.sizes import parse_size
 from flagscale.bench.command_line import Parser, add_device, at_least, did_you_mean, filled
 from flagscale.bench.files import require_writable
 from flagscale.bench.placement import Placement
 from flagscale.bench.tool import Tool
 from flagscale.errors import ConfigError
+from flagscale.report.figure import require_image
+from flagscale.report.scale import format_size
 
 TITLES: Mapping[str, str] = {
     "all_gather": "Allgather",

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from bench_lines import parse_spec
 
-from flagscale.bench import codec
 from flagscale.bench.collectives.launch import Bench, main, read_specs
 from flagscale.bench.collectives.spec import Batch
 from flagscale.bench.files import UnreadableFileError
@@ -23,6 +22,7 @@ from flagscale.bench.spawn import RankRange
 from flagscale.bench.starters import mpirun, slurm, ssh
 from flagscale.bench.world import BenchWorld, detect, first_host
 from flagscale.errors import ConfigError, UnreachableError
+from flagscale.records import decode, encode
 
 _OMPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -258,7 +258,7 @@ def test_a_job_is_what_the_line_says(tmp_path: Path) -> None:
     )
     line = ["--batch", str(batch), "-r", "2", "--comm", "socket_ifname=é\n'", "--seed", "7"]
     line += ["--hosts", "n[1-2]", "-T", "1e9"]
-    plan = codec.decode(Batch, _job(*line).plan)
+    plan = decode(Batch, _job(*line).plan)
     assert plan == Batch(tuple(read_specs(line)))
     assert plan.specs[0].groups.pairs == ((0, 1),)
     assert plan.specs[2].comparison.baseline is not None
@@ -319,7 +319,7 @@ def test_a_job_goes_through_a_launcher_as_a_variable() -> None:
     (packed,) = job.variable().values()
     assert list(job.variable()) == [JOB_VARIABLE]
     assert packed.isascii()
-    assert codec.decode(Job, zlib.decompress(base64.b64decode(packed))) == job
+    assert decode(Job, zlib.decompress(base64.b64decode(packed))) == job
     many = replace(
         job, plan="".join(chr(97 + i * i % 7919 % 26) + str(i * i) for i in range(90000))
     )
@@ -332,7 +332,7 @@ def test_a_job_goes_through_a_launcher_as_a_variable() -> None:
 )
 def test_a_job_of_another_version_is_a_message(text: str) -> None:
     with pytest.raises(ConfigError, match="is no Batch"):
-        codec.decode(Batch, text)
+        decode(Batch, text)
 
 
 def test_a_file_that_one_host_lacks_is_told_apart(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_ranks_over_ssh_know_where_rank_0_is() -> None:
 def test_an_order_survives_its_way() -> None:
     ranks = RankRange(3, 5, "a", 7)
     order = Order(_job(), 2, ranks, {"NCCL_A": "é\n'"}, "/d", "/s", ("1/x",), logs=True)
-    assert codec.decode(Order, codec.encode(order)) == order
+    assert decode(Order, encode(order)) == order
 
 
 _CONFIG = "Host alias\n  HostName 10.0.0.7\n"

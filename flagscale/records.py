@@ -1,16 +1,21 @@
-"""Dataclasses out of JSON that somebody else has written: whole and of the right types, or not at
-all. The way there is :func:`flagscale.files.plain`."""
+"""Dataclasses out of JSON, by their annotations: whole and of the right types, or not at all,
+whoever has written it. The way there is :func:`flagscale.files.plain`."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from flagscale.errors import ConfigError
+from flagscale.files import plain
 
 _T = TypeVar("_T")
 _Reader = Callable[[Any], Any]
@@ -27,6 +32,29 @@ def from_record(kind: type[_T], record: object) -> _T | None:
         return None
 
 
+def encode(value: Any) -> str:
+    """The JSON of a dataclass, for :func:`decode` elsewhere."""
+    return json.dumps(plain(value))
+
+
+def decode(kind: type[_T], text: str | bytes) -> _T:
+    """The reverse of :func:`encode`.
+
+    Raises:
+        ConfigError: it is the text of no ``kind``: another version's, or cut off.
+    """
+    try:
+        found = from_record(kind, json.loads(text))
+    except (ValueError, RecursionError):
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"what this host was told to run is no {kind.__name__}",
+            hint="flagscale must be of one version on every host",
+        )
+    return found
+
+
 def printable(text: str) -> str:
     """The text as it can be written down: what is no character, such as a byte of a file's name
     that is no UTF-8, is spelled out."""
@@ -36,13 +64,8 @@ def printable(text: str) -> str:
 @cache
 def _reader(hint: Any) -> _Reader:
     """What turns a value of JSON into one of this type, or raises ValueError or OverflowError."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        known = _reader(arguments[0])
-        return lambda value: None if value is None else known(value)
-    if origin is tuple:
-        item = _reader(arguments[0])
-        return lambda value: tuple(item(one) for one in _of(list, value))
+    if (origin := get_origin(hint)) is not None:
+        return _composed(origin, get_args(hint))
     if is_dataclass(hint):
         hints = get_type_hints(hint)
         readers = [(field.name, _reader(hints[field.name])) for field in fields(hint)]
@@ -52,6 +75,42 @@ def _reader(hint: Any) -> _Reader:
     if not issubclass(hint, Enum):
         raise TypeError(f"no value of JSON is a {hint}")
     return cast(_Reader, hint)
+
+
+def _composed(origin: Any, arguments: Sequence[Any]) -> _Reader:
+    """Of a type that is made of others."""
+    if origin is Literal:
+        return lambda value: arguments[arguments.index(value)]
+    several = origin is tuple and arguments[-1] is Ellipsis
+    readers = [_reader(one) for one in (arguments[:1] if several else arguments)]
+    if origin in (Union, UnionType):
+        return _either(readers)
+    if several:
+        return lambda value: tuple(readers[0](one) for one in _of(list, value))
+    if origin is tuple:
+        return _fixed(readers)
+    key, item = readers
+    return lambda value: {key(name): item(one) for name, one in _of(dict, value).items()}
+
+
+def _either(readers: Sequence[_Reader]) -> _Reader:
+    """The first that takes a value; what none takes, the last one refuses."""
+
+    def read(value: Any) -> Any:
+        for reader in readers[:-1]:
+            with suppress(ValueError):
+                return reader(value)
+        return readers[-1](value)
+
+    return read
+
+
+def _fixed(readers: Sequence[_Reader]) -> _Reader:
+    def read(value: Any) -> Any:
+        pairs = zip(readers, _of(list, value), strict=True)
+        return tuple(reader(one) for reader, one in pairs)
+
+    return read
 
 
 def _object(kind: Callable[..., Any], readers: list[tuple[str, _Reader]]) -> _Reader:
@@ -85,6 +144,7 @@ def _real(value: Any) -> Any:
 
 
 _PLAIN: dict[Any, _Reader] = {
+    NoneType: lambda value: _of(NoneType, value),
     int: _whole,
     float: _real,
     bool: lambda value: _of(bool, value),
