@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,9 @@ from flagscale.files import plain
 
 _T = TypeVar("_T")
 _Reader = Callable[[Any], Any]
+WRITTEN = {"written": True}
+"""Metadata of a plan's field: files or directories that a rank writes, and that go to the user's
+disk."""
 # No count, code or pid is larger, and longer ones cannot even be printed.
 _LARGEST = 1 << 63
 
@@ -151,3 +154,21 @@ _PLAIN: dict[Any, _Reader] = {
     str: lambda value: printable(_of(str, value)),
     Path: lambda value: Path(printable(_of(str, value))),
 }
+
+
+def with_files(value: _T, place: Callable[[Path], Path]) -> _T:
+    """``value`` with ``place`` of every path that a rank writes in place of the path."""
+
+    def moved(own: Any, written: bool) -> Any:
+        if isinstance(own, tuple):
+            return tuple(moved(one, written) for one in own)
+        if isinstance(own, Path):
+            return place(own) if written else own
+        if not is_dataclass(own) or isinstance(own, type):
+            return own
+        marked = fields(own)
+        changed = {f.name: moved(getattr(own, f.name), "written" in f.metadata) for f in marked}
+        return replace(own, **changed)
+
+    result: _T = moved(value, written=False)
+    return result

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flagscale.errors import ConfigError
-
-T = TypeVar("T")
-
-WRITTEN = {"written": True}
-"""Metadata of a plan's field: files or directories that a rank writes, and that go to the user's
-disk."""
 
 
 class UnreadableFileError(ConfigError):
@@ -74,21 +66,3 @@ def require_writable(path: Path, flag: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from error
-
-
-def with_files(value: T, place: Callable[[Path], Path]) -> T:
-    """``value`` with ``place`` of every path that a rank writes in place of the path."""
-
-    def moved(own: Any, written: bool) -> Any:
-        if isinstance(own, tuple):
-            return tuple(moved(one, written) for one in own)
-        if isinstance(own, Path):
-            return place(own) if written else own
-        if not dataclasses.is_dataclass(own) or isinstance(own, type):
-            return own
-        fields = dataclasses.fields(own)
-        changed = {f.name: moved(getattr(own, f.name), "written" in f.metadata) for f in fields}
-        return dataclasses.replace(own, **changed)
-
-    result: T = moved(value, written=False)
-    return result

@@ -25,9 +25,16 @@ class Line:
 
 
 def write_panels(
-    path: Path, title: str, unit: str, panels: Mapping[str, Sequence[Line]], *, columns: int = 3
+    path: Path,
+    title: str,
+    unit: str,
+    panels: Mapping[str, Sequence[Line]],
+    *,
+    columns: int = 3,
+    legend: int = 0,
 ) -> None:
-    """Write a figure with a panel for each of ``panels``, both axes logarithmic.
+    """Write a figure with a panel for each of ``panels``, both axes logarithmic. The one that
+    ``legend`` counts says whose each line is.
 
     Raises:
         ConfigError: there are none, or matplotlib is missing.
@@ -41,14 +48,14 @@ def write_panels(
     figure.suptitle(title)
     all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (name, lines) in zip(all_axes, panels.items(), strict=False):
-        for line in lines:
+        for line in (line for line in lines if line.values):
             axes.plot(*zip(*sorted(line.values.items()), strict=True), color=line.colour,
                       linestyle=line.style, marker=".", label=line.label)  # fmt: skip
         over_sizes(axes, name, unit, (size for line in lines for size in line.values))
         axes.set_yscale("log")
     for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
-    all_axes[0].legend(fontsize="small")
+    all_axes[legend].legend(fontsize="small")
     path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
 
 

@@ -14,7 +14,7 @@ from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.records import GB, GIB, Row
 from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
-from flagscale.report.figure import image_of, new_figure, over_sizes
+from flagscale.report.figure import Line, write_panels
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,15 @@ class Point:
     size: int
     time: float
     busbw: float
+    time_spread: tuple[float, float] | None = None
+    """The middle half of the iterations."""
+
+    @property
+    def busbw_spread(self) -> tuple[float, float] | None:
+        if self.time_spread is None:
+            return None
+        quick, slow = self.time_spread
+        return self.busbw * self.time / slow, self.busbw * self.time / quick
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ def curves_of(rows: Iterable[Row]) -> list[Curve]:
         words += [row.reduction] if row.reduction not in ("none", "sum") else []
         words += [f"root {row.root}"] if row.root > 0 else []
         words += ["in place"] if row.in_place and row.operation != "all_reduce" else []
-        point = Point(row.size, row.time, row.busbw)
+        point = Point(row.size, row.time, row.busbw, row.spread)
         found.setdefault((*words, row.backend), []).append(point)
     return [_curve(" ".join(key), points, operation=key[0]) for key, points in found.items()]
 
@@ -176,19 +185,21 @@ def write_plot(
         ConfigError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    figure = new_figure(12, 4.5)
-    latency, bandwidth = figure.subplots(1, 2)
-    for curve in curves:
-        sizes = [max(point.size, 1) for point in curve.points]
-        style = {"linestyle": "--" if curve.imported else "-", "marker": ".", "label": curve.label}
-        latency.plot(sizes, [point.time for point in curve.points], **style)
-        bandwidth.plot(sizes, [point.busbw for point in curve.points], **style)
-    for line, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False):
-        bandwidth.axhline(value, color="gray", linestyle=line, label=f"{name}, {value:.4g} GB/s")
-    measured = [point.size for curve in curves for point in curve.points]
-    over_sizes(latency, "time", "microseconds", measured)
-    over_sizes(bandwidth, "bus bandwidth", "1e9 bytes a second", measured)
-    latency.set_yscale("log")
-    if curves:
-        bandwidth.legend(fontsize="small")
-    path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
+    sizes = {max(point.size, 1) for curve in curves for point in curve.points}
+    levels = [
+        Line(f"{name}, {value:.4g} GB/s", dict.fromkeys(sizes, value), "gray", style)
+        for style, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False)
+    ]
+    panels = {
+        "time (microseconds)": [_line(i, curve, "time") for i, curve in enumerate(curves)],
+        "bus bandwidth (1e9 bytes a second)": [
+            *(_line(i, curve, "busbw") for i, curve in enumerate(curves)),
+            *levels,
+        ],
+    }
+    write_panels(path, "", "", panels, legend=-1)
+
+
+def _line(index: int, curve: Curve, what: str) -> Line:
+    values = {max(point.size, 1): getattr(point, what) for point in curve.points}
+    return Line(curve.label, values, f"C{index % 10}", "--" if curve.imported else "-")

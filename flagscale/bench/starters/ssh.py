@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TextIO, TypeVar
 
-from flagscale.bench.files import with_files
 from flagscale.bench.host import LOGS, Order, PreparedHost, look_up
 from flagscale.bench.placement import Placement, require_room
 from flagscale.bench.rank import Job
@@ -29,7 +28,7 @@ from flagscale.hosts.executor import Endpoint, Executor
 from flagscale.hosts.fan_out import Hosts, describe, require_all
 from flagscale.hosts.names import compress
 from flagscale.hosts.ssh.ssh_config import SshConfig
-from flagscale.records import decode, encode
+from flagscale.records import decode, encode, with_files
 
 # Longer than a host takes to end its own ranks, so that it can still say why.
 _GRACE_SECONDS = 12.0
@@ -61,7 +60,7 @@ def run_over_ssh(place: Placement, run: str, plan: Any, environment: Mapping[str
                 job=Job.of(run, moved),
                 count=count,
                 ranks=RankRange(first, place.workers or 1, address, port),
-                environment=handed_on(environment),
+                environment={**handed_on(environment), **variables_of(place, number)},
                 directory=str(Path.cwd()),
                 scratch=host.scratch,
                 files=tuple(files),
@@ -85,6 +84,13 @@ def carried(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
 
     moved = with_files(plan, place)
     return moved, {name: local for local, name in names.items()}
+
+
+def variables_of(place: Placement, number: int) -> dict[str, str]:
+    """What the ranks of one of the hosts are to have in their environment; its own goes last."""
+    own = place.hosts[number].name
+    ordered = sorted(place.environment, key=lambda one: bool(one[0]))
+    return {name: value for host, name, value in ordered if host in ("", own)}
 
 
 def _command(*words: str) -> list[str]:

@@ -20,7 +20,7 @@ from flagscale.bench.host import Order, PreparedHost, look_up
 from flagscale.bench.rank import JOB_VARIABLE, Job
 from flagscale.bench.spawn import RankRange
 from flagscale.bench.starters import mpirun, slurm, ssh
-from flagscale.bench.world import BenchWorld, detect, first_host
+from flagscale.bench.world import BenchWorld, detect
 from flagscale.errors import ConfigError, UnreachableError
 from flagscale.records import decode, encode
 
@@ -91,10 +91,12 @@ def test_senseless_variables_are_refused(environment: dict[str, str], message: s
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[03-05,9],x", "n03"), ("n[7]-ib,x", "n7-ib"), ("", "")],
+    [("a", "a"), ("a,b", "a"), ("n[03-05,9],x", "n03"), ("n[7]-ib,x", "n7-ib"), ("", None)],
 )
-def test_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+def test_the_first_host_of_a_step_is_met(nodes: str, first: str | None) -> None:
+    world = detect({**_SLURM, "SLURM_STEP_NODELIST": nodes})
+    assert world is not None
+    assert world.address == first
 
 
 def _place(line: str) -> Any:
@@ -208,6 +210,21 @@ def test_hosts_of_a_line_and_of_files(tmp_path: Path) -> None:
     assert (unequal.workers, unequal.nodes, unequal.per_host) == (4, 2, (3, 1))
     assert (unequal.hosts[0].user, unequal.hosts[0].port) == ("me", 2222)
     assert _place(f"allr -r 2 --hosts-file {slots}").per_host == (1, 1)
+    # As mpirun's lines have them.
+    counted = _place("allr -np 4 -hosts 10.0.0.1:1,10.0.0.2:3")
+    assert [host.name for host in counted.hosts] == ["10.0.0.1", "10.0.0.2"]
+    assert counted.per_host == (1, 3)
+    assert [host.name for host in _place("allr -r 1 --hosts fe80::1").hosts] == ["fe80::1"]
+
+
+def test_each_host_has_an_environment_of_its_own() -> None:
+    words = (
+        "--env b:CUDA_VISIBLE_DEVICES=3 --env CUDA_VISIBLE_DEVICES=1 --env LD_LIBRARY_PATH=/a:/b"
+    )
+    place = _place(f"allr -r 2 --hosts a b {words}")
+    common = {"CUDA_VISIBLE_DEVICES": "1", "LD_LIBRARY_PATH": "/a:/b"}
+    assert ssh.variables_of(place, 0) == common
+    assert ssh.variables_of(place, 1) == {**common, "CUDA_VISIBLE_DEVICES": "3"}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +236,12 @@ def test_hosts_of_a_line_and_of_files(tmp_path: Path) -> None:
         ("-r 2 --hosts a[1-", "--hosts: 'a\\[1-': a bracket without its other half"),
         ("-r 1 --hosts=-oProxyCommand=x", "--hosts: '-oProxyCommand=x' is no host name"),
         ("-r 1 --hosts a --hosts-file {file}", "--hosts and --hosts-file exclude each other"),
-        ("-r 4 --hosts-file {file}", "-r 4: 2 ranks on b, slots=1"),
+        ("-r 6 --hosts-file {file}", "-r 6: 3 ranks on b, slots=1"),
+        ("-r 4 -hosts a:1,b:1", "-r 4: 2 ranks on a, slots=1"),
+        ("-r 2 --hosts a b --env c:X=1", "--env 'c:X=1': c is none of --hosts"),
+        ("-r 2 --hosts a b --env 1X=1", "--env '1X=1'; expected NAME=VALUE or HOST:NAME=VALUE"),
+        ("-r 2 --hosts a b --env X", "--env 'X'; expected NAME=VALUE"),
+        ("-r 2 --env X=1", "--env 'X=1' needs --hosts"),
         ("-r 1 --data-collector-port 70000", "--data-collector-port 70000; expected 1 to 65535"),
         ("-r 1 --hosts a --starter mpi", "--starter: invalid choice: 'mpi'"),
         ("-r 1 --hosts-file {empty}", "empty: no host in it; expected one a line"),

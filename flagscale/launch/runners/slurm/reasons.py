@@ -21,17 +21,9 @@ _REASONS = {
     "PartitionNodeLimit": f"it asks for more nodes than the partition gives, {_NEVER}",
     "PartitionTimeLimit": f"it asks for more time than the partition gives, {_NEVER}",
     "PartitionConfig": "no node of the partition is as large as it asks, and it will never start",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition is inactive",
     "BadConstraints": "no nodes are as it asks, and it will never start",
     "Reservation": "it waits for its reservation",
     "Licenses": "it waits for licences",
-    "Prolog": "its nodes are being prepared",
-    "InvalidAccount": "the user may not use the account any more",
-    "AccountNotAllowed": "the account may not use the partition",
-    "InvalidQOS": "the account may not use the QOS any more",
-    "QOSNotAllowed": "the QOS may not be used here",
-    "QOSUsageThreshold": "the account has used more than the QOS lets it begin with",
 }
 _LIMIT = re.compile(
     r"(?P<whose>Assoc|QOS|)(?P<kind>Grp|Max|Min)(?P<what>[A-Z][A-Za-z]+?)"
@@ -51,9 +43,7 @@ _WHAT = {
     "wall": "time",
     "wallduration": "time",
     "license": "licences",
-    "bb": "burst buffer",
     "billing": "billing units",
-    "energy": "energy",
 }
 
 

@@ -285,14 +285,11 @@ def _not_begun(state: RunState) -> str:
     """Which nodes have not begun while others wait for them, once that is more than a moment."""
     directory = files.of_run(state.exp_dir, state.run_id)
     late = [host.name for host in state.hosts if not (host.run_dir / SCRIPT_FILE).exists()]
-    if not 0 < len(late) < len(state.hosts):
-        return ""
     with suppress(OSError):
-        if time.time() - (directory / files.NODES).stat().st_mtime > _MOMENT_SECONDS:
-            return (
-                f"{compress(late)} has not begun: Slurm still prepares it, or it does not share "
-                f"{state.exp_dir} with the others"
-            )
+        late_by = time.time() - (directory / files.NODES).stat().st_mtime
+        if 0 < len(late) < len(state.hosts) and late_by > _MOMENT_SECONDS:
+            why = f"Slurm still prepares it, or it does not share {state.exp_dir} with the others"
+            return f"{compress(late)} has not begun: {why}"
     return ""
 
 

@@ -214,13 +214,11 @@ def parse_account(text: str, name: str) -> Job:
 
 def _user(by: str) -> str:
     """``by root`` for ``by 0``."""
-    found = re.fullmatch(r"by (\d+)", by)
-    if found is None:
-        return by
+    number = by.removeprefix("by ")
     try:
-        return f"by {pwd.getpwuid(int(found[1])).pw_name}"
-    except (KeyError, OverflowError):
-        return f"by user {found[1]}"
+        return f"by {pwd.getpwuid(int(number)).pw_name}"
+    except (KeyError, ValueError, OverflowError):
+        return by and f"by user {number}"
 
 
 def cancel(job: str, signal: str | None = None) -> None:
