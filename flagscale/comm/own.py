@@ -93,6 +93,13 @@ class Fsccl(CommBackend):
         load_extension()
         yield
 
+    def misfit(self, values: OptionValues, ranks: int) -> str | None:
+        sizes = str(values.get("clusters") or os.environ.get("FSCCL_CLUSTERS") or ranks)
+        given = sum(int(size) for size in sizes.split(",") if size.isdecimal())
+        if given == ranks:
+            return None
+        return f"clusters={sizes}: the sizes add up to {given}, and there are {ranks} rank(s)"
+
     def version(self) -> str | None:
         return __version__
 
