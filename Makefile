@@ -14,7 +14,7 @@ TORCH  := torch==2.13.0
 CONFIG := --config-path ./examples/llama3/conf --config-name train
 
 .PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-bare lint format docs \
-	gpu-test gpu-bench bench sanitize clean
+	gpu-test gpu-bench bench wheel sanitize clean
 
 help: ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -95,6 +95,9 @@ format: setup-dev ## let ruff rewrite what it can
 docs: setup-dev ## write the generated files: configuration reference, argument list
 	$(RUN) tools/config/generate_arguments.py
 	$(RUN) tools/config/reference.py
+
+wheel: setup ## dist/flagscale-*.whl with fsccl built for this torch, for hosts without a compiler
+	$(RUN) tools/dev/wheel.py
 
 bench: setup backend data ## measure launching and training on this machine into docs/results/
 	$(RUN) tools/bench/local_launch.py

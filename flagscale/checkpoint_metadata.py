@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -54,12 +54,16 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if module.startswith("pathlib") and name in ("PosixPath", "PurePosixPath"):
-            return str
+            return _path
         raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no checkpoint")
 
 
 def _layout(_name: str) -> torch.layout:
     return torch.strided
+
+
+def _path(*parts: str) -> str:
+    return str(PurePosixPath(*parts))
 
 
 def read_metadata(path: Path) -> metadata.Metadata:

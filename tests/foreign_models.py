@@ -27,7 +27,49 @@ _COMMON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.3,
 }
+_GEMMA = {
+    "tie_word_embeddings": True,
+    "sliding_window": 6,
+    "final_logit_softcapping": 3.0,
+    "num_hidden_layers": 4,
+    "query_pre_attn_scalar": 24,
+}
+_GEMMA3 = {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2]}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+# Weights of experts that do not add up to 1 and sharp attention: fp32 itself is 7e-6 off with 0.3.
+_V2 = {
+    "q_lora_rank": None,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "initializer_range": 0.2,
+}
+_V3 = {
+    "q_lora_rank": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _QWEN_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
 
 
@@ -53,7 +95,15 @@ MODELS = {
     "llama-tied": Tiny("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama-biases": Tiny("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "llama-linear": Tiny("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "qwen2": Tiny("Qwen2", {"num_hidden_layers": 4}),
+    "qwen2": Tiny(
+        "Qwen2",
+        {
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 3,
+        },
+    ),
     "qwen3": Tiny("Qwen3", {"head_dim": 16}),
     "mistral": Tiny("Mistral", {"sliding_window": 6}),
     "mixtral": Tiny("Mixtral", {**_EXPERTS, "sliding_window": None}),
@@ -62,6 +112,17 @@ MODELS = {
         "Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}
     ),
     "gpt2": Tiny("GPT2"),
+    "gemma": Tiny("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "gemma2": Tiny("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0}),
+    "gemma3": Tiny(
+        "Gemma3Text",
+        {**_GEMMA, **_GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "deepseek-v2": Tiny("DeepseekV2", {**_LATENT, **_V2, "rope_scaling": YARN}),
+    "deepseek-v3": Tiny("DeepseekV3", {**_LATENT, **_V3, "rope_scaling": YARN}),
+    "deepseek-v3-plain": Tiny(
+        "DeepseekV3", {**_LATENT, **_V3, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
+    ),
 }
 """By a name for tests. Those with experts have them in layer 1 at least."""
 
@@ -78,6 +139,9 @@ def save(name: str, path: Path, *, dtype: str = "float32", shard: str = "5GB") -
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for place, buffer in model.named_buffers():
+            if place.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard)
     return logits(path)
 

@@ -14,6 +14,9 @@ from typing import Any
 from chat_files import write_talks, write_tokenizer
 from needs import why_no_compiler
 
+from flagscale.config.arguments.flatten import flatten
+from flagscale.config.load import load
+
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
 
@@ -83,6 +86,33 @@ ROTARY_BERT = (
 """
 )
 BERT_MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64"
+GEMMA = (
+    TIED.replace("--swiglu", "--gated-linear-unit --openai-gelu")
+    + """--layernorm-zero-centered-gamma --sandwich-norm --scale-embeddings --qk-layernorm
+--window-size 6 0 --window-attn-skip-freq 2 --window-rotary-base 100 --softmax-scale 0.2
+--attn-logit-softcapping 2 --final-logit-softcapping 5
+"""
+)
+LATENT = (
+    LLAMA.replace("--num-query-groups 2", "")
+    + """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 12 --qk-head-dim 12
+--qk-pos-emb-head-dim 4 --v-head-dim 10 --qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 1
+--original-max-position-embeddings 8
+"""
+)
+LATENT_MOE = (
+    LATENT
+    + """--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32 --moe-layer-freq [0]+[1]*3
+--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
+--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2
+--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
+"""
+)
+DOCUMENTS = f"--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0"
+GEMMA_APART = GEMMA.replace("--mock-data", f"{DOCUMENTS} --reset-attention-mask --eod-mask-loss")
+GEMMA_APART += "--reset-position-ids"
+LATENT_APART = LATENT.replace("--mock-data", f"{DOCUMENTS} --reset-attention-mask --eod-mask-loss")
 BF16 = LLAMA + "--bf16"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 BY_SEQUENCE = BALANCED.replace("aux_loss --", "seq_aux_loss --")
@@ -93,6 +123,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 MBS2, MBS3 = "--micro-batch-size 2", "--micro-batch-size 3 --global-batch-size 6"
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 DO = "--use-distributed-optimizer"
@@ -103,6 +134,7 @@ METHOD = "--recompute-method-per-stage-micro-batch"
 LAYERS = "--recompute-num-layers-per-stage-micro-batch"
 GROUPED = "--moe-grouped-gemm"
 COMPILED = "--transformer-impl compiled"
+CAPTURED = "--cuda-graph-impl local --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1"
 OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 
 
@@ -147,6 +179,11 @@ REFERENCES = (
     Case("fp16-overflow", 1, FP16_1, "", "", overflow=(0, 1)),
     Case("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
     Case("tied-6", 1, TIED, "--global-batch-size 6", ""),
+    Case("gemma", 1, GEMMA, "", ""),
+    Case("latent", 1, LATENT, "", ""),
+    Case("latent-moe", 1, LATENT_MOE, "", ""),
+    Case("gemma-apart", 1, GEMMA_APART, "", ""),
+    Case("latent-apart", 1, LATENT_APART, "", ""),
     Case("bert", 1, BERT, "", ""),
     Case("bert-rotary", 1, ROTARY_BERT, "", ""),
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
@@ -171,6 +208,7 @@ CASES = (
     Case("dp2", 2, LLAMA, "", "llama"),
     Case("dp2-do", 2, LLAMA, DO, "llama"),
     Case("dp2-do-overlap", 2, LLAMA, OVERLAP, "llama"),
+    Case("dp2-do-captured-per-token", 2, LLAMA, f"{DO} {CAPTURED} {PER_TOKEN}", "llama"),
     Case("tp2", 2, LLAMA, TP2, "llama"),
     Case("tp2-sp", 2, LLAMA, SP, "llama"),
     Case("tp2-sp-recompute", 2, LLAMA, f"{SP} {FULL} 2", "llama", backend=FASTER),
@@ -179,6 +217,7 @@ CASES = (
     Case("pp2-recompute-auto", 2, LLAMA, f"{PP2} {AUTO} 0.00195", "llama"),
     Case("pp2-vpp2-recompute-by-stage", 2, LLAMA,
          f"{VPP2} {FULL} 1 {GRANULARITY} 1,4,1 1,2,0,2,1 2,1,1,3,0", "llama"),
+    Case("pp2-first", 2, LLAMA, PP2 + " --decoder-first-pipeline-num-layers 1", "llama"),
     Case("pp2-by-hand", 2, LLAMA, PP2 + " --pipeline-model-parallel-layout Et|tttL", "llama"),
     Case("tied-tp2", 2, TIED, TP2, "tied", backend=FASTER),
     Case("tied-pp2-do", 2, TIED, PP2 + " " + DO, "tied"),
@@ -357,7 +396,29 @@ FAMILIES = (
     Case("bert-mesh-tp2+dp2-sp-do", 4, BERT, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
          "--sequence-parallel"), "bert"),
     Case("bert-shares-1x1+1x3", 2, BERT, shares("1 1 1 3"), "bert"),
+    Case("gemma-compiled-tp2-sp-do", 2, GEMMA, f"{COMPILED} {SP} {DO}", "gemma", backend=FASTER),
+    Case("gemma-pp2-recompute-full", 2, GEMMA, f"{PP2} {FULL} 1", "gemma"),
+    Case("gemma-apart-compiled-tp2-sp", 2, GEMMA_APART, f"{COMPILED} {SP}", "gemma-apart"),
+    Case("latent-apart-cp2", 2, LATENT_APART, CP2, "latent-apart"),
+    Case("latent-tp2", 2, LATENT, TP2, "latent", backend=FASTER),
+    Case("latent-cp2", 2, LATENT, CP2, "latent", backend=FASTER),
+    Case("latent-moe-compiled-tp2-sp-ep2-do", 2, LATENT_MOE, f"{COMPILED} {SP} {DO} {EP2} "
+         "--expert-tensor-parallel-size 1", "latent-moe", backend=FASTER),
+    Case("latent-moe-pp2-ep2", 4, LATENT_MOE, f"{PP2} {EP2}", "latent-moe", backend=FASTER),
 )  # fmt: skip
+
+EXAMPLES = ("deepseek", "gemma", "gpt2", "mistral", "qwen2.5")
+"""Directories of examples whose small model trains for a few steps, on made-up tokens."""
+
+
+def example(name: str) -> Case:
+    """The small model of a directory of examples."""
+    conf = ROOT / "examples" / name / "conf"
+    sections = load(conf, "train", ["train=tiny", "action=dryrun"]).experiment.train.sections()
+    words = flatten({**sections, "data": {"mock_data": True, "vocab_size": 1000}})
+    more = "--train-iters 3 --eval-iters 1 --lr-warmup-iters 0 --seq-length 64"
+    return Case(f"example-{name}", 1, " ".join(words), more, "")
+
 
 # Which activations are dropped depends on the layout, so that this run has a reference of its own.
 DROPPED = Case(

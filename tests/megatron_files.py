@@ -35,28 +35,14 @@ def write(
     *,
     sizes: tuple[int, int, int],
     engine: bool,
-    mark: Path,
+    mark: Path | None,
     chunks: int = 1,
 ) -> None:
     """Cut whole ``weights`` (by the names of our checkpoints) for ``sizes``: tensor, pipeline and
     expert parallelism; ``chunks`` are those of a stage. ``engine``: Transformer Engine's names."""
     tp, pp, ep = sizes
-    names = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon"}
-    given = {**values, **{theirs: values[ours] for theirs, ours in names.items()}}
-    given.pop("num_moe_experts"), given.pop("layernorm_epsilon")
-    sizes_given = {
-        f"{name}_model_parallel_size": size
-        for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True)
-    }
-    args = argparse.Namespace(
-        **given,
-        **sizes_given,
-        group_query_attention=True,
-        padded_vocab_size=weights["embedding.word_embeddings.weight"].shape[0],
-        attention_backend=Backend.AUTO,
-        params_dtype=torch.float32,
-        odd=Mark(mark),
-    )
+    padded = weights["embedding.word_embeddings.weight"].shape[0]
+    args = arguments(values, sizes, padded, mark)
     for t, p, e in [(t, p, e) for t in range(tp) for p in range(pp) for e in range(ep)]:
         name = (
             f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
@@ -71,6 +57,28 @@ def write(
         state = {"args": args, "checkpoint_version": 3.0, "iteration": 7, **own}
         torch.save(state, directory / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def arguments(
+    values: Mapping[str, Any], sizes: tuple[int, int, int], padded: int, mark: Path | None
+) -> argparse.Namespace:
+    """What its ``args`` says; with a ``mark`` among things that are not read."""
+    given = {**values, "num_experts": values["num_moe_experts"]}
+    given.pop("num_moe_experts"), given.pop("bias_activation_fusion")
+    given["bias_gelu_fusion"] = values["bias_activation_fusion"]
+    sizes_given = {
+        f"{name}_model_parallel_size": size
+        for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True)
+    }
+    if mark is not None:
+        given |= {"attention_backend": Backend.AUTO, "odd": Mark(mark)}
+    return argparse.Namespace(
+        **given,
+        **sizes_given,
+        group_query_attention=True,
+        padded_vocab_size=padded,
+        params_dtype=torch.float32,
+    )
 
 
 def _own(
@@ -98,6 +106,9 @@ def _own(
                     spelled = local.replace("experts.experts.", "experts.") + str(own)
                 yield spelled, _cut(name, whole[e * count + own], values, t, tp)
             continue
+        if f"{name.partition('.mlp.')[0]}.mlp.router.weight" in weights:
+            # Before experts, the norm is no part of the layer behind it.
+            local = local.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
         if not engine:
             local = local.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             local = local.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from bed import accounting
 from bed.host import HostProcess
 from bed.lab import Bed
 from bed.plugin import need_bed
@@ -26,9 +27,11 @@ from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.preflight.checks import Check
 from flagscale.launch.runners.slurm.runner import SlurmRunner
 
-# Joins and works until it is told to end, and saves then. FAIL is the code of rank 1.
+# Joins and works until it is told to end, and saves then. FAIL is the code of rank 1. In MEET, a
+# directory, ranks wait for each other before they have joined.
 PROGRAM = """\
 import os, signal, sys, time
+from pathlib import Path
 from flagscale.status import StatusWriter
 rank = int(os.environ["RANK"])
 status = StatusWriter.from_environment(rank)
@@ -39,7 +42,14 @@ def save(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print("rank", rank, "attempt", os.environ["FLAGSCALE_ATTEMPT"], flush=True)
-for event in ("started", "joined", "ready"):
+status.write("started")
+if "MEET" in os.environ:
+    meet = Path(os.environ["MEET"])
+    meet.mkdir(exist_ok=True)
+    (meet / str(rank)).touch()
+    while len(list(meet.iterdir())) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.1)
+for event in ("joined", "ready"):
     status.write(event)
 if rank == 1 and "FAIL" in os.environ:
     sys.exit(int(os.environ["FAIL"]))
@@ -49,6 +59,7 @@ PARTITIONS = (
     "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
     "PartitionName=short Nodes=ALL MaxTime=10 State=UP",
     "PartitionName=closed Nodes=ALL State=DOWN",
+    "PartitionName=last Nodes=h01 MaxTime=INFINITE State=UP",
     "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP",
     "PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF State=UP",
 )
@@ -79,8 +90,14 @@ class Cluster:
 
 
 @contextmanager
-def cluster(hosts: int = 2) -> Iterator[Cluster]:
-    """Start a Slurm, and have this process's environment lead to it."""
+def cluster(
+    hosts: int = 2,
+    *,
+    settings: Mapping[str, str] | None = None,
+    accounts: Sequence[str] = (),
+) -> Iterator[Cluster]:
+    """Start a Slurm, and have this process's environment lead to it. ``settings`` and ``accounts``
+    are as for :meth:`bed.slurm.Slurm.open`."""
     # Below a directory that others may enter, as pytest's own are not.
     with (
         TemporaryDirectory(prefix="slurm-") as name,
@@ -99,7 +116,12 @@ def cluster(hosts: int = 2) -> Iterator[Cluster]:
         with (
             known_user(directory, user),
             Bed.open(directory / "bed", hosts, shared=[shared]) as bed,
-            Slurm.open(bed, settings=SETTINGS, partitions=PARTITIONS) as slurm,
+            Slurm.open(
+                bed,
+                settings={**SETTINGS, **(settings or {})},
+                partitions=PARTITIONS,
+                accounts=accounts,
+            ) as slurm,
         ):
             own = {"HOME": str(shared / "home"), "XDG_STATE_HOME": str(shared / "state")}
             for variable, value in {**slurm.environment(), **own}.items():
@@ -128,6 +150,11 @@ class SlurmLab(Lab):
     @property
     def job(self) -> str:
         return str(self.state().runner.handle["job"])
+
+    def submit(self, *words: str) -> None:
+        """Have the job taken, and wait for nothing."""
+        done = self.do("run", "experiment.runner.wait_for=none", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def forget_job(self) -> dict[str, Any]:
         """Take the job's id out of the run's state."""
@@ -189,12 +216,13 @@ class SlurmLab(Lab):
 
 
 @contextmanager
-def needed_cluster() -> Iterator[Cluster]:
-    """A Slurm; the test is left out, and says so, where there is none."""
+def needed_cluster(**options: Any) -> Iterator[Cluster]:
+    """A Slurm; the test is left out, and says so, where there is none. ``options`` are those of
+    :func:`cluster`."""
     need_bed()
-    for program in PROGRAMS:
+    for program in (*PROGRAMS, *(accounting.PROGRAMS if "accounts" in options else ())):
         need_program("slurm", program)
-    with cluster() as made:
+    with cluster(**options) as made:
         yield made
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale.errors import ConfigError
@@ -197,6 +198,23 @@ class Accelerator:
     def event(self, *, timed: bool = False) -> Any:
         """A new event of its streams; ``timed``: one that tells the time between two."""
         return self.module.Event(enable_timing=timed)
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """A contiguous copy of ``tensor`` in the host's memory, and a function that waits until it
+        is there, from any thread. The device goes on meanwhile; nobody may write to ``tensor``."""
+        return tensor.contiguous().cpu(), lambda: None
+
+    def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host that the device copies from without the host's help."""
+        import torch
+
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def beside(self) -> AbstractContextManager[None]:
+        """A context whose work goes to a stream of its own, always the same, behind what has been
+        given to the current stream and before what will be. What is to be captured has to be
+        prepared on it."""
+        return nullcontext()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """``work`` as a function that does it again at less cost, where the chip has graphs."""

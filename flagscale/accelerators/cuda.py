@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale.accelerators.base import Accelerator
 
@@ -70,6 +72,14 @@ MEMORY_GIB: Mapping[str, float] = {
 matches counts."""
 
 
+@cache
+def _side_stream(use: str) -> Any:
+    """The process's stream for a use."""
+    import torch
+
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 class Cuda(Accelerator):
     name = "cuda"
     title = "CUDA"
@@ -105,13 +115,42 @@ class Cuda(Accelerator):
             return 0
         return sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU "))
 
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """By a stream of its own."""
+        tensor = tensor.contiguous()
+        host, stream = self.landing(tensor.shape, tensor.dtype), _side_stream("fetch")
+        stream.wait_stream(self.module.current_stream())
+        with self.module.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+            # Where the copy of a part was made here, its memory is not to be used again before.
+            tensor.record_stream(stream)
+            done = stream.record_event()
+        return host, done.synchronize
+
+    def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory."""
+        import torch
+
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        stream, current = _side_stream("beside"), self.module.current_stream()
+        stream.wait_stream(current)
+        with self.module.stream(stream):
+            yield
+        current.wait_stream(stream)
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph of ``work``, as a function that launches it."""
+        """A CUDA graph of ``work``, as a function that launches it on the current stream."""
         import torch
 
         graph = torch.cuda.CUDAGraph()
+        current: Any = torch.cuda.current_stream()
+        # Nothing is captured on the default stream, for which torch takes one of its own.
+        stream = None if current == torch.cuda.default_stream() else current
         # Other threads (a backend's watchdog) may go on calling the driver meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
 

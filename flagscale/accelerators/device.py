@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,18 @@ class Device:
     def event(self, *, timed: bool = False) -> Any:
         """A new event of its streams; ``timed``: one that tells the time between two."""
         return self.accelerator.event(timed=timed)
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """See :meth:`Accelerator.fetch`."""
+        return self.accelerator.fetch(tensor)
+
+    def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See :meth:`Accelerator.landing`."""
+        return self.accelerator.landing(shape, dtype)
+
+    def beside(self) -> AbstractContextManager[None]:
+        """See :meth:`Accelerator.beside`."""
+        return self.accelerator.beside()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """``work`` as a function that does it again, at less cost where the chip has graphs."""

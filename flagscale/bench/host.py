@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flagscale.bench import codec
 from flagscale.bench.rank import Job
 from flagscale.bench.spawn import RankRange, cores_here, run_job, unheard
 from flagscale.guard import guard
+from flagscale.records import decode, encode
 
 LOGS = "logs"
 """The directory of the ranks' output, in that of the run."""
@@ -124,10 +124,10 @@ def bring(scratch: Path) -> None:
 def main(words: list[str]) -> int:
     """``prepare ADDRESS ...``, ``run`` or ``bring DIRECTORY``; the exit code."""
     if words[:1] == ["prepare"]:
-        print(codec.encode(prepare(words[1:])))
+        print(encode(prepare(words[1:])))
         return 0
     if words == ["run"]:
-        return run(codec.decode(Order, sys.stdin.buffer.read()))
+        return run(decode(Order, sys.stdin.buffer.read()))
     if len(words) == 2 and words[0] == "bring":
         bring(Path(words[1]))
         return 0

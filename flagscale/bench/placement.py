@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from flagscale.accelerators.registry import AUTO
-from flagscale.bench.command_line import COMM, add_device, at_least, filled
+from flagscale.bench.command_line import COMM, add_device, at_least, did_you_mean, filled
 from flagscale.bench.files import read_text
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host, parse_hostfile
 from flagscale.hosts.names import expand
+
+DEFAULT_SETUP = Path("default")
+"""The setup script that nccom-test brings: it installs what nobody needs here."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Placement:
     hosts: tuple[Host, ...] = ()
     per_host: tuple[int, ...] = ()
     """Ranks of each of ``hosts``."""
+    environment: tuple[tuple[str, str, str], ...] = ()
+    """Variables of the ranks: of which host (empty: of all), name and value."""
     starter: Literal["ssh", "mpirun"] = "ssh"
     ssh_config: Path | None = None
     log_dir: Path | None = None
@@ -58,6 +64,8 @@ def add_place(parser: argparse.ArgumentParser) -> Callable[..., object]:
     add(COMM, nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=options)
     add_device(add)
     add("-s", "--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="start there")
+    variable = "set for the ranks of --hosts, or of one: CUDA_VISIBLE_DEVICES=1, h2:LD_PRELOAD=x"
+    add("--env", action="append", default=[], metavar="[HOST:]NAME=VALUE", help=variable)
     add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
     add("--oversubscribe", action="store_true", help="start any number of ranks on a host")
     add("--starter", choices=("ssh", "mpirun"), default="ssh", help="what reaches --hosts (ssh)")
@@ -87,6 +95,16 @@ def require_room(ranks: int, cores: int, place: Placement, host: str) -> None:
         )
 
 
+def require_own(address: str | None) -> None:
+    """Raise :class:`ConfigError` for an address at which ranks of this machine cannot meet."""
+    try:
+        family = socket.getaddrinfo(address, 0)[0][0]
+        socket.create_server((address or "", 0), family=family).close()
+    except OSError as error:
+        text = f"--data-collector-host {address}: all ranks are on this machine, which is another"
+        raise ConfigError(f"{text} ({error.strerror})") from error
+
+
 def placement(options: argparse.Namespace) -> Placement:
     """The ranks that parsed flags ask for.
 
@@ -94,11 +112,13 @@ def placement(options: argparse.Namespace) -> Placement:
         ConfigError: a value is wrong, or the ranks do not fit the hosts.
     """
     _check(options)
+    if options.slurm_setup_script == DEFAULT_SETUP:
+        options.slurm_setup_script = None
     hosts = _named(options.hosts) or _listed(options.hosts_file)
     slots = [host.slots for host in hosts if host.slots is not None]
     workers = options.nworkers
     # A hostfile says how many ranks each host takes; they need not be equally many.
-    per_host = tuple(slots) if slots and workers is None else ()
+    per_host = tuple(slots) if slots and workers in (None, sum(slots)) else ()
     workers = sum(per_host) if per_host else workers
     nodes = max(options.nnodes, len(hosts))
     if workers is not None and not per_host and workers % nodes:
@@ -118,6 +138,7 @@ def placement(options: argparse.Namespace) -> Placement:
         port=options.data_collector_port,
         hosts=hosts,
         per_host=per_host or (each,) * len(hosts),
+        environment=tuple(_variable(word, hosts) for word in options.env),
         log_dir=options.mpi_log_dir,
         slurm_cpus=options.slurm_vcpus_per_node,
         slurm_setup=options.slurm_setup_script,
@@ -133,8 +154,9 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} {seconds:g}; expected seconds above 0")
     if options.slurm_job is not None and not options.slurm_job.isdigit():
         raise ConfigError(f"--slurm-job-id {options.slurm_job!r}; expected a number")
-    if options.slurm_setup_script and not options.slurm_setup_script.is_file():
-        raise ConfigError(f"--slurm-setup-script {options.slurm_setup_script}: no such file")
+    script = options.slurm_setup_script
+    if script not in (None, DEFAULT_SETUP) and not script.is_file():
+        raise ConfigError(f"--slurm-setup-script {script}: no such file")
     if (options.hosts or options.hosts_file) and options.slurm:
         raise ConfigError("--hosts and --slurm-mode exclude each other")
     if options.hosts and options.hosts_file:
@@ -145,13 +167,35 @@ def _check(options: argparse.Namespace) -> None:
     registry.backend(options.backend, given_by="--backend")
 
 
+def _variable(word: str, hosts: Sequence[Host]) -> tuple[str, str, str]:
+    name, equals, value = word.partition("=")
+    host, _, name = name.rpartition(":")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"--env {word!r}; expected NAME=VALUE or HOST:NAME=VALUE")
+    names = [one.name for one in hosts]
+    if host and host not in names:
+        raise ConfigError(f"--env {word!r}: {host} is none of --hosts{did_you_mean(host, names)}")
+    if not hosts:
+        raise ConfigError(f"--env {word!r} needs --hosts; here the shell sets it")
+    return host, name, value
+
+
 def _named(words: Iterable[str]) -> tuple[Host, ...]:
     """Hosts of the command line, where ``node[01-04]`` stands for four."""
     try:
-        names = [name for word in words for part in _parts(word) for name in expand(part)]
+        pairs = [_slots(part) for word in words for part in _parts(word)]
+        found = [Host(name, slots=slots) for part, slots in pairs for name in expand(part)]
     except ValueError as error:
         raise ConfigError(f"--hosts: {error}") from error
-    return _distinct(names, "--hosts")
+    _distinct([host.name for host in found], "--hosts")
+    return tuple(found)
+
+
+def _slots(part: str) -> tuple[str, int | None]:
+    """``10.0.0.1:2``, as mpirun writes two ranks on a host; more colons are an address's own."""
+    name, colon, count = part.rpartition(":")
+    counted = colon and ":" not in name and count.isdecimal() and int(count) > 0
+    return (name, int(count)) if counted else (part, None)
 
 
 def _parts(word: str) -> list[str]:

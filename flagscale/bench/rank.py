@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, get_type_hints
 
-from flagscale.bench import codec
 from flagscale.bench.world import BenchWorld, detect
 from flagscale.errors import ConfigError
 from flagscale.guard import guard
+from flagscale.records import decode, encode
 
 JOB_VARIABLE = "FLAGSCALE_BENCH_JOB"
 """Of the job, where a launcher hands on no stdin to all ranks."""
@@ -38,7 +38,7 @@ class Job:
 
     @classmethod
     def of(cls, run: str, plan: Any) -> Job:
-        return cls(run, codec.encode(plan), tuple(sys.argv))
+        return cls(run, encode(plan), tuple(sys.argv))
 
     @property
     def command(self) -> list[str]:
@@ -51,7 +51,7 @@ class Job:
         Raises:
             ConfigError: it is too long for that.
         """
-        packed = base64.b64encode(zlib.compress(codec.encode(self).encode(), 9)).decode()
+        packed = base64.b64encode(zlib.compress(encode(self).encode(), 9)).decode()
         if len(packed) > _LONGEST_VARIABLE:
             raise ConfigError(
                 f"the measurement takes {len(packed)} bytes to describe, and mpirun and Slurm "
@@ -67,7 +67,7 @@ def carry_out(run: str, plan: Any, world: BenchWorld | None) -> int:
     module, _, name = run.partition(":")
     function = getattr(import_module(module), name)
     if isinstance(plan, str):
-        plan = codec.decode(get_type_hints(function)["plan"], plan)
+        plan = decode(get_type_hints(function)["plan"], plan)
     code: int = function(plan, world)
     return code
 
@@ -80,7 +80,7 @@ def main() -> int:
     """
     packed = os.environ.pop(JOB_VARIABLE, None)
     text = zlib.decompress(base64.b64decode(packed)) if packed else sys.stdin.buffer.read()
-    job = codec.decode(Job, text)
+    job = decode(Job, text)
     sys.argv[:] = job.argv
     world = detect(os.environ)
     if world is None:

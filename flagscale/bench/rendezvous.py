@@ -45,7 +45,7 @@ def rendezvous(
         if world.launcher == "MPICH":
             return _by_pmi(world, address, port, timeout)
         if world.rendezvous:
-            return _by_file(world, _file_of(world), port or 0, timeout)
+            return _by_file(world, _file_of(world), address or "127.0.0.1", port or 0, timeout)
     except (dist.DistError, RuntimeError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnreachableError(f"rank {world.rank} could not meet the others: {first}") from error
@@ -115,8 +115,7 @@ def _file_of(world: BenchWorld) -> Path:
     return directory / given
 
 
-def _by_file(world: BenchWorld, path: Path, port: int, timeout: timedelta) -> Store:
-    host = "127.0.0.1"
+def _by_file(world: BenchWorld, path: Path, host: str, port: int, timeout: timedelta) -> Store:
     if world.rank == 0:
         store = _tcp(host, port, world, timeout)
         draft = path.with_name(f"{path.name}.{os.getpid()}")

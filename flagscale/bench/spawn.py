@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -13,18 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from flagscale.bench import codec
 from flagscale.bench.rank import Job
 from flagscale.bench.world import RENDEZVOUS_VARIABLE, STARTER_VARIABLE, VARIABLES
-from flagscale.hosts.kernel import die_with
+from flagscale.hosts.kernel import die_with, is_stopped
+from flagscale.records import encode
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 4.0
 """For the others, once a rank has failed, to find out why and to keep what they have."""
 _KILL_SECONDS = 3.0
 _LAUNCHER_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _UNWIND_SECONDS = 60
 """More than a launcher, a lost host and Slurm together may take to end what was started."""
@@ -47,12 +49,9 @@ class RankRange:
     port: int
 
 
-def run_job(
-    job: Job, count: int, *, log_dir: Path | None = None, ranks: RankRange | None = None
-) -> int:
-    """Run a job as ``count`` ranks and wait; see :func:`spawn`."""
-    given = codec.encode(job).encode()
-    return spawn(job.command, count, log_dir=log_dir, ranks=ranks, stdin=given)
+def run_job(job: Job, count: int, **options: Any) -> int:
+    """Run a job as ``count`` ranks and wait; see :func:`spawn`, which takes ``options``."""
+    return spawn(job.command, count, stdin=encode(job).encode(), **options)
 
 
 def spawn(
@@ -62,13 +61,15 @@ def spawn(
     log_dir: Path | None = None,
     ranks: RankRange | None = None,
     stdin: bytes = b"",
+    patience: float = math.inf,
 ) -> int:
     """Run ``command`` as ``count`` ranks and wait; the exit code of the whole.
 
     Each gets ``stdin``. Output is this process's own, or ``rank_<n>.log`` of ``log_dir``, of which
     rank 0's is shown as well. A signal that would end this process ends the ranks, and so does its
-    death. With ``ranks`` they are a host's ranks of a larger world, and end as well when nobody
-    reads this process's output any more: the connection that brought it has gone.
+    death, or that of them one is stopped for ``patience`` seconds. With ``ranks`` they are a host's
+    ranks of a larger world, and end as well when nobody reads this process's output any more: the
+    connection that brought it has gone.
     """
     first = 0 if ranks is None else ranks.first
     with tempfile.TemporaryDirectory(prefix="flagscale-bench-") as directory, ExitStack() as stack:
@@ -99,7 +100,7 @@ def spawn(
             if log_dir is not None and first == 0:
                 shown = stack.enter_context(log_path(log_dir, 0).open("rb"))
                 stack.callback(_follow, shown)
-            return _wait(processes, first, shown, tied=ranks is not None)
+            return _wait(processes, first, shown, patience, tied=ranks is not None)
         finally:
             _end(processes)
 
@@ -223,11 +224,14 @@ def _wait(
     processes: Sequence[subprocess.Popen[bytes]],
     first: int,
     shown: IO[bytes] | None,
+    patience: float,
     *,
     tied: bool,
 ) -> int:
     deadline: float | None = None
     told = False
+    stopped: dict[int, float] = {}
+    looked = 0.0
     while True:
         codes = [process.poll() for process in processes]
         _follow(shown)
@@ -239,6 +243,15 @@ def _wait(
                 told = True
         if all(code is not None for code in codes):
             return _overall([code or 0 for code in codes])
+        now = time.monotonic()
+        if now - looked > _LOOK_SECONDS:
+            looked = now
+            here = [rank for rank, p in enumerate(processes, start=first) if is_stopped(p.pid)]
+            stopped = {rank: stopped.get(rank, now) for rank in here}
+            if late := [rank for rank, since in stopped.items() if now - since > patience]:
+                print(f"error: rank {late[0]} is stopped: all are ended", file=sys.stderr)
+                _end(processes)
+                return 1
         if tied and unheard():
             _end(processes)
             return 1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from flagscale.bench.files import UnreadableFileError
-from flagscale.bench.placement import Placement, require_room
+from flagscale.bench.placement import Placement, require_own, require_room
 from flagscale.bench.rank import Job, carry_out
 from flagscale.bench.spawn import cores_here, run_job
 from flagscale.bench.world import BenchWorld, detect
@@ -68,7 +68,10 @@ class Tool(ABC, Generic[P]):
 
     def start_here(self, plan: P, ranks: int) -> int:
         """Start the ranks on this machine; the exit code."""
-        return run_job(Job.of(self.run, plan), ranks, log_dir=plan.placement.log_dir)
+        # Of one that is stopped while it measures the others tell before.
+        place, patience = plan.placement, plan.placement.timeout + 8.0
+        job = Job.of(self.run, plan)
+        return run_job(job, ranks, log_dir=place.log_dir, patience=patience)
 
     def run_line(self, words: list[str], prog: str) -> int:
         """Carry out a command line; the exit code.
@@ -119,6 +122,7 @@ class Tool(ABC, Generic[P]):
                 f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
             )
         require_room(ranks, cores_here(), place, "this machine")
+        require_own(place.address)
         return self.start_here(plan, ranks)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flagscale.errors import ConfigError
+from flagscale.hosts.names import expand_list
 
 Launcher = Literal["local", "SSH", "torchrun", "OpenMPI", "MPICH", "Slurm"]
 
@@ -133,14 +134,7 @@ def _file_name(*words: str) -> str:
 def _slurm_endpoint(environment: Mapping[str, str]) -> tuple[str | None, str]:
     """The step's first host, where task 0 runs, and a port that its number gives."""
     nodes = environment.get("SLURM_STEP_NODELIST", "")
+    first = expand_list(nodes)[0] if nodes else None
     job = environment.get("SLURM_JOB_ID", "0")
     number = int(job) * 31 + int(environment.get("SLURM_STEP_ID", "0")) if job.isdigit() else 0
-    return first_host(nodes) or None, str(20_000 + number % 10_000)
-
-
-def first_host(nodes: str) -> str:
-    """The first host of Slurm's list: ``gpu[03-05,9],login`` begins with ``gpu03``."""
-    found = re.match(r"(?P<stem>[^\[,]*)(?:\[(?P<first>\d+)[^\]]*\](?P<tail>[^,\[]*))?", nodes)
-    if found is None:
-        return ""
-    return found["stem"] + (found["first"] or "") + (found["tail"] or "")
+    return first, str(20_000 + number % 10_000)

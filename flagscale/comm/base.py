@@ -90,6 +90,14 @@ class CommBackend(ABC):
         """Its version; None where it cannot be told, or where it is not installed."""
         return None
 
+    def origin(self) -> str | None:
+        """Where this machine's comes from, if that is more than its version says."""
+        return None
+
+    def misfit(self, values: OptionValues, ranks: int) -> str | None:
+        """Why these options do not fit a job of so many ranks; None where they do."""
+        return None
+
     def resolve(self, device: DeviceType) -> CommBackend:
         """The backend that really runs: itself, unless it stands for a choice."""
         return self

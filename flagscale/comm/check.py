@@ -30,7 +30,8 @@ def check(name: str, device: str = "auto") -> dict[str, str | None]:
     except ConfigError as error:
         message = error.message.removeprefix("distributed_backend: ")
         return {"device": kind, "problem": message, "hint": error.hint}
-    return {"device": kind, "version": backend.version()}
+    said = (backend.version(), backend.origin())
+    return {"device": kind, "version": ", ".join(filter(None, said)) or None}
 
 
 def main(words: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ class Fsccl(CommBackend):
     name = "fsccl"
     summary = "this project's collectives: shared memory in a host, messages between clusters"
     devices = ("cpu", "cuda")
-    how_to_get = "a C++17 compiler and ninja: it is compiled on first use (docs/fsccl.md)"
+    how_to_get = "a wheel with a prebuilt one, or a C++17 compiler and ninja (docs/fsccl.md)"
     environment: ClassVar[Mapping[str, str]] = {
         "FSCCL_DEBUG": "INFO: say which algorithm each operation took",
         "FSCCL_CLUSTERS": "sizes of clusters, split by hand, such as 4,4",
@@ -93,5 +93,17 @@ class Fsccl(CommBackend):
         load_extension()
         yield
 
+    def misfit(self, values: OptionValues, ranks: int) -> str | None:
+        sizes = str(values.get("clusters") or os.environ.get("FSCCL_CLUSTERS") or ranks)
+        given = sum(int(size) for size in sizes.split(",") if size.isdecimal())
+        if given == ranks:
+            return None
+        return f"clusters={sizes}: the sizes add up to {given}, and there are {ranks} rank(s)"
+
     def version(self) -> str | None:
         return __version__
+
+    def origin(self) -> str | None:
+        from flagscale.comm.fsccl.build import how
+
+        return how()

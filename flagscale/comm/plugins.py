@@ -147,6 +147,10 @@ class TorchComms(CommBackend):
         return distribution_version("torchcomms")
 
 
+_OF_A_BUILD = ("gloo", "mpi", "nccl", "ucc")
+"""Backends that a build of torch has or not; others come with packages of their own."""
+
+
 class DeviceMap(CommBackend):
     """torch's own form: ``cpu:gloo,cuda:nccl``, a backend for each kind of device."""
 
@@ -170,14 +174,19 @@ class DeviceMap(CommBackend):
         part = self._parts.get(accelerator(device).torch_type)
         if part is None:
             return f"{self.name!r} names no backend for {device}"
-        adapter = self._known(part)
-        if adapter is not None:
-            return adapter.unavailable(device)
         import torch.distributed as dist
 
-        if dist.is_backend_available(part):
-            return None
-        return f"torch knows no backend {part!r}; is its plug-in installed and imported?"
+        adapter = self._known(part)
+        if adapter is not None:
+            missing = adapter.unavailable(device)
+        elif not dist.is_backend_available(part):
+            missing = f"torch knows no backend {part!r}; is its plug-in installed and imported?"
+        if missing:
+            return missing
+        # torch makes a group of every part, whatever device the ranks are on.
+        absent = [one for one in _OF_A_BUILD if one in self._parts.values()]
+        absent = [one for one in absent if not dist.is_backend_available(one)]
+        return f"this build of torch has no {absent[0]}" if absent else None
 
     @property
     def options(self) -> tuple[Option, ...]:

@@ -17,7 +17,7 @@ from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.foreign import remark
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.pipeline import virtual_chunks
-from flagscale.config.arguments.registry import arguments, lookup, registry
+from flagscale.config.arguments.registry import aliases, arguments, lookup, registry
 from flagscale.config.arguments.values import shown
 from flagscale.config.schema import Experiment, Slurm
 from flagscale.config.specifics import specific_notes
@@ -212,6 +212,10 @@ def _replaced_and_idle(args: Arguments) -> Iterator[str]:
         yield f"{args.problem(name, '').key}: {message}"
     for names, reason in idle.notes(values, args.given):
         yield idle.sentence([args.keys[name].rpartition(".")[2] for name in names], reason)
+    for name, alias in aliases().items():
+        given = args.written.get(name)
+        if alias.rule == "none" and alias.idle is not None and given is alias.idle:
+            yield idle.sentence([name], alias.doc)
     for name in args.foreign:
         yield idle.sentence([name], str(remark(name)))
 
@@ -250,6 +254,9 @@ def _data(args: Arguments) -> Iterator[Problem]:
     for name in given:
         if message := paths.blend_problem(args[name]):
             yield args.problem(name, message)
+    for text in args["data_phases"] or ():
+        if message := paths.phase_problem(text):
+            yield args.problem("data_phases", message)
     if given and args["mock_data"]:
         yield args.problem("mock_data", f"makes data up, but {given[0]} is set")
     elif len(given) > 1 and given[0] == "data_path":

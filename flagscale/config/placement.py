@@ -173,10 +173,6 @@ def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
         yield f"a mesh of each type, {' and '.join(words)}: training measures, and chooses sizes"
     if meshes is None:
         return
-    if args["hetero_current_device_type"]:
-        yield "hetero_current_device_type: the hostfile's type= says it; no effect"
-    if not args["use_partial_reduce_for_shared_embedding"]:
-        yield "use_partial_reduce_for_shared_embedding: false has no effect; it is always so"
     micro_batches = (args["global_batch_size"] or meshes.sequences) // meshes.sequences
     yield f"{len(meshes.meshes)} meshes, a pipeline of {len(meshes.stages)} stages; a step is " + (
         f"{micro_batches} micro-batches of {meshes.sequences} sequences"

@@ -16,6 +16,7 @@ from typing import Any
 
 from flagscale.config.arguments.families import Transformer, family
 from flagscale.errors import ConfigError
+from flagscale.estimate.attention import projections, scored
 
 _FORWARD, _OF_INPUTS, _OF_WEIGHTS = 1.0, 1.0, 1.0
 """Products of the forward pass, and of the backward pass: gradients of inputs, of weights."""
@@ -42,7 +43,7 @@ def flops_per_token(args: Any, vocabulary: int) -> float:
     6 operations a weight of each matrix that a token meets (the output layer included, the
     embedding's lookup not), and 6 x sequence x attention width a layer for causal attention:
     QK^T and AV are 2 x 2 x sequence x width forward, halved by the mask, tripled by the backward.
-    Where each token attends to all of its sequence it is 12 x.
+    Where each token attends to all of its sequence it is 12 x. Windows are not counted.
 
     Of frozen matrices (``peft_type``) the backward pass has no gradient of the weights; what
     adapters take is not counted.
@@ -66,29 +67,20 @@ def training(args: Any) -> float:
 
 def layer_flops(args: Any, *, mixture: bool) -> float:
     """Operations of one token's forward pass through a layer, over all ranks."""
-    heads = args.num_attention_heads
-    width: int = head_width(args) * heads
-    groups: int = args.num_query_groups or heads
-    projections = args.hidden_size * (2 * width + 2 * head_width(args) * groups)
     mlp = _mixture_weights(args) if mixture else dense_weights(args)
-    return float(2 * (projections + mlp) + _attention_flops(args))
+    return float(2 * (projections(args) + mlp) + _attention_flops(args))
 
 
 def _attention_flops(args: Any) -> float:
     """Operations of one token's scores and what they weigh."""
     attended = args.seq_length * (1 if transformer(args).causal else 2)
-    return float(2 * attended * head_width(args) * args.num_attention_heads)
+    return float(attended * scored(args))
 
 
 def head_flops(args: Any, vocabulary: int) -> float:
     """Operations of one token's forward pass through the head, over all ranks."""
     hidden = int(args.hidden_size)
     return 2.0 * hidden * (vocabulary + transformer(args).head_layers * hidden)
-
-
-def head_width(args: Any) -> int:
-    """Numbers of an attention head."""
-    return int(args.kv_channels or args.hidden_size // args.num_attention_heads)
 
 
 def mlp_matrices(args: Any) -> int:

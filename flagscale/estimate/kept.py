@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from flagscale import files
+from flagscale.config.arguments.architecture import Architecture
+from flagscale.config.arguments.latent import Latent
 from flagscale.config.arguments.meshes import Mesh, Meshes, view
 from flagscale.config.arguments.precision import Values
 from flagscale.config.arguments.registry import arguments
@@ -73,7 +75,8 @@ def sequences(meshes: Meshes, mesh: Mesh) -> int:
 def _relevant() -> tuple[str, ...]:
     """Arguments that what a layer takes may depend on."""
     core = (name for name, a in arguments().items() if a.origin.startswith("megatron.core"))
-    own = (argument.name for argument in declared(Model, "model"))
+    groups = (Model, Architecture, Latent)
+    own = (argument.name for group in groups for argument in declared(group, "model"))
     return tuple(sorted({*core, *own, *_MORE} - _OF_NO_MATTER))
 
 

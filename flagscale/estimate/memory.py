@@ -15,8 +15,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from flagscale.config.arguments.adapters import targets_of
-from flagscale.estimate import weights
-from flagscale.estimate.arithmetic import head_width
+from flagscale.estimate import attention, weights
 from flagscale.estimate.weights import Weights
 
 FP32 = 4
@@ -141,9 +140,8 @@ def _kept(args: Any, *, mixture: bool) -> float:
     expert, with the tokens that are sent to it.
     """
     tp = args.tensor_model_parallel_size
-    heads = args.num_attention_heads
-    whole = 4 * args.hidden_size / (tp if args.sequence_parallel else 1)
-    attention = head_width(args) * 2 * (heads + (args.num_query_groups or heads)) / tp
+    norms = 6 if args.sandwich_norm else 4
+    whole = norms * args.hidden_size / (tp if args.sequence_parallel else 1)
     mlp = _mlp(args, args.ffn_hidden_size or 4 * args.hidden_size) / tp
     if mixture:
         expert_tp = args.expert_tensor_parallel_size or tp
@@ -153,7 +151,7 @@ def _kept(args: Any, *, mixture: bool) -> float:
         # With expert parallelism a rank has as many tokens of others' as it sends away.
         mlp = args.moe_router_topk * chosen / max(expert_tp, 1) + _mlp(args, beside) / tp
     masks = 0.5 * 2 * args.hidden_size * (args.hidden_dropout > 0)
-    return float(tokens_of(args) * width_of(args) * (whole + attention + mlp + masks))
+    return float(tokens_of(args) * width_of(args) * (whole + attention.kept(args) + mlp + masks))
 
 
 def _mlp(args: Any, wide: int) -> float:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagscale.config.arguments.adapters import FC1, FC2, PROJ, QKV
-from flagscale.estimate.arithmetic import dense_weights, head_width, mlp_matrices, transformer
+from flagscale.estimate.arithmetic import dense_weights, mlp_matrices, transformer
+from flagscale.estimate.attention import head_width, norm_widths, projections
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Weights:
 
 def layer(args: Any, *, mixture: bool) -> Weights:
     """Of a transformer layer."""
-    shared = _attention(args) + 2 * norm(args)
+    norms = 4 if args.sandwich_norm else 2
+    shared = _attention(args) + norms * norm(args)
     if not mixture:
         biases = _mlp_biases(args, args.ffn_hidden_size or 4 * args.hidden_size)
         tp = args.tensor_model_parallel_size
@@ -78,14 +80,12 @@ def _attention(args: Any) -> int:
     tp, hidden = args.tensor_model_parallel_size, args.hidden_size
     width = head_width(args) * args.num_attention_heads
     inward = width + 2 * head_width(args) * (args.num_query_groups or args.num_attention_heads)
-    count = hidden * (inward + width) // tp
+    count = projections(args) // tp
     if args.add_bias_linear:
         count += inward // tp + hidden
     elif args.add_qkv_bias:
         count += inward // tp
-    if args.qk_layernorm:
-        count += 2 * head_width(args) * _norm_vectors(args)
-    return int(count)
+    return int(count + norm_widths(args) * _norm_vectors(args))
 
 
 def _mlp_biases(args: Any, wide: int) -> int:

@@ -222,15 +222,15 @@ def keep(path: str, lines: list[str]) -> None:
 
 
 def ask(*questions: str) -> list[str]:
-    """The lines that tell what modules answer to questions, each as JSON."""
+    """The lines that tell what modules answer to questions: its name and the answer, as JSON."""
     import json
 
     found = []
     for question in map(json.loads, questions):
         # Code that is yet to be copied here has nothing to answer.
         if os.path.isfile(os.path.join(question["project"], "flagscale", "launch", "agent.py")):
-            told = json.dumps(answer(question, [sys.executable]))
-            found.append(_told("answer " + question["name"], told))
+            told = [question["name"], answer(question, [sys.executable])]
+            found.append(_told("answer", json.dumps(told)))
     return found
 
 

@@ -57,8 +57,8 @@ def read(text: str) -> World | None:
             package, _, version = value.partition(" ")
             packages[package] = version
         elif mark == "=" and name == "answer":
-            asked, _, told = value.partition(" ")
-            answers[asked] = json.loads(told)
+            asked, told = json.loads(value)
+            answers[asked] = told
         elif mark == "=":
             values[name] = value
     if not values.get("version"):

@@ -14,8 +14,8 @@ from flagscale.launch.layout import LIVENESS_FILE
 from flagscale.launch.liveness import diagnosis
 from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
 from flagscale.launch.liveness.messages import OVER, JobPhase
-from flagscale.launch.liveness.records import from_record
 from flagscale.launch.state import Exit, HostState, RunState
+from flagscale.records import from_record
 from flagscale.status import Event
 
 

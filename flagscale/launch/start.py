@@ -20,11 +20,11 @@ from flagscale.hosts.names import compress, some
 from flagscale.launch.failures import first_failure, job_record
 from flagscale.launch.layout import Layout
 from flagscale.launch.liveness.diagnosis import Failure, last_lines
-from flagscale.launch.liveness.records import from_record
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.runners.base import Runner
 from flagscale.launch.snapshot import EventReader
 from flagscale.launch.state import RunState
+from flagscale.records import from_record
 
 EXTERNAL_SECONDS = 3.0
 # torchrun needs a moment to see that a rank failed, and to write its table.

@@ -41,7 +41,7 @@ Level = tuple[str, float]
 class Line:
     """Values over an axis, ``x`` ascending, as many of each. Lines of one ``label`` are pieces of
     one curve; ``colour`` is a number of the page's palette. ``faint``: what does not count any
-    more; ``dashed``: of another kind than the rest."""
+    more; ``dashed``: of another kind than the rest. One with a ``spread`` is never thinned."""
 
     label: str
     x: Sequence[float]
@@ -49,6 +49,8 @@ class Line:
     colour: int = 0
     dashed: bool = False
     faint: bool = False
+    spread: Sequence[tuple[float, float]] = ()
+    """Between what each value was, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,10 @@ def render(plot: Plot) -> Html:
     plot = replace(plot, lines=lines)
     ends = plot.x_range or tuple(chain.from_iterable((line.x[0], line.x[-1]) for line in lines))
     across = scale_of(ends, log=plot.x_log, room=0.02 if plot.x_log else 0.0)
-    values = chain((v for line in lines for v in line.y), (value for _, value in plot.levels))
+    values = chain(
+        (v for line in lines for v in (*line.y, *chain.from_iterable(line.spread))),
+        (value for _, value in plot.levels),
+    )
     up = scale_of(values, log=plot.y_log, room=0.05)
     field = element(
         "div",
@@ -120,6 +125,8 @@ def render(plot: Plot) -> Html:
 
 
 def _thinned(line: Line, points: int) -> Line:
+    if line.spread:
+        return line
     x, y = thin(line.x, line.y, points)
     return replace(line, x=x, y=y)
 
@@ -143,6 +150,8 @@ def _drawing(plot: Plot, across: Scale, up: Scale) -> Html:
         at = _right(across.place(mark.x))
         parts.append(element("path", class_=f"when {mark.kind}", d=f"M{at} 0v{_HEIGHT}"))
     curves = _curves(plot)
+    for line in (line for line in plot.lines if line.spread):
+        parts.append(element("path", class_=f"band c{line.colour}", d=_band(line, across, up)))
     for line in plot.lines:
         classes = f"line c{line.colour}{' dashed' * line.dashed}{' faint' * line.faint}"
         few = not line.faint and sum(len(piece.x) for piece in curves[line.label]) <= _FEW
@@ -181,6 +190,16 @@ def _path(line: Line, across: Scale, up: Scale, *, few: bool) -> tuple[str, str]
     )
     dots = (f"M{x} {y}h0" for piece in pieces for x, y in piece if few or len(piece) == 1)
     return "".join(words), "".join(dots)
+
+
+def _band(line: Line, across: Scale, up: Scale) -> str:
+    """The area that a line's values were in."""
+    places = [_right(across.place(x)) for x in line.x]
+    lows, highs = (
+        [_down(up.place(end)) for end in ends] for ends in zip(*line.spread, strict=True)
+    )
+    around = [*zip(places, lows, strict=True), *reversed([*zip(places, highs, strict=True)])]
+    return "M" + "L".join(f"{x} {y}" for x, y in around) + "Z"
 
 
 def _legend(plot: Plot) -> Html:

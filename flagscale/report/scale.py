@@ -16,6 +16,7 @@ _FINEST = 1e-12
 _UNEVEN = 10.0
 """An axis is logarithmic where its largest value is this many times the usual one."""
 _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_BINARY = ("", "K", "M", "G", "T")
 Tick = tuple[float, str]
 
 
@@ -115,6 +116,15 @@ def number(value: float) -> str:
     if 1000 <= abs(value) < 1e12:
         return f"{value:,.0f}"
     return f"{value:.5g}"
+
+
+def format_size(size: int) -> str:
+    """A size as a person writes it: ``1048576`` is ``1M``, ``1000`` stays ``1000``."""
+    power = 0
+    while size and size % 1024 == 0 and power < len(_BINARY) - 1:
+        size //= 1024
+        power += 1
+    return f"{size}{_BINARY[power]}"
 
 
 def sample(count: int, most: int) -> Sequence[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,28 @@ LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 LOSS_KEY = "loss_sum_and_tokens"
 """Key, in what a schedule returns for a micro-batch, of a tensor of two: see :func:`loss_of`."""
+
+
+class Prepared(NamedTuple):
+    """A micro-batch on the device: what the model takes, by name, and the mask of the loss
+    ``[micro-batch, sequence]`` where the model gives losses."""
+
+    inputs: dict[str, torch.Tensor | None]
+    mask: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
+        return [tensor for tensor in (*self.inputs.values(), self.mask) if tensor is not None]
+
+    def copy(self) -> Prepared:
+        """The same in memory of its own."""
+        inputs = {name: _cloned(tensor) for name, tensor in self.inputs.items()}
+        return Prepared(inputs, _cloned(self.mask))
+
+
+def _cloned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 class ForwardStep:
@@ -42,21 +64,29 @@ class ForwardStep:
         self._masks = masks
 
     def __call__(
-        self, iterator: Iterator[Batch] | None, model: torch.nn.Module
+        self, iterator: Iterator[Batch | Prepared] | None, model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
+        batch = next(iterator) if iterator is not None else {}
+        if not isinstance(batch, Prepared):
+            batch = self.prepare(batch, model)
+        group = parallel_state.get_context_parallel_group()
+        output = model(**batch.inputs)
+        shared = None if group.size() == 1 or self._per_token else group
+        return output, partial(loss_of, batch.mask, shared=shared)
+
+    def prepare(self, batch: Batch, model: torch.nn.Module) -> Prepared:
+        """What of a micro-batch the model takes, on its device."""
         bare: Any = unwrap(model)
         group = parallel_state.get_context_parallel_group()
-        batch = dict(next(iterator)) if iterator is not None else {}
+        batch = dict(batch)
         documents = batch.pop(DOCUMENTS, None)
         batch = dict(own_batch(batch, group.rank(), group.size()))
         if documents is not None and self._masks is not None:
             batch["attention_mask"] = self._masks(documents)
         last = bare.post_process
         inputs = self._spec.inputs(batch, first=bare.pre_process, last=last)
-        output = model(**{name: self._moved(tensor) for name, tensor in inputs.items()})
         mask = self._moved(batch["loss_mask"]).float() if last else None
-        shared = None if group.size() == 1 or self._per_token else group
-        return output, partial(loss_of, mask, shared=shared)
+        return Prepared({name: self._moved(tensor) for name, tensor in inputs.items()}, mask)
 
     def _moved(self, tensor: Any) -> Any:
         return None if tensor is None else tensor.to(self._device, non_blocking=True)

@@ -62,6 +62,8 @@ def prepare(
         reporter.warn(warning)
     size = vocabulary_size(args, tokenizer)
     args, groups = settle(args, groups, size, device, reporter.say)
+    if groups is not None and not alike:
+        groups = groups.on_unlike_devices()
     vocabulary = padded_vocabulary(size, vars(args))
     args = recompute.settle(args, vocabulary, device, reporter.say)
     # Replicas would start from unlike models.

@@ -14,6 +14,8 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.graphs import captures_steps
+from flagscale.train.captured import CapturedSchedule
 from flagscale.train.device import Device
 from flagscale.train.forward import LOSS_KEY, ForwardStep
 from flagscale.train.layers.precision import weights_changed
@@ -57,13 +59,17 @@ class Stepper:
         self.routers = RouterLosses(args, self._device)
         self._schedule = get_forward_backward_func()
         _connect(args, config, state)
+        if captures_steps(vars(args)):
+            self._schedule = CapturedSchedule(
+                self._schedule, args, config, device, forget=self._weights_changed
+            )
         self._stopwatch = stopwatch
         if stopwatch is not None:
             config.finalize_model_grads_func = stopwatch.stop_before(finalize_model_grads)
         self._pipeline: dict[str, Any] = {}
         self._exchange: Exchange | None = None
         if groups is not None:
-            self._exchange = _over_meshes(args, config, state, groups, self._device)
+            self._exchange = _over_meshes(args, config, state, groups, device)
             self._pipeline = {"p2p_communicator": self._exchange, "pg_collection": collection()}
 
     def train(self, data: Any, *, stop: tuple[bool, bool]) -> tuple[StepNumbers, torch.Tensor]:
@@ -86,9 +92,7 @@ class Stepper:
             reports = self._run(data, self.micro_batches(batch), forward_only=False)
         self.routers.add(self.micro_batches(batch))
         updated, norm, zeros = state.optimizer.step()
-        if self._args.fp8:
-            for model in state.modules():
-                weights_changed(model)
+        self._weights_changed()
         rate = _learning_rate(state.optimizer.param_groups)
         if updated:
             state.scheduler.step(increment=batch)
@@ -105,6 +109,11 @@ class Stepper:
         if self._profiler:
             self._profiler.after(numbers.step)
         return numbers, values
+
+    def _weights_changed(self) -> None:
+        if self._args.fp8:
+            for model in self._state.modules():
+                weights_changed(model)
 
     def close(self) -> None:
         """No more steps come."""
@@ -217,7 +226,7 @@ def _over_meshes(
     config: TransformerConfig,
     state: TrainState,
     groups: MeshGroups,
-    device: torch.device,
+    device: Device,
 ) -> Exchange:
     """Connect the schedules to the other meshes'."""
     config.finalize_model_grads_func = Finalize(state.chunks, groups.ends)

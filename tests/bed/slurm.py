@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bed import accounting
 from bed.host import Host
 from bed.lab import HUB_ADDRESS, Bed
 
@@ -86,10 +87,12 @@ class Slurm:
         return done.stdout
 
     @contextmanager
-    def allocation(self, nodes: int, tasks: int) -> Iterator[str]:
-        """The id of a job that holds ``nodes`` hosts for the length of a block."""
+    def allocation(self, nodes: int, tasks: int, where: str = "") -> Iterator[str]:
+        """The id of a job that holds ``nodes`` hosts for the length of a block, ``where`` if that
+        is said."""
         name = f"allocation-{time.monotonic_ns()}"
-        size = (f"--nodes={nodes}", f"--ntasks={tasks}", f"--job-name={name}")
+        size = [f"--nodes={nodes}", f"--ntasks={tasks}", f"--job-name={name}"]
+        size += [f"--nodelist={where}"] if where else []
         self.run("salloc", "--no-shell", "--immediate=30", *size)
         job = self.run("squeue", "--noheader", f"--name={name}", "--format=%i").strip()
         try:
@@ -167,17 +170,24 @@ class Slurm:
         cpus: int = 4,
         settings: Mapping[str, str] | None = None,
         partitions: Sequence[str] = (_PARTITION,),
+        accounts: Sequence[str] = (),
     ) -> Iterator[Slurm]:
         """Start it on a bed whose hosts have a shared root; every node says it has ``cpus``.
-        ``settings`` go before those above, ``partitions`` stand for the one with all nodes."""
+        ``settings`` go before those above, ``partitions`` stand for the one with all nodes.
+        ``accounts``: commands of sacctmgr's; with any of them it keeps accounts."""
         slurm = cls(bed, bed.directory / "slurm")
-        slurm._write_files(cpus, settings or {}, partitions)
         directory = slurm.directory
+        kept = accounting.settings(directory) if accounts else {}
+        slurm._write_files(cpus, {**kept, **(settings or {})}, partitions)
         with ExitStack() as stack:
             munge = ("key-file", "socket", "pid-file", "log-file", "seed-file")
             paths = (f"--{name}={directory}/munge.{_suffix(name)}" for name in munge)
             stack.enter_context(slurm._daemon("munged", "--foreground", "--force", *paths))
             _until_exists(directory / "munge.sock")
+            if accounts:
+                stack.enter_context(accounting.database(directory))
+            for words in accounts:
+                slurm.run("sacctmgr", "--immediate", "--quiet", *words.split())
             slurm._start_controller("slurmctld", "-D", "-c")
             stack.callback(slurm._end_controller)
             stack.enter_context(slurm._nodes)

@@ -42,7 +42,21 @@ APART = f"""
 --reset-attention-mask --reset-position-ids --eod-mask-loss
 """
 
-LORA = "--peft-type lora --lora-dim 8 --lr 1e-2"
+# Adam's steps are as long as the rate, whatever the gradient: at a higher one norms soon part.
+LORA = "--peft-type lora --lora-dim 8 --lr 1e-3"
+
+CAPTURED = "--cuda-graph-impl local --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1"
+
+# What Gemma's and DeepSeek's layers have.
+WINDOWS = """
+--window-size 63 0 --window-attn-skip-freq 2 --window-rotary-base 100 --sandwich-norm
+--layernorm-zero-centered-gamma --scale-embeddings --final-logit-softcapping 30
+"""
+LATENT = """
+--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 48 --qk-head-dim 48
+--qk-pos-emb-head-dim 16 --v-head-dim 48 --qk-layernorm --rotary-scaling-factor 4
+--mscale-all-dim 1 --original-max-position-embeddings 64
+"""
 
 CASES: dict[str, tuple[int, str, str, float]] = {
     "lora": (1, f"{LORA} --transformer-impl local --attention-backend local", "lora", 0.0),
@@ -108,6 +122,27 @@ CASES: dict[str, tuple[int, str, str, float]] = {
         "bf16",
         1e-3,
     ),
+    "captured-bf16": (1, f"--bf16 {CAPTURED}", "bf16", 1e-3),
+    "captured-fp32": (1, f"{CAPTURED} --micro-batch-size 2", "fp32", 1e-4),
+    "captured-plain-layers": (1, f"--bf16 {CAPTURED} --transformer-impl local", "bf16", 2e-2),
+    "captured-fp8": (1, f"--bf16 --fp8 hybrid {CAPTURED}", "bf16-fp8", 1e-2),
+    "captured-lora-apart": (1, f"{APART} {LORA} --bf16 {CAPTURED}", "lora-apart-bf16", 1e-2),
+    "captured-bert": (1, f"--family bert {CAPTURED}", "bert-fp32", 1e-4),
+    "captured-bf16-dp2": (2, f"--bf16 --use-distributed-optimizer {CAPTURED}", "bf16", 1e-2),
+    "windows-fp32": (1, WINDOWS, "windows-fp32", 0.0),
+    "windows-fp32-plain-layers": (1, f"{WINDOWS} --transformer-impl local", "windows-fp32", 1e-4),
+    "windows-bf16": (1, f"{WINDOWS} --bf16", "windows-fp32", 2e-2),
+    "bounded-fp32": (1, f"{WINDOWS} --attn-logit-softcapping 2", "bounded-fp32", 0.0),
+    "bounded-bf16": (
+        1,
+        f"{WINDOWS} --attn-logit-softcapping 2 --bf16",
+        "bounded-fp32",
+        2e-2,
+    ),
+    "latent-fp32": (1, LATENT, "latent-fp32", 0.0),
+    "latent-fp32-plain-layers": (1, f"{LATENT} --transformer-impl local", "latent-fp32", 1e-4),
+    "latent-bf16": (1, f"{LATENT} --bf16", "latent-fp32", 2e-2),
+    "latent-fp32-tp2-sp": (2, f"{LATENT} {SP}", "latent-fp32", 1e-4),
     "bert-fp32": (1, "--family bert", "bert-fp32", 0.0),
     "bert-fp32-plain-layers": (1, "--family bert --transformer-impl local", "bert-fp32", 1e-4),
     "bert-bf16": (1, "--family bert --bf16", "bert-fp32", 2e-2),

@@ -105,6 +105,7 @@ class Pipeline:
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_config import TransformerConfig
 
+        from flagscale.accelerators.device import Device
         from flagscale.config.arguments.meshes import Mesh, Meshes
         from flagscale.train.meshes import groups
         from flagscale.train.meshes.exchange import Exchange
@@ -124,7 +125,7 @@ class Pipeline:
         def exchange(meshes: Meshes, tokens: int) -> Exchange:
             return Exchange(
                 config, meshes, meshes.stages[rank], made.boundaries, tensor_parallel,
-                torch.device("cpu"), sequence=tokens,
+                Device.of(torch.device("cpu")), sequence=tokens,
             )  # fmt: skip
 
         whole = exchange(plain, options.tokens)
@@ -183,8 +184,8 @@ class Pipeline:
 
 
 def model(config: Any, rank: int, tokens: int) -> Any:
-    """A stage that sleeps for its passes. The first one's input and the last one's gradient have
-    been made, so that nothing but the exchange is left."""
+    """A stage that sleeps for its passes. What they give costs nothing to make, so that nothing but
+    the exchange is left: memory that is used again, not written."""
     import torch
 
     shape = (tokens, 1, config.hidden_size)
@@ -192,14 +193,14 @@ def model(config: Any, rank: int, tokens: int) -> Any:
 
     class Sleep(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, hidden: Any) -> Any:
+        def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
             time.sleep(FORWARD)
             return hidden.new_zeros(()) if rank == 1 else hidden.view_as(hidden)
 
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
             time.sleep(BACKWARD)
-            return given if rank == 1 else gradient
+            return torch.empty_like(given) if rank == 1 else None, torch.zeros(())
 
     class Stage(torch.nn.Module):
         def __init__(self) -> None:
@@ -207,13 +208,14 @@ def model(config: Any, rank: int, tokens: int) -> Any:
             self.config = config
             self.model_type = SimpleNamespace(name="encoder_or_decoder")
             self.input_tensor: Any = None
+            self.weight = torch.nn.Parameter(torch.zeros(()))
 
         def set_input_tensor(self, tensors: Any) -> None:
             self.input_tensor = tensors[0]
 
         def forward(self) -> Any:
-            hidden = given.requires_grad_() if rank == 0 else self.input_tensor
-            return Sleep.apply(hidden)  # type: ignore[no-untyped-call]
+            hidden = given if rank == 0 else self.input_tensor
+            return Sleep.apply(hidden, self.weight)  # type: ignore[no-untyped-call]
 
     return Stage()
 

@@ -46,8 +46,9 @@ MODEL = f"""
 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.02
 --tokenizer-type NullTokenizer --split 1 --eval-iters 0 --num-workers 1
 --lr 3e-4 --lr-decay-style constant --clip-grad 1.0 --bf16
---use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --log-interval 2
+--use-distributed-optimizer --log-interval 2
 """
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 WARM_UP = 4
 """Steps that are not counted: compiling, first allocations, clocks settling."""
 
@@ -65,6 +66,7 @@ class Row:
     options: str = ""
     model: str = ""
     """Arguments that replace those of Llama-3-8B."""
+    overlap: str = OVERLAP
 
     @property
     def tokens(self) -> int:
@@ -85,6 +87,11 @@ MIXTRAL = f"--vocab-size 32000 {EXPERTS} --num-experts 8 --moe-router-topk 2"
 QWEN3 = """--hidden-size 2048 --num-attention-heads 32 --num-query-groups 4 --kv-channels 128
 --vocab-size 151936 --qk-layernorm"""
 """Of 30B-A3B. The dense rows beside the mixtures take as much arithmetic a token."""
+SMALL = """--num-attention-heads 12 --num-query-groups 4 --hidden-size 768 --ffn-hidden-size 2048
+--vocab-size 50304"""
+"""Of 125 million weights, whose kernels the GPU is done with sooner than the host launches them."""
+FEW = (12, 1024, 2, 8, 1)
+CAPTURED = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
 SHORT, LONG = (8, 4096, 2, 8), (8, 8192, 1, 8)
 ROWS = (
     Row("plain", *SHORT, options="--transformer-impl local --attention-backend flash"),
@@ -101,6 +108,10 @@ ROWS = (
     Row("qwen3-moe", 6, 4096, 2, 8, model=f"{QWEN3} {EXPERTS} --num-experts 128 "
         "--moe-router-topk 8 --moe-ffn-hidden-size 768"),
     Row("qwen3-dense", 6, 4096, 2, 8, model=f"{QWEN3} --ffn-hidden-size 6144"),
+    Row("small", *FEW, "", SMALL, ""),
+    Row("small-captured", *FEW, CAPTURED, SMALL, ""),
+    Row("small-fp8", *FEW, "--fp8 hybrid", SMALL, ""),
+    Row("small-fp8-captured", *FEW, f"--fp8 hybrid {CAPTURED}", SMALL, ""),
     Row("dp2", *SHORT, gpus=2),
     Row("dp2-fp8", *SHORT, gpus=2, options="--fp8 hybrid"),
     Row("dp2-8k", *LONG, gpus=2),
@@ -165,7 +176,7 @@ def train(row: Row, steps: int, data: Path, directory: Path, wanted: str) -> lis
     size = f"""--num-layers {row.layers} --seq-length {row.sequence}
     --micro-batch-size {row.micro_batch} --global-batch-size {batch} --train-iters {steps}"""
     files = ["--data-path", str(data), "--data-cache-path", str(directory.parent / "cache")]
-    words = [*f"{MODEL} {row.model} {size} {row.options} {wanted}".split(), *files]
+    words = [*f"{MODEL} {row.model} {size} {row.options} {row.overlap} {wanted}".split(), *files]
     return program(words, row.gpus, directory)
 
 

@@ -2,9 +2,9 @@
 """What sharing a pipeline with a CPU costs the GPU that is its first stage.
 
 Two ranks of this machine train layers of Llama-3-8B's sizes: the GPU twelve of them, CPU cores one.
-Of the GPU's step the time in which it waits for the CPU is left out; what remains beyond its own
-passes, which are timed one by one, is the exchange: copies to and from the host's memory, and what
-the GPU stands still for them.
+Of the GPU's step the time in which it waits for the CPU is left out. What else it spends in the
+exchange - copies to and from the host's memory, each waited for here, starting messages - is set
+against its own passes and the completing of its gradients, which it does without a CPU too.
 
     python tools/bench/mixed_stage.py --output docs/results/mixed-stage-h200.json
 """
@@ -34,6 +34,9 @@ from flagscale.guard import guard
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
 WARM_UP = 2
+CALLS = ("begin", "recv_forward", "recv_backward", "send_forward", "send_backward",
+         "send_forward_recv_backward", "send_backward_recv_forward", "finish")  # fmt: skip
+"""Of the exchange, by the schedule."""
 MODEL = """
 --num-layers 13 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8
 --ffn-hidden-size 14336 --seq-length 2048 --micro-batch-size 1 --global-batch-size 3 --bf16
@@ -61,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         found = measure(options, Path(directory))
     print(
-        f"a step's passes take {1e3 * found['passes']:.1f} ms of {found['device']}, the exchange "
+        f"a step's passes and gradients take {1e3 * found['passes']:.1f} and "
+        f"{1e3 * found['gradients']:.1f} ms of {found['device']}, the exchange "
         f"{1e3 * found['exchange']:.1f} ms, {found['overhead']:.1%}"
     )
     if options.output:
@@ -108,10 +112,29 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     mean = {
         name: sum(step[name] for step in steps["steps"]) / options.steps for name in steps["of"]
     }
-    own = mean["step"] - mean["waiting"]
-    exchange = own - mean["passes"]
-    overhead = exchange / mean["passes"]
+    alone = mean["passes"] + mean["gradients"]
+    exchange = mean["exchanging"] - mean["waiting"]
+    overhead = exchange / alone
     return {"device": steps["device"], **mean, "exchange": exchange, "overhead": overhead}
+
+
+class Clock:
+    """Adds up under names what functions take until the device has done its work."""
+
+    def __init__(self, wait_for_device: Callable[[], None], spent: defaultdict[str, float]) -> None:
+        self._wait_for_device = wait_for_device
+        self._spent = spent
+
+    def times(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def outer(*args: Any, **options: Any) -> Any:
+            self._wait_for_device()
+            begin = time.perf_counter()
+            result = inner(*args, **options)
+            self._wait_for_device()
+            self._spent[name] += time.perf_counter() - begin
+            return result
+
+        return outer
 
 
 def timed(arguments: Sequence[str], found: Path) -> int:
@@ -123,27 +146,14 @@ def timed(arguments: Sequence[str], found: Path) -> int:
     from megatron.core.pipeline_parallel import schedules
 
     from flagscale.train import train_gpt
-    from flagscale.train.meshes import exchange
+    from flagscale.train.meshes import exchange, gradients
     from flagscale.train.step import Stepper
 
     on_device = os.environ["FLAGSCALE_DEVICE"] != "cpu"
     spent: defaultdict[str, float] = defaultdict(float)
     steps: list[dict[str, float]] = []
 
-    def wait_for_device() -> None:
-        if on_device:
-            torch.cuda.synchronize()
-
-    def clocked(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def outer(*args: Any, **options: Any) -> Any:
-            wait_for_device()
-            begin = time.perf_counter()
-            result = inner(*args, **options)
-            wait_for_device()
-            spent[name] += time.perf_counter() - begin
-            return result
-
-        return outer
+    clocked = Clock(torch.cuda.synchronize if on_device else lambda: None, spent).times
 
     class Waited:
         """A work whose wait is the time in which the other stage computes."""
@@ -166,13 +176,16 @@ def timed(arguments: Sequence[str], found: Path) -> int:
         steps.append(dict(spent))
         return result
 
+    for name in CALLS:
+        setattr(exchange.Exchange, name, clocked("exchanging", getattr(exchange.Exchange, name)))
     exchange._Coming.wait = wait  # type: ignore[method-assign, assignment]
+    gradients.Finalize.__call__ = clocked("gradients", gradients.Finalize.__call__)  # type: ignore[method-assign]
     Stepper._run = step  # type: ignore[method-assign]
     schedules.forward_step = clocked("passes", schedules.forward_step)
     schedules.backward_step = clocked("passes", schedules.backward_step)
     code = train_gpt.main(arguments)
     device = torch.cuda.get_device_name() if on_device else "the CPU"
-    names = ("step", "waiting", "passes")
+    names = ("step", "exchanging", "waiting", "passes", "gradients")
     found.write_text(json.dumps({"of": names, "device": device, "steps": steps[WARM_UP:]}))
     return code
 

@@ -11,10 +11,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from flagscale.bench.collectives.curves import Line, require_image, write_panels
 from flagscale.bench.files import read_object
 from flagscale.comm.fsccl.tune import Timing, best
 from flagscale.guard import guard
+from flagscale.report.figure import Line, require_image, write_panels
 
 _DESCRIPTION = "Draw the times of NCCL and of fsccl's NVLink engine over the size of messages."
 _LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers", "--"))
@@ -22,7 +22,7 @@ _LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers"
 
 def write(report: Mapping[str, Any], path: Path) -> None:
     """A panel for each collective, into an ``.svg`` or ``.png``; raises as
-    :func:`.curves.write_panels` does."""
+    :func:`.figure.write_panels` does."""
     timings = [Timing(**row) for row in report.get("timings", [])]
     panels = {}
     for collective in dict.fromkeys(t.collective for t in timings):

@@ -11,6 +11,7 @@ declare -A packages=(
     [git]=git [g++]=g++ [ps]=procps
     [ssh]=openssh-client [sshd]=openssh-server [ip]=iproute2 [nft]=nftables [faketime]=faketime
     [mpirun.openmpi]=openmpi-bin [mpirun.mpich]=mpich [slurmd]=slurm-wlm [munged]=munge
+    [slurmdbd]=slurmdbd [mariadbd]=mariadb-server
 )
 read -r header package < <("${PYTHON:-python3}" -c '
 import sys, sysconfig

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.bench.agreement import definitions, verdict
-from flagscale.bench.collectives.curves import require_image
 from flagscale.bench.collectives.launch import read_specs
 from flagscale.bench.collectives.operations import operation
 from flagscale.bench.collectives.spec import BenchSpec
@@ -17,6 +16,7 @@ from flagscale.bench.files import read_object, require_writable
 from flagscale.bench.placement import Placement
 from flagscale.bench.tool import Tool
 from flagscale.errors import ConfigError
+from flagscale.report.figure import require_image
 
 _DESCRIPTION = """\
 Measure collectives by the benchmark and by a baseline that does what nccl-tests does, by turns in

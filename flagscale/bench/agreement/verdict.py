@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flagscale.bench.collectives.curves import Line, write_panels
 from flagscale.bench.collectives.statistics import Ratio
+from flagscale.report.figure import Line, write_panels
 
 Verdict = Literal["agrees", "differs", "unsure"]
 _EXACT = 1e-9
@@ -80,7 +80,7 @@ def conclusion(pairs: Sequence[Pair], limit: float) -> tuple[str, bool]:
 
 def write_figure(result: Mapping[str, Any], path: Path) -> None:
     """A panel for each operation of what ``--json`` keeps, in 1e9 bytes a second; raises as
-    :func:`.curves.write_panels` does."""
+    :func:`.figure.write_panels` does."""
     of_each: dict[str, list[Mapping[str, Any]]] = {}
     for row in result.get("rows", []):
         of_each.setdefault(row["operation"], []).append(row)

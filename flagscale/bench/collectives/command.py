@@ -27,13 +27,9 @@ operations
 examples
   bench.py all_reduce -r 2                              32 MiB between two local ranks
   bench.py allr -r 4 -b 1kb -e 1gb -f 4 -d fp32 -c      a sweep, checked against a golden result
-  bench.py allg -r 8 -b 1kb -e 1mb -f 8 -n 1000 --stats avg p50 p99 p99/p50
-  bench.py all_reduce,all_gather -d bf16,fp32 -r 2      several in one run
   torchrun --nproc-per-node 8 bench.py redsct -d bf16 -b 1M -e 1G -f 2 --backend nccl
-  mpirun -np 2 bench.py all_reduce -b 128K -e 4G -f 2 -p 1
-  srun -n 16 bench.py alltoall -b 1M -e 64M -f 2
+  srun -n 16 bench.py alltoall -b 1M -e 64M -f 2        so with mpirun
   bench.py allr -r 16 --hosts node[01-02] -b 1K -e 1G -f 4    over SSH, 8 ranks a host
-  bench.py allr -r 16 -N 2 --slurm-mode -b 1K -e 1G -f 4      in a new allocation of Slurm
   bench.py allr -r 8 --compare nccl,fsccl -b 1K -e 1G -f 4   by turns, ratios with their interval
   bench.py allr -r 2 --report-to-json-file now.json --baseline then.json --tolerance 10%
 
@@ -69,7 +65,7 @@ def normalise(arguments: Sequence[str]) -> list[str]:
         elif word == COMM:
             # ``=`` binds a value to its flag: the operation behind it is none.
             result += [f"{word}={words.pop(0)}" for _ in range(own_words(words))] or [word]
-        elif word in ("-s", "--hosts"):
+        elif word in ("-s", "--hosts", "-hosts"):
             count = next((i for i, w in enumerate(words) if w.startswith("-")), len(words))
             hosts, words = words[:count], words[count:]
             operations = [hosts.pop()] if len(hosts) > 1 and is_operation(hosts[-1]) else []
@@ -178,6 +174,7 @@ def _output(parser: Parser) -> None:
     files: dict[str, Any] = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
     add("--plot", dest="plots", **files, help=".svg or .png")
     add("--report", type=Path, metavar="FILE.html", help="one file with tables and curves")
+    add("--csv", type=Path, metavar="FILE", help="a line a result")
     others = "output of nccl-tests or nccom-test, or our JSON, to plot beside"
     add("--import", "--import-results", dest="imports", **files, help=others)
 
@@ -197,6 +194,7 @@ def _comparing(parser: Parser) -> None:
 def _foreign(parser: Parser) -> None:
     """Flags of other tools that mean nothing here, or only one value: said, not refused."""
     add = parser.add_argument_group("accepted for other tools' command lines").add_argument
+    add("-k", "--kernel_num", type=int, help="of mscclpp's kernels: each backend has its own")
     add("-g", "--ngpus", type=int, default=1, help="GPUs a process: always 1")
     add("--sb2sb", action="store_true", help="as --register 1")
     for flag in ("--input-shape", "--output-shape", "--cc-dim"):

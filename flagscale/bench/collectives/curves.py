@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import json
 import math
 import re
@@ -14,9 +12,9 @@ from typing import Any
 
 from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.records import GB, GIB, Row
-from flagscale.bench.collectives.sizes import format_size
 from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
+from flagscale.report.figure import Line, write_panels
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,15 @@ class Point:
     size: int
     time: float
     busbw: float
+    time_spread: tuple[float, float] | None = None
+    """The middle half of the iterations."""
+
+    @property
+    def busbw_spread(self) -> tuple[float, float] | None:
+        if self.time_spread is None:
+            return None
+        quick, slow = self.time_spread
+        return self.busbw * self.time / slow, self.busbw * self.time / quick
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ def curves_of(rows: Iterable[Row]) -> list[Curve]:
         words += [row.reduction] if row.reduction not in ("none", "sum") else []
         words += [f"root {row.root}"] if row.root > 0 else []
         words += ["in place"] if row.in_place and row.operation != "all_reduce" else []
-        point = Point(row.size, row.time, row.busbw)
+        point = Point(row.size, row.time, row.busbw, row.spread)
         found.setdefault((*words, row.backend), []).append(point)
     return [_curve(" ".join(key), points, operation=key[0]) for key, points in found.items()]
 
@@ -178,119 +185,21 @@ def write_plot(
         ConfigError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    figure = new_figure(12, 4.5)
-    latency, bandwidth = figure.subplots(1, 2)
-    for curve in curves:
-        sizes = [max(point.size, 1) for point in curve.points]
-        style = {"linestyle": "--" if curve.imported else "-", "marker": ".", "label": curve.label}
-        latency.plot(sizes, [point.time for point in curve.points], **style)
-        bandwidth.plot(sizes, [point.busbw for point in curve.points], **style)
-    for line, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False):
-        bandwidth.axhline(value, color="gray", linestyle=line, label=f"{name}, {value:.4g} GB/s")
-    measured = [point.size for curve in curves for point in curve.points]
-    over_sizes(latency, "time", "microseconds", measured)
-    over_sizes(bandwidth, "bus bandwidth", "1e9 bytes a second", measured)
-    latency.set_yscale("log")
-    if curves:
-        bandwidth.legend(fontsize="small")
-    path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
+    sizes = {max(point.size, 1) for curve in curves for point in curve.points}
+    levels = [
+        Line(f"{name}, {value:.4g} GB/s", dict.fromkeys(sizes, value), "gray", style)
+        for style, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False)
+    ]
+    panels = {
+        "time (microseconds)": [_line(i, curve, "time") for i, curve in enumerate(curves)],
+        "bus bandwidth (1e9 bytes a second)": [
+            *(_line(i, curve, "busbw") for i, curve in enumerate(curves)),
+            *levels,
+        ],
+    }
+    write_panels(path, "", "", panels, legend=-1)
 
 
-@dataclass(frozen=True)
-class Line:
-    """What :func:`write_panels` draws: a value for each size, and how."""
-
-    label: str
-    values: Mapping[int, float]
-    colour: str
-    style: str = "-"
-
-
-def write_panels(
-    path: Path, title: str, unit: str, panels: Mapping[str, Sequence[Line]], *, columns: int = 3
-) -> None:
-    """Write a figure with a panel for each of ``panels``, both axes logarithmic.
-
-    Raises:
-        ConfigError: there are none, or matplotlib is missing.
-        OSError: the file cannot be written.
-    """
-    if not panels:
-        raise ConfigError("nothing was measured that could be drawn")
-    columns = min(columns, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = new_figure(4.5 * columns, 3.6 * rows)
-    figure.suptitle(title)
-    all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, (name, lines) in zip(all_axes, panels.items(), strict=False):
-        for line in lines:
-            axes.plot(*zip(*sorted(line.values.items()), strict=True), color=line.colour,
-                      linestyle=line.style, marker=".", label=line.label)  # fmt: skip
-        over_sizes(axes, name, unit, (size for line in lines for size in line.values))
-        axes.set_yscale("log")
-    for axes in all_axes[len(panels) :]:
-        axes.set_axis_off()
-    all_axes[0].legend(fontsize="small")
-    path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    require_matplotlib("a figure")
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    # Text as text: an SVG that can be searched. Ids that do not change from run to run.
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "flagscale"})
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def require_matplotlib(what: str) -> None:
-    """Refuse what cannot be drawn; ask while options are judged, before anything is measured.
-
-    Raises:
-        ConfigError: matplotlib, which ``what`` needs, is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{what} needs matplotlib, which is not installed",
-            hint="pip install 'flagscale[bench]', or python -m pip install -e '.[bench]' in a "
-            "checkout",
-        )
-
-
-def require_image(path: Path, flag: str = "") -> None:
-    """Refuse a file, which ``flag`` names, for a figure that could not be drawn into it.
-
-    Raises:
-        ConfigError: it ends in neither ``.svg`` nor ``.png``, or matplotlib is not installed.
-    """
-    name = f"{flag} {path}".strip()
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise ConfigError(f"{name}: expected a file that ends in .svg or .png")
-    require_matplotlib(name)
-
-
-def image_of(figure: Any, kind: str) -> bytes:
-    """The figure as an ``svg`` or ``png`` image; equal figures are equal bytes."""
-    image = io.BytesIO()
-    metadata = {"Date": None} if kind == "svg" else None
-    figure.savefig(image, format=kind, metadata=metadata, dpi=120)
-    return image.getvalue()
-
-
-def over_sizes(axes: Any, title: str, unit: str, measured: Iterable[int]) -> None:
-    """Label axes, of which the horizontal one is the size in bytes."""
-    axes.set_title(title)
-    axes.set_xlabel("size")
-    axes.set_ylabel(unit)
-    axes.set_xscale("log", base=2)
-    axes.grid(visible=True, which="major", alpha=0.3)
-    sizes = sorted({size for size in measured if size})
-    shown = sizes[:: max(1, len(sizes) // 8)]
-    axes.set_xticks(shown, [format_size(size) for size in shown])
-    axes.minorticks_off()
+def _line(index: int, curve: Curve, what: str) -> Line:
+    values = {max(point.size, 1): getattr(point, what) for point in curve.points}
+    return Line(curve.label, values, f"C{index % 10}", "--" if curve.imported else "-")

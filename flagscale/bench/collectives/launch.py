@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from flagscale.bench.collectives import patterns, sizes
 from flagscale.bench.collectives.command import CHECK_MODES, build_parser, normalise
-from flagscale.bench.collectives.curves import read_results, require_image
+from flagscale.bench.collectives.curves import read_results
 from flagscale.bench.collectives.operations import (
     DATA_TYPES,
     OPERATIONS,
@@ -40,10 +40,11 @@ from flagscale.bench.collectives.spec import (
 from flagscale.bench.collectives.statistics import parse_statistics
 from flagscale.bench.command_line import COMM, at_least, filled, judge
 from flagscale.bench.files import read_text, require_writable
-from flagscale.bench.placement import placement
+from flagscale.bench.placement import DEFAULT_SETUP, placement
 from flagscale.bench.tool import Tool
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
+from flagscale.report.figure import require_image
 
 
 class Bench(Tool[Batch]):
@@ -134,7 +135,8 @@ def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 _AVERAGES: dict[str, Average] = dict(zip("0123", get_args(Average), strict=True))
-_KEEPS_NOTHING: Any = {"json": None, "plots": [], "report": None, "imports": [], "baseline": None}
+_KEEPS_NOTHING: Any = {"plots": [], "imports": []}
+_KEEPS_NOTHING |= dict.fromkeys(("json", "csv", "report", "baseline"))
 _DEFAULT_SIZE = 32 * 2**20
 
 
@@ -315,8 +317,9 @@ def _output(options: argparse.Namespace) -> Output:
         require_writable(path, "--plot")
     if options.report is not None:
         require_writable(options.report, "--report")
-    if options.json is not None:
-        require_writable(options.json, "--report-to-json-file")
+    for path, flag in ((options.json, "--report-to-json-file"), (options.csv, "--csv")):
+        if path is not None:
+            require_writable(path, flag)
     return filled(
         Output,
         options,
@@ -365,7 +368,11 @@ def _notes(options: argparse.Namespace, operations: Sequence[Operation]) -> Iter
     """What was asked for and does nothing, or not what it does elsewhere."""
     if options.sb2sb:
         yield "--sb2sb: no such memory here; buffers are registered instead"
-    for name in ("input_shape", "output_shape", "cc_dim"):
+    if options.root != "0" and not any(op.rooted for op in operations):
+        yield "--root: of no effect without an operation that has one"
+    if options.slurm_setup_script == DEFAULT_SETUP:
+        yield "--slurm-setup-script default: there is nothing to install"
+    for name in ("kernel_num", "input_shape", "output_shape", "cc_dim"):
         if getattr(options, name) is not None:
             yield f"--{name.replace('_', '-')}: has no meaning on this device"
     if options.slurm_use_head_node_neuron_bench:

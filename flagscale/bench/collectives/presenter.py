@@ -24,6 +24,7 @@ from flagscale.bench.collectives.records import (
     allowed_environment,
     hold,
     limits_of,
+    write_csv,
     write_json,
 )
 from flagscale.bench.collectives.report import render
@@ -235,6 +236,8 @@ class Presenter(Listener):
         for path in output.plots:
             own = self._kept[path.absolute()]
             write_plot(path, [*curves_of(own), *output.imports], limits_of(own))
+        if output.csv is not None:
+            write_csv(output.csv, self._kept[output.csv.absolute()])
         if output.report is not None:
             own = self._kept[output.report.absolute()]
             curves = [*curves_of(own), *output.imports]

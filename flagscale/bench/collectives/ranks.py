@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from flagscale.accelerators.device import Device
-from flagscale.bench import codec, rendezvous
+from flagscale.bench import rendezvous
 from flagscale.bench.collectives import devices, patterns
 from flagscale.bench.collectives.presenter import Facts, Kept, Presenter, about, header, rank_lines
 from flagscale.bench.collectives.session import Listener, Session
@@ -26,6 +26,7 @@ from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.comm.base import CommBackend, DeviceType
 from flagscale.errors import ConfigError, FlagscaleError, JobError
+from flagscale.records import decode, encode
 
 _START_SECONDS = 300.0
 
@@ -144,7 +145,7 @@ def _possible(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
 
 def _exchange(store: Store, own: Facts, world: BenchWorld, seconds: float) -> list[Facts]:
     """Everyone's facts, through the store: no process group is needed to say what is wrong."""
-    store.set(f"facts/{own.rank}", codec.encode(own))
+    store.set(f"facts/{own.rank}", encode(own))
     keys = [f"facts/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, timedelta(seconds=seconds))
@@ -152,7 +153,7 @@ def _exchange(store: Store, own: Facts, world: BenchWorld, seconds: float) -> li
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         text = f"ranks {absent} of {world.size} did not come within {seconds:g} s"
         raise JobError(text) from error
-    found = [codec.decode(Facts, value) for value in store.multi_get(keys)]
+    found = [decode(Facts, value) for value in store.multi_get(keys)]
     # Rank 0's store must outlive the slowest reader.
     rendezvous.together(store, world, "facts", timedelta(seconds=seconds))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import re
@@ -41,6 +43,8 @@ class Row:
     time: float = math.nan
     statistics: Mapping[str, float] = field(default_factory=dict)
     samples: int = 0
+    spread: tuple[float, float] | None = None
+    """Between which times the middle half of the iterations lies."""
     algorithm: str = "n/a"
     wrong: int | None = None
     """Wrong elements over all ranks; None when nothing was checked."""
@@ -96,6 +100,8 @@ def to_json(row: Row) -> dict[str, Any]:
         "total_output_size(B)": row.output_bytes,
         **{name: getattr(row, name) for name in _OF_SAME_NAME},
     }
+    if row.spread is not None:
+        data["time:p25(us)"], data["time:p75(us)"] = row.spread
     if row.ratio is not None:
         data["time_ratio"] = {name: _finite(value) for name, value in asdict(row.ratio).items()}
     for name in ("peak_share", "probe_share"):
@@ -137,6 +143,23 @@ def write_json(
     results = [to_json(row) for row in rows]
     data = {"results": results, "format": 1, "complete": complete, **about}
     write_atomic(path, json.dumps(data, indent=1) + "\n", 0o644, durable=False)
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write a line a result, under a JSON file's keys.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines = [to_json(row) for row in rows]
+    for line in lines:
+        # A ratio is three numbers.
+        line |= {f"time_ratio:{name}": value for name, value in line.pop("time_ratio", {}).items()}
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for line in lines for key in line)))
+    writer.writeheader()
+    writer.writerows(lines)
+    write_atomic(path, text.getvalue(), 0o644, durable=False)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 from flagscale.bench.collectives.curves import Curve
 from flagscale.bench.collectives.records import Row, limits_of
-from flagscale.bench.collectives.sizes import format_size
 from flagscale.report.frame import page
 from flagscale.report.html import Cell, Html, details, element, section, table
 from flagscale.report.plot import COLOURS, Line, Plot
 from flagscale.report.plot import render as plotted
+from flagscale.report.scale import format_size
 
 
 def render(
@@ -54,14 +54,22 @@ def _plots(curves: Sequence[Curve], limits: Mapping[str, float]) -> Iterator[Plo
 
     yield Plot("time", "microseconds", lines("time"), y_log=True, **shared)
     yield Plot(
-        "bus bandwidth", "1e9 bytes a second", lines("busbw"), levels=[*limits.items()], **shared
+        *("bus bandwidth", "1e9 bytes a second", lines("busbw")),
+        levels=[*limits.items()],
+        y_log=True,
+        **shared,
     )
 
 
 def _line(curve: Curve, what: str, index: int) -> Line:
     sizes = [max(point.size, 1) for point in curve.points]
     values = [getattr(point, what) for point in curve.points]
-    return Line(curve.label, sizes, values, index % COLOURS, dashed=curve.imported)
+    spread = [getattr(point, f"{what}_spread") for point in curve.points]
+    return Line(
+        *(curve.label, sizes, values, index % COLOURS),
+        dashed=curve.imported,
+        spread=() if None in spread else spread,
+    )
 
 
 Column = tuple[str, Callable[[Row], str]]
@@ -87,7 +95,7 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     further: list[Column] = [
         ("of peak", lambda row: f"{row.peak_share:.1%}" if row.peak_share else "-"),
         ("of probe", lambda row: f"{row.probe_share:.1%}" if row.probe_share else "-"),
-        ("time ratio (95 %)", _ratio),
+        ("against the first (95 %)", lambda row: row.ratio.words if row.ratio else "-"),
         ("algorithm", lambda row: row.algorithm),
         ("wrong", lambda row: "-" if row.wrong is None else str(row.wrong)),
     ]
@@ -114,9 +122,3 @@ def _cells(rows: Sequence[Row], columns: Sequence[Column]) -> Iterator[list[obje
         else:
             known = [text(row) for _, text in columns[:_BEFORE_TIME]]
             yield [*known, Cell(row.failure, "bad", len(columns) - _BEFORE_TIME)]
-
-
-def _ratio(row: Row) -> str:
-    if row.ratio is None:
-        return "-"
-    return f"{row.ratio.value:.3f} ({row.ratio.low:.3f} to {row.ratio.high:.3f})"

@@ -16,7 +16,7 @@ from flagscale.bench.collectives.bodies import PreparedBuffers, Shape, prepare, 
 from flagscale.bench.collectives.devices import RankGroup, form, probe_copies
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.spec import Average, BenchSpec, Case
-from flagscale.bench.collectives.statistics import paired_ratio
+from flagscale.bench.collectives.statistics import paired_ratio, percentile
 from flagscale.bench.collectives.timing import Measured, gatherings, measure
 from flagscale.bench.collectives.watch import Watch
 from flagscale.bench.world import BenchWorld
@@ -328,6 +328,7 @@ def _make_row(blank: Row, reports: Sequence[Report], spec: BenchSpec) -> Row:
         time=average,
         statistics=statistics,
         samples=len(samples),
+        spread=(percentile(samples, 25), percentile(samples, 75)) if len(samples) > 1 else None,
         algorithm=members[0].algorithm,
         wrong=wrong,
         failure=failure,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from flagscale.errors import ConfigError
+from flagscale.report.scale import format_size
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_SHOWN = ("", "K", "M", "G", "T")
 _MOST_SIZES = 10_000
 
 
@@ -25,15 +25,6 @@ def parse_size(text: str) -> int:
     if not size.is_integer():
         raise ConfigError(f"{text!r} is not a whole number of bytes")
     return int(size)
-
-
-def format_size(size: int) -> str:
-    """A size as a person writes it: ``1048576`` is ``1M``, ``1000`` stays ``1000``."""
-    power = 0
-    while size and size % 1024 == 0 and power < len(_SHOWN) - 1:
-        size //= 1024
-        power += 1
-    return f"{size}{_SHOWN[power]}"
 
 
 def sweep(

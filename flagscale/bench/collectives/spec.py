@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from flagscale.bench.codec import WRITTEN
 from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.curves import Curve
 from flagscale.bench.collectives.operations import DataType, Operation
 from flagscale.bench.collectives.records import Baseline
 from flagscale.bench.collectives.statistics import Statistic
+from flagscale.bench.command_line import COMM
 from flagscale.bench.placement import Placement
+from flagscale.comm import registry
 from flagscale.comm.options import OptionValues
 from flagscale.errors import ConfigError
+from flagscale.records import WRITTEN
 
 BandwidthUnit = Literal["GB", "GiB"]
 Average = Literal["rank0", "mean", "min", "max"]
@@ -89,12 +91,13 @@ class Output:
     json: Path | None = field(default=None, metadata=WRITTEN)
     plots: tuple[Path, ...] = field(default=(), metadata=WRITTEN)
     report: Path | None = field(default=None, metadata=WRITTEN)
+    csv: Path | None = field(default=None, metadata=WRITTEN)
     imports: tuple[Curve, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
         """What is written of the results."""
-        return tuple(filter(None, (self.json, *self.plots, self.report)))
+        return tuple(filter(None, (self.json, *self.plots, self.report, self.csv)))
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,9 @@ class Batch:
 
     def check(self, ranks: int) -> None:
         for spec in self.specs:
+            for name in spec.backends:
+                if text := registry.backend(name).misfit(spec.options_of(name), ranks):
+                    raise ConfigError(f"{COMM} {text}")
             groups = patterns.groups_for(ranks, spec.groups.custom, spec.groups.dimension)
             list(spec.cases(len(groups[0])))
             if any(op.name == "permute" for op in spec.operations):

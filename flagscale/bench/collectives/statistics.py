@@ -93,6 +93,15 @@ class Ratio:
     high: float
 
     @property
+    def words(self) -> str:
+        """``7.14 times as fast (6.2 to 8.1)``, or ``as long``; the interval in the same terms."""
+        ends = (self.value, self.low, self.high)
+        if self.value < 1:
+            ends = (1 / self.value, 1 / self.high, 1 / self.low if self.low else math.inf)
+        value, low, high = (f"{end:.3g}" for end in ends)
+        return f"{value} times as {'fast' if self.value < 1 else 'long'} ({low} to {high})"
+
+    @property
     def clear(self) -> bool:
         """Whether the interval leaves out 1: one of the two is faster."""
         return self.low > 1 or self.high < 1

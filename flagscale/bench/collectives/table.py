@@ -9,7 +9,7 @@ from typing import Protocol
 
 from flagscale.bench.collectives.records import GB, GIB, Row
 from flagscale.bench.collectives.spec import BandwidthUnit, BenchSpec
-from flagscale.bench.collectives.statistics import Statistic
+from flagscale.bench.collectives.statistics import Ratio, Statistic
 
 _GAP = "    "
 
@@ -78,6 +78,10 @@ class NccomTable:
         for name in dict.fromkeys(row.backend for row in rows if self._several) or ("",):
             own = [row for row in rows if name in ("", row.backend)]
             whose = f" {name}" if name else ""
+            if ratios := [math.log(row.ratio.value) for row in own if row.ratio is not None]:
+                mean = math.exp(sum(ratios) / len(ratios))
+                words = Ratio(mean, mean, mean).words.partition(" (")[0]
+                lines.append(f"{name}: {words} as {rows[0].backend}, on average over the sizes")
             lines.append(f"Avg bus bandwidth{whose}:\t{average(own, self._unit):.4f}{self._unit}/s")
         failed = sum(not row.ok for row in rows)
         return [*lines, f"{failed} errors found - test failed"] if failed else lines

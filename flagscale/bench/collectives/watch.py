@@ -18,8 +18,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from flagscale.bench import codec
 from flagscale.bench.collectives.timing import Marks
+from flagscale.records import decode, encode
 
 PERIOD = 1.0
 SILENT = 2.5
@@ -118,13 +118,13 @@ class Watch:
 
     def _read(self, rank: int) -> Beat | None:
         key = f"beat/{rank}"
-        return codec.decode(Beat, self._store.get(key)) if self._store.check([key]) else None
+        return decode(Beat, self._store.get(key)) if self._store.check([key]) else None
 
     def _publish(self) -> None:
         self._beat.time = time.time()
         self._beat.steps = len(self.marks)
         try:
-            self._store.set(f"beat/{self._beat.rank}", codec.encode(self._beat))
+            self._store.set(f"beat/{self._beat.rank}", encode(self._beat))
         except (dist.DistError, RuntimeError):
             # Rank 0's store is gone; the operation that needs it will say so.
             return

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
-from flagscale.bench.codec import WRITTEN
+from flagscale.bench.collectives.sizes import parse_size
 from flagscale.bench.command_line import Parser, judge
 from flagscale.bench.files import require_writable
 from flagscale.bench.placement import Placement, add_place, placement
 from flagscale.bench.rank import carry_out
 from flagscale.bench.tool import Tool
 from flagscale.errors import ConfigError
+from flagscale.hosts.names import expand_list, folded
+from flagscale.records import WRITTEN
 
 Variant = Literal["bound", "cold", "warm", "split"]
 VARIANTS: tuple[Variant, ...] = ("bound", "cold", "warm", "split")
@@ -30,11 +32,17 @@ class GroupsPlan:
     repeats: int
     members: int | None
     placement: Placement
+    ranks: tuple[int, ...] = ()
+    """Those of every group; without them the groups go round."""
+    bytes: int = 4096
+    """Of an operation."""
     comm: tuple[str, ...] = ()
     """The backend's options, as they were given."""
     json: Path | None = field(default=None, metadata=WRITTEN)
 
     def check(self, ranks: int) -> None:
+        if not set(self.ranks) <= set(range(ranks)):
+            raise ConfigError(f"--ranks {folded(self.ranks)}; expected ranks from 0 to {ranks - 1}")
         if self.members is not None and not 1 <= self.members <= ranks:
             raise ConfigError(f"--members {self.members}; expected 1 to {ranks}")
 
@@ -69,6 +77,11 @@ class Sample:
     """How many communicators the backend says it split off; -1 where it does not tell."""
 
     @property
+    def total(self) -> float:
+        """Seconds from no group at all until all can be used."""
+        return self.world + self.usable
+
+    @property
     def usable(self) -> float:
         """Seconds until the further groups can be used: created, and run once."""
         return self.create + self.first
@@ -90,8 +103,7 @@ variants
 examples
   groups.py -r 8 --groups 1,8,33              every variant, 10 times each
   groups.py -r 8 --simple                     bound once; --without-split: cold
-  torchrun --nproc-per-node 8 groups.py       ranks from a launcher: each starts fresh ones
-  mpirun -np 8 groups.py                      so do OpenMPI, MPICH and srun
+  torchrun --nproc-per-node 8 groups.py       ranks from a launcher, mpirun and srun too
   groups.py -r 16 --hosts node[01-02]         over SSH, 8 ranks a host; also --hosts-file
   groups.py -r 16 -N 2 --slurm-mode           in an allocation of Slurm
   groups.py -r 2 --backend gloo --repeats 2   on a CPU, where only cold and warm have a meaning
@@ -123,7 +135,10 @@ def _parser(prog: str) -> Parser:
     add = parser.add_argument_group("what is measured").add_argument
     add("--arms", "--variants", default=",".join(VARIANTS), help="which, with commas (all)")
     add("--groups", default="1,8,33", help="numbers of groups, with commas (1,8,33)")
-    add("--members", type=int, metavar="M", help="ranks of a group (all but one, two at least)")
+    which = parser.add_mutually_exclusive_group().add_argument
+    which("--ranks", metavar="LIST", help="of each group, such as 0-6 (all but one, going round)")
+    add("--bytes", default="4K", metavar="SIZE", help="of an operation on a group (4K)")
+    which("--members", type=int, metavar="M", help="ranks of a group (all but one, two at least)")
     add("--repeats", type=int, default=10, metavar="N", help="measurements of each (10)")
     add("--simple", action="store_true", help="one group, one variant, once")
     add("--without-split", action="store_true", help="with --simple: cold")
@@ -154,10 +169,21 @@ def _plan(options: argparse.Namespace) -> GroupsPlan:
         counts=counts,
         repeats=repeats,
         members=options.members,
+        ranks=_ranks(options.ranks),
+        bytes=max(4, parse_size(options.bytes)),
         placement=place,
         comm=tuple(options.comm),
         json=options.json,
     )
+
+
+def _ranks(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(sorted({int(name) for name in expand_list(f"[{text}]")}))
+    except ValueError as error:
+        raise ConfigError(f"--ranks {text!r}; expected such as 0-6 or 0,2,4") from error
 
 
 main = Groups().main

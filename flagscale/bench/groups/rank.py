@@ -2,16 +2,9 @@
 measurements show, in a table and in words.
 
 In a fresh process it makes the default group, further groups, and does the first two operations of
-these. The variants differ in one thing each:
-
-=====  ==========================================================================================
-bound  the default group is bound to a device (``device_id``), which connects it at once and lets
-       ``new_group`` split its communicator (ncclCommSplit) instead of making one from nothing
-cold   nothing is bound; communicators are made by each group's first operation
-warm   as cold, but the default group has run an operation before: the control, for without it the
-       very first communicator of the process is counted as the cost of the sub-group
-split  as bound, with ``split_group`` in place of ``new_group``
-=====  ==========================================================================================
+these; ``--help`` has the variants. ``warm`` is the control: without it the first communicator of
+the process is counted as the cost of the sub-group. With a ``device_id``, as in ``bound``,
+``new_group`` may split the default group's communicator (ncclCommSplit).
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from flagscale.accelerators.device import Device
 from flagscale.accelerators.registry import chosen
-from flagscale.bench import codec, rendezvous
+from flagscale.bench import rendezvous
 from flagscale.bench.collectives import devices
 from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.groups.launch import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
@@ -48,6 +41,7 @@ from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
 from flagscale.hosts.names import folded
+from flagscale.records import decode, encode
 
 _TIMEOUT = timedelta(minutes=10)
 _MIB = 2**20
@@ -59,10 +53,11 @@ def run_trial(plan: TrialPlan, world: BenchWorld) -> int:
     store = rendezvous.rendezvous(world, place.timeout)
     # All but one, as in a sub-group of a node; two ranks at least have something to say.
     members = plan.of.members or max(min(2, world.size), world.size - 1)
-    groups = members_of(plan.count, members, world.size)
+    groups = [list(plan.of.ranks)] * plan.count if plan.of.ranks else []
+    groups = groups or members_of(plan.count, members, world.size)
     sample = _measure(plan, groups, world, store)
     if world.rank == 0:
-        plan.result.write_text(codec.encode(sample))
+        plan.result.write_text(encode(sample))
     dist.destroy_process_group()
     rendezvous.clean_up(world)
     rendezvous.exit_store(store, world, place.timeout)
@@ -94,7 +89,7 @@ def _measure(plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store:
         rendezvous.join(PrefixStore("world", store), world, **named, **bound)
         created_world = time.perf_counter() - begin
         if variant == "warm":
-            _all_reduce(None, device)
+            _all_reduce(None, device, plan.of.bytes)
         together(store, world, "create", _TIMEOUT)
         begin = time.perf_counter()
         if variant == "split":
@@ -104,23 +99,33 @@ def _measure(plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store:
     device.synchronize()
     create = time.perf_counter() - begin
     mine = [h for h, ranks in zip(handles, groups, strict=True) if world.rank in ranks]
-    first, second = (_turn(name, mine, store, world, device) for name in ("first", "second"))
+    first, second = (_turn(name, mine, store, world, device, plan) for name in _TURNS)
     memory = (_used(device) - before) / _MIB
     own = Sample(created_world, create, first, second, memory, splits=_splits(device))
     return _most(own, world, store)
 
 
-def _turn(name: str, handles: list[Any], store: Store, world: BenchWorld, device: Device) -> float:
+_TURNS = ("first", "second")
+
+
+def _turn(
+    name: str,
+    handles: list[Any],
+    store: Store,
+    world: BenchWorld,
+    device: Device,
+    plan: TrialPlan,
+) -> float:
     """Seconds of an operation on each of this rank's groups, one after the other."""
     together(store, world, name, _TIMEOUT)
     begin = time.perf_counter()
     for handle in handles:
-        _all_reduce(handle, device)
+        _all_reduce(handle, device, plan.of.bytes)
     return time.perf_counter() - begin
 
 
-def _all_reduce(group: dist.ProcessGroup | None, device: Device) -> None:
-    dist.all_reduce(torch.ones(1024, device=device.torch_device), group=group)
+def _all_reduce(group: dist.ProcessGroup | None, device: Device, size: int) -> None:
+    dist.all_reduce(torch.ones(size // 4, device=device.torch_device), group=group)
     device.synchronize()
 
 
@@ -137,9 +142,9 @@ def _splits(device: Device) -> int:
 
 def _most(own: Sample, world: BenchWorld, store: Store) -> Sample:
     """Of every number the most over the ranks."""
-    store.set(f"sample/{world.rank}", codec.encode(own))
+    store.set(f"sample/{world.rank}", encode(own))
     texts = [store.get(f"sample/{rank}") for rank in range(world.size)]
-    samples = [asdict(codec.decode(Sample, text)) for text in texts]
+    samples = [asdict(decode(Sample, text)) for text in texts]
     together(store, world, "end", _TIMEOUT)
     return Sample(**{name: max(s[name] for s in samples) for name in samples[0]})
 
@@ -147,7 +152,7 @@ def _most(own: Sample, world: BenchWorld, store: Store) -> Sample:
 Results = Mapping[tuple[Variant, int], Sequence[Sample]]
 """The samples of each variant and number of groups, in the order they were taken."""
 
-_COLUMNS = ("world", "create", "first", "second")
+_COLUMNS = ("world", "create", "first", "second", "total")
 _ENOUGH = 10
 
 
@@ -180,8 +185,8 @@ def findings(results: Results) -> list[str]:
         lines += _of_count(here, count)
     fewest = min(len(samples) for samples in results.values())
     if fewest < _ENOUGH:
-        advice = f"take at least {_ENOUGH} before a ratio is relied on."
-        lines.append(f"{fewest} runs a variant: {advice}")
+        runs = f"{fewest} run{'s' if fewest > 1 else ''} a variant"
+        lines.append(f"{runs}: take at least {_ENOUGH} before a ratio is relied on.")
     if any(variant in ON_ACCELERATORS for variant, _ in results):
         lines.append(
             "A bound default group runs unbatched sends and receives one after the other on one "
@@ -218,13 +223,12 @@ def _proof(samples: Sequence[Sample], count: int) -> str:
 
 
 def _against(slow: Sequence[Sample], fast: Sequence[Sample]) -> str:
+    if min(len(slow), len(fast)) < 2:
+        return "a single run each, which shows no difference"
     ratio = median_ratio([s.usable for s in slow], [s.usable for s in fast])
     saved = statistics.median(s.usable for s in slow) - statistics.median(s.usable for s in fast)
-    if min(len(slow), len(fast)) < 2:
-        shown = "in a single run each, which shows no difference"
-    else:
-        verdict = "" if ratio.clear else " (no difference shown)"
-        shown = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}{verdict}"
+    verdict = "" if ratio.clear else " (no difference shown)"
+    shown = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}{verdict}"
     return f"usable {ratio.value:.2f} times as fast, {shown}; {saved * 1e3:+.1f} ms saved"
 
 
@@ -246,8 +250,8 @@ def run_rank(plan: GroupsPlan, world: BenchWorld | None) -> int:
     hosts = starter.hosts()
     if speaks:
         given = f" ({', '.join(plan.comm)})" if plan.comm else ""
-        version = f"backend {backend.name} {backend.version() or ''}".rstrip()
-        print(f"# {starter.size} ranks, {version}{given}")
+        version = f"torch {torch.__version__}, backend {backend.name} {backend.version() or ''}"
+        print(f"# {starter.size} ranks, {version.rstrip()}{given}")
         print(f"# {hosts}; started by {world.launcher if world is not None else 'local'}")
         for variant in left_out:
             print(f"# {variant}: left out, only accelerators can be bound")
@@ -332,7 +336,7 @@ class _Starter:
         launchers = ("TORCHELASTIC_", "PMI", RENDEZVOUS_VARIABLE)
         environment = {k: v for k, v in own.items() if not k.startswith(launchers)}
         environment |= {"MASTER_ADDR": "127.0.0.1" if world.one_host else host, "MASTER_PORT": port}
-        given = codec.encode(job).encode()
+        given = encode(job).encode()
         return subprocess.run(job.command, env=environment, input=given, check=False).returncode
 
     def _shared(self, text: str | None) -> Sample:
@@ -346,4 +350,4 @@ class _Starter:
             text = self._store.get(key).decode()
         if text is None:
             raise JobError("rank 0 left no result")
-        return codec.decode(Sample, text)
+        return decode(Sample, text)

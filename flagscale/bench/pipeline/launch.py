@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from flagscale.bench.collectives.curves import require_image
 from flagscale.bench.collectives.operations import OPERATIONS, DataType, data_type
-from flagscale.bench.collectives.sizes import format_size, parse_size
+from flagscale.bench.collectives.sizes import parse_size, sweep
 from flagscale.bench.command_line import Parser, add_device, at_least, did_you_mean, filled
 from flagscale.bench.files import require_writable
 from flagscale.bench.placement import Placement
 from flagscale.bench.tool import Tool
 from flagscale.errors import ConfigError
+from flagscale.report.figure import require_image
+from flagscale.report.scale import format_size
 
 TITLES: Mapping[str, str] = {
     "all_gather": "Allgather",
@@ -136,7 +137,6 @@ examples
   pipeline.py -r 4 --ops all_reduce -k 0,1,2,4 --nelem-per-send 8192,32768,131072
                                                every combination; k=0: fsccl's own choice
   FSCCL_CLUSTERS=2,2 pipeline.py -r 4          between clusters, by messages
-  torchrun --nproc-per-node 8 pipeline.py      ranks from a launcher
   pipeline.py -r 4 --sizes 1M,16M,64M --json result.json --plot result.svg
 
 size is the whole buffer; times are of each iteration's slowest rank; algbw is size over time, of
@@ -173,6 +173,9 @@ def _parser(prog: str) -> Parser:
     elements = "elements of a send, with commas (262144; all_reduce: 32768)"
     add("--nelem-per-send", "--nelem", metavar="LIST", help=elements)
     add("--sizes", default="64M", metavar="LIST", help="of the whole buffer, with commas (64M)")
+    add("-b", "--minbytes", metavar="SIZE", help="instead: the first size")
+    add("-e", "--maxbytes", metavar="SIZE", help="the last size (the first)")
+    add("-f", "--stepfactor", type=float, default=2.0, metavar="FACTOR", help="between (2)")
     add("-d", "--datatype", default="fp32", metavar="TYPE", help="of the elements (fp32)")
     add("--check-iters", type=int, default=10, metavar="N", help="with their result checked (10)")
     before = "before the clock runs (10)"
@@ -201,6 +204,9 @@ def _plan(options: argparse.Namespace) -> PipelinePlan:
         for nelem in (nelems or DEFAULTS[op][1:])[: None if k else 1]  # which k=0 does not have
     )
     sizes = _list("--sizes", options.sizes, parse_size)
+    if first := options.minbytes:
+        ends = parse_size(first), parse_size(options.maxbytes or first)
+        sizes = sweep(*ends, factor=options.stepfactor)
     one_shot = os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
     limit = _number("FSCCL_ONE_SHOT_BYTES", one_shot, 0, 1 << 30)
     if min(sizes) <= limit and any(schedule.k for schedule in schedules):

@@ -56,7 +56,10 @@ def starter_argv(
                 f"--starter mpirun: it cannot be told the {' and '.join(given)} of {host.name}",
                 hint="say so in an SSH configuration (--ssh-config), or leave the start to ssh",
             )
-    added = {**handed_on(environment), **job.variable()}
+    if any(host for host, _, _ in place.environment):
+        raise ConfigError("--starter mpirun: it gives all hosts one environment, --env HOST: none")
+    common = {name: value for _, name, value in place.environment}
+    added = {**handed_on(environment), **common, **job.variable()}
     added["MASTER_ADDR"] = known_here(candidates(place))
     added["MASTER_PORT"] = str(place.port or _PORT)
     names = tuple(added)

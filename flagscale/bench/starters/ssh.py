@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TextIO, TypeVar
 
-from flagscale.bench import codec
 from flagscale.bench.host import LOGS, Order, PreparedHost, look_up
 from flagscale.bench.placement import Placement, require_room
 from flagscale.bench.rank import Job
@@ -29,6 +28,7 @@ from flagscale.hosts.executor import Endpoint, Executor
 from flagscale.hosts.fan_out import Hosts, describe, require_all
 from flagscale.hosts.names import compress
 from flagscale.hosts.ssh.ssh_config import SshConfig
+from flagscale.records import decode, encode, with_files
 
 # Longer than a host takes to end its own ranks, so that it can still say why.
 _GRACE_SECONDS = 12.0
@@ -60,7 +60,7 @@ def run_over_ssh(place: Placement, run: str, plan: Any, environment: Mapping[str
                 job=Job.of(run, moved),
                 count=count,
                 ranks=RankRange(first, place.workers or 1, address, port),
-                environment=handed_on(environment),
+                environment={**handed_on(environment), **variables_of(place, number)},
                 directory=str(Path.cwd()),
                 scratch=host.scratch,
                 files=tuple(files),
@@ -82,8 +82,15 @@ def carried(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
         name = names.setdefault(path.absolute(), f"{len(names) + 1}/{path.name}")
         return Path(scratch) / name
 
-    moved = codec.with_files(plan, place)
+    moved = with_files(plan, place)
     return moved, {name: local for local, name in names.items()}
+
+
+def variables_of(place: Placement, number: int) -> dict[str, str]:
+    """What the ranks of one of the hosts are to have in their environment; its own goes last."""
+    own = place.hosts[number].name
+    ordered = sorted(place.environment, key=lambda one: bool(one[0]))
+    return {name: value for host, name, value in ordered if host in ("", own)}
 
 
 def _command(*words: str) -> list[str]:
@@ -99,7 +106,7 @@ def _prepare(hosts: Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
     def prepare(number: int, host: Executor) -> PreparedHost:
         done = host.run(_command("prepare", *choices), timeout=_PREPARE_SECONDS)
         if done.ok:
-            return codec.decode(PreparedHost, done.stdout)
+            return decode(PreparedHost, done.stdout)
         said = done.error_text.strip().splitlines() or [f"exit code {done.exit_status}"]
         raise ConfigError(
             f"{hosts.names[number]}: {sys.executable} there cannot run the benchmark: {said[-1]}",
@@ -173,7 +180,7 @@ class _Run:
         try:
             code = host.run(
                 _command("run"),
-                stdin=codec.encode(self._orders[number]).encode(),
+                stdin=encode(self._orders[number]).encode(),
                 timeout=None,
                 on_stdout=partial(self._hand_on, sys.stdout),
                 on_stderr=partial(self._hand_on, sys.stderr),

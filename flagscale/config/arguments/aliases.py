@@ -16,13 +16,15 @@ Rule = Literal["same", "opposite", "value", "none"]
 @dataclass(frozen=True)
 class Alias:
     """``name`` stands for ``target``. With ``rule`` "value", switching it on gives the target
-    ``value``; "none" has no effect and no target, and ``doc`` says why it is accepted."""
+    ``value``; "none" has no effect and no target, and ``doc`` says why it is accepted: a value that
+    is ``idle`` asks for what it does not give."""
 
     name: str
     target: str
     rule: Rule = "same"
     value: Any = None
     doc: str = ""
+    idle: bool | None = None
 
     def translate(self, value: Any) -> Any:
         """The target's value; None, "not given", when the alias is a switch that is off."""
@@ -41,8 +43,8 @@ def _opposite(target: str, *names: str) -> tuple[Alias, ...]:
     return tuple(Alias(name, target, "opposite") for name in names)
 
 
-def _no_effect(name: str, why: str) -> tuple[Alias, ...]:
-    return (Alias(name, "", "none", doc=why),)
+def _no_effect(name: str, why: str, idle: bool | None = None) -> tuple[Alias, ...]:
+    return (Alias(name, "", "none", doc=why, idle=idle),)
 
 
 ALIASES: tuple[Alias, ...] = (
@@ -86,8 +88,8 @@ ALIASES: tuple[Alias, ...] = (
     *_same("train_iters", "train_steps"),
     *_same("lr_warmup_iters", "warmup"),
     *_same("ckpt_format", "dist_ckpt_format"),
-    *_no_effect("no_shared_fs", "`experiment.runner.no_shared_fs` says it"),
-    *_no_effect("use_dist_ckpt", "checkpoints are always distributed ones"),
+    *_no_effect("no_shared_fs", "`experiment.runner.no_shared_fs` says it", idle=True),
+    *_no_effect("use_dist_ckpt", "checkpoints are always distributed ones", idle=False),
     # Data
     *_same("data_cache_path", "path_to_cache"),
     *_same("tokenizer_path", "tokenizer_model", "tokenizer_name_or_path", "vocab_file"),

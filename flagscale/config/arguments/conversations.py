@@ -119,8 +119,9 @@ def broken(values: Values) -> Iterator[Broken]:
     if template is not None and template not in TEMPLATES and not is_template_file(template):
         known = " or ".join(TEMPLATES)
         yield "chat_template", f"expected {known} or a .jinja file, found {template!r}"
-    if values["window_size"]:
-        yield "window_size", "not with sft: attention to a window does not know conversations"
+    if values["window_size"] and values["attention_backend"] == "local":
+        message = "not with sft: megatron.core's own attention to a window does not know "
+        yield "window_size", message + "conversations; take attention_backend: auto"
     if values["attention_backend"] == "fused":
         message = "fused: cuDNN's kernel takes no documents, which conversations are; take auto"
         yield "attention_backend", message

@@ -33,8 +33,8 @@ REFUSED: Mapping[str, str] = {
     "says when",
     "decrease_batch_size_if_needed": "it would train on fewer sequences than the YAML says; give a "
     "`global_batch_size` that the replicas can share",
-    "phase_transition_iterations": "it would change what is trained on in mid-run; start a second "
-    "run with `load` from the first one's checkpoints",
+    "phase_transition_iterations": "it says where data_path is exchanged by hand; write the "
+    "mixtures as `data_phases`",
     "spec": "it names a Python function that builds the layers; this version builds its own",
     "use_legacy_models": "only megatron.core's models exist here",
     "yaml_cfg": "this YAML is it",
@@ -248,8 +248,6 @@ VALUES: Mapping[tuple[str, str], str] = {
     ("action", "auto_tune"): "there is no automatic tuner; write the sizes that it would find",
     ("dataloader_type", "external"): "it needs a training program that brings its own loader",
     ("lr_decay_style", "stablelm2-scheduler"): "a schedule of StableLM 2; WSD is the nearest",
-    ("rope_type", "yarn"): "it is built for multi-latent attention alone, which this trainer does "
-    "not have; use_rope_scaling scales as Llama 3.1 does",
     ("position_embedding_type", "yarn"): "not built; use_rope_scaling scales as Llama 3.1 does",
     ("position_embedding_type", "mrope"): "it is of models of images and video",
     ("position_embedding_type", "relative"): "it is of T5 models",

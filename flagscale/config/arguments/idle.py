@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from flagscale.config.arguments import families
+from flagscale.config.arguments import families, graphs
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.registry import arguments
 from flagscale.config.arguments.values import shown
 
+_WHOLE_STEPS = (
+    f"{graphs.NAME}: local with {graphs.SCOPE}: {graphs.WHOLE} captures whole steps without it"
+)
 REFUSED: Mapping[str, str] = {
     "use_megatron_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
     "use_custom_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
-    "multi_latent_attention": "there is no multi-latent attention without Transformer Engine",
     "mtp_num_layers": "multi-token prediction is not built",
     "moe_permute_fusion": "it needs Transformer Engine's fused permutation",
     "moe_router_fusion": "it needs Transformer Engine's fused router",
@@ -37,10 +39,9 @@ REFUSED: Mapping[str, str] = {
     "activation_func_fp8_input_store": "it needs Transformer Engine",
     "persist_layer_norm": "it needs Apex; torch's norms are fused anyway",
     "memory_efficient_layer_norm": "it needs Apex",
-    "layernorm_zero_centered_gamma": "the norms here have no zero-centred weight",
     "fine_grained_activation_offloading": "offloading activations needs Transformer Engine",
-    "enable_cuda_graph": "CUDA graphs need Transformer Engine",
-    "external_cuda_graph": "CUDA graphs need Transformer Engine",
+    "enable_cuda_graph": f"graphs of single layers need Transformer Engine; {_WHOLE_STEPS}",
+    "external_cuda_graph": f"graphs of single layers need Transformer Engine; {_WHOLE_STEPS}",
     "heterogeneous_block_specs": "all layers are alike",
     "experimental_attention_variant": "attention here is softmax attention",
     "is_hybrid_model": "models of Mamba and attention layers are not built",
@@ -136,6 +137,7 @@ NOTED: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "tokenizers": (("legacy_tokenizer",), "there is one class a tokenizer"),
     "meshes": (("use_partial_reduce_for_shared_embedding",), "it is always so"),
+    "hosts": (("hetero_current_device_type",), "the hostfile's type= says it"),
 }
 """Groups of arguments without effect, each with the reason."""
 
@@ -154,7 +156,7 @@ NEEDS: tuple[Need, ...] = (
         "multi_latent_attention",
         "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim beta_fast "
         "beta_slow mscale mscale_all_dim rotary_scaling_factor "
-        "original_max_position_embeddings",
+        "original_max_position_embeddings rope_type",
     ),
     Need("mtp_num_layers", "mtp_loss_scaling_factor"),
     Need(
@@ -204,15 +206,12 @@ NEEDS: tuple[Need, ...] = (
         "num_layers_at_end_in_bf16",
     ),
     Need("fp16", "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
-    Need(
-        "enable_cuda_graph",
-        "cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool "
-        "cuda_graph_warmup_steps",
-    ),
+    Need("cuda_graph_impl", "cuda_graph_scope cuda_graph_warmup_steps", ("local",)),
+    Need("enable_cuda_graph", "cuda_graph_retain_backward_graph cuda_graph_use_single_mempool"),
     Need("recompute_granularity", "recompute_method recompute_num_layers"),
     Need("recompute_granularity", "recompute_modules", ("selective",)),
     Need("recompute_granularity", "recompute_memory_gib", ("auto",)),
-    Need("window_size", "window_attn_skip_freq"),
+    Need("window_size", "window_attn_skip_freq window_rotary_base"),
     Need("qk_clip", "qk_clip_alpha qk_clip_threshold"),
     Need("use_rope_scaling", "rope_scaling_factor"),
     Need("nccl_ub", "disable_symmetric_registration"),

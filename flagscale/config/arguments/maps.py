@@ -1,7 +1,8 @@
 """What a YAML may write as maps or lists of lists and the training program takes as words.
 
 ``comm`` is a map of the communication backend's options, ``hetero_process_meshes`` may be a list of
-maps, each a mesh, and what is recomputed by stage and micro-batch is a list of lists.
+maps, each a mesh, as ``data_phases`` is of mixtures, and what is recomputed by stage and
+micro-batch is a list of lists.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flagscale.config.arguments import meshes, recompute
+from flagscale.config.arguments import meshes, phases, recompute
 from flagscale.config.arguments.values import word
 
 NAME = "comm"
 _LISTED: Mapping[str, Callable[[Sequence[Any]], list[Any]]] = {
     meshes.MESHES: meshes.as_words,
+    phases.NAME: phases.as_words,
     **dict.fromkeys(recompute.NAMES, recompute.as_words),
 }
 

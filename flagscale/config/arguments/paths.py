@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flagscale.config.arguments.aliases import ALIASES
 from flagscale.config.arguments.blends import paired
+from flagscale.config.arguments.phases import NAME as PHASES
+from flagscale.config.arguments.phases import changed, parse
 from flagscale.config.arguments.values import MAX_NAME, size
 
 DATA = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
@@ -125,6 +128,16 @@ def blend_problem(value: Any) -> str | None:
     return None
 
 
+def phase_problem(text: str) -> str | None:
+    """What is wrong with the mixture of a phase; None if nothing is, or if it is none at all."""
+    for words in _mixtures(text):
+        if problem := blend_problem(words):
+            return problem
+        if len(words) > 1 and not is_weight(words[0]):
+            return f"data sets without weights, such as {words[0]}: expected a weight for each"
+    return None
+
+
 def prefixes(value: Any) -> list[str]:
     """The data sets of a blend, without their weights."""
     return [word for word in blend(value) if not is_weight(word)]
@@ -139,8 +152,10 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
         if not _is_blend(value):
             return value
         words = blend(value)
-        made = [w if is_weight(w) else _absolute(w) for w in words]
+        made = [_absolute_word(w) for w in words]
         return made if isinstance(value, (list, tuple)) or len(made) > 1 else made[0]
+    if name == PHASES and isinstance(value, list):
+        return [changed(one, _absolute_word) if isinstance(one, str) else one for one in value]
     if not isinstance(value, str):
         return value
     read = name in (*TOKENIZER, PRETRAINED, PROMPTS) and (not external or Path(value).exists())
@@ -149,12 +164,25 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
     return _absolute(value) if read or written or template else value
 
 
+def _absolute_word(word: str) -> str:
+    return word if is_weight(word) else _absolute(word)
+
+
+def _mixtures(value: Any) -> Iterator[list[str]]:
+    """The mixtures of phases, of those that say one."""
+    for text in value if isinstance(value, (list, tuple)) else [value]:
+        with suppress(ValueError):
+            yield list(parse(text).words)
+
+
 def needed(name: str, value: Any) -> list[str]:
     """The files and directories that an argument reads, wherever they are."""
     if name in (*TOKENIZER, PRETRAINED, PROMPTS) and isinstance(value, str):
         return [value]
     if name == TEMPLATE and isinstance(value, str) and is_template_file(value):
         return [value]
+    if name == PHASES:
+        return [path for words in _mixtures(value) for path in needed("data_path", words)]
     if name not in DATA or not _is_blend(value):
         return []
     local = [prefix for prefix in prefixes(value) if "://" not in prefix]
@@ -174,6 +202,9 @@ def missing(name: str, value: Any) -> Iterator[str]:
         yield f"no file {value}"
     if name == PRETRAINED and isinstance(value, str) and not Path(value).is_dir():
         yield f"no directory {value}"
+    if name == PHASES:
+        for words in _mixtures(value):
+            yield from missing("data_path", words)
     if name in DATA and _is_blend(value):
         for prefix in prefixes(value):
             if "://" not in prefix:

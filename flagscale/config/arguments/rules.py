@@ -16,13 +16,17 @@ from typing import Any
 
 from flagscale.config.arguments import (
     adapters,
+    architecture,
     conversations,
     devices,
     fallbacks,
     families,
+    graphs,
     growth,
     idle,
+    latent,
     layout,
+    phases,
     precision,
 )
 from flagscale.config.arguments.huggingface.models import config_of
@@ -33,10 +37,9 @@ from flagscale.errors import CheckpointError
 _NOT_RECOMPUTED: Mapping[str, str] = {
     "layernorm": "needs Transformer Engine",
     "moe_act": "needs Transformer Engine's grouped experts",
-    "mla_up_proj": "needs multi-latent attention, which is not built",
+    "mla_up_proj": "needs a checkpoint inside multi-latent attention, which is not built",
 }
 _LOCAL_ATTENTION: Mapping[str, Any] = {
-    "window_size": None,
     "softmax_type": "vanilla",
     "qk_clip": False,
     "log_max_attention_logit": False,
@@ -61,7 +64,10 @@ def broken(values: Values) -> list[Broken]:
         _unsupported,
         idle.broken,
         _not_built,
+        graphs.broken,
         _attention,
+        architecture.broken,
+        latent.broken,
         _documents,
         conversations.broken,
         adapters.broken,
@@ -72,6 +78,7 @@ def broken(values: Values) -> list[Broken]:
         _exported,
         _length,
         growth.broken,
+        phases.broken,
         _overlap,
         _profiling,
         _schedule,
@@ -117,17 +124,14 @@ def _unsupported(values: Values) -> Iterator[Broken]:
             yield name, f"{values[name]!r} needs Transformer Engine's optimizer; leave it out"
     if values["optimizer"] not in ("adam", "sgd"):
         yield "optimizer", f"{values['optimizer']!r}: expected 'adam' or 'sgd'"
+    if values["optimizer"] == "sgd" and values["use_distributed_optimizer"]:
+        yield "optimizer", "sgd with use_distributed_optimizer: megatron.core shards Adam alone"
     for other in ("swiglu", "squared_relu"):
         if values["openai_gelu"] and values[other]:
             yield "openai_gelu", f"excludes {other}: an MLP has one function"
 
 
 def _not_built(values: Values) -> Iterator[Broken]:
-    if values["cuda_graph_impl"] != "none":
-        yield (
-            "cuda_graph_impl",
-            f"{values['cuda_graph_impl']}: CUDA graphs need Transformer Engine; leave it out",
-        )
     if values["cross_entropy_fusion_impl"] == "te":
         yield "cross_entropy_fusion_impl", "te needs Transformer Engine; native fuses without it"
     instances = values["num_distributed_optimizer_instances"]
@@ -156,11 +160,12 @@ def _documents(values: Values) -> Iterator[Broken]:
     """What attention can be kept within documents."""
     if not values["reset_attention_mask"]:
         return
-    if values["window_size"]:
+    if values["window_size"] and values["attention_backend"] == "local":
         yield (
             "window_size",
             f"{shown(values['window_size'])} with reset_attention_mask: megatron.core's own "
-            "attention makes the window's mask itself, and passes over that of documents",
+            "attention makes the window's mask itself, and passes over that of documents; take "
+            "attention_backend: auto",
         )
     if values["attention_backend"] == "fused":
         yield (

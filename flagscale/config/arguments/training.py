@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flagscale.config.arguments.adapters import Adapters
+from flagscale.config.arguments.architecture import Architecture
 from flagscale.config.arguments.checkpointing import Checkpointing
 from flagscale.config.arguments.conversations import Conversations, Prompts
 from flagscale.config.arguments.families import Masking
 from flagscale.config.arguments.hetero import Heterogeneous
+from flagscale.config.arguments.latent import Latent
 from flagscale.config.arguments.recompute import Recomputation
 from flagscale.config.arguments.spec import Section, arg
 
@@ -195,11 +197,6 @@ class Model:
     untie_embeddings_and_output_weights: bool = arg(
         False, "Give the output layer its own weights instead of the embedding's"
     )
-    rope_type: str | None = arg(
-        None,
-        "Kind of rotary positions; of effect in multi-latent attention only",
-        choices=("rope",),
-    )
     norm_init_weight: float | None = arg(
         None, "Value that the norms' weights start from; 1 without it"
     )
@@ -314,6 +311,12 @@ class Data:
     train_data_path: tuple[str, ...] | None = arg(None, "As data_path, for training alone")
     valid_data_path: tuple[str, ...] | None = arg(None, "As data_path, for validation alone")
     test_data_path: tuple[str, ...] | None = arg(None, "As data_path, for the test alone")
+    data_phases: tuple[str, ...] | None = arg(
+        None,
+        "Mixtures of training data that follow that of data_path, each from a number of samples "
+        "or tokens on: a list of {samples: 100000, data_path: [0.2, web, 0.8, code]}; data sets "
+        "go on where the phase before left them",
+    )
     split: str | None = arg(
         None, "Shares of data_path for training, validation and test: 949,50,1 (or 1)"
     )
@@ -375,6 +378,8 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Heterogeneous, "system"),
     (Recomputation, "system"),
     (Model, "model"),
+    (Architecture, "model"),
+    (Latent, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),
     (Adapters, "model"),

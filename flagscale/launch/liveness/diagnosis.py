@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from flagscale.launch.layout import RANKS_DIRECTORY, HostFiles
-from flagscale.launch.liveness.records import printable
+from flagscale.records import printable
 from flagscale.status import Event
 
 TAIL_BYTES = 256 * 1024

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from flagscale.files import plain
 from flagscale.launch.liveness.diagnosis import Failure, Report
 from flagscale.launch.liveness.protocol import MAX_FRAME_BYTES
-from flagscale.launch.liveness.records import from_record
+from flagscale.records import from_record
 
 # A host's failure goes on to all others, in a frame in which its letters may take thrice the room.
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES // 4

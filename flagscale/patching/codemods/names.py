@@ -6,6 +6,7 @@ from __future__ import annotations
 CODEMOD_NAMES = (
     "barrier-devices",
     "cuda-calls",
+    "cuda-demands",
     "device-literals",
     "device-methods",
     "group-backends",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from flagscale.patching.codemods.base import Codemod
 from flagscale.patching.codemods.cuda_calls import BarrierDevices, CudaCalls
+from flagscale.patching.codemods.demands import CudaDemands
 from flagscale.patching.codemods.literals import (
     DeviceLiterals,
     GroupBackends,
@@ -21,6 +22,7 @@ CODEMODS: Mapping[str, Codemod] = {
     for codemod in (
         BarrierDevices(),
         CudaCalls(),
+        CudaDemands(),
         DeviceLiterals(),
         DeviceMethods(),
         GroupBackends(),

@@ -36,12 +36,13 @@ class CheckpointStore(Checkpoints):
         """Where a checkpoint is written until it is whole."""
         return self.root / f".iter_{iteration:07d}.partial"
 
-    def begin(self, iteration: int) -> Path:
-        """An empty directory to write the checkpoint of an iteration into."""
+    def begin(self, iteration: int, *, again: bool = False) -> Path:
+        """An empty directory to write the checkpoint of an iteration into; ``again``: with what an
+        earlier writer has left in it."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self._clear_remains()
         partial = self.partial(iteration)
-        partial.mkdir()
+        self._clear_remains(but=partial if again else None)
+        partial.mkdir(exist_ok=again)
         return partial
 
     def abandon(self, iteration: int) -> None:
@@ -90,11 +91,11 @@ class CheckpointStore(Checkpoints):
                 continue  # somebody else removed it
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def _clear_remains(self) -> None:
+    def _clear_remains(self, but: Path | None = None) -> None:
         """Remove what a run that was killed left half written or half deleted."""
         for item in list(self.root.iterdir()):
             match = _REMAINS.fullmatch(item.name)
-            if match is None:
+            if match is None or item == but:
                 continue
             if match[2] == "replaced" and not (self.root / match[1]).exists():
                 item.rename(self.root / match[1])  # killed between the two renames

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from flagscale.accelerators.device import current
 from flagscale.errors import DataError
 from flagscale.train.data.chat.sets import ConversationSets, conversation_sets
+from flagscale.train.data.phases import take_turns
 from flagscale.train.data.plan import DataPlan, SplitPlan, plan_data
 from flagscale.train.data.samplers import MicroBatchSampler, Order, Shard
 from flagscale.train.data.tokenizers import Tokenizer
@@ -132,9 +133,13 @@ def _build_datasets(
     config = _config(plan, kind, tokenizer)
     built_of = kind.made_up if plan.mock else kind.real
     sizes = [split.samples for split in plan.splits]
+    if plan.phases is not None and sizes[0]:
+        sizes[0] = plan.phases.most
     builder = BlendedMegatronDatasetBuilder(built_of, sizes, lambda: True, config)
     try:
         built: list[Dataset[Batch] | None] = builder.build()
+        if plan.phases is not None and built[0] is not None:
+            take_turns(built[0], plan.phases, plan.cache)
     except (FileNotFoundError, ValueError, EOFError) as error:
         # Only rank 0 writes the cache, and a run killed while it wrote leaves half a file.
         raise DataError(

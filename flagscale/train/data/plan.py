@@ -11,6 +11,7 @@ from flagscale.config.arguments.paths import data_cache
 from flagscale.errors import DataError
 from flagscale.train.data.blends import Blend, parse_blend, parse_split
 from flagscale.train.data.indexed import IndexedFiles, fingerprint, inspect
+from flagscale.train.data.phases import Phases, phases_of
 from flagscale.train.data.tokenizers import Tokenizer
 
 SplitName = Literal["train", "valid", "test"]
@@ -43,6 +44,8 @@ class DataPlan:
     cache_by: str
     order: Literal["single", "cyclic"]
     mock: bool
+    phases: Phases | None = None
+    """Mixtures of the training data that follow each other."""
     reading: Mapping[str, Any] = field(default_factory=dict)
     """Options of megatron.core's data sets that change how they are read, not what."""
 
@@ -57,6 +60,10 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
     own = [_own_blend(args, name) for name in _NAMES]
     blend = parse_blend(args.data_path) if args.data_path else None
     _check_choice(args, blend, own)
+    phases = phases_of(args, blend or own[0], _samples(args)[0])
+    if phases is not None:
+        # What is built has all data sets, and of each as much as the phases take.
+        blend, own[0] = (phases.whole, own[0]) if blend else (None, phases.whole)
     shares = parse_split(args.split or _DEFAULT_SPLIT)
     splits = []
     for name, count, own_blend, share in zip(_NAMES, _samples(args), own, shares, strict=True):
@@ -76,6 +83,7 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         cache=None if root is None else root / fingerprint(files.values()),
         cache_by=cache_by,
         order=args.dataloader_type,
+        phases=phases,
         mock=bool(args.mock_data),
         reading={
             "mmap_bin_files": args.mmap_bin_files,

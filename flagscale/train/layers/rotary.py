@@ -31,6 +31,29 @@ class RotaryTable(RotaryEmbedding):  # type: ignore[misc]
         return tables[key]
 
 
+class RotaryPair(torch.nn.Module):
+    """Two rotary embeddings of one width, whose results lie side by side in the last dimension: of
+    layers that see everything, and of those with a window."""
+
+    def __init__(self, full: RotaryEmbedding, windowed: RotaryEmbedding) -> None:
+        super().__init__()
+        self.both = torch.nn.ModuleList((full, windowed))
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        """megatron.core's answer to how many positions there are."""
+        length: int = self.both[0].get_rotary_seq_len(*args)  # type: ignore[operator]
+        return length
+
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Angles, or tables, as either of both would give them, with a last dimension of two."""
+        return torch.cat([one(*args, **options) for one in self.both], -1)
+
+
+def half_of_pair(positions: torch.Tensor, *, second: bool) -> torch.Tensor:
+    """What the first or the second of a :class:`RotaryPair` gave."""
+    return positions.chunk(2, -1)[second]
+
+
 def rotate(
     tensor: torch.Tensor, positions: torch.Tensor, *args: Any, **options: Any
 ) -> torch.Tensor:
@@ -62,6 +85,7 @@ def at(every: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def use_table(model: Any) -> None:
     """Give ``model`` a table where its positions are plain rotary ones."""
     embedding: Any = getattr(model, "rotary_pos_emb", None)
-    if type(embedding) is RotaryEmbedding and not embedding.rotary_interleaved:
-        embedding.__class__ = RotaryTable
-        attention.apply_rotary_pos_emb = rotate
+    for one in embedding.both if isinstance(embedding, RotaryPair) else (embedding,):
+        if type(one) is RotaryEmbedding and not one.rotary_interleaved:
+            one.__class__ = RotaryTable
+            attention.apply_rotary_pos_emb = rotate

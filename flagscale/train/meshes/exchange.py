@@ -9,13 +9,15 @@ tensor is kept until it is through.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flagscale.accelerators.device import Device
 from flagscale.config.arguments.meshes import Meshes, Stage
 from flagscale.train.meshes.boundary import Move, Region, moves, region
 from flagscale.train.meshes.groups import Boundaries, Stages
@@ -29,13 +31,16 @@ they wait for the message."""
 
 @dataclass
 class _Flow:
-    """One kind of message: what this rank sends and is sent of it, a micro-batch. ``left``: how
-    many are still to be asked for in this step, as far as that may be done ahead of the schedule;
-    ``coming``: the one that has been."""
+    """One kind of message: what this rank sends and is sent of it, a micro-batch; and whether that
+    goes through the host's memory, though the device has it. ``left``: how many are still to be
+    asked for in this step, as far as that may be done ahead of the schedule; ``coming``: the one
+    that has been."""
 
     group: dist.ProcessGroup
     sends: tuple[Move, ...] = ()
     receives: tuple[Move, ...] = ()
+    sends_from_host: bool = False
+    receives_on_host: bool = False
     left: int = 0
     coming: _Coming | None = None
 
@@ -53,7 +58,7 @@ class Exchange:
         stage: Stage,
         boundaries: Boundaries,
         tensor_parallel: dist.ProcessGroup,
-        device: torch.device,
+        device: Device,
         *,
         sequence: int,
     ) -> None:
@@ -64,7 +69,7 @@ class Exchange:
             stage: this rank's.
             boundaries: the groups to send in.
             tensor_parallel: this rank's tensor-parallel group.
-            device: where tensors are.
+            device: this rank's.
             sequence: tokens of a whole sequence.
         """
         self.config = config
@@ -74,10 +79,13 @@ class Exchange:
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
         self._tensor_parallel = tensor_parallel
         self._device = device
-        self._on_host = boundaries.on_host
         rank, stages = dist.get_rank(), meshes.stages
         self._region = region(meshes, stage, rank, sequence)
         after, before = stages[(stage.index + 1) % len(stages)], stages[stage.index - 1]
+
+        def by_host(other: Stage) -> bool:
+            unlike = boundaries.unlike and other.mesh_index != stage.mesh_index
+            return not device.is_host and (boundaries.on_host or unlike)
 
         def flow(group: dist.ProcessGroup, to: Stage, origin: Stage) -> _Flow:
             out = moves(meshes, stage, to, sequence)
@@ -86,6 +94,8 @@ class Exchange:
                 group,
                 tuple(move for move in out if move.sender == rank),
                 tuple(move for move in into if move.receiver == rank),
+                sends_from_host=by_host(to),
+                receives_on_host=by_host(origin),
             )
 
         # With interleaved stages the last one's successor is the first.
@@ -97,7 +107,9 @@ class Exchange:
         self._scale = 1.0
         if not config.calculate_per_token_loss:
             self._scale = parts / (after.mesh.dp * after.mesh.cp)
-        self._under_way: deque[tuple[Sequence[Any], list[torch.Tensor]]] = deque()
+        self._under_way: deque[_Sent] = deque()
+        # One thread, so that messages go in their order.
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="exchange")
 
     def begin(self, micro_batches: int, *, forward_only: bool) -> None:
         """Before a step of so many micro-batches. With virtual stages the schedule itself says
@@ -180,8 +192,7 @@ class Exchange:
 
     def _let_go(self) -> None:
         """Wait for the oldest message that was sent. A work can be waited for once."""
-        works, _ = self._under_way.popleft()
-        for work in works:
+        for work in self._under_way.popleft().works():
             work.wait()
 
     def _receive(self, flow: _Flow) -> torch.Tensor:
@@ -215,48 +226,80 @@ class Exchange:
         receive first would wait for ever."""
         coming = self._awaited(flow) if receives else None
         comes = coming.ops if coming else []
-        goes = [] if tensor is None else self._blocks(flow, tensor)
+        if tensor is not None and flow.sends_from_host:
+            self._fetch_and_send(flow, tensor)
+            tensor = None
+        goes = [] if tensor is None else self._sends(flow, self._blocks(flow, tensor))
         if not comes and not goes:
             return coming
-        works = dist.batch_isend_irecv([*comes, *goes])
+        works = _start(flow, [*comes, *goes])
         # NCCL has one work for all of a batch, others have one for each operation.
         each = len(works) == len(comes) + len(goes)
         if coming:
             coming.works = works[: len(comes)] if each else works
         if goes:
             own = works[len(comes) :] if each else works
-            self._under_way.append((own, [op.tensor for op in goes]))
+            self._under_way.append(_Sent(lambda: own, [op.tensor for op in goes]))
         return coming
 
-    def _blocks(self, flow: _Flow, tensor: Any) -> list[dist.P2POp]:
+    def _fetch_and_send(self, flow: _Flow, tensor: Any) -> None:
+        """Send copies, which the device makes while it goes on; a thread waits for them."""
+        blocks = self._blocks(flow, tensor)
+        fetched = [self._device.fetch(block) for block in blocks]
+        ops = self._sends(flow, [host for host, _ in fetched])
+
+        def send() -> Sequence[Any]:
+            for _, wait in fetched:
+                wait()
+            return _start(flow, ops)
+
+        begun = self._sender.submit(send)
+        self._under_way.append(_Sent(begun.result, [*blocks, *(host for host, _ in fetched)]))
+
+    def _blocks(self, flow: _Flow, tensor: Any) -> list[torch.Tensor]:
         """What this rank sends of a tensor."""
         while len(self._under_way) >= _MOST_UNDER_WAY:
             self._let_go()
         (whole,) = tensor if isinstance(tensor, list) else (tensor,)
-        whole, ops = whole.detach(), []
-        for move in flow.sends:
-            block = _block(whole, move.source, move.length, move.source_batch, move.sequences)
-            block = block.contiguous()
-            block = block.cpu() if self._on_host else block
-            ops.append(dist.P2POp(dist.isend, block, move.receiver, flow.group))
-        return ops
+        whole = whole.detach()
+        return [
+            _block(whole, move.source, move.length, move.source_batch, move.sequences).contiguous()
+            for move in flow.sends
+        ]
+
+    def _sends(self, flow: _Flow, blocks: Sequence[torch.Tensor]) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(dist.isend, block, move.receiver, flow.group)
+            for block, move in zip(blocks, flow.sends, strict=True)
+        ]
 
     def _awaited(self, flow: _Flow) -> _Coming:
         """The tensor that is to come, and what this rank is sent of it."""
         held = self._region
         shape = (held.length, len(held.batch), self.config.hidden_size)
-        tensor = torch.empty(shape, dtype=self.config.pipeline_dtype, device=self._device)
+        dtype, device = self.config.pipeline_dtype, self._device
+        tensor = torch.empty(shape, dtype=dtype, device=device.torch_device)
         blocks, ops = [], []
         for move in flow.receives:
             place = _block(tensor, move.target, move.length, move.target_batch, move.sequences)
-            direct = place.is_contiguous() and not self._on_host
-            where = "cpu" if self._on_host else self._device
-            block = place if direct else torch.empty(place.shape, dtype=place.dtype, device=where)
+            block = place
+            if flow.receives_on_host:
+                block = device.landing(place.shape, dtype)
+            elif not place.is_contiguous():
+                block = torch.empty_like(place, memory_format=torch.contiguous_format)
             blocks.append((place, block))
             ops.append(dist.P2POp(dist.irecv, block, move.sender, flow.group))
         gathers = self._tensor_parallel if held.own < held.length else None
         scale = self._scale if flow is self._backward else 1.0
         return _Coming(tensor, ops, blocks, held, gathers, scale)
+
+
+@dataclass
+class _Sent:
+    """A message on its way: its works, once it has begun, and the memory that it is read from."""
+
+    works: Callable[[], Sequence[Any]]
+    memory: list[torch.Tensor]
 
 
 @dataclass
@@ -276,7 +319,7 @@ class _Coming:
             work.wait()
         for place, block in self.blocks:
             if place is not block:
-                place.copy_(block)
+                place.copy_(block, non_blocking=True)
         own = self.tensor[self.region.first : self.region.first + self.region.own]
         if self.scale != 1.0:
             own.mul_(self.scale)
@@ -289,6 +332,14 @@ def _block(
     tensor: torch.Tensor, token: int, length: int, sequence: int, sequences: int
 ) -> torch.Tensor:
     return tensor[token : token + length, sequence : sequence + sequences]
+
+
+def _start(flow: _Flow, ops: list[dist.P2POp]) -> Sequence[Any]:
+    """Works of messages. A batch is a group's: another thread's message would get into it."""
+    if flow.sends_from_host:
+        return [op.op(op.tensor, op.peer, op.group) for op in ops]
+    works: Sequence[Any] = dist.batch_isend_irecv(ops)
+    return works
 
 
 def _now_or_later(coming: _Coming | None, name: str, later: bool) -> Any:

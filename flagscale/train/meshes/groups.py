@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -72,11 +72,13 @@ class Stages:
 class Boundaries:
     """Groups of all ranks for what stages send each other: activations and gradients apart, since
     between two ranks both may be under way at once, and NCCL takes messages in their order alone.
-    ``on_host``: through the hosts' memory."""
+    ``on_host``: through the hosts' memory; ``unlike``: meshes may be on unlike kinds of devices,
+    between which there is no other way."""
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
     on_host: bool
+    unlike: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class MeshGroups:
 
     boundaries: Boundaries
     ends: tuple[dist.ProcessGroup, ...]
+
+    def on_unlike_devices(self) -> MeshGroups:
+        """The same groups where ranks are not all on one kind of device."""
+        return replace(self, boundaries=replace(self.boundaries, unlike=True))
 
 
 class _Maker:

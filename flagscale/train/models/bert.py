@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from flagscale.config.arguments.architecture import OWN
 from flagscale.config.arguments.families import LAYOUTS, Transformer
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.values import shown
@@ -43,6 +44,8 @@ class Bert(ModelSpec):
             ("peft_type", "adapters are of models of text, token by token"),
             ("sft", "answers are not told token by token"),
             ("eod_mask_loss", "the end of a document is never masked, and so never in the loss"),
+            ("window_size", "a token attends to all of its sequence"),
+            *((name, "layers have no such part") for name in OWN),
         ):
             if values[name]:
                 yield name, f"{shown(values[name])}: with family bert {reason}; leave it out"

@@ -37,7 +37,7 @@ class MaskedHead(MegatronModule):  # type: ignore[misc]
         self.dense = torch.nn.Linear(hidden, hidden, dtype=config.params_dtype)
         for parameter in self.dense.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        norm: Any = norm_class(config.normalization)
+        norm: Any = norm_class(config)
         self.layer_norm = norm(config, hidden, config.layernorm_epsilon)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
 from flagscale.config.arguments.rules import OPTIMIZER_DTYPES
@@ -19,6 +19,28 @@ from flagscale.errors import ConfigError
 from flagscale.train.device import Device
 
 _Config = TypeVar("_Config")
+
+
+@dataclass
+class _Architecture:
+    """What this project's layers have beside megatron.core's configuration
+    (:class:`flagscale.config.arguments.architecture.Architecture`)."""
+
+    sandwich_norm: bool = False
+    scale_embeddings: bool = False
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    window_rotary_base: int | None = None
+
+
+@dataclass
+class LayerConfig(_Architecture, TransformerConfig):  # type: ignore[misc]
+    """A model's configuration."""
+
+
+@dataclass
+class LatentConfig(_Architecture, MLATransformerConfig):  # type: ignore[misc]
+    """Of a model with multi-latent attention."""
 
 
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
@@ -57,6 +79,8 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         "apply_rope_fusion": False,
         "fp8": None,
         "moe_grouped_gemm": False,
+        "cuda_graph_impl": "none",
+        "cuda_graph_scope": [],
         # Weights are drawn by flagscale.train.models.initialize. Initialisation must stay on all
         # the same: it is what marks the parameters that are split over tensor-parallel ranks.
         "perform_initialization": True,
@@ -78,7 +102,20 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
     elif not args.add_bias_linear:
         # megatron.core fuses GELU with the bias only.
         chosen["bias_activation_fusion"] = False
-    return _build(TransformerConfig, args, chosen)
+    if args.multi_latent_attention:
+        return _build(LatentConfig, args, {**chosen, **_latent(args)})
+    return _build(LayerConfig, args, chosen)
+
+
+def _latent(args: argparse.Namespace) -> dict[str, Any]:
+    """What of a configuration of multi-latent attention is not just its argument."""
+    return {
+        "q_lora_rank": args.q_lora_rank,  # None is a choice, not a silence
+        "kv_channels": args.qk_head_dim + args.qk_pos_emb_head_dim,
+        # Which megatron.core scales scores by whether positions are scaled or not.
+        "mscale_all_dim": 0.0 if args.rope_type == "rope" else args.mscale_all_dim,
+        "num_query_groups": args.num_attention_heads,
+    }
 
 
 def _gelu_by_tanh(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,11 +76,13 @@ def form_of(config: Any, device: Device) -> Form:
         return "hidden"
     if config.context_parallel_size > 1:
         return "numbers"
-    if config.attention_backend not in _FLASH:
+    bounded = config.window_size or config.attn_logit_softcapping
+    if config.attention_backend not in _FLASH or bounded:
         return "visible"
     flash = (
         device.kind == "cuda"
         and config.params_dtype != torch.float32
+        and not config.multi_latent_attention  # values are narrower than keys
         and config.kv_channels <= _WIDEST_HEAD
         and config.kv_channels % 8 == 0
     )
@@ -123,15 +125,15 @@ def attend_within(
     Args:
         query: ``[sequence, batch, heads, width]``.
         key: as ``query``, with as many heads as there are query groups.
-        value: as ``key``.
+        value: as ``key``, of any width.
         found: ends of documents.
         scale: of the scores; one over the root of ``width`` if None.
         dropout: share of the scores that is dropped.
 
     Returns:
-        ``[batch, heads, sequence, width]``.
+        ``[batch, heads, sequence, width of values]``.
     """
-    sequence, batch, heads, width = query.shape
+    sequence, batch, heads, _ = query.shape
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
     if query.device.type == "cuda":
         out: torch.Tensor = torch.ops.aten._flash_attention_forward(
@@ -152,7 +154,7 @@ def attend_within(
             for begin, end in pairwise(found.tolist())
         ]
         out = torch.cat(parts, 1).transpose(0, 1)
-    return out.reshape(batch, sequence, heads, width).transpose(1, 2)
+    return out.reshape(batch, sequence, heads, value.shape[-1]).transpose(1, 2)
 
 
 def attend_masked(

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.graphs import captures_steps
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
 from flagscale.train.layers.compiling import compile_layers, why_not
@@ -68,6 +69,8 @@ def _become(module: torch.nn.Module, old: type, new: type) -> None:
 
 def notes(args: argparse.Namespace, config: TransformerConfig, device: Device) -> Iterator[str]:
     """What a user may want to know of how the model is built, a line each."""
+    if captures_steps(vars(args)) and device.is_host:
+        yield f"cuda_graph_impl: {device.name} has no graphs; steps run as always"
     if implementation(args, device) == "compiled":
         reason = why_not(config) or _why_no_adapters(args)
         if reason is not None and device.compiles:

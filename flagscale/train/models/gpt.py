@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+from flagscale.config.arguments.architecture import OWN
 from flagscale.config.arguments.families import LAYOUTS, Transformer
 from flagscale.train.models.base import DOCUMENTS, KEYS, Chunk, DataKind, ModelSpec
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Gpt(ModelSpec):
-    """Llama, Qwen, Mixtral and their like: megatron.core's GPTModel."""
+    """Llama, Qwen, Mixtral, Gemma and their like: megatron.core's GPTModel."""
 
     name = "gpt"
     title = "GPT"
@@ -27,6 +28,7 @@ class Gpt(ModelSpec):
         "sft",
         "peft_type",
         "eval_prompts",
+        *OWN,
     )
     layouts = tuple(LAYOUTS)
     transformer = Transformer()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.train.layers.rotary import at
+from flagscale.train.layers.rotary import RotaryPair, at
 from flagscale.train.models.base import Chunk
+from flagscale.train.models.config import LayerConfig
 from flagscale.train.models.fast import Fast
 from flagscale.train.models.layer_specs import block_spec
 
@@ -36,23 +38,61 @@ class _Positioned:
         return hidden, at(every, position_ids), *rest
 
 
-class PositionedGPT(_Positioned, GPTModel):  # type: ignore[misc]
-    """megatron.core's, with positions that begin anew."""
+class _Scaled:
+    """Goes before a model's class: embeddings are scaled, logits bounded, and layers with a window
+    have rotary positions of their own, where the configuration says so."""
+
+    config: Any
+    pre_process: bool
+    post_process: bool
+    output_layer: Any
+    rotary_pos_emb: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # In the embedding's precision, as its weights were trained with.
+        root = torch.tensor(math.sqrt(self.config.hidden_size), dtype=self.config.params_dtype)
+        self.embedding_scale = float(root)
+        if self.post_process and self.config.final_logit_softcapping:
+            self.output_layer.register_forward_hook(_bound)
+        if base := self.config.window_rotary_base:
+            full = self.rotary_pos_emb
+            windowed = type(full)(
+                kv_channels=self.config.kv_channels,
+                rotary_percent=options["rotary_percent"],
+                rotary_interleaved=self.config.rotary_interleaved,
+                rotary_base=base,
+                cp_group=full.cp_group,
+            )
+            self.rotary_pos_emb = RotaryPair(full, windowed)
+
+    def _preprocess(self, *args: Any, **options: Any) -> Any:
+        hidden, *rest = super()._preprocess(*args, **options)  # type: ignore[misc]
+        if self.pre_process and self.config.scale_embeddings:
+            hidden = hidden * self.embedding_scale
+        return hidden, *rest
 
 
-class PositionedFastGPT(_Positioned, FastGPT):
-    """The faster one, with positions that begin anew."""
+def _bound(layer: Any, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """Logits ``s`` as ``c tanh(s / c)``."""
+    cap: float = layer.config.final_logit_softcapping
+    logits, bias = output
+    return torch.tanh(logits / cap) * cap, bias
 
 
-def _model(args: Namespace, chunk: Chunk) -> type[Any]:
+def _model(args: Namespace, config: LayerConfig, chunk: Chunk) -> type[Any]:
+    before: list[type] = []
     if args.reset_position_ids and args.position_embedding_type == "rope":
-        return PositionedFastGPT if chunk.fast else PositionedGPT
-    return FastGPT if chunk.fast else GPTModel
+        before.append(_Positioned)
+    if config.scale_embeddings or config.final_logit_softcapping or config.window_rotary_base:
+        before.append(_Scaled)
+    model = FastGPT if chunk.fast else GPTModel
+    return type(model.__name__, (*before, model), {}) if before else model
 
 
-def build(args: Namespace, config: TransformerConfig, chunk: Chunk) -> Any:
+def build(args: Namespace, config: LayerConfig, chunk: Chunk) -> Any:
     """A chunk of the model."""
-    return _model(args, chunk)(
+    return _model(args, config, chunk)(
         config=config,
         transformer_layer_spec=block_spec(args, config, chunk),
         vocab_size=chunk.vocabulary,

@@ -42,9 +42,9 @@ def initialize(
 ) -> None:
     """Draw every weight of the bare model ``model`` (a chunk of it), in place.
 
-    Norms keep their ones, or get the value ``norms``; biases, and the second matrix of adapters,
-    become zero. ``on_host``: numbers are drawn in the host's memory, so that they are the same on
-    every kind of device.
+    Norms keep what they multiply by, 1, or get the value ``norms``; biases, and the second matrix
+    of adapters, become zero. ``on_host``: numbers are drawn in the host's memory, so that they are
+    the same on every kind of device.
     """
     for name, parameter in global_parameters(model, config):
         if name.endswith(("bias", lora.B)):
@@ -54,7 +54,7 @@ def initialize(
             generator = _generator(seed, name, "cpu" if on_host else parameter.device)
             parameter.copy_(_own_part(name, parameter, config, generator, std))
         elif norms is not None:
-            parameter.fill_(norms)
+            parameter.fill_(norms - config.layernorm_zero_centered_gamma)
 
 
 def blocks(model: torch.nn.Module) -> dict[str, Any]:

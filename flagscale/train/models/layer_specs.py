@@ -12,23 +12,28 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from flagscale.train.layers.experts import GroupedExperts
+from flagscale.train.layers.latent import LatentAttention
 from flagscale.train.layers.router import router
+from flagscale.train.layers.sandwich import SandwichLayer
 from flagscale.train.models.attention import SDPAttention
 from flagscale.train.models.base import Chunk
+from flagscale.train.models.config import LayerConfig
 from flagscale.train.models.fast import LINEARS
 from flagscale.train.models.norm import norm_class
+from flagscale.train.models.windows import WindowedAttention, are_plain
 
 _MASK = "attn_mask_type"
+_KEPT = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Of multi-latent attention, which takes megatron.core's own class for them alone."""
 
 
-def block_spec(
-    args: Namespace, config: TransformerConfig, chunk: Chunk, *, causal: bool = True
-) -> Any:
+def block_spec(args: Namespace, config: LayerConfig, chunk: Chunk, *, causal: bool = True) -> Any:
     """The layers of a chunk, with the norms, attention and where needed the router replaced, and
     the linear layers of a fast chunk.
 
@@ -45,9 +50,13 @@ def block_spec(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=chunk.stage,
     )
-    replacements: dict[Any, Any] = {WrappedTorchNorm: norm_class(config.normalization)}
+    replacements: dict[Any, Any] = {WrappedTorchNorm: norm_class(config)}
+    replacements[MLASelfAttention] = LatentAttention
     if config.attention_backend != AttnBackend.local:
-        replacements[DotProductAttention] = SDPAttention
+        plain = are_plain(config)
+        replacements[DotProductAttention] = SDPAttention if plain else WindowedAttention
+    if config.sandwich_norm or config.window_rotary_base:
+        replacements[TransformerLayer] = SandwichLayer
     if chunk.fast:
         replacements.update(LINEARS)
     if args.num_moe_experts:
@@ -71,8 +80,11 @@ def _replace(spec: Any, replacements: Mapping[Any, Any], parameters: Mapping[str
             submodules=_replace(spec.submodules, replacements, parameters),
         )
     if hasattr(spec, "__dataclass_fields__") and not isinstance(spec, type):
-        values = {
-            f.name: _replace(getattr(spec, f.name), replacements, parameters) for f in fields(spec)
+        values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+        values |= {
+            name: _replace(value, replacements, parameters)
+            for name, value in values.items()
+            if name not in _KEPT
         }
         return type(spec)(**values)
     return replacements.get(spec, spec) if isinstance(spec, type) else spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.config.arguments.adapters import targets_of
+from flagscale.config.arguments.graphs import captures_steps
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
 from flagscale.train.layers.dispatch import send_directly
@@ -79,10 +81,12 @@ def build_chunks(
     reduction = ddp_config(args)
     parallel = LayerwiseDataParallel if fast else DistributedDataParallel
     # Only the first chunk's gradients are reduced while the backward pass still runs.
-    chunks = [
-        parallel(config, reduction, model, disable_bucketing=index > 0)
-        for index, model in enumerate(models)
-    ]
+    # Where a step is captured, gradients have to be added up on the stream that it is captured on.
+    with device.beside() if captures_steps(vars(args)) else nullcontext():
+        chunks = [
+            parallel(config, reduction, model, disable_bucketing=index > 0)
+            for index, model in enumerate(models)
+        ]
     if fast:
         for chunk in chunks:
             finish(unwrap(chunk), args, config, device)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import megatron.core.optimizer as core_optimizer
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -53,9 +55,22 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         optimizer_config(args), chunks, use_gloo_process_groups=False
     )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None and part.init_state_fn is None:
+            # Loading makes a place for the state that it reads; of SGD megatron.core knows none.
+            part.init_state_fn = _start_momentum
     if args.meshes is not None or args.num_moe_experts:
         join(optimizer, device.torch_device)
     return optimizer
+
+
+def _start_momentum(optimizer: Any, _config: Any = None) -> None:
+    """Give the parameters of an SGD their momentum, which is nothing yet."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            optimizer.state[parameter].setdefault(
+                "momentum_buffer", torch.zeros_like(parameter.data)
+            )
 
 
 def build_scheduler(

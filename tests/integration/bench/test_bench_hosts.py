@@ -56,14 +56,17 @@ def test_a_hostfile_with_unequal_hosts_and_files_that_travel(
     lines = f"{_SHORT} {own} --json=out.json\n\nbarrier -n 2 --json second/out.json # equal name\n"
     (tmp_path / "second").mkdir()
     (tmp_path / "batch.txt").write_text(lines)
-    line = f"--batch batch.txt --hosts-file {hosts} --mpi-log-dir logs"
+    line = f"--batch batch.txt --hosts-file {hosts} --mpi-log-dir logs --env FLAGCX_DEBUG=INFO"
+    line += " --env h00:FLAGCX_DEBUG_SUBSYS=INIT --env h01:FLAGCX_DEBUG_SUBSYS=NET"
     done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
     assert done.code == 0, done.err
     assert "3 ranks on 2 hosts: h00 [0-1] 2 x " in done.out
     assert "; h01 [2] 1 x " in done.out
     assert "started by SSH" in done.out
-    rows = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert [(row["ranks"], row["wrong"]) for row in rows] == [(2, 0)]
+    kept = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["ranks"], row["wrong"]) for row in kept["results"]] == [(2, 0)]
+    own_variables = {"FLAGCX_DEBUG": "INFO", "FLAGCX_DEBUG_SUBSYS": "INIT"}
+    assert own_variables.items() <= kept["environment"]["variables"].items()
     rows = json.loads((tmp_path / "second" / "out.json").read_text())["results"]
     assert [(row["operation"], row["ranks"]) for row in rows] == [("barrier", 3)]
     logs = sorted(path.name for path in (tmp_path / "logs").iterdir())

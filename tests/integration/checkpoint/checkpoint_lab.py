@@ -78,6 +78,8 @@ LAYOUTS = {
     "bert-pp2-do": Layout(2, f"{PP2} {DO}", "bert"),
     "bert-bf16-dp2-do": Layout(2, f"{DO} --bf16", "bert"),
     "bf16-dp2-do": Layout(2, DO, "bf16"),
+    "sgd-one": Layout(1, "--optimizer sgd --lr 0.1"),
+    "sgd-tp2": Layout(2, f"{TP2} --optimizer sgd --lr 0.1"),
     "tied-pp2": Layout(2, PP2, "tied"),
     "tied-one": Layout(1, "", "tied"),
     "tied-pp2-do": Layout(2, f"{PP2} {DO}", "tied"),

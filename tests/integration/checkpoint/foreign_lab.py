@@ -29,7 +29,7 @@ LAYOUTS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "ep2": (2, EP2),
 }
-EXPERTS = [name for name in MODELS if "moe" in name or name == "mixtral"]
+EXPERTS = [n for n in MODELS if "moe" in n or n == "mixtral" or n.startswith("deepseek")]
 UNLIKE = {
     "qwen2-vpp": (
         2,
@@ -49,6 +49,8 @@ VARIANTS = {
     "llama-biases": ["one", "tp2"],
     "llama-linear": ["one"],
     "qwen3-moe-mixed": ["one", "pp2"],
+    "gemma": ["one"],
+    "deepseek-v3-plain": ["one"],
 }
 """Of a family that is tried in every layout: those in which a variant could differ."""
 CASES = [

@@ -44,6 +44,7 @@ RESHARD = (
     ("moe-last-one-do", "moe-meshes-do"),
     ("moe-one", "moe-ep2"),
     ("bert-tp2-sp-do", "bert-pp2-do"),
+    ("sgd-one", "sgd-tp2"),
 )
 
 

@@ -61,6 +61,7 @@ def args(tmp_path: Path, **given: Any) -> Namespace:
         "valid_data_path": None,
         "test_data_path": None,
         "split": "8,1,1",
+        "data_phases": None,
         "mock_data": False,
         "data_cache_path": str(tmp_path / "cache"),
         "save": None,
@@ -170,6 +171,22 @@ def test_blends_keep_their_weights(data: dict[str, str], tmp_path: Path) -> None
     rows = [row for step in steps(args(tmp_path, data_path=values), (2, 1), 12) for row in step]
     letters = sum(np.median(row) >= ord("a") for row in rows)
     assert letters == pytest.approx(len(rows) / 4, abs=3)
+
+
+def test_mixtures_change_where_they_are_to(data: dict[str, str], tmp_path: Path) -> None:
+    """In mid-step; the same in every layout, before and after a restart, in either phase."""
+    low, high = data["low"], data["high"]
+    phases = [f"samples=36 0.25 '{low}' 0.75 '{high}'", f"tokens={72 * SEQ} '{low}'"]
+    given = args(tmp_path, data_path=["0.75", low, "0.25", high], data_phases=phases)
+    whole = steps(given, (2, 1), 12)
+    rows = [row for step in whole for row in step]
+    letters = [bool(np.median(row) >= ord("a")) for row in rows]
+    counts = [sum(letters[a:b]) for a, b in ((0, 36), (36, 72), (72, 96))]
+    assert counts == [27, 9, 24]
+    for layout, taken in (((1, 1), 2), ((2, 4), 5), ((8, 1), 9)):
+        assert steps(given, layout, 12 - taken, skip=taken) == whole[taken:]
+    assert len(steps(given, (2, 1), 2, kind="valid")) == 2
+    assert len(list((tmp_path / "cache").rglob("*-phases-*.npy"))) == 2
 
 
 def test_a_blend_without_weights_is_passed_through_once(

@@ -204,7 +204,7 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
         ("bert", False, False): reference_bert.loss,
     }
     loss = known.get((args.family, args.swiglu, args.untie_embeddings_and_output_weights))
-    simple = not (args.num_moe_experts or args.bf16 or args.fp16)
+    simple = not (args.num_moe_experts or args.bf16 or args.fp16 or args.multi_latent_attention)
     simple = simple and (args.family == "bert" or args.position_embedding_type == "rope")
     if torch.distributed.get_world_size() > 1 or not simple or loss is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from layout_cases import (
     CASES,
     COMPILED,
     DROPPED,
+    EXAMPLES,
     FAMILIES,
     FSCCL_CASES,
     LLAMA,
@@ -26,6 +28,7 @@ from layout_cases import (
     SHORT_DOCUMENTS,
     WORKER,
     Case,
+    example,
     train,
     write_short_documents,
 )
@@ -48,6 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *CASES,
         *APART_CASES,
         *FAMILIES,
+        *map(example, EXAMPLES),
         *MESHES,
         *(() if why_no_compiler() else FSCCL_CASES),
     )
@@ -72,6 +76,14 @@ def test_unlike_meshes_learn_what_one_rank_learns(case: Case, results: dict[str,
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_another_family_learns_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
     expect_equal(case, results)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_small_example_of_a_family_learns(name: str, results: dict[str, Any]) -> None:
+    losses = results[f"example-{name}"]["loss"]
+    assert losses[0] == pytest.approx(math.log(1000), rel=0.02)
+    assert losses[1] < losses[0] - 0.01
+    assert losses[2] == pytest.approx(losses[0], rel=0.02)  # of other tokens, drawn at random
 
 
 # Of each rank and model chunk, how many layers of each micro-batch of a step are recomputed.

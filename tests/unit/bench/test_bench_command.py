@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ from bench_lines import parse_spec
 
 from flagscale.bench.collectives import curves, records
 from flagscale.bench.collectives.launch import Bench, read_specs
-from flagscale.bench.collectives.records import Row
-from flagscale.bench.collectives.spec import BenchSpec
+from flagscale.bench.collectives.records import Row, write_csv
+from flagscale.bench.collectives.spec import Batch, BenchSpec
+from flagscale.bench.collectives.statistics import Ratio
 from flagscale.bench.collectives.watch import Beat, explain
+from flagscale.bench.placement import require_own
 from flagscale.bench.spawn import cores_here
 from flagscale.errors import ConfigError
 
@@ -124,6 +128,7 @@ def test_flags_reach_the_specification() -> None:
         ("allr -S --slurm-wait 0", "--slurm-wait 0; expected seconds above 0"),
         ("allr --hosts-file /nowhere", "No such file"),
         ("permute --custom-src-target-pairs /nowhere", "No such file"),
+        ("allr --csv /nowhere/x.csv", "--csv /nowhere/x.csv: its directory does not exist"),
         ("allr --seed -1", "expected 0 to"),
         ("allr --data-parallel-dimension 0", "expected at least 1"),
     ],
@@ -165,6 +170,13 @@ def test_cases_that_cannot_run_are_named(line: str, message: str) -> None:
             ["--custom-src-target-pairs: of no effect without permute"],
         ),
         ("permute,allr --custom-src-target-pairs {file}", []),
+        ("allr --root 1", ["--root: of no effect without an operation that has one"]),
+        ("allr,bcast --root 1", []),
+        ("allr -k 4", ["--kernel-num: has no meaning on this device"]),
+        (
+            "allr -S --slurm-setup-script default",
+            ["--slurm-setup-script default: there is nothing to install"],
+        ),
     ],
 )
 def test_what_is_asked_for_and_not_done_is_told(
@@ -258,6 +270,69 @@ def test_what_is_no_baseline_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match="not a result"):
         records.read_baseline(path)
+
+
+def test_a_csv_has_a_line_a_result(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    write_csv(path, [_row(time=2.0), _row(time=1.0, ratio=Ratio(0.5, 0.4, 0.6), spread=(0.9, 1.1))])
+    with path.open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert (first["time:avg(us)"], first["time_ratio:value"]) == ("2.0", "")
+    assert (second["time_ratio:value"], second["time:p75(us)"]) == ("0.5", "1.1")
+    assert first["operation"] == second["operation"] == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (Ratio(0.005, 0.004, 0.00625), "200 times as fast (160 to 250)"),
+        (Ratio(0.5, 0.0, math.inf), "2 times as fast (0 to inf)"),
+        (Ratio(1.25, 1.0, 1.5), "1.25 times as long (1 to 1.5)"),
+    ],
+)
+def test_ratios_are_told_in_words(ratio: Ratio, words: str) -> None:
+    assert ratio.words == words
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "message"),
+    [
+        ("--comm clusters=9,9", "", "clusters=9,9: the sizes add up to 18, and there are 2"),
+        ("", "1", "clusters=1: the sizes add up to 1, and there are 2 rank"),
+        ("--comm clusters=1,1", "", ""),
+        ("--comm clusters=1,1", "9,9", ""),
+        ("", "", ""),
+    ],
+)
+def test_clusters_that_do_not_fit_are_refused(
+    monkeypatch: pytest.MonkeyPatch, line: str, environment: str, message: str
+) -> None:
+    monkeypatch.setenv("FSCCL_CLUSTERS", environment)
+    batch = Batch((parse_spec(f"allr --backend fsccl {line}".split()),))
+    if not message:
+        batch.check(2)
+        return
+    with pytest.raises(ConfigError, match=message):
+        batch.check(2)
+
+
+@pytest.mark.parametrize(
+    ("address", "known"),
+    [
+        (None, True),
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("192.0.2.1", False),
+        ("no such", False),
+    ],
+)
+def test_ranks_here_meet_at_an_address_of_this_machine(address: str | None, known: bool) -> None:
+    if known:
+        require_own(address)
+        return
+    with pytest.raises(ConfigError, match=f"host {address}: all ranks are on this"):
+        require_own(address)
 
 
 def test_json_has_the_guides_keys(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from bench_lines import parse_spec
 
-from flagscale.bench import codec
 from flagscale.bench.collectives.launch import Bench, main, read_specs
 from flagscale.bench.collectives.spec import Batch
 from flagscale.bench.files import UnreadableFileError
@@ -21,8 +20,9 @@ from flagscale.bench.host import Order, PreparedHost, look_up
 from flagscale.bench.rank import JOB_VARIABLE, Job
 from flagscale.bench.spawn import RankRange
 from flagscale.bench.starters import mpirun, slurm, ssh
-from flagscale.bench.world import BenchWorld, detect, first_host
+from flagscale.bench.world import BenchWorld, detect
 from flagscale.errors import ConfigError, UnreachableError
+from flagscale.records import decode, encode
 
 _OMPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -91,10 +91,12 @@ def test_senseless_variables_are_refused(environment: dict[str, str], message: s
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[03-05,9],x", "n03"), ("n[7]-ib,x", "n7-ib"), ("", "")],
+    [("a", "a"), ("a,b", "a"), ("n[03-05,9],x", "n03"), ("n[7]-ib,x", "n7-ib"), ("", None)],
 )
-def test_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+def test_the_first_host_of_a_step_is_met(nodes: str, first: str | None) -> None:
+    world = detect({**_SLURM, "SLURM_STEP_NODELIST": nodes})
+    assert world is not None
+    assert world.address == first
 
 
 def _place(line: str) -> Any:
@@ -208,6 +210,21 @@ def test_hosts_of_a_line_and_of_files(tmp_path: Path) -> None:
     assert (unequal.workers, unequal.nodes, unequal.per_host) == (4, 2, (3, 1))
     assert (unequal.hosts[0].user, unequal.hosts[0].port) == ("me", 2222)
     assert _place(f"allr -r 2 --hosts-file {slots}").per_host == (1, 1)
+    # As mpirun's lines have them.
+    counted = _place("allr -np 4 -hosts 10.0.0.1:1,10.0.0.2:3")
+    assert [host.name for host in counted.hosts] == ["10.0.0.1", "10.0.0.2"]
+    assert counted.per_host == (1, 3)
+    assert [host.name for host in _place("allr -r 1 --hosts fe80::1").hosts] == ["fe80::1"]
+
+
+def test_each_host_has_an_environment_of_its_own() -> None:
+    words = (
+        "--env b:CUDA_VISIBLE_DEVICES=3 --env CUDA_VISIBLE_DEVICES=1 --env LD_LIBRARY_PATH=/a:/b"
+    )
+    place = _place(f"allr -r 2 --hosts a b {words}")
+    common = {"CUDA_VISIBLE_DEVICES": "1", "LD_LIBRARY_PATH": "/a:/b"}
+    assert ssh.variables_of(place, 0) == common
+    assert ssh.variables_of(place, 1) == {**common, "CUDA_VISIBLE_DEVICES": "3"}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +236,12 @@ def test_hosts_of_a_line_and_of_files(tmp_path: Path) -> None:
         ("-r 2 --hosts a[1-", "--hosts: 'a\\[1-': a bracket without its other half"),
         ("-r 1 --hosts=-oProxyCommand=x", "--hosts: '-oProxyCommand=x' is no host name"),
         ("-r 1 --hosts a --hosts-file {file}", "--hosts and --hosts-file exclude each other"),
-        ("-r 4 --hosts-file {file}", "-r 4: 2 ranks on b, slots=1"),
+        ("-r 6 --hosts-file {file}", "-r 6: 3 ranks on b, slots=1"),
+        ("-r 4 -hosts a:1,b:1", "-r 4: 2 ranks on a, slots=1"),
+        ("-r 2 --hosts a b --env c:X=1", "--env 'c:X=1': c is none of --hosts"),
+        ("-r 2 --hosts a b --env 1X=1", "--env '1X=1'; expected NAME=VALUE or HOST:NAME=VALUE"),
+        ("-r 2 --hosts a b --env X", "--env 'X'; expected NAME=VALUE"),
+        ("-r 2 --env X=1", "--env 'X=1' needs --hosts"),
         ("-r 1 --data-collector-port 70000", "--data-collector-port 70000; expected 1 to 65535"),
         ("-r 1 --hosts a --starter mpi", "--starter: invalid choice: 'mpi'"),
         ("-r 1 --hosts-file {empty}", "empty: no host in it; expected one a line"),
@@ -258,7 +280,7 @@ def test_a_job_is_what_the_line_says(tmp_path: Path) -> None:
     )
     line = ["--batch", str(batch), "-r", "2", "--comm", "socket_ifname=é\n'", "--seed", "7"]
     line += ["--hosts", "n[1-2]", "-T", "1e9"]
-    plan = codec.decode(Batch, _job(*line).plan)
+    plan = decode(Batch, _job(*line).plan)
     assert plan == Batch(tuple(read_specs(line)))
     assert plan.specs[0].groups.pairs == ((0, 1),)
     assert plan.specs[2].comparison.baseline is not None
@@ -319,7 +341,7 @@ def test_a_job_goes_through_a_launcher_as_a_variable() -> None:
     (packed,) = job.variable().values()
     assert list(job.variable()) == [JOB_VARIABLE]
     assert packed.isascii()
-    assert codec.decode(Job, zlib.decompress(base64.b64decode(packed))) == job
+    assert decode(Job, zlib.decompress(base64.b64decode(packed))) == job
     many = replace(
         job, plan="".join(chr(97 + i * i % 7919 % 26) + str(i * i) for i in range(90000))
     )
@@ -332,7 +354,7 @@ def test_a_job_goes_through_a_launcher_as_a_variable() -> None:
 )
 def test_a_job_of_another_version_is_a_message(text: str) -> None:
     with pytest.raises(ConfigError, match="is no Batch"):
-        codec.decode(Batch, text)
+        decode(Batch, text)
 
 
 def test_a_file_that_one_host_lacks_is_told_apart(tmp_path: Path) -> None:
@@ -355,7 +377,7 @@ def test_ranks_over_ssh_know_where_rank_0_is() -> None:
 def test_an_order_survives_its_way() -> None:
     ranks = RankRange(3, 5, "a", 7)
     order = Order(_job(), 2, ranks, {"NCCL_A": "é\n'"}, "/d", "/s", ("1/x",), logs=True)
-    assert codec.decode(Order, codec.encode(order)) == order
+    assert decode(Order, encode(order)) == order
 
 
 _CONFIG = "Host alias\n  HostName 10.0.0.7\n"

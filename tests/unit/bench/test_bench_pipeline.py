@@ -64,6 +64,8 @@ def test_other_algorithms_have_no_parameters() -> None:
         (["-r", "2", "--nelem", "1e6"], "--nelem-per-send '1e6'"),
         (["-r", "2", "--sizes", "1X"], "'1X' is not a size"),
         (["-r", "2", "--sizes", "64M,32K"], "--sizes 32K: buffers up to 32K go in one step"),
+        (["-r", "2", "-b", "2M", "-e", "1M"], "is above -e/--maxbytes 1M"),
+        (["-r", "2", "-b", "1M", "-e", "2M", "-f", "1"], "would never reach the end"),
         (["-r", "2", "-d", "fp31"], "did you mean"),
         (["-r", "2", "--iters", "0"], "--iters of at least 1"),
         (["-r", "2", "--check-iters", "-1"], "at least 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ import torch
 from bench_lines import parse_spec
 
 from flagscale.accelerators.device import Device
-from flagscale.bench.collectives import ranks
+from flagscale.bench.collectives import devices, ranks
 from flagscale.comm import registry
 from flagscale.comm.registry import Gloo
 from flagscale.errors import ConfigError
@@ -61,3 +62,14 @@ def test_flags_without_meaning_on_a_cpu_are_told() -> None:
     ]
     assert list(ranks._notes(spec, gpu)) == []
     assert list(ranks._notes(parse_spec(["allr"]), cpu)) == []
+
+
+def test_a_pinned_rank_stays_on_one_cpu() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        for local_rank in range(2 * len(allowed)):
+            devices.pin(local_rank)
+            assert os.sched_getaffinity(0) == {sorted(allowed)[local_rank % len(allowed)]}
+            os.sched_setaffinity(0, allowed)
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.bench.collectives.sizes import fit, format_size, parse_size, sweep
+from flagscale.bench.collectives.sizes import fit, parse_size, sweep
 from flagscale.errors import ConfigError
+from flagscale.report.scale import format_size
 
 
 @pytest.mark.parametrize(

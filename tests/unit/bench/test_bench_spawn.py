@@ -36,6 +36,15 @@ sys.exit(spawn([sys.executable, "-c", sleeper], 2))
 """
 
 
+_STOPS = """\
+import sys
+from flagscale.bench.spawn import spawn
+
+rank = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 19); time.sleep(600)"
+sys.exit(spawn([sys.executable, "-c", rank], 2, patience=0.5))
+"""
+
+
 @pytest.mark.parametrize(
     ("first", "second", "code"),
     [
@@ -82,3 +91,11 @@ def test_ranks_end_with_what_started_them(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
         # Its end comes when nobody holds the other end any more.
         assert process.stdout.read() == ""
+
+
+def test_a_rank_that_is_stopped_ends_all() -> None:
+    """As one does that is stopped while it starts, of which no other rank can tell."""
+    done = subprocess.run(
+        [sys.executable, "-c", _STOPS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "error: rank 1 is stopped: all are ended\n")

@@ -37,10 +37,17 @@ def _experiment(values: dict[str, Any], *, external: bool = False) -> Experiment
     )
 
 
+CAPTURED = {
+    "cuda_graph_impl": "local",
+    "cuda_graph_scope": ["full_iteration"],
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+}
+LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope"}
 TALKS = {"sft": True, "data_path": "a.jsonl", "mock_data": False}
 
 
 FITS: dict[str, dict[str, Any]] = {
+    "captured": CAPTURED,
     "plain": {},
     "tp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "groups": {"num_query_groups": 4, "tensor_model_parallel_size": 4},
@@ -74,7 +81,16 @@ FITS: dict[str, dict[str, Any]] = {
     "channels": {"hidden_size": 60, "kv_channels": 16},
     "samples": {"train_iters": None, "train_samples": 10},
     "experts": {"num_moe_experts": 4, "expert_model_parallel_size": 2},
-    "window": {"window_size": [4, 0], "attention_backend": "local"},
+    "latent": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 16,
+        "tensor_model_parallel_size": 2,
+        "position_embedding_type": "rope",
+    },
+    "window": {"window_size": [4, 0], "window_attn_skip_freq": 2},
+    "window-of-the-core": {"window_size": [4, 0], "attention_backend": "local"},
+    "windows-and-documents": {"window_size": [4, 0], "reset_attention_mask": True},
+    "window-list": {"window_size": [4, 0], "window_attn_skip_freq": [1, 0] * 4},
     "softmax": {"softmax_type": "off-by-one", "attention_backend": "local"},
     "softmax-vanilla": {"softmax_type": "vanilla"},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
@@ -200,8 +216,61 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "switch-of-a-value": (
         {"use_flash_attn": True, "window_size": [4, 0]},
         "window_size",
-        "[4, 0] is not possible",
+        "[4, 0] is not possible with attention_backend: flash",
     ),
+    **{
+        f"window-{name}": ({"window_size": [4, 0], **values}, key, message)
+        for name, (values, key, message) in {
+            "ahead": ({"window_size": [4, 2]}, "window_size", "[4, 2]: expected how many tokens"),
+            "pattern": ({"window_attn_skip_freq": [1, 0]}, "window_attn_skip_freq", "2 items, but"),
+            "never": ({"window_attn_skip_freq": 0}, "window_attn_skip_freq", "0: expected 2"),
+            "cp": ({"context_parallel_size": 2}, "window_size", "would need a mask of its own"),
+            "positions": (
+                {"window_rotary_base": 100, "position_embedding_type": "learned_absolute"},
+                "window_rotary_base",
+                "100 needs position_embedding_type: rope",
+            ),
+            "of-bert": ({"family": "bert"}, "window_size", "a token attends to all of its sequ"),
+        }.items()
+    },
+    **{
+        f"latent-{name}": ({**LATENT, **values}, key, message)
+        for name, (values, key, message) in {
+            "positions": (
+                {"position_embedding_type": "learned_absolute"},
+                "position_embedding_type",
+                "'learned_absolute' with multi_latent_attention: its positions are rotary",
+            ),
+            "by-the-core": ({"attention_backend": "local"}, "attention_backend", "as wide as keys"),
+            "by-flash": ({"attention_backend": "flash"}, "attention_backend", "as wide as keys"),
+            "lora": ({"peft_type": "lora"}, "peft_type", "its projections get no adapters"),
+            "fp8": ({"fp8": "e4m3", "bf16": True}, "fp8", "its products are not cast"),
+            "window": ({"window_size": [4, 0]}, "window_size", "it has no windows here"),
+            "tp": (
+                {"tensor_model_parallel_size": 2, "q_lora_rank": 7},
+                "q_lora_rank",
+                "7 is not divisible by tensor_model_parallel_size 2",
+            ),
+            "tp-keys": (
+                {"tensor_model_parallel_size": 2, "kv_lora_rank": 7},
+                "kv_lora_rank",
+                "7 + qk_pos_emb_head_dim 64 = 71 is not divisible by tensor_model_parallel_size 2",
+            ),
+            "bert": ({"family": "bert"}, "multi_latent_attention", "attention there is not latent"),
+        }.items()
+    },
+    "yarn-alone": ({"rope_type": "yarn"}, "rope_type", "yarn needs multi_latent_attention"),
+    "bounded-scores": (
+        {"attn_logit_softcapping": 50.0, "attention_backend": "local"},
+        "attn_logit_softcapping",
+        "50.0 is not possible with attention_backend: local",
+    ),
+    "zero-centred": (
+        {"layernorm_zero_centered_gamma": True, "normalization": "LayerNorm"},
+        "layernorm_zero_centered_gamma",
+        "RMSNorm alone has it here",
+    ),
+    "bert-of-gemma": ({"family": "bert", "sandwich_norm": True}, "sandwich_norm", "no such part"),
     "documents-and-a-window": (
         {"reset_attention_mask": True, "attention_backend": "local", "window_size": [4, 0]},
         "window_size",
@@ -220,7 +289,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
             "local takes",
         )
         for name, value in {
-            "window_size": [4, 0],
             "softmax_type": "off-by-one",
             "qk_clip": True,
             "log_max_attention_logit": True,
@@ -300,7 +368,27 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         }.items()
     },
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
-    "graph": ({"cuda_graph_impl": "local"}, "cuda_graph_impl", "CUDA graphs need Transformer"),
+    "graph": (
+        {"cuda_graph_impl": "transformer_engine"},
+        "cuda_graph_impl",
+        "transformer_engine needs Transformer Engine; local with cuda_graph_scope: full_iteration",
+    ),
+    **{
+        f"captured-{name}": ({**CAPTURED, name: value}, name, message)
+        for name, value, message in (
+            ("cuda_graph_scope", ["attn"], "['attn']: only whole steps are captured here"),
+            ("tensor_model_parallel_size", 2, "2: ranks would communicate within a captured step"),
+            ("overlap_grad_reduce", True, "true: ranks would communicate within a captured step"),
+            ("fp16", True, "true cannot be captured (cuda_graph_impl): the loss scale"),
+            ("num_moe_experts", 4, "4 cannot be captured (cuda_graph_impl): how many tokens"),
+            (
+                "recompute_granularity",
+                "selective",
+                "'selective' cannot be captured (cuda_graph_impl)",
+            ),
+            ("attention_dropout", 0.1, "0.1 cannot be captured (cuda_graph_impl): the state of"),
+        )
+    },
     "fused-loss": ({"cross_entropy_fusion_impl": "te"}, "cross_entropy_fusion_impl", "te needs"),
     "instances": (
         {"num_distributed_optimizer_instances": 2},
@@ -319,6 +407,11 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"moe_token_dispatcher_type": "flex", "num_moe_experts": 2},
         "moe_token_dispatcher_type",
         "flex needs experts on more than one rank",
+    ),
+    "sgd": (
+        {"optimizer": "sgd", "use_distributed_optimizer": True},
+        "optimizer",
+        "megatron.core shards Adam alone",
     ),
     "precision": ({"bf16": True, "fp16": True}, "fp16", "excludes bf16"),
     "no-length": ({"train_iters": None}, "train_iters", "found neither"),
@@ -400,6 +493,37 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "train_data_path",
         "weight 0 is not",
     ),
+    **{
+        f"phases-{name}": (
+            {"mock_data": None, "data_path": ["a"], "data_phases": phases, **more},
+            key,
+            told,
+        )
+        for name, (phases, more, key, told) in {
+            "none": (["100 a"], {}, "data_phases", "expected {samples: 100000"),
+            "back": (["samples=9 a", "tokens=9 a"], {}, "data_phases", "found [9, 1] samples"),
+            "weights": (["samples=9 0.3 a b"], {}, "data_phases", "b has no weight"),
+            "bare": (["samples=9 a b"], {}, "data_phases", "such as a: expected a weight for each"),
+            "shuffled": (
+                ["samples=9 a"],
+                {"dataloader_type": "cyclic"},
+                "dataloader_type",
+                "cyclic shuffles all samples",
+            ),
+            "alone": (
+                ["samples=9 a"],
+                {"mock_data": True, "data_path": None},
+                "data_phases",
+                "needs data_path or train_data_path",
+            ),
+            "talks": (
+                ["samples=9 a.jsonl"],
+                {"sft": True, "data_path": ["a.jsonl"]},
+                "data_phases",
+                "is for text",
+            ),
+        }.items()
+    },
     "blend-empty": ({"mock_data": None, "data_path": []}, "data_path", "is empty"),
     "mock-and-data": ({"data_path": ["a"]}, "mock_data", "makes data up, but data_path is set"),
     "two-choices": (

@@ -8,11 +8,13 @@ import pytest
 
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.resolve import resolve
 from flagscale.config.checks import check_world, notes
 from flagscale.config.explain import explain
 from flagscale.config.load import load
 from flagscale.config.reference import render
 from flagscale.errors import ConfigError
+from flagscale.estimate.forecast import forecast
 from flagscale.hosts.hostfile import read_hostfile
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -49,12 +51,61 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any("not whole" in note for note in notes(experiment, world))
 
 
+FAMILIES = {
+    "deepseek": {"tiny": [1, 8], "v3": [2048]},
+    "gemma": {"tiny": [1, 8], "27b": [16, 32]},
+    "gpt2": {"tiny": [1, 8], "1.5b": [8]},
+    "mistral": {"tiny": [1, 8], "7b": [8], "8x7b": [32]},
+    "qwen2.5": {"tiny": [1, 8], "7b": [8]},
+}
+"""Examples of families, each with the ranks that it can have."""
+BILLIONS = {
+    ("deepseek", "v3"): 671.026404352,
+    ("gemma", "27b"): 27.009346304,
+    ("gpt2", "1.5b"): 1.5576112,
+    ("mistral", "7b"): 7.241732096,
+    ("mistral", "8x7b"): 46.702792704,
+    ("qwen2.5", "7b"): 7.615616512,
+    ("qwen3", "30b_a3b"): 30.532122624,
+}
+"""Weights of the published models, as transformers counts them, without what is no parameter."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_examples_of_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    conf = REPOSITORY / "examples" / name / "conf"
+    assert {path.stem for path in (conf / "train").glob("*.yaml")} == set(FAMILIES[name])
+    for choice, worlds in FAMILIES[name].items():
+        experiment = load(conf, "train", [f"train={choice}", "action=dryrun"]).experiment
+        for world in worlds:
+            assert check_world(experiment, world) == []
+            assert [n for n in notes(experiment, world) if "steps: train_samples" not in n] == []
+
+
+@pytest.mark.parametrize(("name", "choice"), BILLIONS, ids=map("-".join, BILLIONS))
+def test_a_full_size_example_is_the_published_model(
+    name: str, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    conf = REPOSITORY / "examples" / name / "conf"
+    experiment = load(conf, "train", [f"train={choice}", "action=dryrun"]).experiment
+    argv = flatten(experiment.train.sections())
+    one = ["--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage"]
+    argv = [word for i, word in enumerate(argv) if word not in one and argv[i - 1] not in one]
+    argv += ["--expert-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
+    args = resolve(parse_arguments([*argv, "--tensor-model-parallel-size", "1"]), 1)
+    (stage,) = forecast(args, args.vocab_size).stages
+    assert stage.memory.weights / 2 == BILLIONS[name, choice] * 1e9
+
+
 @pytest.mark.parametrize("world", [8, 16])
 def test_the_example_of_fine_tuning(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The small one is run, with the page that describes it."""
     monkeypatch.chdir(REPOSITORY)
     conf = REPOSITORY / "examples" / "qwen3" / "conf"
-    assert sorted(path.stem for path in (conf / "train").glob("*.yaml")) == ["8b", "tiny"]
+    every = sorted(path.stem for path in (conf / "train").glob("*.yaml"))
+    assert every == ["30b_a3b", "8b", "tiny"]
     experiment = load(conf, "train", ["train=8b", "action=dryrun"]).experiment
     parsed = parse_arguments(flatten(experiment.train.sections()))
     assert (parsed.sft, parsed.peft_type, parsed.qk_layernorm) == (True, "lora", True)

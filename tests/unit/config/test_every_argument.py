@@ -17,8 +17,11 @@ import pytest
 
 from flagscale.config.arguments import fallbacks, foreign, idle, rules
 from flagscale.config.arguments.foreign import family, refusal, remark
+from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.registry import aliases, arguments, registry
 from flagscale.config.arguments.spec import Argument
+from flagscale.config.checks import check_arguments, notes
+from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 
 PACKAGE = Path(__file__).resolve().parents[3] / "flagscale"
 
@@ -37,27 +40,30 @@ NOT_REACHED = re.compile(
     r"(inference|export|ssm|post_training|quantization|extensions|resharding|"
     r"models/(bert|T5|multimodal|vision|retro|mamba|mimo|huggingface)|distributed/fsdp|"
     r"distributed/torch_\w+|optimizer/(cpu_offloading|muon)|full_cuda_graph|fp[48]_utils|"
-    r"transformer/(experimental_attention_variant|heterogeneous|multi_latent_attention|"
-    r"multi_token_prediction|cuda_graphs|\w+_config)|models/common/(embeddings/yarn\w+|"
-    r"model_chunk_schedule_plan)|models/gpt/(fine_grained_callables|experimental\w+)|"
+    r"transformer/(experimental_attention_variant|heterogeneous|"
+    r"multi_token_prediction|cuda_graphs|\w+_config)|models/common/(model_chunk_schedule_plan)|"
+    r"models/gpt/(fine_grained_callables|experimental\w+)|"
     r"pipeline_parallel/(combined_1f1b|fine_grained\w+)|optimizer/optimizer_config|"
     r"distributed/distributed_data_parallel_config|model_parallel_config)\b"
 )
 """Modules of megatron.core that training here never calls, and those that only define fields."""
 
-JUDGES = ("rules", "precision", "idle", "fallbacks", "mesh_rules")
-"""Modules of ours whose reading has no effect but a message."""
+JUDGES = ("rules", "precision", "idle", "fallbacks", "mesh_rules", "checks", "placement", "meshes")
+JUDGES += ("shares", "layout", "adapters", "conversations", "families", "growth", "resuming")
+JUDGES += ("phases", "explain", "reference", "architecture", "latent")
+"""Modules of ours whose reading has no effect but a message, or that others have to ask."""
 
 BY_PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
 """Lengths whose unit is put behind: ``values[f"{what}_samples"]``."""
 
 OTHERWISE = {
     "moe_enable_deepep": "chooses the flexible dispatcher's backend as the configuration is made",
-    "rope_type": "takes one value, which says what is so anyway",
     "allow_fallbacks": "is what the judges themselves go by",
     "exit_on_missing_checkpoint": "read by rules.needs_checkpoint",
     "end_weight_decay": "read by rules.weight_decays",
     "train_data_path": "read as one of three",
+    "valid_data_path": "read as one of three",
+    "hetero_mode": "chooses between meshes and replicas (shares.is_on)",
     "test_data_path": "read as one of three",
 }
 """Arguments that this test cannot judge, and what they do."""
@@ -123,6 +129,8 @@ def _another(argument: Argument) -> object:
         value = "another"
     else:
         value = (argument.minimum or 0) + 1 if default is None or argument.many else default + 1
+        if argument.maximum is not None and value > argument.maximum:
+            value = argument.maximum / 2
     return [value] if argument.many else value
 
 
@@ -137,6 +145,44 @@ def test_no_argument_is_taken_and_has_no_effect_without_a_word() -> None:
         and not _answered(argument)
     ]
     assert silent == []
+
+
+def _told(given: dict[str, object]) -> str:
+    """All that a user is told of a YAML's arguments before a start."""
+    train = Train(model={**BASE, "mock_data": True, **given})
+    experiment = Experiment(
+        name="x",
+        exp_dir=Path("/x"),
+        task=Task(entrypoint=Path("/x.py")),
+        runner=Runner(),
+        envs=Environments(),
+        cmds=Commands(),
+        train=train,
+        config_file=Path("/x.yaml"),
+    )
+    problems = [f"{problem.key}: {problem.message}" for problem in check_arguments(experiment)]
+    return "\n".join([*problems, *notes(experiment, 8)])
+
+
+def test_what_has_no_effect_is_told_to_whoever_writes_it() -> None:
+    """Not only known to a table."""
+    answered = [argument for argument in arguments().values() if _answered(argument)]
+    assert len(answered) > 150
+    quiet = [a.name for a in answered if a.name not in _told({a.name: _another(a)})]
+    assert quiet == []
+
+
+def test_every_other_name_reaches_an_argument_or_is_answered() -> None:
+    """Aliases, in either of their values where they are switches."""
+    quiet = []
+    for name, alias in aliases().items():
+        values = [True, False] if registry()[name].kind == "bool" else [_another(registry()[name])]
+        reached = [canonicalise(name, value) for value in values]
+        effects = [found for found in reached if found is not None]
+        changed = any(value != arguments()[target].default for target, value in effects)
+        if not changed and not any(alias.name in _told({name: value}) for value in values):
+            quiet.append(name)
+    assert quiet == []
 
 
 def test_tables_hold_no_stale_names() -> None:

@@ -84,6 +84,78 @@ GPT2 = {
     "activation_function": "gelu_new",
     "vocab_size": 50257,
 }
+GEMMA2 = {
+    **LLAMA,
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 144,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": None,
+}
+GEMMA3 = {
+    **{k: v for k, v in GEMMA2.items() if not k.endswith("softcapping")},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000,
+    "sliding_window_pattern": 6,
+}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_theta": 10000,
+    "rope_scaling": YARN,
+    "num_nextn_predict_layers": 1,
+}
+DEEPSEEK2 = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
 
 SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     "Llama 3": (
@@ -121,6 +193,19 @@ SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
         {**QWEN2, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28},
         {"add_qkv_bias": True, "add_bias_linear": False},
     ),
+    "Qwen2.5 with windows in its last layers": (
+        {**QWEN2, "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 30},
+        {"window_size": [127, 0], "window_attn_skip_freq": [0] * 30 + [1] * 2},
+    ),
+    "Qwen2.5 with windows as v5 writes them": (
+        {
+            **QWEN2,
+            "use_sliding_window": True,
+            "sliding_window": 128,
+            "layer_types": ["full_attention", "sliding_attention"] * 16,
+        },
+        {"window_attn_skip_freq": [0, 1] * 16},
+    ),
     "Qwen3 MoE": (
         QWEN_EXPERTS,
         {
@@ -142,6 +227,86 @@ SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     ),
     "Mixtral": (MIXTRAL, {"num_moe_experts": 8, "moe_ffn_hidden_size": 14336}),
     "Mistral": ({**MISTRAL, "sliding_window": 4096}, {"window_size": [4095, 0]}),
+    "Gemma 2": (
+        GEMMA2,
+        {
+            "swiglu": False,
+            "gated_linear_unit": True,
+            "openai_gelu": True,
+            "layernorm_zero_centered_gamma": True,
+            "sandwich_norm": True,
+            "scale_embeddings": True,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "softmax_scale": 1 / 12,
+            "window_size": [4095, 0],
+            "window_attn_skip_freq": [1, 0] * 16,
+            "untie_embeddings_and_output_weights": False,
+            "rotary_base": 500000,
+        },
+    ),
+    "Gemma 3": (
+        GEMMA3,
+        {
+            "window_attn_skip_freq": [1, 1, 1, 1, 1, 0, 1],
+            "window_rotary_base": 10000,
+            "rotary_base": 1000000,
+            "qk_layernorm": True,
+        },
+    ),
+    "Gemma 3 as v5 writes it": (
+        {**GEMMA3, "rope_theta": None, "rope_local_base_freq": None, "rope_parameters": ROPES},
+        {
+            "window_rotary_base": 10000,
+            "rotary_base": 1000000,
+            "rotary_seq_len_interpolation_factor": 8,
+        },
+    ),
+    "DeepSeek-V3": (
+        DEEPSEEK,
+        {
+            "multi_latent_attention": True,
+            "q_lora_rank": 1536,
+            "qk_pos_emb_head_dim": 64,
+            "moe_layer_freq": [0] * 3 + [1] * 29,
+            "moe_shared_expert_intermediate_size": 2048,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 8,
+            "moe_router_group_topk": 4,
+            "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_dtype": "fp32",
+            "rope_type": "yarn",
+            "rotary_scaling_factor": 40.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    "DeepSeek-V3 before its sequences were made longer": (
+        {**DEEPSEEK, "rope_scaling": None},
+        {"rope_type": "rope"},
+    ),
+    "DeepSeek-V3 that says less than it is": (
+        {
+            name: value
+            for name, value in DEEPSEEK.items()
+            if name not in ("n_group", "topk_group", "first_k_dense_replace", "q_lora_rank")
+        },
+        {
+            "moe_router_num_groups": 8,
+            "moe_router_group_topk": 4,
+            "moe_layer_freq": [0] * 3 + [1] * 29,
+            "q_lora_rank": 1536,
+        },
+    ),
+    "DeepSeek-V2-Lite": (
+        DEEPSEEK2,
+        {
+            "q_lora_rank": None,
+            "moe_shared_expert_intermediate_size": 4096,
+            "moe_router_pre_softmax": True,
+            "moe_router_topk_scaling_factor": None,
+        },
+    ),
     "GPT-2": (
         GPT2,
         {
@@ -167,7 +332,60 @@ CANNOT: dict[str, tuple[Mapping[str, Any], list[str]]] = {
         {**LLAMA, "model_type": "lama"},
         ["model_type 'lama' is not known", "did you mean 'llama'"],
     ),
-    "known and impossible": ({"model_type": "gemma2"}, ["cannot be had", "scores and logits"]),
+    "known and impossible": ({"model_type": "gemma3"}, ["cannot be had", "images and text"]),
+    "DeepSeek-V2, whose groups are ranked by their best": (
+        {**DEEPSEEK2, "topk_method": "group_limited_greedy", "topk_group": 3},
+        ["n_group: 8 cannot be had", "the best one of each", "6 // topk_group 3 = 2 of each"],
+    ),
+    "DeepSeek-V3 with other groups": (
+        {**DEEPSEEK, "topk_group": 2},
+        ["n_group: 8 cannot be had", "the sum of the best 2 of each", "8 // topk_group 2 = 4"],
+    ),
+    "DeepSeek-V3 in eight bits": (
+        {**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}},
+        ["quantization_config", "take the bf16 ones"],
+    ),
+    "DeepSeek-V3 that does not normalise": (
+        {**DEEPSEEK, "norm_topk_prob": False},
+        ["norm_topk_prob: false cannot be had"],
+    ),
+    "DeepSeek-V3 otherwise": (
+        {
+            **DEEPSEEK,
+            "rope_interleave": False,
+            "rms_norm_eps": 1e-5,
+            "moe_layer_freq": 2,
+            "rope_scaling": {**YARN, "mscale": None, "truncate": False, "attention_factor": 1.2},
+        },
+        [
+            "rope_interleave: false cannot be had",
+            "rms_norm_eps: 1e-05 cannot be had",
+            "moe_layer_freq: 2 cannot be had",
+            "rope_scaling.mscale_all_dim: 1.0 cannot be had: it is without mscale",
+            "rope_scaling.truncate: false cannot be had",
+            "rope_scaling.attention_factor: 1.2 cannot be had",
+        ],
+    ),
+    "Gemma 2 with SiLU": (
+        {**GEMMA2, "hidden_activation": "silu"},
+        ["hidden_activation: 'silu' cannot be had", "gelu_pytorch_tanh"],
+    ),
+    "Gemma 2 that looks ahead": (
+        {**GEMMA2, "use_bidirectional_attention": True},
+        ["use_bidirectional_attention: true cannot be had"],
+    ),
+    "Gemma 2 with other layers": (
+        {**GEMMA2, "layer_types": ["chunked_attention"] * 32},
+        ["layer_types", "expected 32 of sliding_attention and full_attention"],
+    ),
+    "Gemma 3 with bounded scores": (
+        {**GEMMA3, "attn_logit_softcapping": 50.0},
+        ["attn_logit_softcapping: 50.0 cannot be had", "transformers bounds no scores"],
+    ),
+    "Gemma 3 with scaled positions in windows": (
+        {**GEMMA3, "rope_parameters": {"sliding_attention": {**LLAMA3, "rope_theta": 1e4}}},
+        ["layers with a window scale no positions"],
+    ),
     "no family": ({}, ["model_type: expected a text, found nothing"]),
     "another head": (
         {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
@@ -191,10 +409,6 @@ CANNOT: dict[str, tuple[Mapping[str, Any], list[str]]] = {
         ["attention_bias: true cannot be had", "biases of all projections"],
     ),
     "gelu": ({**LLAMA, "hidden_act": "gelu"}, ["hidden_act: 'gelu' cannot be had"]),
-    "windows in some layers": (
-        {**QWEN2, "use_sliding_window": True, "sliding_window": 128, "max_window_layers": 4},
-        ["only some of the layers"],
-    ),
     "fewer bits": (
         {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
         ["quantization_config", "cannot be had"],
@@ -235,7 +449,17 @@ _VALUES = st.recursive(
 
 @given(
     config=st.sampled_from(
-        [{**LLAMA, "rope_scaling": LLAMA3}, MIXTRAL, QWEN_EXPERTS, MISTRAL, GPT2]
+        [
+            {**LLAMA, "rope_scaling": LLAMA3},
+            MIXTRAL,
+            QWEN_EXPERTS,
+            MISTRAL,
+            GPT2,
+            GEMMA2,
+            GEMMA3,
+            DEEPSEEK,
+            DEEPSEEK2,
+        ]
     ),
     data=st.data(),
 )
@@ -280,6 +504,35 @@ _ROPE: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
         {"rotary_seq_len_interpolation_factor": 4},
     ]
 )
+_GEMMA = {
+    "swiglu": False,
+    "gated_linear_unit": True,
+    "openai_gelu": True,
+    "layernorm_zero_centered_gamma": True,
+    "scale_embeddings": True,
+}
+_LATENT = {
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+    "layernorm_epsilon": 1e-6,
+    "num_moe_experts": 16,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_layer_freq": 1,
+    "moe_router_topk": 8,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+}
+_GEMMA2 = {
+    "sandwich_norm": True,
+    "softmax_scale": 1 / 12,
+    "final_logit_softcapping": 30.0,
+    "window_size": [7, 0],
+    "window_attn_skip_freq": 2,
+}
 _KINDS = st.sampled_from(
     [
         {},
@@ -288,6 +541,14 @@ _KINDS = st.sampled_from(
         {"qk_layernorm": True},
         {"window_size": [7, 0]},
         {"add_qkv_bias": True, "window_size": [7, 0]},
+        {"add_qkv_bias": True, "window_size": [7, 0], "window_attn_skip_freq": 2},
+        _GEMMA,
+        _LATENT,
+        {**_LATENT, "moe_router_num_groups": 8, "moe_router_group_topk": 4},
+        {**_LATENT, "q_lora_rank": 16, "rope_type": "yarn", "mscale_all_dim": 0.707},
+        {**_GEMMA, **_GEMMA2},
+        {**_GEMMA, **_GEMMA2, "attn_logit_softcapping": 50.0, "window_attn_skip_freq": None},
+        {**_GEMMA, **_GEMMA2, "qk_layernorm": True, "window_rotary_base": 10000},
         {"num_moe_experts": 4, "moe_router_topk": 2},
         {"num_moe_experts": 4, "qk_layernorm": True, "moe_ffn_hidden_size": 24},
         {"num_moe_experts": 4, "qk_layernorm": True, "moe_router_pre_softmax": True},
@@ -371,7 +632,7 @@ def test_what_agrees_in_other_words_is_taken(model: Workspace) -> None:
     assert Arguments.of(experiment)["window_size"] is None  # no sequence is longer
     longer = model.load(START, "train.model.seq_length=64")
     assert Arguments.of(longer)["window_size"] == [31, 0]
-    assert Arguments.of(longer)["attention_backend"] == "local"
+    assert Arguments.of(longer)["attention_backend"] == "auto"
 
 
 @pytest.mark.parametrize(

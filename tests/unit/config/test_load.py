@@ -240,6 +240,24 @@ def test_a_blend_as_one_text(workspace: Workspace) -> None:
     assert workspace.load().train.data["data_path"] == ["0.3", path, "7e-1", path]
 
 
+def test_mixtures_of_phases(workspace: Workspace) -> None:
+    workspace.write("my data/t.bin", "")
+    workspace.write("my data/t.idx", "")
+    text = "{samples: 100, data_path: [0.3, data/text, 0.7, my data/t]}"
+    last = "{tokens: 2e6, data_path: data/text}"
+    workspace.replace(
+        "conf/train/tiny.yaml", "data_path:", f"data_phases: [{text}, {last}]\n  data_path:"
+    )
+    root = workspace.root
+    assert workspace.load().train.data["data_phases"] == [
+        f"samples=100 0.3 {root}/data/text 0.7 '{root}/my data/t'",
+        f"tokens=2000000 {root}/data/text",
+    ]
+    (root / "my data/t.idx").unlink()
+    with pytest.raises(ConfigError, match=r"train.data.data_phases: no data set .*/my data/t"):
+        workspace.load()
+
+
 def test_a_path_with_a_space_is_one_path(workspace: Workspace) -> None:
     workspace.write("my data/t.bin", "")
     workspace.write("my data/t.idx", "")

@@ -218,15 +218,3 @@ def test_auto_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     args = Arguments.of(auto())
     with pytest.raises(ConfigError, match="auto is written out by the launcher"):
         resolve(Namespace(**args.values()), 32)
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["hetero_current_device_type=A800", "use_partial_reduce_for_shared_embedding=false"],
-)
-def test_what_has_no_effect_is_noted(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    overrides = ["action=dryrun", f"+train.system.hetero.{key}"]
-    experiment = load(CONF, "train_hetero", overrides).experiment
-    (note,) = (note for note in placement.notes(experiment, []) if "no effect" in note)
-    assert note.startswith(key.partition("=")[0])

@@ -209,7 +209,7 @@ def test_refused(changes: dict[str, Any], expected: str) -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    text = problems(multi_latent_attention=True, fp8="hybrid", optimizer="lion")
+    text = problems(mtp_num_layers=1, fp8="hybrid", optimizer="lion")
     assert len(text.splitlines()) == 3
 
 

@@ -17,6 +17,7 @@ def model(**changes: Any) -> Namespace:
         "num_attention_heads": 32,
         "num_query_groups": 8,
         "kv_channels": None,
+        "multi_latent_attention": False,
         "seq_length": 4096,
         "swiglu": True,
         "gated_linear_unit": False,

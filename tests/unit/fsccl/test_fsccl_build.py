@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from flagscale.comm.fsccl import compiling
+
 pytestmark = pytest.mark.torch
 
 
@@ -32,10 +34,53 @@ def test_no_compiler_is_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "set CXX" in str(error.value)
 
 
+@pytest.fixture
+def prebuilt(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The module, with a library of this environment's name that is none."""
+    import flagscale.comm.fsccl.prebuilt as module
+
+    monkeypatch.setenv("FSCCL_PREBUILT_DIR", str(tmp_path / "prebuilt"))
+    module.library().parent.mkdir(parents=True)
+    module.library().touch()
+    return module
+
+
+def test_a_prebuilt_library_needs_no_compiler(
+    build: Any, prebuilt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.how() == "prebuilt"
+    assert build.unavailable() is None
+    build._library().parent.mkdir(parents=True)
+    build._library().touch()
+    assert build.how() == "built here"
+
+
+@pytest.mark.parametrize("lacks", ["instructions", "torch", "sources"])
+def test_a_prebuilt_library_that_does_not_fit_is_passed_over(
+    build: Any, prebuilt: Any, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    assert prebuilt.find() == prebuilt.library()
+    if lacks == "instructions":
+        monkeypatch.setattr(compiling, "processor_flags", lambda: "flags : sse2 avx")
+        assert "avx2" in prebuilt.missing() or "asimd" in prebuilt.missing()
+    elif lacks == "torch":
+        import torch
+
+        monkeypatch.setattr(torch, "__version__", "0.0.1")
+    else:
+        monkeypatch.setattr(compiling, "sources_digest", lambda: b"others")
+    prebuilt._key.cache_clear()
+    assert prebuilt.find() is None
+    assert build.how() == build.COMPILED
+    monkeypatch.undo()
+    prebuilt._key.cache_clear()
+
+
 def test_missing_headers_are_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", sys.executable)  # a program that is there
-    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: f"/no {name}")
-    assert build.unavailable().endswith("this machine has no /no include/Python.h")
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: f"/no {name}")
+    assert "this machine has no /no include/Python.h" in build.unavailable()
     with pytest.raises(build.BuildError, match=r"no /no include/Python\.h") as error:
         build._build(build._library())
     assert "install the headers of this Python" in str(error.value)
@@ -49,7 +94,7 @@ def test_a_failed_compilation_shows_the_compilers_words(
 ) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int main() { return nonsense; }\n")
-    monkeypatch.setattr(build, "_sources", lambda: [broken])
+    monkeypatch.setattr(compiling, "_sources", lambda: [broken])
     library = build._library()
     with pytest.raises(build.BuildError) as error:
         build._build(library)
@@ -74,7 +119,7 @@ def test_torch_is_linked_from_any_place(
     monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())
     small = tmp_path / "small.cpp"
     small.write_text("int one() { return 1; }\n")
-    monkeypatch.setattr(build, "_sources", lambda: [small])
+    monkeypatch.setattr(compiling, "_sources", lambda: [small])
     build._build(build._library())
     assert build._library().exists()
     assert str(libraries) == cpp_extension.TORCH_LIB_PATH

@@ -241,8 +241,8 @@ def test_virtual_environments_and_paths_of_packages_are_searched(machine: Machin
         ("noise\n= package torch 1\n", None),
         ("= version 3.9.1\n= executable /a%25b%0Ac d\n", World("3.9.1", "/a%b\nc d")),
         (
-            'x\n= version 3\n= package torch 1+cu\n= code ab\n= answer b {"a": "%250A"}\n',
-            World("3", "", {"torch": "1+cu"}, "ab", {"b": {"a": "%0A"}}),
+            'x\n= version 3\n= package torch 1+cu\n= code ab\n= answer ["a b", {"a": "%250A"}]\n',
+            World("3", "", {"torch": "1+cu"}, "ab", {"a b": {"a": "%0A"}}),
         ),
     ],
     ids=["empty", "no-version", "escapes", "all"],

@@ -23,6 +23,20 @@ def rewritten(source: str, *names: str) -> str:
 
 
 CHANGED = [
+    ("demand", "cuda-demands", "assert torch.cuda.is_available(), 'no CUDA'", "pass"),
+    (
+        "kernels",
+        "cuda-demands",
+        "from megatron.legacy import fused_kernels\nfused_kernels.load(args)",
+        "from megatron.legacy import fused_kernels\naccelerator.is_cuda() and "
+        "fused_kernels.load(args)",
+    ),
+    (
+        "architecture",
+        "cuda-demands",
+        "a = torch.cuda.get_device_properties(0).major",
+        "a = (torch.cuda.get_device_properties(0).major if accelerator.is_cuda() else 0)",
+    ),
     ("call", "cuda-calls", "torch.cuda.synchronize()", "accelerator.synchronize()"),
     (
         "argument",

@@ -92,3 +92,15 @@ def test_whatever_the_values_are(points: list[tuple[int, float]], dashed: bool) 
     assert all(0 <= n <= 2000 for n in numbers)
     assert data["x"][0] < data["x"][1]
     assert data["y"][0] < data["y"][1]
+
+
+def test_a_spread_is_a_band_that_fits_in() -> None:
+    line = Line("a", [1, 2], [5.0, 6.0], 3, spread=[(0.0, 7.0), (2.0, 10.0)])
+    drawn = str(render(Plot("t", "u", [line])))
+    (band,) = re.findall(r'<path class="band c3" d="([^"]*)"', drawn)
+    points = re.findall(r"(\d+) (\d+)", band)
+    assert [int(x) for x, _ in points] == [0, 2000, 2000, 0]
+    # From the lower ends and back along the upper ones; none is cut off.
+    heights = [int(y) for _, y in points]
+    assert heights[0] > heights[1] > heights[3] > heights[2] > 0
+    assert "band" not in str(render(Plot("t", "u", [Line("a", [1, 2], [5.0, 6.0])])))

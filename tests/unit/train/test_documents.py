@@ -46,6 +46,9 @@ def config(**changes: Any) -> Any:
         "context_parallel_size": 1,
         "params_dtype": torch.bfloat16,
         "kv_channels": 128,
+        "window_size": None,
+        "attn_logit_softcapping": None,
+        "multi_latent_attention": False,
         **changes,
     }
     return SimpleNamespace(**given)
@@ -64,6 +67,9 @@ def config(**changes: Any) -> Any:
         ("cuda", {"kv_channels": 288}, "visible"),
         ("cuda", {"kv_channels": 12}, "visible"),
         ("cuda", {"context_parallel_size": 2}, "numbers"),
+        ("cuda", {"multi_latent_attention": True}, "visible"),
+        ("cpu", {"window_size": [4, 0]}, "visible"),
+        ("cuda", {"attn_logit_softcapping": 50.0}, "visible"),
         ("npu", {}, "visible"),
     ],
 )

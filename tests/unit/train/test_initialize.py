@@ -27,7 +27,11 @@ def one_layout(one_rank: None) -> Iterator[None]:
 def test_norms_start_from_the_value_that_is_given(norms: float | None, value: float) -> None:
     model: Any = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
     config: Any = SimpleNamespace(
-        num_moe_experts=None, num_layers=1, init_method_std=0.02, gated_linear_unit=False
+        num_moe_experts=None,
+        num_layers=1,
+        init_method_std=0.02,
+        gated_linear_unit=False,
+        layernorm_zero_centered_gamma=False,
     )
     initialize(model, config, 1, norms=norms)
     norm, linear = model

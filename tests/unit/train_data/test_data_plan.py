@@ -24,6 +24,7 @@ def args(**given: Any) -> Namespace:
         "valid_data_path": None,
         "test_data_path": None,
         "split": None,
+        "data_phases": None,
         "mock_data": False,
         "data_cache_path": None,
         "save": None,

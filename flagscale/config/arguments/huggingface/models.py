@@ -24,6 +24,11 @@ FUNCTION = (
     "kv_channels",
     "normalization",
     "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "sandwich_norm",
+    "scale_embeddings",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "swiglu",
     "gated_linear_unit",
     "squared_relu",
@@ -45,8 +50,22 @@ FUNCTION = (
     "no_rope_freq",
     "window_size",
     "window_attn_skip_freq",
+    "window_rotary_base",
     "softmax_scale",
     "softmax_type",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
     "attention_output_gate",
     "glu_linear_offset",
     "activation_func_clamp_value",
@@ -58,6 +77,7 @@ FUNCTION = (
     "moe_router_score_function",
     "moe_router_enable_expert_bias",
     "moe_router_num_groups",
+    "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
     "moe_shared_expert_intermediate_size",
     "moe_apply_probs_on_input",
@@ -86,10 +106,41 @@ def effective(values: Values) -> dict[str, Any]:
         out["bias_activation_fusion"] = True  # of no consequence
     if not out["use_rope_scaling"]:
         out["rope_scaling_factor"] = defaults["rope_scaling_factor"]
-    if out["window_size"] is not None:
-        out["window_size"] = list(out["window_size"])
+    _write_out_latents(out, defaults)
+    _write_out_windows(out)
     _write_out_experts(out, defaults)
     return out
+
+
+_LATENT = FUNCTION[FUNCTION.index("multi_latent_attention") : FUNCTION.index("mscale_all_dim") + 1]
+"""Of them those of multi-latent attention."""
+_YARN = FUNCTION[FUNCTION.index("rotary_scaling_factor") : FUNCTION.index("mscale_all_dim") + 1]
+"""Of these those of its scaled positions."""
+
+
+def _write_out_latents(out: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    if not out["multi_latent_attention"]:
+        out.update({name: defaults[name] for name in _LATENT}, multi_latent_attention=False)
+        if out["softmax_scale"] is None:
+            out["softmax_scale"] = out["kv_channels"] ** -0.5
+        return
+    out["rope_type"] = out["rope_type"] or "yarn"
+    if out["rope_type"] == "rope":
+        out.update({name: defaults[name] for name in _YARN})
+    out["kv_channels"] = out["qk_head_dim"] + out["qk_pos_emb_head_dim"]
+    out["num_query_groups"] = out["num_attention_heads"]
+
+
+def _write_out_windows(out: dict[str, Any]) -> None:
+    """Which layers have a window: those that a list has a 1 for, all of them where it is None."""
+    window, pattern = out["window_size"], out["window_attn_skip_freq"]
+    if isinstance(pattern, int) and pattern:
+        pattern = [int((layer + 1) % pattern != 0) for layer in range(out["num_layers"])]
+    if window is None or (pattern is not None and not any(pattern)):
+        out.update(window_size=None, window_attn_skip_freq=None, window_rotary_base=None)
+        return
+    out["window_size"] = list(window)
+    out["window_attn_skip_freq"] = None if pattern is None or all(pattern) else list(pattern)
 
 
 def _write_out_experts(out: dict[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -103,6 +154,8 @@ def _write_out_experts(out: dict[str, Any], defaults: Mapping[str, Any]) -> None
     if isinstance(pattern, int):
         pattern = [int(i % pattern == 0) for i in range(out["num_layers"])]
     out["moe_layer_freq"] = list(pattern)
+    if out["moe_router_topk_scaling_factor"] == 1:
+        out["moe_router_topk_scaling_factor"] = None
     if all(pattern):
         out["ffn_hidden_size"] = out["moe_ffn_hidden_size"]  # no layer has it
 
@@ -187,7 +240,7 @@ def disagreements(config: Mapping[str, Any], values: Values) -> list[tuple[str, 
     elif ours["max_position_embeddings"] is None:
         ours["max_position_embeddings"] = values["seq_length"]
     window = wanted["window_size"]
-    if window is not None and ours["window_size"] is None and values["seq_length"] <= window[0] + 1:
+    if ours["window_size"] is None and _sees_all(wanted, values["seq_length"]):
         ours["window_size"] = window  # no token of a sequence is outside it
     found = [
         (name, f"{shown(ours[name])} here, {CONFIG} has {shown(wanted[name])}")
@@ -225,11 +278,8 @@ def missing(values: Values, given: Values, config: Mapping[str, Any]) -> dict[st
     length = values["seq_length"]
     if theirs["position_embedding_type"] == "rope" and length:
         theirs["max_position_embeddings"] = max(theirs["max_position_embeddings"], length)
-    if window := theirs.get("window_size"):
-        if length and length <= window[0] + 1:
-            del theirs["window_size"]
-        else:
-            theirs["attention_backend"] = "local"
+    if _sees_all(theirs, length):
+        del theirs["window_size"]
     if "ffn_hidden_size" not in given and ("multiple_of" in given):
         del theirs["ffn_hidden_size"]  # which it is then computed from, and compared
     return {
@@ -237,6 +287,12 @@ def missing(values: Values, given: Values, config: Mapping[str, Any]) -> dict[st
         for name, value in theirs.items()
         if name not in given and value != arguments()[name].default
     }
+
+
+def _sees_all(values: Values, length: int | None) -> bool:
+    """Whether a window, which all layers have, holds a whole sequence."""
+    window, pattern = values.get("window_size"), values.get("window_attn_skip_freq")
+    return bool(window and not pattern and length and length <= window[0] + 1)
 
 
 def is_model(directory: Path) -> bool:

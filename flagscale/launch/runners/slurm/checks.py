@@ -179,4 +179,7 @@ def _tested(plan: LaunchPlan) -> Check:
     if not taken:
         return Check("job", False, f"Slurm refuses it: {text}", f"change {_SECTION}")
     when = _WHEN.search(text)
+    if when is not None and scheduler.endless(when[1]):
+        found = "Slurm cannot tell when it may start: jobs without a time limit are before it"
+        return Check("job", True, found, warning=True)
     return Check("job", True, f"may start at {when[1]}" if when else text)

@@ -17,6 +17,7 @@ from flagscale.hosts.names import expand_list
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
 
+NODES = "nodes"
 AGAIN, CANCELLED, TIME, STOP = "again", "cancelled", "time", "stop"
 """Why a batch script ended: requeued by itself, told by Slurm, out of time, stopped."""
 
@@ -47,7 +48,7 @@ class Ended:
 
 def started(directory: Path) -> Started | None:
     """What ``nodes`` says; None while there is none."""
-    said = _said(directory / "nodes")
+    said = _said(directory / NODES)
     try:
         return Started(said["job"], int(said["start"]), tuple(expand_list(said["nodes"])))
     except (KeyError, ValueError):

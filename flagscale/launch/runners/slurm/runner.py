@@ -19,8 +19,9 @@ from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError, JobError, Problem, RunStateError, UnreachableError
 from flagscale.files import make_private_directory, write_atomic
 from flagscale.hosts import processes
+from flagscale.hosts.names import compress
 from flagscale.hosts.processes import Swept
-from flagscale.launch.layout import OLD_OUTPUT_FILE
+from flagscale.launch.layout import OLD_OUTPUT_FILE, SCRIPT_FILE
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.runners.base import Prepared, Texts
@@ -46,6 +47,8 @@ _KILLING_SECONDS = 120.0
 _POLL_SECONDS = 0.25
 # While a job ends Slurm is asked more often, for as long as somebody waits for it.
 _ENDING_POLL_SECONDS = 3.0
+# Nodes begin at the same time, unless one is still being prepared.
+_MOMENT_SECONDS = 3.0
 
 
 class SlurmRunner:
@@ -175,8 +178,8 @@ class SlurmRunner:
         taken = take(
             state, dict.fromkeys(range(len(state.hosts)), seen), self._reader, with_lines=with_lines
         )
-        more = [text for text in (standing.end,) if text]
-        return replace(taken, warnings=(*more, *taken.warnings))
+        more = (standing.end, _not_begun(state) if standing.lives else "")
+        return replace(taken, warnings=(*filter(None, more), *taken.warnings))
 
     def bring_output(self, state: RunState) -> None:
         self._named(state)
@@ -276,6 +279,18 @@ class SlurmRunner:
                 swept = tuple(host.exit_record().get("swept", ())) if late else ()
                 found[host.name] = Swept(killed=swept)
         return found
+
+
+def _not_begun(state: RunState) -> str:
+    """Which nodes have not begun while others wait for them, once that is more than a moment."""
+    directory = files.of_run(state.exp_dir, state.run_id)
+    late = [host.name for host in state.hosts if not (host.run_dir / SCRIPT_FILE).exists()]
+    with suppress(OSError):
+        late_by = time.time() - (directory / files.NODES).stat().st_mtime
+        if 0 < len(late) < len(state.hosts) and late_by > _MOMENT_SECONDS:
+            why = f"Slurm still prepares it, or it does not share {state.exp_dir} with the others"
+            return f"{compress(late)} has not begun: {why}"
+    return ""
 
 
 def _refuse_beside(previous: RunState) -> None:

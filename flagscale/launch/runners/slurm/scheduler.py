@@ -8,11 +8,14 @@ field by field: JSON of older versions has other jobs in it, or none without a w
 from __future__ import annotations
 
 import os
+import pwd
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from flagscale.config.secrets import is_secret
 from flagscale.errors import UnreachableError
@@ -21,6 +24,7 @@ _SECONDS = 60.0
 _INVALID = re.compile(r"Invalid job id|Invalid job name", re.IGNORECASE)
 _FIELDS = "%T|%r|%S|%j"
 _AGAIN_SECONDS = 1.0
+_MOST_DAYS = 360
 # A job starts no other: what is Slurm's own of the job that this process is in is not for a new
 # one.
 _SLURMS = ("SLURM_", "SLURMD_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SRUN_", "PMI")
@@ -159,30 +163,62 @@ def _look(job: str, name: str) -> Job:
     return parse(done.stdout, name)
 
 
+def endless(start: str) -> bool:
+    """Whether a time at which a job may start is none: Slurm says a year from now, or a day in
+    centuries, of one that it cannot foresee."""
+    try:
+        begins = datetime.fromisoformat(start)
+    except ValueError:
+        return True
+    return (begins - datetime.now(begins.tzinfo)).days > _MOST_DAYS
+
+
 def parse(text: str, name: str) -> Job:
     """The job of this name in squeue's answer: ids come again where a controller has lost its
-    state."""
+    state. Of a heterogeneous job it is the component that comes last, for which the others wait."""
+    found = []
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) == _FIELDS.count("|") + 1 and fields[3] == name:
             state, reason, start, _ = fields
-            start = "" if start in ("N/A", "Unknown") else start
-            return Job(state, reason if reason != "None" else "", start)
-    return Job()
+            start = "" if endless(start) else start
+            found.append(Job(state, reason if reason != "None" else "", start))
+    late = [(job.waits, not job.over, not job.start, job.start) for job in found]
+    return found[late.index(max(late))] if found else Job()
 
 
 def account(job: str, name: str) -> Job:
-    """What the accounting keeps of a job that the controller has forgotten, where there is one."""
-    form = "--format=State,JobName"
-    try:
-        done = call("sacct", "-X", "--noheader", "--parsable2", f"--jobs={job}", form)
-    except UnreachableError:
+    """What the accounting keeps of a job that the controller has forgotten, where there is one.
+    Its ``reason`` is who cancelled it, or the code that it ended with. Raises
+    :class:`UnreachableError` where it is kept and not told."""
+    if shutil.which("sacct") is None:
         return Job()
-    for line in done.stdout.splitlines() if done.returncode == 0 else ():
-        state, _, called = line.partition("|")
-        if called == name:
-            return Job(state.split(" ")[0], state)
+    form = "--format=State,ExitCode,JobName"
+    done = call("sacct", "-X", "--noheader", "--parsable2", f"--jobs={job}", form)
+    if done.returncode:
+        if "disabled" in done.stderr:
+            return Job()
+        raise UnreachableError(f"Slurm's accounting does not answer: {said(done)}")
+    return parse_account(done.stdout, name)
+
+
+def parse_account(text: str, name: str) -> Job:
+    """The job of this name in sacct's answer."""
+    for line in text.splitlines():
+        fields = line.strip().split("|")
+        if len(fields) == 3 and fields[2] == name:
+            word, _, by = fields[0].partition(" ")
+            return Job(word, _user(by) or ("" if fields[1] == "0:0" else f"exit code {fields[1]}"))
     return Job()
+
+
+def _user(by: str) -> str:
+    """``by root`` for ``by 0``."""
+    number = by.removeprefix("by ")
+    try:
+        return f"by {pwd.getpwuid(int(number)).pw_name}"
+    except (KeyError, ValueError, OverflowError):
+        return by and f"by user {number}"
 
 
 def cancel(job: str, signal: str | None = None) -> None:

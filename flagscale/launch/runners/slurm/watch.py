@@ -16,6 +16,7 @@ from flagscale.errors import RunStateError, UnreachableError
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.runners.slurm import files, scheduler
+from flagscale.launch.runners.slurm.reasons import meaning
 from flagscale.launch.runners.slurm.scheduler import Job
 from flagscale.launch.state import HostState, RunState, load_state
 
@@ -24,26 +25,6 @@ _UNTOLD_SECONDS = 2.0
 # A job that says nothing and has just ended may be about to: files take a moment to be seen.
 _SETTLE_SECONDS = 2.0
 
-_REASONS = {
-    "Resources": "it is the next one, and waits for nodes to get free",
-    "Priority": "others go before it",
-    "Dependency": "it waits for another job",
-    "DependencyNeverSatisfied": "what it waits for cannot come true any more",
-    "BeginTime": "it may not begin yet; a requeued job waits two minutes",
-    "JobHeldUser": "it is held; `scontrol release` frees it",
-    "JobHeldAdmin": "an administrator holds it",
-    "ReqNodeNotAvail": "a node that it needs is down, drained or reserved",
-    "PartitionNodeLimit": "it asks for more nodes than the partition gives, and will never start",
-    "PartitionTimeLimit": "it asks for more time than the partition gives, and will never start",
-    "PartitionConfig": "no node of the partition is as large as it asks, and it will never start",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition is inactive",
-    "BadConstraints": "no nodes are as it asks, and it will never start",
-    "QOSMaxJobsPerUserLimit": "the user has as many jobs as the QOS allows",
-    "AssocMaxJobsLimit": "the account has as many jobs as it may have",
-    "Reservation": "it waits for its reservation",
-    "Licenses": "it waits for licences",
-}
 _ENDS = {
     "TIMEOUT": "came to its time limit",
     "NODE_FAIL": "lost a node",
@@ -137,20 +118,23 @@ class Watch:
             self.forget()
             return Standing(lives=True)
         job, name = str(state.runner.handle.get("job", "")), str(state.runner.handle["name"])
+        silence = ""
         if not answer.state and job:
-            answer = scheduler.account(job, name)
+            try:
+                answer = scheduler.account(job, name)
+            except UnreachableError as error:
+                silence = error.message
+        end = f"job {job or name} {_end_of(answer)}"
         cancelled = answer.state == "CANCELLED"
-        what = _ENDS.get(answer.state, "")
-        if answer.state and not what:
-            what = f"ended as {answer.state}" + (f" ({answer.reason})" if answer.reason else "")
-        if not what:
-            what = "is not known to Slurm any more and has left no word"
         if files.started(directory) is None and not cancelled:
-            what += (
+            end += (
                 f"; its batch script wrote nothing to {directory}, which nodes have to share with "
                 "this machine"
             )
-        return _kept(state, f"job {job or name} {what}", cancelled=cancelled)
+        if silence:
+            # Not written down: it may be told better later.
+            return Standing(end=f"{end}; {silence}")
+        return _kept(state, end, cancelled=cancelled)
 
     def _settled(self, directory: Path) -> bool:
         deadline = time.monotonic() + _SETTLE_SECONDS
@@ -169,6 +153,16 @@ def ask(state: RunState) -> Job | UnreachableError:
         return scheduler.look(job, name) if job else Job()
     except UnreachableError as error:
         return error
+
+
+def _end_of(answer: Job) -> str:
+    """How a job ended by Slurm's account of it."""
+    if not answer.state:
+        return "is not known to Slurm any more and has left no word"
+    by = f" {answer.reason}" if answer.reason.startswith("by ") else ""
+    if answer.state in _ENDS:
+        return _ENDS[answer.state] + by
+    return f"ended as {answer.state}" + (f" ({answer.reason})" if answer.reason else "")
 
 
 def _of(ended: files.Ended, state: RunState) -> Standing:
@@ -201,7 +195,6 @@ def keep(state: RunState, hosts: tuple[HostState, ...] = (), **more: object) -> 
 def waiting(state: RunState, job: Job) -> str:
     """Why a job has not started, and when it may."""
     number = state.runner.handle.get("job", "")
-    reason = job.reason.partition(",")[0]
-    why = f" ({job.reason}: {_REASONS[reason]})" if reason in _REASONS else ""
-    why = why or (f" ({job.reason})" if job.reason else "")
+    told = ": ".join(text for text in (job.reason, meaning(job.reason)) if text)
+    why = f" ({told})" if told else ""
     return f"job {number} is pending{why}" + (f"; it may start at {job.start}" if job.start else "")

@@ -141,10 +141,10 @@ def write_peft(adapters: Adapters, base: Model, path: Path, report: Report) -> P
     if base.kind in _TRANSPOSED:
         raise CheckpointError(f"adapters of {base.kind} are not written for peft; merge them")
     theirs = dict(_theirs(adapters, base))
-    with appearing(path) as partial:
-        write_file(partial / _WEIGHTS, theirs, report)
+    with appearing(path) as parts:
+        write_file(parts.directory / _WEIGHTS, theirs, report)
         text = json.dumps(_config(adapters, base), indent=2)
-        write_atomic(partial / _CONFIG, text + "\n", PUBLIC)
+        write_atomic(parts.directory / _CONFIG, text + "\n", PUBLIC)
     return path
 
 

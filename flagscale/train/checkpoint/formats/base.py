@@ -11,6 +11,8 @@ import torch
 
 from flagscale.errors import CheckpointError
 from flagscale.registry import Registry
+from flagscale.train.checkpoint.formats.megatron_layout import Layout
+from flagscale.train.checkpoint.formats.parts import Origin
 from flagscale.train.checkpoint.formats.tables import Entry, entries
 from flagscale.train.checkpoint.formats.tensors import (
     Cast,
@@ -25,6 +27,7 @@ Report = Callable[[int], None]
 """Called with bytes that are done."""
 Inspect = Callable[["Model"], None]
 """Called with what was written, before it gets the name under which it is found."""
+EXPERT_BIAS = ".router.expert_bias"
 _PIECE = 64 << 20
 _MOST_NAMED = 20
 
@@ -35,8 +38,8 @@ class Model:
 
     ``kind`` is its family (``model_type``), ``values`` the arguments that decide which function it
     is, written out, ``tensors`` its weights by the names of :mod:`.tables`, without padding.
-    ``config`` is the config.json it came with, and ``files`` what else belongs to it, a tokenizer's
-    above all.
+    ``config`` is the config.json it came with, ``files`` what else belongs to it, a tokenizer's
+    above all, and ``notes`` what is to be said of what was not taken.
     """
 
     path: Path
@@ -45,6 +48,9 @@ class Model:
     tensors: Mapping[str, Stored]
     config: Mapping[str, Any] | None = None
     files: tuple[Path, ...] = ()
+    origin: Origin | None = None
+    """What lets a conversion of it that was cut go on."""
+    notes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -56,8 +62,12 @@ class Model:
         return entries(self.kind, self.values)
 
     def cast(self, dtype: torch.dtype) -> Model:
-        """The same in another precision."""
-        tensors = {name: Cast(tensor, dtype) for name, tensor in self.tensors.items()}
+        """The same in another precision, but for the biases by which experts are chosen: they move
+        by less than 16 bits can say."""
+        tensors = {
+            name: tensor if name.endswith(EXPERT_BIAS) else Cast(tensor, dtype)
+            for name, tensor in self.tensors.items()
+        }
         return replace(self, tensors=tensors)
 
 
@@ -84,6 +94,14 @@ class CheckpointFormat(Protocol):
         Raises:
             CheckpointError: the model cannot be said in this format.
         """
+
+
+@runtime_checkable
+class LaidOut(CheckpointFormat, Protocol):
+    """A format whose files are cut for a layout."""
+
+    def laid_out(self, layout: Layout) -> CheckpointFormat:
+        """The same, written for this layout."""
 
 
 FORMATS = Registry(

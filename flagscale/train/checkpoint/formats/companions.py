@@ -12,6 +12,7 @@ from typing import Any
 
 from flagscale.config.arguments.huggingface.reading import CONFIG
 from flagscale.files import sync, write_atomic
+from flagscale.train.checkpoint.formats.parts import Origin, Parts, resumable
 from flagscale.train.checkpoint.formats.tensors import Stored
 
 PUBLIC = 0o644
@@ -24,19 +25,15 @@ _BESIDE = re.compile(
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def appearing(path: Path, origin: Origin | None = None) -> Iterator[Parts]:
     """A directory to write into, which becomes ``path`` when the context ends, on the disk too;
-    none is left where that fails. ``path`` is not there yet, or is empty."""
+    where that fails there is none, and of an ``origin`` what is finished waits beside it
+    (:func:`resumable`). ``path`` is not there yet, or is empty."""
     partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for item in (*partial.iterdir(), partial):
-        sync(item)
+    with resumable(partial, origin) as parts:
+        yield parts
+        for item in (*partial.rglob("*"), partial):
+            sync(item)
     if path.is_dir():
         path.rmdir()  # empty, or this fails
     partial.rename(path)

@@ -2,14 +2,17 @@
 
     flagscale convert /models/Llama-3.2-1B checkpoints/llama      Hugging Face → ours
     flagscale convert outputs/checkpoints /models/mine            ours → Hugging Face
+    flagscale convert IN OUT --to torch --tensor-model-parallel-size 2    any → Megatron-LM's torch
 
 A tensor is read, rearranged and written at a time, in one process and without a device. What was
-written is read again and compared with what it was made of, bit by bit.
+written is read again and compared with what it was made of, bit by bit. A conversion that was cut
+goes on from the files it had finished when the same command is run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import warnings
@@ -20,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from flagscale import __version__
 from flagscale.config.arguments.huggingface.models import arguments_of, disagreements
 from flagscale.config.arguments.huggingface.reading import read_config
 from flagscale.errors import CheckpointError, FlagscaleError
@@ -33,6 +37,7 @@ from flagscale.train.checkpoint.formats.adapters import (
 from flagscale.train.checkpoint.formats.base import (
     FORMATS,
     CheckpointFormat,
+    LaidOut,
     Model,
     Report,
     differs,
@@ -41,10 +46,22 @@ from flagscale.train.checkpoint.formats.base import (
     without_padding,
 )
 from flagscale.train.checkpoint.formats.companions import beside
+from flagscale.train.checkpoint.formats.megatron_layout import Layout
+from flagscale.train.checkpoint.formats.parts import Origin, disk_used, identity_of
 from flagscale.train.data.progress import progress
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OURS, _PEFT = "torch_dist", "peft"
+_OURS, _PEFT, _HUGGING_FACE = "torch_dist", "peft", "huggingface"
+_LAYOUT = {
+    "--tensor-model-parallel-size": ("tensor", "ranks that share a layer's tensors (1)"),
+    "--pipeline-model-parallel-size": ("pipeline", "stages (1)"),
+    "--expert-model-parallel-size": ("expert", "ranks that share out a layer's experts (1)"),
+    "--num-virtual-stages-per-pipeline-rank": ("chunks", "model chunks of a stage (1)"),
+    "--decoder-first-pipeline-num-layers": ("first", "layers of the first stage, if unlike others"),
+    "--decoder-last-pipeline-num-layers": ("last", "layers of the last stage, if unlike others"),
+    "--make-vocab-size-divisible-by": ("rows", "pads the vocabulary for each tensor rank (1)"),
+}
+"""Options of a layout: the field that each is, and its help."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--to",
         metavar="FORMAT",
-        help="huggingface or torch_dist; the other one than IN's. Or peft: adapters alone",
+        help="huggingface or torch_dist (the other one than IN's), torch; or peft: adapters alone",
     )
     add(
         "--base",
@@ -82,7 +99,30 @@ def _parser() -> argparse.ArgumentParser:
         help="compare logits with those of transformers, on a text or on ids of tokens (1,2,3)",
     )
     add("--no-verify", action="store_true", help="do not read again what was written")
+    add("--restart", action="store_true", help="begin anew, whatever a cut conversion has finished")
+    _add_layout(parser)
     return parser
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "the layout of --to torch", "by Megatron-LM's names; it must train in the same one"
+    )
+    for name, (field, text) in _LAYOUT.items():
+        group.add_argument(name, dest=field, metavar="N", type=_count, help=text)
+    group.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="whose layers it has (transformer_engine)",
+    )
+    text = "experts are Transformer Engine's, together"
+    group.add_argument("--moe-grouped-gemm", action="store_true", default=None, help=text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,12 +150,17 @@ def convert(options: argparse.Namespace) -> None:
     """
     source, target = options.source.absolute(), options.target.absolute()
     reader = format_of(source)
-    name = options.to or ("huggingface" if reader.name == _OURS else _OURS)
+    name = options.to or (_HUGGING_FACE if reader.name == _OURS else _OURS)
     adapters = read_adapters(source) if reader.name == _OURS else None
     if name == _PEFT:
         _convert_adapters(adapters, source, target, options.base)
         return
-    writer: CheckpointFormat = FORMATS.made(name, CheckpointFormat)
+    if options.check is not None and _HUGGING_FACE not in (name, reader.name):
+        raise CheckpointError(
+            f"--check compares with transformers, which reads neither {reader.name} nor {name}",
+            hint="convert to huggingface, or from it",
+        )
+    writer = _writer(name, options)
     if adapters is None:
         model = reader.read(source)
     else:
@@ -125,16 +170,57 @@ def convert(options: argparse.Namespace) -> None:
     if options.dtype is not None:
         model = model.cast(_PRECISIONS[options.dtype])
     _make_room(model, target)
+    model = replace(model, origin=_origin(options, model, name))
     with progress("converting") as report:
         total = model.size * (1 if options.no_verify else 2)
         count = _counted(report, total)
         inspect = _trusting if options.no_verify else partial(verify, model, report=count)
         written = writer.write(model, target, count, inspect)
     print(f"{model.kind}, {model.size / 1e9:.2f} GB: {written}")
-    if name == "huggingface" and not model.files:
+    for note in model.notes:
+        print(f"note: {note}")
+    if name == _HUGGING_FACE and not model.files:
         print("no tokenizer was copied: --like takes one from another directory")
     if options.check is not None:
         _check(model, writer.read(written), name, options.check or None)
+
+
+def _writer(name: str, options: argparse.Namespace) -> CheckpointFormat:
+    """The format to write, in the layout that is given."""
+    writer: CheckpointFormat = FORMATS.made(name, CheckpointFormat)
+    fields = [field for field, _ in _LAYOUT.values()]
+    given = {field: value for field in fields if (value := getattr(options, field)) is not None}
+    if options.transformer_impl is not None:
+        given["engine"] = options.transformer_impl == "transformer_engine"
+    if options.moe_grouped_gemm:
+        given["grouped"] = True
+    if isinstance(writer, LaidOut):
+        return writer.laid_out(Layout(**given))
+    if given:
+        raise CheckpointError(
+            f"{name} is of no layout: any one loads it",
+            hint="options of a layout are for --to torch",
+        )
+    return writer
+
+
+def _origin(options: argparse.Namespace, model: Model, name: str) -> Origin:
+    """What the conversion is made of, for one that was cut to be known again."""
+    base, like = options.base, options.like
+    sources = [model.path, *model.files, *([base.absolute()] if base else [])]
+    given = {**vars(options), "like": like and identity_of([like.absolute()]), "to": name}
+    ignored = ("source", "target", "base", "check", "no_verify", "restart")
+    chosen = {key: str(value) for key, value in given.items() if key not in ignored}
+    identity = {
+        "its source": identity_of(sources),
+        "what was asked for": json.dumps(chosen),
+        "the version of this program": __version__,
+    }
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    return Origin(identity, tell, options.restart)
 
 
 def _convert_adapters(
@@ -185,7 +271,9 @@ def _make_room(model: Model, target: Path) -> None:
             f"{target} is there already", hint="name a directory that does not exist"
         )
     existing = next(parent for parent in (target, *target.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    # What a conversion that was cut has left is gone on from, or goes.
+    left = sum(map(disk_used, (target, target.with_name(f".{target.name}.partial"))))
+    free = shutil.disk_usage(existing).free + left
     if free < model.size:
         raise CheckpointError(
             f"{existing} has {free / 1e9:.1f} GB free, the model takes {model.size / 1e9:.1f} GB"
@@ -224,7 +312,7 @@ def _counted(report: object, total: int) -> Report:
 def _check(model: Model, written: Model, name: str, text: str | None) -> None:
     from flagscale.train.checkpoint.formats.logits import compare
 
-    ours, theirs = (model, written) if name == "huggingface" else (written, model)
+    ours, theirs = (model, written) if name == _HUGGING_FACE else (written, model)
     print(compare(ours, theirs.path, text))
 
 

@@ -10,9 +10,9 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +42,9 @@ from flagscale.train.checkpoint.formats.base import (
     without_padding,
 )
 from flagscale.train.checkpoint.formats.companions import beside, write_companions
+from flagscale.train.checkpoint.formats.megatron_distributed import read_theirs
 from flagscale.train.checkpoint.formats.metadata import tensors_of
+from flagscale.train.checkpoint.formats.parts import Parts, resumable
 from flagscale.train.checkpoint.formats.tensors import Region, Stored, pieces
 from flagscale.train.checkpoint.store import CheckpointStore
 from flagscale.train.state import Progress
@@ -56,7 +58,7 @@ _ALIGNED = 64
 
 
 class Distributed:
-    """Checkpoints of this project."""
+    """Checkpoints of this project; Megatron-LM's are read, too."""
 
     name = "torch_dist"
 
@@ -71,13 +73,15 @@ class Distributed:
                 hint="flagscale convert merges them into their model",
             )
         given = said.get("model")
+        stored: dict[str, Stored] = dict(tensors_of(path))
+        if given is None and (theirs := read_theirs(path, stored)) is not None:
+            return theirs
         if given is None:
             raise CheckpointError(
                 f"{path} does not say which model it is of: it was saved by an older version, or "
                 "by another program",
                 hint="load it once in training (finetune: true) and save it again",
             )
-        stored: dict[str, Stored] = dict(tensors_of(path))
         given = {**given, "vocab_size": _vocabulary(given, stored)}
         values = effective(given)
         kept = path / BESIDE
@@ -93,14 +97,15 @@ class Distributed:
         store = CheckpointStore(path)
         if store.iterations():
             raise CheckpointError(f"{path} holds checkpoints already")
-        partial = store.begin(_ITERATION)
-        try:
-            _Writer(partial, report).write(model)
+        partial = store.begin(_ITERATION, again=model.origin is not None)
+        with resumable(partial, model.origin) as parts:
+            _Writer(parts, report).write(model)
             inspect(replace(model, path=partial, tensors=dict(tensors_of(partial))))
             _write_common(partial)
             if model.config is not None:
                 (partial / BESIDE).mkdir()
                 write_companions(partial / BESIDE, model.config, model.tensors, model.files)
+        try:
             return store.publish(_ITERATION, describe(model))
         except BaseException:
             store.abandon(_ITERATION)
@@ -109,8 +114,8 @@ class Distributed:
 
 def describe(model: Model) -> dict[str, Any]:
     """The manifest's words on a converted checkpoint."""
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in model.tensors.values()}
-    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(next(iter(kinds)), "fp32")
+    kind = str(model.tensors["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
     size = model.values["vocab_size"]
     return {
         "architecture": architecture(_told(model.values)),
@@ -128,6 +133,8 @@ def _told(values: Mapping[str, Any]) -> dict[str, Any]:
     unread = {"gated_linear_unit": None}  # swiglu says it
     if values["num_moe_experts"] and all(values["moe_layer_freq"]):
         unread["ffn_hidden_size"] = None
+    if values["multi_latent_attention"]:
+        unread |= {"kv_channels": None, "num_query_groups": None}
     return {**values, **unread}
 
 
@@ -161,72 +168,114 @@ def _write_common(partial: Path) -> None:
     (partial / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """A region of a tensor that is written by itself."""
+
+    name: str
+    tensor: Stored
+    region: Region
+
+    @property
+    def offsets(self) -> torch.Size:
+        return torch.Size(begin for begin, _ in self.region)
+
+    @property
+    def sizes(self) -> torch.Size:
+        return torch.Size(end - begin for begin, end in self.region)
+
+    @property
+    def bytes(self) -> int:
+        return self.sizes.numel() * self.tensor.dtype.itemsize
+
+
+def _planned(model: Model) -> list[list[_Chunk]]:
+    """A model's chunks, file by file."""
+    files: list[list[_Chunk]] = []
+    room = 0
+    for name, tensor in model.tensors.items():
+        for region in _chunks(tensor):
+            if room <= 0:
+                files.append([])
+                room = _FILE
+            files[-1].append(_Chunk(name, tensor, region))
+            room -= files[-1][-1].bytes
+    return files
+
+
 class _Writer:
     """Writes tensors into files, one after the other, and what describes them."""
 
-    def __init__(self, directory: Path, report: Report) -> None:
-        self._directory = directory
+    def __init__(self, parts: Parts, report: Report) -> None:
+        self._parts = parts
         self._report = report
         self._described: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
-        self._files = 0
-        self._file: BinaryIO | None = None
 
     def write(self, model: Model) -> None:
+        empty = [place for item in model.tensors.items() for place in _empty_states(*item)]
         with _without_checksums():
-            nothing = self._save(_nothing())
-            for name, tensor in model.tensors.items():
-                self._tensor(name, tensor)
-                for place in _empty_states(name, tensor):
-                    self._described[place] = BytesStorageMetadata()
-                    self._places[MetadataIndex(place)] = nothing
-        self._close()
-        with (self._directory / METADATA).open("wb") as file:
+            for number, chunks in enumerate(_planned(model)):
+                self._file(f"__{number}_0.distcp", chunks, empty if number == 0 else [])
+        with (self._parts.directory / METADATA).open("wb") as file:
             pickle.dump(Metadata(self._described, storage_data=self._places), file)
             file.flush()
             os.fsync(file.fileno())
 
-    def _tensor(self, name: str, tensor: Stored) -> None:
-        chunks = []
-        for region in _chunks(tensor):
-            part = _own(tensor.read(region))
-            offsets = torch.Size(begin for begin, _ in region)
-            chunks.append(ChunkStorageMetadata(offsets, part.shape))
-            self._places[MetadataIndex(name, offsets)] = self._save(part)
-            self._report(part.nbytes)
-        properties = TensorProperties(dtype=tensor.dtype)
-        self._described[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-
-    def _save(self, item: Any) -> _StorageInfo:
-        """Append something to the current file."""
-        if self._file is None or self._file.tell() >= _FILE:
-            self._close()
-            path = self._directory / f"__{self._files}_0.distcp"
-            self._file = path.open("wb")
-            self._files += 1
-        file = self._file
-        file.write(b"\0" * (-file.tell() % _ALIGNED))
-        begin = file.tell()
-        if isinstance(item, bytes):
-            file.write(item)
+    def _file(self, name: str, chunks: Sequence[_Chunk], empty: Sequence[str]) -> None:
+        """A file of chunks; the first has what all that is ``empty`` share, too."""
+        places = self._parts.kept(name)
+        if places is None or len(places) != len(chunks) + bool(empty):
+            places = self._saved(name, chunks, shared=bool(empty))
+            self._parts.finish(name, places)
         else:
-            self._save_tensor(item, file)
-        return _StorageInfo(Path(file.name).name, begin, file.tell() - begin)
+            self._report(sum(chunk.bytes for chunk in chunks))
+        infos = [_StorageInfo(name, begin, length) for begin, length in places]
+        for place in empty:
+            self._described[place] = BytesStorageMetadata()
+            self._places[MetadataIndex(place)] = infos[-1]
+        for chunk, info in zip(chunks, infos, strict=False):
+            self._describe(chunk)
+            self._places[MetadataIndex(chunk.name, chunk.offsets)] = info
 
-    def _save_tensor(self, tensor: torch.Tensor, file: BinaryIO) -> None:
-        try:
-            torch.save(tensor, file)
-        except RuntimeError as error:
-            # torch's writer answers a failed write with an error of its own.
-            cause = error.__cause__ or error.__context__
-            raise cause if isinstance(cause, OSError) else error from None
+    def _describe(self, chunk: _Chunk) -> None:
+        tensor = chunk.tensor
+        if chunk.name not in self._described:
+            properties, size = TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape)
+            self._described[chunk.name] = TensorStorageMetadata(properties, size, [])
+        place = ChunkStorageMetadata(chunk.offsets, chunk.sizes)
+        self._described[chunk.name].chunks.append(place)
 
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+    def _saved(self, name: str, chunks: Sequence[_Chunk], *, shared: bool) -> list[list[int]]:
+        """Write a file: where each chunk begins in it and how long it is, and last what is
+        ``shared``."""
+        places = []
+        with (self._parts.directory / name).open("wb") as file:
+            for chunk in chunks:
+                part = _own(chunk.tensor.read(chunk.region))
+                begin = _aligned(file)
+                _save(part, file)
+                places.append([begin, file.tell() - begin])
+                self._report(part.nbytes)
+            if shared:
+                begin = _aligned(file)
+                places.append([begin, file.write(_nothing())])
+        return places
+
+
+def _aligned(file: BinaryIO) -> int:
+    """Go on where a tensor may begin; where that is."""
+    file.write(b"\0" * (-file.tell() % _ALIGNED))
+    return file.tell()
+
+
+def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        # torch's writer answers a failed write with an error of its own.
+        cause = error.__cause__ or error.__context__
+        raise cause if isinstance(cause, OSError) else error from None
 
 
 def _own(part: torch.Tensor) -> torch.Tensor:

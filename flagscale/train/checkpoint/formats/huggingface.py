@@ -27,6 +27,7 @@ from flagscale.train.checkpoint.formats.companions import (
     beside,
     write_companions,
 )
+from flagscale.train.checkpoint.formats.parts import Parts
 from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
 from flagscale.train.checkpoint.formats.tables import TABLES, entries
 from flagscale.train.checkpoint.formats.tensors import Stored, read, size_of
@@ -49,18 +50,21 @@ class HuggingFace:
         kind = family_of(config).model_type
         values = effective(arguments_of(config))
         theirs = _tensors(path)
-        tensors = _ours(path, kind, values, theirs)
-        return Model(path, kind, values, tensors, config, tuple(beside(path)))
+        further = list(_further(kind, values, theirs))
+        kept = {name: tensor for name, tensor in theirs.items() if name not in further}
+        tensors = _ours(path, kind, values, kept)
+        return Model(path, kind, values, tensors, config, tuple(beside(path)), notes=_note(further))
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
         config = model.config
         if config is None:
             config = config_of(model.values, model.kind)
+        config = {**config, **{key: 0 for key in TABLES[model.kind].further if key in config}}
         theirs = dict(_theirs(model))
-        with appearing(path) as partial:
-            _write_weights(partial, theirs, report)
-            write_companions(partial, config, theirs, model.files)
-            inspect(self.read(partial))
+        with appearing(path, model.origin) as parts:
+            _write_weights(parts, theirs, report)
+            write_companions(parts.directory, config, theirs, model.files)
+            inspect(self.read(parts.directory))
         return path
 
 
@@ -83,6 +87,24 @@ def _tensors(path: Path) -> dict[str, Stored]:
     lost = [f"{name} (in {places[name]})" for name in places if name not in found]
     refuse(path, f"lacks tensors that {INDEX} names", lost)
     return found
+
+
+def _further(kind: str, values: Mapping[str, Any], theirs: Mapping[str, Stored]) -> Iterator[str]:
+    """Tensors of layers behind a model's last one, where its family may have some."""
+    table = TABLES[kind]
+    for name in theirs if table.further else ():
+        found = re.match(rf"{re.escape(table.layers)}(\d+)\.", name)
+        if found and int(found[1]) >= values["num_layers"]:
+            yield name
+
+
+def _note(further: list[str]) -> tuple[str, ...]:
+    if not further:
+        return ()
+    return (
+        f"{len(further)} tensors of layers that predict further tokens (multi-token prediction) "
+        "are left out: they are beside the model, and this trainer does not train them",
+    )
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -152,19 +174,23 @@ def _theirs(model: Model) -> Iterator[tuple[str, Stored]]:
             yield name, part
 
 
-def _write_weights(partial: Path, theirs: Mapping[str, Stored], report: Report) -> None:
+def _write_weights(parts: Parts, theirs: Mapping[str, Stored], report: Report) -> None:
     """The weights' files, and which has which tensor where they are several."""
-    parts = shards(theirs, _SHARD)
+    files = shards(theirs, _SHARD)
     names = [WEIGHTS]
-    if len(parts) > 1:
-        last = len(parts)
+    if len(files) > 1:
+        last = len(files)
         names = [f"model-{i:05d}-of-{last:05d}.safetensors" for i in range(1, last + 1)]
-    for name, tensors in zip(names, parts, strict=True):
-        write_file(partial / name, tensors, report)
-    if len(parts) > 1:
+    for name, tensors in zip(names, files, strict=True):
+        if parts.kept(name):
+            report(sum(map(size_of, tensors.values())))
+            continue
+        write_file(parts.directory / name, tensors, report)
+        parts.finish(name)
+    if len(files) > 1:
         places = {
-            tensor: name for name, tensors in zip(names, parts, strict=True) for tensor in tensors
+            tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors
         }
         index = {"metadata": {"total_size": sum(map(size_of, theirs.values()))}}
         text = json.dumps({**index, "weight_map": dict(sorted(places.items()))}, indent=2)
-        write_atomic(partial / INDEX, text + "\n", PUBLIC)
+        write_atomic(parts.directory / INDEX, text + "\n", PUBLIC)

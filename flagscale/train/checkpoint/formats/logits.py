@@ -116,8 +116,6 @@ def _arguments(model: Model, length: int) -> argparse.Namespace:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    if own["window_size"] is not None:
-        own["attention_backend"] = "local"
     if (own["max_position_embeddings"] or 0) < length:
         del own["max_position_embeddings"]
     return parse_arguments(flatten({"model": own}))

@@ -1,4 +1,4 @@
-"""Megatron-LM's ``torch`` format, read: a file a rank, tensors cut as the ranks held them.
+"""Megatron-LM's ``torch`` format: a file a rank, tensors cut as the ranks held them.
 
 ``iter_0000100`` (or ``release``) ``/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``: places in tensor,
 pipeline and expert parallelism; the latter two only where there are several. Layers are counted
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from flagscale.checkpoints import TRACKER
-from flagscale.config.arguments.huggingface.models import FUNCTION, config_of, effective
+from flagscale.config.arguments.huggingface.models import config_of, effective
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.base import (
     Inspect,
@@ -26,43 +26,43 @@ from flagscale.train.checkpoint.formats.base import (
     refuse,
     without_padding,
 )
-from flagscale.train.checkpoint.formats.megatron_unpickler import Unknown, load
-from flagscale.train.checkpoint.formats.tables import Entry
-from flagscale.train.checkpoint.formats.tensors import (
-    Mapped,
-    Stack,
-    Stored,
-    Transposed,
-    joined,
-    rows,
+from flagscale.train.checkpoint.formats.companions import appearing
+from flagscale.train.checkpoint.formats.megatron_layout import (
+    EXPERT,
+    FILE,
+    Layout,
+    expert_names,
+    rank_file,
+    require_shared,
+    spelled,
+    uncut,
+    values_of,
 )
-
-_FILE = "model_optim_rng.pt"
-_ALIASES = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
-"""Names of arguments there, where they are others."""
-_LOCAL = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
-"""Names of norms without Transformer Engine, and of a mixture's with it."""
-_EXPERT = re.compile(r"(.*\.mlp\.experts\.)experts\.(linear_fc[12])\.(weight)")
-_ROWS = re.compile(r".*(linear_qkv|word_embeddings|output_layer)\.(weight|bias)")
-_HALVES = re.compile(r".*linear_fc1\.(weight|bias)")
-_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
+from flagscale.train.checkpoint.formats.megatron_unpickler import load
+from flagscale.train.checkpoint.formats.megatron_writing import write_ranks
+from flagscale.train.checkpoint.formats.tables import Entry
+from flagscale.train.checkpoint.formats.tensors import Mapped, Stack, Stored
 
 
+@dataclass(frozen=True)
 class MegatronTorch:
-    """Checkpoints of Megatron-LM (``ckpt_format: torch``). They are read, and not written."""
+    """Checkpoints of Megatron-LM (``ckpt_format: torch``), written for a layout."""
 
-    name = "torch"
+    name: ClassVar[str] = "torch"
+    layout: Layout = field(default_factory=Layout)
 
     def recognises(self, path: Path) -> bool:
-        return any(path.glob(f"mp_rank_*/{_FILE}")) or any(path.glob(f"*/mp_rank_*/{_FILE}"))
+        return any(path.glob(f"mp_rank_*/{FILE}")) or any(path.glob(f"*/mp_rank_*/{FILE}"))
+
+    def laid_out(self, layout: Layout) -> MegatronTorch:
+        """The same, written for another layout."""
+        return replace(self, layout=layout)
 
     def read(self, path: Path) -> Model:
         path = _newest(path)
         parts = _Parts.read(path)
-        values = effective({**parts.values(), "vocab_size": parts.vocabulary()})
+        values = effective(values_of(parts.args))
+        require_shared(values, path)
         kind = config_of(values)["model_type"]
         model = Model(path, kind, values, {})
         tensors: dict[str, Stored] = {}
@@ -77,10 +77,11 @@ class MegatronTorch:
         return Model(path, kind, values, tensors)
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
-        raise CheckpointError(
-            "Megatron-LM's torch format is read, and not written",
-            hint="it loads torch_dist checkpoints: ckpt_format: torch_dist, finetune: true",
-        )
+        require_shared(model.values, model.path)
+        with appearing(path, model.origin) as parts:
+            write_ranks(model, self.layout, parts, report)
+            inspect(self.read(parts.directory))
+        return path
 
 
 def _newest(path: Path) -> Path:
@@ -116,7 +117,7 @@ class _Parts:
         Raises:
             CheckpointError: a rank's file is missing or damaged, or the layout is not read.
         """
-        first = load(min(path.glob(f"mp_rank_*/{_FILE}")))
+        first = load(min(path.glob(f"mp_rank_*/{FILE}")))
         given = first.get("args")
         args = vars(given) if isinstance(given, argparse.Namespace) else {}
         if not args:
@@ -131,45 +132,26 @@ class _Parts:
                 "which is not read",
                 hint="let Megatron-LM save it as torch_dist",
             )
-        chunks = {}
+        chunks, layout = {}, Layout(tp, pp, ep)
         for t in range(tp):
             for e in range(ep):
-                files = [load(_place(path, (t, p, e), (tp, pp, ep))) for p in range(pp)]
+                files = [load(rank_file(path, layout, (t, p, e))) for p in range(pp)]
                 chunks[t, e] = _in_order(files)
         return cls(path, args, tp, ep, chunks, _layers(chunks[0, 0]))
 
-    def values(self) -> dict[str, Any]:
-        """Arguments that say which function the model is, under our names."""
-        found = {}
-        for name in FUNCTION:
-            value = self.args.get(_ALIASES.get(name, name))
-            if value is not None and not isinstance(value, Unknown):
-                found[name] = list(value) if isinstance(value, tuple) else value
-        if not self.args.get("group_query_attention"):
-            found["num_query_groups"] = found.get("num_attention_heads")
-        return found
-
-    def vocabulary(self) -> int:
-        """Tokens, without the rows of padding where it says how many there are."""
-        told, padded = self.args.get("vocab_size"), self.args.get("padded_vocab_size")
-        return int(told or padded or 0)
-
     def whole(self, entry: Entry, *, gated: bool) -> Stored | None:
         """A tensor of the model, of the ranks' parts; None where they have none."""
-        if found := _EXPERT.fullmatch(entry.name):
+        if EXPERT.fullmatch(entry.name):
             count = entry.sizes.experts
             each = count // self.expert
             tensors = []
             for expert in range(count):
                 place, own = divmod(expert, each)
-                names = [
-                    f"{found[1]}local_experts.{own}.{found[2]}.{found[3]}",
-                    f"{found[1]}{found[2]}.{found[3]}{own}",
-                ]
+                names = expert_names(entry.name, own) or ()
                 tensors.append(self._merged(entry.name, names, place, gated=gated))
             whole = [tensor for tensor in tensors if tensor is not None]
             return Stack(tuple(whole)) if len(whole) == count else None
-        return self._merged(entry.name, list(_spelled(entry.name)), 0, gated=gated)
+        return self._merged(entry.name, list(spelled(entry.name)), 0, gated=gated)
 
     def _merged(self, name: str, names: Sequence[str], place: int, *, gated: bool) -> Stored | None:
         """A tensor of the parts that tensor-parallel ranks have by one of these names."""
@@ -178,16 +160,7 @@ class _Parts:
         stored: list[Stored] = [_stored(part) for part in found if part is not None]
         if len(stored) < self.tensor:
             return None
-        if len(stored) == 1:
-            return stored[0]
-        if _HALVES.fullmatch(name) and gated:
-            half = stored[0].shape[0] // 2
-            return joined([rows(part, begin, half) for begin in (0, half) for part in stored])
-        if _HALVES.fullmatch(name) or _ROWS.fullmatch(name):
-            return joined(stored)
-        if _COLUMNS.fullmatch(name):
-            return Transposed(joined([Transposed(part) for part in stored]))
-        return stored[0]
+        return uncut(name, stored, gated=gated)
 
     def _chunk(self, name: str) -> tuple[int, tuple[str, str]]:
         """The chunk that has a tensor, and what of its name is exchanged there."""
@@ -207,25 +180,9 @@ def _first(names: Sequence[str], chunk: Mapping[str, Any], local: tuple[str, str
     return next((found for found in tried if isinstance(found, torch.Tensor)), None)
 
 
-def _spelled(name: str) -> Iterator[str]:
-    yield name
-    for theirs, ours in _LOCAL.items():
-        if theirs in name:
-            yield name.replace(theirs, ours)
-
-
 def _stored(tensor: torch.Tensor) -> Stored:
     own = tensor.detach()
     return Mapped(tuple(own.shape), own.dtype, lambda: own)
-
-
-def _place(path: Path, place: Sequence[int], sizes: Sequence[int]) -> Path:
-    name = f"mp_rank_{place[0]:02d}"
-    name += f"_{place[1]:03d}" if sizes[1] > 1 else ""
-    name += f"_{place[2]:03d}" if sizes[2] > 1 else ""
-    if not (path / name / _FILE).is_file():
-        raise CheckpointError(f"{path / name / _FILE} is missing")
-    return path / name / _FILE
 
 
 def _in_order(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

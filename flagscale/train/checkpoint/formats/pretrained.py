@@ -88,10 +88,11 @@ def fill(args: argparse.Namespace, state: TrainState, model: Model) -> str:
             continue
         problems += _copy(part, stored, rows)
     refuse(model.path, "does not fit the model", list(dict.fromkeys(problems)))
+    notes = "".join(f"; {note}" for note in model.notes)
     if not spare:
-        return ""
+        return notes
     return (
-        f"; {spare} rows of the vocabulary are not in it and start as they were drawn "
+        f"{notes}; {spare} rows of the vocabulary are not in it and start as they were drawn "
         "(make_vocab_size_divisible_by: 1 pads as little as the layout takes)"
     )
 

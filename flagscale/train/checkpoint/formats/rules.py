@@ -32,6 +32,12 @@ class Sizes:
     inner: int
     expert_inner: int
     experts: int
+    shared_inner: int = 0
+    latent_queries: int = 0
+    latent_keys: int = 0
+    own_key: int = 0
+    turned: int = 0
+    value: int = 0
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Sizes:
@@ -46,6 +52,12 @@ class Sizes:
             inner=values["ffn_hidden_size"],
             expert_inner=values["moe_ffn_hidden_size"] or 0,
             experts=values["num_moe_experts"] or 0,
+            shared_inner=values["moe_shared_expert_intermediate_size"] or 0,
+            latent_queries=values["q_lora_rank"] or 0,
+            latent_keys=values["kv_lora_rank"],
+            own_key=values["qk_head_dim"],
+            turned=values["qk_pos_emb_head_dim"],
+            value=values["v_head_dim"],
         )
 
     def shape(self, letters: str) -> Shape:
@@ -60,6 +72,13 @@ class Sizes:
             "F": self.inner,
             "E": self.expert_inner,
             "N": self.experts,
+            "S": self.shared_inner,
+            "Q": self.latent_queries,
+            "L": self.latent_keys,
+            "M": self.latent_keys + self.turned,
+            "T": self.heads * (self.own_key + self.turned),
+            "U": self.heads * (self.own_key + self.value),
+            "W": self.heads * self.value,
         }
         return tuple(int(word[:-1] or 1) * sizes[word[-1]] for word in letters.split(","))
 

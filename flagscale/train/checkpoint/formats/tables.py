@@ -13,10 +13,17 @@ D   one head
 F   the MLP's inner width
 E   an expert's inner width
 N   experts
+S   the inner width of the expert that all tokens share
+Q   latent numbers of queries
+L   latent numbers of keys and values
+M   these and the part of keys that is turned
+T   all heads' queries, of multi-latent attention
+U   all heads' keys, but for what is turned, and values
+W   all heads' values
 ==  ==========================================
 
 A digit before a letter multiplies it. A row whose ``when`` names an argument is left out where that
-is false.
+is false, one whose ``unless`` does where it is true.
 """
 
 from __future__ import annotations
@@ -54,12 +61,13 @@ class Row(NamedTuple):
     theirs: tuple[Theirs, ...]
     rule: Rule = SAME
     when: str = ""
+    unless: str = ""
 
 
-def _row(ours: str, *theirs: str, rule: Rule = SAME, when: str = "") -> Row:
+def _row(ours: str, *theirs: str, rule: Rule = SAME, when: str = "", unless: str = "") -> Row:
     """Each of ``theirs`` is a name and its dimensions, such as ``lm_head.weight V,H``."""
     pairs = (text.split() for text in theirs)
-    return Row(ours, tuple(Theirs(name, shape) for name, shape in pairs), rule, when)
+    return Row(ours, tuple(Theirs(name, shape) for name, shape in pairs), rule, when, unless)
 
 
 _QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
@@ -72,7 +80,8 @@ _Q, _K, _V = (f"self_attn.{part}_proj" for part in "qkv")
 @dataclass(frozen=True)
 class Table:
     """``prefix`` may be missing in published files; ``ignored`` is what they hold beside weights
-    (a regular expression)."""
+    (a regular expression). ``further`` are the keys of config.json that tell of layers behind the
+    last, which are left out: they tell tokens further ahead, beside the model."""
 
     ends: tuple[Row, ...]
     layer: tuple[Row, ...]
@@ -81,6 +90,7 @@ class Table:
     layers: str = "model.layers."
     prefix: str = ""
     ignored: str = r".*\.rotary_emb\.inv_freq"
+    further: tuple[str, ...] = ()
 
 
 _LLAMA = Table(
@@ -145,6 +155,17 @@ def _with(sparse: tuple[Row, ...]) -> Table:
     return Table(_LLAMA.ends, _LLAMA.layer, _LLAMA.dense, sparse)
 
 
+_GEMMA2 = Table(
+    ends=_LLAMA.ends,
+    layer=(
+        *(row for row in _LLAMA.layer if row.ours != f"{_FC1}.layer_norm_weight"),
+        _row("post_self_attn_layernorm.weight", "post_attention_layernorm.weight H"),
+        _row(f"{_FC1}.layer_norm_weight", "pre_feedforward_layernorm.weight H"),
+        _row("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight H"),
+    ),
+    dense=_LLAMA.dense,
+)
+
 _GPT2 = Table(
     ends=(
         _row("embedding.word_embeddings.weight", "transformer.wte.weight V,H", rule=VOCABULARY),
@@ -174,6 +195,44 @@ _GPT2 = Table(
     ignored=r".*\.attn\.(bias|masked_bias)",
 )
 
+_MLA, _QUERIES = "self_attention", "q_lora_rank"
+_SHARED = "mlp.shared_experts"
+
+
+def _deepseek(*routing: Row, further: tuple[str, ...] = ()) -> Table:
+    """``routing``: what the router has beside its matrix."""
+    return Table(
+        ends=_LLAMA.ends,
+        layer=(
+            _row("input_layernorm.weight", "input_layernorm.weight H"),
+            _row(f"{_MLA}.linear_q_proj.weight", f"{_Q}.weight T,H", unless=_QUERIES),
+            _row(
+                f"{_MLA}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight Q,H", when=_QUERIES
+            ),
+            _row(f"{_MLA}.q_layernorm.weight", "self_attn.q_a_layernorm.weight Q", when=_QUERIES),
+            _row(f"{_MLA}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight T,Q", when=_QUERIES),
+            _row(f"{_MLA}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight M,H"),
+            _row(f"{_MLA}.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight L"),
+            _row(f"{_MLA}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight U,L"),
+            _row(f"{_MLA}.linear_proj.weight", "self_attn.o_proj.weight H,W"),
+            _row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight H"),
+        ),
+        dense=_LLAMA.dense,
+        sparse=(
+            *_sparse("mlp", "gate_proj", "up_proj", "down_proj"),
+            *routing,
+            _row(
+                f"{_SHARED}.linear_fc1.weight",
+                f"{_SHARED}.gate_proj.weight S,H",
+                f"{_SHARED}.up_proj.weight S,H",
+                rule=HALVES,
+            ),
+            _row(f"{_SHARED}.linear_fc2.weight", f"{_SHARED}.down_proj.weight H,S"),
+        ),
+        further=further,
+    )
+
+
 TABLES: Mapping[str, Table] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -182,6 +241,14 @@ TABLES: Mapping[str, Table] = {
     "mixtral": _with(_sparse("block_sparse_moe", "w1", "w3", "w2")),
     "qwen3_moe": _with(_sparse("mlp", "gate_proj", "up_proj", "down_proj")),
     "gpt2": _GPT2,
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "deepseek_v2": _deepseek(),
+    "deepseek_v3": _deepseek(
+        _row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias N"),
+        further=("num_nextn_predict_layers", "num_mtp_layers"),
+    ),
 }
 """By ``model_type``, as ``flagscale.config.arguments.huggingface.families`` has them."""
 
@@ -216,7 +283,7 @@ def entries(kind: str, values: Values) -> Iterator[Entry]:
 
 def _entries(rows: Any, ours: str, theirs: str, values: Values, sizes: Sizes) -> Iterator[Entry]:
     for row in rows:
-        if row.when and not values[row.when]:
+        if (row.when and not values[row.when]) or (row.unless and values[row.unless]):
             continue
         parts = [
             (theirs + name, sizes.shape(shape))

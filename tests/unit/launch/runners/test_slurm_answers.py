@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.runners.slurm import scheduler
+from flagscale.launch.runners.slurm.reasons import meaning
 from flagscale.launch.runners.slurm.scheduler import Job
-from flagscale.launch.runners.slurm.watch import waiting
+from flagscale.launch.runners.slurm.watch import _end_of, waiting
 from flagscale.launch.state import RunState
 
 
@@ -31,6 +33,21 @@ from flagscale.launch.state import RunState
             id="comma",
         ),
         pytest.param("RUNNING|None|N/A|other.1\n", Job(), id="id-that-came-again"),
+        pytest.param(
+            "PENDING|Resources|2026-01-02T03:04:05|x.1\nPENDING|Priority|N/A|x.1\n",
+            Job("PENDING", "Priority", ""),
+            id="component-that-comes-last",
+        ),
+        pytest.param(
+            "RUNNING|None|2026-01-02T03:04:05|x.1\nPENDING|Resources|2026-01-03T00:00:00|x.1\n",
+            Job("PENDING", "Resources", "2026-01-03T00:00:00"),
+            id="component-that-waits",
+        ),
+        pytest.param(
+            "COMPLETED|None|2026-01-02T03:04:05|x.1\nRUNNING|None|2026-01-02T03:04:05|x.1\n",
+            Job("RUNNING", "", "2026-01-02T03:04:05"),
+            id="component-that-runs",
+        ),
         pytest.param("", Job(), id="silence"),
         pytest.param("slurm_load_jobs error\n", Job(), id="no-answer"),
     ],
@@ -42,6 +59,63 @@ def test_squeue(text: str, expected: Job) -> None:
 @given(st.text(max_size=60))
 def test_no_answer_breaks_it(text: str) -> None:
     assert isinstance(scheduler.parse(text, "x.1"), Job)
+    assert isinstance(scheduler.parse_account(text, "x.1"), Job)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        pytest.param("CANCELLED by 0|0:0|x.1\n", "was cancelled by root", id="cancelled"),
+        pytest.param(
+            "CANCELLED by 4000000|0:15|x.1\n", "was cancelled by user 4000000", id="by-a-stranger"
+        ),
+        pytest.param("TIMEOUT|0:0|x.1\n", "came to its time limit", id="time"),
+        pytest.param("FAILED|3:0|x.1\n", "ended as FAILED (exit code 3:0)", id="code"),
+        pytest.param("COMPLETED|0:0|x.1\n", "ended as COMPLETED", id="completed"),
+        pytest.param(
+            "FAILED|1:0|other\nNODE_FAIL|0:0|x.1\n", "lost a node", id="id-that-came-again"
+        ),
+        pytest.param("", "is not known to Slurm any more and has left no word", id="silence"),
+    ],
+)
+def test_sacct(text: str, told: str) -> None:
+    assert _end_of(scheduler.parse_account(text, "x.1")) == told
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("QOSMaxNodePerJobLimit", "more nodes than the QOS gives a job, and will never start"),
+        ("AssocMaxWallDurationPerJobLimit", "more time than the account gives a job, and will"),
+        ("AssocMaxCpuMinutesPerJobLimit", "more minutes of CPUs than the account gives a job"),
+        ("QOSMaxGRESPerNode", "more GPUs (or other GRES) than the QOS gives a node, and will"),
+        ("QOSMaxJobsPerUserLimit", "the user's jobs have all the jobs at once that the QOS allows"),
+        ("AssocMaxJobsLimit", "all the jobs at once that the account allows; it waits"),
+        ("MaxMemoryPerAccount", "the account's jobs have all the memory that the QOS allows"),
+        ("AssocGrpCpuLimit", "the jobs of the account would have more CPUs than they may have"),
+        ("AssocGrpGRESMinutes", "the account have used up the minutes of GPUs (or other GRES)"),
+        ("AssocGrpCPURunMinutesLimit", "would have more minutes of CPUs than they may have"),
+        ("QOSGrpWallLimit", "the jobs of the QOS have used up the time"),
+        ("QOSMinCpuNotSatisfied", "less CPUs than the QOS wants of a job, and will never start"),
+        ("ReqNodeNotAvail, UnavailableNodes:h01", "a node that it needs is down"),
+        ("AssocGrpSomethingNew", "more what Slurm limits than they may have"),
+    ],
+)
+def test_what_a_reason_means(reason: str, expected: str) -> None:
+    assert expected in meaning(reason)
+
+
+@pytest.mark.parametrize("reason", ["", "SomethingNew", "Groups", "QOSX"])
+def test_a_reason_that_nobody_knows(reason: str) -> None:
+    assert meaning(reason) == ""
+
+
+@pytest.mark.parametrize(
+    ("days", "expected"), [(0, False), (300, False), (365, True), (700_000, True)]
+)
+def test_a_start_that_slurm_does_not_foresee(days: int, expected: bool) -> None:
+    start = datetime.now() + timedelta(days=days)
+    assert scheduler.endless(start.isoformat(timespec="seconds")) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Attention's matrices and what they make, by heads or from latent numbers.
+
+``args`` are resolved arguments throughout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BOUNDED = 4
+"""Numbers that stay for the backward pass of each score that is bounded: the bounded one, its share
+in fp32 and in the model's precision."""
+
+
+def projections(args: Any) -> int:
+    """Weights of a layer's projections, without biases and norms, over all ranks."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if not args.multi_latent_attention:
+        width = head_width(args)
+        return int(hidden * 2 * width * (heads + (args.num_query_groups or heads)))
+    queries, latent = args.q_lora_rank, args.kv_lora_rank
+    wide = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    asked = hidden * queries + queries * wide if queries else hidden * wide
+    keys = hidden * (latent + args.qk_pos_emb_head_dim)
+    both = latent * heads * (args.qk_head_dim + args.v_head_dim)
+    return int(asked + keys + both + heads * args.v_head_dim * hidden)
+
+
+def norm_widths(args: Any) -> int:
+    """Numbers that a layer's norms of queries and keys are over, which every rank has."""
+    if not args.qk_layernorm:
+        return 0
+    if not args.multi_latent_attention:
+        return 2 * head_width(args)
+    return int((args.q_lora_rank or 0) + args.kv_lora_rank)
+
+
+def scored(args: Any) -> int:
+    """Width of all heads' queries and of all heads' values together: products a score takes."""
+    heads = args.num_attention_heads
+    if not args.multi_latent_attention:
+        return int(2 * head_width(args) * heads)
+    return int(heads * (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim))
+
+
+def kept(args: Any) -> float:
+    """Numbers a token that stay for the backward pass: queries, keys, values, attention's output,
+    latent numbers, and where they are in memory all scores. Tensor parallelism divides them, but
+    for latent numbers, on a rank."""
+    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    if args.multi_latent_attention:
+        latent = 2 * ((args.q_lora_rank or 0) + args.kv_lora_rank) + args.qk_pos_emb_head_dim
+        return float(2 * scored(args) / tp + latent)
+    found = 2 * head_width(args) * (heads + (args.num_query_groups or heads))
+    if args.attn_logit_softcapping:
+        found += _BOUNDED * heads * args.seq_length
+    return float(found / tp)
+
+
+def head_width(args: Any) -> int:
+    """Numbers of an attention head."""
+    return int(args.kv_channels or args.hidden_size // args.num_attention_heads)

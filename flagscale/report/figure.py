@@ -1,0 +1,121 @@
+"""Figures as SVG or PNG, for papers and slides: lines over sizes, by matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagscale.errors import ConfigError
+from flagscale.report.scale import format_size
+
+
+@dataclass(frozen=True)
+class Line:
+    """What :func:`write_panels` draws: a value for each size, and how."""
+
+    label: str
+    values: Mapping[int, float]
+    colour: str
+    style: str = "-"
+
+
+def write_panels(
+    path: Path,
+    title: str,
+    unit: str,
+    panels: Mapping[str, Sequence[Line]],
+    *,
+    columns: int = 3,
+    legend: int = 0,
+) -> None:
+    """Write a figure with a panel for each of ``panels``, both axes logarithmic. The one that
+    ``legend`` counts says whose each line is.
+
+    Raises:
+        ConfigError: there are none, or matplotlib is missing.
+        OSError: the file cannot be written.
+    """
+    if not panels:
+        raise ConfigError("nothing was measured that could be drawn")
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = new_figure(4.5 * columns, 3.6 * rows)
+    figure.suptitle(title)
+    all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (name, lines) in zip(all_axes, panels.items(), strict=False):
+        for line in (line for line in lines if line.values):
+            axes.plot(*zip(*sorted(line.values.items()), strict=True), color=line.colour,
+                      linestyle=line.style, marker=".", label=line.label)  # fmt: skip
+        over_sizes(axes, name, unit, (size for line in lines for size in line.values))
+        axes.set_yscale("log")
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    all_axes[legend].legend(fontsize="small")
+    path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib("a figure")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    # Text as text: an SVG that can be searched. Ids that do not change from run to run.
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "flagscale"})
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def require_matplotlib(what: str) -> None:
+    """Refuse what cannot be drawn; ask while options are judged, before anything is measured.
+
+    Raises:
+        ConfigError: matplotlib, which ``what`` needs, is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{what} needs matplotlib, which is not installed",
+            hint="pip install 'flagscale[bench]', or python -m pip install -e '.[bench]' in a "
+            "checkout",
+        )
+
+
+def require_image(path: Path, flag: str = "") -> None:
+    """Refuse a file, which ``flag`` names, for a figure that could not be drawn into it.
+
+    Raises:
+        ConfigError: it ends in neither ``.svg`` nor ``.png``, or matplotlib is not installed.
+    """
+    name = f"{flag} {path}".strip()
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"{name}: expected a file that ends in .svg or .png")
+    require_matplotlib(name)
+
+
+def image_of(figure: Any, kind: str) -> bytes:
+    """The figure as an ``svg`` or ``png`` image; equal figures are equal bytes."""
+    image = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(image, format=kind, metadata=metadata, dpi=120)
+    return image.getvalue()
+
+
+def over_sizes(axes: Any, title: str, unit: str, measured: Iterable[int]) -> None:
+    """Label axes, of which the horizontal one is the size in bytes."""
+    axes.set_title(title)
+    axes.set_xlabel("size")
+    axes.set_ylabel(unit)
+    axes.set_xscale("log", base=2)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    sizes = sorted({size for size in measured if size})
+    shown = sizes[:: max(1, len(sizes) // 8)]
+    axes.set_xticks(shown, [format_size(size) for size in shown])
+    axes.minorticks_off()

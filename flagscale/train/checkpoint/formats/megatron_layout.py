@@ -1,0 +1,238 @@
+"""What Megatron-LM calls and cuts otherwise than we do: tensors, arguments, files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagscale.config.arguments.architecture import OWN
+from flagscale.config.arguments.huggingface.models import FUNCTION
+from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.formats.megatron_unpickler import Unknown
+from flagscale.train.checkpoint.formats.tensors import Stored, Transposed, joined, rows
+
+FILE = "model_optim_rng.pt"
+"""What a rank's directory holds."""
+EXPERT = re.compile(r"(.*\.mlp\.experts\.)experts\.(linear_fc[12])\.(weight)")
+"""The tensor of all experts of a layer."""
+_ALIASES = {
+    "num_moe_experts": ("num_experts",),
+    "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
+    "bias_activation_fusion": ("bias_gelu_fusion",),
+}
+"""Names of arguments there, where they are others; a later one is of older versions."""
+_LOCAL = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Names of norms without Transformer Engine, and of a mixture's with it."""
+_ROWS = re.compile(r".*(linear_qkv|word_embeddings|output_layer)\.(weight|bias)")
+_HALVES = re.compile(r".*linear_fc1\.(weight|bias)")
+_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
+_WHOLE = re.compile(r".*(norm|router|position_embeddings).*|.*(linear_proj|linear_fc2)\.bias")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint of Megatron-LM is cut: ranks in tensor, pipeline and expert parallelism, and
+    the model chunks of a stage.
+
+    ``first`` and ``last`` are the layers of these stages, where they are not as many as those of
+    others. ``engine``: its layers are Transformer Engine's. ``grouped``: so are a layer's experts,
+    together. The vocabulary is padded to a multiple of ``rows`` for each tensor-parallel rank.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    chunks: int = 1
+    first: int | None = None
+    last: int | None = None
+    engine: bool = True
+    grouped: bool = False
+    rows: int = 1
+
+    def layers(self, count: int) -> list[list[int]]:
+        """Of every model chunk, in the order of layers: those that it has.
+
+        Raises:
+            CheckpointError: the stages cannot share ``count`` layers out.
+        """
+        ends = [self.first, self.last]
+        given = [size for size in ends if size is not None]
+        if given and self.chunks > 1:
+            raise CheckpointError("stages of unlike sizes are written with one chunk a stage")
+        among = self.pipeline * self.chunks - len(given)
+        left = count - sum(given)
+        if among < 0 or min([left, *given]) < 0 or (left % among if among else left):
+            raise CheckpointError(
+                f"{count} layers cannot be shared out over {self.pipeline} stages of {self.chunks} "
+                f"chunks{f', of which {given} are given' if given else ''}: expected a multiple"
+            )
+        sizes = [left // among if among else 0] * among
+        sizes = [*ends[:1], *sizes, *ends[1:]] if given else sizes  # type: ignore[list-item]
+        found, begin = [], 0
+        for size in [size for size in sizes if size is not None]:
+            found.append(list(range(begin, begin + size)))
+            begin += size
+        return found
+
+    def directory(self, place: Sequence[int]) -> str:
+        """The name of a rank's directory, by its place in tensor, pipeline, expert parallelism."""
+        name = f"mp_rank_{place[0]:02d}"
+        name += f"_{place[1]:03d}" if self.pipeline > 1 else ""
+        return name + (f"_{place[2]:03d}" if self.expert > 1 else "")
+
+    def padded(self, vocabulary: int) -> int:
+        """Rows of the embedding and the output layer."""
+        step = self.rows * self.tensor
+        return -(-vocabulary // step) * step
+
+
+def rank_file(path: Path, layout: Layout, place: Sequence[int]) -> Path:
+    """
+    Raises:
+        CheckpointError: it is missing.
+    """
+    found = path / layout.directory(place) / FILE
+    if not found.is_file():
+        raise CheckpointError(f"{found} is missing")
+    return found
+
+
+def values_of(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a checkpoint's arguments those that say which function the model is, by our names."""
+    found = {}
+    for name in FUNCTION:
+        given = (args.get(one) for one in _ALIASES.get(name, (name,)))
+        value = next((one for one in given if one is not None), None)
+        if name in _ALIASES and value is None:
+            value = args.get(name)
+        if value is not None and not isinstance(value, Unknown):
+            found[name] = list(value) if isinstance(value, tuple) else value
+    if not args.get("group_query_attention"):
+        found["num_query_groups"] = found.get("num_attention_heads")
+    # Tokens, without the rows of padding where it says how many there are.
+    found["vocab_size"] = int(args.get("vocab_size") or args.get("padded_vocab_size") or 0)
+    return found
+
+
+def arguments_for(values: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """The arguments of a checkpoint there, of ours."""
+    found = dict(values)
+    for ours, theirs in _ALIASES.items():
+        found.update(dict.fromkeys(theirs, values[ours]))
+    tensor, expert = layout.tensor, layout.expert
+    return {
+        **found,
+        "add_position_embedding": True,  # as Megatron-LM has it, whatever the embedding
+        "ckpt_format": "torch",
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "decoder_first_pipeline_num_layers": layout.first,
+        "decoder_last_pipeline_num_layers": layout.last,
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": tensor,
+        "group_query_attention": values["num_query_groups"] != values["num_attention_heads"],
+        "make_vocab_size_divisible_by": layout.rows,
+        "moe_grouped_gemm": layout.grouped,
+        "padded_vocab_size": layout.padded(values["vocab_size"]),
+        "pipeline_model_parallel_size": layout.pipeline,
+        "tensor_model_parallel_size": tensor,
+        "transformer_impl": "transformer_engine" if layout.engine else "local",
+        "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
+    }
+
+
+def require_shared(values: Mapping[str, Any], path: Path) -> None:
+    """Refuse, by ``path``, a model with parts that Megatron-LM's programs lack, or have otherwise.
+
+    Raises:
+        CheckpointError: it has some.
+    """
+    own = [name for name in ("multi_latent_attention", *OWN) if values[name]]
+    if own:
+        raise CheckpointError(
+            f"{path}: Megatron-LM's checkpoints are read and written of models without "
+            f"{', '.join(own)}",
+            hint="Hugging Face's format has them",
+        )
+
+
+def spelled(name: str) -> Iterator[str]:
+    """The names that a tensor of ours may have there."""
+    yield name
+    for ours, theirs in _LOCAL.items():
+        if ours in name:
+            yield name.replace(ours, theirs)
+
+
+def spelled_for(name: str, *, engine: bool, sparse: bool) -> str:
+    """The name that a tensor of ours has there; ``sparse``: it is of a layer with experts."""
+    for ours, theirs in _LOCAL.items():
+        if ours in name and (not engine or (sparse and ours.startswith("mlp."))):
+            return name.replace(ours, theirs)
+    return name
+
+
+def expert_names(name: str, expert: int) -> tuple[str, str] | None:
+    """The names of an expert's part, one by one and grouped; None of what is no experts' tensor."""
+    found = EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    before, layer, what = found.groups()
+    return f"{before}local_experts.{expert}.{layer}.{what}", f"{before}{layer}.{what}{expert}"
+
+
+def cut(name: str, tensor: Stored, place: int, ranks: int, *, gated: bool) -> Stored:
+    """The part of a tensor that one of several tensor-parallel ranks has.
+
+    Raises:
+        CheckpointError: it cannot be cut evenly, or nobody knows how it is cut.
+    """
+    if ranks == 1 or _WHOLE.fullmatch(name):
+        return tensor
+    if _COLUMNS.fullmatch(name):
+        return Transposed(_part(name, Transposed(tensor), place, ranks))
+    if _HALVES.fullmatch(name) and gated:
+        half = tensor.shape[0] // 2
+        sides = (rows(tensor, begin, half) for begin in (0, half))
+        return joined([_part(name, side, place, ranks) for side in sides])
+    if _HALVES.fullmatch(name) or _ROWS.fullmatch(name):
+        return _part(name, tensor, place, ranks)
+    raise _unknown(name)
+
+
+def _part(name: str, tensor: Stored, place: int, ranks: int) -> Stored:
+    count = tensor.shape[0]
+    if count % ranks:
+        raise CheckpointError(f"{name}: {count} rows cannot be cut for {ranks} ranks")
+    return rows(tensor, place * (count // ranks), count // ranks)
+
+
+def uncut(name: str, parts: Sequence[Stored], *, gated: bool) -> Stored:
+    """A tensor of the parts that tensor-parallel ranks have.
+
+    Raises:
+        CheckpointError: nobody knows how it is cut.
+    """
+    if len(parts) == 1 or _WHOLE.fullmatch(name):
+        return parts[0]
+    if _COLUMNS.fullmatch(name):
+        return Transposed(joined([Transposed(part) for part in parts]))
+    if _HALVES.fullmatch(name) and gated:
+        half = parts[0].shape[0] // 2
+        return joined([rows(part, begin, half) for begin in (0, half) for part in parts])
+    if _HALVES.fullmatch(name) or _ROWS.fullmatch(name):
+        return joined(parts)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: it is not known here how Megatron-LM cuts it for tensor parallelism",
+        hint="tensor_model_parallel_size: 1, or its torch_dist format, can be had",
+    )

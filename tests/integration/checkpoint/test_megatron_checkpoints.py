@@ -1,0 +1,244 @@
+"""Checkpoints for Megatron-LM and of it: what its programs read and write, on disk."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron_files
+import pytest
+import torch
+from foreign_models import save
+from torch.distributed import checkpoint as dcp
+
+from flagscale.train.checkpoint.formats import convert
+from flagscale.train.checkpoint.formats.base import format_of
+from flagscale.train.checkpoint.formats.tensors import read
+
+pytestmark = [pytest.mark.torch, pytest.mark.integration]
+
+PROJECT = Path(__file__).parents[3]
+FILE = "model_optim_rng.pt"
+PADDED = 132
+"""Rows of the vocabulary of 130 with padding: what all layouts here can cut."""
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Checkpoints of ours, by the model's name; made when they are asked for."""
+    root = tmp_path_factory.mktemp("ours")
+
+    def made(name: str) -> Path:
+        if not (root / name).exists():
+            save(name, root / f"{name}-hf")
+            assert convert.main([str(root / f"{name}-hf"), str(root / name)]) == 0
+        return root / name
+
+    return made
+
+
+def whole(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors of what lies in a directory, and the arguments that say what it is."""
+    model = format_of(path).read(path)
+    return {name: read(tensor).clone() for name, tensor in model.tensors.items()}, {**model.values}
+
+
+def assert_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not found[name].equal(wanted[name])] == []
+
+
+def rank_files(path: Path) -> dict[str, dict[str, Any]]:
+    """What ranks would load, by directory, as Megatron-LM loads it: without running code."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return {
+            file.parent.name: torch.load(file, map_location="cpu", weights_only=True)
+            for file in path.glob(f"*/*/{FILE}")
+        }
+
+
+def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        f"{chunk}.{name}": tensor
+        for chunk, own in state.items()
+        if chunk.startswith("model")
+        for name, tensor in own.items()
+        if tensor is not None
+    }
+
+
+LAYOUTS = [
+    pytest.param("llama", (2, 2, 1), True, 1, id="llama-tp2-pp2"),
+    pytest.param("llama-biases", (2, 1, 1), False, 1, id="biases-tp2-local"),
+    pytest.param("qwen2", (1, 2, 1), True, 2, id="qwen2-pp2-vpp2"),
+    pytest.param("gpt2", (2, 1, 1), False, 1, id="gpt2-tp2-local"),
+    pytest.param("qwen3-moe-mixed", (2, 1, 2), True, 1, id="moe-tp2-ep2-grouped"),
+    pytest.param("mixtral", (1, 2, 4), False, 1, id="mixtral-pp2-ep4-local"),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "engine", "chunks"), LAYOUTS)
+def test_each_rank_gets_what_the_documented_layout_gives_it(
+    ours: Any, tmp_path: Path, name: str, sizes: tuple[int, int, int], engine: bool, chunks: int
+) -> None:
+    """Against another writer of that layout; and there and back, bit by bit."""
+    theirs, documented, back = (tmp_path / word for word in ("theirs", "documented", "back"))
+    weights, values = whole(ours(name))
+    words = ["--to", "torch", "--make-vocab-size-divisible-by", str(PADDED // sizes[0])]
+    parts = ("tensor", "pipeline", "expert")
+    for part, size in zip(parts, sizes, strict=True):
+        words += [f"--{part}-model-parallel-size", str(size)]
+    words += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
+    words += ["--moe-grouped-gemm"] if engine else ["--transformer-impl", "local"]
+    assert convert.main([str(ours(name)), str(theirs), *words]) == 0
+
+    padded = dict(weights)
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if key in padded:
+            padded[key] = torch.cat([padded[key], torch.zeros(2, padded[key].shape[1])])
+    megatron_files.write(
+        documented,
+        padded,
+        values,
+        sizes=sizes,
+        engine=engine,
+        mark=None,
+        chunks=chunks,
+    )
+    found, wanted = rank_files(theirs), rank_files(documented)
+    assert found.keys() == wanted.keys()
+    tied = "output_layer.weight" not in weights
+    for rank, state in found.items():
+        own = tensors(state)
+        if tied and sizes[1] > 1:
+            own.pop("model.output_layer.weight", None)
+        assert_alike(own, tensors(wanted[rank]))
+        assert state["args"].padded_vocab_size == PADDED
+    assert (theirs / "latest_checkpointed_iteration.txt").read_text() == "release\n"
+
+    assert convert.main([str(theirs), str(back), "--to", "torch_dist"]) == 0
+    assert_alike(whole(back)[0], weights)
+    assert whole(back)[1] == values
+
+
+def test_a_tied_model_has_its_output_layer_on_the_last_stage(ours: Any, tmp_path: Path) -> None:
+    words = ["--to", "torch", "--pipeline-model-parallel-size", "2"]
+    assert convert.main([str(ours("llama-tied")), str(tmp_path / "out"), *words]) == 0
+    ranks = rank_files(tmp_path / "out")
+    first, last = ranks["mp_rank_00_000"]["model"], ranks["mp_rank_00_001"]["model"]
+    assert last["output_layer.weight"].equal(first["embedding.word_embeddings.weight"])
+    assert "output_layer.weight" not in first
+
+
+def test_stages_of_unlike_sizes(ours: Any, tmp_path: Path) -> None:
+    words = ["--to", "torch", "--pipeline-model-parallel-size", "2"]
+    words += ["--decoder-first-pipeline-num-layers", "1"]
+    theirs = tmp_path / "theirs"
+    assert convert.main([str(ours("qwen2")), str(theirs), *words]) == 0
+    counts = {
+        rank: len({name.split(".")[3] for name in tensors(state) if ".layers." in name})
+        for rank, state in rank_files(theirs).items()
+    }
+    assert counts == {"mp_rank_00_000": 1, "mp_rank_00_001": 3}
+    assert_alike(whole(theirs)[0], whole(ours("qwen2"))[0])
+
+
+REFUSED: dict[str, tuple[str, list[str], str]] = {
+    "heads": ("llama", ["--tensor-model-parallel-size", "4"], "num_query_groups: 2 cannot be"),
+    "layers": ("llama", ["--pipeline-model-parallel-size", "3"], "2 layers cannot be shared out"),
+    "no experts": ("llama", ["--expert-model-parallel-size", "2"], "a model without experts"),
+    "experts": ("mixtral", ["--expert-model-parallel-size", "3"], "num_moe_experts: 4 cannot be"),
+    "grouped, local": (
+        "mixtral",
+        ["--moe-grouped-gemm", "--transformer-impl", "local"],
+        "moe_grouped_gemm is written for Transformer Engine's layers alone",
+    ),
+    "chunks of one stage": (
+        "llama",
+        ["--num-virtual-stages-per-pipeline-rank", "2"],
+        "several chunks a stage take several stages",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_layout_that_cannot_be_is_refused(
+    ours: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    name, words, told = REFUSED[case]
+    assert convert.main([str(ours(name)), str(tmp_path / "out"), "--to", "torch", *words]) == 1
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layout_is_for_formats_that_have_one(
+    ours: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tensor-model-parallel-size", "2"]
+    assert convert.main([str(ours("llama")), str(tmp_path / "out"), *words]) == 1
+    assert "huggingface is of no layout: any one loads it" in capsys.readouterr().err
+
+
+def test_logits_are_compared_with_what_transformers_reads(
+    ours: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--to", "torch", "--check", "1,2,3"]
+    assert convert.main([str(ours("llama")), str(tmp_path / "out"), *words]) == 1
+    assert "transformers, which reads neither torch_dist nor torch" in capsys.readouterr().err
+    there = ours("llama").with_name("llama-hf")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "flagscale.cli",
+            "convert",
+            str(there),
+            str(tmp_path / "out"),
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "logits on 3 tokens: at most" in done.stdout
+
+
+def _as_theirs(name: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights as Megatron-LM names them in ``torch_dist``: equal layers are one tensor."""
+    if "mixed" in name:
+        return dict(weights)
+    found: dict[str, list[torch.Tensor]] = {}
+    for key, tensor in weights.items():
+        words = key.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            del words[2]
+        found.setdefault(".".join(words), []).append(tensor)
+    return {key: torch.stack(each) if ".layers." in key else each[0] for key, each in found.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe-mixed"])
+def test_a_checkpoint_of_megatron_in_its_torch_dist_format(
+    ours: Any, tmp_path: Path, name: str
+) -> None:
+    weights, values = whole(ours(name))
+    path, out = tmp_path / "theirs" / "iter_0000005", tmp_path / "out"
+    path.mkdir(parents=True)
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("5")
+    named = _as_theirs(name, weights)
+    if values["num_moe_experts"]:
+        for key in [key for key in named if "mlp.linear_fc1.layer_norm_" in key]:
+            there = key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+            named[there] = named.pop(key)
+    named["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(32)
+    dcp.save(named, checkpoint_id=path, no_dist=True)
+    args = megatron_files.arguments(values, (1, 1, 1), 130, Path("unused"))
+    torch.save({"args": args, "iteration": 5, "checkpoint_version": 3.0}, path / "common.pt")
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert convert.main([str(path.parent), str(out), "--to", "torch_dist"]) == 0
+    assert_alike(whole(out)[0], weights)
+    assert whole(out)[1] == values
