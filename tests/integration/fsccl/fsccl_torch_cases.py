@@ -138,7 +138,8 @@ def compiled(backend: str) -> None:
 
 
 def many_groups(count: int) -> None:
-    """Groups as Megatron makes them, each with a first operation; nothing of them stays."""
+    """Groups as Megatron makes them, each with a first operation; nothing of them stays, and a few
+    threads serve all of them."""
     n, me = dist.get_world_size(), dist.get_rank()
     lists = [
         [list(range(n))],
@@ -157,11 +158,22 @@ def many_groups(count: int) -> None:
         x = torch.full((1000,), float(me))
         dist.all_reduce(x, group=group)
         assert torch.equal(x, torch.full_like(x, float(sum(members))))
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        assert torch.equal(x, torch.full_like(x, float(sum(members) * len(members))))
+    names = sorted(own_threads())
+    assert len(names) <= 8, names
+    assert names.count("fsccl-messages") <= 1, names
+    assert names.count("fsccl-sends") <= 1, names
     for _, group in own:
         dist.destroy_process_group(group)
     own.clear()
     group = None
     assert open_files() <= before, f"{before} open files have become {open_files()}"
+
+
+def own_threads() -> list[str]:
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name.startswith("fsccl")]
 
 
 def open_files() -> int:

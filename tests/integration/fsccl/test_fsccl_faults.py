@@ -348,6 +348,25 @@ def test_ranks_with_different_settings_are_refused(pool: Any) -> None:
     pool.leave([0, 1])
 
 
+def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
+    pool.join(3, FSCCL_CLUSTERS="1,2", FSCCL_SECRET="0123456789abcdef" * 2)
+    pool.call(range(3), "call", op="all_reduce")
+    pool.leave(range(3))
+    for i in range(2):
+        secret = {"FSCCL_SECRET": f"{i}" * 32, "FSCCL_CLUSTERS": "1,1"}
+        pool[i].ask(
+            "join", rank=i, size=2, port=pool.port, key="secrets", timeout=5, environment=secret
+        )
+    pool.answers([0, 1])
+    for i in range(2):
+        pool[i].ask("call", op="barrier")
+    for error in survivors_say(pool, [0, 1], SLACK).values():
+        assert error.count("FSCCL_SECRET=[") == 2
+        assert "set the same values everywhere" in error
+        assert not {"0" * 32, "1" * 32} & set(re.findall("[0-9a-f]{32}", error))
+    pool.leave([0, 1])
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -359,6 +378,7 @@ def test_ranks_with_different_settings_are_refused(pool: Any) -> None:
         ({"FSCCL_SHM": "yes"}, "FSCCL_SHM=yes: expected 0 or 1"),
         ({"FSCCL_PIPELINE_K": "65"}, "FSCCL_PIPELINE_K=65: expected 0 (off) to 64 chunks"),
         ({"FSCCL_PIPELINE_NELEM": "0"}, "FSCCL_PIPELINE_NELEM=0: expected 1 to 67108864"),
+        ({"FSCCL_SECRET": "a" * 31}, "FSCCL_SECRET: expected 32 hexadecimal digits"),
         ({"FSCCL_DEBUG": "loud"}, "FSCCL_DEBUG=loud: expected INFO or WARN"),
         ({"FSCCL_SOCKET_IFNAME": "=nope0"}, "matches FSCCL_SOCKET_IFNAME==nope0; there are:"),
     ],

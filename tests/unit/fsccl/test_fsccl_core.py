@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -64,8 +66,46 @@ def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")
 
 
+def scale(*words: object) -> str:
+    """What many ranks cost, as scale_test.cpp says it."""
+    program = build("threads", "scale_test.cpp")
+    done = subprocess.run(
+        [str(program), *map(str, words)], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_store_sees_as_much_of_a_rank_in_a_large_group_as_in_a_small_one() -> None:
+    for ranks in (8, 32, 128):
+        sets, adds, gets, size = map(int, scale("meet", ranks).split())
+        assert sets <= ranks + 2  # the roll, and where on the host it lies
+        assert (adds, gets) <= (2 * ranks, 2 * ranks)
+        assert size <= 3000 * ranks
+
+
+@pytest.mark.parametrize("lost", ["roll", "roll/<host>"])
+def test_ranks_meet_although_one_ends_that_was_to_tell_them(lost: str) -> None:
+    scale("meet", 20, lost)
+
+
+def test_a_barrier_keeps_a_logarithm_of_the_ranks_in_sockets_and_two_threads() -> None:
+    for ranks in (8, 64):
+        sockets, threads = map(int, scale("barrier", ranks).split())
+        # A connection to whom a rank sends and to whom it hears, both ends of which are here.
+        assert sockets <= 4 * ranks * math.ceil(math.log2(ranks)) + 4
+        assert threads <= ranks + 5  # the program's own, those for messages, and the sanitizer's
+
+
+def test_having_no_descriptor_left_is_told_with_the_numbers() -> None:
+    said = scale("barrier", 16, 60)
+    assert re.search(r", rank \d+: ", said), said
+    assert "descriptors open that it may have, 60 (RLIMIT_NOFILE; its hard limit is 60)" in said
+
+
 def test_small_parts() -> None:
-    parts = ("types.cpp", "reduce.cpp", "schedule.cpp", "segment.cpp")
+    parts = ("types.cpp", "reduce.cpp", "rendezvous.cpp", "schedule.cpp", "segment.cpp")
+    parts += ("settings.cpp", "socket.cpp", "topology.cpp")
     program = build("memory", "parts_test.cpp", parts)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -27,12 +27,12 @@ inline void unequal_self(Group& group, size_t sent, size_t expected, OpCode op, 
   std::vector<std::vector<std::byte>> from(n, std::vector<std::byte>(3)), to = from;
   if (odd) from[0].resize(sent);
   if (odd) to[0].resize(expected);
-  std::vector<Pieces> send, recv;
+  BufferLists send, recv;
   for (const auto& v : from) send.emplace_back(v.data(), v.size());
   for (const auto& v : to) recv.emplace_back(v.data(), v.size());
   if (op == OpCode::kAllToAll) group.all_to_all(send, recv, d);
-  if (op == OpCode::kGather) group.gather(send[0], odd ? recv : std::vector<Pieces>(), 0, d);
-  if (op == OpCode::kScatter) group.scatter(odd ? send : std::vector<Pieces>(), recv[0], 0, d);
+  if (op == OpCode::kGather) group.gather(send[0], odd ? recv : BufferLists(), 0, d);
+  if (op == OpCode::kScatter) group.scatter(odd ? send : BufferLists(), recv[0], 0, d);
 }
 
 // Every rank thinks that some have a larger part than others think; all sums are the same.
@@ -41,9 +41,9 @@ inline void unequal_lists(Group& group, bool all_to_one, bool reduces, const Dea
   std::vector<size_t> sizes(n, all_to_one ? 0 : 8);
   sizes[me] += all_to_one ? 8 : 4;
   std::vector<std::byte> parts(64 * n), own(64);
-  std::vector<Pieces> list;
+  BufferLists list;
   for (size_t p = 0; p < n; ++p) list.emplace_back(parts.data() + 64 * p, sizes[p]);
-  const Pieces mine(own.data(), sizes[me]);
+  const BufferList mine(own.data(), sizes[me]);
   if (reduces) group.reduce_scatter(list, mine, {DType::kI32, RedOp::kSum, 1, group.size()}, d);
   if (!reduces) group.all_gather(mine, list, d, 4);
 }
@@ -84,17 +84,17 @@ inline void meet_misfit(Group& group, const Misfit& misfit) {
 }
 
 // Cannot tell of a segment.
-class FullRendezvous : public BoardRendezvous {
+class FullStore : public BoardStore {
  public:
-  using BoardRendezvous::BoardRendezvous;
+  using BoardStore::BoardStore;
   void set(const std::string& key, const std::string& value) override {
     if (key.rfind("segment", 0) == 0) throw std::bad_alloc();
-    BoardRendezvous::set(key, value);
+    BoardStore::set(key, value);
   }
 };
 
 // Nobody leaves before all have been told.
-template <class Meeting = BoardRendezvous>
+template <class Meeting = BoardStore>
 void on_all(const Settings& settings, int n, const std::function<void(Group&)>& call) {
   Board board;
   std::vector<std::unique_ptr<Group>> groups;
@@ -137,7 +137,7 @@ inline void fail_early(const Settings& settings, int n) {
 inline void run_out_of_memory(const Settings& settings, int n) {
   if (settings.clusters[0] < 2) return;  // its one rank tells nobody of the segment
   const auto call = [](Group& group, const Deadline& d) { group.barrier(d); };
-  on_all<FullRendezvous>(settings, n,
+  on_all<FullStore>(settings, n,
                          [&](Group& g) { meet_misfit(g, {{"]: std::bad_alloc"}, call}); });
 }
 

@@ -9,11 +9,14 @@
 #include <numeric>
 
 #include "half.h"
-#include "pieces.h"
+#include "buffer_list.h"
 #include "reduce.h"
+#include "rendezvous.h"
 #include "schedule.h"
 #include "segment.h"
 #include "settings.h"
+#include "text.h"
+#include "topology.h"
 
 using namespace fsccl;
 
@@ -88,18 +91,18 @@ void cuts() {
 void pieces() {
   char memory[100], copy[100];
   std::iota(memory, memory + 100, static_cast<char>(0));
-  Pieces p;
-  p.add(piece(memory + 50, 10));
-  p.add(piece(memory + 60, 5));  // a neighbour
-  p.add(piece(memory, 0));
-  p.add(piece(memory + 10, 20));
+  BufferList p;
+  p.add(buffer_of(memory + 50, 10));
+  p.add(buffer_of(memory + 60, 5));  // a neighbour
+  p.add(buffer_of(memory, 0));
+  p.add(buffer_of(memory + 10, 20));
   EXPECT(p.bytes() == 35 && p.list().size() == 2);
   p.copy_to(copy, {3, 30});
   for (int i = 0; i < 27; ++i) EXPECT(copy[i] == (i < 12 ? 53 + i : 10 + i - 12));
   EXPECT(p.contiguous({0, 15}) == reinterpret_cast<std::byte*>(memory + 50));
   EXPECT(p.contiguous({14, 16}) == nullptr);
   EXPECT(p.slice({14, 16}).list().size() == 2);
-  EXPECT(p.contiguous({5, 5}) == nullptr && Pieces().slice({0, 0}).bytes() == 0);
+  EXPECT(p.contiguous({5, 5}) == nullptr && BufferList().slice({0, 0}).bytes() == 0);
 }
 
 // Beyond 4 GiB, in addresses that are reserved and never touched.
@@ -108,7 +111,7 @@ void large_pieces() {
   void* at = mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   EXPECT(at != MAP_FAILED);
   auto* base = static_cast<std::byte*>(at);
-  Pieces p;
+  BufferList p;
   p.add({base, 5 * gib});
   p.add({base + 5 * gib + 64, 1000});
   EXPECT(p.bytes() == 5 * gib + 1000 && p.list().size() == 2);
@@ -255,10 +258,52 @@ void schedules() {
   }
 }
 
+// Against the vectors of its authors, of which the messages are 0, 1, 2, ... of every length.
+void macs() {
+  constexpr Key kTheirs{0x0706050403020100, 0x0f0e0d0c0b0a0908};
+  unsigned char message[64];
+  std::iota(std::begin(message), std::end(message), static_cast<unsigned char>(0));
+  EXPECT(mac_of(kTheirs, message, 0) == 0x726fdb47dd0e0e31);
+  EXPECT(mac_of(kTheirs, message, 1) == 0x74f839c593dc67fd);
+  EXPECT(mac_of(kTheirs, message, 8) == 0x93f5f5799a932462);
+  EXPECT(mac_of(kTheirs, message, 15) == 0xa129ca6149be45e5);
+  const Key key = random_key();
+  Key back;
+  EXPECT(read_key(text_of(key), &back) && back.lo == key.lo && back.hi == key.hi);
+  for (const char* wrong : {"", "0123", "0123456789abcdef0123456789abcdeg",
+                            "-123456789abcdef0123456789abcdef", "0123456789abcdef0123456789abcdef0"}) {
+    EXPECT(!read_key(wrong, &back));
+  }
+}
+
+// Whatever ranks say of themselves comes back, as if it had been said by each alone.
+void rolls() {
+  const Identity me = Identity::of_this_process(Settings());
+  std::vector<std::string> all{me.encode(), me.encode(), "99\nwho knows\n", "99\n", me.encode()};
+  all.insert(all.end(), {"=\n+\n.\n", "\n\n=\n", "\n=\n+\n", ""});
+  for (size_t n = 0; n <= all.size(); ++n) {
+    const std::vector<std::string> some(all.begin(), all.begin() + static_cast<long>(n));
+    const std::string roll = encode_roll(some);
+    EXPECT(decode_roll(roll, n) == some);
+    for (size_t cut = 0; cut < roll.size(); ++cut) {
+      bool refused = false;
+      try {
+        decode_roll(roll.substr(0, cut), n);
+      } catch (const Error& e) {
+        refused = e.fault == Fault::kMismatch;
+      }
+      EXPECT(refused || cut + 1 == roll.size());  // the last newline may be missing
+    }
+  }
+  EXPECT(encode_roll({all[0], all[0]}).size() < all[0].size() + 64);
+}
+
 }  // namespace
 
 int main() {
   schedules();
+  rolls();
+  macs();
   conversions();
   cuts();
   pieces();

@@ -66,8 +66,8 @@ class RankTest {
       complain(op, r_, i, static_cast<double>(found), static_cast<double>(expected));
     }
   }
-  static std::vector<Pieces> split(std::vector<int32_t>& v, const std::vector<size_t>& counts) {
-    std::vector<Pieces> out;
+  static BufferLists split(std::vector<int32_t>& v, const std::vector<size_t>& counts) {
+    BufferLists out;
     size_t at = 0;
     for (const size_t c : counts) {
       out.emplace_back(v.data() + at, c * 4);
@@ -103,7 +103,7 @@ class RankTest {
     auto v = mine(total(counts), r_);
     const auto me = static_cast<size_t>(r_);
     std::vector<int32_t> out(counts[me], -1);
-    g_.reduce_scatter(split(v, counts), Pieces(out.data(), out.size() * 4),
+    g_.reduce_scatter(split(v, counts), BufferList(out.data(), out.size() * 4),
                       {DType::kI32, RedOp::kSum, 1, n_}, deadline());
     size_t base = 0;
     for (size_t p = 0; p < me; ++p) base += counts[p];
@@ -113,7 +113,7 @@ class RankTest {
     const auto counts = uneven();
     auto v = mine(counts[static_cast<size_t>(r_)], r_);
     std::vector<int32_t> out(total(counts), -1);
-    g_.all_gather(Pieces(v.data(), v.size() * 4), split(out, counts), deadline());
+    g_.all_gather(BufferList(v.data(), v.size() * 4), split(out, counts), deadline());
     size_t at = 0;
     for (int p = 0; p < n_; ++p) {
       for (size_t i = 0; i < counts[static_cast<size_t>(p)]; ++i, ++at) {
@@ -123,17 +123,17 @@ class RankTest {
   }
   void broadcast() {
     auto v = mine(count_, r_);
-    g_.broadcast(Pieces(v.data(), count_ * 4), root_, deadline());
+    g_.broadcast(BufferList(v.data(), count_ * 4), root_, deadline());
     for (size_t i = 0; i < count_; ++i) expect("broadcast", i, v[i], value(root_, i, round_));
   }
   void gather_scatter() {
     const auto counts = uneven();
     auto v = mine(counts[static_cast<size_t>(r_)], r_);
     std::vector<int32_t> all(r_ == root_ ? total(counts) : 0, -1);
-    const auto parts = r_ == root_ ? split(all, counts) : std::vector<Pieces>();
-    g_.gather(Pieces(v.data(), v.size() * 4), parts, root_, deadline());
+    const auto parts = r_ == root_ ? split(all, counts) : BufferLists();
+    g_.gather(BufferList(v.data(), v.size() * 4), parts, root_, deadline());
     std::vector<int32_t> back(v.size(), -1);
-    g_.scatter(parts, Pieces(back.data(), back.size() * 4), root_, deadline());
+    g_.scatter(parts, BufferList(back.data(), back.size() * 4), root_, deadline());
     for (size_t i = 0; i < v.size(); ++i) expect("gather+scatter", i, back[i], v[i]);
   }
   void all_to_all() {  // rank r sends count + r * p elements to rank p
@@ -166,12 +166,12 @@ class RankTest {
     auto one = std::vector<int32_t>{r_};
     std::vector<RequestPtr> all;
     const auto bytes = count_ * 4;
-    all.push_back(g_.send(to, 1, Pieces(v.data(), bytes), deadline()));
-    all.push_back(g_.send(to, 2, Pieces(v.data(), bytes), deadline()));
-    all.push_back(g_.send(to, 3, Pieces(one.data(), 4), deadline()));
-    all.push_back(g_.recv(from, 2, Pieces(b.data(), bytes), deadline()));
-    all.push_back(g_.recv(from, 1, Pieces(a.data(), bytes), deadline()));
-    all.push_back(g_.recv(Group::kAnySource, 3, Pieces(c.data(), 4), deadline()));
+    all.push_back(g_.send(to, 1, BufferList(v.data(), bytes), deadline()));
+    all.push_back(g_.send(to, 2, BufferList(v.data(), bytes), deadline()));
+    all.push_back(g_.send(to, 3, BufferList(one.data(), 4), deadline()));
+    all.push_back(g_.recv(from, 2, BufferList(b.data(), bytes), deadline()));
+    all.push_back(g_.recv(from, 1, BufferList(a.data(), bytes), deadline()));
+    all.push_back(g_.recv(Group::kAnySource, 3, BufferList(c.data(), 4), deadline()));
     for (const auto& r : all) g_.wait(OpCode::kRecv, r, deadline());
     expect("recv from anyone", 0, c[0], from);
     expect("source", 0, all.back()->peer, from);
@@ -222,7 +222,7 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
   config.rank = rank;
   config.size = n;
   config.settings = settings;
-  Group group(std::make_unique<BoardRendezvous>(board), config);
+  Group group(std::make_unique<BoardStore>(board), config);
   RankTest test(group, n);
   std::mt19937 random(seed);  // the same on all ranks
   const std::vector<size_t> fixed = {0, 1, 7, 1025, 70001};
@@ -257,7 +257,7 @@ void name_the_late(const Settings& settings, int n) {
     config.rank = static_cast<int>(groups.size());
     config.size = n;
     config.settings = settings;
-    groups.push_back(std::make_unique<Group>(std::make_unique<BoardRendezvous>(board), config));
+    groups.push_back(std::make_unique<Group>(std::make_unique<BoardStore>(board), config));
   };
   const auto call = [](Group& group) { group.barrier(Deadline::after(Deadline::Ms(60000))); };
   const auto until_all_say = [&](const std::string& words) {
@@ -282,11 +282,12 @@ void name_the_late(const Settings& settings, int n) {
 void stranger(const Settings& settings) {
   Board board;
   board.values["rank/1"] = "99\nwho knows";
+  board.values["ranks"] = "1";
   GroupConfig config;
   config.size = 2;
   config.settings = settings;
   config.settings.clusters.clear();
-  Group group(std::make_unique<BoardRendezvous>(board), config);
+  Group group(std::make_unique<BoardStore>(board), config);
   try {
     group.barrier(Deadline::after(Deadline::Ms(30000)));
   } catch (const Error& e) {

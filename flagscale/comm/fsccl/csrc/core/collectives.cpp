@@ -24,7 +24,7 @@ OpCard card_of(OpCode op, size_t bytes, const Reduction& r, int root = -1) {
 }
 
 // Of an operation whose ranks have parts of sizes that all of them know.
-OpCard card_of(OpCard c, const std::vector<Pieces>& parts) {
+OpCard card_of(OpCard c, const BufferLists& parts) {
   c.layout = layout_of(parts);
   return c;
 }
@@ -33,13 +33,13 @@ OpCard card_of(OpCard c, const std::vector<Pieces>& parts) {
 // out and told to all.
 Deadline::Ms earlier_by(const Deadline& d) { return std::min(Deadline::Ms(1000), d.limit() / 5); }
 
-size_t total_of(const std::vector<Pieces>& list) {
+size_t total_of(const BufferLists& list) {
   size_t n = 0;
-  for (const Pieces& p : list) n += p.bytes();
+  for (const BufferList& p : list) n += p.bytes();
   return n;
 }
 
-void copy(const Pieces& from, const Pieces& to) {
+void copy(const BufferList& from, const BufferList& to) {
   from.visit({0, from.bytes()}, [&](const std::byte* p, size_t n, size_t off) {
     to.visit({off, off + n}, [&](std::byte* q, size_t m, size_t at) {
       if (q != p + at) std::copy(p + at, p + at + m, q);
@@ -48,20 +48,20 @@ void copy(const Pieces& from, const Pieces& to) {
 }
 
 // Every interval's place in the concatenation of a list.
-std::vector<Interval> places_of(const std::vector<Pieces>& list) {
+std::vector<Interval> places_of(const BufferLists& list) {
   std::vector<Interval> out;
   size_t at = 0;
-  for (const Pieces& p : list) {
+  for (const BufferList& p : list) {
     out.push_back({at, at + p.bytes()});
     at += p.bytes();
   }
   return out;
 }
 
-Pieces join_all(const std::vector<Pieces>& list) {
-  Pieces out;
-  for (const Pieces& one : list) {
-    for (const Piece& p : one.list()) out.add(p);
+BufferList join_all(const BufferLists& list) {
+  BufferList out;
+  for (const BufferList& one : list) {
+    for (const Buffer& p : one.list()) out.add(p);
   }
   return out;
 }
@@ -79,11 +79,11 @@ void Group::collective(OpCard card, const Deadline& d, F&& body) {
   card.sequence = ++sequence_;
   or_fail(name_of(card.op), card.sequence, [&] {
     check();
-    open_lane(d);
+    open_shm(d);
     patience_ = d;
-    lane_->begin(card, hierarchical() ? d.earlier(earlier_by(d)) : d);
+    shm_->begin(card, hierarchical() ? d.earlier(earlier_by(d)) : d);
     body(card);
-    lane_->end();
+    shm_->end();
   });
 }
 
@@ -95,9 +95,9 @@ bool Group::pipelined(const OpCard& card) {
   return true;
 }
 
-Exchange Group::exchange() {
-  return Exchange(*messenger_, *lane_, lane_->card(), lane_->deadline(),
-                  [this] { lane_->look_at(-1, nullptr); });
+RequestBatch Group::batch() {
+  return RequestBatch(transport(), *shm_, shm_->card(), shm_->deadline(),
+                      [this] { shm_->look_at(-1, nullptr); });
 }
 
 void Group::all_reduce(const void* in, void* out, size_t count, const Reduction& r,
@@ -107,7 +107,7 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
   if (bytes == 0) return;
   collective(card_of(OpCode::kAllReduce, bytes, r), d, [&](const OpCard& card) {
     if (pipelined(card)) {
-      Exchange x = exchange();
+      RequestBatch x = batch();
       return pipeline_->all_reduce(x, in, out, count, r);
     }
     if (!hierarchical()) {
@@ -116,7 +116,7 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
       if (small) return local_->all_reduce_one_shot(in, out, count, r);
       return local_->all_reduce_two_shot(in, out, count, r);
     }
-    Exchange x = exchange();
+    RequestBatch x = batch();
     if (clusters_.count() == 2 || bytes <= kManyClustersBytes) {
       chose(card, "reduce-scatter inside, exchange, all-gather inside, pipelined");
       return hierarchy_->all_reduce(x, in, out, count, r, -1);
@@ -134,7 +134,7 @@ void Group::reduce(const void* in, void* out, size_t count, const Reduction& r, 
   collective(card_of(OpCode::kReduce, count * r.width(), r, root), d, [&](const OpCard& card) {
     if (hierarchical()) {
       chose(card, "reduce-scatter inside, sent to the root's cluster");
-      Exchange x = exchange();
+      RequestBatch x = batch();
       return hierarchy_->all_reduce(x, in, out, count, r, root);
     }
     chose(card, "two-shot in shared memory");
@@ -142,7 +142,7 @@ void Group::reduce(const void* in, void* out, size_t count, const Reduction& r, 
   });
 }
 
-void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, const Reduction& r,
+void Group::reduce_scatter(const BufferLists& in, const BufferList& out, const Reduction& r,
                            const Deadline& d) {
   check_reduction(r);
   const size_t bytes = total_of(in);
@@ -150,12 +150,12 @@ void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, con
   const OpCard what = card_of(card_of(OpCode::kReduceScatter, bytes, r), in);
   collective(what, d, [&](const OpCard& card) {
     if (pipelined(card)) {
-      Exchange x = exchange();
+      RequestBatch x = batch();
       return pipeline_->reduce_scatter(x, in, out, r);
     }
     if (hierarchical()) {
       chose(card, "reduce-scatter inside, exchange");
-      Exchange x = exchange();
+      RequestBatch x = batch();
       return hierarchy_->reduce_scatter(x, in, out, r);
     }
     chose(card, "direct in shared memory");
@@ -163,7 +163,7 @@ void Group::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, con
   });
 }
 
-void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d,
+void Group::all_gather(const BufferList& in, const BufferLists& out, const Deadline& d,
                        size_t width) {
   const size_t bytes = total_of(out);
   expect_place(in, out[static_cast<size_t>(config_.rank)]);
@@ -171,12 +171,12 @@ void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const D
   collective(card_of(card_of(OpCode::kAllGather, bytes), out), d, [&](const OpCard& card) {
     copy(in, out[static_cast<size_t>(config_.rank)]);
     if (pipelined(card)) {
-      Exchange x = exchange();
+      RequestBatch x = batch();
       return pipeline_->all_gather(x, out, width);
     }
     if (hierarchical()) {
       chose(card, "exchange, all-gather inside");
-      Exchange x = exchange();
+      RequestBatch x = batch();
       return hierarchy_->all_gather(x, out);
     }
     chose(card, "direct in shared memory");
@@ -184,13 +184,13 @@ void Group::all_gather(const Pieces& in, const std::vector<Pieces>& out, const D
   });
 }
 
-void Group::broadcast(const Pieces& buffer, int root, const Deadline& d) {
+void Group::broadcast(const BufferList& buffer, int root, const Deadline& d) {
   check_rank(root, "root");
   if (buffer.bytes() == 0) return;
   collective(card_of(OpCode::kBroadcast, buffer.bytes(), root), d, [&](const OpCard& card) {
     if (hierarchical()) {
       chose(card, "broadcast inside, exchange, all-gather inside");
-      Exchange x = exchange();
+      RequestBatch x = batch();
       return hierarchy_->broadcast(x, buffer, root);
     }
     chose(card, "direct in shared memory");
@@ -198,33 +198,32 @@ void Group::broadcast(const Pieces& buffer, int root, const Deadline& d) {
   });
 }
 
-void Group::gather(const Pieces& in, const std::vector<Pieces>& out, int root, const Deadline& d) {
+void Group::gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d) {
   check_rank(root, "root");
-  std::vector<Pieces> send(static_cast<size_t>(config_.size)), recv = out;
+  BufferLists send(static_cast<size_t>(config_.size)), recv = out;
   send[static_cast<size_t>(root)] = in;
   recv.resize(static_cast<size_t>(config_.size));
   exchange_pairs(card_of(OpCode::kGather, 0, root), send, recv, d);
 }
 
-void Group::scatter(const std::vector<Pieces>& in, const Pieces& out, int root, const Deadline& d) {
+void Group::scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d) {
   check_rank(root, "root");
-  std::vector<Pieces> send = in, recv(static_cast<size_t>(config_.size));
+  BufferLists send = in, recv(static_cast<size_t>(config_.size));
   send.resize(static_cast<size_t>(config_.size));
   recv[static_cast<size_t>(root)] = out;
   exchange_pairs(card_of(OpCode::kScatter, 0, root), send, recv, d);
 }
 
-void Group::all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
-                       const Deadline& d) {
+void Group::all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d) {
   exchange_pairs(card_of(OpCode::kAllToAll, 0), send, recv, d);
 }
 
-void Group::exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
-                           const std::vector<Pieces>& recv, const Deadline& d) {
+void Group::exchange_pairs(const OpCard& what, const BufferLists& send, const BufferLists& recv,
+                           const Deadline& d) {
   collective(what, d, [&](const OpCard& card) {
     if (hierarchical()) {
       chose(card, "shared memory inside, messages between clusters");
-      Exchange x = exchange();
+      RequestBatch x = batch();
       return hierarchy_->all_to_all(x, send, recv, card.op == OpCode::kAllToAll);
     }
     chose(card, "direct in shared memory");
@@ -236,7 +235,7 @@ void Group::barrier(const Deadline& d) {
   collective(card_of(OpCode::kBarrier, 0), d, [&](const OpCard& card) {
     chose(card, hierarchical() ? "shared memory and first ranks" : "shared memory");
     if (!hierarchical()) return local_->barrier();
-    Exchange x = exchange();
+    RequestBatch x = batch();
     hierarchy_->barrier(x);
   });
 }
@@ -251,23 +250,23 @@ void Group::monitored_barrier(const Deadline& d) {
     if (config_.rank == 0) return hear_all(card, d);
     // Those that wait for rank 0's word must hear its verdict before they blame it.
     const Deadline later = d.earlier(-earlier_by(d));
-    const uint64_t tag = Messenger::kCollectiveTag | card.sequence;
-    messenger_->send(0, tag, Pieces(), card);
-    messenger_->wait(messenger_->recv(0, tag, Pieces(), card), later, nullptr);
+    const uint64_t tag = Transport::kCollectiveTag | card.sequence;
+    transport_->send(0, tag, BufferList(), card);
+    transport_->wait(transport_->recv(0, tag, BufferList(), card), later, nullptr);
   });
 }
 
 void Group::hear_all(const OpCard& card, const Deadline& d) {
-  const uint64_t tag = Messenger::kCollectiveTag | card.sequence;
+  const uint64_t tag = Transport::kCollectiveTag | card.sequence;
   std::vector<RequestPtr> reports;
   for (int r = 1; r < config_.size; ++r) {
-    reports.push_back(messenger_->recv(r, tag, Pieces(), card));
+    reports.push_back(transport_->recv(r, tag, BufferList(), card));
   }
   std::string late;
   int first = -1;
   for (const RequestPtr& report : reports) {
     try {
-      messenger_->wait(report, d, nullptr);
+      transport_->wait(report, d, nullptr);
     } catch (const Error& e) {
       if (e.fault != Fault::kTimeout) throw;
       late += (first < 0 ? "" : ", ") + names_[static_cast<size_t>(report->peer)];
@@ -275,7 +274,7 @@ void Group::hear_all(const OpCard& card, const Deadline& d) {
     }
   }
   if (first >= 0) throw Error(Fault::kTimeout, first, late + " did not come within " + d.text());
-  for (int r = 1; r < config_.size; ++r) messenger_->send(r, tag, Pieces(), card);
+  for (int r = 1; r < config_.size; ++r) transport_->send(r, tag, BufferList(), card);
 }
 
 }  // namespace fsccl

@@ -8,8 +8,8 @@
 #include <deque>
 #include <mutex>
 #include <thread>
-#include <vector>
 
+#include "per_process.h"
 #include "thread.h"
 
 namespace fsccl {
@@ -25,18 +25,57 @@ std::chrono::nanoseconds time_used(pthread_t thread) {
   return std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
 }
 
+// The threads of all executors of this process: one that has nothing to do is there for the next,
+// whosever, for a while.
+class Workers {
+ public:
+  void run(std::function<void()> body) {
+    const Lock hold(mutex_);
+    bodies_.push_back(std::move(body));
+    if (bodies_.size() > idle_) {
+      std::thread([this] { work(); }).detach();
+    } else {
+      come_.notify_one();
+    }
+  }
+
+ private:
+  static constexpr std::chrono::seconds kStays{5};
+
+  void work() {
+    begin_thread("fsccl-worker");
+    Lock hold(mutex_);
+    for (;;) {
+      ++idle_;
+      come_.wait_for(hold, kStays, [this] { return !bodies_.empty(); });
+      --idle_;
+      if (bodies_.empty()) return;
+      {
+        const std::function<void()> body = std::move(bodies_.front());
+        bodies_.pop_front();
+        hold.unlock();
+        body();
+      }
+      hold.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable come_;
+  std::deque<std::function<void()>> bodies_;
+  size_t idle_ = 0;
+};
+
 }  // namespace
 
 struct Executor::State {
-  explicit State(const char* thread_name) : name(thread_name) {}
-
-  const char* const name;
   const pid_t process = getpid();
   std::mutex mutex;  // of all below
   std::condition_variable changed;
   std::deque<Job> queue;
-  std::vector<std::thread> threads;
-  bool busy = false;  // a job runs, or the callbacks of one
+  size_t threads = 0, leaving = 0;           // at work here; and of these in stop()
+  static thread_local const State* at_work;  // on this thread
+  bool busy = false;                         // a job runs, or the callbacks of one
   bool stopped = false, waited = false;
   pthread_t worker{};  // whose turn it is to run the queue
   bool works = false;  // whether there is one
@@ -48,10 +87,15 @@ struct Executor::State {
   bool in_callback() const { return calls_back && pthread_equal(worker, pthread_self()) != 0; }
 
   void start(void (*body)(const std::shared_ptr<State>&), const std::shared_ptr<State>& self) {
-    threads.emplace_back([body, self] {
-      begin_thread(self->name);
+    per_process<Workers>().run([body, self] {
+      at_work = self.get();
       body(self);
+      at_work = nullptr;
+      const Lock hold(self->mutex);
+      --self->threads;
+      self->changed.notify_all();
     });
+    ++threads;
   }
   // While the worker is in a callback somebody has to see whether it goes on.
   void see_to_queue(const std::shared_ptr<State>& self) {
@@ -83,7 +127,9 @@ struct Executor::State {
   }
 };
 
-Executor::Executor(const char* thread_name) : state_(std::make_shared<State>(thread_name)) {}
+thread_local const Executor::State* Executor::State::at_work = nullptr;
+
+Executor::Executor() : state_(std::make_shared<State>()) {}
 
 Executor::~Executor() {
   stop();
@@ -140,20 +186,11 @@ bool Executor::drain(std::chrono::milliseconds limit) {
 void Executor::stop() {
   State& s = *state_;
   if (!s.here()) return;
-  std::vector<std::thread> threads;
-  {
-    Lock hold(s.mutex);
-    s.stopped = true;
-    threads.swap(s.threads);
-    s.changed.notify_all();
-  }
-  for (std::thread& t : threads) {
-    if (t.get_id() == std::this_thread::get_id()) {
-      t.detach();
-    } else {
-      t.join();
-    }
-  }
+  Lock hold(s.mutex);
+  s.stopped = true;
+  s.changed.notify_all();
+  if (State::at_work == &s) ++s.leaving;  // this very thread, in a callback, ends later
+  s.changed.wait(hold, [&s] { return s.threads <= s.leaving; });
 }
 
 void Executor::loop(const std::shared_ptr<State>& state) {
@@ -162,8 +199,11 @@ void Executor::loop(const std::shared_ptr<State>& state) {
   const pthread_t me = pthread_self();
   s.worker = me;
   for (;;) {
-    s.changed.wait(hold, [&s] { return !s.busy && (s.stopped || !s.queue.empty()); });
-    if (s.queue.empty()) return;
+    s.changed.wait(hold, [&s] { return !s.busy; });
+    if (s.queue.empty()) {
+      s.works = false;
+      return;
+    }
     const Job job = std::move(s.queue.front());
     s.queue.pop_front();
     s.busy = true;
@@ -190,8 +230,11 @@ void Executor::loop(const std::shared_ptr<State>& state) {
 void Executor::keep_watch(const std::shared_ptr<State>& state) {
   State& s = *state;
   Lock hold(s.mutex);
-  while (!s.stopped) {
-    s.changed.wait(hold, [&s] { return s.stopped || (s.calls_back && !s.queue.empty()); });
+  while (!s.stopped && s.calls_back) {
+    if (s.queue.empty()) {
+      s.changed.wait(hold, [&s] { return s.stopped || !s.calls_back || !s.queue.empty(); });
+      continue;
+    }
     const size_t step = s.steps;
     const auto used = time_used(s.worker);
     const auto over = [&] { return s.stopped || !s.calls_back || s.steps != step; };
@@ -202,6 +245,7 @@ void Executor::keep_watch(const std::shared_ptr<State>& state) {
     hold.unlock();
     return loop(state);
   }
+  s.watched = false;
 }
 
 }  // namespace fsccl

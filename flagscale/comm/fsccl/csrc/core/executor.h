@@ -1,8 +1,8 @@
 // Runs a group's collectives one after the other, in the order in which they were called.
 //
-// An asynchronous one runs on the group's thread. A synchronous one runs on its caller's thread
-// when nothing is queued before it: two switches of thread less, which for a small message is most
-// of its time.
+// An asynchronous one runs on a thread that the group has while something is queued; threads serve
+// all groups of the process in turn. A synchronous one runs on its caller's thread when nothing is
+// queued before it: two switches of thread less, which for a small message is most of its time.
 //
 // A job's `then` completes futures, and so runs callbacks of the user's, which may do all that a
 // program may. The group's thread runs them before the next job: what they call comes at the same
@@ -30,7 +30,7 @@ class Executor {
   };
   static constexpr std::chrono::milliseconds kStill{500};
 
-  explicit Executor(const char* thread_name = "fsccl-worker");
+  Executor();
   Executor(const Executor&) = delete;
   ~Executor();
 
@@ -40,7 +40,7 @@ class Executor {
   void help(const std::function<bool()>& done);
   // Whether everything has run within `limit`. In a callback: runs it.
   bool drain(std::chrono::milliseconds limit);
-  // Runs what is queued, and ends the threads; a callback that calls it has its thread end later.
+  // Runs what is queued, and lets the threads go; a callback that calls it has its own go later.
   void stop();
 
  private:

@@ -3,6 +3,7 @@
 #include "group.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <thread>
 
@@ -13,18 +14,16 @@ namespace {
 class Noted {
  public:
   explicit Noted(std::atomic<int>& note) : note_(note) {}
-  ~Noted() { note_ = -1; }
+  ~Noted() { note_ = -1; }  // nobody
 
  private:
   std::atomic<int>& note_;
 };
 
-std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
-
 }  // namespace
 
-Group::Group(std::unique_ptr<Rendezvous> rendezvous, GroupConfig config)
-    : rendezvous_(std::move(rendezvous)), config_(std::move(config)) {
+Group::Group(std::unique_ptr<Store> store, GroupConfig config)
+    : config_(std::move(config)), rendezvous_(std::move(store), config_.rank, config_.size) {
   if (config_.size < 1 || config_.rank < 0 || config_.rank >= config_.size) {
     fail_usage("rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.size));
   }
@@ -50,88 +49,88 @@ std::string Group::describe(int rank) const {
 void Group::publish() {
   me_ = Identity::of_this_process(config_.settings);
   me_.native = config_.native;
+  if (config_.rank == 0) me_.key = random_key();
   if (config_.size > 1) {
-    // Its name can be read by everyone on the host, so it is not made of the token.
-    listeners_.push_back(listen_unix("fsccl-" + std::to_string(random_number()),
-                                     &me_.unix_address));
-    listeners_.push_back(listen_tcp(config_.settings.tcp, &me_.tcp_address));
+    transport_ = Device::of_this_process(config_.settings)->open();
+    transport_->on_ask([this] { return awaited(); });
+    transport_->on_abort([this](const Error& why) { conclude(why); });
+    me_.address = transport_->address();
   }
-  rendezvous_->set(rank_key(config_.rank), me_.encode());
+  rendezvous_.publish(me_);
 }
 
 // Polls: a blocking wait would hold the store's lock, which other groups of this process need.
-std::vector<std::string> Group::collect(const std::vector<std::string>& keys,
-                                        const std::vector<int>& from, const Deadline& d) {
+// `from` is who has to come, or kWhoeverIsAbsent.
+void Group::wait_at_rendezvous(int from, const Deadline& d, const std::function<bool()>& come) {
+  // However many wait, the store is asked so often at most.
+  const std::chrono::microseconds longest(std::max(10000, 50 * config_.size));
   auto nap = std::chrono::microseconds(200);
-  size_t come = 0;  // all before are there
   const Noted noted(absent_);
-  while (!rendezvous_->has(keys)) {
+  while (!come()) {
     if (const auto why = verdict()) throw Error(*why);
-    if (nap.count() > 4000) {
-      while (come < keys.size() && rendezvous_->has({keys[come]})) ++come;
-      absent_ = come < keys.size() ? from[come] : -1;
-    }
     // Where the segment is there it has the verdict, and the rendezvous may not.
-    if (open_.load(std::memory_order_acquire)) lane_->throw_if_aborted();
+    if (open_.load(std::memory_order_acquire)) shm_->throw_if_aborted();
     if (nap.count() > 4000) {
+      absent_ = from;
       try {
         hear_failure();
       } catch (const Error&) {
-        // Where all have come meanwhile somebody may have gone on, and wait for this rank to tell.
-        if (!rendezvous_->has(keys)) throw;
+        // What has come meanwhile lets this rank go on, and others may wait for it to tell.
+        if (!come()) throw;
       }
-      for (const int rank : from) check_leader(rank);
+      if (from >= 0) check_leader(from);
     }
     if (d.passed()) {
-      std::string missing;
-      int first = -1;
-      for (size_t i = 0; i < keys.size(); ++i) {
-        if (rendezvous_->has({keys[i]})) continue;
-        missing += (first < 0 ? "" : ", ") + names_[static_cast<size_t>(from[i])];
-        if (first < 0) first = from[i];
+      std::vector<int> absent{from};
+      if (from < 0) absent = rendezvous_.absent();
+      if (absent.empty()) return;
+      std::string names;
+      for (const int r : absent) {
+        names += (names.empty() ? "" : ", ") + names_[static_cast<size_t>(r)];
       }
-      throw Error(Fault::kTimeout, first, missing + " did not come to connect within " + d.text());
+      throw Error(Fault::kTimeout, absent[0],
+                  names + " did not come to connect within " + d.text());
     }
     std::this_thread::sleep_for(nap);
-    nap = std::min(nap * 2, std::chrono::microseconds(10000));
+    nap = std::min(nap * 2, longest);
   }
-  return rendezvous_->get(keys);
+}
+
+std::string Group::await_key(const std::string& key, int from, const Deadline& d) {
+  Store& store = rendezvous_.store();
+  wait_at_rendezvous(from, d, [&] { return store.has({key}); });
+  return store.get({key})[0];
 }
 
 void Group::meet(const Deadline& d) {
   if (met_.load(std::memory_order_acquire)) return;
   std::lock_guard<std::mutex> hold(meeting_);
   if (met_.load(std::memory_order_relaxed)) return;
-  std::vector<std::string> keys;
-  std::vector<int> everyone;
-  for (int r = 0; r < config_.size; ++r) {
-    keys.push_back(rank_key(r));
-    everyone.push_back(r);
-  }
   who_.clear();
-  for (const std::string& text : collect(keys, everyone, d)) who_.push_back(Identity::decode(text));
+  wait_at_rendezvous(kWhoeverIsAbsent, d, [this] { return rendezvous_.complete(); });
+  who_ = rendezvous_.everyone();
   for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
   check_compatible(who_, names_);
   clusters_ = form_clusters(config_.rank, who_, config_.global_ranks, config_.settings);
-  MessengerConfig m;
-  m.rank = config_.rank;
-  m.token = who_[0].token;
-  m.names = names_;
-  m.tcp = config_.settings.tcp;
-  const auto& mates = clusters_.own();
-  for (int r = 0; r < config_.size; ++r) {
-    const Identity& w = who_[static_cast<size_t>(r)];
-    const bool near = std::find(mates.begin(), mates.end(), r) != mates.end();
-    m.addresses.push_back(near ? w.unix_address : w.tcp_address);
+  if (transport_) {
+    Peers peers;
+    peers.rank = config_.rank;
+    peers.names = names_;
+    peers.near.resize(who_.size());
+    const Key& fresh = who_[0].key;
+    const auto& secret = config_.settings.secret;
+    peers.key = secret ? derived(*secret, std::array<uint64_t, 3>{1, fresh.lo, fresh.hi}) : fresh;
+    for (const Identity& w : who_) peers.addresses.push_back(w.address);
+    for (const int mate : clusters_.own()) peers.near[static_cast<size_t>(mate)] = true;
+    transport_->meet(std::move(peers));
   }
-  messenger_ = std::make_unique<Messenger>(std::move(m), std::move(listeners_));
-  messenger_->on_ask([this] { return awaited(); });
-  messenger_->on_abort([this](const Error& why) { conclude(why); });
   met_.store(true, std::memory_order_release);
   try {
     hear_failure();  // others may have met, failed and gone, without having known this rank
   } catch (const Error& why) {
-    messenger_->abort(conclude(why));  // and yet others wait for it, which cannot hear by now
+    const Error root = conclude(why);
+    if (transport_)
+      transport_->abort(root);  // and yet others wait for it, which cannot hear by now
     throw;
   }
 }
@@ -139,31 +138,35 @@ void Group::meet(const Deadline& d) {
 int Group::awaited() const {
   if (!open_.load(std::memory_order_acquire)) return -1;
   const int by_pipeline = pipeline_ ? pipeline_->awaited() : -1;
-  return by_pipeline >= 0 ? by_pipeline : lane_->awaited();
+  return by_pipeline >= 0 ? by_pipeline : shm_->awaited();
 }
 
-std::string Group::awaited_name(const Deadline& d) const {
-  const int absent = absent_;
-  int at = absent >= 0 ? absent : awaited();
+std::string Group::awaited_name(const Deadline& d) {
+  const int waits_for = absent_;
+  int at = waits_for >= 0 ? waits_for : awaited();
+  if (waits_for == kWhoeverIsAbsent) {
+    const std::vector<int> absent = rendezvous_.absent();
+    at = absent.empty() ? kNobody : absent[0];
+  }
   if (at < 0) return "";
   // The names of a group that is still meeting are about to become longer.
   if (!met_) return "rank " + std::to_string(config_.global_ranks[static_cast<size_t>(at)]);
-  if (absent < 0 && hierarchical()) at = messenger_->trace(at, d, [] {});
+  if (waits_for == kNobody && hierarchical()) at = transport_->trace(at, d, [] {});
   return names_[static_cast<size_t>(at)];
 }
 
-// The cluster's first rank makes the segment; a failure there is told to the others as it is.
-Segment Group::shared_segment(const std::string& what, size_t bytes, size_t first,
-                              const Deadline& d) {
-  const int leader = clusters_.own()[0];
+// A failure of the one that makes it is told to the others as it is.
+Segment Group::shared_segment(const std::string& what, const std::vector<int>& sharers,
+                              size_t bytes, size_t first, const Deadline& d) {
+  const int leader = sharers[0];
   const std::string key = what + "/" + std::to_string(leader);
   const std::string& directory = config_.settings.shm_directory;
   if (leader == config_.rank) {
     Segment segment = Segment::create(bytes, first, directory);
-    if (clusters_.own().size() > 1) rendezvous_->set(key, segment.address());
+    if (sharers.size() > 1) tell(key, segment.address());
     return segment;
   }
-  const std::string address = collect({key}, {leader}, d)[0];
+  const std::string address = await_key(key, leader, d);
   check_leader(leader);
   try {
     return Segment::open(address, bytes, directory);
@@ -174,17 +177,17 @@ Segment Group::shared_segment(const std::string& what, size_t bytes, size_t firs
   }
 }
 
-void Group::open_lane(const Deadline& d) {
+void Group::open_shm(const Deadline& d) {
   if (open_.load(std::memory_order_acquire)) return;
   meet(d);
-  if (hierarchical()) messenger_->listen();  // others may ask while this rank waits for its mates
+  if (hierarchical()) transport_->listen();  // others may ask while this rank waits for its mates
   const int ranks = static_cast<int>(clusters_.own().size());
-  LaneConfig config;
+  ShmConfig config;
   config.members = clusters_.own();
   config.names = names_;
   config.process = me_.process;
   config.slot_bytes = config_.settings.slot_bytes != 0 ? config_.settings.slot_bytes
-                                                       : Lane::default_slot_bytes(ranks);
+                                                       : ShmTransport::default_slot_bytes(ranks);
   if (config.slot_bytes < static_cast<size_t>(ranks) * kCacheLine) {
     fail_usage("FSCCL_SLOT_BYTES=" + std::to_string(config.slot_bytes) + " is too small for " +
                std::to_string(ranks) + " ranks on a host");
@@ -195,36 +198,38 @@ void Group::open_lane(const Deadline& d) {
   int on_host = 0;
   for (const Identity& w : who_) on_host += w.domain == me_.domain ? 1 : 0;
   config.spin = SpinPolicy::for_ranks(on_host);
-  Segment segment = shared_segment("segment", Lane::segment_bytes(ranks, config.slot_bytes),
-                                   Lane::first_bytes(ranks, config.slot_bytes), d);
-  lane_ = std::make_unique<Lane>(std::move(segment), clusters_.index, std::move(config));
-  lane_->set_watch([this] {
+  Segment segment = shared_segment("segment", clusters_.own(),
+                                   ShmTransport::segment_bytes(ranks, config.slot_bytes),
+                                   ShmTransport::first_bytes(ranks, config.slot_bytes), d);
+  shm_ = std::make_unique<ShmTransport>(std::move(segment), clusters_.index, std::move(config));
+  shm_->set_watch([this] {
     if (const auto why = verdict()) throw Error(*why);
-    messenger_->throw_trouble();
-    if (!lane_->complete()) hear_failure();  // who fails before it joins says so there alone
+    if (transport_) transport_->throw_trouble();
+    if (!shm_->complete()) hear_failure();  // who fails before it joins says so there alone
   });
   if (hierarchical()) {
-    lane_->set_trace([this](int rank) {
-      return messenger_->trace(rank, patience_, [this] { lane_->throw_if_aborted(); });
+    shm_->set_trace([this](int rank) {
+      return transport_->trace(rank, patience_, [this] { shm_->throw_if_aborted(); });
     });
   }
-  local_ = std::make_unique<Local>(*lane_);
+  local_ = std::make_unique<Local>(*shm_);
   hierarchy_ = std::make_unique<Hierarchy>(*local_, clusters_, config_.settings.chunk_bytes);
   if (config_.settings.pipeline_k > 0) {
     const auto make = [this](size_t bytes, size_t first, int n) {
-      return shared_segment("channels/" + std::to_string(n), bytes, first, lane_->deadline());
+      return shared_segment("channels/" + std::to_string(n), clusters_.own(), bytes, first,
+                            shm_->deadline());
     };
     pipelined_text_ = "pipelined, k=" + std::to_string(config_.settings.pipeline_k) + ", " +
                       std::to_string(config_.settings.pipeline_nelem) + " elements a send";
-    pipeline_ = std::make_unique<Pipeline>(*lane_, clusters_, config_.settings, make);
+    pipeline_ = std::make_unique<Pipeline>(*shm_, clusters_, config_.settings, make);
   }
   open_.store(true, std::memory_order_release);
 }
 
 uint64_t Group::progress() const {
   uint64_t moved = sequence_;
-  if (open_) moved += lane_->posted();
-  if (met_) moved += messenger_->moved();
+  if (open_) moved += shm_->posted();
+  if (transport_) moved += transport_->moved();
   return moved;
 }
 
@@ -242,13 +247,13 @@ const std::vector<Identity>& Group::everyone(const Deadline& d) {
 }
 
 std::string Group::learn(const std::string& key, int from, const Deadline& d) {
-  return collect({key}, {from}, d)[0];
+  return await_key(key, from, d);
 }
 
 // A ring, so that one rank that is gone, or neighbours that are, leave the others connected.
 void Group::keep_in_touch(const Deadline& d) {
   meet(d);
-  if (config_.size > 1) messenger_->touch((config_.rank + 1) % config_.size);
+  if (config_.size > 1) transport_->touch((config_.rank + 1) % config_.size);
 }
 
 void Group::check_rank(int rank, const char* what) const {
@@ -258,7 +263,7 @@ void Group::check_rank(int rank, const char* what) const {
   }
 }
 
-RequestPtr Group::send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d,
+RequestPtr Group::send(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
                        const OpCard& card) {
   check_here();
   check_rank(peer, "destination");
@@ -266,10 +271,10 @@ RequestPtr Group::send(int peer, uint64_t tag, const Pieces& memory, const Deadl
     check();
     meet(d);
   });
-  return messenger_->send(peer, tag, memory, card);
+  return transport().send(peer, tag, memory, card);
 }
 
-RequestPtr Group::recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d,
+RequestPtr Group::recv(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
                        const OpCard& card) {
   check_here();
   if (peer != kAnySource) check_rank(peer, "source");
@@ -277,14 +282,19 @@ RequestPtr Group::recv(int peer, uint64_t tag, const Pieces& memory, const Deadl
     check();
     meet(d);
   });
-  return messenger_->recv(peer, tag, memory, card);
+  return transport().recv(peer, tag, memory, card);
+}
+
+Transport& Group::transport() const {
+  if (!transport_) fail_usage("a group of one rank has nobody to send to or to receive from");
+  return *transport_;
 }
 
 void Group::wait(OpCode op, const RequestPtr& request, const Deadline& d) {
   check_process();
   or_fail(name_of(op), request->tag, [&] {
-    messenger_->wait(request, d, [this] {
-      if (open_) lane_->throw_if_aborted();
+    transport_->wait(request, d, [this] {
+      if (open_) shm_->throw_if_aborted();
     });
   });
 }

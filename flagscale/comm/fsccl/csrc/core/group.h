@@ -2,7 +2,7 @@
 //
 // Making a group publishes who this rank is and waits for nobody. The first point-to-point message
 // needs the others' addresses, the first collective also the cluster's shared segment; both come
-// through the Rendezvous, in one round trip each.
+// through the Rendezvous (rendezvous.h).
 //
 // Collectives block, are called by all ranks in the same order, and by one thread at a time.
 // send() and recv() may be called by any thread. The first error of any kind, once the arguments of
@@ -22,18 +22,11 @@
 
 #include "hierarchy.h"
 #include "pipeline.h"
+#include "rendezvous.h"
+#include "transport.h"
 #include "settings.h"
 
 namespace fsccl {
-
-// A key-value store that all ranks of a group reach. Any thread may call; nothing may block long.
-class Rendezvous {
- public:
-  virtual ~Rendezvous() = default;
-  virtual void set(const std::string& key, const std::string& value) = 0;
-  virtual bool has(const std::vector<std::string>& keys) = 0;                      // all of them
-  virtual std::vector<std::string> get(const std::vector<std::string>& keys) = 0;  // that exist
-};
 
 struct GroupConfig {
   int rank = 0;
@@ -46,41 +39,40 @@ struct GroupConfig {
 
 class Group {
  public:
-  Group(std::unique_ptr<Rendezvous> rendezvous, GroupConfig config);
+  Group(std::unique_ptr<Store> store, GroupConfig config);
   ~Group();
 
   int rank() const { return config_.rank; }
   int size() const { return config_.size; }
 
-  // Sizes are in elements where there is a reduction, else in bytes inside Pieces. `in` may be
+  // Sizes are in elements where there is a reduction, else in bytes inside BufferList. `in` may be
   // `out`. Lists have one entry a rank; entries may differ in size if all ranks agree on them.
   void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d);
   void reduce(const void* in, void* out, size_t count, const Reduction& r, int root,
               const Deadline& d);
-  void reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, const Reduction& r,
+  void reduce_scatter(const BufferLists& in, const BufferList& out, const Reduction& r,
                       const Deadline& d);
   // `width` is the size of an element, in which pipelined schedules count.
-  void all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d,
+  void all_gather(const BufferList& in, const BufferLists& out, const Deadline& d,
                   size_t width = 1);
-  void broadcast(const Pieces& buffer, int root, const Deadline& d);
-  void gather(const Pieces& in, const std::vector<Pieces>& out, int root, const Deadline& d);
-  void scatter(const std::vector<Pieces>& in, const Pieces& out, int root, const Deadline& d);
+  void broadcast(const BufferList& buffer, int root, const Deadline& d);
+  void gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d);
+  void scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d);
   // Ranks need to know only their own sizes.
-  void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
-                  const Deadline& d);
+  void all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d);
   void barrier(const Deadline& d);
   // By messages to rank 0 and back, so that the error names every rank that did not come.
   void monitored_barrier(const Deadline& d);
 
-  static constexpr int kAnySource = Messenger::kAnySource;
+  static constexpr int kAnySource = Transport::kAnySource;
   // The deadline is for meeting the group, wait() has its own.
-  RequestPtr send(int peer, uint64_t tag, const Pieces& memory, const Deadline& d,
+  RequestPtr send(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
                   const OpCard& card = {});
-  RequestPtr recv(int peer, uint64_t tag, const Pieces& memory, const Deadline& d,
+  RequestPtr recv(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
                   const OpCard& card = {});
   void wait(OpCode op, const RequestPtr& request, const Deadline& d);
   void notify(const RequestPtr& request, std::function<void()> then) {
-    messenger_->notify(request, std::move(then));
+    transport().notify(request, std::move(then));
   }
 
   // Fails the group: who waits, here or elsewhere, stops waiting. Any thread may call.
@@ -108,9 +100,14 @@ class Group {
   const std::vector<Identity>& everyone(const Deadline& d);  // waits until all are known
   // Whom the collective under way waits for, by name; empty when nobody is known. Any thread may
   // call; other clusters' ranks are asked, until the deadline.
-  std::string awaited_name(const Deadline& d) const;
+  std::string awaited_name(const Deadline& d);
   const std::string& name(int rank) const { return names_[static_cast<size_t>(rank)]; }
-  void tell(const std::string& key, const std::string& value) { rendezvous_->set(key, value); }
+  void tell(const std::string& key, const std::string& value) {
+    rendezvous_.store().set(key, value);
+  }
+  // What these ranks of a host share: the first makes it, and reserves its first bytes.
+  Segment shared_segment(const std::string& what, const std::vector<int>& sharers, size_t bytes,
+                         size_t first, const Deadline& d);
   std::string learn(const std::string& key, int from, const Deadline& d);  // what `from` tells
   void check() const;  // throws what failed the group, if anything did
   // Throws Error(kAborted) in a child forked from the process that has made the group.
@@ -120,8 +117,8 @@ class Group {
   bool forked() const;
   // As check(), and if a rank that shares memory with this one is gone. Any thread may call.
   void look() const;
-  // Sees to it that every rank hears of a failure, also one that no message has connected: who waits
-  // elsewhere than here (in a native library) may need it. All ranks call it.
+  // Sees to it that every rank hears of a failure, also one that no message has connected: who
+  // waits elsewhere than here (in a native library) may need it. All ranks call it.
   void keep_in_touch(const Deadline& d);
   // Fails the group, tells everyone, and throws `why` with the operation's name.
   [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
@@ -134,17 +131,16 @@ class Group {
   void print(const std::string& words) const;
   template <class F>
   void collective(OpCard card, const Deadline& d, F&& body);
-  void exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
-                      const std::vector<Pieces>& recv, const Deadline& d);
+  void exchange_pairs(const OpCard& what, const BufferLists& send, const BufferLists& recv,
+                      const Deadline& d);
   void chose(const OpCard& card, const char* algorithm);
 
   void publish();
-  void meet(const Deadline& d);       // learn who the others are
-  void open_lane(const Deadline& d);  // map the cluster's segment
-  std::vector<std::string> collect(const std::vector<std::string>& keys,
-                                   const std::vector<int>& from, const Deadline& d);
-  Segment shared_segment(const std::string& what, size_t bytes, size_t first, const Deadline& d);
-  void hear_failure() const;  // throws what a rank has told at the rendezvous
+  void meet(const Deadline& d);      // learn who the others are
+  void open_shm(const Deadline& d);  // map the cluster's segment
+  std::string await_key(const std::string& key, int from, const Deadline& d);
+  void wait_at_rendezvous(int from, const Deadline& d, const std::function<bool()>& come);
+  void hear_failure();  // throws what a rank has told at the rendezvous
   void check_leader(int leader) const;
   bool near(int rank) const;
   bool has_witness(int rank) const;
@@ -155,34 +151,35 @@ class Group {
   template <class F>
   auto or_fail(const char* what, uint64_t sequence, F&& body) -> decltype(body());
   void check_rank(int rank, const char* what) const;
+  Transport& transport() const;
   std::string describe(int rank) const;
+  static constexpr int kNobody = -1, kWhoeverIsAbsent = -2;
   bool hierarchical() const { return clusters_.count() > 1; }
   bool pipelined(const OpCard& card);
-  Exchange exchange();
+  RequestBatch batch();
   int awaited() const;
   void hear_all(const OpCard& card, const Deadline& d);
 
-  std::unique_ptr<Rendezvous> rendezvous_;
   GroupConfig config_;
+  Rendezvous rendezvous_;
   Identity me_;
-  std::vector<Fd> listeners_;
   std::vector<std::string> names_;
   Clusters clusters_;
   std::vector<Identity> who_;
-  std::unique_ptr<Messenger> messenger_;
-  std::unique_ptr<Lane> lane_;
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<ShmTransport> shm_;
   std::unique_ptr<Local> local_;
   std::unique_ptr<Hierarchy> hierarchy_;
   std::unique_ptr<Pipeline> pipeline_;  // where the settings ask for it
   std::string pipelined_text_;          // and what it is called
   std::atomic<const char*> last_algorithm_{"none yet"};
-  std::atomic<uint64_t> sequence_{0};   // of collectives
+  std::atomic<uint64_t> sequence_{0};  // of collectives
   // When the collective under way must have failed. Its waits end a little earlier where the rank
   // at fault may have to be asked for.
   Deadline patience_ = Deadline::after(Deadline::Ms(0));
   std::mutex meeting_;
   std::atomic<bool> met_{false}, open_{false};
-  std::atomic<int> absent_{-1};  // who is awaited at the rendezvous
+  std::atomic<int> absent_{kNobody};  // who is awaited at the rendezvous
   mutable std::mutex verdict_mutex_;
   std::unique_ptr<Error> verdict_;
   std::atomic<bool> failed_{false}, left_{false};

@@ -21,9 +21,9 @@ Group::~Group() {
   static_cast<void>(pipeline_.release());
   static_cast<void>(hierarchy_.release());
   static_cast<void>(local_.release());
-  static_cast<void>(lane_.release());
-  static_cast<void>(messenger_.release());
-  static_cast<void>(rendezvous_.release());
+  static_cast<void>(shm_.release());
+  static_cast<void>(transport_.release());
+  rendezvous_.release();
 }
 
 bool Group::forked() const { return getpid() != me_.pid; }
@@ -40,10 +40,11 @@ void Group::check_here() const {
   if (left_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
 }
 
-void Group::hear_failure() const {
+void Group::hear_failure() {
   std::vector<std::string> told;
   try {
-    if (rendezvous_->has({kFailedKey})) told = rendezvous_->get({kFailedKey});
+    Store& store = rendezvous_.store();
+    if (store.has({kFailedKey})) told = store.get({kFailedKey});
   } catch (const std::exception&) {
     throw Error(Fault::kSystem, -1, "the store of the group is gone before all ranks have joined");
   }
@@ -86,7 +87,7 @@ Error Group::seen_closer(const Error& why) {
 Error Group::conclude(const Error& why) {
   const Error mine = seen_closer(why);
   const std::lock_guard<std::mutex> hold(verdict_mutex_);
-  if (!verdict_) verdict_ = std::make_unique<Error>(open_ ? lane_->abort(mine) : mine);
+  if (!verdict_) verdict_ = std::make_unique<Error>(open_ ? shm_->abort(mine) : mine);
   failed_ = true;
   return *verdict_;
 }
@@ -99,10 +100,10 @@ std::optional<Error> Group::verdict() const {
 
 void Group::fail(const char* what, uint64_t sequence, const Error& why) {
   const Error root = conclude(why);
-  if (met_) messenger_->abort(root);
-  if (!open_ || !met_ || !lane_->complete()) {
+  if (met_ && transport_) transport_->abort(root);
+  if (!open_ || !met_ || !shm_->complete()) {
     try {
-      rendezvous_->set(kFailedKey, std::string(root.what()));
+      rendezvous_.store().set(kFailedKey, root.what());
     } catch (const std::exception&) {
       // The store is gone too; the error below says what matters.
     }
@@ -128,8 +129,8 @@ void Group::abort(const std::string& why) {
 
 void Group::shutdown() {
   if (left_.exchange(true) || forked()) return;
-  if (open_) lane_->leave(!failed_);
-  if (met_) messenger_->close();
+  if (open_) shm_->leave(!failed_);
+  if (transport_) transport_->close();
 }
 
 std::optional<std::string> Group::failure() const {
@@ -141,14 +142,14 @@ std::optional<std::string> Group::failure() const {
 void Group::check() const {
   check_here();
   if (const auto why = verdict()) throw Error(*why);
-  if (open_) lane_->throw_if_aborted();
+  if (open_) shm_->throw_if_aborted();
 }
 
 void Group::look() const {
   check();
   if (!open_) return;
   for (const int mate : clusters_.own()) {
-    if (mate != config_.rank) lane_->look_at(lane_->lane_rank_of(mate), [] { return false; });
+    if (mate != config_.rank) shm_->look_at(shm_->local_rank_of(mate), [] { return false; });
   }
 }
 

@@ -28,16 +28,16 @@ Interval Hierarchy::chunk_at(size_t k, size_t total, size_t width, size_t most) 
 }
 
 // All that belongs to the ranks of a cluster, one after the other.
-Pieces Hierarchy::join(const std::vector<Pieces>& by_rank, int cluster) const {
-  Pieces out;
+BufferList Hierarchy::join(const BufferLists& by_rank, int cluster) const {
+  BufferList out;
   for (const int r : clusters_.ranks[static_cast<size_t>(cluster)]) {
-    for (const Piece& p : by_rank[static_cast<size_t>(r)].list()) out.add(p);
+    for (const Buffer& p : by_rank[static_cast<size_t>(r)].list()) out.add(p);
   }
   return out;
 }
 
 // Where each rank's part lies in join().
-std::vector<Interval> Hierarchy::places(const std::vector<Pieces>& by_rank, int cluster) const {
+std::vector<Interval> Hierarchy::places(const BufferLists& by_rank, int cluster) const {
   std::vector<Interval> out;
   size_t at = 0;
   for (const int r : clusters_.ranks[static_cast<size_t>(cluster)]) {
@@ -48,22 +48,23 @@ std::vector<Interval> Hierarchy::places(const std::vector<Pieces>& by_rank, int 
   return out;
 }
 
-void Hierarchy::barrier(Exchange& x) {
+void Hierarchy::barrier(RequestBatch& x) {
   local_.barrier();
   if (clusters_.index == 0) {
-    Batch batch;
-    for (int c = 0; c < clusters_.count(); ++c) {
-      if (c == clusters_.mine) continue;
-      x.send(rank_of(c, 0), Pieces(), &batch);
-      x.recv(rank_of(c, 0), Pieces(), &batch);
+    // By then this rank has heard, at first or second hand, of the `d` clusters before its own.
+    const int count = clusters_.count();
+    for (int d = 1; d < count; d *= 2) {
+      Requests batch;
+      x.send(rank_of((clusters_.mine + d) % count, 0), BufferList(), &batch);
+      x.recv(rank_of((clusters_.mine + count - d) % count, 0), BufferList(), &batch);
+      x.wait(&batch);
     }
-    x.wait(&batch);
   }
   local_.barrier();
 }
 
-void Hierarchy::all_reduce(Exchange& x, const void* in, void* out, size_t count, const Reduction& r,
-                           int root) {
+void Hierarchy::all_reduce(RequestBatch& x, const void* in, void* out, size_t count,
+                           const Reduction& r, int root) {
   const size_t width = r.width(), total = count * width, chunks = chunks_in(total, width);
   const int to = root < 0 ? -1 : cluster_of(root);
   const auto stage = [this](size_t k) -> Stage& { return stages_[k % stages_.size()]; };
@@ -80,37 +81,37 @@ void Hierarchy::all_reduce(Exchange& x, const void* in, void* out, size_t count,
 }
 
 // Has a chunk's sums of the other clusters received.
-void Hierarchy::call(Exchange& x, Stage& s, Interval chunk) {
+void Hierarchy::call(RequestBatch& x, Stage& s, Interval chunk) {
   const Interval whole{0, chunk.size()};
   const auto theirs = [&](int c, size_t j) { return owned(c, j, whole); };
   receive_sums(x, own(whole), theirs, &s.received, &s.receives);
 }
 
 // Sums a chunk inside the cluster and sends the sum on its way, to all clusters or to one.
-void Hierarchy::start(Exchange& x, Stage& s, const std::byte* in, Interval chunk,
+void Hierarchy::start(RequestBatch& x, Stage& s, const std::byte* in, Interval chunk,
                       const Reduction& r, int to) {
   const Interval whole{0, chunk.size()}, mine = own(whole);
   s.sum = in + chunk.lo;
   if (!input_is_sum(r)) {
     s.partial.resize(std::max(s.partial.size(), mine.size()));
     s.sum = s.partial.data();
-    local_.reduce_scatter(Pieces(in + chunk.lo, chunk.size()), bounds(clusters_.mine, whole),
-                          Pieces(s.sum, mine.size()), r.first_stage());
+    local_.reduce_scatter(BufferList(in + chunk.lo, chunk.size()), bounds(clusters_.mine, whole),
+                          BufferList(s.sum, mine.size()), r.first_stage());
   }
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine || (to >= 0 && to != c)) continue;
     for (size_t j = 0; j < size_of(c); ++j) {
       const Interval both = overlap(mine, owned(c, j, whole));
       if (both.empty()) continue;
-      x.send(rank_of(c, j), Pieces(s.sum + (both.lo - mine.lo), both.size()), &s.sends);
+      x.send(rank_of(c, j), BufferList(s.sum + (both.lo - mine.lo), both.size()), &s.sends);
     }
   }
 }
 
 // Adds what has come for a chunk to the own sum, in the order of clusters, and spreads the result
 // inside the cluster.
-void Hierarchy::finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, const Reduction& r,
-                       int root) {
+void Hierarchy::finish(RequestBatch& x, Stage& s, std::byte* out, Interval chunk,
+                       const Reduction& r, int root) {
   x.wait(&s.receives);
   x.wait(&s.sends);
   if (root >= 0 && cluster_of(root) != clusters_.mine) return;
@@ -122,12 +123,11 @@ void Hierarchy::finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, co
   }
   std::vector<const void*> sources;
   for (int c = 0; c < clusters_.count(); ++c) {
-    sources.push_back(c == clusters_.mine ? s.sum
-                                          : s.received[static_cast<size_t>(c)].data());
+    sources.push_back(c == clusters_.mine ? s.sum : s.received[static_cast<size_t>(c)].data());
   }
   fsccl::reduce(r.last_stage(), to + mine.lo, sources.data(), clusters_.count(),
                 mine.size() / r.width());
-  local_.all_gather(Pieces(to, chunk.size()), bounds(clusters_.mine, whole));
+  local_.all_gather(BufferList(to, chunk.size()), bounds(clusters_.mine, whole));
 }
 
 // In reduce_scatter and all_gather ranks bring lists of sizes. Ranks of two clusters compare no
@@ -135,9 +135,9 @@ void Hierarchy::finish(Exchange& x, Stage& s, std::byte* out, Interval chunk, co
 // one, if an empty one, so that ranks that disagree notice it.
 
 // The partial sums of what belongs to another cluster, each interval sent to its owners there.
-void Hierarchy::scatter_to(Exchange& x, const std::vector<Pieces>& in, int cluster,
+void Hierarchy::scatter_to(RequestBatch& x, const BufferLists& in, int cluster,
                            const Reduction& r) {
-  const Pieces theirs = join(in, cluster);
+  const BufferList theirs = join(in, cluster);
   const auto owners = places(in, cluster);
   const size_t width = r.width();
   const size_t chunks = std::max<size_t>(chunks_in(theirs.bytes(), width), 1);
@@ -147,21 +147,21 @@ void Hierarchy::scatter_to(Exchange& x, const std::vector<Pieces>& in, int clust
     const Interval chunk = chunk_at(k, theirs.bytes(), width), mine = own(chunk);
     s.partial.resize(std::max(s.partial.size(), mine.size()));
     local_.reduce_scatter(theirs, bounds(clusters_.mine, chunk),
-                          Pieces(s.partial.data(), mine.size()), r.first_stage());
+                          BufferList(s.partial.data(), mine.size()), r.first_stage());
     for (size_t j = 0; j < owners.size(); ++j) {
       const Interval both = overlap(mine, owners[j]);
       if (!both.empty()) {
-        x.send(rank_of(cluster, j), Pieces(s.partial.data() + (both.lo - mine.lo), both.size()),
+        x.send(rank_of(cluster, j), BufferList(s.partial.data() + (both.lo - mine.lo), both.size()),
                &s.sends);
       } else if (k == 0 && clusters_.index == 0) {
-        x.send(rank_of(cluster, j), Pieces(), &s.sends);
+        x.send(rank_of(cluster, j), BufferList(), &s.sends);
       }
     }
   }
   for (Stage& s : stages_) x.wait(&s.sends);
 }
 
-void Hierarchy::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const Pieces& out,
+void Hierarchy::reduce_scatter(RequestBatch& x, const BufferLists& in, const BufferList& out,
                                const Reduction& r) {
   const size_t n = out.bytes(), width = r.width(), count = static_cast<size_t>(clusters_.count());
   const auto own_places = places(in, clusters_.mine);
@@ -170,7 +170,7 @@ void Hierarchy::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const
   const size_t chunks = std::max<size_t>(chunks_in(cluster_bytes, width), 1);
   // One partial sum a cluster, in the order of clusters; the own one comes last in time.
   scratch_.resize(std::max(scratch_.size(), count * n));
-  Batch receives;
+  Requests receives;
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine) continue;
     std::byte* to = scratch_.data() + static_cast<size_t>(c) * n;
@@ -179,9 +179,9 @@ void Hierarchy::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const
       for (size_t j = 0; j < size_of(c); ++j) {
         const Interval both = overlap(wanted, owned(c, j, chunk));
         if (!both.empty()) {
-          x.recv(rank_of(c, j), Pieces(to + (both.lo - wanted.lo), both.size()), &receives);
+          x.recv(rank_of(c, j), BufferList(to + (both.lo - wanted.lo), both.size()), &receives);
         } else if (k == 0 && j == 0) {
-          x.recv(rank_of(c, j), Pieces(), &receives);
+          x.recv(rank_of(c, j), BufferList(), &receives);
         }
       }
     }
@@ -190,7 +190,8 @@ void Hierarchy::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const
     scatter_to(x, in, (clusters_.mine + d) % clusters_.count(), r);
   }
   std::byte* own_sum = scratch_.data() + static_cast<size_t>(clusters_.mine) * n;
-  local_.reduce_scatter(join(in, clusters_.mine), own_places, Pieces(own_sum, n), r.first_stage());
+  local_.reduce_scatter(join(in, clusters_.mine), own_places, BufferList(own_sum, n),
+                        r.first_stage());
   x.wait(&receives);
   std::vector<const void*> sources(count);
   for (size_t c = 0; c < count; ++c) sources[c] = scratch_.data() + c * n;
@@ -200,11 +201,11 @@ void Hierarchy::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const
 
 // Every rank sends its part to the owners in the other clusters at once; chunk by chunk, what came
 // is then spread inside.
-void Hierarchy::all_gather(Exchange& x, const std::vector<Pieces>& buffer) {
-  std::vector<std::vector<Batch>> receives(static_cast<size_t>(clusters_.count()));
+void Hierarchy::all_gather(RequestBatch& x, const BufferLists& buffer) {
+  std::vector<std::vector<Requests>> receives(static_cast<size_t>(clusters_.count()));
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine) continue;
-    const Pieces theirs = join(buffer, c);
+    const BufferList theirs = join(buffer, c);
     const auto owners = places(buffer, c);
     auto& by_chunk = receives[static_cast<size_t>(c)];
     by_chunk.resize(std::max<size_t>(chunks_in(theirs.bytes(), 1), 1));
@@ -219,8 +220,8 @@ void Hierarchy::all_gather(Exchange& x, const std::vector<Pieces>& buffer) {
   }
   const auto own_places = places(buffer, clusters_.mine);
   const Interval part = own_places[static_cast<size_t>(clusters_.index)];
-  const Pieces own_buffer = join(buffer, clusters_.mine);
-  Batch sends;
+  const BufferList own_buffer = join(buffer, clusters_.mine);
+  Requests sends;
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine) continue;
     for (size_t k = 0; k < std::max<size_t>(chunks_in(own_buffer.bytes(), 1), 1); ++k) {
@@ -235,7 +236,7 @@ void Hierarchy::all_gather(Exchange& x, const std::vector<Pieces>& buffer) {
   local_.all_gather(own_buffer, own_places);
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine) continue;
-    const Pieces theirs = join(buffer, c);
+    const BufferList theirs = join(buffer, c);
     auto& by_chunk = receives[static_cast<size_t>(c)];
     for (size_t k = 0; k < by_chunk.size(); ++k) {
       x.wait(&by_chunk[k]);
@@ -247,11 +248,11 @@ void Hierarchy::all_gather(Exchange& x, const std::vector<Pieces>& buffer) {
 
 // In the root's cluster a chunk is broadcast first; then its owners send it across. Elsewhere the
 // owners spread what comes.
-void Hierarchy::broadcast(Exchange& x, const Pieces& buffer, int root) {
+void Hierarchy::broadcast(RequestBatch& x, const BufferList& buffer, int root) {
   const int source = cluster_of(root);
   const bool sends_here = source == clusters_.mine;
   const size_t chunks = chunks_in(buffer.bytes(), 1);
-  std::vector<Batch> batches(chunks);
+  std::vector<Requests> batches(chunks);
   const auto& members = clusters_.ranks[static_cast<size_t>(source)];
   const auto local_root =
       static_cast<int>(std::find(members.begin(), members.end(), root) - members.begin());
@@ -279,10 +280,10 @@ void Hierarchy::broadcast(Exchange& x, const Pieces& buffer, int root) {
   }
 }
 
-// Pairs in different clusters exchange messages while those inside use the lane.
-void Hierarchy::all_to_all(Exchange& x, const std::vector<Pieces>& send,
-                           const std::vector<Pieces>& recv, bool every_pair) {
-  Batch batch;
+// Pairs in different clusters exchange messages while those inside use shared memory.
+void Hierarchy::all_to_all(RequestBatch& x, const BufferLists& send, const BufferLists& recv,
+                           bool every_pair) {
+  Requests batch;
   for (int d = 1; d < clusters_.count(); ++d) {
     const int c = (clusters_.mine + d) % clusters_.count();
     for (const int r : clusters_.ranks[static_cast<size_t>(c)]) {
@@ -291,7 +292,7 @@ void Hierarchy::all_to_all(Exchange& x, const std::vector<Pieces>& send,
       if (every_pair || send[p].bytes() > 0) x.send(r, send[p], &batch);
     }
   }
-  std::vector<Pieces> out, in;
+  BufferLists out, in;
   for (const int r : clusters_.own()) {
     out.push_back(send[static_cast<size_t>(r)]);
     in.push_back(recv[static_cast<size_t>(r)]);

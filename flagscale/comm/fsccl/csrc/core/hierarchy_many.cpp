@@ -28,14 +28,14 @@ Interval Hierarchy::part(int segment_of, int cut_for, size_t i, Interval chunk) 
 
 // The chunk in another order: all parts of the cluster's first rank, then all of its second, ...
 // `bounds` says where each rank's lie.
-Pieces Hierarchy::by_owner(const std::byte* chunk_data, Interval chunk,
-                           std::vector<Interval>* bounds) const {
-  Pieces out;
+BufferList Hierarchy::by_owner(const std::byte* chunk_data, Interval chunk,
+                               std::vector<Interval>* bounds) const {
+  BufferList out;
   for (size_t i = 0; i < size_of(clusters_.mine); ++i) {
     const size_t from = out.bytes();
     for (int c = 0; c < clusters_.count(); ++c) {
       const Interval p = part(c, clusters_.mine, i, chunk);
-      out.add(piece(chunk_data + (p.lo - chunk.lo), p.size()));
+      out.add(buffer_of(chunk_data + (p.lo - chunk.lo), p.size()));
     }
     bounds->push_back({from, out.bytes()});
   }
@@ -49,7 +49,7 @@ size_t Hierarchy::many_chunk(size_t total) const {
   return std::clamp(total / kLeast, chunk_, kLonger * chunk_);
 }
 
-void Hierarchy::all_reduce_of_many(Exchange& x, const void* in, void* out, size_t count,
+void Hierarchy::all_reduce_of_many(RequestBatch& x, const void* in, void* out, size_t count,
                                    const Reduction& r) {
   const size_t width = r.width(), total = count * width, most = many_chunk(total);
   const size_t chunks = chunks_in(total, width, most);
@@ -72,7 +72,7 @@ void Hierarchy::all_reduce_of_many(Exchange& x, const void* in, void* out, size_
 }
 
 // Has the other clusters' sums of the own part received.
-void Hierarchy::call_for_sums(Exchange& x, ManyStage& s, Interval chunk) {
+void Hierarchy::call_for_sums(RequestBatch& x, ManyStage& s, Interval chunk) {
   const auto me = static_cast<size_t>(clusters_.index);
   const Interval mine = part(clusters_.mine, clusters_.mine, me, chunk);
   const auto theirs = [&](int c, size_t j) { return part(clusters_.mine, c, j, chunk); };
@@ -81,7 +81,7 @@ void Hierarchy::call_for_sums(Exchange& x, ManyStage& s, Interval chunk) {
 
 // Has the results of all other segments received, in their places. They may be those of the input
 // too: what comes for a byte was made of what this rank has sent of it.
-void Hierarchy::call_for_results(Exchange& x, ManyStage& s, std::byte* out, Interval chunk) {
+void Hierarchy::call_for_results(RequestBatch& x, ManyStage& s, std::byte* out, Interval chunk) {
   const auto me = static_cast<size_t>(clusters_.index);
   for (int c = 0; c < clusters_.count(); ++c) {
     if (c == clusters_.mine) continue;
@@ -89,22 +89,22 @@ void Hierarchy::call_for_results(Exchange& x, ManyStage& s, std::byte* out, Inte
     for (size_t j = 0; j < size_of(c); ++j) {
       const Interval come = overlap(theirs, part(c, c, j, chunk));
       if (come.empty()) continue;
-      x.recv(rank_of(c, j), Pieces(out + come.lo, come.size()), &s.results_in);
+      x.recv(rank_of(c, j), BufferList(out + come.lo, come.size()), &s.results_in);
     }
   }
 }
 
 // First stage: this cluster's sums of all segments, on their way to the clusters that sum them.
-void Hierarchy::sum_inside(Exchange& x, ManyStage& s, const std::byte* in, Interval chunk,
+void Hierarchy::sum_inside(RequestBatch& x, ManyStage& s, const std::byte* in, Interval chunk,
                            const Reduction& r) {
   std::vector<Interval> bounds;
-  const Pieces source = by_owner(in + chunk.lo, chunk, &bounds);
+  const BufferList source = by_owner(in + chunk.lo, chunk, &bounds);
   const auto me = static_cast<size_t>(clusters_.index);
   s.sum = in + chunk.lo;  // of one rank by_owner() keeps the order
   if (!input_is_sum(r)) {
     s.partial.resize(std::max(s.partial.size(), bounds[me].size()));
     s.sum = s.partial.data();
-    local_.reduce_scatter(source, bounds, Pieces(s.sum, bounds[me].size()), r.first_stage());
+    local_.reduce_scatter(source, bounds, BufferList(s.sum, bounds[me].size()), r.first_stage());
   }
   size_t at = 0;  // of segment c's part in `sum`
   for (int c = 0; c < clusters_.count(); ++c) {
@@ -112,14 +112,14 @@ void Hierarchy::sum_inside(Exchange& x, ManyStage& s, const std::byte* in, Inter
     for (size_t j = 0; j < size_of(c) && c != clusters_.mine; ++j) {
       const Interval go = overlap(theirs, part(c, c, j, chunk));
       if (go.empty()) continue;
-      x.send(rank_of(c, j), Pieces(s.sum + at + (go.lo - theirs.lo), go.size()), &s.sums_out);
+      x.send(rank_of(c, j), BufferList(s.sum + at + (go.lo - theirs.lo), go.size()), &s.sums_out);
     }
     at += theirs.size();
   }
 }
 
 // Second stage: the sum over clusters of the own part of the own segment, on its way to all others.
-void Hierarchy::sum_own_segment(Exchange& x, ManyStage& s, std::byte* out, Interval chunk,
+void Hierarchy::sum_own_segment(RequestBatch& x, ManyStage& s, std::byte* out, Interval chunk,
                                 const Reduction& r) {
   const auto me = static_cast<size_t>(clusters_.index);
   const Interval mine = part(clusters_.mine, clusters_.mine, me, chunk);
@@ -128,25 +128,24 @@ void Hierarchy::sum_own_segment(Exchange& x, ManyStage& s, std::byte* out, Inter
   x.wait(&s.sums_in);
   std::vector<const void*> sources;
   for (int c = 0; c < clusters_.count(); ++c) {
-    sources.push_back(c == clusters_.mine ? s.sum + at
-                                          : s.received[static_cast<size_t>(c)].data());
+    sources.push_back(c == clusters_.mine ? s.sum + at : s.received[static_cast<size_t>(c)].data());
   }
   fsccl::reduce(r.last_stage(), out + mine.lo, sources.data(), clusters_.count(),
                 mine.size() / r.width());
   for (int c = 0; c < clusters_.count(); ++c) {
     for (size_t j = 0; j < size_of(c) && c != clusters_.mine; ++j) {
       const Interval go = overlap(mine, part(clusters_.mine, c, j, chunk));
-      if (!go.empty()) x.send(rank_of(c, j), Pieces(out + go.lo, go.size()), &s.results_out);
+      if (!go.empty()) x.send(rank_of(c, j), BufferList(out + go.lo, go.size()), &s.results_out);
     }
   }
   x.wait(&s.sums_out);
 }
 
 // Third stage: everyone in the cluster gets all segments.
-void Hierarchy::spread(Exchange& x, ManyStage& s, std::byte* out, Interval chunk) {
+void Hierarchy::spread(RequestBatch& x, ManyStage& s, std::byte* out, Interval chunk) {
   x.wait(&s.results_in);
   std::vector<Interval> bounds;
-  const Pieces whole = by_owner(out + chunk.lo, chunk, &bounds);
+  const BufferList whole = by_owner(out + chunk.lo, chunk, &bounds);
   local_.all_gather(whole, bounds);
   x.wait(&s.results_out);
 }

@@ -13,7 +13,7 @@
 
 namespace fsccl {
 
-class Link;
+class Connection;
 
 // A message that has been announced.
 struct Incoming {
@@ -21,8 +21,8 @@ struct Incoming {
   uint64_t received = 0;
   OpCard card;
   bool asks = false;
-  Link* link = nullptr;  // where it was announced
-  RequestPtr request;    // null until a receive matches
+  Connection* connection = nullptr;  // where it was announced
+  RequestPtr request;                // null until a receive matches
   std::shared_ptr<std::byte[]> kept;
   bool keeps = false;  // the body goes to `kept`
 
@@ -124,7 +124,7 @@ class Inbox {
   void fail_unfinished(const Error& why) {
     for (Incoming& m : all_) {
       if (m.request) m.request->fail(why);
-      m.link = nullptr;
+      m.connection = nullptr;
     }
     std::list<Incoming> before;
     before.swap(all_);
@@ -135,9 +135,9 @@ class Inbox {
       if (m.complete() && !m.asks && !m.request) add(std::move(m));
     }
   }
-  void forget_link(const Link* link) {
+  void forget_connection(const Connection* connection) {
     for (Incoming& m : all_) {
-      if (m.link == link) m.link = nullptr;
+      if (m.connection == connection) m.connection = nullptr;
     }
   }
 

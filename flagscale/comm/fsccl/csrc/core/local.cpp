@@ -26,24 +26,24 @@ size_t share_of(size_t capacity, int n) {
 }  // namespace
 
 void Local::barrier() {
-  lane_.fill();
-  lane_.post();
-  lane_.await_all();
+  shm_.fill();
+  shm_.post();
+  shm_.await_all();
 }
 
 // Step k: publishes chunk k of the input; reads everyone's and reduces, in rank order.
 void Local::all_reduce_one_shot(const void* in, void* out, size_t count, const Reduction& r) {
-  const size_t width = r.width(), per_step = lane_.capacity() / width;
+  const size_t width = r.width(), per_step = shm_.capacity() / width;
   std::vector<const void*> sources(static_cast<size_t>(size()));
   for (size_t at = 0; at < count; at += per_step) {
     const size_t n = std::min(per_step, count - at);
     const auto* mine = static_cast<const std::byte*>(in) + at * width;
     if (size() > 1) {
-      std::memcpy(lane_.fill(), mine, n * width);
-      lane_.post();
+      std::memcpy(shm_.fill(), mine, n * width);
+      shm_.post();
     }
     for (int p = 0; p < size(); ++p) {
-      sources[static_cast<size_t>(p)] = p == rank() ? mine : lane_.await(p);
+      sources[static_cast<size_t>(p)] = p == rank() ? mine : shm_.await(p);
     }
     fsccl::reduce(r, static_cast<std::byte*>(out) + at * width, sources.data(), size(), n);
   }
@@ -58,7 +58,7 @@ void Local::two_shot(const void* in, void* out, size_t count, const Reduction& r
   const size_t total = count * r.width(), n = static_cast<size_t>(size());
   const auto me = static_cast<size_t>(rank());
   const bool keeps = root < 0 || root == rank();
-  const size_t share = share_of(lane_.capacity(), size()), chunk = share * n;
+  const size_t share = share_of(shm_.capacity(), size()), chunk = share * n;
   const size_t chunks = ceil_div(total, chunk);
   // The last chunk is smaller: cut it evenly too, or one rank would do its work alone.
   const auto part = [&](size_t k, size_t p) {
@@ -72,7 +72,7 @@ void Local::two_shot(const void* in, void* out, size_t count, const Reduction& r
   const auto reduced = [&](const Interval& i) { return keeps ? to + i.lo : scratch.data(); };
   std::vector<const void*> sources(n);
   for (size_t k = 0; k <= chunks; ++k) {
-    std::byte* slot = lane_.fill();
+    std::byte* slot = shm_.fill();
     for (size_t p = 0; p < n && k < chunks; ++p) {
       const Interval i = part(k, p);
       if (p != me) std::memcpy(slot + p * share, from + i.lo, i.size());
@@ -81,10 +81,10 @@ void Local::two_shot(const void* in, void* out, size_t count, const Reduction& r
       const Interval done = part(k - 1, me);
       std::memcpy(slot + me * share, reduced(done), done.size());
     }
-    lane_.post();
+    shm_.post();
     for (size_t d = 1; d < n; ++d) {
       const size_t p = (me + d) % n;
-      const std::byte* theirs = lane_.await(static_cast<int>(p));
+      const std::byte* theirs = shm_.await(static_cast<int>(p));
       sources[p] = theirs + me * share;
       if (k == 0 || !keeps) continue;
       const Interval done = part(k - 1, p);
@@ -108,10 +108,10 @@ void Local::reduce(const void* in, void* out, size_t count, const Reduction& r, 
 }
 
 // Step k: publishes, for every other rank, window k of its interval; reads the own share of all.
-void Local::reduce_scatter(const Pieces& in, const std::vector<Interval>& bounds, const Pieces& out,
-                           const Reduction& r) {
+void Local::reduce_scatter(const BufferList& in, const std::vector<Interval>& bounds,
+                           const BufferList& out, const Reduction& r) {
   const size_t n = static_cast<size_t>(size()), me = static_cast<size_t>(rank());
-  const size_t share = share_of(lane_.capacity(), size());
+  const size_t share = share_of(shm_.capacity(), size());
   const size_t steps = ceil_div(longest_of(bounds), share);
   std::vector<const void*> sources(n);
   std::vector<std::byte> gathered;  // the own input, where it does not lie in one run
@@ -119,11 +119,11 @@ void Local::reduce_scatter(const Pieces& in, const std::vector<Interval>& bounds
   for (size_t k = 0; k < steps; ++k) {
     const Interval mine = window(bounds[me], k, share);
     if (n > 1) {
-      std::byte* slot = lane_.fill();
+      std::byte* slot = shm_.fill();
       for (size_t p = 0; p < n; ++p) {
         if (p != me) in.copy_to(slot + p * share, window(bounds[p], k, share));
       }
-      lane_.post();
+      shm_.post();
     }
     sources[me] = in.contiguous(mine);
     if (sources[me] == nullptr) {
@@ -133,7 +133,7 @@ void Local::reduce_scatter(const Pieces& in, const std::vector<Interval>& bounds
     }
     for (size_t d = 1; d < n; ++d) {
       const size_t p = (me + d) % n;
-      sources[p] = lane_.await(static_cast<int>(p)) + me * share;
+      sources[p] = shm_.await(static_cast<int>(p)) + me * share;
     }
     if (mine.empty()) continue;
     const Interval place{mine.lo - bounds[me].lo, mine.hi - bounds[me].lo};
@@ -148,53 +148,52 @@ void Local::reduce_scatter(const Pieces& in, const std::vector<Interval>& bounds
 }
 
 // Step k: publishes window k of the own interval; copies everyone's.
-void Local::all_gather(const Pieces& buffer, const std::vector<Interval>& bounds) {
+void Local::all_gather(const BufferList& buffer, const std::vector<Interval>& bounds) {
   if (size() == 1) return;
-  const size_t steps = ceil_div(longest_of(bounds), lane_.capacity());
+  const size_t steps = ceil_div(longest_of(bounds), shm_.capacity());
   for (size_t k = 0; k < steps; ++k) {
     const auto me = static_cast<size_t>(rank());
-    buffer.copy_to(lane_.fill(), window(bounds[me], k, lane_.capacity()));
-    lane_.post();
+    buffer.copy_to(shm_.fill(), window(bounds[me], k, shm_.capacity()));
+    shm_.post();
     for (size_t d = 1; d < bounds.size(); ++d) {
       const size_t p = (me + d) % bounds.size();
-      const std::byte* theirs = lane_.await(static_cast<int>(p));
-      buffer.copy_from(theirs, window(bounds[p], k, lane_.capacity()));
+      const std::byte* theirs = shm_.await(static_cast<int>(p));
+      buffer.copy_from(theirs, window(bounds[p], k, shm_.capacity()));
     }
   }
 }
 
 // Step k: the root publishes chunk k, one step ahead of the readers.
-void Local::broadcast(const Pieces& buffer, int root) {
+void Local::broadcast(const BufferList& buffer, int root) {
   if (size() == 1) return;
   const Interval all{0, buffer.bytes()};
-  const size_t steps = ceil_div(buffer.bytes(), lane_.capacity());
+  const size_t steps = ceil_div(buffer.bytes(), shm_.capacity());
   for (size_t k = 0; k < steps; ++k) {
-    const Interval now = window(all, k, lane_.capacity());
-    std::byte* slot = lane_.fill();
+    const Interval now = window(all, k, shm_.capacity());
+    std::byte* slot = shm_.fill();
     if (rank() == root) buffer.copy_to(slot, now);
-    lane_.post();
-    if (rank() != root) buffer.copy_from(lane_.await(root), now);
+    shm_.post();
+    if (rank() != root) buffer.copy_from(shm_.await(root), now);
   }
 }
 
 // Step k: publishes window k of every message; reads the own share of everyone's slot.
-void Local::all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
-                       size_t longest) {
+void Local::all_to_all(const BufferLists& send, const BufferLists& recv, size_t longest) {
   const size_t n = static_cast<size_t>(size()), me = static_cast<size_t>(rank());
   send[me].visit({0, send[me].bytes()}, [&](const std::byte* p, size_t bytes, size_t off) {
     recv[me].copy_from(p, {off, off + bytes});
   });
   if (n == 1) return;
-  const size_t share = share_of(lane_.capacity(), size());
+  const size_t share = share_of(shm_.capacity(), size());
   for (size_t k = 0; k < ceil_div(longest, share); ++k) {
-    std::byte* slot = lane_.fill();
+    std::byte* slot = shm_.fill();
     for (size_t p = 0; p < n; ++p) {
       if (p != me) send[p].copy_to(slot + p * share, window({0, send[p].bytes()}, k, share));
     }
-    lane_.post();
+    shm_.post();
     for (size_t d = 1; d < n; ++d) {
       const size_t p = (me + d) % n;
-      const std::byte* theirs = lane_.await(static_cast<int>(p));
+      const std::byte* theirs = shm_.await(static_cast<int>(p));
       recv[p].copy_from(theirs + me * share, window({0, recv[p].bytes()}, k, share));
     }
   }
@@ -202,35 +201,35 @@ void Local::all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces
 
 // One step: publishes the sizes this rank sends; reads everyone's. The own part is looked at after
 // that: mates get their step, and learn why there is no other.
-size_t Local::agree_on_sizes(const std::vector<Pieces>& send, const std::vector<Pieces>& recv) {
+size_t Local::agree_on_sizes(const BufferLists& send, const BufferLists& recv) {
   const auto n = static_cast<size_t>(size());
   std::vector<uint64_t> sizes(n);
   for (size_t p = 0; p < n; ++p) sizes[p] = send[p].bytes();
   size_t longest = *std::max_element(sizes.begin(), sizes.end());
   if (n > 1) {
-    if (n * sizeof(uint64_t) > lane_.capacity()) fail_usage("too many ranks for one slot");
-    std::memcpy(lane_.fill(), sizes.data(), n * sizeof(uint64_t));
-    lane_.post();
+    if (n * sizeof(uint64_t) > shm_.capacity()) fail_usage("too many ranks for one slot");
+    std::memcpy(shm_.fill(), sizes.data(), n * sizeof(uint64_t));
+    shm_.post();
   }
   expect_sent(rank(), send[static_cast<size_t>(rank())].bytes(), recv);
   for (size_t d = 1; d < n; ++d) {
     const int p = (rank() + static_cast<int>(d)) % size();
-    std::memcpy(sizes.data(), lane_.await(p), n * sizeof(uint64_t));
+    std::memcpy(sizes.data(), shm_.await(p), n * sizeof(uint64_t));
     longest = std::max<size_t>(longest, *std::max_element(sizes.begin(), sizes.end()));
     expect_sent(p, sizes[static_cast<size_t>(rank())], recv);
   }
   return longest;
 }
 
-void Local::expect_sent(int from, uint64_t sent, const std::vector<Pieces>& recv) const {
+void Local::expect_sent(int from, uint64_t sent, const BufferLists& recv) const {
   const size_t expected = recv[static_cast<size_t>(from)].bytes();
   if (sent == expected) return;
-  std::string words = other_size(lane_.name_of(from), sent, lane_.name_of(rank()), expected);
+  std::string words = other_size(shm_.name_of(from), sent, shm_.name_of(rank()), expected);
   if (from == rank()) {
-    words = lane_.name_of(from) + " sends itself " + std::to_string(sent) + " bytes and expects " +
+    words = shm_.name_of(from) + " sends itself " + std::to_string(sent) + " bytes and expects " +
             std::to_string(expected);
   }
-  throw Error(Fault::kMismatch, lane_.member(from), words);
+  throw Error(Fault::kMismatch, shm_.member(from), words);
 }
 
 }  // namespace fsccl

@@ -9,19 +9,19 @@ namespace {
 // Cuts of blocks lie on cache lines, which hold whole elements of every type.
 constexpr size_t kPieceGrain = kCacheLine;
 
-size_t longest_block(const std::vector<Pieces>& blocks) {
+size_t longest_block(const BufferLists& blocks) {
   size_t most = 0;
-  for (const Pieces& b : blocks) most = std::max(most, b.bytes());
+  for (const BufferList& b : blocks) most = std::max(most, b.bytes());
   return most;
 }
 
 }  // namespace
 
-Pipeline::Pipeline(Lane& lane, const Clusters& clusters, const Settings& settings,
+Pipeline::Pipeline(ShmTransport& shm, const Clusters& clusters, const Settings& settings,
                    Channels::MakeSegment make)
-    : lane_(lane),
+    : shm_(shm),
       settings_(settings),
-      channels_(lane, static_cast<size_t>(settings.pipeline_k), std::move(make)),
+      channels_(shm, static_cast<size_t>(settings.pipeline_k), std::move(make)),
       one_host_(clusters.count() == 1),
       wires_(static_cast<size_t>(settings.pipeline_k)) {
   for (int c = 0; c < clusters.count(); ++c) {
@@ -34,7 +34,7 @@ Pipeline::Pipeline(Lane& lane, const Clusters& clusters, const Settings& setting
   }
 }
 
-void Pipeline::all_gather(Exchange& x, const std::vector<Pieces>& buffer, size_t width) {
+void Pipeline::all_gather(RequestBatch& x, const BufferLists& buffer, size_t width) {
   Task task;
   task.width = width;
   for (const Neighbour& n : places_) task.out.push_back(buffer[static_cast<size_t>(n.rank)]);
@@ -43,7 +43,7 @@ void Pipeline::all_gather(Exchange& x, const std::vector<Pieces>& buffer, size_t
   run(x, std::move(task), longest_block(buffer));
 }
 
-void Pipeline::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const Pieces& out,
+void Pipeline::reduce_scatter(RequestBatch& x, const BufferLists& in, const BufferList& out,
                               const Reduction& r) {
   Task task;
   task.kind = PipelineKind::kReduceScatter;
@@ -55,7 +55,7 @@ void Pipeline::reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const 
   run(x, std::move(task), longest_block(in));
 }
 
-void Pipeline::all_reduce(Exchange& x, const void* in, void* out, size_t count,
+void Pipeline::all_reduce(RequestBatch& x, const void* in, void* out, size_t count,
                           const Reduction& r) {
   Task task;
   task.kind = PipelineKind::kAllReduce;
@@ -69,12 +69,13 @@ void Pipeline::all_reduce(Exchange& x, const void* in, void* out, size_t count,
   run(x, std::move(task), longest);
 }
 
-void Pipeline::run(Exchange& x, Task task, size_t longest) {
+void Pipeline::run(RequestBatch& x, Task task, size_t longest) {
   task.send = settings_.pipeline_nelem * task.width;
-  // A step of the lane: nobody begins, or waits for room, before all have called the same operation.
-  lane_.fill();
-  lane_.post();
-  lane_.await_all();
+  // A step in shared memory: nobody begins, or waits for room, before all have called the same
+  // operation.
+  shm_.fill();
+  shm_.post();
+  shm_.await_all();
   channels_.prepare(task.send);
   auto rings = rings_for(task, longest);
   std::vector<int> waits_for(rings.size());
@@ -95,7 +96,7 @@ void Pipeline::run(Exchange& x, Task task, size_t longest) {
 }
 
 // The next operation fills their buffers.
-void Pipeline::finish_sends(Exchange& x, const std::vector<Ring>& rings) {
+void Pipeline::finish_sends(RequestBatch& x, const std::vector<Ring>& rings) {
   std::vector<int> waits_for(rings.size(), -1);
   for (size_t c = 0; c < rings.size(); ++c) {
     for (const RequestPtr& sent : wires_[c].sends) {
@@ -127,7 +128,7 @@ std::vector<Pipeline::Ring> Pipeline::rings_for(const Task& task, size_t longest
   return out;
 }
 
-int Pipeline::advance(Exchange& x, const Task& task, size_t c, Ring& ring) {
+int Pipeline::advance(RequestBatch& x, const Task& task, size_t c, Ring& ring) {
   const PipelineStep step = ring.schedule.at(ring.at);
   call_for(x, task, c, ring);
   if (step.receives && !can_take(x, c, ring)) return ring.previous.rank;
@@ -135,7 +136,7 @@ int Pipeline::advance(Exchange& x, const Task& task, size_t c, Ring& ring) {
   Wire& wire = wires_[c];
   const std::byte* from = nullptr;
   if (step.receives) {
-    from = ring.previous.here() ? channels_.to_read(c, ring.previous.lane)
+    from = ring.previous.here() ? channels_.to_read(c, ring.previous.local)
                                 : wire.in[ring.received % kDepth].data();
   }
   std::byte* to = nullptr;
@@ -160,7 +161,7 @@ Interval Pipeline::piece_at(const Task& task, size_t c, const PipelineStep& step
 }
 
 // Messages are called for as soon as there is a buffer for them.
-void Pipeline::call_for(Exchange& x, const Task& task, size_t c, Ring& ring) {
+void Pipeline::call_for(RequestBatch& x, const Task& task, size_t c, Ring& ring) {
   if (ring.previous.here()) return;
   const size_t a_window = ring.schedule.per_window() - 1;  // every step but the first receives
   const size_t all = ring.schedule.steps() / ring.schedule.per_window() * a_window;
@@ -169,31 +170,31 @@ void Pipeline::call_for(Exchange& x, const Task& task, size_t c, Ring& ring) {
     const Interval piece = piece_at(task, c, ring.schedule.at(i));
     auto& buffer = wires_[c].in[ring.called % kDepth];
     wires_[c].receives[ring.called % kDepth] = x.recv_on(
-        c, ring.previous.rank, Pieces(buffer.data(), piece.size()), channels_.bell_ringer());
+        c, ring.previous.rank, BufferList(buffer.data(), piece.size()), channels_.bell_ringer());
   }
 }
 
-bool Pipeline::can_take(Exchange& x, size_t c, const Ring& ring) const {
-  if (ring.previous.here()) return !channels_.empty(c, ring.previous.lane);
+bool Pipeline::can_take(RequestBatch& x, size_t c, const Ring& ring) const {
+  if (ring.previous.here()) return !channels_.empty(c, ring.previous.local);
   return x.over(wires_[c].receives[ring.received % kDepth]);
 }
 
-bool Pipeline::can_put(Exchange& x, size_t c, const Ring& ring) const {
-  if (ring.next.here()) return !channels_.full(c, ring.next.lane);
+bool Pipeline::can_put(RequestBatch& x, size_t c, const Ring& ring) const {
+  if (ring.next.here()) return !channels_.full(c, ring.next.local);
   const RequestPtr& before = wires_[c].sends[ring.sent % kDepth];
   return !before || x.over(before);
 }
 
 void Pipeline::take(size_t c, Ring& ring) {
-  if (ring.previous.here()) return channels_.take(c, ring.previous.lane);
+  if (ring.previous.here()) return channels_.take(c, ring.previous.local);
   ++ring.received;
 }
 
-void Pipeline::put(Exchange& x, size_t c, Ring& ring, size_t bytes) {
-  if (ring.next.here()) return channels_.post(c, ring.next.lane);
+void Pipeline::put(RequestBatch& x, size_t c, Ring& ring, size_t bytes) {
+  if (ring.next.here()) return channels_.post(c, ring.next.local);
   const size_t i = ring.sent++ % kDepth;
-  wires_[c].sends[i] =
-      x.send_on(c, ring.next.rank, Pieces(wires_[c].out[i].data(), bytes), channels_.bell_ringer());
+  wires_[c].sends[i] = x.send_on(c, ring.next.rank, BufferList(wires_[c].out[i].data(), bytes),
+                                 channels_.bell_ringer());
 }
 
 void Pipeline::pass_on(const Task& task, const PipelineStep& step, Interval piece,

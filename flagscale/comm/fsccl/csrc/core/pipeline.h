@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "channels.h"
-#include "exchange.h"
-#include "pieces.h"
+#include "request_batch.h"
+#include "buffer_list.h"
 #include "reduce.h"
 #include "schedule.h"
 #include "topology.h"
@@ -17,14 +17,14 @@ namespace fsccl {
 
 class Pipeline {
  public:
-  Pipeline(Lane& lane, const Clusters& clusters, const Settings& settings,
+  Pipeline(ShmTransport& shm, const Clusters& clusters, const Settings& settings,
            Channels::MakeSegment make);
 
   // As Group's operations, for two ranks and more. `width` is the size of an element.
-  void all_gather(Exchange& x, const std::vector<Pieces>& buffer, size_t width);
-  void reduce_scatter(Exchange& x, const std::vector<Pieces>& in, const Pieces& out,
+  void all_gather(RequestBatch& x, const BufferLists& buffer, size_t width);
+  void reduce_scatter(RequestBatch& x, const BufferLists& in, const BufferList& out,
                       const Reduction& r);
-  void all_reduce(Exchange& x, const void* in, void* out, size_t count, const Reduction& r);
+  void all_reduce(RequestBatch& x, const void* in, void* out, size_t count, const Reduction& r);
   // Whom this rank waits for; any thread may call.
   int awaited() const { return channels_.awaited(); }
 
@@ -37,12 +37,12 @@ class Pipeline {
     PipelineKind kind = PipelineKind::kAllGather;
     size_t width = 1, send = 0;
     Reduction reduction;
-    std::vector<Pieces> in, out;
+    BufferLists in, out;
   };
   struct Neighbour {
-    int rank = -1;  // in the group
-    int lane = -1;  // -1 on another host
-    bool here() const { return lane >= 0; }
+    int rank = -1;   // in the group
+    int local = -1;  // -1 on another host
+    bool here() const { return local >= 0; }
   };
   // One ring of the operation under way.
   struct Ring {
@@ -58,24 +58,24 @@ class Pipeline {
     std::array<RequestPtr, kDepth> receives, sends;
   };
 
-  void run(Exchange& x, Task task, size_t longest);
-  void finish_sends(Exchange& x, const std::vector<Ring>& rings);
+  void run(RequestBatch& x, Task task, size_t longest);
+  void finish_sends(RequestBatch& x, const std::vector<Ring>& rings);
   std::vector<Ring> rings_for(const Task& task, size_t longest);
   // Takes the ring's next step; if it cannot, tells whom it waits for, else -1.
-  int advance(Exchange& x, const Task& task, size_t c, Ring& ring);
+  int advance(RequestBatch& x, const Task& task, size_t c, Ring& ring);
   Interval piece_at(const Task& task, size_t c, const PipelineStep& step) const;
-  void call_for(Exchange& x, const Task& task, size_t c, Ring& ring);
-  bool can_take(Exchange& x, size_t c, const Ring& ring) const;
-  bool can_put(Exchange& x, size_t c, const Ring& ring) const;
+  void call_for(RequestBatch& x, const Task& task, size_t c, Ring& ring);
+  bool can_take(RequestBatch& x, size_t c, const Ring& ring) const;
+  bool can_put(RequestBatch& x, size_t c, const Ring& ring) const;
   void take(size_t c, Ring& ring);
-  void put(Exchange& x, size_t c, Ring& ring, size_t bytes);
+  void put(RequestBatch& x, size_t c, Ring& ring, size_t bytes);
   void pass_on(const Task& task, const PipelineStep& step, Interval piece, const std::byte* from,
                std::byte* to);
   void combine(const Task& task, const PipelineStep& step, Interval piece, const std::byte* from,
                std::byte* to);
   Neighbour neighbour(size_t position) const { return places_[position]; }
 
-  Lane& lane_;
+  ShmTransport& shm_;
   const Settings& settings_;
   Channels channels_;
   std::vector<Neighbour> places_;  // who is at each position: cluster after cluster

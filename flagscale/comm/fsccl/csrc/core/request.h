@@ -16,7 +16,7 @@
 
 #include "futex.h"
 #include "op_card.h"
-#include "pieces.h"
+#include "buffer_list.h"
 #include "types.h"
 
 namespace fsccl {
@@ -30,7 +30,7 @@ struct Request {
   OpCard card;
   size_t parts = 1;   // of a send: bodies still to go
   size_t copies = 0;  // that go on without the lock
-  Pieces memory;
+  BufferList memory;
   std::unique_ptr<Error> error;
   std::function<void(Request&)> on_settled;
 
@@ -69,9 +69,9 @@ using RequestPtr = std::shared_ptr<Request>;
 
 // Where the body of a frame lies, and what keeps that from going away while it is copied.
 struct Body {
-  Pieces memory;
+  BufferList memory;
   RequestPtr request;                 // whose memory it is, if it is a request's
-  std::shared_ptr<std::byte[]> kept;  // else this, or the link itself
+  std::shared_ptr<std::byte[]> kept;  // else this, or the connection itself
 };
 
 struct Guard {

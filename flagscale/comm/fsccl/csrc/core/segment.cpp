@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <list>
 #include <map>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "per_process.h"
 #include "text.h"
 #include "types.h"
 
@@ -40,10 +40,8 @@ struct flock rank_byte(int rank) {
 
 }  // namespace
 
-// What this process has mapped, by its address, and what it keeps for others. In a forked child
-// both are its parent's.
+// What this process has mapped, by its address, and what it keeps for others.
 struct Segment::Known {
-  const pid_t process = getpid();
   std::mutex mutex;
   std::map<std::string, std::weak_ptr<File>> mapped;
   std::list<std::pair<std::shared_ptr<File>, std::function<bool()>>> kept;
@@ -53,14 +51,6 @@ struct Segment::Known {
     return !kept.empty();
   }
 };
-
-Segment::Known& Segment::known() {
-  static std::atomic<Known*> it{new Known};
-  Known* now = it;
-  if (now->process == getpid()) return *now;
-  auto* const own = new Known;
-  return it.compare_exchange_strong(now, own) ? *own : *it;
-}
 
 Segment Segment::create(size_t bytes, size_t first, const std::string& directory) {
   const std::string where = name_of_place(directory);
@@ -81,7 +71,7 @@ Segment Segment::create(size_t bytes, size_t first, const std::string& directory
 
 Segment Segment::open(const std::string& address, size_t bytes, const std::string& directory) {
   {
-    Known& k = known();
+    auto& k = per_process<Known>();
     const std::lock_guard<std::mutex> hold(k.mutex);
     const auto own = k.mapped.find(address);
     if (own != k.mapped.end()) {
@@ -95,7 +85,7 @@ Segment Segment::open(const std::string& address, size_t bytes, const std::strin
 
 std::shared_ptr<Segment::File> Segment::map(int fd, size_t bytes, const std::string& where) {
   auto file = std::make_shared<File>(fd, bytes, where);
-  Known& k = known();
+  auto& k = per_process<Known>();
   const std::lock_guard<std::mutex> hold(k.mutex);
   for (auto one = k.mapped.begin(); one != k.mapped.end();) {
     one = one->second.expired() ? k.mapped.erase(one) : std::next(one);
@@ -105,7 +95,7 @@ std::shared_ptr<Segment::File> Segment::map(int fd, size_t bytes, const std::str
 }
 
 void Segment::keep_until(std::function<bool()> opened) const {
-  Known& k = known();
+  auto& k = per_process<Known>();
   const std::lock_guard<std::mutex> hold(k.mutex);
   k.kept.emplace_back(file_, std::move(opened));
   k.keeps();
@@ -113,7 +103,7 @@ void Segment::keep_until(std::function<bool()> opened) const {
 
 void Segment::await_kept(std::chrono::milliseconds limit) {
   const Deadline end = Deadline::after(limit);
-  Known& k = known();
+  auto& k = per_process<Known>();
   for (;;) {
     {
       const std::lock_guard<std::mutex> hold(k.mutex);
@@ -172,8 +162,8 @@ uint64_t start_time_of(int pid) {
   if (name_ends == std::string::npos || name_ends + 2 >= line.size()) return 0;
   const std::vector<std::string> fields = split(line.substr(name_ends + 2), ' ');
   uint64_t start = 0;
-  const bool sound = fields.size() > 19 && fields[0] != "Z" && fields[0] != "X" &&
-                     read_number(fields[19], &start);
+  const bool sound =
+      fields.size() > 19 && fields[0] != "Z" && fields[0] != "X" && read_number(fields[19], &start);
   return sound ? start : 0;
 }
 

@@ -61,7 +61,6 @@ class Segment {
   struct Known;
 
   explicit Segment(std::shared_ptr<File> file) : file_(std::move(file)) {}
-  static Known& known();
   static std::shared_ptr<File> map(int fd, size_t bytes, const std::string& where);
 
   std::shared_ptr<File> file_;

@@ -61,6 +61,13 @@ Settings Settings::from_environment() {
   long long seconds = s.tcp.user_timeout.count() / 1000;
   read_variable("FSCCL_TCP_USER_TIMEOUT", 1, 86400, "a number of seconds", &seconds);
   s.tcp.user_timeout = std::chrono::seconds(seconds);
+  if (const std::string secret = variable("FSCCL_SECRET"); !secret.empty()) {
+    if (!read_key(secret, &s.secret.emplace())) {
+      fail_usage(
+          "FSCCL_SECRET: expected 32 hexadecimal digits, as of `openssl rand -hex 16`, found " +
+          std::to_string(secret.size()) + " characters that are not");
+    }
+  }
   const std::string debug = variable("FSCCL_DEBUG");
   if (!debug.empty() && debug != "INFO" && debug != "WARN" && debug != "0") {
     refuse("FSCCL_DEBUG", debug, "INFO or WARN");
@@ -74,8 +81,7 @@ void Settings::check_clusters(int ranks_of_job) const {
   const int covered = std::accumulate(clusters.begin(), clusters.end(), 0);
   if (clusters.empty() || covered == ranks_of_job) return;
   fail_usage("FSCCL_CLUSTERS=" + variable("FSCCL_CLUSTERS") + ": the sizes add up to " +
-             std::to_string(covered) + ", but the job's ranks are " +
-             std::to_string(ranks_of_job));
+             std::to_string(covered) + ", but the job's ranks are " + std::to_string(ranks_of_job));
 }
 
 void Settings::check_pipeline() const {
@@ -93,6 +99,8 @@ std::string Settings::shared_text() const {
     out += (i > 0 ? "," : "") + std::to_string(clusters[i]);
   }
   out += std::string(" FSCCL_SHM=") + (shared_memory ? "1" : "0");
+  // A digest of it: who does not know the secret learns nothing of it.
+  if (secret) out += " FSCCL_SECRET=[" + text_of(derived(*secret, uint64_t{0})) + "]";
   out += " FSCCL_SLOT_BYTES=" + std::to_string(slot_bytes);
   out += " FSCCL_ONE_SHOT_BYTES=" + std::to_string(one_shot_bytes);
   out += " FSCCL_CHUNK_BYTES=" + std::to_string(chunk_bytes);

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "mac.h"
 #include "socket.h"
 
 namespace fsccl {
@@ -20,6 +22,7 @@ struct Settings {
   int pipeline_k = 0;  // FSCCL_PIPELINE_K: into how many chunks, 0 takes other algorithms
   size_t pipeline_nelem = 32768;  // FSCCL_PIPELINE_NELEM: elements a send
   bool debug = false;             // FSCCL_DEBUG=INFO
+  std::optional<Key> secret;      // FSCCL_SECRET, of the run; none: of the store alone
   TcpOptions tcp;
 
   // Throws Error(kUsage) naming the variable, what was found and what was expected.

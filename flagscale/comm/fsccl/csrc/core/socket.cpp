@@ -9,6 +9,7 @@
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -185,6 +186,17 @@ bool read_tcp_info(int fd, tcp_info* info) {
 
 }  // namespace
 
+std::string TcpOptions::text() const {
+  std::string out = interface;
+  for (const auto value :
+       {static_cast<long long>(connections), static_cast<long long>(buffer_bytes),
+        static_cast<long long>(user_timeout.count()), static_cast<long long>(kept_bytes),
+        static_cast<long long>(hello_time.count())}) {
+    out += " " + std::to_string(value);
+  }
+  return out;
+}
+
 Fd::Fd(int fd) : fd_(fd), owner_(fd < 0 ? 0 : getpid()) {
   if (fd < 0) return;
   OpenFds& all = open_fds();
@@ -231,7 +243,7 @@ Fd connect_to(const std::string& address, const TcpOptions& options) {
   Fd fd = open_socket(a.family());
   tune(fd.get(), a.family(), options);
   if (connect(fd.get(), a.get(), a.length) != 0 && errno != EINPROGRESS) {
-    fail_system("cannot connect to " + address);
+    throw Error(Fault::kPeerLost, -1, "cannot connect to " + address + ": " + std::strerror(errno));
   }
   return fd;
 }
@@ -262,6 +274,13 @@ bool under_way(int fd) {
   int bytes = 0;
   return read_tcp_info(fd, &info) && info.tcpi_state == TCP_ESTABLISHED &&
          ioctl(fd, SIOCOUTQ, &bytes) == 0 && bytes > 0;
+}
+
+void raise_descriptor_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 void hang_up(int fd) { shutdown(fd, SHUT_RDWR); }

@@ -10,8 +10,8 @@
 
 namespace fsccl {
 
-// A descriptor. A child forked from this process has copies of all, which would keep connections open
-// that this process ends: they are closed there at once, and no Fd of its parent's closes any.
+// A descriptor. A child forked from this process has copies of all, which would keep connections
+// open that this process ends: they are closed there at once, and no Fd of its parent's closes any.
 class Fd {
  public:
   explicit Fd(int fd = -1);
@@ -38,12 +38,19 @@ struct TcpOptions {
   // How long a peer may be unheard (FSCCL_TCP_USER_TIMEOUT). Not the kernel's TCP_USER_TIMEOUT,
   // which also runs while the peer has no room for more, because its program is elsewhere.
   std::chrono::milliseconds user_timeout{30000};
+  // Of messages of a peer's that nobody waits for. Above, it waits until somebody waits for one.
+  size_t kept_bytes = 256 << 20;
+  // How long who connects may take to say for whom it comes.
+  std::chrono::milliseconds hello_time{3000};
+
+  std::string text() const;  // the same for the same values
 };
 
 // Addresses are text: "unix:<name>" (abstract) or "tcp:<port>:<numeric host>".
 Fd listen_unix(const std::string& name, std::string* address);
 Fd listen_tcp(const TcpOptions& options, std::string* address);
-// Never blocks; the connection may still be under way. Throws Error(kSystem).
+// Never blocks; the connection may still be under way. Throws Error(kPeerLost), or kSystem where it
+// is this process that can make none.
 Fd connect_to(const std::string& address, const TcpOptions& options);
 Fd accept_from(int listener, const TcpOptions& options);  // -1 when nobody is there
 // The error that the connection met, 0 for none.
@@ -53,6 +60,8 @@ int pending_error(int fd);
 bool unheard(int fd, std::chrono::milliseconds for_so_long);
 // Whether the peer's host has not got all that was sent over TCP.
 bool under_way(int fd);
+// A process may have as many descriptors as its hard limit says (RLIMIT_NOFILE), from now on.
+void raise_descriptor_limit();
 // Ends the connection, or the listening, whatever other processes have inherited it.
 void hang_up(int fd);
 

@@ -8,8 +8,11 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdio>
 #include <string>
 #include <vector>
+
+#include "mac.h"
 
 namespace fsccl {
 
@@ -31,6 +34,21 @@ bool read_number(const std::string& text, T* out) {
   const size_t blanks = std::min(text.find_first_not_of(' '), text.size());
   const auto read = std::from_chars(text.data() + blanks, end, *out);
   return read.ec == std::errc() && read.ptr == end;
+}
+
+// 32 hexadecimal digits.
+inline bool read_key(const std::string& text, Key* out) {
+  const auto half = [&text](size_t from, uint64_t* to) {
+    const char* const at = text.data() + from;
+    return std::from_chars(at, at + 16, *to, 16).ptr == at + 16;
+  };
+  return text.size() == 32 && half(0, &out->lo) && half(16, &out->hi);
+}
+inline std::string text_of(const Key& key) {
+  char text[33];
+  std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(key.lo),
+                static_cast<unsigned long long>(key.hi));
+  return text;
 }
 
 constexpr char kBootId[] = "/proc/sys/kernel/random/boot_id";

@@ -16,7 +16,7 @@
 namespace fsccl {
 namespace {
 
-constexpr size_t kIdentityLines = 14;
+constexpr size_t kIdentityLines = 13;
 
 std::string namespace_id(const char* kind) {
   struct stat s{};
@@ -52,6 +52,8 @@ uint64_t random_number() {
   return n;
 }
 
+Key random_key() { return {random_number(), random_number()}; }
+
 Identity Identity::of_this_process(const Settings& settings) {
   Identity me;
   me.version = kProtocolVersion;
@@ -61,7 +63,6 @@ Identity Identity::of_this_process(const Settings& settings) {
   me.pid = static_cast<int>(getpid());
   me.started = start_time_of(me.pid);
   me.process = process_number();
-  me.token = random_number();
   me.settings = settings.shared_text();
   return me;
 }
@@ -71,9 +72,9 @@ bool Identity::runs() const { return started == 0 || start_time_of(pid) == start
 std::string Identity::encode() const {
   std::string out;
   for (const std::string& line :
-       {std::to_string(version), domain, host, std::to_string(pid), std::to_string(process),
-        std::to_string(token), unix_address, tcp_address, settings, native.device, native.vendor,
-        native.library, native.reach, std::to_string(started)}) {
+       {std::to_string(version), std::to_string(pid), std::to_string(process),
+        std::to_string(started), text_of(key), domain, host, address, settings, native.device,
+        native.vendor, native.library, native.reach}) {
     out += line + '\n';
   }
   return out;
@@ -84,19 +85,15 @@ Identity Identity::decode(const std::string& text) {
   const std::vector<std::string> lines = split(text, '\n');
   if (lines.empty() || !read_number(lines[0], &i.version)) i.version = 0;
   if (i.version != kProtocolVersion) return i;  // the rest may look different there
-  const bool sound = lines.size() == kIdentityLines && read_number(lines[3], &i.pid) &&
-                     read_number(lines[4], &i.process) && read_number(lines[5], &i.token) &&
-                     read_number(lines[13], &i.started);
+  const bool sound = lines.size() == kIdentityLines && read_number(lines[1], &i.pid) &&
+                     read_number(lines[2], &i.process) && read_number(lines[3], &i.started) &&
+                     read_key(lines[4], &i.key);
   if (!sound) throw Error(Fault::kMismatch, -1, "a rank introduces itself in unknown words");
-  i.domain = lines[1];
-  i.host = lines[2];
-  i.unix_address = lines[6];
-  i.tcp_address = lines[7];
-  i.settings = lines[8];
-  i.native.device = lines[9];
-  i.native.vendor = lines[10];
-  i.native.library = lines[11];
-  i.native.reach = lines[12];
+  size_t at = 5;
+  for (std::string* one : {&i.domain, &i.host, &i.address, &i.settings, &i.native.device,
+                           &i.native.vendor, &i.native.library, &i.native.reach}) {
+    *one = lines[at++];
+  }
   return i;
 }
 

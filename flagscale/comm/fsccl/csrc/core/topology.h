@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "mac.h"
 #include "settings.h"
 
 namespace fsccl {
@@ -28,8 +29,8 @@ struct Identity {
   int pid = 0;
   uint64_t started = 0;  // start_time_of(pid)
   uint64_t process = 0;  // random, once a process
-  uint64_t token = 0;    // random, once a group; rank 0's counts
-  std::string unix_address, tcp_address;
+  std::string address;   // of its transport
+  Key key;               // random; rank 0's is the group's
   std::string settings;
   Native native;
 
@@ -41,6 +42,7 @@ struct Identity {
 };
 
 uint64_t random_number();
+Key random_key();
 
 // The group's ranks by cluster: ranks that share memory and that FSCCL_CLUSTERS does not divide.
 // Clusters are in order of their first rank, ranks inside a cluster in group order.

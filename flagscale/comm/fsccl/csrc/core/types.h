@@ -17,7 +17,7 @@
 namespace fsccl {
 
 // Ranks that speak another version refuse each other when the group connects.
-constexpr uint32_t kProtocolVersion = 6;
+constexpr uint32_t kProtocolVersion = 7;
 constexpr size_t kCacheLine = 64;
 
 enum class DType : uint8_t {
@@ -119,7 +119,7 @@ class Error : public std::runtime_error {
 };
 
 [[noreturn]] void fail_usage(const std::string& what);
-// Appends the text of errno.
+// Appends what errno says; where no descriptor is left, with the numbers.
 [[noreturn]] void fail_system(const std::string& what);
 
 class Deadline {

@@ -3,22 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
-#include <thread>
 
 namespace fsccl {
 namespace {
 
-constexpr uint32_t kFine = 0, kTelling = 1, kOver = 2;
 constexpr size_t kBoardHeader = 2048;
 
 }  // namespace
-
-struct Board::Header {
-  Word state;
-  int32_t at_fault;
-  char why[1024];
-};
 
 struct alignas(2 * kCacheLine) Board::Line {
   struct Slot {
@@ -36,7 +27,7 @@ struct alignas(2 * kCacheLine) Board::Line {
 };
 
 size_t Board::segment_bytes(int ranks, size_t area_bytes) {
-  static_assert(sizeof(Header) <= kBoardHeader, "the header has its room");
+  static_assert(sizeof(Verdict) <= kBoardHeader, "the verdict has its room");
   const size_t raw =
       kBoardHeader + static_cast<size_t>(ranks) * sizeof(Line) + 2 * area_bytes + kCacheLine;
   return ceil_div(raw, size_t{4096}) * 4096;
@@ -60,7 +51,7 @@ Board::Board(Segment segment, int rank, std::vector<int> members,
   mine.joined.store(1, std::memory_order_release);
 }
 
-Board::Header& Board::header() const { return *reinterpret_cast<Header*>(segment_.data()); }
+Verdict& Board::verdict() const { return *reinterpret_cast<Verdict*>(segment_.data()); }
 
 Board::Line& Board::line(int index) const {
   return reinterpret_cast<Line*>(segment_.data() + kBoardHeader)[index];
@@ -104,24 +95,9 @@ void Board::note(int waits_for) {
 }
 
 Error Board::abort(const Error& why) {
-  constexpr int kGlances = 1000;
-  Header& h = header();
-  uint32_t state = kFine;
-  if (!h.state.compare_exchange_strong(state, kTelling)) {
-    for (int i = 0; i < kGlances && h.state.load(std::memory_order_acquire) != kOver; ++i) {
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-    if (h.state.load(std::memory_order_acquire) != kOver) return why;
-    return Error(Fault::kAborted, h.at_fault, h.why);
-  }
-  h.at_fault = why.rank;
-  const std::string words = why.what();
-  const size_t n = std::min(words.size(), sizeof(h.why) - 1);
-  std::memcpy(h.why, words.data(), n);
-  h.why[n] = '\0';
-  h.state.store(kOver, std::memory_order_release);
+  const Error first = verdict().settle(why);
   for (size_t p = 0; p < members_.size(); ++p) futex_wake_all(line(static_cast<int>(p)).posted);
-  return why;
+  return first;
 }
 
 void Board::leave() { line(index_).left.store(1, std::memory_order_release); }
@@ -134,9 +110,7 @@ bool Board::complete() const {
 }
 
 void Board::look() const {
-  if (header().state.load(std::memory_order_acquire) == kOver) {
-    throw Error(Fault::kAborted, header().at_fault, header().why);
-  }
+  verdict().throw_if_settled();
   for (size_t p = 0; p < members_.size(); ++p) {
     const int i = static_cast<int>(p);
     const Line& theirs = line(i);

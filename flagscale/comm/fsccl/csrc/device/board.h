@@ -15,8 +15,9 @@
 #include <vector>
 
 #include "../core/futex.h"
-#include "../core/lane.h"
+#include "../core/shm_transport.h"
 #include "../core/segment.h"
+#include "../core/verdict.h"
 
 namespace fsccl {
 
@@ -45,7 +46,7 @@ class Board {
   std::byte* area(uint32_t step) const;
   size_t area_bytes() const { return area_bytes_; }  // of all parts together
 
-  Error abort(const Error& why);  // as Lane::abort()
+  Error abort(const Error& why);  // as ShmTransport::abort()
   void leave();
   bool complete() const;  // whether all members have mapped it
   // Throws when somebody aborted, or when a rank on this host has ended.
@@ -54,11 +55,10 @@ class Board {
   int culprit(int peer) const;
 
  private:
-  struct Header;
   struct Line;
   static constexpr size_t kCards = 16;
 
-  Header& header() const;
+  Verdict& verdict() const;
   Line& line(int index) const;
   int index_of(int group_rank) const;
   int behind(int group_rank) const;

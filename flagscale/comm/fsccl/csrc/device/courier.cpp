@@ -105,7 +105,7 @@ bool Courier::start_next(Way& way) {
     const bool ready = way.sends ? reached(way.ring->posted(), job.n + 1)
                                  : reached(way.ring->taken(), job.n + 1 - Ring::kSlots);
     if (!ready) return false;
-    const Pieces memory(way.ring->slot(job.n), job.bytes);
+    const BufferList memory(way.ring->slot(job.n), job.bytes);
     const Deadline met = Deadline::after(Deadline::Ms(0));  // the group has met long ago
     job.request = way.sends ? group_.send(way.peer, kPipeTag, memory, met, job.card)
                             : group_.recv(way.peer, kPipeTag, memory, met, job.card);

@@ -163,7 +163,7 @@ void Engine::reduce_end(Stage& s, const at::Tensor& out, const Reduction& r, int
   if (wanted) out.copy_(slice(whole, 0, n));
 }
 
-void Engine::reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, const Reduction& r,
+void Engine::reduce_scatter(const BufferLists& in, const BufferList& out, const Reduction& r,
                             const Deadline& d) {
   check_reduction(r);
   const size_t bytes = sum_of(in), width = r.width();

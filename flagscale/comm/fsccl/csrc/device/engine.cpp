@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <numeric>
 #include <set>
 #include <thread>
 
@@ -124,15 +125,9 @@ void Engine::open_board(const Deadline& d) {
     if (near(r)) members.push_back(r);
     names.push_back(group_->name(r));
   }
-  const int leader = members[0];
   const size_t area = (config_.tiny_bytes + kCacheLine) * members.size();
   const size_t bytes = Board::segment_bytes(static_cast<int>(members.size()), area);
-  const std::string key = "board/" + std::to_string(leader);
-  const std::string& directory = group_->config().settings.shm_directory;
-  Segment segment = leader == rank_
-                        ? Segment::create(bytes, bytes, directory)
-                        : Segment::open(group_->learn(key, leader, d), bytes, directory);
-  if (leader == rank_ && members.size() > 1) group_->tell(key, segment.address());
+  Segment segment = group_->shared_segment("board", members, bytes, bytes, d);
   board_ = std::make_unique<Board>(std::move(segment), rank_, std::move(members), clusters_.ranks,
                                    std::move(names), area);
   board_memory_ = tracks_->adopt(board_->memory(), board_->bytes());
@@ -157,11 +152,10 @@ void Engine::open_kernels(const Deadline& d) {
   std::set<std::string> gpus;
   for (int p = 0; p < size; ++p) gpus.insert(group_->learn(key + std::to_string(p), p, d));
   if (gpus.count(none) > 0 || gpus.size() != static_cast<size_t>(size)) return;
-  const std::string& directory = group_->config().settings.shm_directory;
   const size_t bytes = HostKernels::bytes(size);
-  Segment segment = rank_ == 0 ? Segment::create(bytes, bytes, directory)
-                               : Segment::open(group_->learn(key, 0, d), bytes, directory);
-  if (rank_ == 0) group_->tell(key, segment.address());
+  std::vector<int> all(static_cast<size_t>(size));
+  std::iota(all.begin(), all.end(), 0);
+  Segment segment = group_->shared_segment("host-kernels", all, bytes, bytes, d);
   kernels_ = std::make_unique<HostKernels>(*engine, rank_, size, std::move(segment), *tracks_);
 }
 
@@ -206,10 +200,10 @@ Pipe& Engine::to(int peer) {
   const auto found = out_.find(peer);
   if (found != out_.end()) return found->second;
   const size_t bytes = Ring::bytes(config_.slot_bytes);
-  Segment segment = Segment::create(bytes, bytes, group_->config().settings.shm_directory);
-  if (near(peer)) {
-    group_->tell("pipe/" + std::to_string(rank_) + "/" + std::to_string(peer), segment.address());
-  }
+  std::vector<int> ends{rank_};
+  if (near(peer)) ends.push_back(peer);
+  Segment segment =
+      group_->shared_segment("pipe/" + std::to_string(peer), ends, bytes, bytes, deadline_);
   auto ring = std::make_shared<Ring>(std::move(segment), config_.slot_bytes, *tracks_);
   Pipe pipe(peer, group_->name(peer), std::move(ring), near(peer) ? nullptr : courier_.get());
   return out_.emplace(peer, std::move(pipe)).first->second;
@@ -219,12 +213,10 @@ Pipe& Engine::from(int peer) {
   const auto found = in_.find(peer);
   if (found != in_.end()) return found->second;
   const size_t bytes = Ring::bytes(config_.slot_bytes);
-  const std::string& directory = group_->config().settings.shm_directory;
-  const auto open = [&] {
-    const std::string key = "pipe/" + std::to_string(peer) + "/" + std::to_string(rank_);
-    return Segment::open(group_->learn(key, peer, deadline_), bytes, directory);
-  };
-  Segment segment = near(peer) ? open() : Segment::create(bytes, bytes, directory);
+  std::vector<int> ends{rank_};
+  if (near(peer)) ends.insert(ends.begin(), peer);
+  Segment segment =
+      group_->shared_segment("pipe/" + std::to_string(rank_), ends, bytes, bytes, deadline_);
   auto ring = std::make_shared<Ring>(std::move(segment), config_.slot_bytes, *tracks_);
   ring->opened().store(1, std::memory_order_release);
   Pipe pipe(peer, group_->name(peer), std::move(ring), near(peer) ? nullptr : courier_.get());
@@ -373,10 +365,10 @@ at::Tensor Engine::memory(const void* data, size_t count, at::ScalarType type) c
       .make_tensor();
 }
 
-Engine::Tensors Engine::memories(const std::vector<Pieces>& list, at::ScalarType type) const {
+Engine::Tensors Engine::memories(const BufferLists& list, at::ScalarType type) const {
   const size_t width = at::elementSize(type);
   Tensors out;
-  for (const Pieces& p : list) {
+  for (const BufferList& p : list) {
     const void* data = p.bytes() > 0 ? p.list()[0].data : nullptr;
     out.push_back(memory(data, p.bytes() / width, type));
   }

@@ -65,14 +65,14 @@ class Engine {
   void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d);
   void reduce(const void* in, void* out, size_t count, const Reduction& r, int root,
               const Deadline& d);
-  void reduce_scatter(const std::vector<Pieces>& in, const Pieces& out, const Reduction& r,
+  void reduce_scatter(const BufferLists& in, const BufferList& out, const Reduction& r,
                       const Deadline& d);
-  void all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d,
+  void all_gather(const BufferList& in, const BufferLists& out, const Deadline& d,
                   size_t width = 1);
-  void broadcast(const Pieces& buffer, int root, const Deadline& d);
-  void gather(const Pieces& in, const std::vector<Pieces>& out, int root, const Deadline& d);
-  void scatter(const std::vector<Pieces>& in, const Pieces& out, int root, const Deadline& d);
-  void all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
+  void broadcast(const BufferList& buffer, int root, const Deadline& d);
+  void gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d);
+  void scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d);
+  void all_to_all(const BufferLists& send, const BufferLists& recv,
                   const Deadline& d);
   // Of groups without devices: the group's barrier, in the order of operations here.
   void barrier(const Deadline& d);
@@ -132,7 +132,7 @@ class Engine {
   Pipe& from(int peer);
 
   at::Tensor memory(const void* data, size_t count, at::ScalarType type) const;
-  Tensors memories(const std::vector<Pieces>& list, at::ScalarType type) const;
+  Tensors memories(const BufferLists& list, at::ScalarType type) const;
   at::Tensor share(const at::Tensor& part, size_t stride);
   Tensors rows(const at::Tensor& shared, size_t stride, size_t bytes) const;
 
@@ -148,9 +148,9 @@ class Engine {
   void gather_end(Stage& s, const Tensors& out, size_t lo, size_t window);
   void unpack(const at::Tensor& packed, const Tensors& out, int cluster, size_t lo, size_t window);
   void broadcast_from(const at::Tensor& buffer, int root);
-  void exchange_pairs(const OpCard& card, const std::vector<Pieces>& send,
-                      const std::vector<Pieces>& recv, const Deadline& d);
-  void expect_own(const Pieces& sent, const Pieces& expected) const;
+  void exchange_pairs(const OpCard& card, const BufferLists& send,
+                      const BufferLists& recv, const Deadline& d);
+  void expect_own(const BufferList& sent, const BufferList& expected) const;
   void exchange_inside(const Tensors& send, const Tensors& recv);
   void exchange_outside(const Tensors& send, const Tensors& recv);
 

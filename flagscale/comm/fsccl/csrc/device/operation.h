@@ -93,15 +93,15 @@ inline OpCard dense_card(OpCode op, size_t bytes, const Reduction* r, int root,
   return c;
 }
 
-inline size_t sum_of(const std::vector<Pieces>& list) {
+inline size_t sum_of(const BufferLists& list) {
   size_t n = 0;
-  for (const Pieces& p : list) n += p.bytes();
+  for (const BufferList& p : list) n += p.bytes();
   return n;
 }
 
-inline size_t longest_part(const std::vector<Pieces>& list) {
+inline size_t longest_part(const BufferLists& list) {
   size_t n = 0;
-  for (const Pieces& p : list) n = std::max(n, p.bytes());
+  for (const BufferList& p : list) n = std::max(n, p.bytes());
   return n;
 }
 

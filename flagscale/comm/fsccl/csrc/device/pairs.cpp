@@ -13,30 +13,30 @@ OpCard pair_card(OpCode op, int root) {
 
 }  // namespace
 
-void Engine::gather(const Pieces& in, const std::vector<Pieces>& out, int root, const Deadline& d) {
+void Engine::gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d) {
   const auto n = static_cast<size_t>(group_->size());
-  std::vector<Pieces> send(n), recv = out;
+  BufferLists send(n), recv = out;
   send[static_cast<size_t>(root)] = in;
   recv.resize(n);
   exchange_pairs(pair_card(OpCode::kGather, root), send, recv, d);
 }
 
-void Engine::scatter(const std::vector<Pieces>& in, const Pieces& out, int root,
+void Engine::scatter(const BufferLists& in, const BufferList& out, int root,
                      const Deadline& d) {
   const auto n = static_cast<size_t>(group_->size());
-  std::vector<Pieces> send = in, recv(n);
+  BufferLists send = in, recv(n);
   send.resize(n);
   recv[static_cast<size_t>(root)] = out;
   exchange_pairs(pair_card(OpCode::kScatter, root), send, recv, d);
 }
 
-void Engine::all_to_all(const std::vector<Pieces>& send, const std::vector<Pieces>& recv,
+void Engine::all_to_all(const BufferLists& send, const BufferLists& recv,
                         const Deadline& d) {
   exchange_pairs(pair_card(OpCode::kAllToAll, -1), send, recv, d);
 }
 
-void Engine::exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
-                            const std::vector<Pieces>& recv, const Deadline& d) {
+void Engine::exchange_pairs(const OpCard& what, const BufferLists& send,
+                            const BufferLists& recv, const Deadline& d) {
   operation(what, d, [&](const OpCard& card) {
     log(card, "native library inside, pipes between clusters");
     expect_own(send[static_cast<size_t>(rank_)], recv[static_cast<size_t>(rank_)]);
@@ -48,7 +48,7 @@ void Engine::exchange_pairs(const OpCard& what, const std::vector<Pieces>& send,
   });
 }
 
-void Engine::expect_own(const Pieces& sent, const Pieces& expected) const {
+void Engine::expect_own(const BufferList& sent, const BufferList& expected) const {
   if (sent.bytes() == expected.bytes()) return;
   throw Error(Fault::kMismatch, rank_,
               group_->name(rank_) + " sends itself " + std::to_string(sent.bytes()) +

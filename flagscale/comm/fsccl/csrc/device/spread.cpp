@@ -3,7 +3,7 @@
 
 namespace fsccl {
 
-void Engine::all_gather(const Pieces& in, const std::vector<Pieces>& out, const Deadline& d,
+void Engine::all_gather(const BufferList& in, const BufferLists& out, const Deadline& d,
                         size_t /*width*/) {
   const size_t bytes = sum_of(out), longest = longest_part(out);
   expect_place(in, out[static_cast<size_t>(rank_)]);
@@ -93,7 +93,7 @@ void Engine::unpack(const at::Tensor& packed, const Tensors& out, int cluster, s
   }
 }
 
-void Engine::broadcast(const Pieces& buffer, int root, const Deadline& d) {
+void Engine::broadcast(const BufferList& buffer, int root, const Deadline& d) {
   if (buffer.bytes() == 0) return;
   const OpCard what = dense_card(OpCode::kBroadcast, buffer.bytes(), nullptr, root);
   operation(what, d, [&](const OpCard& card) {

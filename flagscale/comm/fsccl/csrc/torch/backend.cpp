@@ -2,11 +2,10 @@
 #include "backend.h"
 
 #include <Python.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <set>
 
+#include "../core/per_process.h"
 #include "store.h"
 
 namespace fsccl {
@@ -48,18 +47,9 @@ class WithoutGil {
 struct Living {
   std::mutex mutex;
   std::set<TorchBackend*> all;
-  pid_t process = getpid();
 };
 
-// Never destroyed: a backend may outlive every static object. A forked child has its own: its
-// parent's are not its to end.
-Living& living() {
-  static std::atomic<Living*> it{new Living};
-  Living* now = it;
-  if (now->process == getpid()) return *now;
-  auto* const own = new Living;
-  return it.compare_exchange_strong(now, own) ? *own : *it;
-}
+Living& living() { return per_process<Living>(); }
 
 }  // namespace
 
@@ -83,9 +73,9 @@ TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int 
       options_(std::move(options)),
       home_(std::move(home)),
       executor_(std::make_shared<Executor>()),
-      callbacks_(std::make_shared<Executor>("fsccl-callbacks")) {
+      callbacks_(std::make_shared<Executor>()) {
   try {
-    group_ = std::make_shared<Group>(std::make_unique<StoreRendezvous>(std::move(store)),
+    group_ = std::make_shared<Group>(std::make_unique<TorchStore>(std::move(store)),
                                      group_config(rank, size, *options_, home_.native));
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
@@ -219,8 +209,8 @@ TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title
   const Deadline deadline = Deadline::after(options_->timeout);
   RequestPtr request;
   try {
-    request = sends ? group_->send(peer, core_tag, pieces_of(flat.get()), deadline)
-                    : group_->recv(peer, core_tag, pieces_of(flat.get()), deadline);
+    request = sends ? group_->send(peer, core_tag, buffers_of(flat.get()), deadline)
+                    : group_->recv(peer, core_tag, buffers_of(flat.get()), deadline);
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../core/pieces.h"
+#include "../core/buffer_list.h"
 #include "../core/types.h"
 #include "expect.h"
 
@@ -113,7 +113,7 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
   return r;
 }
 
-inline Pieces pieces_of(const at::Tensor& t) { return Pieces(t.const_data_ptr(), t.nbytes()); }
+inline BufferList buffers_of(const at::Tensor& t) { return BufferList(t.const_data_ptr(), t.nbytes()); }
 
 inline size_t elements_of(const at::Tensor& t, const Reduction& r) {
   return t.nbytes() / r.width();
@@ -155,14 +155,14 @@ inline std::vector<Flat> flats(const std::vector<at::Tensor>& list, Flat::Use us
   return out;
 }
 
-inline std::vector<Pieces> pieces_of(const std::vector<Flat>& list) {
-  std::vector<Pieces> out;
-  for (const Flat& f : list) out.push_back(pieces_of(f.get()));
+inline BufferLists buffers_of(const std::vector<Flat>& list) {
+  BufferLists out;
+  for (const Flat& f : list) out.push_back(buffers_of(f.get()));
   return out;
 }
 
 // One tensor, cut along its first dimension: `rows` of each part, or equal parts if empty.
-inline std::vector<Pieces> split_rows(const at::Tensor& t, const std::vector<int64_t>& rows,
+inline BufferLists split_rows(const at::Tensor& t, const std::vector<int64_t>& rows,
                                       int parts, const char* op) {
   const int64_t all = t.dim() > 0 ? t.size(0) : 1;
   std::vector<int64_t> counts = rows;
@@ -178,7 +178,7 @@ inline std::vector<Pieces> split_rows(const at::Tensor& t, const std::vector<int
                     digits(parts), " ranks and ", digits(all), " rows");
   const size_t row = all > 0 ? t.nbytes() / static_cast<size_t>(all) : 0;
   const auto* at = static_cast<const std::byte*>(t.const_data_ptr());
-  std::vector<Pieces> out;
+  BufferLists out;
   for (const int64_t c : counts) {
     out.emplace_back(at, static_cast<size_t>(c) * row);
     at += static_cast<size_t>(c) * row;

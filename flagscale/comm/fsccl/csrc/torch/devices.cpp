@@ -113,9 +113,9 @@ std::vector<std::string> TorchBackend::exchange_words(const std::string& own) {
   mine.resize(kMost, '\0');
   run_on_host({c10d::OpType::ALLGATHER, "fsccl:words", false, c10d::kUnsetTimeout}, {},
               [mine, all](Group& g, const Deadline& d) {
-                std::vector<Pieces> out;
+                BufferLists out;
                 for (std::string& one : *all) out.emplace_back(one.data(), one.size());
-                g.all_gather(Pieces(mine.data(), mine.size()), out, d);
+                g.all_gather(BufferList(mine.data(), mine.size()), out, d);
               })
       ->wait(kNoTimeout);
   std::vector<std::string> words;

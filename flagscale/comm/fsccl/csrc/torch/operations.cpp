@@ -8,10 +8,10 @@ namespace {
 
 using c10d::OpType;
 
-std::vector<Pieces> equal_parts(const at::Tensor& t, int parts) {
+BufferLists equal_parts(const at::Tensor& t, int parts) {
   const size_t each = t.nbytes() / static_cast<size_t>(parts);
   const auto* at = static_cast<const std::byte*>(t.const_data_ptr());
-  std::vector<Pieces> out;
+  BufferLists out;
   for (int p = 0; p < parts; ++p) out.emplace_back(at + static_cast<size_t>(p) * each, each);
   return out;
 }
@@ -42,7 +42,7 @@ TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::Broa
   const Flat flat(t, Flat::kReadWrite, site);
   return run({OpType::BROADCAST, "fsccl:broadcast", o.asyncOp, o.timeout}, site, tensors,
              [flat, root](auto& g, const Deadline& d) {
-               g.broadcast(pieces_of(flat.get()), root, d);
+               g.broadcast(buffers_of(flat.get()), root, d);
                flat.settle();
              });
 }
@@ -129,7 +129,7 @@ TorchBackend::WorkPtr TorchBackend::allgather(TensorLists& out, Tensors& in,
   const auto to = flats(results, Flat::kWrite, site);
   return run({OpType::ALLGATHER, "fsccl:all_gather", o.asyncOp, o.timeout}, site, results,
              [from, to](auto& g, const Deadline& d) {
-               g.all_gather(pieces_of(from.get()), pieces_of(to), d, width_of(from));
+               g.all_gather(buffers_of(from.get()), buffers_of(to), d, width_of(from));
                settle(to);
              });
 }
@@ -163,7 +163,7 @@ TorchBackend::WorkPtr TorchBackend::allgather_into_tensor_coalesced(
   const auto to = flats(out, Flat::kWrite, site);
   return run(call, site, out, [from, to, n = size_](auto& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
-                 g.all_gather(pieces_of(from[i].get()), equal_parts(to[i].get(), n), d,
+                 g.all_gather(buffers_of(from[i].get()), equal_parts(to[i].get(), n), d,
                               width_of(from[i]));
                }
                settle(to);
@@ -200,7 +200,7 @@ TorchBackend::WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensor
   return run({OpType::ALLGATHER_COALESCED, "fsccl:all_gather_coalesced", o.asyncOp, o.timeout},
              site, all, [from, to](auto& g, const Deadline& d) {
                for (size_t i = 0; i < from.size(); ++i) {
-                 g.all_gather(pieces_of(from[i].get()), pieces_of(to[i]), d, width_of(from[i]));
+                 g.all_gather(buffers_of(from[i].get()), buffers_of(to[i]), d, width_of(from[i]));
                  settle(to[i]);
                }
              });
@@ -223,7 +223,7 @@ TorchBackend::WorkPtr TorchBackend::gather(TensorLists& out, Tensors& in,
   const auto to = flats(results, Flat::kWrite, site);
   return run({OpType::GATHER, "fsccl:gather", o.asyncOp, o.timeout}, site, results,
              [from, to, root](auto& g, const Deadline& d) {
-               g.gather(pieces_of(from.get()), pieces_of(to), root, d);
+               g.gather(buffers_of(from.get()), buffers_of(to), root, d);
                settle(to);
              });
 }
@@ -245,7 +245,7 @@ TorchBackend::WorkPtr TorchBackend::scatter(Tensors& out, TensorLists& in,
   const Flat to(own, Flat::kWrite, site);
   return run({OpType::SCATTER, "fsccl:scatter", o.asyncOp, o.timeout}, site, out,
              [from, to, root](auto& g, const Deadline& d) {
-               g.scatter(pieces_of(from), pieces_of(to.get()), root, d);
+               g.scatter(buffers_of(from), buffers_of(to.get()), root, d);
                to.settle();
              });
 }
@@ -273,7 +273,7 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter(Tensors& out, TensorLists& in
   const Reduction r = reduction_of(own, o.reduceOp, size_);
   return run({OpType::REDUCE_SCATTER, "fsccl:reduce_scatter", o.asyncOp, o.timeout}, site, out,
              [from, to, r](auto& g, const Deadline& d) {
-               g.reduce_scatter(pieces_of(from), pieces_of(to.get()), r, d);
+               g.reduce_scatter(buffers_of(from), buffers_of(to.get()), r, d);
                to.settle();
              });
 }
@@ -312,7 +312,7 @@ TorchBackend::WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(
   for (const at::Tensor& t : out) how.push_back(reduction_of(t, o.reduceOp, size_));
   return run(call, site, out, [from, to, how, n = size_](auto& g, const Deadline& d) {
                for (size_t i = 0; i < to.size(); ++i) {
-                 g.reduce_scatter(equal_parts(from[i].get(), n), pieces_of(to[i].get()), how[i], d);
+                 g.reduce_scatter(equal_parts(from[i].get(), n), buffers_of(to[i].get()), how[i], d);
                }
                settle(to);
              });
@@ -360,7 +360,7 @@ TorchBackend::WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in,
   const auto to = flats(out, Flat::kWrite, site);
   return run({OpType::ALLTOALL, "fsccl:all_to_all", o.asyncOp, o.timeout}, site, out,
              [from, to](auto& g, const Deadline& d) {
-               g.all_to_all(pieces_of(from), pieces_of(to), d);
+               g.all_to_all(buffers_of(from), buffers_of(to), d);
                settle(to);
              });
 }

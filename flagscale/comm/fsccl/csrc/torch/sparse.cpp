@@ -29,9 +29,9 @@ struct SparseHead {
 
 std::vector<SparseHead> exchange_heads(Group& g, const SparseHead& mine, const Deadline& d) {
   std::vector<SparseHead> all(static_cast<size_t>(g.size()), mine);
-  std::vector<Pieces> places;
+  BufferLists places;
   for (SparseHead& one : all) places.emplace_back(&one, sizeof one);
-  g.all_gather(Pieces(&mine, sizeof mine), places, d);
+  g.all_gather(BufferList(&mine, sizeof mine), places, d);
   for (int r = 1; r < g.size(); ++r) {
     if (all[static_cast<size_t>(r)].like(all[0])) continue;
     throw Error(Fault::kMismatch, r,
@@ -45,14 +45,14 @@ std::vector<SparseHead> exchange_heads(Group& g, const SparseHead& mine, const D
 at::Tensor gather_along(Group& g, const at::Tensor& part, int64_t dim,
                         const std::vector<SparseHead>& heads, const Deadline& d) {
   std::vector<at::Tensor> parts;
-  std::vector<Pieces> places;
+  BufferLists places;
   for (const SparseHead& head : heads) {
     std::vector<int64_t> sizes = part.sizes().vec();
     sizes[static_cast<size_t>(dim)] = head.entries;
     parts.push_back(at::empty(sizes, part.options()));
-    places.push_back(pieces_of(parts.back()));
+    places.push_back(buffers_of(parts.back()));
   }
-  g.all_gather(pieces_of(part), places, d, static_cast<size_t>(part.element_size()));
+  g.all_gather(buffers_of(part), places, d, static_cast<size_t>(part.element_size()));
   return at::cat(parts, dim);
 }
 

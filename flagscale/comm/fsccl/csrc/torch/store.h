@@ -1,4 +1,4 @@
-// torch's key-value store as the core's rendezvous.
+// torch's key-value store as the core's.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -8,16 +8,19 @@
 #include <string>
 #include <vector>
 
-#include "../core/group.h"
+#include "../core/rendezvous.h"
 
 namespace fsccl {
 
-class StoreRendezvous : public Rendezvous {
+class TorchStore : public Store {
  public:
-  explicit StoreRendezvous(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
   void set(const std::string& key, const std::string& value) override {
     in_words([&] { store_->set(key, value); });
+  }
+  int64_t add(const std::string& key, int64_t n) override {
+    return in_words([&] { return store_->add(key, n); });
   }
   bool has(const std::vector<std::string>& keys) override {
     return in_words([&] { return store_->check(keys); });

@@ -1,38 +1,30 @@
-#include "lane.h"
+#include "shm_transport.h"
 
 #include <sched.h>
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 
 namespace fsccl {
 namespace {
 
-constexpr uint32_t kRunning = 0, kWriting = 1, kAborted = 2;
-constexpr std::chrono::milliseconds kLaneNap(100);
+constexpr std::chrono::milliseconds kShmNap(100);
 constexpr int32_t kNobody = -1;
 
 bool reached(uint32_t posted, uint32_t step) { return static_cast<int32_t>(posted - step) >= 0; }
 
 }  // namespace
 
-struct Lane::Header {
-  Word state;  // kRunning, kWriting, kAborted
-  int32_t at_fault;
-  char why[1024];
-};
-
-struct alignas(2 * kCacheLine) Lane::Line {
+struct alignas(2 * kCacheLine) ShmTransport::Line {
   Word posted;
   Word sleepers;
   // The second half, which nobody looks at while the operation goes on.
   alignas(kCacheLine) Word joined;
   Word left;
   std::atomic<uint64_t> process;
-  std::atomic<uint64_t> finished;  // the last operation that has
+  std::atomic<uint64_t> finished;    // the last operation that has
   std::atomic<int32_t> waits_for;    // group rank
-  std::atomic<uint32_t> waits_step;  // of a lane mate; 0 when the awaited is not in the lane
+  std::atomic<uint32_t> waits_step;  // of a mate on the host; 0 when it is on another
 };
 
 namespace {
@@ -41,31 +33,31 @@ constexpr size_t kCardBytes = kCacheLine;
 static_assert(sizeof(OpCard) <= kCardBytes, "a card fits before the payload");
 }  // namespace
 
-size_t Lane::head_bytes(int ranks) {
-  static_assert(sizeof(Header) <= kHeaderBytes, "the header has its room");
+size_t ShmTransport::head_bytes(int ranks) {
+  static_assert(sizeof(Verdict) <= kHeaderBytes, "the verdict has its room");
   return Segment::whole_pages(kHeaderBytes + static_cast<size_t>(ranks) * sizeof(Line));
 }
 
-size_t Lane::segment_bytes(int ranks, size_t slot_bytes) {
+size_t ShmTransport::segment_bytes(int ranks, size_t slot_bytes) {
   return head_bytes(ranks) + static_cast<size_t>(ranks) * slots_bytes(slot_bytes);
 }
 
-size_t Lane::first_bytes(int ranks, size_t slot_bytes) {
+size_t ShmTransport::first_bytes(int ranks, size_t slot_bytes) {
   return head_bytes(ranks) + slots_bytes(slot_bytes);
 }
 
-size_t Lane::slots_bytes(size_t slot_bytes) {
+size_t ShmTransport::slots_bytes(size_t slot_bytes) {
   return Segment::whole_pages(2 * (kCardBytes + slot_bytes));
 }
 
-size_t Lane::default_slot_bytes(int ranks) {
+size_t ShmTransport::default_slot_bytes(int ranks) {
   const size_t share = (size_t{16} << 20) / static_cast<size_t>(2 * ranks);
   // Two-shot divides a slot among the ranks: below 2 KiB each it would be all waiting.
   const size_t least = std::max(size_t{64} << 10, static_cast<size_t>(ranks) * 2048);
   return std::max(least, std::min(share, size_t{512} << 10) / 4096 * 4096);
 }
 
-Lane::Lane(Segment segment, int rank, LaneConfig config)
+ShmTransport::ShmTransport(Segment segment, int rank, ShmConfig config)
     : segment_(std::move(segment)), rank_(rank), config_(std::move(config)) {
   compared_.resize(config_.members.size());
   each_ = slots_bytes(capacity());
@@ -79,7 +71,7 @@ Lane::Lane(Segment segment, int rank, LaneConfig config)
 }
 
 // Each rank its own, so that their pages lie in the memory nearest to the rank that fills them.
-void Lane::reserve_slots() {
+void ShmTransport::reserve_slots() {
   const size_t first = head_bytes(size()) + static_cast<size_t>(rank_) * each_;
   try {
     segment_.reserve(first, first + each_);
@@ -89,26 +81,26 @@ void Lane::reserve_slots() {
   }
 }
 
-Lane::Header& Lane::header() const { return *reinterpret_cast<Header*>(segment_.data()); }
+Verdict& ShmTransport::verdict() const { return *reinterpret_cast<Verdict*>(segment_.data()); }
 
-Lane::Line& Lane::line(int lane_rank) const {
-  std::byte* at = segment_.data() + kHeaderBytes + static_cast<size_t>(lane_rank) * sizeof(Line);
+ShmTransport::Line& ShmTransport::line(int local_rank) const {
+  std::byte* at = segment_.data() + kHeaderBytes + static_cast<size_t>(local_rank) * sizeof(Line);
   return *reinterpret_cast<Line*>(at);
 }
 
-std::byte* Lane::slot(int lane_rank, uint32_t step) const {
-  return slots_ + static_cast<size_t>(lane_rank) * each_ + (step & 1) * (kCardBytes + capacity());
+std::byte* ShmTransport::slot(int local_rank, uint32_t step) const {
+  return slots_ + static_cast<size_t>(local_rank) * each_ + (step & 1) * (kCardBytes + capacity());
 }
 
-void Lane::begin(const OpCard& card, const Deadline& deadline) {
+void ShmTransport::begin(const OpCard& card, const Deadline& deadline) {
   throw_if_aborted();
   card_ = card;
   deadline_ = deadline;
 }
 
-void Lane::end() { line(rank_).finished.store(card_.sequence, std::memory_order_release); }
+void ShmTransport::end() { line(rank_).finished.store(card_.sequence, std::memory_order_release); }
 
-std::byte* Lane::fill() {
+std::byte* ShmTransport::fill() {
   for (int p = 0; p < size(); ++p) {
     if (p == rank_) continue;
     wait_posted(p, step_);
@@ -119,20 +111,20 @@ std::byte* Lane::fill() {
   return at + kCardBytes;
 }
 
-void Lane::post() {
+void ShmTransport::post() {
   Line& mine = line(rank_);
   posted_card_ = card_;
   mine.posted.store(++step_, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
 }
 
-const std::byte* Lane::await(int peer) {
+const std::byte* ShmTransport::await(int peer) {
   wait_posted(peer, step_);
   compare_card(peer, card_);
   return slot(peer, step_) + kCardBytes;
 }
 
-void Lane::compare_card(int peer, const OpCard& mine) {
+void ShmTransport::compare_card(int peer, const OpCard& mine) {
   OpCard theirs;
   std::memcpy(&theirs, slot(peer, step_), sizeof theirs);
   if (theirs != mine) {
@@ -142,13 +134,13 @@ void Lane::compare_card(int peer, const OpCard& mine) {
   compared_[static_cast<size_t>(peer)] = step_;
 }
 
-uint32_t Lane::posted() const { return line(rank_).posted.load(std::memory_order_relaxed); }
+uint32_t ShmTransport::posted() const { return line(rank_).posted.load(std::memory_order_relaxed); }
 
-void Lane::await_all() {
+void ShmTransport::await_all() {
   for (int k = 1; k < size(); ++k) await((rank_ + k) % size());
 }
 
-void Lane::wait_posted(int peer, uint32_t step) {
+void ShmTransport::wait_posted(int peer, uint32_t step) {
   const Word& posted = line(peer).posted;
   if (reached(posted.load(std::memory_order_acquire), step)) return;
   for (int i = 0; i < config_.spin.pauses; ++i) {
@@ -162,7 +154,7 @@ void Lane::wait_posted(int peer, uint32_t step) {
   sleep_until(peer, step);
 }
 
-void Lane::sleep_until(int peer, uint32_t step) {
+void ShmTransport::sleep_until(int peer, uint32_t step) {
   Line& theirs = line(peer);
   Line& mine = line(rank_);
   mine.waits_step.store(step, std::memory_order_relaxed);
@@ -179,16 +171,18 @@ void Lane::sleep_until(int peer, uint32_t step) {
   mine.waits_for.store(kNobody, std::memory_order_release);
 }
 
-std::chrono::milliseconds Lane::nap() const { return std::min(kLaneNap, deadline_.remaining()); }
+std::chrono::milliseconds ShmTransport::nap() const {
+  return std::min(kShmNap, deadline_.remaining());
+}
 
-void Lane::look_around(int peer, uint32_t step) {
+void ShmTransport::look_around(int peer, uint32_t step) {
   const Word& posted = line(peer).posted;
   look_at(peer, [&] { return reached(posted.load(std::memory_order_acquire), step); });
   give_up(culprit(peer));
 }
 
 // It may have come, and its rank gone, between the caller's look and this one.
-void Lane::look_at(int peer, const std::function<bool()>& come) const {
+void ShmTransport::look_at(int peer, const std::function<bool()>& come) const {
   throw_if_aborted();
   if (watch_) watch_();
   for (int p = 0; p < size(); ++p) {
@@ -201,7 +195,7 @@ void Lane::look_at(int peer, const std::function<bool()>& come) const {
   }
 }
 
-const char* Lane::gone(int peer) const {
+const char* ShmTransport::gone(int peer) const {
   const Line& theirs = line(peer);
   if (theirs.left.load(std::memory_order_acquire) != 0) return " has left the group";
   const bool joined = theirs.joined.load(std::memory_order_acquire) != 0;
@@ -211,26 +205,26 @@ const char* Lane::gone(int peer) const {
   return lives ? nullptr : " ended without leaving the group";
 }
 
-void Lane::give_up(int at_fault) const {
+void ShmTransport::give_up(int at_fault) const {
   if (!deadline_.passed()) return;
   if (trace_) at_fault = trace_(at_fault);
   throw Error(Fault::kTimeout, at_fault,
               name(at_fault) + " did not come within " + deadline_.text());
 }
 
-int Lane::lane_rank_of(int group_rank) const {
+int ShmTransport::local_rank_of(int group_rank) const {
   const auto at = std::find(config_.members.begin(), config_.members.end(), group_rank);
   return at == config_.members.end() ? -1 : static_cast<int>(at - config_.members.begin());
 }
 
-// Follows who waits for whom from `peer` on. A lane mate whose own wait is already over (it was
+// Follows who waits for whom from `peer` on. A mate whose own wait is already over (it was
 // stopped, or starved) is itself the one that does not move.
-int Lane::culprit(int peer) const {
+int ShmTransport::culprit(int peer) const {
   for (int hops = 0; hops < size(); ++hops) {
     const Line& at = line(peer);
     const int32_t next = at.waits_for.load(std::memory_order_acquire);
     if (next == kNobody || next == member(rank_)) return member(peer);
-    const int q = lane_rank_of(next);
+    const int q = local_rank_of(next);
     if (q < 0) return member(peer);  // which give_up() asks whether it still does
     const uint32_t step = at.waits_step.load(std::memory_order_relaxed);
     if (reached(line(q).posted.load(std::memory_order_acquire), step)) return member(peer);
@@ -239,69 +233,49 @@ int Lane::culprit(int peer) const {
   return member(peer);
 }
 
-int Lane::awaited() const {
+int ShmTransport::awaited() const {
   const Line& mine = line(rank_);
   const int32_t next = mine.waits_for.load(std::memory_order_acquire);
-  const int mate = next == kNobody ? -1 : lane_rank_of(next);
+  const int mate = next == kNobody ? -1 : local_rank_of(next);
   if (mate < 0) return next;
   const uint32_t step = mine.waits_step.load(std::memory_order_relaxed);
   const bool over = reached(line(mate).posted.load(std::memory_order_acquire), step);
   return over ? kNobody : culprit(mate);
 }
 
-void Lane::note_wait(int group_rank) {
+void ShmTransport::note_wait(int group_rank) {
   line(rank_).waits_step.store(0, std::memory_order_relaxed);
   line(rank_).waits_for.store(group_rank, std::memory_order_release);
 }
 
-Error Lane::abort(const Error& why) {
-  constexpr int kGlances = 1000;  // of who writes now; it may be killed there
-  Header& h = header();
-  uint32_t state = kRunning;
-  if (!h.state.compare_exchange_strong(state, kWriting)) {
-    for (int i = 0; i < kGlances && h.state.load(std::memory_order_acquire) != kAborted; ++i) {
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-    if (h.state.load(std::memory_order_acquire) != kAborted) return why;
-    return Error(Fault::kAborted, h.at_fault, h.why);
-  }
-  h.at_fault = why.rank;
-  const std::string words = why.what();
-  const size_t n = std::min(words.size(), sizeof(h.why) - 1);
-  std::memcpy(h.why, words.data(), n);
-  h.why[n] = '\0';
-  h.state.store(kAborted, std::memory_order_release);
+Error ShmTransport::abort(const Error& why) {
+  const Error first = verdict().settle(why);
   for (int p = 0; p < size(); ++p) futex_wake_all(line(p).posted);
-  return why;
+  return first;
 }
 
-void Lane::throw_if_aborted() const {
-  const Header& h = header();
-  if (h.state.load(std::memory_order_acquire) == kAborted) {
-    throw Error(Fault::kAborted, h.at_fault, h.why);
-  }
-}
+void ShmTransport::throw_if_aborted() const { verdict().throw_if_settled(); }
 
-bool Lane::complete() const {
+bool ShmTransport::complete() const {
   for (int p = 0; p < size(); ++p) {
     if (line(p).joined.load(std::memory_order_acquire) == 0) return false;
   }
   return true;
 }
 
-void Lane::leave(bool kept) {
+void ShmTransport::leave(bool kept) {
   Line& mine = line(rank_);
   mine.left.store(1, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
   if (!kept || complete()) return;
-  segment_.keep_until([lines = &line(0), n = size(), members = config_.members,
-                       runs = config_.runs] {
-    for (int p = 0; p < n; ++p) {
-      const bool joined = lines[p].joined.load(std::memory_order_acquire) != 0;
-      if (!joined && runs(members[static_cast<size_t>(p)])) return false;
-    }
-    return true;
-  });
+  segment_.keep_until(
+      [lines = &line(0), n = size(), members = config_.members, runs = config_.runs] {
+        for (int p = 0; p < n; ++p) {
+          const bool joined = lines[p].joined.load(std::memory_order_acquire) != 0;
+          if (!joined && runs(members[static_cast<size_t>(p)])) return false;
+        }
+        return true;
+      });
 }
 
 }  // namespace fsccl

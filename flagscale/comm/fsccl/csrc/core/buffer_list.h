@@ -12,22 +12,22 @@
 
 namespace fsccl {
 
-struct Piece {
+struct Buffer {
   std::byte* data = nullptr;
   size_t bytes = 0;
 };
 
-// Inputs are wrapped by dropping const; whoever takes `const Pieces&` as an input only reads.
-inline Piece piece(const void* data, size_t bytes) {
+// Inputs are wrapped by dropping const; whoever takes `const BufferList&` as an input only reads.
+inline Buffer buffer_of(const void* data, size_t bytes) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), bytes};
 }
 
-class Pieces {
+class BufferList {
  public:
-  Pieces() = default;
-  Pieces(const void* data, size_t bytes) { add(piece(data, bytes)); }
+  BufferList() = default;
+  BufferList(const void* data, size_t bytes) { add(buffer_of(data, bytes)); }
 
-  void add(Piece p) {
+  void add(Buffer p) {
     if (p.bytes == 0) return;
     // Neighbours in memory become one, so that a flat buffer stays one piece.
     if (!list_.empty() && list_.back().data + list_.back().bytes == p.data) {
@@ -40,7 +40,7 @@ class Pieces {
   }
 
   size_t bytes() const { return total_; }
-  const std::vector<Piece>& list() const { return list_; }
+  const std::vector<Buffer>& list() const { return list_; }
 
   // Calls f(pointer, length, offset in [lo, hi)) for every contiguous run of the interval.
   template <class F>
@@ -74,22 +74,24 @@ class Pieces {
     return found;
   }
 
-  Pieces slice(Interval range) const {
-    Pieces out;
+  BufferList slice(Interval range) const {
+    BufferList out;
     visit(range, [&](std::byte* p, size_t n, size_t) { out.add({p, n}); });
     return out;
   }
 
  private:
-  std::vector<Piece> list_;
+  std::vector<Buffer> list_;
   std::vector<size_t> starts_;
   size_t total_ = 0;
 };
 
+using BufferLists = std::vector<BufferList>;  // often one a rank
+
 // Tells lists of other sizes apart, also where their sums are the same.
-inline uint64_t layout_of(const std::vector<Pieces>& list) {
+inline uint64_t layout_of(const BufferLists& list) {
   uint64_t h = list.size();
-  for (const Pieces& p : list) {
+  for (const BufferList& p : list) {
     h = (h ^ p.bytes()) * 0x9E3779B97F4A7C15u;
     h ^= h >> 32;
   }
@@ -97,7 +99,7 @@ inline uint64_t layout_of(const std::vector<Pieces>& list) {
 }
 
 // A rank's part of what all ranks gather, and the place that it has for it.
-inline void expect_place(const Pieces& part, const Pieces& place) {
+inline void expect_place(const BufferList& part, const BufferList& place) {
   if (part.bytes() == place.bytes()) return;
   fail_usage("this rank's place has " + std::to_string(place.bytes()) + " bytes for " +
              std::to_string(part.bytes()));

@@ -1,4 +1,4 @@
-// One connection of a messenger, and the frames on it.
+// One connection of a transport, and the frames on it.
 //
 // A rank opens connections to a peer when it first has something to send to it, or waits for
 // something from it; whoever opened a connection sends messages on it, the other side only answers
@@ -6,9 +6,13 @@
 // bytes and its seal. A body whose sender failed in its middle is filled up and not sealed kWhole:
 // what follows is understood, and nobody takes it for a message.
 //
+// Every header is signed with a key of its connection, made of the group's and of what its hello
+// says, a random number among it; and so is the header's place on its connection and way. A hello
+// counts once: nobody can say again what another has said. Bodies are not signed.
 //
-//   kHello     first on every connection: tag = group token, message = rank, offset = index,
-//              total = protocol version
+//   kHello     first on every connection: tag = token of the end that is called, message = rank of
+//              who calls, offset = index, flags = protocol version, total = random. The device
+//              takes it
 //   kMessage   a whole message in one frame, at once
 //   kAnnounce  a message whose body follows in stripes; with kAsks in `flags` only after kClear
 //   kClear     the receiver is ready for a message that asked
@@ -23,6 +27,7 @@
 #include <string>
 #include <vector>
 
+#include "mac.h"
 #include "request.h"
 #include "socket.h"
 
@@ -51,36 +56,50 @@ struct Frame {
   uint64_t bytes = 0;    // of the body that follows
   uint64_t offset = 0;
   uint64_t total = 0;  // size of the whole message
-  OpCard card;         // of the operation of which a message is part: the same on both sides
+  uint64_t mac = 0;
+  OpCard card;  // of the operation of which a message is part: the same on both sides
   static constexpr uint32_t kMagic = 0x6c636366;  // "fccl" in little-endian order
 };
-static_assert(sizeof(Frame) == 88, "the layout on the wire");
+static_assert(sizeof(Frame) == 96, "the layout on the wire");
+
+// Who has opened a connection counts its frames 0, 2, 4 and so on, the other side 1, 3, 5.
+inline uint64_t mac_of(const Key& key, Frame f, uint64_t number) {
+  f.mac = number;
+  return mac_of(key, &f, sizeof f);
+}
+Key key_of_connection(const Key& group, const Frame& hello);
 
 enum class Seal : uint32_t { kWhole = 0x656c6f77, kBroken = 0x6e6b7262 };
 inline size_t sealed_bytes(const Frame& f) { return f.bytes == 0 ? 0 : f.bytes + sizeof(Seal); }
 
-class Link;
+class Connection;
 
-// What a link tells its owner; all under the owner's lock, which on_body() may let go.
-class LinkOwner {
+// What a connection tells its owner; all under the owner's lock, which on_body() may let go.
+class ConnectionOwner {
  public:
   enum class Answer { kBody, kStall, kRefuse };
-  virtual ~LinkOwner() = default;
+  virtual ~ConnectionOwner() = default;
   // A header has come. kBody: `into` is where the body goes (its size is frame.bytes).
-  // kStall: ask again later, after Link::resume(). kRefuse: ends the connection.
-  virtual Answer on_frame(Link& link, const Frame& frame, Body* into) = 0;
-  virtual void on_body(Link& link, const Frame& frame, Hold& hold) = 0;
+  // kStall: ask again later, after Connection::resume(). kRefuse: ends the connection.
+  virtual Answer on_frame(Connection& connection, const Frame& frame, Body* into) = 0;
+  virtual void on_body(Connection& connection, const Frame& frame, Hold& hold) = 0;
 };
 
-// One thread at a time sends on a link, any thread; always the same one receives.
-class Link {
+// One thread at a time sends on a connection, any thread; always the same one receives.
+class Connection {
  public:
-  Link(Fd fd, int peer, bool opened_here) : fd_(std::move(fd)), peer_(peer), ours_(opened_here) {}
+  // Of a connection that the peer has opened the hello has come, and was well signed.
+  Connection(Fd fd, int peer, bool opened_here, const Key& key)
+      : fd_(std::move(fd)),
+        peer_(peer),
+        ours_(opened_here),
+        key_(key),
+        next_out_(opened_here ? 0 : 1),
+        next_in_(opened_here ? 1 : 2) {}
 
   int fd() const { return fd_.get(); }
   int peer() const { return peer_; }
   bool opened_here() const { return ours_; }
-  void set_peer(int peer) { peer_ = peer; }
 
   void queue(const Frame& frame, Body body = {});
   bool has_output() const { return !out_.empty(); }
@@ -92,7 +111,7 @@ class Link {
   // Both return false once the connection is over; what the kernel would not take or give now, or
   // the budget does not allow, stays for the next call. Both let the lock go while they copy.
   bool flush(Hold& hold, size_t budget);
-  bool receive(LinkOwner& owner, Hold& hold, size_t budget);
+  bool receive(ConnectionOwner& owner, Hold& hold, size_t budget);
 
   // The group failed: forgets the memory of all requests, on both ways. A frame that is half sent
   // or half received is filled up, and a hello stays, so that what follows is understood.
@@ -104,7 +123,7 @@ class Link {
       if (o.body.request) f(*o.body.request);
     }
   }
-  // For a frame that nobody wants; as long as this link lives.
+  // For a frame that nobody wants; as long as this connection lives.
   Body filler(size_t bytes);
 
   bool said_bye = false;          // the peer did
@@ -114,7 +133,7 @@ class Link {
   int error = 0;                  // errno of what ended it
   std::string cut_because;        // the owner ended it
   using Clock = std::chrono::steady_clock;
-  Clock::time_point made = Clock::now(), heard = made;  // the owner's notes: see unheard()
+  Clock::time_point heard = Clock::now();  // the owner's note: see unheard()
 
  private:
   struct Output {
@@ -127,11 +146,13 @@ class Link {
   ssize_t send_front(Hold& hold);
   void sent_of_front(size_t bytes);
   ssize_t receive_some(Hold& hold);
-  bool advance(LinkOwner& owner, size_t got, Hold& hold);
+  bool advance(ConnectionOwner& owner, size_t got, Hold& hold);
 
   Fd fd_;
   int peer_;
   bool ours_;
+  Key key_;
+  uint64_t next_out_, next_in_;  // numbers of frames
   bool stalled_ = false, sending_ = false;
   std::deque<Output> out_;
   Frame in_;

@@ -1,4 +1,4 @@
-#include "link.h"
+#include "connection.h"
 
 #include <sys/uio.h>
 
@@ -19,7 +19,7 @@ class Vectors {
     bytes_ += n;
   }
   // Of a body and its seal what comes from `from` on.
-  void add(const Pieces& body, Seal* seal, size_t from) {
+  void add(const BufferList& body, Seal* seal, size_t from) {
     const size_t all = body.bytes(), before = bytes_;
     if (from < all) {
       const Interval now{from, std::min(all, from + kCopyBytes)};
@@ -46,7 +46,7 @@ bool later() {
 Body repeat(const std::byte* some, size_t bytes) {
   Body out;
   for (size_t at = 0; at < bytes; at += kFillerBytes) {
-    out.memory.add(piece(some, std::min(kFillerBytes, bytes - at)));
+    out.memory.add(buffer_of(some, std::min(kFillerBytes, bytes - at)));
   }
   return out;
 }
@@ -58,12 +58,17 @@ Body zeros(size_t bytes) {
 
 }  // namespace
 
-Body Link::filler(size_t bytes) {
+Key key_of_connection(const Key& group, const Frame& hello) {
+  return derived(group,
+                 std::array<uint64_t, 4>{hello.tag, hello.message, hello.offset, hello.total});
+}
+
+Body Connection::filler(size_t bytes) {
   trash_.resize(kFillerBytes);  // once: another frame may point into it
   return repeat(trash_.data(), bytes);
 }
 
-void Link::let_go(const Error& why) {
+void Connection::let_go(const Error& why) {
   for (Output& o : out_) {
     if (o.body.request) o.body.request->fail(why);
   }
@@ -78,11 +83,9 @@ void Link::let_go(const Error& why) {
   if (in_body_) into_ = filler(in_.bytes);
 }
 
-void Link::queue(const Frame& frame, Body body) {
-  out_.push_back({frame, std::move(body)});
-}
+void Connection::queue(const Frame& frame, Body body) { out_.push_back({frame, std::move(body)}); }
 
-bool Link::flush(Hold& hold, size_t budget) {
+bool Connection::flush(Hold& hold, size_t budget) {
   if (sending_) return true;
   sending_ = true;
   bool alive = true;
@@ -101,13 +104,14 @@ bool Link::flush(Hold& hold, size_t budget) {
   return alive;
 }
 
-ssize_t Link::send_front(Hold& hold) {
+ssize_t Connection::send_front(Hold& hold) {
   Output& o = out_.front();  // stays where it is while others queue
   const bool failed_elsewhere = o.body.request && o.body.request->over();
   if (failed_elsewhere) {
     o.body = zeros(o.body.memory.bytes());
     o.seal = Seal::kBroken;
   }
+  if (o.sent == 0) o.frame.mac = mac_of(key_, o.frame, next_out_);
   Seal seal = o.seal;  // which may change while the lock is let go
   Vectors v;
   const size_t header = sizeof o.frame, sent = std::min(o.sent, header);
@@ -121,17 +125,18 @@ ssize_t Link::send_front(Hold& hold) {
   });
 }
 
-void Link::sent_of_front(size_t bytes) {
+void Connection::sent_of_front(size_t bytes) {
   Output& o = out_.front();
   o.sent += bytes;
   if (o.sent < sizeof o.frame + sealed_bytes(o.frame)) return;
+  next_out_ += 2;
   if (o.body.request) o.body.request->part_done();
   out_.pop_front();
 }
 
 // Reads a header, asks the owner where its body goes, reads the body, and so on until the kernel
 // has no more or the budget is spent: one busy peer must not starve the others.
-bool Link::receive(LinkOwner& owner, Hold& hold, size_t budget) {
+bool Connection::receive(ConnectionOwner& owner, Hold& hold, size_t budget) {
   for (size_t read = 0; read < budget && !stalled_;) {
     if (header_complete_ && !in_body_) {  // was stalled: ask again
       if (!advance(owner, 0, hold)) return false;
@@ -150,7 +155,7 @@ bool Link::receive(LinkOwner& owner, Hold& hold, size_t budget) {
   return true;
 }
 
-ssize_t Link::receive_some(Hold& hold) {
+ssize_t Connection::receive_some(Hold& hold) {
   if (in_body_ && into_.request && into_.request->over()) into_ = filler(in_.bytes);
   Vectors v;
   if (in_body_) {
@@ -162,17 +167,20 @@ ssize_t Link::receive_some(Hold& hold) {
   return hold.copy(into_, v.bytes(), call);
 }
 
-bool Link::advance(LinkOwner& owner, size_t got, Hold& hold) {
+bool Connection::advance(ConnectionOwner& owner, size_t got, Hold& hold) {
   got_ += got;
   if (!in_body_) {
     if (got_ < sizeof in_) return true;
-    if (in_.magic != Frame::kMagic) return false;  // not one of us
-    header_complete_ = true;
+    if (!header_complete_ && in_.mac != mac_of(key_, in_, next_in_)) {
+      cut_because = "a frame has come that nobody of this group has signed";
+      return false;
+    }
+    if (!std::exchange(header_complete_, true)) next_in_ += 2;
     into_ = Body();
-    const LinkOwner::Answer answer = owner.on_frame(*this, in_, &into_);
-    stalled_ = answer == LinkOwner::Answer::kStall;
+    const ConnectionOwner::Answer answer = owner.on_frame(*this, in_, &into_);
+    stalled_ = answer == ConnectionOwner::Answer::kStall;
     if (stalled_) return true;
-    if (answer == LinkOwner::Answer::kRefuse) return false;
+    if (answer == ConnectionOwner::Answer::kRefuse) return false;
     if (into_.memory.bytes() != in_.bytes) return false;
     in_body_ = true;
     got_ = 0;

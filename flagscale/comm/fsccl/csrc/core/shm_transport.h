@@ -1,6 +1,6 @@
 // The step protocol by which the ranks of one host exchange data through a shared segment.
 //
-// Every collective is a sequence of steps, and all ranks of the lane take the same steps. Rank r
+// Every collective is a sequence of steps, and all ranks of the host take the same steps. Rank r
 // has two slots, used in turn, and a counter `posted`. In step s rank r
 //
 //   1. fill():    waits until every posted >= s-1, then writes slot s%2;
@@ -33,11 +33,12 @@
 #include "op_card.h"
 #include "segment.h"
 #include "types.h"
+#include "verdict.h"
 
 namespace fsccl {
 
-struct LaneConfig {
-  std::vector<int> members;        // group rank of every lane rank
+struct ShmConfig {
+  std::vector<int> members;        // group rank of every local rank
   std::vector<std::string> names;  // of every rank of the group, for messages
   size_t slot_bytes = 0;           // payload of a slot
   uint64_t process = 0;            // the same in all ranks that are threads of one process
@@ -46,7 +47,7 @@ struct LaneConfig {
   std::function<bool(int)> runs = [](int) { return true; };
 };
 
-class Lane {
+class ShmTransport {
  public:
   static size_t segment_bytes(int ranks, size_t slot_bytes);
   // Of these what the maker reserves, who is the first rank: what all write to, and its own slots.
@@ -54,12 +55,12 @@ class Lane {
   // A slot size that keeps small groups fast and large hosts within a few tens of MiB.
   static size_t default_slot_bytes(int ranks);
 
-  Lane(Segment segment, int rank, LaneConfig config);
+  ShmTransport(Segment segment, int rank, ShmConfig config);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(config_.members.size()); }
-  int member(int lane_rank) const { return config_.members[static_cast<size_t>(lane_rank)]; }
-  const std::string& name_of(int lane_rank) const { return name(member(lane_rank)); }
+  int member(int local_rank) const { return config_.members[static_cast<size_t>(local_rank)]; }
+  const std::string& name_of(int local_rank) const { return name(member(local_rank)); }
   size_t capacity() const { return config_.slot_bytes; }
 
   void begin(const OpCard& card, const Deadline& deadline);
@@ -73,13 +74,13 @@ class Lane {
   uint32_t posted() const;  // steps so far; any thread may call
 
   // For waits beside the steps (channels.h). look_at() throws when the group has failed, when the
-  // lane rank `peer` (-1: nobody's) has gone and what it was to do has not `come`, or another has
+  // local rank `peer` (-1: nobody's) has gone and what it was to do has not `come`, or another has
   // in the middle of this operation or before it; give_up() when the time is over.
   void look_at(int peer, const std::function<bool()>& come) const;
   void give_up(int group_rank_at_fault) const;
   std::chrono::milliseconds nap() const;
   const SpinPolicy& spin() const { return config_.spin; }
-  int lane_rank_of(int group_rank) const;  // -1 when it is not in the lane
+  int local_rank_of(int group_rank) const;  // -1 when it is not on this host
 
   // Called by a sleeper now and then; throws to end the wait.
   void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }
@@ -95,14 +96,13 @@ class Lane {
   // Whom this rank waits for, or whom its mate does that it waits for, and so on; -1 when it does
   // not wait. Any thread may call.
   int awaited() const;
-  // How to ask ranks the same, where there are others than in the lane: `trace` gets the first of
+  // How to ask ranks the same, where there are others than on this host: `trace` gets the first of
   // them, and gives the one that waits for nobody.
   void set_trace(std::function<int(int)> trace) { trace_ = std::move(trace); }
-  // What this rank's thread waits for outside the lane: a group rank, or -1. For waits_for chains.
+  // What this rank's thread waits for outside this host: a group rank, or -1. For waits_for chains.
   void note_wait(int group_rank);
 
  private:
-  struct Header;
   struct Line;
 
   static size_t head_bytes(int ranks);
@@ -110,9 +110,9 @@ class Lane {
   void reserve_slots();
   void compare_card(int peer, const OpCard& mine);
 
-  Header& header() const;
-  Line& line(int lane_rank) const;
-  std::byte* slot(int lane_rank, uint32_t step) const;
+  Verdict& verdict() const;
+  Line& line(int local_rank) const;
+  std::byte* slot(int local_rank, uint32_t step) const;
   void wait_posted(int peer, uint32_t step);
   void sleep_until(int peer, uint32_t step);
   void look_around(int peer, uint32_t step);
@@ -124,7 +124,7 @@ class Lane {
 
   Segment segment_;
   int rank_;
-  LaneConfig config_;
+  ShmConfig config_;
   std::byte* slots_ = nullptr;  // of the first rank
   size_t each_ = 0;             // bytes of a rank's slots
   uint32_t step_ = 0;
