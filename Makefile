@@ -64,13 +64,13 @@ hetero-quickstart: setup backend data ## the same on two unlike meshes, beside o
 	$(RUN) run.py $(CONFIG) $(HETERO) train=tiny_hetero experiment.runner.nproc_per_node=4 action=test
 	$(RUN) tools/train/compare.py outputs_llama3_one_rank outputs_llama3_tiny_hetero
 
-# Two workers by default: most tests wait for processes. A file's tests stay with one worker, since
-# they share what is expensive to start.
-TEST_WORKERS ?= 2
+# More workers than cores: many tests wait for processes. A file's tests stay with one worker, since
+# they share what is expensive to start; files go in their order, so that the short ones come last.
+TEST_WORKERS ?= 3
 
 test: setup-dev backend ## the whole test suite; as root it brings the system packages it uses
 	PYTHON=$(PYTHON) tools/dev/system.sh --if-possible
-	$(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
+	$(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # An environment for each Python, without torch: what a login node that only launches has.
 test-fast: ## only the tests that need neither torch nor processes, for PYTHON=python3.10 to 3.14
