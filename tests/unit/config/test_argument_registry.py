@@ -70,7 +70,7 @@ def test_no_torch_is_imported() -> None:
         ("adam_beta2", "float", "megatron.core OptimizerConfig"),
         ("overlap_grad_reduce", "bool", "megatron.core DistributedDataParallelConfig"),
         ("mmap_bin_files", "bool", "megatron.core BlendedMegatronDatasetConfig"),
-        ("q_lora_rank", "int", "megatron.core MLATransformerConfig"),
+        ("q_lora_rank", "int", "flagscale Latent"),
         ("train_samples", "int", "flagscale TrainingLength"),
         ("transformer_impl", "str", "flagscale Runtime"),
         ("norm_epsilon", "float", "alias of layernorm_epsilon"),
