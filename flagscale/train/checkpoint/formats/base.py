@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from flagscale.config.arguments.huggingface.models import config_of
 from flagscale.errors import CheckpointError
 from flagscale.registry import Registry
 from flagscale.train.checkpoint.formats.megatron_layout import Layout
@@ -163,6 +164,25 @@ def refuse(path: Path, what: str, items: list[str]) -> None:
         named = items[:_MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
         listed = "\n  ".join(named)
         raise CheckpointError(f"{path} {what}:\n  {listed}")
+
+
+def collect(path: Path, values: Mapping[str, Any], find: Callable[[Entry], Stored | None]) -> Model:
+    """The model of arguments written out, its tensors found one by one and without padding.
+
+    Raises:
+        CheckpointError: some are not found.
+    """
+    kind = config_of(values)["model_type"]
+    tensors: dict[str, Stored] = {}
+    lost: list[str] = []
+    for entry in Model(path, kind, values, {}).entries():
+        found = find(entry)
+        if found is None:
+            lost.append(entry.name)
+        else:
+            tensors[entry.name] = without_padding(entry.name, found, values)
+    refuse(path, "lacks tensors", lost)
+    return Model(path, kind, values, tensors)
 
 
 def without_padding(name: str, tensor: Stored, values: Mapping[str, Any]) -> Stored:

@@ -17,14 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from flagscale.checkpoints import TRACKER
-from flagscale.config.arguments.huggingface.models import config_of, effective
+from flagscale.config.arguments.huggingface.models import effective
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.base import (
     Inspect,
     Model,
     Report,
-    refuse,
-    without_padding,
+    collect,
 )
 from flagscale.train.checkpoint.formats.companions import appearing
 from flagscale.train.checkpoint.formats.megatron_layout import (
@@ -63,18 +62,8 @@ class MegatronTorch:
         parts = _Parts.read(path)
         values = effective(values_of(parts.args))
         require_shared(values, path)
-        kind = config_of(values)["model_type"]
-        model = Model(path, kind, values, {})
-        tensors: dict[str, Stored] = {}
-        lost: list[str] = []
-        for entry in model.entries():
-            found = parts.whole(entry, gated=values["gated_linear_unit"])
-            if found is None:
-                lost.append(entry.name)
-            else:
-                tensors[entry.name] = without_padding(entry.name, found, values)
-        refuse(path, "lacks tensors", lost)
-        return Model(path, kind, values, tensors)
+        gated = values["gated_linear_unit"]
+        return collect(path, values, lambda entry: parts.whole(entry, gated=gated))
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
         require_shared(model.values, model.path)

@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from flagscale.config.arguments.huggingface.models import config_of, effective
-from flagscale.train.checkpoint.formats.base import Model, refuse, without_padding
+from flagscale.config.arguments.huggingface.models import effective
+from flagscale.train.checkpoint.formats.base import Model, collect
 from flagscale.train.checkpoint.formats.megatron_layout import require_shared, spelled, values_of
 from flagscale.train.checkpoint.formats.megatron_unpickler import load
+from flagscale.train.checkpoint.formats.tables import Entry
 from flagscale.train.checkpoint.formats.tensors import Item, Stored
 
 _COMMON = "common.pt"
@@ -34,17 +35,11 @@ def read_theirs(path: Path, stored: Mapping[str, Stored]) -> Model | None:
         return None
     values = effective(values_of(vars(given)))
     require_shared(values, path)
-    kind = config_of(values)["model_type"]
-    tensors: dict[str, Stored] = {}
-    lost: list[str] = []
-    for entry in Model(path, kind, values, {}).entries():
-        found = next((one for name in spelled(entry.name) if (one := _find(stored, name))), None)
-        if found is None:
-            lost.append(entry.name)
-        else:
-            tensors[entry.name] = without_padding(entry.name, found, values)
-    refuse(path, "lacks tensors", lost)
-    return Model(path, kind, values, tensors)
+
+    def find(entry: Entry) -> Stored | None:
+        return next((one for name in spelled(entry.name) if (one := _find(stored, name))), None)
+
+    return collect(path, values, find)
 
 
 def _find(stored: Mapping[str, Stored], name: str) -> Stored | None:
