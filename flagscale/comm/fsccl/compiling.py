@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shlex
@@ -157,6 +158,7 @@ def _tail(lines: Sequence[str]) -> str:
     return "\n".join(lines[start : start + _OUTPUT_LINES])
 
 
+@functools.cache
 def sources_digest() -> bytes:
     """Of the sources and how they are compiled."""
     digest = hashlib.sha256("\0".join(_FLAGS).encode())

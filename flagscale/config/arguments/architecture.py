@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.spec import arg
 from flagscale.config.arguments.values import shown
 
 
-@dataclass(frozen=True)
+@dataclass
 class Architecture:
-    """What a transformer's layers have beside megatron.core's options (docs/models.md)."""
+    """What a transformer's layers have beside megatron.core's options (docs/models.md); a part of
+    the configuration that layers are built from, which is not frozen."""
 
     sandwich_norm: bool = arg(
         False,
@@ -39,13 +40,7 @@ class Architecture:
     )
 
 
-OWN = (
-    "sandwich_norm",
-    "scale_embeddings",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "window_rotary_base",
-)
+OWN = tuple(field.name for field in fields(Architecture))
 
 
 def broken(values: Values) -> Iterator[Broken]:

@@ -226,7 +226,7 @@ class Exchange:
         receive first would wait for ever."""
         coming = self._awaited(flow) if receives else None
         comes = coming.ops if coming else []
-        if tensor is not None and flow.sends_from_host:
+        if tensor is not None and flow.sends and flow.sends_from_host:
             self._fetch_and_send(flow, tensor)
             tensor = None
         goes = [] if tensor is None else self._sends(flow, self._blocks(flow, tensor))

@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
+from flagscale.config.arguments.architecture import Architecture
 from flagscale.config.arguments.rules import OPTIMIZER_DTYPES
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
@@ -22,24 +23,12 @@ _Config = TypeVar("_Config")
 
 
 @dataclass
-class _Architecture:
-    """What this project's layers have beside megatron.core's configuration
-    (:class:`flagscale.config.arguments.architecture.Architecture`)."""
-
-    sandwich_norm: bool = False
-    scale_embeddings: bool = False
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    window_rotary_base: int | None = None
-
-
-@dataclass
-class LayerConfig(_Architecture, TransformerConfig):  # type: ignore[misc]
+class LayerConfig(Architecture, TransformerConfig):  # type: ignore[misc]
     """A model's configuration."""
 
 
 @dataclass
-class LatentConfig(_Architecture, MLATransformerConfig):  # type: ignore[misc]
+class LatentConfig(Architecture, MLATransformerConfig):  # type: ignore[misc]
     """Of a model with multi-latent attention."""
 
 

@@ -31,6 +31,7 @@ Inspect = Callable[["Model"], None]
 EXPERT_BIAS = ".router.expert_bias"
 _PIECE = 64 << 20
 _MOST_NAMED = 20
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Model:
     def size(self) -> int:
         """Bytes of all tensors."""
         return sum(map(size_of, self.tensors.values()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of its weights; biases by which experts are chosen may have a higher."""
+        return self.tensors[_EMBEDDING].dtype
 
     def entries(self) -> Iterator[Entry]:
         """Its tensors, and what they are made of in Hugging Face's."""
@@ -187,7 +193,7 @@ def collect(path: Path, values: Mapping[str, Any], find: Callable[[Entry], Store
 
 def without_padding(name: str, tensor: Stored, values: Mapping[str, Any]) -> Stored:
     """An embedding or an output layer cut to the vocabulary."""
-    if name not in ("embedding.word_embeddings.weight", "output_layer.weight"):
+    if name not in (_EMBEDDING, "output_layer.weight"):
         return tensor
     size = values["vocab_size"]
     return rows(tensor, 0, size) if tensor.shape[0] > size else tensor

@@ -12,7 +12,7 @@ from typing import Any
 
 from flagscale.config.arguments.huggingface.reading import CONFIG
 from flagscale.files import sync, write_atomic
-from flagscale.train.checkpoint.formats.parts import Origin, Parts, resumable
+from flagscale.train.checkpoint.formats.parts import Origin, Parts, partial_of, resumable
 from flagscale.train.checkpoint.formats.tensors import Stored
 
 PUBLIC = 0o644
@@ -29,7 +29,7 @@ def appearing(path: Path, origin: Origin | None = None) -> Iterator[Parts]:
     """A directory to write into, which becomes ``path`` when the context ends, on the disk too;
     where that fails there is none, and of an ``origin`` what is finished waits beside it
     (:func:`resumable`). ``path`` is not there yet, or is empty."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     with resumable(partial, origin) as parts:
         yield parts
         for item in (*partial.rglob("*"), partial):

@@ -47,7 +47,13 @@ from flagscale.train.checkpoint.formats.base import (
 )
 from flagscale.train.checkpoint.formats.companions import beside
 from flagscale.train.checkpoint.formats.megatron_layout import Layout
-from flagscale.train.checkpoint.formats.parts import Origin, disk_used, identity_of
+from flagscale.train.checkpoint.formats.parts import (
+    Origin,
+    disk_used,
+    identity_of,
+    is_partial,
+    partial_of,
+)
 from flagscale.train.data.progress import progress
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -261,7 +267,7 @@ def dressed(model: Model, like: Path) -> Model:
 
 def _is_content(path: Path) -> bool:
     """Whether something in a directory is more than what a conversion that was killed has left."""
-    return not (path.name.startswith(".") and path.name.endswith(".partial"))
+    return not is_partial(path)
 
 
 def _make_room(model: Model, target: Path) -> None:
@@ -272,7 +278,7 @@ def _make_room(model: Model, target: Path) -> None:
         )
     existing = next(parent for parent in (target, *target.parents) if parent.exists())
     # What a conversion that was cut has left is gone on from, or goes.
-    left = sum(map(disk_used, (target, target.with_name(f".{target.name}.partial"))))
+    left = sum(map(disk_used, (target, partial_of(target))))
     free = shutil.disk_usage(existing).free + left
     if free < model.size:
         raise CheckpointError(

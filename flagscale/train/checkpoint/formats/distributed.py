@@ -114,7 +114,7 @@ class Distributed:
 
 def describe(model: Model) -> dict[str, Any]:
     """The manifest's words on a converted checkpoint."""
-    kind = str(model.tensors["embedding.word_embeddings.weight"].dtype).removeprefix("torch.")
+    kind = str(model.dtype).removeprefix("torch.")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
     size = model.values["vocab_size"]
     return {

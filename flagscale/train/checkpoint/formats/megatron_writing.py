@@ -62,7 +62,7 @@ def write_ranks(model: Model, layout: Layout, parts: Parts, report: Report) -> N
 
 def _precision(model: Model) -> dict[str, Any]:
     """What the arguments say of the tensors' precision."""
-    dtype = next(iter(model.tensors.values())).dtype
+    dtype = model.dtype
     return {
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -185,14 +185,20 @@ def identity_of(paths: Iterable[Path]) -> str:
     found = hashlib.sha256()
     for path in paths:
         for item in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if item.is_file() and not any(_is_partial(parent) for parent in item.parents):
+            if item.is_file() and not any(is_partial(parent) for parent in item.parents):
                 stat = item.stat()
                 line = [str(item), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
                 found.update(json.dumps(line).encode() + b"\n")
     return found.hexdigest()
 
 
-def _is_partial(path: Path) -> bool:
+def partial_of(path: Path) -> Path:
+    """Where the parts of what will be ``path`` are while it is not whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a directory, by its name, is of one that is not whole."""
     return path.name.startswith(".") and path.name.endswith(".partial")
 
 
