@@ -28,7 +28,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 
 # What torchrun does for a rank, without torch: 64 of the real one take a minute to import. Output
-# goes to the rank's files, or with --tee to where everything goes.
+# goes to the rank's files, or with --tee to where everything goes: a line is one write there, which
+# it is not where Python buffers nothing.
 LIGHT_TORCHRUN = """\
 import os, signal, subprocess, sys
 from pathlib import Path
@@ -46,7 +47,7 @@ for local in range(count):
     if "tee" not in options:
         (logs / str(local)).mkdir(parents=True)
         streams = {s: (logs / str(local) / f"{s}.log").open("wb") for s in ("stdout", "stderr")}
-    environment = {**os.environ, **rank, **world}
+    environment = {**os.environ, **rank, **world, "PYTHONUNBUFFERED": ""}
     ranks.append(subprocess.Popen([sys.executable, *rest], env=environment, **streams))
 signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
 sys.exit(max(rank.wait() for rank in ranks))
