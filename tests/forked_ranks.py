@@ -6,6 +6,7 @@ once and forks the ranks; cases of one world size share their ranks. This module
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -30,6 +31,9 @@ def run_world(
         port = probe.getsockname()[1]
     receiving, sending = os.pipe()
     children = []
+    # Collecting garbage would write to all that was imported, and copy every page of it.
+    gc.collect()
+    gc.freeze()
     for rank in range(world):
         child = os.fork()
         if child == 0:

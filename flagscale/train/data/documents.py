@@ -1,13 +1,38 @@
-"""megatron.core's data sets of text, whose samples tell which document each token is of."""
+"""megatron.core's data sets of text: made up in a moment, and with samples that tell which document
+each token is of."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 
 from flagscale.train.models.base import DOCUMENTS
+
+
+class MadeUpText(MockGPTLowLevelDataset):  # type: ignore[misc]
+    """As many sequences at any length as megatron.core has at its documents' longest, some 50,000:
+    its 100,000 documents are millions of short sequences, which take seconds to shuffle."""
+
+    def __init__(self, config: GPTDatasetConfig) -> None:
+        share = min(1.0, config.sequence_length / self.max_sequence_length)
+        self.size = max(1, round(MockGPTLowLevelDataset.size * share))
+        super().__init__(config.tokenizer)
+
+
+class MadeUpDataset(MockGPTDataset):  # type: ignore[misc]
+    """Of text that is made up; it reads no file."""
+
+    @staticmethod
+    def build_low_level_dataset(_: str | None, config: GPTDatasetConfig) -> MadeUpText:
+        """The text that samples are cut from."""
+        return MadeUpText(config)
 
 
 def numbered(tokens: torch.Tensor, end: int) -> torch.Tensor:
@@ -32,12 +57,12 @@ class NumberedDataset(_Numbered, GPTDataset):  # type: ignore[misc]
     """Of indexed files."""
 
 
-class MockNumberedDataset(_Numbered, MockGPTDataset):  # type: ignore[misc]
+class MadeUpNumberedDataset(_Numbered, MadeUpDataset):
     """Made up."""
 
 
 def data_sets(*, apart: bool) -> tuple[type, type]:
     """The data set of indexed files and the one that is made up; whether documents are told."""
     if apart:
-        return NumberedDataset, MockNumberedDataset
-    return GPTDataset, MockGPTDataset
+        return NumberedDataset, MadeUpNumberedDataset
+    return GPTDataset, MadeUpDataset

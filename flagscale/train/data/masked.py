@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+from flagscale.train.data.documents import MadeUpDataset
 from flagscale.train.data.masking import Masks, masked
 
 
@@ -40,5 +41,5 @@ class MaskedDataset(_Masked, GPTDataset):  # type: ignore[misc]
     """Of indexed files."""
 
 
-class MockMaskedDataset(_Masked, MockGPTDataset):  # type: ignore[misc]
+class MadeUpMaskedDataset(_Masked, MadeUpDataset):
     """Made up."""

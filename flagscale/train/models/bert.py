@@ -63,7 +63,7 @@ class Bert(ModelSpec):
         return tokenizer.vocab_size + (tokenizer.mask is None)
 
     def data(self, args: Namespace, tokenizer: Tokenizer) -> DataKind:
-        from flagscale.train.data.masked import MaskedConfig, MaskedDataset, MockMaskedDataset
+        from flagscale.train.data.masked import MadeUpMaskedDataset, MaskedConfig, MaskedDataset
         from flagscale.train.data.masking import Masks
 
         size = tokenizer.vocab_size
@@ -86,4 +86,4 @@ class Bert(ModelSpec):
             "add_extra_token_to_sequence": False,
         }
         length = args.seq_length - (_FRAME if framed else 0)
-        return DataKind(MaskedDataset, MockMaskedDataset, MaskedConfig, length, options)
+        return DataKind(MaskedDataset, MadeUpMaskedDataset, MaskedConfig, length, options)

@@ -83,7 +83,7 @@ def test_the_small_example_of_a_family_learns(name: str, results: dict[str, Any]
     losses = results[f"example-{name}"]["loss"]
     assert losses[0] == pytest.approx(math.log(1000), rel=0.02)
     assert losses[1] < losses[0] - 0.01
-    assert losses[2] == pytest.approx(losses[0], rel=0.02)  # of other tokens, drawn at random
+    assert losses[2] < 1.02 * losses[0]  # of other tokens in part, drawn at random
 
 
 # Of each rank and model chunk, how many layers of each micro-batch of a step are recomputed.
