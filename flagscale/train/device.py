@@ -7,8 +7,11 @@ the first import of ``megatron.core``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import Any
 
 from flagscale.accelerators.device import Device, select
 from flagscale.accelerators.registry import AUTO
@@ -17,6 +20,7 @@ from flagscale.errors import ConfigError
 __all__ = ["DEVICE_VARIABLE", "Device", "choose"]
 
 DEVICE_VARIABLE = "FLAGSCALE_DEVICE"
+_UNCOMPILED = "TORCHDYNAMO_DISABLE"
 _CORES_OWN = "cuda"
 """What megatron.core is written for."""
 
@@ -37,16 +41,38 @@ def choose(wanted: str, local_rank: int) -> Device:
     os.environ[DEVICE_VARIABLE] = device.kind
     if not device.compiles:
         # Compiling the fused elementwise functions costs 12 s at the first step and gains nothing.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ.setdefault(_UNCOMPILED, "1")
     if device.kind != _CORES_OWN:
         _require_adapted_core(device)
     return device
 
 
+@contextlib.contextmanager
+def _compiler_unloaded() -> Iterator[None]:
+    """Context for the first import of ``megatron.core``, which hands functions to
+    ``torch.compile``. Where nothing is compiled they stay as they are: torch would load its
+    compiler for them, which takes as long as the rest."""
+    if os.environ.get(_UNCOMPILED) != "1":
+        yield
+        return
+    import torch
+
+    def as_it_is(function: Any = None, **_: Any) -> Any:
+        return as_it_is if function is None else function
+
+    own: Any = torch.compile
+    torch.compile = as_it_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = own
+
+
 def _require_adapted_core(device: Device) -> None:
     try:
-        core = importlib.util.find_spec("megatron.core")
-        adapted = importlib.util.find_spec("megatron.core.device")
+        with _compiler_unloaded():  # looking for a module imports its package
+            core = importlib.util.find_spec("megatron.core")
+            adapted = importlib.util.find_spec("megatron.core.device")
     except ModuleNotFoundError:
         core = adapted = None
     if core is None:

@@ -42,6 +42,8 @@ def compiled_if_faster(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]],
     CPU compiling takes longer than it saves. ``dynamic``: once for all sizes, not once for each."""
 
     def compiling(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+            return function  # and torch need not load its compiler
         fast = torch.compile(function, fullgraph=True, dynamic=dynamic)
 
         @functools.wraps(function)
