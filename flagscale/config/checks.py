@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from flagscale.config.arguments import fallbacks, growth, idle, layout, paths, rules
+from flagscale.config.arguments.external import is_external
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.arguments.foreign import remark
 from flagscale.config.arguments.parser import canonicalise
@@ -248,7 +249,8 @@ def _interleaving(args: Arguments) -> Iterator[Problem]:
 
 def _data(args: Arguments) -> Iterator[Problem]:
     sets = ("data_path", "train_data_path")
-    if not args["mock_data"] and all(args[name] is None for name in sets):
+    brought = args["mock_data"] or is_external(args.values())
+    if not brought and all(args[name] is None for name in sets):
         yield args.problem("data_path", "is required (or `mock_data: true`)")
     given = [name for name in sorted(paths.DATA) if args[name] is not None]
     for name in given:

@@ -246,7 +246,6 @@ EXPERIMENT: Mapping[str, str] = {
 
 VALUES: Mapping[tuple[str, str], str] = {
     ("action", "auto_tune"): "there is no automatic tuner; write the sizes that it would find",
-    ("dataloader_type", "external"): "it needs a training program that brings its own loader",
     ("lr_decay_style", "stablelm2-scheduler"): "a schedule of StableLM 2; WSD is the nearest",
     ("position_embedding_type", "yarn"): "not built; use_rope_scaling scales as Llama 3.1 does",
     ("position_embedding_type", "mrope"): "it is of models of images and video",

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from flagscale.config.arguments import families, graphs
+from flagscale.config.arguments.external import is_external
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.registry import arguments
 from flagscale.config.arguments.values import shown
@@ -227,6 +228,7 @@ NEEDS: tuple[Need, ...] = (
         "peft_type", "lora_dim lora_alpha lora_dropout lora_target_modules export_peft", ("lora",)
     ),
     Need("eval_prompts", "eval_prompt_tokens"),
+    Need("dataloader_type", "external_data", ("external",)),
     Need("sft", "sft_format chat_template sft_packing sft_too_long"),
     Need(
         "profile",
@@ -237,6 +239,8 @@ NEEDS: tuple[Need, ...] = (
 
 OF_TEXT = ("reset_attention_mask", "eod_mask_loss", "dataloader_type")
 """Arguments of text that have no effect on conversations."""
+_OF_FILES = ("split", "data_cache_path", "num_workers", "eod_mask_loss")
+"""Arguments of data sets that have no effect on data of one's own."""
 _OF_EXPERTS = "moe_"
 """How those begin that ``num_moe_experts`` is needed for."""
 
@@ -263,6 +267,9 @@ def notes(values: Values, given: Collection[str]) -> Iterator[tuple[list[str], s
     if values["sft"]:
         own = [name for name in asked if name in OF_TEXT]
         groups.append((own, "conversations are apart, and their order is another in each pass"))
+    if is_external(values):
+        own = [name for name in asked if name in _OF_FILES]
+        groups.append((own, "external_data makes the batches"))
     for master, names in _of_families(values["family"], asked):
         groups.append((names, f"needs {master}"))
     return ((names, reason) for names, reason in groups if names)

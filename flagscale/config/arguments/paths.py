@@ -11,6 +11,8 @@ from typing import Any
 
 from flagscale.config.arguments.aliases import ALIASES
 from flagscale.config.arguments.blends import paired
+from flagscale.config.arguments.external import NAME as FUNCTION
+from flagscale.config.arguments.external import is_file, place
 from flagscale.config.arguments.phases import NAME as PHASES
 from flagscale.config.arguments.phases import changed, parse
 from flagscale.config.arguments.values import MAX_NAME, size
@@ -161,6 +163,7 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
     read = name in (*TOKENIZER, PRETRAINED, PROMPTS) and (not external or Path(value).exists())
     written = name in WRITTEN and value not in NO_PATH
     template = name == TEMPLATE and is_template_file(value)
+    template = template or (name == FUNCTION and _file_of(value) is not None)
     return _absolute(value) if read or written or template else value
 
 
@@ -175,8 +178,18 @@ def _mixtures(value: Any) -> Iterator[list[str]]:
             yield list(parse(text).words)
 
 
+def _file_of(function: Any) -> str | None:
+    """The file that a function is named by; None where it is a module, or nothing is named."""
+    with suppress(ValueError, AttributeError):
+        where, _ = place(function)
+        return where if is_file(where) else None
+    return None
+
+
 def needed(name: str, value: Any) -> list[str]:
     """The files and directories that an argument reads, wherever they are."""
+    if name == FUNCTION:
+        return [where] if (where := _file_of(value)) else []
     if name in (*TOKENIZER, PRETRAINED, PROMPTS) and isinstance(value, str):
         return [value]
     if name == TEMPLATE and isinstance(value, str) and is_template_file(value):
@@ -200,6 +213,9 @@ def missing(name: str, value: Any) -> Iterator[str]:
     template = name == TEMPLATE and isinstance(value, str) and is_template_file(value)
     if template and not Path(value).is_file():
         yield f"no file {value}"
+    where = _file_of(value) if name == FUNCTION else None
+    if where and not Path(where).is_file():
+        yield f"no file {where}"
     if name == PRETRAINED and isinstance(value, str) and not Path(value).is_dir():
         yield f"no directory {value}"
     if name == PHASES:

@@ -96,7 +96,7 @@ def broken(values: Values) -> Iterator[Broken]:
         yield NAME, f"expected phases that begin one after the other, found {begins} samples"
     if values["data_path"] is None and values["train_data_path"] is None:
         yield NAME, "needs data_path or train_data_path, the mixture that training begins with"
-    if values["dataloader_type"] != "single":
+    if values["dataloader_type"] == "cyclic":
         yield (
             "dataloader_type",
             f"{values['dataloader_type']} shuffles all samples, and so the phases of {NAME}; "

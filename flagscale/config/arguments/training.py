@@ -15,6 +15,7 @@ from flagscale.config.arguments.adapters import Adapters
 from flagscale.config.arguments.architecture import Architecture
 from flagscale.config.arguments.checkpointing import Checkpointing
 from flagscale.config.arguments.conversations import Conversations, Prompts
+from flagscale.config.arguments.external import EXTERNAL, External
 from flagscale.config.arguments.families import Masking
 from flagscale.config.arguments.hetero import Heterogeneous
 from flagscale.config.arguments.latent import Latent
@@ -324,8 +325,9 @@ class Data:
     data_cache_path: str | None = arg(None, "Directory of the data sets' index caches")
     dataloader_type: str = arg(
         "single",
-        "Order of samples: single walks the data set's own shuffle, cyclic reshuffles each epoch",
-        choices=("single", "cyclic"),
+        "Order of samples: single walks the data set's own shuffle, cyclic reshuffles each epoch; "
+        "external takes what external_data gives",
+        choices=("single", "cyclic", EXTERNAL),
     )
     num_workers: int = arg(2, "Loader processes a rank; 0 loads in the training process", minimum=0)
     create_attention_mask: bool = arg(
@@ -384,6 +386,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (LearningRate, "model"),
     (Adapters, "model"),
     (Data, "data"),
+    (External, "data"),
     (Masking, "data"),
     (Conversations, "data"),
     (Prompts, "data"),

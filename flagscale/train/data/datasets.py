@@ -22,10 +22,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flagscale.accelerators.device import current
+from flagscale.config.arguments.external import is_external
 from flagscale.errors import DataError
+from flagscale.train.data import external
 from flagscale.train.data.chat.sets import ConversationSets, conversation_sets
 from flagscale.train.data.phases import take_turns
-from flagscale.train.data.plan import DataPlan, SplitPlan, plan_data
+from flagscale.train.data.plan import SPLITS, DataPlan, SplitPlan, plan_data
 from flagscale.train.data.samplers import MicroBatchSampler, Order, Shard
 from flagscale.train.data.tokenizers import Tokenizer
 from flagscale.train.models.base import DOCUMENTS, KEYS, DataKind, spec_of
@@ -85,8 +87,12 @@ class Datasets:
             self._conversations = conversation_sets(args, tokenizer)
             self.remarks = self._conversations.remarks
             return
-        self._plan = plan_data(args, tokenizer)
         self._kind = spec_of(args).data(args, tokenizer)
+        self._function: external.Function | None = None
+        if is_external(vars(args)):
+            self._function, self._tokenizer = external.find(args.external_data), tokenizer
+            return
+        self._plan = plan_data(args, tokenizer)
         self._built = _build_datasets(self._plan, self._kind, tokenizer)
 
     def iterators(
@@ -102,10 +108,28 @@ class Datasets:
         consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
         if self._conversations is not None:
             return _of_conversations(self._args, self._conversations, consumed, chunks, shard)
+        if self._function is not None:
+            return self._of_function(self._function, consumed, chunks, shard)
         found = [
             _iterators(self._args, self._plan, split, data, taken, chunks, shard, self._kind.keys)
             for split, data, taken in zip(self._plan.splits, self._built, consumed, strict=True)
         ]
+        return DataIterators(found[0], found[1], found[2])
+
+    def _of_function(
+        self,
+        function: external.Function,
+        consumed: tuple[int, int, int],
+        chunks: int,
+        shard: Shard,
+    ) -> DataIterators:
+        found: list[Batches | None] = []
+        for split, taken in zip(SPLITS, consumed, strict=True):
+            samples = external.Samples(shard, taken)
+            made = external.batches(
+                function, self._args, self._tokenizer, split, samples, self._kind
+            )
+            found.append(None if made is None else _chunked(made, chunks))
         return DataIterators(found[0], found[1], found[2])
 
 

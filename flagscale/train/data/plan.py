@@ -15,7 +15,7 @@ from flagscale.train.data.phases import Phases, phases_of
 from flagscale.train.data.tokenizers import Tokenizer
 
 SplitName = Literal["train", "valid", "test"]
-_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
+SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 _DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 
 
@@ -57,7 +57,7 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         DataError: no data is named or named twice over; files are missing or damaged; a split
             that is needed has no tokens; the data is of another tokenizer.
     """
-    own = [_own_blend(args, name) for name in _NAMES]
+    own = [_own_blend(args, name) for name in SPLITS]
     blend = parse_blend(args.data_path) if args.data_path else None
     _check_choice(args, blend, own)
     phases = phases_of(args, blend or own[0], _samples(args)[0])
@@ -66,7 +66,7 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         blend, own[0] = (phases.whole, own[0]) if blend else (None, phases.whole)
     shares = parse_split(args.split or _DEFAULT_SPLIT)
     splits = []
-    for name, count, own_blend, share in zip(_NAMES, _samples(args), own, shares, strict=True):
+    for name, count, own_blend, share in zip(SPLITS, _samples(args), own, shares, strict=True):
         has_data = args.mock_data or own_blend or (blend and share > 0)
         used = count if has_data else 0
         splits.append(SplitPlan(name, used, own_blend if used else None))
@@ -100,7 +100,7 @@ def _own_blend(args: Any, name: SplitName) -> Blend | None:
 
 
 def _check_choice(args: Any, blend: Blend | None, own: list[Blend | None]) -> None:
-    given = [f"{name}_data_path" for name, item in zip(_NAMES, own, strict=True) if item]
+    given = [f"{name}_data_path" for name, item in zip(SPLITS, own, strict=True) if item]
     if args.mock_data and (blend or given):
         raise DataError(f"mock_data makes data up, but {'data_path' if blend else given[0]} is set")
     if blend and given:

@@ -110,7 +110,9 @@ def test_another_layout_goes_on_where_one_stopped(
     resumed = continued(trained, f"{source} > {target}")
     assert resumed["report"].startswith(f"iteration {STEPS} from ")
     for quantity in ("loss", "norm"):
-        assert resumed[quantity] == pytest.approx(whole[quantity][STEPS:], rel=1e-5, abs=1e-5), quantity
+        assert resumed[quantity] == pytest.approx(whole[quantity][STEPS:], rel=1e-5, abs=1e-5), (
+            quantity
+        )
 
 
 def test_the_optimizers_state_matters(trained: dict[str, Any]) -> None:

@@ -76,6 +76,7 @@ def args(tmp_path: Path, **given: Any) -> Namespace:
         "micro_batch_size": 2,
         "num_workers": 0,
         "dataloader_type": "single",
+        "external_data": None,
         "reset_position_ids": False,
         "mmap_bin_files": True,
         "num_dataset_builder_threads": 1,
@@ -125,6 +126,34 @@ def test_a_batch_is_what_training_takes(data: dict[str, str], tmp_path: Path) ->
     assert batch["tokens"][:, 1:].tolist() == batch["labels"][:, :-1].tolist()
     assert batch["position_ids"].tolist() == [list(range(SEQ))] * 2
     assert batch["loss_mask"].tolist() == [[1.0] * SEQ] * 2
+
+
+OWN = """
+import torch
+
+def batches(args, tokenizer, split, samples):
+    if split == "test":
+        return None
+    return made(args, 100 if split == "valid" else 0, samples)
+
+def made(args, first, samples):
+    for numbers in samples:
+        column = torch.tensor(numbers)[:, None] % 100 + first
+        tokens = column.expand(-1, args.seq_length + 1)
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+"""
+
+
+def test_data_of_ones_own_is_the_same_in_every_layout(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    own = args(tmp_path, dataloader_type="external", external_data=f"{tmp_path}/own.py:batches")
+    whole = steps(own, (2, 1), 4)
+    assert [row[0] for step in whole for row in step] == list(range(32))
+    assert steps(own, (1, 4), 2, skip=2) == whole[2:]
+    assert steps(own, (2, 2), 1, kind="valid", skip=1) == [[[108 + i] * SEQ for i in range(8)]]
+    assert iterators(own).test is None
+    first, second = iterators(own, chunks=2).train  # of two model chunks
+    assert next(first)["tokens"].tolist() == next(second)["tokens"].tolist()
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])

@@ -74,7 +74,6 @@ def test_lists_are_not_shared() -> None:
         ("--norm-epsilon 1e-5 --layernorm-epsilon 1e-6", "contradicts --norm-epsilon"),
         ("--params-dtype bf16", "follows from `bf16`"),
         ("--no-num-layers", "unknown argument"),
-        ("--dataloader-type external", "'external' cannot be given: it needs a training program"),
         ("--lr-decay-style stablelm2-scheduler", "WSD is the nearest"),
         ("--tokenizer-type TikTokenizer", "convert it to tokenizer.json and take"),
         ("--tokenizer-type HuggingfaceTokenizer", "did you mean 'HuggingFaceTokenizer'"),

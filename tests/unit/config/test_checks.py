@@ -524,6 +524,25 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
             ),
         }.items()
     },
+    **{
+        f"external-{name}": (
+            {"mock_data": None, "dataloader_type": "external", "external_data": "a.b:f", **values},
+            key,
+            told,
+        )
+        for name, (values, key, told) in {
+            "nothing": ({"external_data": None}, "external_data", "is required by"),
+            "form": ({"external_data": "a b:f"}, "external_data", "found 'a b:f'"),
+            "no-function": ({"external_data": "a.py"}, "external_data", "file.py:function, found"),
+            "data-too": ({"data_path": ["a"]}, "data_path", "the data is external_data's"),
+            "mock-too": ({"mock_data": True}, "mock_data", "the data is external_data's"),
+            "phases": (
+                {"data_phases": ["samples=9 1 a"]},
+                "data_phases",
+                "needs data_path",
+            ),
+        }.items()
+    },
     "blend-empty": ({"mock_data": None, "data_path": []}, "data_path", "is empty"),
     "mock-and-data": ({"data_path": ["a"]}, "mock_data", "makes data up, but data_path is set"),
     "two-choices": (

@@ -50,7 +50,7 @@ NOT_REACHED = re.compile(
 
 JUDGES = ("rules", "precision", "idle", "fallbacks", "mesh_rules", "checks", "placement", "meshes")
 JUDGES += ("shares", "layout", "adapters", "conversations", "families", "growth", "resuming")
-JUDGES += ("phases", "explain", "reference", "architecture", "latent")
+JUDGES += ("phases", "external", "explain", "reference", "architecture", "latent")
 """Modules of ours whose reading has no effect but a message, or that others have to ask."""
 
 BY_PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
