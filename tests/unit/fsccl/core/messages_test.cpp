@@ -218,12 +218,25 @@ void nobody_is_left_to_receive_from() {
   Bytes in(10);
   const RequestPtr waits = ranks[0]->recv(Transport::kAnySource, kTag, all_of(in));
   ranks[1]->close();
-  expect(!waits->finished(), "somebody is left");
+  if (waits->finished()) expect(false, failure_of(*ranks[0], waits, &in).what());
   ranks[2]->close();
   for (const auto& request : {waits, ranks[0]->recv(Transport::kAnySource, kTag, all_of(in))}) {
     expect(failure_of(*ranks[0], request, &in).fault == Fault::kPeerLost, "another reason");
   }
   ranks[0]->close();
+}
+
+// Also when it connects to who has left already, as it may have been about to.
+void who_comes_too_late_hears_of_no_failure() {
+  auto ranks = meet(3, 0, 1);
+  ranks[1]->close();
+  Bytes in(10);
+  const RequestPtr waits = ranks[0]->recv(Transport::kAnySource, kTag, all_of(in));
+  const Error e = failure_of(*ranks[0], ranks[0]->recv(1, kTag, all_of(in)), &in);
+  expect(std::string(e.what()) == "rank 1 has left the group", e.what());
+  expect(!waits->finished(), "it has heard of a failure");
+  ranks[0]->close();
+  ranks[2]->close();
 }
 
 void long_reasons_are_cut() {
@@ -448,6 +461,7 @@ int main(int argc, char** argv) {
   for (int k = 0; k < 20; ++k) who_leaves_has_sent(1 + k % 2);
   a_late_reader_is_not_lost();
   nobody_is_left_to_receive_from();
+  for (int k = 0; k < 10; ++k) who_comes_too_late_hears_of_no_failure();
   long_reasons_are_cut();
   a_stranger_is_turned_away();
   for (const bool repeated : {false, true}) a_forged_frame_ends_the_connection(repeated);

@@ -12,6 +12,7 @@ namespace fsccl {
 namespace {
 
 constexpr uint32_t kReadable = EPOLLIN;
+constexpr std::chrono::milliseconds kUntilRead(2000);
 
 struct KnownDevices {
   std::mutex mutex;
@@ -43,6 +44,7 @@ TcpDevice::~TcpDevice() {
   // A child that was forked meanwhile has them too, and peers would wait for it.
   for (const Fd& l : listeners_) hang_up(l.get());
   for (const auto& [fd, s] : strangers_) hang_up(fd);
+  for (const auto& [since, fd] : told_bye_) hang_up(fd.get());
 }
 
 std::unique_ptr<Transport> TcpDevice::open() {
@@ -65,7 +67,7 @@ std::vector<TcpDevice::Arrival> TcpDevice::arrivals(uint64_t token) {
   return out;
 }
 
-void TcpDevice::leave(uint64_t token) {
+void TcpDevice::leave(uint64_t token, const std::optional<Key>& left) {
   try {
     receiving_.start();  // somebody has to turn away who comes too late
   } catch (const Error&) {
@@ -74,8 +76,31 @@ void TcpDevice::leave(uint64_t token) {
   const std::lock_guard<std::mutex> hold(mutex_);
   const auto port = ports_.find(token);
   if (port == ports_.end()) return;
-  for (const Arrival& a : port->second.arrived) hang_up(a.fd.get());
+  std::vector<Arrival> late = std::move(port->second.arrived);
   ports_.erase(port);
+  if (left) {
+    left_[token] = *left;
+    left_in_order_.push_back(token);
+  }
+  if (left_in_order_.size() > kMostLeft) {
+    left_.erase(left_in_order_.front());
+    left_in_order_.pop_front();
+  }
+  for (Arrival& a : late) say_bye(std::move(a));
+}
+
+// It was on its way when the group was left, and would take that for a failure.
+void TcpDevice::say_bye(Arrival late) {
+  const auto group = left_.find(late.hello.tag);
+  if (group == left_.end()) return;
+  const Key key = key_of_connection(group->second, late.hello);
+  if (late.hello.mac != mac_of(key, late.hello, 0)) return;
+  Frame bye;
+  bye.kind = FrameKind::kBye;
+  bye.mac = mac_of(key, bye, 1);
+  if (send(late.fd.get(), &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof bye) {
+    told_bye_.emplace_back(Clock::now(), std::move(late.fd));
+  }
 }
 
 bool TcpDevice::has_strangers(uint64_t token) {
@@ -134,6 +159,8 @@ void TcpDevice::settle(std::map<int, Stranger>::iterator at, Said said) {
   if (said == Said::kHello && port != ports_.end() && port->second.arrived.size() < kMostEarly) {
     port->second.arrived.push_back({std::move(at->second.fd), at->second.hello});
     receiving_.poke(port->second.handler);
+  } else if (said == Said::kHello && port == ports_.end()) {
+    say_bye({std::move(at->second.fd), at->second.hello});
   }
   strangers_.erase(at);
   for (auto& [token, p] : ports_) {
@@ -172,6 +199,9 @@ void TcpDevice::on_events(int fd, uint32_t) {
 void TcpDevice::on_tick() {
   const std::lock_guard<std::mutex> hold(mutex_);
   drop_late();
+  while (!told_bye_.empty() && Clock::now() - told_bye_.front().first > kUntilRead) {
+    told_bye_.pop_front();
+  }
   if (!listens_) accept_all();
 }
 

@@ -10,9 +10,12 @@
 
 #include <sys/types.h>
 
+#include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "connection.h"
@@ -26,7 +29,7 @@ class TcpDevice final : public Device,
                         public std::enable_shared_from_this<TcpDevice>,
                         private EventLoop::Handler {
  public:
-  static constexpr size_t kMostStrangers = 256, kMostEarly = 4096;
+  static constexpr size_t kMostStrangers = 256, kMostEarly = 4096, kMostLeft = 1024;
   static constexpr std::chrono::milliseconds kHurry{300};
 
   // The one of this process with such options, for as long as somebody has it.
@@ -43,10 +46,10 @@ class TcpDevice final : public Device,
   };
   // Makes a place for what comes with a token, which it returns; `handler`, of receiving(), is
   // poked when something has come. Then takes what has come, and what is at the door; then closes
-  // it.
+  // it. Who comes later of a group that is left in good order, whose key it is, hears a kBye.
   uint64_t enter(EventLoop::Id handler);
   std::vector<Arrival> arrivals(uint64_t token);
-  void leave(uint64_t token);
+  void leave(uint64_t token, const std::optional<Key>& left);
   // Whether somebody is here who has yet to say for whom; the handler is poked when that changes.
   bool has_strangers(uint64_t token);
 
@@ -79,6 +82,7 @@ class TcpDevice final : public Device,
   static Said read(Stranger* s);
   void drop_late();
   void settle(std::map<int, Stranger>::iterator at, Said said);
+  void say_bye(Arrival late);
 
   const TcpOptions options_;
   std::string unix_address_, tcp_address_;
@@ -87,6 +91,9 @@ class TcpDevice final : public Device,
   std::mutex mutex_;  // of all below; who holds a transport's lock may take it, not the other way
   std::map<int, Stranger> strangers_;
   std::map<uint64_t, Port> ports_;
+  std::map<uint64_t, Key> left_;  // of groups, by token
+  std::deque<uint64_t> left_in_order_;
+  std::deque<std::pair<Clock::time_point, Fd>> told_bye_;  // until they have read it
   bool listens_ = false;  // false: there is no room, or no descriptor, for another one
   EventLoop::Id id_ = 0;
 };

@@ -201,7 +201,8 @@ void TcpTransport::forget_all() {
 // No thread of the device's is in here afterwards, or comes back.
 void TcpTransport::leave_loops() {
   if (getpid() != process_) return;
-  device_->leave(token_);
+  const bool well = !failed_ && !pairs_.empty();
+  device_->leave(token_, well ? std::optional<Key>(peers_.key) : std::nullopt);
   device_->receiving().remove(receives_);
   device_->sending().remove(sends_);
 }
