@@ -100,6 +100,7 @@ LATENT = (
 --original-max-position-embeddings 8
 """
 )
+LATENT_LORA = LATENT + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
 LATENT_MOE = (
     LATENT
     + """--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32 --moe-layer-freq [0]+[1]*3
@@ -184,6 +185,7 @@ REFERENCES = (
     Case("latent-moe", 1, LATENT_MOE, "", ""),
     Case("gemma-apart", 1, GEMMA_APART, "", ""),
     Case("latent-apart", 1, LATENT_APART, "", ""),
+    Case("latent-lora", 1, LATENT_LORA, "", ""),
     Case("bert", 1, BERT, "", ""),
     Case("bert-rotary", 1, ROTARY_BERT, "", ""),
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
@@ -402,6 +404,8 @@ FAMILIES = (
     Case("latent-apart-cp2", 2, LATENT_APART, CP2, "latent-apart"),
     Case("latent-tp2", 2, LATENT, TP2, "latent", backend=FASTER),
     Case("latent-cp2", 2, LATENT, CP2, "latent", backend=FASTER),
+    Case("latent-lora-tp2", 2, LATENT_LORA, TP2, "latent-lora", backend=FASTER),
+    Case("latent-lora-tp2-sp-do", 2, LATENT_LORA, f"{SP} {DO}", "latent-lora", backend=FASTER),
     Case("latent-moe-compiled-tp2-sp-ep2-do", 2, LATENT_MOE, f"{COMPILED} {SP} {DO} {EP2} "
          "--expert-tensor-parallel-size 1", "latent-moe", backend=FASTER),
     Case("latent-moe-pp2-ep2", 4, LATENT_MOE, f"{PP2} {EP2}", "latent-moe", backend=FASTER),

@@ -9,7 +9,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from flagscale.config.arguments.adapters import FC1, FC2, PROJ, QKV
+from flagscale.config.arguments.adapters import (
+    FC1,
+    FC2,
+    KV_DOWN,
+    KV_UP,
+    PROJ,
+    Q_DOWN,
+    Q_UP,
+    QKV,
+    Q,
+)
 from flagscale.estimate.arithmetic import dense_weights, mlp_matrices, transformer
 from flagscale.estimate.attention import head_width, norm_widths, projections
 
@@ -57,13 +67,10 @@ def layer(args: Any, *, mixture: bool) -> Weights:
 def adapters(args: Any, targets: Collection[str]) -> Weights:
     """Of a layer's low-rank adapters; ``targets`` are the linear layers that have some."""
     hidden, tp = args.hidden_size, args.tensor_model_parallel_size
-    heads = args.num_attention_heads
-    width = head_width(args) * heads
     wide = args.ffn_hidden_size or 4 * hidden
     # Of each: what is whole on every rank, and what they share.
     sides = {
-        QKV: (hidden, width + 2 * head_width(args) * (args.num_query_groups or heads)),
-        PROJ: (hidden, width),
+        **(_latent_sides(args) if args.multi_latent_attention else _sides(args)),
         FC1: (hidden, (mlp_matrices(args) - 1) * wide),
         FC2: (hidden, wide),
     }
@@ -74,6 +81,27 @@ def adapters(args: Any, targets: Collection[str]) -> Weights:
             for whole, shared in (sides[name],)
         )
     )
+
+
+def _sides(args: Any) -> dict[str, tuple[int, int]]:
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    width = head_width(args) * heads
+    keys = head_width(args) * (args.num_query_groups or heads)
+    return {QKV: (hidden, width + 2 * keys), PROJ: (hidden, width)}
+
+
+def _latent_sides(args: Any) -> dict[str, tuple[int, int]]:
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    queries, keys, turned = args.q_lora_rank or 0, args.kv_lora_rank, args.qk_pos_emb_head_dim
+    asked = heads * (args.qk_head_dim + turned)
+    return {
+        Q: (hidden, asked),
+        Q_DOWN: (hidden, queries),
+        Q_UP: (queries, asked),
+        KV_DOWN: (hidden, keys + turned),
+        KV_UP: (keys, heads * (args.qk_head_dim + args.v_head_dim)),
+        PROJ: (hidden, heads * args.v_head_dim),
+    }
 
 
 def _attention(args: Any) -> int:

@@ -10,15 +10,22 @@ from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.spec import arg
 from flagscale.config.arguments.values import shown
 
-QKV, PROJ, FC1, FC2 = TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Linear layers that can have adapters, by megatron.core's names."""
+QKV, PROJ, FC1, FC2 = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
+Q, Q_DOWN, Q_UP = "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"
+KV_DOWN, KV_UP = "linear_kv_down_proj", "linear_kv_up_proj"
 THEIRS: Mapping[str, tuple[str, ...]] = {
     QKV: ("q_proj", "k_proj", "v_proj"),
+    Q: ("q_proj",),
+    Q_DOWN: ("q_a_proj",),
+    Q_UP: ("q_b_proj",),
+    KV_DOWN: ("kv_a_proj_with_mqa",),
+    KV_UP: ("kv_b_proj",),
     PROJ: ("o_proj",),
     FC1: ("gate_proj", "up_proj"),
     FC2: ("down_proj",),
 }
-"""The layers of Hugging Face's that each is made of."""
+"""Linear layers that can have adapters, by megatron.core's names, and those of Hugging Face's that
+each is made of."""
 _EVERY = "all-linear"
 
 
@@ -43,7 +50,9 @@ class Adapters:
         None,
         "Layers that get adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or "
         "transformers' names (q_proj, k_proj and v_proj together, o_proj, gate_proj and up_proj "
-        "together, down_proj), or all-linear; without it all, but for a mixture's experts",
+        "together, down_proj), or all-linear; without it all, but for a mixture's experts. "
+        "Multi-latent attention has linear_q_down_proj and linear_q_up_proj (q_a_proj, q_b_proj; "
+        "linear_q_proj without q_lora_rank), linear_kv_down_proj and linear_kv_up_proj",
     )
     export_peft: str | None = arg(
         None,
@@ -56,11 +65,19 @@ def targets_of(values: Values) -> tuple[str, ...]:
     """The layers that get adapters, by megatron.core's names; none without ``peft_type``."""
     if not values["peft_type"]:
         return ()
-    given = values["lora_target_modules"]
+    given, known = values["lora_target_modules"], _known(values)
     if not given or _EVERY in given:
-        return (QKV, PROJ) if values["num_moe_experts"] else TARGETS
+        return tuple(n for n in known if not (values["num_moe_experts"] and n in (FC1, FC2)))
     named = set(given)
-    return tuple(name for name in TARGETS if name in named or named.issuperset(THEIRS[name]))
+    return tuple(name for name in known if name in named or named.issuperset(THEIRS[name]))
+
+
+def _known(values: Values) -> tuple[str, ...]:
+    """The linear layers of this model that can have adapters."""
+    if not values["multi_latent_attention"]:
+        return QKV, PROJ, FC1, FC2
+    queries = (Q_DOWN, Q_UP) if values["q_lora_rank"] else (Q,)
+    return *queries, KV_DOWN, KV_UP, PROJ, FC1, FC2
 
 
 def description(values: Values) -> dict[str, Any] | None:
@@ -81,12 +98,11 @@ def broken(values: Values) -> Iterator[Broken]:
     """What cannot be, of adapters."""
     if not values["peft_type"]:
         return
-    yield from _unknown(values["lora_target_modules"] or ())
+    yield from _unknown(values["lora_target_modules"] or (), _known(values))
     if values["num_moe_experts"] and {FC1, FC2} & set(targets_of(values)):
-        message = (
-            f"{shown(values['lora_target_modules'])}: experts get no adapters; take linear_qkv"
-        )
-        yield "lora_target_modules", f"{message} and linear_proj"
+        others = " and ".join(name for name in _known(values) if name not in (FC1, FC2))
+        message = f"{shown(values['lora_target_modules'])}: experts get no adapters; take {others}"
+        yield "lora_target_modules", message
     if values["enable_hetero"]:
         yield (
             "peft_type",
@@ -107,14 +123,15 @@ def broken(values: Values) -> Iterator[Broken]:
         )
 
 
-def _unknown(given: Iterable[str]) -> Iterator[Broken]:
+def _unknown(given: Iterable[str], known: tuple[str, ...]) -> Iterator[Broken]:
     """Names of no layer, and parts of layers that are one here."""
     named = set(given)
-    parts = {part: name for name, several in THEIRS.items() for part in several}
-    for name in sorted(named - {*TARGETS, *parts, _EVERY}):
-        known = ", ".join((*TARGETS, *parts, _EVERY))
-        yield "lora_target_modules", f"{name}: no layer that gets adapters; there is {known}"
-    for whole, several in THEIRS.items():
+    parts = {part: name for name in known for part in THEIRS[name]}
+    for name in sorted(named - {*known, *parts, _EVERY}):
+        there = ", ".join((*known, *parts, _EVERY))
+        yield "lora_target_modules", f"{name}: no layer that gets adapters; there is {there}"
+    for whole in known:
+        several = THEIRS[whole]
         missing = [part for part in several if part not in named]
         if named & set(several) and missing and whole not in named:
             yield (

@@ -43,7 +43,6 @@ _EXCLUDED: Mapping[str, str] = {
     "window_rotary_base": "it has no windows here",
     "reset_position_ids": "each layer counts positions through the sequence",
     "fp8": "its products are not cast",
-    "peft_type": "its projections get no adapters",
     "attention_output_gate": "megatron.core has no gate for it",
     "use_rope_scaling": "yarn scales its positions (rope_type)",
     "rotary_seq_len_interpolation_factor": "yarn scales its positions (rope_type)",

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
+from flagscale.train.layers.latent import KeyDownProjection
 from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
 
 A, B = "lora_a", "lora_b"
@@ -146,9 +147,15 @@ class LoraAccumulatingRowLinear(_Row, AccumulatingRowLinear):
     """The faster layer with an adapter."""
 
 
+class LoraKeyDownProjection(KeyDownProjection, LoraColumnLinear):  # type: ignore[misc]
+    """Multi-latent attention's, with an adapter that makes latent numbers before ranks gather
+    them."""
+
+
 _CLASSES: dict[type, type] = {
     ColumnParallelLinear: LoraColumnLinear,
     RowParallelLinear: LoraRowLinear,
+    KeyDownProjection: LoraKeyDownProjection,
     AccumulatingColumnLinear: LoraAccumulatingColumnLinear,
     AccumulatingRowLinear: LoraAccumulatingRowLinear,
 }

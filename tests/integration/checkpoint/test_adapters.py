@@ -14,17 +14,21 @@ from typing import Any
 import pytest
 import torch
 from chat_files import talk, write_lines, write_model, write_talks
-from foreign_models import TOKENS, logits
+from foreign_models import TOKENS, logits, save
 from safetensors.torch import load_file
 
 from flagscale.checkpoints import Checkpoints
+from flagscale.config.arguments.adapters import targets_of
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.arguments.huggingface.models import missing
 from flagscale.config.arguments.huggingface.reading import read_config
 from flagscale.config.arguments.registry import arguments
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
 from flagscale.train.checkpoint.formats import convert
+from flagscale.train.checkpoint.formats.adapters import Adapters, merged, write_peft
+from flagscale.train.checkpoint.formats.base import Model, format_of
 from flagscale.train.checkpoint.formats.metadata import tensors_of
+from flagscale.train.checkpoint.formats.tensors import Mapped
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -193,3 +197,39 @@ def test_the_command_merges_and_writes_for_peft(
     assert "holds adapters of" in capsys.readouterr().err
     assert convert.main([str(runs.base), str(tmp_path / "again"), "--to", "peft"]) == 1
     assert "holds no adapters" in capsys.readouterr().err
+
+
+def drawn(base: Model) -> Adapters:
+    """Adapters of every layer of a model's attention, drawn at random."""
+    generator = torch.Generator().manual_seed(3)
+
+    def stored(*shape: int) -> Mapped:
+        tensor = torch.randn(shape, generator=generator) * 0.3
+        return Mapped(shape, tensor.dtype, lambda: tensor)
+
+    values = {**base.values, "peft_type": "lora", "lora_target_modules": None}
+    targets = targets_of(values)
+    shapes = {n.removesuffix(".weight"): t.shape for n, t in base.tensors.items()}
+    pairs = {
+        name: (stored(4, shape[1]), stored(shape[0], 4))
+        for name, shape in shapes.items()
+        if name.rpartition(".")[2] in targets and "mlp" not in name
+    }
+    about = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": list(targets), "base": None}
+    return Adapters(base.path, about, pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("deepseek-v3", 5), ("deepseek-v3-plain", 4), ("qwen3-moe", 2)]
+)
+def test_adapters_of_every_kind_of_attention(name: str, count: int, tmp_path: Path) -> None:
+    save(name, tmp_path / "base")
+    base = format_of(tmp_path / "base").read(tmp_path / "base")
+    adapters = drawn(base)
+    assert len(adapters.pairs) == count * base.values["num_layers"]
+    write_peft(adapters, base, tmp_path / "peft", lambda _size: None)
+    format_of(base.path).write(
+        merged(adapters, base), tmp_path / "merged", lambda _: None, lambda _: None
+    )
+    difference = logits(tmp_path / "merged") - applied(tmp_path / "base", tmp_path / "peft")
+    assert float(difference.abs().max()) <= 1e-5

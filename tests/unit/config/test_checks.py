@@ -243,7 +243,11 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
             ),
             "by-the-core": ({"attention_backend": "local"}, "attention_backend", "as wide as keys"),
             "by-flash": ({"attention_backend": "flash"}, "attention_backend", "as wide as keys"),
-            "lora": ({"peft_type": "lora"}, "peft_type", "its projections get no adapters"),
+            "lora": (
+                {"peft_type": "lora", "lora_target_modules": ["linear_qkv"]},
+                "lora_target_modules",
+                "no layer that gets adapters; there is linear_q_proj, linear_kv_down_proj",
+            ),
             "fp8": ({"fp8": "e4m3", "bf16": True}, "fp8", "its products are not cast"),
             "window": ({"window_size": [4, 0]}, "window_size", "it has no windows here"),
             "tp": (
