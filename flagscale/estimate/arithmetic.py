@@ -43,15 +43,16 @@ def flops_per_token(args: Any, vocabulary: int) -> float:
     6 operations a weight of each matrix that a token meets (the output layer included, the
     embedding's lookup not), and 6 x sequence x attention width a layer for causal attention:
     QK^T and AV are 2 x 2 x sequence x width forward, halved by the mask, tripled by the backward.
-    Where each token attends to all of its sequence it is 12 x. Windows are not counted.
+    Where each token attends to all of its sequence it is 12 x. A layer with a window of w tokens
+    before each has w + 1 - w (w + 1) / 2 sequence of them on average where others have half the
+    sequence. Documents that are kept apart are not counted.
 
     Of frozen matrices (``peft_type``) the backward pass has no gradient of the weights; what
     adapters take is not counted.
 
     ``vocabulary`` is the padded vocabulary.
     """
-    layers = sum(layer_flops(args, mixture=mixture) for mixture in mixtures(args))
-    return training(args) * (layers + head_flops(args, vocabulary))
+    return training(args) * (sum(_layers(args)) + head_flops(args, vocabulary))
 
 
 def training(args: Any) -> float:
@@ -60,21 +61,45 @@ def training(args: Any) -> float:
     every = _FORWARD + _OF_INPUTS + _OF_WEIGHTS
     if not args.peft_type:
         return every
-    layers = [layer_flops(args, mixture=mixture) for mixture in mixtures(args)]
-    attention = len(layers) * _attention_flops(args) / sum(layers)
-    return _FORWARD + _OF_INPUTS + attention * _OF_WEIGHTS
+    attention = sum(_attention_flops(args, window) for window in windows(args))
+    return _FORWARD + _OF_INPUTS + attention / sum(_layers(args)) * _OF_WEIGHTS
 
 
-def layer_flops(args: Any, *, mixture: bool) -> float:
+def _layers(args: Any) -> list[float]:
+    """Operations of one token's forward pass through each layer, over all ranks."""
+    each = zip(mixtures(args), windows(args), strict=True)
+    return [layer_flops(args, mixture=mixture, window=window) for mixture, window in each]
+
+
+def layer_flops(args: Any, *, mixture: bool, window: int | None = None) -> float:
     """Operations of one token's forward pass through a layer, over all ranks."""
     mlp = _mixture_weights(args) if mixture else dense_weights(args)
-    return float(2 * (projections(args) + mlp) + _attention_flops(args))
+    return float(2 * (projections(args) + mlp) + _attention_flops(args, window))
 
 
-def _attention_flops(args: Any) -> float:
+def _attention_flops(args: Any, window: int | None) -> float:
     """Operations of one token's scores and what they weigh."""
-    attended = args.seq_length * (1 if transformer(args).causal else 2)
+    length = args.seq_length
+    if window is not None and window < length:
+        return float(2 * (window + 1 - window * (window + 1) / (2 * length)) * scored(args))
+    attended = length * (1 if transformer(args).causal else 2)
     return float(attended * scored(args))
+
+
+def windows(args: Any) -> tuple[int | None, ...]:
+    """Of each layer how many tokens before it a token attends to; None without a window. With
+    ``window_attn_skip_freq`` every so many-th has none, or as a list of ones and zeros says."""
+    layers: int = args.num_layers
+    if not args.window_size or args.window_size[0] < 0:
+        return (None,) * layers
+    pattern: int | Iterable[Any] | None = args.window_attn_skip_freq
+    if pattern is None:
+        has = [True] * layers
+    elif isinstance(pattern, int):
+        has = [layer % pattern != 0 for layer in range(1, layers + 1)]
+    else:
+        has = [bool(int(layer)) for layer in pattern]
+    return tuple(args.window_size[0] if layer else None for layer in has)
 
 
 def head_flops(args: Any, vocabulary: int) -> float:

@@ -29,7 +29,7 @@ class Growth:
 
     def batch(self, consumed: int) -> int:
         """Of the step that comes after ``consumed`` sequences."""
-        if consumed >= self.samples:
+        if consumed > self.samples:
             return self.final
         return self.start + self._grown(consumed) * self.increment
 
@@ -41,7 +41,7 @@ class Growth:
     def steps(self, consumed: int, total: int) -> int:
         """Whole steps from ``consumed`` sequences up to ``total``."""
         steps = 0
-        while consumed < self.samples:
+        while consumed <= self.samples:
             batch = self.batch(consumed)
             if consumed + batch > total:
                 return steps
@@ -49,6 +49,7 @@ class Growth:
         return steps + max(total - consumed, 0) // self.final
 
     def _grown(self, consumed: int) -> int:
+        # Rounded as there, where 9 / (9 / 7) is below 7.
         return int(consumed / (self.samples / (len(self.batches) - 1)))
 
 

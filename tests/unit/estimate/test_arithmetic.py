@@ -27,6 +27,8 @@ def model(**changes: Any) -> Namespace:
         "moe_shared_expert_intermediate_size": None,
         "moe_layer_freq": 1,
         "peft_type": None,
+        "window_size": None,
+        "window_attn_skip_freq": None,
     }
     return Namespace(**{**base, **changes})
 
@@ -61,3 +63,27 @@ def test_dense_layers_between_mixtures() -> None:
     listed = flops_per_token(model(num_moe_experts=8, moe_layer_freq=[1, 0] * 16), 1000)
     assert second == listed
     assert second < every
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 99, 100, 4096])
+def test_a_window_leaves_out_what_lies_before_it(window: int) -> None:
+    def of_attention(**changes: Any) -> float:
+        own = {"seq_length": 100, "num_layers": 1}
+        return flops_per_token(model(**own, **changes), 0) - flops_per_token(
+            model(**own, window_size=[0, 0]), 0
+        )
+
+    seen = [min(window, place) for place in range(100)]  # before each token, itself left out
+    # Two products, of 2 x 4096, three times.
+    assert of_attention(window_size=[window, 0]) == pytest.approx(
+        (sum(seen) / 100 if window < 100 else 49) * 6 * 2 * 4096, rel=1e-9, abs=1e-3
+    )
+
+
+def test_windows_in_some_layers() -> None:
+    none, every = model(), model(window_size=[128, 0])
+    third = model(window_size=[128, 0], window_attn_skip_freq=4)
+    listed = model(window_size=[128, 0], window_attn_skip_freq=[1, 1, 1, 0] * 8)
+    saved = [flops_per_token(none, 0) - flops_per_token(one, 0) for one in (every, third, listed)]
+    assert saved[1] == saved[2] == pytest.approx(saved[0] * 0.75)
+    assert saved[0] > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flagscale.config.arguments.growth import Growth
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.torch
     samples=st.integers(1, 3000),
     total=st.integers(0, 6000),
 )
+@example(start=9, increment=1, increments=7, samples=9, total=9)
 def test_batches_are_megatrons(
     start: int, increment: int, increments: int, samples: int, total: int
 ) -> None:
