@@ -127,7 +127,7 @@ class _Source:
                     self._changed.wait()
                 if turn != self._turn:
                     # This one was drawn for what is over: the next is due a gap later.
-                    origin, turn = time.monotonic() - due, self._turn
+                    origin, turn = time.monotonic() - self._bursts.end, self._turn
                     continue
             behind = time.monotonic() - (origin + due)
             if behind > _MOST_LATE:
