@@ -15,7 +15,6 @@ import os
 import queue
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -110,33 +109,8 @@ class Post:
             self.words.put(word)
 
 
-def _hurry(order: Order) -> None:
-    """Where this user may, come before what else the host computes: the network is to be felt. The
-    probe works a little, and only while it is asked to."""
-    with suppress(OSError):
-        if order.role == "probe":
-            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-        else:
-            os.nice(-10)
-
-
 def _congestion() -> str:
     try:
         return _CONGESTION.read_text(encoding="ascii").strip()
     except OSError:
         return "unknown"
-
-
-def main() -> int:
-    """Carry out an :class:`.Order` from stdin; this process does not return from it."""
-    post = Post(decode(Order, sys.stdin.buffer.read()))
-    _hurry(post.order)
-    if post.order.role == "flows":
-        from flagscale.traffic.flows import serve
-    else:
-        from flagscale.traffic.ring import serve
-    try:
-        serve(post)
-    except (OSError, ValueError) as error:
-        post.fail(str(error))
-    return 0

@@ -37,7 +37,7 @@ LONG = 60.0
 def process(order: Order) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the traffic, which has said that it is ready."""
     made = subprocess.Popen(
-        [sys.executable, *started("flagscale.traffic.post")],
+        [sys.executable, *started("flagscale.traffic.host")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
