@@ -34,9 +34,12 @@ is held. With fewer it is chance whether a hundredth of the operations met any."
 LARGEST_CYCLE = 1.0
 """Seconds from one burst of a flow to its next, on average. Bursts of a longer cycle are too few
 for a 99th percentile that anybody could wait for."""
-_WINDOWS = 7
+_WINDOWS, _REFINING = 6, 3
+_REFINED_WIDTH, _REFINED_SAMPLES = 2.5, 1600
+"""A window that refines is over when its interval is that many tolerances wide, or has so many
+samples. Three of them cost less than to hold bursts that turn out to be a little off."""
 _WINDOW_SECONDS = 12.0
-_HELD_REACH = 0.4
+HELD_REACH = 0.4
 """Of a correction of bursts that are held: a factor of 1.5."""
 _SETTLE_SAMPLES = 10
 MOST_SAMPLES = 20000
@@ -101,6 +104,10 @@ class _Loop:
             if self._left() <= 0 or self._steering.stuck:
                 break
             self._window()
+        for _ in range(_REFINING):
+            if self._left() <= 0 or self._steering.stuck:
+                break
+            self._refine()
         return self._hold()
 
     def _feel_idle(self) -> Found:
@@ -122,6 +129,20 @@ class _Loop:
             count = math.ceil(len(times) * more / seconds)
             times += self._sample(count, more, before=tuple(times))
         self._learn(times)
+
+    def _refine(self) -> None:
+        """One step of the loop by a longer window."""
+        burst = self._traffic.environment.pattern.burst
+        self._teller.phase(f"refining: bursts of {binary(burst)}")
+        begin = time.monotonic()
+        times: list[float] = []
+        while self._left() > 0 and len(times) < _REFINED_SAMPLES:
+            times += self._sample(BATCH_SAMPLES, self._left(), before=tuple(times))
+            wide = found(times, self._seed).half_width > _REFINED_WIDTH * self._tolerance
+            if not wide and self._short(WINDOW_BURSTS, begin) <= 0:
+                break
+        if times:
+            self._learn(times, HELD_REACH)
 
     def _short(self, bursts: int, begin: float) -> float:
         """Seconds until so many bursts have come since ``begin``, on average."""
@@ -157,7 +178,7 @@ class _Loop:
             if self._left() <= 0 or len(times) >= MOST_SAMPLES or self._steering.stuck:
                 return self._missed()
             if known and self._is_outside(seen):
-                self._learn(times, _HELD_REACH)
+                self._learn(times, HELD_REACH)
                 times, begin = [], time.monotonic()
 
     def _is_outside(self, seen: Found) -> bool:
