@@ -3,6 +3,7 @@ and throws them away. Standard library alone."""
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -51,7 +52,7 @@ def serve(post: Post) -> None:
         source.hold(word.held)
         threading.Thread(target=post.guarded(source.run), daemon=True).start()
     while True:
-        with suppress(Exception):
+        with suppress(queue.Empty):
             _obey(post.words.get(timeout=_TELL_SECONDS), sources)
         sent = tuple((source.flow, source.sent) for source in sources)
         late = sum(source.late for source in sources)

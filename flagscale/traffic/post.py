@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from flagscale.errors import FlagscaleError
 from flagscale.hosts.kernel import die_with
 from flagscale.records import decode, encode
 from flagscale.traffic.words import Order, Said, Word
@@ -51,7 +52,7 @@ class Post:
         signal.signal(signal.SIGTERM, lambda *_: self.end())
         with suppress(OSError):
             die_with(os.getppid(), signal.SIGTERM)()
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        threading.Thread(target=self.guarded(self._watch), name="watch", daemon=True).start()
         pipe = str(Path(f"/proc/self/fd/{self._mouth}").readlink())
         self.say(Said("ready", "", os.getpid(), self._mouth, pipe, port, _congestion()))
 
@@ -76,7 +77,7 @@ class Post:
         def run() -> None:
             try:
                 work()
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, FlagscaleError) as error:
                 self.fail(str(error))
 
         return run

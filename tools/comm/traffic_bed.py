@@ -42,7 +42,8 @@ def on_bed(options: argparse.Namespace) -> list[dict[str, Any]]:
         results = []
         for tail in options.tails:
             result = Path(directory) / f"{tail:g}.json"
-            line = ["--hosts", *bed.names, "--rate", options.rate, "--load", options.load]
+            line = ["--hosts", *bed.names, "--rate", options.rate]
+            line += ["--load", options.load] if options.load else []
             line += ["--tail", f"{tail:g}", "--within", f"{options.within:g}"]
             line += ["--seconds", f"{options.hold:g}", "--probe", options.probe]
             line += ["--probe-every", f"{options.every:g}", "--json", str(result)]
@@ -82,7 +83,7 @@ def report(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> di
     return {
         **facts("flagscale", "numpy"),
         "method": f"{options.hosts} hosts as namespaces, a token bucket of {options.rate} with a "
-        f"queue of {options.queue} before each; flows of {options.load} two by two; probe: "
+        f"queue of {options.queue} before each; flows two by two; probe: "
         f"{options.probe}, {options.samples} samples a look",
         "tails": tails,
     }
@@ -99,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="250mbit", help="of each cable, as tc spells it")
     parser.add_argument("--queue", default="1mb", help="before each host, as tc spells it")
-    parser.add_argument("--load", default="6%")
+    parser.add_argument("--load", help="of each flow (what the command takes by itself)")
     parser.add_argument("--probe", default="ring:256K")
     parser.add_argument("--samples", type=int, default=600, help="of a look")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between two looks")

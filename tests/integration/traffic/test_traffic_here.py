@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +38,7 @@ pytestmark = [pytest.mark.integration]
 PATTERN = Pattern(1e8, 1e7, 16384.0)
 LOOPBACK = tuple(Site(name, name, via="local") for name in ("127.0.0.1", "127.0.0.2"))
 LONG = 60.0
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextmanager
@@ -146,3 +154,30 @@ def _until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_on_a_terminal_a_table_lives() -> None:
+    """Rates by flow and the probe's percentiles, and the table of the end."""
+    words = "bench traffic --hosts 127.0.0.1 127.0.0.2 --rate 100mbit --seconds 2.5"
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flagscale.cli", *words.split(), "--probe-samples", "100"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    shown = b""
+    # A terminal whose other end has closed says so by an error.
+    with suppress(OSError):
+        while more := os.read(master, 1 << 16):
+            shown += more
+    os.close(master)
+    assert process.wait(LONG) == 0
+    text = shown.decode()
+    live = "127.0.0.1 → 127.0.0.2 .*bit/s .*ring of 256 KiB: p50 .* ms, p99"
+    assert re.search(live, text, re.DOTALL), text
+    assert "2 tcp flows of 6 Mbit/s" in text
+    assert "95 % interval" in text
