@@ -124,6 +124,19 @@ def parse(words: Sequence[str], prog: str) -> Plan:
 def _parser(prog: str) -> Parser:
     text = "Background traffic between hosts, calibrated to a tail: p99 / p50 of a probe."
     parser = Parser(prog, text, _EXAMPLES)
+    _add_where(parser)
+    _add_what(parser)
+    _add_tail(parser)
+    add = parser.add_argument_group("files").add_argument
+    add("--environment", type=Path, metavar="FILE", help="keep what was found, to be replayed")
+    add("--replay", type=Path, metavar="FILE", help="play what --environment kept")
+    add("--json", type=Path, metavar="FILE", help="rates and ratios of this run, whole")
+    add("--plain", action="store_true", help="lines in place of a live table")
+    guide.add_flags(parser)
+    return parser
+
+
+def _add_where(parser: Parser) -> None:
     add = parser.add_argument_group("where").add_argument
     add("--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="two or more")
     add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
@@ -134,6 +147,9 @@ def _parser(prog: str) -> Parser:
     add("--flow", action="append", default=[], metavar="FROM:TO", help=text)
     add("--interface", metavar="NAME", help="packets leave the hosts by this one (by their routes)")
     add("--port", type=int, default=0, help="where hosts receive flows (a free one)")
+
+
+def _add_what(parser: Parser) -> None:
     add = parser.add_argument_group("what").add_argument
     add("--transport", choices=("tcp", "udp"), help="(tcp)")
     text = "of the path, such as 250mbit or 10gbit (found by the probe)"
@@ -148,6 +164,9 @@ def _parser(prog: str) -> Parser:
     add("--seed", type=int, metavar="N", help="of sizes and gaps (0)")
     text = "how long to play, calibration not counted (60)"
     add("--seconds", type=float, default=60.0, metavar="S", help=text)
+
+
+def _add_tail(parser: Parser) -> None:
     add = parser.add_argument_group("tail").add_argument
     text = "steer the bursts until p99 / p50 of the probe is this, such as 1.5 or 3"
     add("--tail", type=float, metavar="RATIO", help=text)
@@ -160,13 +179,6 @@ def _parser(prog: str) -> Parser:
     text = "between two looks at the tail while playing (60)"
     add("--probe-every", type=float, metavar="S", help=text)
     add("--probe-samples", type=int, metavar="N", help="of a look (300)")
-    add = parser.add_argument_group("files").add_argument
-    add("--environment", type=Path, metavar="FILE", help="keep what was found, to be replayed")
-    add("--replay", type=Path, metavar="FILE", help="play what --environment kept")
-    add("--json", type=Path, metavar="FILE", help="rates and ratios of this run, whole")
-    add("--plain", action="store_true", help="lines in place of a live table")
-    guide.add_flags(parser)
-    return parser
 
 
 def _check(options: argparse.Namespace) -> None:
