@@ -40,6 +40,7 @@ examples
   flagscale explain experiment.runner.nproc_per_node          what does this key mean?
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         which backends work here?
+  flagscale bench traffic --hosts node[1-4] --tail 3          load their network to a known tail
   flagscale convert /models/Llama-3.2-1B checkpoints/llama    from Hugging Face, or back
 
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
@@ -75,6 +76,10 @@ def _dispatch(argv: list[str]) -> int:
         from flagscale.bench.cli import main_comm
 
         return main_comm(argv[1:])
+    if argv[:1] == ["bench"]:
+        from flagscale.traffic.cli import main_bench
+
+        return main_bench(argv[1:])
     parser = _parser()
     if not argv:
         parser.print_help()
@@ -117,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     version.set_defaults(do=_version)
     comm = "communication backends: list, bench, groups, pipeline, tune"
     commands.add_parser("comm", help=comm, add_help=False)
+    bench = "benchmarks under traffic: traffic"
+    commands.add_parser("bench", help=bench, add_help=False)
     convert = "a model between Hugging Face and checkpoints of training"
     commands.add_parser("convert", help=convert, add_help=False)
     for name, (_, text) in _PATCHING.items():
