@@ -379,6 +379,18 @@ def test_ranks_with_different_settings_are_refused(pool: Any, name: str, values:
     pool.leave([0, 1])
 
 
+def test_an_algorithm_is_named_for_a_group(pool: Any) -> None:
+    pool.join(4, FSCCL_CLUSTERS="1,1,1,1", FSCCL_ALGO="tree")
+    size = 2 << 20
+    for me, said in enumerate(pool.call(range(4), "named_algorithms", count=size // 2)):
+        ring, tree, transpose, of_all = map(tuple, said)
+        assert ring == ("ring", {str((me + 1) % 4): size * 3 // 2})
+        assert transpose == ("transpose", {str(peer): size // 2 for peer in range(4) if peer != me})
+        assert tree == of_all
+        assert tree[0] == "tree"
+    pool.leave(range(4))
+
+
 def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
     pool.join(3, FSCCL_CLUSTERS="1,2", FSCCL_SECRET="0123456789abcdef" * 2)
     pool.call(range(3), "call", op="all_reduce")

@@ -245,9 +245,9 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
     }
     executor.drain(std::chrono::milliseconds(60000));
   }
+  sum_alike(group, 20001);
   if (settings.algorithm != Algorithm::kAuto) {
     sum_all_types(group, {1, 3000, 30011});
-    sum_alike(group, 20001);
     const std::string named = name_of(settings.algorithm);
     int one = 1;
     group.all_reduce(&one, &one, 1, {DType::kI32, RedOp::kMax, 1, n},
