@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -39,13 +40,9 @@ def survivors_say(pool: Any, members: list[int], limit: float) -> dict[int, str]
     ("clusters", "op"),
     [
         ("4", "all_reduce"),
-        ("4", "broadcast"),
         ("4", "recv_last"),
-        ("2,2", "all_reduce"),
         ("2,2", "all_to_all"),
-        ("3,1", "broadcast"),
         ("3,1", "recv_last"),
-        ("1,1,1,1", "barrier"),
     ],
 )
 def test_a_killed_rank_is_named(pool: Any, clusters: str, op: str) -> None:
@@ -60,6 +57,30 @@ def test_a_killed_rank_is_named(pool: Any, clusters: str, op: str) -> None:
         sentence = rf", rank {i}: rank 3 \[.*\] ended without leaving the group$"
         assert re.search(sentence, error), f"rank {i}: {error}"
     pool.leave([0, 1, 2])
+
+
+def test_ranks_killed_in_the_middle_of_each_operation_are_named(
+    built: None, tmp_path: Path
+) -> None:
+    """By all others, in the same words but for who says so."""
+    result = tmp_path / "kills.json"
+    operations = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"]
+    operations += ["all_to_all", "gather", "scatter", "barrier", "messages"]
+    command = [sys.executable, str(ROOT / "tools" / "comm" / "kills.py"), "--kills", "1"]
+    command += ["--clusters", "2,2", "1,1,1,1", "--limit", "60", "--json", str(result)]
+    done = subprocess.run(
+        [*command, "--operations", *operations],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    kills = json.loads(result.read_text())
+    assert [kill["named"] for kill in kills] == [True] * 20
+    for kill in kills:
+        why = {re.sub("^.*, rank [0-9]: ", "", said) for said in kill["said"].values()}
+        assert len(why) == 1, kill
 
 
 @pytest.mark.parametrize("clusters", ["4", "2,2"])
@@ -332,20 +353,42 @@ def test_programs_end_when_one_of_them_is_killed(pool: Any) -> None:
             assert re.search("rank 2 .*ended", said), said
 
 
-def test_ranks_with_different_settings_are_refused(pool: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("FSCCL_CHUNK_BYTES", ["65536", "131072"]), ("FSCCL_ALGO", ["auto", "ring"])],
+)
+def test_ranks_with_different_settings_are_refused(pool: Any, name: str, values: list[str]) -> None:
     for i in range(2):
-        variables = {"FSCCL_CHUNK_BYTES": str(65536 * (i + 1))}
+        variables = {name: values[i]}
         pool[i].ask(
-            "join", rank=i, size=2, port=pool.port, key="unlike", timeout=5, environment=variables
+            "join",
+            rank=i,
+            size=2,
+            port=pool.port,
+            key=f"unlike {name}",
+            timeout=5,
+            environment=variables,
         )
     pool.answers([0, 1])
     for i in range(2):
         pool[i].ask("call", op="barrier")
     for error in survivors_say(pool, [0, 1], SLACK).values():
-        assert "FSCCL_CHUNK_BYTES=65536" in error
-        assert "FSCCL_CHUNK_BYTES=131072" in error
+        assert f"{name}={values[0]} " in error
+        assert f"{name}={values[1]} " in error
         assert "set the same values everywhere" in error
     pool.leave([0, 1])
+
+
+def test_an_algorithm_is_named_for_a_group(pool: Any) -> None:
+    pool.join(4, FSCCL_CLUSTERS="1,1,1,1", FSCCL_ALGO="tree")
+    size = 2 << 20
+    for me, said in enumerate(pool.call(range(4), "named_algorithms", count=size // 2)):
+        ring, tree, transpose, of_all = map(tuple, said)
+        assert ring == ("ring", {str((me + 1) % 4): size * 3 // 2})
+        assert transpose == ("transpose", {str(peer): size // 2 for peer in range(4) if peer != me})
+        assert tree == of_all
+        assert tree[0] == "tree"
+    pool.leave(range(4))
 
 
 def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
@@ -375,6 +418,7 @@ def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
         ({"FSCCL_CLUSTERS": "1"}, "1: the sizes add up to 1, but the job's ranks are 2"),
         ({"FSCCL_CLUSTERS": "2,0"}, "FSCCL_CLUSTERS=2,0: expected the sizes"),
         ({"FSCCL_CHUNK_BYTES": "1k"}, "FSCCL_CHUNK_BYTES=1k: expected 4096 to 1 GiB"),
+        ({"FSCCL_ALGO": "tre"}, "FSCCL_ALGO=tre: expected auto, ring, tree or transpose; did you"),
         ({"FSCCL_SHM": "yes"}, "FSCCL_SHM=yes: expected 0 or 1"),
         ({"FSCCL_PIPELINE_K": "65"}, "FSCCL_PIPELINE_K=65: expected 0 (off) to 64 chunks"),
         ({"FSCCL_PIPELINE_NELEM": "0"}, "FSCCL_PIPELINE_NELEM=0: expected 1 to 67108864"),
