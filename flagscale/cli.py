@@ -75,6 +75,10 @@ def _dispatch(argv: list[str]) -> int:
         from flagscale.bench.cli import main_comm
 
         return main_comm(argv[1:])
+    if argv[:1] == ["bench"]:
+        from flagscale.traffic.cli import main_bench
+
+        return main_bench(argv[1:])
     parser = _parser()
     if not argv:
         parser.print_help()
@@ -117,6 +121,8 @@ def _parser() -> argparse.ArgumentParser:
     version.set_defaults(do=_version)
     comm = "communication backends: list, bench, groups, pipeline, tune"
     commands.add_parser("comm", help=comm, add_help=False)
+    bench = "benchmarks under traffic: traffic"
+    commands.add_parser("bench", help=bench, add_help=False)
     convert = "a model between Hugging Face and checkpoints of training"
     commands.add_parser("convert", help=convert, add_help=False)
     for name, (_, text) in _PATCHING.items():

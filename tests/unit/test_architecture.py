@@ -54,10 +54,11 @@ PARTS = {
     },
     "report": {*GROUND, "config", "hosts", "launch"},
     "bench": {*GROUND, "accelerators", "guard", "hosts", "comm", "report"},
+    "traffic": {*GROUND, "guard", "hosts", "bench"},
     "patching": GROUND,
     "api": {*GROUND, "config", "launch", "report"},
     "sweep": {*GROUND, "config", "launch", "api"},
-    "cli": {*GROUND, "guard", "config", "launch", "report", "bench", "patching"},
+    "cli": {*GROUND, "guard", "config", "launch", "report", "bench", "traffic", "patching"},
 }
 # What pages are made of, whatever they are of, and what of it each part takes.
 PAGES = {

@@ -1,0 +1,190 @@
+"""Finding the bursts that give a tail, and holding it.
+
+The path is felt without traffic first. Then short windows steer the bursts (:mod:`.steering`); then
+they are held, and samples gathered until the 95 % interval of the ratio is as narrow as the
+tolerance. Where the interval leaves the target, the bursts are corrected and the samples begin
+anew. The load stays what it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from flagscale.traffic.session import Traffic
+from flagscale.traffic.spec import Environment, Found, binary
+from flagscale.traffic.statistics import found
+from flagscale.traffic.steering import Steering
+
+IDLE_SAMPLES = 400
+WINDOW_SAMPLES = 200
+BATCH_SAMPLES = 400
+_WINDOWS = 7
+_WINDOW_SECONDS = 12.0
+_SETTLE_SAMPLES = 10
+MOST_SAMPLES = 20000
+
+Watch = Callable[[Sequence[float]], object]
+
+
+class Teller(Protocol):
+    """Who is told how far calibration is."""
+
+    def phase(self, text: str) -> None:
+        """What begins now."""
+
+    def watch(self, samples: Sequence[float]) -> None:
+        """Times of the probe that have come since the phase began, or since the last window."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found. ``why`` says, in words, what kept it from its target; empty where nothing."""
+
+    environment: Environment
+    seconds: float
+    windows: int
+    why: str = ""
+
+
+def calibrate(
+    traffic: Traffic, target: float, tolerance: float, seconds: float, teller: Teller
+) -> Calibration:
+    """Steer a session's bursts until the probe's p99 ÷ p50 is ``target`` ± ``tolerance``, and known
+    that well; the bursts stay.
+
+    Raises:
+        UnreachableError: a host was lost.
+    """
+    return _Loop(traffic, target, tolerance, time.monotonic() + seconds, teller).run()
+
+
+class _Loop:
+    def __init__(
+        self, traffic: Traffic, target: float, tolerance: float, deadline: float, teller: Teller
+    ) -> None:
+        self._traffic, self._target, self._tolerance = traffic, target, tolerance
+        self._deadline, self._teller = deadline, teller
+        self._begin = time.monotonic()
+        self._steering = Steering(target, traffic.environment.pattern.burst)
+        self._windows = 0
+        self._best: Environment | None = None
+
+    def run(self) -> Calibration:
+        idle = self._feel_idle()
+        traffic = self._traffic
+        traffic.environment = replace(
+            traffic.environment, target=self._target, tolerance=self._tolerance, idle=idle
+        )
+        if idle.low > self._target + self._tolerance:
+            why = f"this path without traffic is at {idle.words} already"
+            return self._over(replace(traffic.environment, found=idle), why)
+        for _ in range(_WINDOWS):
+            if self._left() <= 0 or self._steering.stuck:
+                break
+            self._window()
+        return self._hold()
+
+    def _feel_idle(self) -> Found:
+        self._teller.phase("the path without traffic")
+        self._traffic.pause()
+        times = self._sample(IDLE_SAMPLES)
+        self._traffic.resume()
+        return found(times, self._seed)
+
+    def _window(self) -> None:
+        """One step of the loop."""
+        burst = self._traffic.environment.pattern.burst
+        self._teller.phase(f"steering: bursts of {binary(burst)}")
+        times = self._sample(WINDOW_SAMPLES, min(_WINDOW_SECONDS, self._left()))
+        self._learn(times)
+
+    def _learn(self, times: Sequence[float]) -> None:
+        seen = found(times, self._seed)
+        self._windows += 1
+        burst = self._traffic.environment.pattern.burst
+        self._set(self._steering.learn(burst, seen.ratio, seen.samples))
+
+    def _set(self, burst: float) -> None:
+        self._traffic.change(replace(self._traffic.environment.pattern, burst=burst))
+        self._sample(_SETTLE_SAMPLES)
+
+    def _hold(self) -> Calibration:
+        """Gather samples until the ratio is known well enough, or the time is over."""
+        times: list[float] = []
+        while True:
+            burst = self._traffic.environment.pattern.burst
+            self._teller.phase(f"holding bursts of {binary(burst)}")
+            before = list(times)
+            times += self._sample(
+                BATCH_SAMPLES, max(1.0, self._left()), lambda new, old=before: [*old, *new]
+            )
+            seen = found(times, self._seed)
+            here = replace(self._traffic.environment, found=seen)
+            self._keep(here)
+            if here.reached and seen.half_width <= self._tolerance:
+                return self._over(here)
+            if self._left() <= 0 or len(times) >= MOST_SAMPLES or self._steering.stuck:
+                return self._missed()
+            if self._is_outside(seen):
+                self._learn(times)
+                times = []
+
+    def _is_outside(self, seen: Found) -> bool:
+        """Whether the ratio is not the target as far as one can tell."""
+        low, high = self._target - self._tolerance, self._target + self._tolerance
+        if seen.half_width <= self._tolerance:
+            return not low <= seen.ratio <= high
+        return seen.high < low or seen.low > high
+
+    def _keep(self, here: Environment) -> None:
+        """Remember what has come nearest."""
+
+        def distance(one: Environment) -> float:
+            seen = one.found
+            return abs(seen.ratio / self._target - 1) if seen else float("inf")
+
+        same = self._best is not None and self._best.pattern == here.pattern
+        if self._best is None or same or distance(here) < distance(self._best):
+            self._best = here
+
+    def _missed(self) -> Calibration:
+        """The nearest that was found, and what kept it from being the target."""
+        best = self._best or self._traffic.environment
+        seen = best.found
+        if best.pattern != self._traffic.environment.pattern:
+            self._set(best.pattern.burst)
+        reached = seen.words if seen else "nothing"
+        why = f"bursts of {binary(best.pattern.burst)} gave {reached}"
+        if self._steering.stuck:
+            why = f"no burst reaches it at this load on this path: {why}"
+        elif best.reached:
+            why = f"the interval is wider than ± {self._tolerance:g} after {self._seconds:.0f} s: {why}"
+        else:
+            why = f"not reached within {self._seconds:.0f} s: {why}"
+        return self._over(best, why)
+
+    def _over(self, environment: Environment, why: str = "") -> Calibration:
+        self._traffic.environment = environment
+        return Calibration(environment, self._seconds, self._windows, why)
+
+    def _sample(
+        self,
+        count: int,
+        seconds: float = 30.0,
+        shown: Callable[[Sequence[float]], Sequence[float]] = lambda new: new,
+    ) -> list[float]:
+        return self._traffic.sample(count, seconds, lambda new: self._teller.watch(shown(new)))
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begin
+
+    @property
+    def _seed(self) -> int:
+        return self._traffic.environment.pattern.seed
