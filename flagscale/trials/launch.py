@@ -144,10 +144,10 @@ class Trials(Tool[TrialsPlan]):
         if not plan.quiet:
             names = ", ".join(arm.name for arm in plan.arms)
             print(f"# {model.title} on {ranks} ranks, {setting.told}: {names}", flush=True)
-        with setting.played() as traffic:
-            before = traffic.ratio()
+        with setting.played(plan.placement.ssh_config) as probe:
+            before = probe()
             code = _SESSION.start(session, ranks)
-            after = traffic.ratio()
+            after = probe()
         if code or not path.is_file():
             raise JobError(f"training {model.title}, {setting.told}, failed", exit_code=code or 1)
         result = decode(SessionResult, path.read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,18 @@ from rich.text import Text
 from flagscale.files import plain, write_atomic
 from flagscale.trials.plan import Training
 from flagscale.trials.results import SessionResult
-from flagscale.trials.summary import FEW, Line, by_model, findings, interval, lines
+from flagscale.trials.summary import (
+    COLUMNS,
+    FEW,
+    Line,
+    by_model,
+    cells,
+    findings,
+    lines,
+)
 
 _PUBLIC = 0o644
+_WIDTH = 180
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,9 @@ def present(
         OSError: a file cannot be written.
     """
     found = lines(sessions)
-    console = Console(highlight=False, soft_wrap=True)
+    # Where nobody looks, nothing is folded.
+    width = None if sys.stdout.isatty() else _WIDTH
+    console = Console(highlight=False, soft_wrap=True, width=width)
     console.print(guide_table(found))
     console.print(detail_table(found))
     for text in notes(sessions, found):
@@ -85,25 +97,6 @@ def guide_table(found: Sequence[Line]) -> Table:
         table.add_row(model if model != shown else "", setting, *cells)
         shown = model
     return table
-
-
-COLUMNS = (
-    *("model", "setting", "arm", "median s", "p99 s", "compute s", "exposed s", "summing s"),
-    *("slowdown [95 %]", "against the first arm", "loss", "s to a loss"),
-)
-
-
-def cells(line: Line) -> list[str]:
-    """A line of results for :data:`COLUMNS`."""
-    return [
-        *(line.model, line.setting, line.arm),
-        *(f"{value:.4g}" for value in (line.median, line.p99, line.compute, line.exposed)),
-        "-" if line.communication is None else f"{line.communication:.4g}",
-        interval(line.slowdown),
-        interval(line.against),
-        f"{line.loss:.4g}",
-        "-" if line.to_loss is None else f"{line.to_loss:.3g}",
-    ]
 
 
 def detail_table(found: Sequence[Line]) -> Table:

@@ -14,11 +14,10 @@ from flagscale.report.html import Cell, Html, details, element, facts, join, sec
 from flagscale.report.plot import COLOURS, Plot
 from flagscale.report.plot import Line as Curve
 from flagscale.report.plot import render as plotted
-from flagscale.trials.output import COLUMNS, cells
 from flagscale.trials.plan import Training
 from flagscale.trials.results import ArmResult, SessionResult
 from flagscale.trials.statistics import smoothed
-from flagscale.trials.summary import Line, by_model, findings, sound
+from flagscale.trials.summary import COLUMNS, Line, by_model, cells, findings, sound
 
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 _HOW = """\

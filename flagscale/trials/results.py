@@ -7,6 +7,18 @@ from dataclasses import dataclass, field
 from flagscale.trials.arms import Arm
 from flagscale.trials.models.names import Choice
 
+NONE = "none"
+"""The setting without traffic."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """p99/p50 of the traffic's own probe, with its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -66,10 +78,10 @@ class SessionResult:
     hosts: tuple[str, ...]
     """Of each rank."""
     arms: tuple[ArmResult, ...]
-    before: float | None = None
-    """The ratio p99/p50 of the traffic's own probe before the session, where there was one."""
-    after: float | None = None
-    """And behind it."""
+    before: Probed | None = None
+    """What the traffic's probe found before the ranks began, where there was traffic."""
+    after: Probed | None = None
+    """And when they had ended."""
 
     def arm(self, name: str) -> ArmResult | None:
         """What the arm of this name did."""

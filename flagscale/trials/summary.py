@@ -8,8 +8,7 @@ from itertools import combinations, groupby
 from operator import attrgetter
 
 from flagscale.bench.collectives.statistics import Ratio, percentile
-from flagscale.trials.results import ArmResult, SessionResult
-from flagscale.trials.settings import NONE
+from flagscale.trials.results import NONE, ArmResult, Probed, SessionResult
 from flagscale.trials.statistics import (
     Agreement,
     agreement,
@@ -138,6 +137,25 @@ def interval(ratio: Ratio | None) -> str:
     return "-" if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
+COLUMNS = (
+    *("model", "setting", "arm", "median s", "p99 s", "compute s", "exposed s", "summing s"),
+    *("slowdown [95 %]", "against the first arm", "loss", "s to a loss"),
+)
+
+
+def cells(line: Line) -> list[str]:
+    """A line of results for :data:`COLUMNS`."""
+    return [
+        *(line.model, line.setting, line.arm),
+        *(f"{value:.4g}" for value in (line.median, line.p99, line.compute, line.exposed)),
+        "-" if line.communication is None else f"{line.communication:.4g}",
+        interval(line.slowdown),
+        interval(line.against),
+        f"{line.loss:.4g}",
+        "-" if line.to_loss is None else f"{line.to_loss:.3g}",
+    ]
+
+
 def pairs(session: SessionResult) -> list[Pair]:
     """Whether each two arms of a session are shown to be two. NCCL's log counts as well."""
     found = []
@@ -214,8 +232,15 @@ def findings(session: SessionResult) -> list[str]:
     if all(one.replicas_equal for one in session.arms):
         told.append("all ranks of every arm ended with the same bits")
     if session.before is not None and session.after is not None:
-        told.append(f"the probe's p99/p50: {session.before:.2f} before, {session.after:.2f} behind")
+        told.append(
+            f"the probe's p99/p50: {_probe(session.before)} before the ranks began, "
+            f"{_probe(session.after)} when they had ended"
+        )
     return told
+
+
+def _probe(found: Probed) -> str:
+    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
 def sound(session: SessionResult) -> bool:
