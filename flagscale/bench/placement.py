@@ -114,7 +114,7 @@ def placement(options: argparse.Namespace) -> Placement:
     _check(options)
     if options.slurm_setup_script == DEFAULT_SETUP:
         options.slurm_setup_script = None
-    hosts = _named(options.hosts) or _listed(options.hosts_file)
+    hosts = named_hosts(options.hosts) or listed_hosts(options.hosts_file)
     slots = [host.slots for host in hosts if host.slots is not None]
     workers = options.nworkers
     # A hostfile says how many ranks each host takes; they need not be equally many.
@@ -180,7 +180,7 @@ def _variable(word: str, hosts: Sequence[Host]) -> tuple[str, str, str]:
     return host, name, value
 
 
-def _named(words: Iterable[str]) -> tuple[Host, ...]:
+def named_hosts(words: Iterable[str]) -> tuple[Host, ...]:
     """Hosts of the command line, where ``node[01-04]`` stands for four."""
     try:
         pairs = [_slots(part) for word in words for part in _parts(word)]
@@ -203,7 +203,7 @@ def _parts(word: str) -> list[str]:
     return [word] if "[" in word else [part for part in word.split(",") if part]
 
 
-def _listed(file: Path | None) -> tuple[Host, ...]:
+def listed_hosts(file: Path | None) -> tuple[Host, ...]:
     """A hostfile of the launcher, or a plain list: a host a line."""
     if file is None:
         return ()

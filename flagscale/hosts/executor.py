@@ -2,8 +2,8 @@
 
 An :class:`Executor` is one host, reached: it runs a program there and brings its answer. An
 :class:`Opener` makes executors of one kind for one command of the user's, and holds what they
-share. Kinds are found by name: ``local`` is this machine, ``ssh`` another; others come from the
-entry points ``flagscale.executors``.
+share. Kinds are found by name: ``local`` is this machine, ``netns`` a network namespace of it,
+``ssh`` another; others come from the entry points ``flagscale.executors``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from flagscale.registry import Registry
 EXECUTORS: Registry = Registry(
     "flagscale.executors",
     "way to reach a host",
-    {"local": "flagscale.hosts.local:LocalOpener", "ssh": "flagscale.hosts.ssh.dial:SshOpener"},
+    {
+        "local": "flagscale.hosts.local:LocalOpener",
+        "netns": "flagscale.hosts.netns:NetnsOpener",
+        "ssh": "flagscale.hosts.ssh.dial:SshOpener",
+    },
 )
 C = TypeVar("C", bound="Closing")
 OnOutput = Callable[[bytes], object]

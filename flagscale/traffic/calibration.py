@@ -9,7 +9,7 @@ anew. The load stays what it is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,8 +25,6 @@ _WINDOWS = 7
 _WINDOW_SECONDS = 12.0
 _SETTLE_SAMPLES = 10
 MOST_SAMPLES = 20000
-
-Watch = Callable[[Sequence[float]], object]
 
 
 class Teller(Protocol):
@@ -117,10 +115,7 @@ class _Loop:
         while True:
             burst = self._traffic.environment.pattern.burst
             self._teller.phase(f"holding bursts of {binary(burst)}")
-            before = list(times)
-            times += self._sample(
-                BATCH_SAMPLES, max(1.0, self._left()), lambda new, old=before: [*old, *new]
-            )
+            times += self._sample(BATCH_SAMPLES, max(1.0, self._left()), before=tuple(times))
             seen = found(times, self._seed)
             here = replace(self._traffic.environment, found=seen)
             self._keep(here)
@@ -161,7 +156,8 @@ class _Loop:
         if self._steering.stuck:
             why = f"no burst reaches it at this load on this path: {why}"
         elif best.reached:
-            why = f"the interval is wider than ± {self._tolerance:g} after {self._seconds:.0f} s: {why}"
+            width = f"the interval is wider than ± {self._tolerance:g}"
+            why = f"{width} after {self._seconds:.0f} s: {why}"
         else:
             why = f"not reached within {self._seconds:.0f} s: {why}"
         return self._over(best, why)
@@ -174,9 +170,10 @@ class _Loop:
         self,
         count: int,
         seconds: float = 30.0,
-        shown: Callable[[Sequence[float]], Sequence[float]] = lambda new: new,
+        before: Sequence[float] = (),
     ) -> list[float]:
-        return self._traffic.sample(count, seconds, lambda new: self._teller.watch(shown(new)))
+        """Times of the probe; ``before`` are shown with them."""
+        return self._traffic.sample(count, seconds, lambda new: self._teller.watch([*before, *new]))
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()

@@ -48,6 +48,7 @@ def serve(post: Post) -> None:
     sources = _join(post, word, word.pattern)
     post.say(Said("joined"))
     for source in sources:
+        source.hold(word.held)
         threading.Thread(target=post.guarded(source.run), daemon=True).start()
     while True:
         with suppress(Exception):

@@ -19,7 +19,7 @@ from flagscale.errors import ConfigError, UnreachableError
 from flagscale.hosts.executor import Closing, Endpoint, Executor
 from flagscale.hosts.fan_out import Hosts, require_all
 from flagscale.traffic.environment import check
-from flagscale.traffic.spec import Environment, Flow, Found, Pattern, names
+from flagscale.traffic.spec import Environment, Flow, Found, Pattern
 from flagscale.traffic.stations import Station, tell_all
 from flagscale.traffic.words import Order, Peer, Said, Word
 
@@ -31,11 +31,12 @@ _RENEW_SECONDS = 5.0
 _READY_SECONDS = 60.0
 _JOIN_SECONDS = 30.0
 _END_SECONDS = 5.0
+_RATE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What one flow has done. Bytes since the session began; bit/s over the last second or so."""
+    """What one flow has done. Bytes since the session began; bit/s over the last three seconds."""
 
     flow: Flow
     sent: int
@@ -48,6 +49,7 @@ def play(
     hosts: Hosts | None = None,
     *,
     seconds: float,
+    paused: bool = False,
     ssh_config: Path | None = None,
     interface: str | None = None,
     port: int = 0,
@@ -59,6 +61,7 @@ def play(
         hosts: the environment's hosts in their order, reached already; they stay open. Without
             them, they are reached as the environment says.
         seconds: the most that anything runs, whatever becomes of this process.
+        paused: send nothing before :meth:`Traffic.resume`.
         ssh_config: in place of ``~/.ssh/config``.
         interface: what flows and probe leave the hosts by; None: as the hosts route.
         port: where flows are received on each host; 0: a free one.
@@ -75,7 +78,7 @@ def play(
     reached = hosts or reach(environment, ssh_config)
     traffic = Traffic(environment, reached, seconds, own=own)
     try:
-        traffic.start(interface, port)
+        traffic.start(interface, port, paused=paused)
     except BaseException:
         traffic.close()
         raise
@@ -106,12 +109,12 @@ class Traffic(Closing):
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
         self._late: dict[int, float] = {}
-        self._marks: list[tuple[float, dict[int, int]]] = []
+        self._marks: dict[int, list[tuple[float, int]]] = {}
         self._closing = threading.Event()
 
     # -- life ---------------------------------------------------------------------------------
 
-    def start(self, interface: str | None, port: int) -> None:
+    def start(self, interface: str | None, port: int, *, paused: bool) -> None:
         """Start every process, and have them greet each other; see :func:`play`."""
         executors, errors = self._hosts.each(lambda _, host: host)
         require_all(errors, self._hosts.names, "nothing was sent")
@@ -133,6 +136,7 @@ class Traffic(Closing):
                 peers=self._peers(flows, by_flow=True),
                 flows=environment.flows,
                 pattern=environment.pattern,
+                held=paused,
             ),
         )
         tell_all(probe, Word("go", peers=self._peers(probe), probe=environment.probe))
@@ -223,12 +227,22 @@ class Traffic(Closing):
             elif said.event == "counts":
                 self._sent.update(said.sent)
                 self._received.update(said.received)
+                self._mark(said.received)
                 self._late[station.order.number] = said.late
             elif said.event == "samples":
                 self._samples.extend(said.samples)
             elif said.event == "probed":
                 self._probed = True
             self._state.notify_all()
+
+    def _mark(self, received: Sequence[tuple[int, int]]) -> None:
+        """Keep when counts came, for rates."""
+        now = time.monotonic()
+        for flow, count in received:
+            marks = self._marks.setdefault(flow, [])
+            marks.append((now, count))
+            while now - marks[0][0] > _RATE_SECONDS:
+                del marks[0]
 
     # -- steering -----------------------------------------------------------------------------
 
@@ -295,21 +309,12 @@ class Traffic(Closing):
 
     def rates(self) -> list[Rate]:
         """What each flow has done until now. Counts come twice a second."""
-        now = time.monotonic()
         with self._state:
             sent, received = dict(self._sent), dict(self._received)
-        self._marks = [*(mark for mark in self._marks if now - mark[0] < 3), (now, received)]
-        since, before = self._marks[0]
-        span = now - since
-        flows = enumerate(self.environment.flows)
+            rates = {flow: _rate(marks) for flow, marks in self._marks.items()}
         return [
-            Rate(
-                flow,
-                sent.get(n, 0),
-                received.get(n, 0),
-                8 * (received.get(n, 0) - before.get(n, 0)) / span if span > 0.2 else 0.0,
-            )
-            for n, flow in flows
+            Rate(flow, sent.get(n, 0), received.get(n, 0), rates.get(n, 0.0))
+            for n, flow in enumerate(self.environment.flows)
         ]
 
     @property
@@ -317,6 +322,8 @@ class Traffic(Closing):
         """Seconds of bursts that were given up, the path being too slow for the load."""
         return sum(self._late.values())
 
-    def words(self) -> str:
-        """The flows in a line."""
-        return ", ".join(names(self.environment))
+
+def _rate(marks: Sequence[tuple[float, int]]) -> float:
+    """Bit/s between the first and the last of some counts."""
+    (begin, first), (end, last) = marks[0], marks[-1]
+    return 8 * (last - first) / (end - begin) if end > begin else 0.0

@@ -13,6 +13,8 @@ from typing import Literal
 Law = Literal["constant", "exponential", "pareto"]
 """How sizes and gaps are distributed; see :mod:`.laws`."""
 Between = Literal["pairs", "ring", "all"]
+Kind = Literal["ring", "echo"]
+KINDS: tuple[Kind, ...] = ("ring", "echo")
 LAWS: tuple[Law, ...] = ("constant", "exponential", "pareto")
 BETWEEN: tuple[Between, ...] = ("pairs", "ring", "all")
 
@@ -72,7 +74,7 @@ class Pattern:
 class Probe:
     """What feels the traffic: messages over TCP between the sites, one operation at a time."""
 
-    kind: Literal["ring", "echo"] = "ring"
+    kind: Kind = "ring"
     """``ring``: those of a ring all_reduce among all sites, without its sums. ``echo``: to the
     second site and back."""
     size: int = 256 << 10

@@ -49,6 +49,8 @@ class Word:
     probe: Probe | None = None
     samples: int = 0
     seconds: float = 0.0
+    held: bool = False
+    """Flows send nothing before ``resume``."""
 
 
 @dataclass(frozen=True)

@@ -289,8 +289,16 @@ class Host:
         subprocess.run(["tc", "qdisc", "replace", "dev", self.veth, *bucket], check=True)
         self.run(["tc", "qdisc", "replace", "dev", "eth0", *bucket])
 
+    def bottleneck(self, rate: str, queue: str) -> None:
+        """Limit what comes to the host, at the switch's port, where ``queue`` bytes wait and more
+        is dropped. Both are in tc's spelling."""
+        # Packets of up to 64 KiB are split by a bucket that is smaller, which takes time.
+        bucket = ["root", "tbf", "rate", rate, "burst", "96kb", "limit", queue]
+        subprocess.run(["tc", "qdisc", "replace", "dev", self.veth, *bucket], check=True)
+
     def heal(self) -> None:
-        """Undo what :meth:`link`, :meth:`drop`, :meth:`lose` and :meth:`shape` did."""
+        """Undo what :meth:`link`, :meth:`drop`, :meth:`lose`, :meth:`shape` and
+        :meth:`bottleneck` did."""
         self.link("up")
         self.run(["nft", "flush", "ruleset"])
         unshaped = ["tc", "qdisc", "del", "dev", self.veth, "root"]

@@ -137,5 +137,5 @@ def test_a_way_to_reach_hosts_that_nothing_brings(lab: Lab) -> None:
     lab.configure(REPORTING, runner={"hostfile": "hosts"})
     refused = lab.do("dryrun")
     assert refused.returncode == 2
-    text = "hosts:2: via=box: no way to reach a host is called 'box'; known: local, ssh"
+    text = "hosts:2: via=box: no way to reach a host is called 'box'; known: local, netns, ssh"
     assert text in refused.stderr

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Calibrate traffic on hosts whose cables are slow, and hold it: is the tail what was asked for?
+
+    tools/comm/traffic_bed.py --rate 250mbit --queue 1mb --tails 1.5,3 --hold 600 --output FILE
+
+The hosts are namespaces of this machine (tests/bed: needs root). A token bucket with a queue of so
+many bytes stands before each, where a switch's port would be. `flagscale bench traffic` is run on
+them over SSH, as a user would: once a tail to calibrate, then for --hold seconds with looks at it.
+
+Exits with 4 where a tail was not reached within 300 s, or half of what was seen while holding it,
+all looks taken together, was not within the tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+
+
+def on_bed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the command wrote for each tail."""
+    from bed.lab import Bed  # type: ignore[import-not-found]
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Bed.open(Path(directory) / "bed", options.hosts) as bed,
+    ):
+        for host in bed.hosts:
+            host.bottleneck(options.rate, options.queue)
+        results = []
+        for tail in options.tails:
+            result = Path(directory) / f"{tail:g}.json"
+            line = ["--hosts", *bed.names, "--rate", options.rate, "--load", options.load]
+            line += ["--tail", f"{tail:g}", "--within", f"{options.within:g}"]
+            line += ["--seconds", f"{options.hold:g}", "--probe", options.probe]
+            line += ["--probe-every", f"{options.every:g}", "--json", str(result)]
+            line += ["--probe-samples", f"{options.samples}"]
+            subprocess.run(
+                [sys.executable, "-m", "flagscale.cli", "bench", "traffic", *line],
+                env={**os.environ, **bed.environment(PYTHONPATH=str(PROJECT))},
+                check=False,
+            )
+            results.append(json.loads(result.read_text(encoding="utf-8")))
+        return results
+
+
+def report(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """Machine, method, and of each tail what was found and how it held."""
+    from flagscale.bench.machine import facts
+
+    tails = []
+    for result in results:
+        calibration, pattern = result["calibration"], result["environment"]["pattern"]
+        checks = [round(one["ratio"], 3) for one in result["checks"]]
+        tails.append(
+            {
+                **calibration,
+                "idle": result["environment"]["idle"],
+                "held_seconds": options.hold,
+                "held_ratios": checks,
+                "held_median": round(median(checks), 3) if checks else None,
+                "corrections": result["corrections"],
+                "load": pattern["load"],
+                "congestion": result["environment"]["congestion"],
+                "load_of_the_machine": result["load_before"],
+            }
+        )
+    return {
+        **facts("flagscale", "numpy"),
+        "method": f"{options.hosts} hosts as namespaces, a token bucket of {options.rate} with a "
+        f"queue of {options.queue} before each; flows of {options.load} two by two; probe: "
+        f"{options.probe}, {options.samples} samples a look",
+        "tails": tails,
+    }
+
+
+def misses(tail: dict[str, Any]) -> bool:
+    """Whether a tail was not reached, or not held."""
+    off = 1 / 15
+    held = tail["held_median"]
+    return not tail["reached"] or (held is not None and abs(held / tail["target"] - 1) > 2 * off)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tools/comm/traffic_bed.py")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", default="250mbit", help="of each cable, as tc spells it")
+    parser.add_argument("--queue", default="1mb", help="before each host, as tc spells it")
+    parser.add_argument("--load", default="6%")
+    parser.add_argument("--probe", default="ring:256K")
+    parser.add_argument("--samples", type=int, default=600, help="of a look")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between two looks")
+    parser.add_argument("--within", type=float, default=300.0, help="seconds to calibrate")
+    parser.add_argument("--hold", type=float, default=600.0, help="seconds to hold a tail")
+    tails = lambda text: [float(word) for word in text.split(",")]  # noqa: E731
+    parser.add_argument("--tails", type=tails, default="1.5,3")
+    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    results = report(on_bed(options), options)
+    if options.output:
+        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 4 if any(misses(tail) for tail in results["tails"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
