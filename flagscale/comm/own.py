@@ -26,6 +26,7 @@ class Fsccl(CommBackend):
         "FSCCL_CLUSTERS": "sizes of clusters, split by hand, such as 4,4",
         "FSCCL_CUDA": "0: leave CUDA tensors alone, also where there is a GPU",
         "FSCCL_SOCKET_IFNAME": "the network interface between hosts",
+        "FSCCL_ALGO": "all_reduce between clusters by ring, tree or transpose; auto: by size",
         "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
         "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",
     }
@@ -43,6 +44,13 @@ class Fsccl(CommBackend):
             variable="FSCCL_CLUSTERS",
             pattern="[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*",
             shape="sizes with commas between them, such as 4,4",
+        ),
+        Option(
+            "algo",
+            environment["FSCCL_ALGO"],
+            variable="FSCCL_ALGO",
+            pattern="auto|ring|tree|transpose",
+            shape="auto, ring, tree or transpose",
         ),
         Option(
             "pipeline_k",

@@ -292,6 +292,24 @@ def algorithms() -> list[str]:
     return [*said, backend.last_algorithm()]  # type: ignore[attr-defined]
 
 
+def named_algorithms(count: int) -> list[tuple[str, dict[int, int]]]:
+    """Of a group for each name, what an all_reduce takes and how much it sends to whom."""
+    options: Any = flagscale.comm.fsccl.load_extension().Options
+    out = []
+    for name in ("ring", "tree", "transpose", None):
+        given = options() if name is None else options(algorithm=name)
+        group: Any = dist.new_group(pg_options=given)
+        tensor = torch.full((count,), dist.get_rank() + 1, dtype=torch.bfloat16)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        assert (tensor == dist.get_world_size()).all()
+        backend = group._get_backend(torch.device("cpu"))
+        sent = {rank: size for rank, (_, size) in backend.traffic().items() if size}
+        out.append((backend.last_algorithm().split()[0], sent))
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+    return out
+
+
 def registering() -> list[str]:
     """What a group of CPUs says to memory of GPUs."""
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]

@@ -332,18 +332,28 @@ def test_programs_end_when_one_of_them_is_killed(pool: Any) -> None:
             assert re.search("rank 2 .*ended", said), said
 
 
-def test_ranks_with_different_settings_are_refused(pool: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("FSCCL_CHUNK_BYTES", ["65536", "131072"]), ("FSCCL_ALGO", ["auto", "ring"])],
+)
+def test_ranks_with_different_settings_are_refused(pool: Any, name: str, values: list[str]) -> None:
     for i in range(2):
-        variables = {"FSCCL_CHUNK_BYTES": str(65536 * (i + 1))}
+        variables = {name: values[i]}
         pool[i].ask(
-            "join", rank=i, size=2, port=pool.port, key="unlike", timeout=5, environment=variables
+            "join",
+            rank=i,
+            size=2,
+            port=pool.port,
+            key=f"unlike {name}",
+            timeout=5,
+            environment=variables,
         )
     pool.answers([0, 1])
     for i in range(2):
         pool[i].ask("call", op="barrier")
     for error in survivors_say(pool, [0, 1], SLACK).values():
-        assert "FSCCL_CHUNK_BYTES=65536" in error
-        assert "FSCCL_CHUNK_BYTES=131072" in error
+        assert f"{name}={values[0]} " in error
+        assert f"{name}={values[1]} " in error
         assert "set the same values everywhere" in error
     pool.leave([0, 1])
 
@@ -375,6 +385,7 @@ def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
         ({"FSCCL_CLUSTERS": "1"}, "1: the sizes add up to 1, but the job's ranks are 2"),
         ({"FSCCL_CLUSTERS": "2,0"}, "FSCCL_CLUSTERS=2,0: expected the sizes"),
         ({"FSCCL_CHUNK_BYTES": "1k"}, "FSCCL_CHUNK_BYTES=1k: expected 4096 to 1 GiB"),
+        ({"FSCCL_ALGO": "tre"}, "FSCCL_ALGO=tre: expected auto, ring, tree or transpose; did you"),
         ({"FSCCL_SHM": "yes"}, "FSCCL_SHM=yes: expected 0 or 1"),
         ({"FSCCL_PIPELINE_K": "65"}, "FSCCL_PIPELINE_K=65: expected 0 (off) to 64 chunks"),
         ({"FSCCL_PIPELINE_NELEM": "0"}, "FSCCL_PIPELINE_NELEM=0: expected 1 to 67108864"),

@@ -41,6 +41,18 @@ def test_as_many_groups_as_megatron_makes(four: Any) -> None:
     four("many_groups", count=33)
 
 
+def test_an_algorithm_is_named_for_a_group(ranks: Any) -> None:
+    ranks.join(4, FSCCL_CLUSTERS="1,1,1,1", FSCCL_ALGO="tree")
+    size = 2 << 20
+    for me, said in enumerate(ranks.call(range(4), "named_algorithms", count=size // 2)):
+        ring, tree, transpose, of_all = map(tuple, said)
+        assert ring == ("ring", {str((me + 1) % 4): size * 3 // 2})
+        assert transpose == ("transpose", {str(peer): size // 2 for peer in range(4) if peer != me})
+        assert tree == of_all
+        assert tree[0] == "tree"
+    ranks.leave(range(4))
+
+
 def test_splitting_is_refused(four: Any) -> None:
     for said in four("split"):
         assert "its backend does not support splitting" in said

@@ -17,6 +17,7 @@ from flagscale.errors import ConfigError
     [
         ("gloo", ["socket_ifname=eth0"], {"socket_ifname": "eth0"}),
         ("fsccl", ["clusters=4,4", "pipeline_k=2"], {"clusters": "4,4", "pipeline_k": 2}),
+        ("fsccl", ["algo=ring"], {"algo": "ring"}),
         ("gloo", ["socket_ifname=a=b"], {"socket_ifname": "a=b"}),
         ("nccl", ["max_ctas=16", "split_share=TRUE"], {"max_ctas": 16, "split_share": True}),
         ("ucc", ["tls=ucp", "ucx_tls=rc"], {"tls": "ucp", "ucx_tls": "rc"}),
@@ -45,6 +46,7 @@ def test_options_are_read(backend: str, words: list[str], expected: dict[str, ob
         ("fsccl", ["clusters=4,x"], "clusters: expected sizes with commas between them, such as"),
         ("fsccl", ["clusters=0,4"], "found '0,4'"),
         ("fsccl", ["pipeline_k=99"], "a whole number from 0 to 64, found '99'"),
+        ("fsccl", ["algo=rings"], "algo: expected auto, ring, tree or transpose, found 'rings'"),
         ("fsccl", ["debug=yes"], "expected INFO or WARN, found 'yes'"),
         ("gloo", ["socket_ifname="], "socket_ifname: expected a text, found ''"),
         ("gloo", ["socket_ifname=a", "socket_ifname=b"], "is given twice"),

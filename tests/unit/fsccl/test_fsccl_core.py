@@ -6,6 +6,7 @@ import math
 import os
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ HERE = Path(__file__).parent / "core"
 CORE = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
 # Of sizes, the later ones drawn: `make sanitize` asks for many.
 ROUNDS = os.environ.get("FLAGSCALE_SANITIZE_ROUNDS", "7")
+ALGORITHMS = [
+    ("ring", "1,1,1,1,1"),
+    ("ring", "3,2"),
+    ("tree", "1,1,1,1,1"),
+    ("tree", "2,1,2"),
+    ("transpose", "1,1,1"),
+    ("transpose", "1,2,2"),
+]
 SHAPES = ["1", "4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
 # Clusters, k, nelem: sends that divide a chunk and that do not, rings of every stride.
 PIPELINES = [("5", 6, 1000), ("3,2", 4, 777), ("1,1,1,1", 3, 900)]
@@ -61,6 +70,11 @@ def test_pipelined_schedules(program: Path, shape: str, k: int, nelem: int) -> N
     run(program, shape, "2", ROUNDS, str(k), str(nelem), seconds=120 * (1 + int(ROUNDS) // 7))
 
 
+@pytest.mark.parametrize(("algorithm", "shape"), ALGORITHMS, ids=str)
+def test_algorithms_by_name(algorithm: str, shape: str) -> None:
+    run(build("memory", "ranks_test.cpp"), shape, "3", "4", algorithm)
+
+
 @pytest.mark.parametrize("kind", ["threads", "memory"])
 def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")
@@ -97,6 +111,41 @@ def test_a_barrier_keeps_a_logarithm_of_the_ranks_in_sockets_and_two_threads() -
         assert threads <= ranks + 5  # the program's own, those for messages, and the sanitizer's
 
 
+def sent_by(*words: object) -> dict[tuple[int, int], tuple[int, int]]:
+    """(Messages, bytes) by sender and receiver."""
+    rows = [tuple(map(int, line.split())) for line in scale("traffic", *words).splitlines()]
+    return {(a, b): (messages, size) for a, b, messages, size in rows}
+
+
+@pytest.mark.parametrize("ranks", [4, 7])
+def test_an_algorithm_sends_as_its_name_says(ranks: int) -> None:
+    size = ranks * (1 << 20)
+    share, everyone = 2 * size // ranks, range(ranks)
+    around = {(r, (r + 1) % ranks): (ranks - 1) * share for r in everyone}
+    pairs = {(a, b): share for a in everyone for b in everyone if a != b}
+    for algorithm, expected in (("ring", around), ("transpose", pairs)):
+        sent = sent_by("all_reduce", ranks, size, algorithm)
+        assert {pair: n for pair, (_, n) in sent.items()} == pytest.approx(expected, rel=0.1)
+    tree = sent_by("all_reduce", ranks, size, "tree")
+    assert sum(n for _, n in tree.values()) == 2 * (ranks - 1) * size
+    assert {(b, a) for a, b in tree} == set(tree)  # parents and children
+    assert len(tree) <= 4 * (ranks - 1)  # of two trees
+    for r in everyone:
+        assert sum(n for (a, _), (_, n) in tree.items() if a == r) <= 2 * size
+        assert len([pair for pair in tree if pair[0] == r]) <= 4
+
+
+@pytest.mark.parametrize("ranks", [8, 32, 128])
+def test_messages_among_many_clusters_go_along_trees(ranks: int) -> None:
+    for operation in ("broadcast", "reduce"):
+        sent = sent_by(operation, ranks, 1000)
+        assert [n for n, _ in sent.values()] == [1] * (ranks - 1)
+        assert max(Counter(sender for sender, _ in sent).values()) <= math.log2(ranks)
+    if ranks == 32:
+        assert len(sent_by("barrier", ranks, 0)) == ranks * math.log2(ranks)
+        assert len(sent_by("all_reduce", ranks, 1000)) == 2 * (ranks - 1)
+
+
 def test_having_no_descriptor_left_is_told_with_the_numbers() -> None:
     said = scale("barrier", 16, 60)
     assert re.search(r", rank \d+: ", said), said
@@ -105,7 +154,7 @@ def test_having_no_descriptor_left_is_told_with_the_numbers() -> None:
 
 def test_small_parts() -> None:
     parts = ("types.cpp", "reduce.cpp", "rendezvous.cpp", "schedule.cpp", "segment.cpp")
-    parts += ("settings.cpp", "socket.cpp", "topology.cpp")
+    parts += ("route.cpp", "settings.cpp", "socket.cpp", "topology.cpp")
     program = build("memory", "parts_test.cpp", parts)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

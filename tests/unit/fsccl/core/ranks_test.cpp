@@ -1,6 +1,7 @@
 // Ranks as threads: every collective against a reference, over sizes and cluster shapes. Built with
 // a sanitizer by test_fsccl_core.py. Usage:
 //   ranks_test <clusters, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
+//   ranks_test <clusters> <seed> <rounds> <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -12,6 +13,7 @@
 #include "board.h"
 #include "executor.h"
 #include "misfits.h"
+#include "sums.h"
 
 namespace {
 
@@ -243,6 +245,18 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned 
     }
     executor.drain(std::chrono::milliseconds(60000));
   }
+  if (settings.algorithm != Algorithm::kAuto) {
+    sum_all_types(group, {1, 3000, 30011});
+    sum_alike(group, 20001);
+    const std::string named = name_of(settings.algorithm);
+    int one = 1;
+    group.all_reduce(&one, &one, 1, {DType::kI32, RedOp::kMax, 1, n},
+                     Deadline::after(Deadline::Ms(60000)));
+    if (std::string(group.last_algorithm()).rfind(named, 0) != 0) {
+      std::fprintf(stderr, "%s is not %s\n", group.last_algorithm(), named.c_str());
+      std::_Exit(1);
+    }
+  }
   if (n > 1) give_up(group);
   group.shutdown();
 }
@@ -304,7 +318,7 @@ void stranger(const Settings& settings) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4 && argc != 6) return 2;
+  if (argc < 4 || argc > 6) return 2;
   Settings settings;
   std::stringstream in(argv[1]);
   int n = 0;
@@ -315,6 +329,7 @@ int main(int argc, char** argv) {
   settings.slot_bytes = 32 << 10;  // small, so that small sizes take many steps
   settings.chunk_bytes = 48 << 10;
   settings.one_shot_bytes = 4096;
+  if (argc == 5) settings.algorithm = algorithm_of(argv[4], "algorithm");
   if (argc == 6) {
     settings.pipeline_k = std::atoi(argv[4]);
     settings.pipeline_nelem = static_cast<size_t>(std::atoi(argv[5]));
@@ -336,6 +351,7 @@ int main(int argc, char** argv) {
     });
   }
   for (auto& t : ranks) t.join();
+  if (argc == 5) return std::puts("ok") < 0 ? 1 : 0;
   meet_misfits(settings, n);
   fail_early(settings, n);
   run_out_of_memory(settings, n);

@@ -5,6 +5,8 @@
 // ranks wait; somebody ends on the way where a value gets lost.
 //   scale_test barrier <ranks> [<the most descriptors that the process may have>]
 // of ranks that share no memory, prints "sockets threads", or what a rank is told that has none left.
+//   scale_test traffic <all_reduce, reduce, broadcast or barrier> <ranks> <bytes> [<algorithm>]
+// of ranks that share no memory, prints "from to messages bytes", a line a pair.
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -100,18 +102,41 @@ void barrier(Board& board, int n, Settings settings) {
   });
 }
 
+void traffic(Board& board, const std::string& what, int n, size_t bytes, Settings settings) {
+  settings.shared_memory = false;
+  std::vector<std::vector<Transport::Traffic>> sent(static_cast<size_t>(n));
+  on_all(board, n, settings, [&](Group& group, auto&) {
+    std::vector<float> v(bytes / 4, 1);
+    const Reduction sum{DType::kF32, RedOp::kSum, 1, n};
+    if (what == "all_reduce") group.all_reduce(v.data(), v.data(), v.size(), sum, patience());
+    if (what == "reduce") group.reduce(v.data(), v.data(), v.size(), sum, n / 3, patience());
+    if (what == "broadcast") group.broadcast(BufferList(v.data(), bytes), n / 3, patience());
+    if (what == "barrier") group.barrier(patience());
+    sent[static_cast<size_t>(group.rank())] = group.traffic();
+  });
+  for (size_t from = 0; from < sent.size(); ++from) {
+    for (size_t to = 0; to < sent.size(); ++to) {
+      const Transport::Traffic& t = sent[from][to];
+      if (t.messages > 0) std::printf("%zu %zu %zu %zu\n", from, to, t.messages, t.bytes);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc < 3) return 2;
   const std::string what = argv[1], more = argc > 3 ? argv[3] : "";
-  const int n = std::atoi(argv[2]);
+  const int n = std::atoi(argv[what == "traffic" ? 3 : 2]);
   Board board;
   Settings settings;
   settings.tcp.interface = "lo";
   if (what == "meet") {
     board.loses = more == kHost ? "roll/" + Identity::of_this_process(settings).domain : more;
     meet(board, n, settings);
+  } else if (what == "traffic" && argc >= 5) {
+    if (argc == 6) settings.algorithm = algorithm_of(argv[5], "algorithm");
+    traffic(board, argv[2], n, static_cast<size_t>(std::atol(argv[4])), settings);
   } else {
     const auto most = static_cast<rlim_t>(std::atol(more.c_str()));
     const rlimit limit{most, most};

@@ -6,8 +6,6 @@
 namespace fsccl {
 namespace {
 
-constexpr size_t kManyClustersBytes = 256 << 10;
-
 OpCard card_of(OpCode op, size_t bytes, int root = -1) {
   OpCard c;
   c.op = op;
@@ -58,6 +56,19 @@ std::vector<Interval> places_of(const BufferLists& list) {
   return out;
 }
 
+const char* between_clusters(Algorithm taken) {
+  switch (taken) {
+    case Algorithm::kRing:
+      return "ring between clusters, reduce-scatter and all-gather inside";
+    case Algorithm::kTree:
+      return "tree between clusters, reduce-scatter and all-gather inside";
+    case Algorithm::kTranspose:
+      return "transpose between clusters, reduce-scatter and all-gather inside";
+    default:
+      return "exchange between clusters, reduce-scatter and all-gather inside";
+  }
+}
+
 BufferList join_all(const BufferLists& list) {
   BufferList out;
   for (const BufferList& one : list) {
@@ -106,7 +117,8 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
   const size_t bytes = count * r.width();
   if (bytes == 0) return;
   collective(card_of(OpCode::kAllReduce, bytes, r), d, [&](const OpCard& card) {
-    if (pipelined(card)) {
+    const Algorithm named = config_.settings.algorithm;
+    if ((!hierarchical() || named == Algorithm::kAuto) && pipelined(card)) {
       RequestBatch x = batch();
       return pipeline_->all_reduce(x, in, out, count, r);
     }
@@ -117,12 +129,9 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
       return local_->all_reduce_two_shot(in, out, count, r);
     }
     RequestBatch x = batch();
-    if (clusters_.count() == 2 || bytes <= kManyClustersBytes) {
-      chose(card, "reduce-scatter inside, exchange, all-gather inside, pipelined");
-      return hierarchy_->all_reduce(x, in, out, count, r, -1);
-    }
-    chose(card, "reduce-scatter inside, both between clusters, all-gather inside, pipelined");
-    hierarchy_->all_reduce_of_many(x, in, out, count, r);
+    const Algorithm taken = named == Algorithm::kAuto ? hierarchy_->best_for(bytes) : named;
+    chose(card, between_clusters(taken));
+    hierarchy_->all_reduce(x, in, out, count, r, taken);
   });
 }
 
@@ -133,9 +142,9 @@ void Group::reduce(const void* in, void* out, size_t count, const Reduction& r, 
   if (count == 0) return;
   collective(card_of(OpCode::kReduce, count * r.width(), r, root), d, [&](const OpCard& card) {
     if (hierarchical()) {
-      chose(card, "reduce-scatter inside, sent to the root's cluster");
+      chose(card, "reduce-scatter inside, tree between clusters");
       RequestBatch x = batch();
-      return hierarchy_->all_reduce(x, in, out, count, r, root);
+      return hierarchy_->reduce(x, in, out, count, r, root);
     }
     chose(card, "two-shot in shared memory");
     local_->reduce(in, out, count, r, root);
@@ -189,7 +198,7 @@ void Group::broadcast(const BufferList& buffer, int root, const Deadline& d) {
   if (buffer.bytes() == 0) return;
   collective(card_of(OpCode::kBroadcast, buffer.bytes(), root), d, [&](const OpCard& card) {
     if (hierarchical()) {
-      chose(card, "broadcast inside, exchange, all-gather inside");
+      chose(card, "broadcast inside, tree between clusters, all-gather inside");
       RequestBatch x = batch();
       return hierarchy_->broadcast(x, buffer, root);
     }

@@ -233,6 +233,11 @@ uint64_t Group::progress() const {
   return moved;
 }
 
+std::vector<Transport::Traffic> Group::traffic() const {
+  return met_ && transport_ ? transport_->sent()
+                            : std::vector<Transport::Traffic>(static_cast<size_t>(config_.size));
+}
+
 void Group::print(const std::string& words) const {
   std::fprintf(stderr, "[fsccl] rank %d group '%s': %s\n",
                config_.global_ranks[static_cast<size_t>(config_.rank)], config_.name.c_str(),

@@ -87,6 +87,8 @@ class Group {
   void took(const char* algorithm) {  // which must live as long as the group
     last_algorithm_.store(algorithm, std::memory_order_relaxed);
   }
+  // What this rank has sent to each rank by messages: nothing to those beside it. Any thread.
+  std::vector<Transport::Traffic> traffic() const;
   // Tells who has set FSCCL_DEBUG what words() makes, if anyone has.
   template <class F>
   void say(F words) const {

@@ -63,73 +63,6 @@ void Hierarchy::barrier(RequestBatch& x) {
   local_.barrier();
 }
 
-void Hierarchy::all_reduce(RequestBatch& x, const void* in, void* out, size_t count,
-                           const Reduction& r, int root) {
-  const size_t width = r.width(), total = count * width, chunks = chunks_in(total, width);
-  const int to = root < 0 ? -1 : cluster_of(root);
-  const auto stage = [this](size_t k) -> Stage& { return stages_[k % stages_.size()]; };
-  const auto chunk = [&](size_t k) { return chunk_at(k, total, width); };
-  for (size_t k = 0, called = 0; k < chunks + kLag; ++k) {
-    for (; called < chunks && called <= k + kAhead; ++called) {
-      if (to < 0 || to == clusters_.mine) call(x, stage(called), chunk(called));
-    }
-    if (k < chunks) start(x, stage(k), static_cast<const std::byte*>(in), chunk(k), r, to);
-    if (k >= kLag && k - kLag < chunks) {
-      finish(x, stage(k - kLag), static_cast<std::byte*>(out), chunk(k - kLag), r, root);
-    }
-  }
-}
-
-// Has a chunk's sums of the other clusters received.
-void Hierarchy::call(RequestBatch& x, Stage& s, Interval chunk) {
-  const Interval whole{0, chunk.size()};
-  const auto theirs = [&](int c, size_t j) { return owned(c, j, whole); };
-  receive_sums(x, own(whole), theirs, &s.received, &s.receives);
-}
-
-// Sums a chunk inside the cluster and sends the sum on its way, to all clusters or to one.
-void Hierarchy::start(RequestBatch& x, Stage& s, const std::byte* in, Interval chunk,
-                      const Reduction& r, int to) {
-  const Interval whole{0, chunk.size()}, mine = own(whole);
-  s.sum = in + chunk.lo;
-  if (!input_is_sum(r)) {
-    s.partial.resize(std::max(s.partial.size(), mine.size()));
-    s.sum = s.partial.data();
-    local_.reduce_scatter(BufferList(in + chunk.lo, chunk.size()), bounds(clusters_.mine, whole),
-                          BufferList(s.sum, mine.size()), r.first_stage());
-  }
-  for (int c = 0; c < clusters_.count(); ++c) {
-    if (c == clusters_.mine || (to >= 0 && to != c)) continue;
-    for (size_t j = 0; j < size_of(c); ++j) {
-      const Interval both = overlap(mine, owned(c, j, whole));
-      if (both.empty()) continue;
-      x.send(rank_of(c, j), BufferList(s.sum + (both.lo - mine.lo), both.size()), &s.sends);
-    }
-  }
-}
-
-// Adds what has come for a chunk to the own sum, in the order of clusters, and spreads the result
-// inside the cluster.
-void Hierarchy::finish(RequestBatch& x, Stage& s, std::byte* out, Interval chunk,
-                       const Reduction& r, int root) {
-  x.wait(&s.receives);
-  x.wait(&s.sends);
-  if (root >= 0 && cluster_of(root) != clusters_.mine) return;
-  const Interval whole{0, chunk.size()}, mine = own(whole);
-  std::byte* to = out + chunk.lo;
-  if (root >= 0 && rank_of(clusters_.mine, static_cast<size_t>(clusters_.index)) != root) {
-    scratch_.resize(std::max(scratch_.size(), chunk.size()));
-    to = scratch_.data();
-  }
-  std::vector<const void*> sources;
-  for (int c = 0; c < clusters_.count(); ++c) {
-    sources.push_back(c == clusters_.mine ? s.sum : s.received[static_cast<size_t>(c)].data());
-  }
-  fsccl::reduce(r.last_stage(), to + mine.lo, sources.data(), clusters_.count(),
-                mine.size() / r.width());
-  local_.all_gather(BufferList(to, chunk.size()), bounds(clusters_.mine, whole));
-}
-
 // In reduce_scatter and all_gather ranks bring lists of sizes. Ranks of two clusters compare no
 // cards, only messages: between a cluster's first rank and every rank of another there is always
 // one, if an empty one, so that ranks that disagree notice it.
@@ -244,40 +177,6 @@ void Hierarchy::all_gather(RequestBatch& x, const BufferLists& buffer) {
     }
   }
   x.wait(&sends);
-}
-
-// In the root's cluster a chunk is broadcast first; then its owners send it across. Elsewhere the
-// owners spread what comes.
-void Hierarchy::broadcast(RequestBatch& x, const BufferList& buffer, int root) {
-  const int source = cluster_of(root);
-  const bool sends_here = source == clusters_.mine;
-  const size_t chunks = chunks_in(buffer.bytes(), 1);
-  std::vector<Requests> batches(chunks);
-  const auto& members = clusters_.ranks[static_cast<size_t>(source)];
-  const auto local_root =
-      static_cast<int>(std::find(members.begin(), members.end(), root) - members.begin());
-  for (size_t k = 0; k < chunks; ++k) {
-    const Interval chunk = chunk_at(k, buffer.bytes(), 1), mine = own(chunk);
-    if (sends_here) local_.broadcast(buffer.slice(chunk), local_root);
-    for (int c = 0; c < clusters_.count(); ++c) {
-      if (c == clusters_.mine || (!sends_here && c != source)) continue;
-      for (size_t j = 0; j < size_of(c); ++j) {
-        const Interval both = overlap(mine, owned(c, j, chunk));
-        if (both.empty()) continue;
-        if (sends_here) {
-          x.send(rank_of(c, j), buffer.slice(both), &batches[k]);
-        } else {
-          x.recv(rank_of(c, j), buffer.slice(both), &batches[k]);
-        }
-      }
-    }
-  }
-  for (size_t k = 0; k < chunks; ++k) {
-    x.wait(&batches[k]);
-    if (!sends_here) {
-      local_.all_gather(buffer, bounds(clusters_.mine, chunk_at(k, buffer.bytes(), 1)));
-    }
-  }
 }
 
 // Pairs in different clusters exchange messages while those inside use shared memory.

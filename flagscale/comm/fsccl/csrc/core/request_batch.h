@@ -23,14 +23,15 @@ class RequestBatch {
 
   using Requests = std::vector<RequestPtr>;
 
-  void send(int peer, BufferList memory, Requests* to) {
-    to->push_back(transport_.send(peer, tag_, std::move(memory), card_));
+  // Messages of a stream are in an order of their own.
+  void send(int peer, BufferList memory, Requests* to, size_t stream = 0) {
+    to->push_back(transport_.send(peer, tag_of(stream), std::move(memory), card_));
   }
-  void recv(int peer, BufferList memory, Requests* to) {
-    to->push_back(transport_.recv(peer, tag_, std::move(memory), card_));
+  void recv(int peer, BufferList memory, Requests* to, size_t stream = 0) {
+    to->push_back(transport_.recv(peer, tag_of(stream), std::move(memory), card_));
   }
-  // Beside the batches: streams of messages, each in an order of its own. `then` is called once the
-  // message has gone or come, perhaps by another thread.
+  // Beside the batches. `then` is called once the message has gone or come, perhaps by another
+  // thread.
   RequestPtr send_on(size_t stream, int peer, BufferList memory, std::function<void()> then) {
     return then_call(transport_.send(peer, tag_of(stream), std::move(memory), card_), then);
   }
@@ -72,7 +73,7 @@ class RequestBatch {
     }
   }
   // Sequence numbers stay far below.
-  uint64_t tag_of(size_t stream) const { return tag_ | (uint64_t{stream} + 1) << 48; }
+  uint64_t tag_of(size_t stream) const { return tag_ | uint64_t{stream} << 48; }
 
   Transport& transport_;
   ShmTransport& shm_;

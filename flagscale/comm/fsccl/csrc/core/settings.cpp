@@ -52,6 +52,9 @@ Settings Settings::from_environment() {
   read_variable("FSCCL_SLOT_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.slot_bytes);
   read_variable("FSCCL_ONE_SHOT_BYTES", 0, kGiB, "a number of bytes", &s.one_shot_bytes);
   read_variable("FSCCL_CHUNK_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.chunk_bytes);
+  if (const std::string algorithm = variable("FSCCL_ALGO"); !algorithm.empty()) {
+    s.algorithm = algorithm_of(algorithm, "FSCCL_ALGO");
+  }
   read_variable("FSCCL_PIPELINE_K", 0, kMostChunks, "0 (off) to 64 chunks", &s.pipeline_k);
   read_variable("FSCCL_PIPELINE_NELEM", 1, kMostElements, "1 to 67108864 elements a send",
                 &s.pipeline_nelem);
@@ -104,6 +107,7 @@ std::string Settings::shared_text() const {
   out += " FSCCL_SLOT_BYTES=" + std::to_string(slot_bytes);
   out += " FSCCL_ONE_SHOT_BYTES=" + std::to_string(one_shot_bytes);
   out += " FSCCL_CHUNK_BYTES=" + std::to_string(chunk_bytes);
+  out += std::string(" FSCCL_ALGO=") + name_of(algorithm);
   out += " FSCCL_PIPELINE_K=" + std::to_string(pipeline_k);
   return out + " FSCCL_PIPELINE_NELEM=" + std::to_string(pipeline_nelem);
 }

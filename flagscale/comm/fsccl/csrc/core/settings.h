@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "mac.h"
+#include "route.h"
 #include "socket.h"
 
 namespace fsccl {
@@ -18,6 +19,7 @@ struct Settings {
   size_t slot_bytes = 0;          // FSCCL_SLOT_BYTES: 0 chooses by the number of ranks
   size_t one_shot_bytes = 32768;  // FSCCL_ONE_SHOT_BYTES: the largest one-shot all_reduce
   size_t chunk_bytes = 1 << 20;   // FSCCL_CHUNK_BYTES: of pipelines between clusters
+  Algorithm algorithm = Algorithm::kAuto;  // FSCCL_ALGO: of all_reduce between clusters
   // Pipelined schedules (schedule.h), for all_reduce, all_gather and reduce_scatter:
   int pipeline_k = 0;  // FSCCL_PIPELINE_K: into how many chunks, 0 takes other algorithms
   size_t pipeline_nelem = 32768;  // FSCCL_PIPELINE_NELEM: elements a send

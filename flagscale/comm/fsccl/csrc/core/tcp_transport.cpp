@@ -28,6 +28,7 @@ RequestPtr TcpTransport::send(int to, uint64_t tag, BufferList memory, const OpC
   f.tag = tag;
   f.card = card;
   f.message = p.next_message++;
+  p.sent_bytes += bytes;
   f.total = bytes;
   if (asks || (bytes > kStripeBytes && p.out.size() > 1)) {
     f.kind = FrameKind::kAnnounce;
@@ -45,6 +46,13 @@ RequestPtr TcpTransport::send(int to, uint64_t tag, BufferList memory, const OpC
   }
   push_queued(hold);
   return request;
+}
+
+std::vector<Transport::Traffic> TcpTransport::sent() {
+  const Hold hold(guard_);
+  std::vector<Traffic> out;
+  for (const Pair& p : pairs_) out.push_back({p.next_message, p.sent_bytes});
+  return out;
 }
 
 void TcpTransport::send_stripes(Pair& to, uint64_t message, const RequestPtr& request) {

@@ -63,6 +63,7 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
   void listen() override;
   void touch(int rank) override;
   void abort(const Error& why) override;
+  std::vector<Traffic> sent() override;
   uint64_t moved() const override { return moved_.load(std::memory_order_relaxed); }
   void close() override;
 
@@ -73,7 +74,7 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
     Inbox inbox;
     Calls calls;
     std::map<uint64_t, RequestPtr> held;  // sends that wait for kClear
-    uint64_t next_message = 0;
+    uint64_t next_message = 0, sent_bytes = 0;
     uint64_t byes_expected = 0, closed_in = 0;
     uint64_t opened = 0;            // connections to it so far
     uint64_t called_in = 0;         // which connections it has opened: a bit each

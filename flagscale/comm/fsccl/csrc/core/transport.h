@@ -88,6 +88,11 @@ class Transport {
   virtual void abort(const Error& why) = 0;
   // Called, once, from a thread of the device's when a peer reports that the group failed.
   void on_abort(std::function<void(const Error&)> handler) { aborted_ = std::move(handler); }
+  // What this rank has called send() for so far, by peer. Any thread may call.
+  struct Traffic {
+    uint64_t messages = 0, bytes = 0;
+  };
+  virtual std::vector<Traffic> sent() = 0;
   // How often something has gone or come. Any thread may call.
   virtual uint64_t moved() const = 0;
   // Leaves in good order: flushes, says bye.

@@ -21,6 +21,7 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
     config.global_ranks.push_back(static_cast<int>(r));
   }
   config.settings = Settings::from_environment();
+  if (options.algorithm) config.settings.algorithm = algorithm_of(*options.algorithm, "algorithm");
   if (options.pipeline_k) config.settings.pipeline_k = *options.pipeline_k;
   if (options.pipeline_nelem) {
     config.settings.pipeline_nelem = static_cast<size_t>(*options.pipeline_nelem);
@@ -195,6 +196,15 @@ TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors output
   };
   executor_->run({std::move(job), [work] { work->tell(); }}, !call.async && !coalescing_);
   return collect(std::move(work));
+}
+
+std::map<int, std::pair<uint64_t, uint64_t>> TorchBackend::traffic() const {
+  std::map<int, std::pair<uint64_t, uint64_t>> out;
+  for (const Transport::Traffic& t : group_->traffic()) {
+    const int rank = static_cast<int>(out.size());
+    out[rank] = {t.messages, t.bytes};
+  }
+  return out;
 }
 
 TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title, Tensors& tensors,

@@ -41,7 +41,9 @@ class TorchBackend : public c10d::Backend {
   struct Options : c10d::Backend::Options {
     explicit Options(Ms timeout = kBackendDefaultTimeout)
         : c10d::Backend::Options("fsccl", timeout) {}
-    // Of pipelined schedules; unset: what the environment says.
+    // Unset: what the environment says.
+    std::optional<std::string> algorithm;  // of all_reduce between clusters
+    // Of pipelined schedules.
     std::optional<int> pipeline_k;
     std::optional<int64_t> pipeline_nelem;
   };
@@ -111,6 +113,8 @@ class TorchBackend : public c10d::Backend {
   void deregister_memory(const std::string& name);
   // What the last operation took, in words.
   std::string last_algorithm() const { return group_->last_algorithm(); }
+  // What this rank has sent by messages: (messages, bytes) by group rank.
+  std::map<int, std::pair<uint64_t, uint64_t>> traffic() const;
 
  private:
   using NativePtr = c10::intrusive_ptr<c10d::Backend>;

@@ -44,14 +44,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using Options = TorchBackend::Options;
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
       .def(py::init([](std::chrono::milliseconds timeout, std::optional<int> pipeline_k,
-                       std::optional<int64_t> pipeline_nelem) {
+                       std::optional<int64_t> pipeline_nelem,
+                       std::optional<std::string> algorithm) {
              auto options = c10::make_intrusive<Options>(timeout);
+             options->algorithm = std::move(algorithm);
              options->pipeline_k = pipeline_k;
              options->pipeline_nelem = pipeline_nelem;
              return options;
            }),
            py::arg("timeout") = kBackendDefaultTimeout, py::arg("pipeline_k") = std::nullopt,
-           py::arg("pipeline_nelem") = std::nullopt)
+           py::arg("pipeline_nelem") = std::nullopt, py::arg("algorithm") = std::nullopt)
+      .def_readwrite("algorithm", &Options::algorithm)
       .def_readwrite("pipeline_k", &Options::pipeline_k)
       .def_readwrite("pipeline_nelem", &Options::pipeline_nelem)
       .def("__copy__", [](const Options& o) { return Options(o); })
@@ -79,6 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
       .def("last_algorithm", &TorchBackend::last_algorithm)
+      .def("traffic", &TorchBackend::traffic)
       .def("register_mem_pool",
            [](TorchBackend& b, const py::object& pool, bool symm) {
              TORCH_CHECK_NOT_IMPLEMENTED(
