@@ -63,6 +63,8 @@ class ArmResult:
     counted_by: str = ""
     algorithms: dict[str, int] = field(default_factory=dict)
     """What the library's own log says it chose, and how often."""
+    last_algorithm: str = ""
+    """What the backend says of its last operation; empty where it does not tell."""
     tail: dict[str, float] = field(default_factory=dict)
     """The statistics of bounded sums, added up over ranks."""
 

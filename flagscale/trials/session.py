@@ -190,6 +190,7 @@ def joined(plan: SessionPlan, arm: int, reports: Sequence[RankReport]) -> ArmRes
         sent=sent if counted else (),
         counted_by=(backend if own else "the kernel, by connection") if counted else "",
         algorithms=first.algorithms,
+        last_algorithm=first.last_algorithm,
         tail=_total([report.tail for report in reports]),
     )
 

@@ -14,6 +14,7 @@ from flagscale.bench.collectives.statistics import Ratio
 
 _RESAMPLES = 1000
 _EARLY = 10
+RING = "a ring: every rank to one other"
 EARLY_TOLERANCE = 1e-3
 """By how much the losses of exact arms may differ in the first steps: rounding, and no more."""
 LATE_TOLERANCE = 0.01
@@ -130,7 +131,7 @@ def shape(sent: Sequence[Sequence[int]]) -> str:
     if size == 2:
         return "two ranks, to each other"
     if any(edges == {(r, (r + k) % size) for r in range(size)} for k in range(1, size)):
-        return "a ring: every rank to one other"
+        return RING
     if len(edges) == size * (size - 1):
         return "every rank to every other"
     pairs = {frozenset(edge) for edge in edges}

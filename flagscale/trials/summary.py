@@ -10,6 +10,7 @@ from operator import attrgetter
 from flagscale.bench.collectives.statistics import Ratio, percentile
 from flagscale.trials.results import NONE, ArmResult, Probed, SessionResult
 from flagscale.trials.statistics import (
+    RING,
     Agreement,
     agreement,
     block_ratio,
@@ -62,6 +63,8 @@ class Pair:
     other: str
     unlike: float | None
     """None where the bytes of one are not counted."""
+    shape: str = ""
+    """What both look like, where that is the same: rings may go round in either direction."""
 
     @property
     def told(self) -> str:
@@ -69,6 +72,8 @@ class Pair:
         if self.unlike is None:
             return f"{self.one} and {self.other}: bytes of one are not counted, nothing is shown"
         share = f"{self.unlike:.0%} of bytes go between other pairs"
+        if self.shape:
+            return f"{self.one} and {self.other}: NOT shown to be different: both are {self.shape}"
         verdict = "proved different" if self.unlike > _SAME else "NOT shown to be different"
         return f"{self.one} and {self.other}: {verdict}: {share}"
 
@@ -160,9 +165,11 @@ def pairs(session: SessionResult) -> list[Pair]:
     """Whether each two arms of a session are shown to be two. NCCL's log counts as well."""
     found = []
     for one, other in combinations(session.arms, 2):
-        share = None
+        share, both = None, ""
         if one.sent and other.sent:
             share = unlike(one.sent, other.sent)
+            shapes = {shape(one.sent), shape(other.sent)}
+            both = shapes.pop() if shapes == {RING} else ""
         elif one.algorithms and other.algorithms:
             total = [sum(arm.algorithms.values()) for arm in (one, other)]
             names = {*one.algorithms, *other.algorithms}
@@ -173,7 +180,7 @@ def pairs(session: SessionResult) -> list[Pair]:
                 )
                 / 2
             )
-        found.append(Pair(one.arm.name, other.arm.name, share))
+        found.append(Pair(one.arm.name, other.arm.name, share, both))
     return found
 
 
@@ -186,6 +193,8 @@ def sent(one: ArmResult) -> str:
     if one.algorithms:
         chosen = ", ".join(f"{name} {count} times" for name, count in one.algorithms.items())
         words.append(f"its log: {chosen}")
+    if one.last_algorithm:
+        words.append(f"its last algorithm: {one.last_algorithm}")
     return (
         "; ".join(words) or "not counted: it moves its bytes by neither TCP nor a count of its own"
     )

@@ -68,6 +68,7 @@ class RankReport:
     connections: dict[str, int]
     """Bytes sent on each TCP connection, by the kernel's."""
     algorithms: dict[str, int]
+    last_algorithm: str
     tail: dict[str, float]
 
 
@@ -220,13 +221,15 @@ class _Worker:
     def sent(self) -> _Sent:
         """What this rank has sent so far."""
         count = getattr(self._backend, "traffic", None)
-        told = count() if count is not None else {}
-        return _Sent({str(rank): int(sent) for rank, sent in dict(told).items()}, connections())
+        # Messages and bytes by rank.
+        told = dict(count()) if count is not None else {}
+        return _Sent({str(rank): int(sent[1]) for rank, sent in told.items()}, connections())
 
     def report(self, plan: ArmPlan, before: _Sent) -> RankReport:
         """What this rank tells at the end."""
         after = self.sent()
         tail = getattr(self._backend, "tail_statistics", None)
+        last = getattr(self._backend, "last_algorithm", None)
         told = dict(tail()) if tail is not None and not plan.of.arms[plan.arm].exact else {}
         return RankReport(
             host=os.uname().nodename,
@@ -239,6 +242,7 @@ class _Worker:
             to_ranks=grown(before.to_ranks, after.to_ranks),
             connections=grown(before.connections, after.connections),
             algorithms=read_nccl(plan.log) if plan.log is not None else {},
+            last_algorithm=str(last()) if last is not None else "",
             tail={k: float(v) for k, v in told.items() if isinstance(v, int | float)},
         )
 

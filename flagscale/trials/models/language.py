@@ -151,6 +151,8 @@ def build(family: str, size: Size) -> nn.Module:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
+    # It would say of every model that its configuration names no loss.
+    transformers.logging.set_verbosity_error()
     keys = CONFIGURATIONS[family][size]
     config, model = (getattr(transformers, name) for name in _CLASSES[family])
     made = config(**keys, **_IDS, use_cache=False)

@@ -53,6 +53,12 @@ def test_models_train_on_hosts_under_traffic(bed: Bed, tmp_path: Path) -> None:
     quiet, loud = kept["sessions"]
     assert [quiet["setting"], loud["setting"]] == ["none", "loud"]
     assert quiet["hosts"] == loud["hosts"] == ["h00", "h01"]
+    # Of two ranks each sends the other all gradients once in each of 3 steps, and some control.
+    for session in (quiet, loud):
+        (arm,) = session["arms"]
+        assert arm["counted_by"] == "the kernel, by connection"
+        for row, other in ((0, 1), (1, 0)):
+            assert 1 <= arm["sent"][row][other] / (3 * 4 * arm["parameters"]) < 1.1
     # Traffic makes it slower, and teaches nothing.
     assert quiet["arms"][0]["steps"]["loss"] == loud["arms"][0]["steps"]["loss"]
     assert quiet["before"] is None

@@ -22,6 +22,7 @@ from flagscale.trials.summary import findings, lines, pairs, sound
 pytestmark = pytest.mark.torch
 
 RING = ((0, 9000, 0), (0, 0, 9000), (9000, 0, 0))
+BACK = ((0, 0, 9000), (9000, 0, 0), (0, 9000, 0))
 TREE = ((0, 9000, 9000), (9000, 0, 0), (9000, 0, 0))
 
 
@@ -82,7 +83,8 @@ def test_slowdowns_are_against_no_traffic_and_arms_against_the_first() -> None:
         pytest.param(
             ("ring", RING, "tree", TREE), "ring and tree: proved different: 50%", id="two"
         ),
-        pytest.param(("ring", RING, "tree", RING), "NOT shown to be different: 0%", id="one twice"),
+        pytest.param(("a", TREE, "b", TREE), "NOT shown to be different: 0%", id="one twice"),
+        pytest.param(("a", RING, "b", BACK), "both are a ring", id="other way round"),
         pytest.param(("ring", RING, "tree", ()), "bytes of one are not counted", id="uncounted"),
     ],
 )
