@@ -13,12 +13,15 @@ import numpy as np
 from flagscale.bench.collectives.statistics import Ratio
 
 _RESAMPLES = 1000
-_EARLY = 10
+_EARLY = 3
 RING = "a ring: every rank to one other"
 EARLY_TOLERANCE = 1e-3
-"""By how much the losses of exact arms may differ in the first steps: rounding, and no more."""
+"""By how much losses of exact arms may differ in the first steps, relatively: by rounding, which
+training makes larger soon after."""
 LATE_TOLERANCE = 0.01
-"""And the means of their last tenth: rounding grows while weights are trained."""
+"""And the means of their last tenth, beyond what differs to and fro."""
+_SURE = 3.0
+"""Standard errors."""
 
 
 def by_round(values: Sequence[float], rounds: Sequence[int]) -> list[list[float]]:
@@ -67,11 +70,13 @@ class Agreement:
     """The largest relative difference of the first steps."""
     late: float
     """The relative difference of the means of their last tenth."""
+    noise: float = 0.0
+    """What that may be by differences to and fro alone: so many standard errors of it."""
 
     @property
     def holds(self) -> bool:
         """Whether two exact arms may differ so."""
-        return self.early <= EARLY_TOLERANCE and self.late <= LATE_TOLERANCE
+        return self.early <= EARLY_TOLERANCE and self.late <= max(LATE_TOLERANCE, self.noise)
 
 
 def agreement(one: Sequence[float | None], other: Sequence[float | None]) -> Agreement:
@@ -83,8 +88,9 @@ def agreement(one: Sequence[float | None], other: Sequence[float | None]) -> Agr
     scale = np.maximum(np.abs(first), 1e-12)
     early = float(np.max((np.abs(first - second) / scale)[:_EARLY]))
     tail = max(1, len(first) // 10)
-    ends = float(np.mean(first[-tail:])), float(np.mean(second[-tail:]))
-    return Agreement(early, abs(ends[0] - ends[1]) / max(abs(ends[0]), 1e-12))
+    apart, level = (first - second)[-tail:], max(abs(float(np.mean(first[-tail:]))), 1e-12)
+    noise = _SURE * float(np.std(apart)) / math.sqrt(tail)
+    return Agreement(early, abs(float(np.mean(apart))) / level, noise / level)
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float]:

@@ -29,9 +29,7 @@ def _environment() -> dict[str, str]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What a run of three ranks under two arms printed, and where it kept everything."""
     directory = tmp_path_factory.mktemp("trials")
-    words = (
-        "-r 2 --device cpu --arms gloo --arm again=gloo -n 6 --block 3 -w 1 -b 4 --json all.json"
-    )
+    words = "-r 3 --device cpu --arms ring,transpose -n 6 --block 3 -w 1 -b 4 --json all.json"
     words += " --csv steps.csv --report page.html"
     done = subprocess.run(
         [*LINE, *words.split()],
@@ -56,7 +54,8 @@ def test_arms_take_turns_and_learn_the_same(run: tuple[str, Path]) -> None:
     one, other = session["arms"]
     # Of each turn of three steps the first settles.
     assert one["steps"]["step"] == [2, 3, 5, 6]
-    assert one["steps"]["loss"] == pytest.approx(other["steps"]["loss"], rel=1e-4)
+    # Sums are rounded in other orders.
+    assert one["steps"]["loss"] == pytest.approx(other["steps"]["loss"], rel=0.01)
     assert "losses of transpose and ring agree" in out
     assert one["replicas_equal"] is other["replicas_equal"] is True
     for arm in (one, other):
@@ -83,7 +82,7 @@ def test_bytes_between_ranks_are_the_algorithms(
     assert sum(found["buckets"]) == gradients
     for rank, row in enumerate(found["sent"]):
         sent = [row[(rank + k) % 3] / (6 * gradients) for k in range(3)]
-        assert sent == pytest.approx(shares, rel=0.01)
+        assert sent == pytest.approx(shares, rel=0.02, abs=1e-3)
     assert found["counted_by"] == "fsccl"
     assert "ring and transpose: proved different: 50% of bytes" in out
 

@@ -66,6 +66,9 @@ def test_one_step_has_no_interval() -> None:
         pytest.param([5.0, *[5.0 - 0.2 * i for i in range(1, 20)]], False, id="early"),
         pytest.param([5.0 - 0.1 * i + 0.1 * (i > 15) for i in range(20)], False, id="late"),
         pytest.param([*[5.0 - 0.1 * i for i in range(19)], None], False, id="no number"),
+        pytest.param(
+            [5.0 - 0.1 * i + (i > 9) * 0.2 * (-1) ** i for i in range(20)], True, id="to and fro"
+        ),
     ],
 )
 def test_losses_agree_but_for_rounding(other: list[float | None], holds: bool) -> None:
