@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import MISSING, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -79,10 +80,29 @@ def check(environment: Environment, name: str) -> None:
         raise ConfigError(
             f"{name}: flows: {len(environment.flows)} found, at most 32768 are played"
         )
+    check_pattern(pattern, name)
+    _check_sums(environment, name)
     size = environment.probe.size
     if not _LEAST_PROBE <= size <= _LARGEST_PROBE:
         raise ConfigError(f"{name}: probe.size: {size} bytes, expected 64 to 1 GiB")
-    check_pattern(pattern, name)
+
+
+def _check_sums(environment: Environment, name: str) -> None:
+    """Refuse more for one host than its path takes."""
+    pattern = environment.pattern
+    most = pattern.rate / pattern.load if pattern.load > 0 else 0
+    for verb, ends in (
+        ("send", Counter(flow.source for flow in environment.flows)),
+        ("get", Counter(flow.target for flow in environment.flows)),
+    ):
+        number, flows = max(ends.items(), key=lambda one: one[1], default=(0, 0))
+        if flows > max(1.0, most):
+            host, load = environment.hosts[number].name, bits(flows * pattern.load)
+            raise ConfigError(
+                f"{name}: {host} would {verb} {load} by {flows} flows on a path of "
+                f"{bits(pattern.rate)}",
+                hint="fewer flows, or a smaller load of each",
+            )
 
 
 def check_pattern(pattern: Pattern, name: str) -> None:

@@ -3,6 +3,7 @@ and throws them away. Standard library alone."""
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -51,7 +52,7 @@ def serve(post: Post) -> None:
         source.hold(word.held)
         threading.Thread(target=post.guarded(source.run), daemon=True).start()
     while True:
-        with suppress(Exception):
+        with suppress(queue.Empty):
             _obey(post.words.get(timeout=_TELL_SECONDS), sources)
         sent = tuple((source.flow, source.sent) for source in sources)
         late = sum(source.late for source in sources)
@@ -127,7 +128,7 @@ class _Source:
                     self._changed.wait()
                 if turn != self._turn:
                     # This one was drawn for what is over: the next is due a gap later.
-                    origin, turn = time.monotonic() - due, self._turn
+                    origin, turn = time.monotonic() - self._bursts.end, self._turn
                     continue
             behind = time.monotonic() - (origin + due)
             if behind > _MOST_LATE:

@@ -13,10 +13,10 @@ from rich.console import Console
 from flagscale.bench.machine import facts
 from flagscale.bench.spawn import interruptible
 from flagscale.files import json_text, plain, write_atomic
-from flagscale.traffic.calibration import Calibration, calibrate
+from flagscale.traffic.calibration import HELD_REACH, Calibration, calibrate
 from flagscale.traffic.environment import write
 from flagscale.traffic.options import Plan, parse
-from flagscale.traffic.session import MOST_SECONDS, Traffic, play
+from flagscale.traffic.session import MOST_SECONDS, Rate, Traffic, play
 from flagscale.traffic.spec import Environment, Found, binary, bits, names
 from flagscale.traffic.statistics import found
 from flagscale.traffic.steering import Steering
@@ -30,6 +30,8 @@ _LEAST_LOOK = 2.0
 """Seconds. Shorter ones tell nothing of a 99th percentile."""
 _RATE_SAMPLES = 100
 _POOL = 4000
+"""Of the last looks' samples: what is asked whether the tail has been left."""
+_MOST_KEPT = 100_000
 _MODE = 0o644
 
 
@@ -53,6 +55,7 @@ class _Run:
         self._plan = plan
         self._checks: list[tuple[float, Found]] = []
         self._pool: list[float] = []
+        self._all: list[float] = []
         self._corrections = 0
         self._calibration: Calibration | None = None
         self._steering: Steering | None = None
@@ -73,9 +76,10 @@ class _Run:
                 with View(traffic, plain=plan.plain) as view:
                     self._play(traffic, view)
                 complete = True
+                rates = traffic.rates()
             finally:
                 self._keep(traffic, complete)
-        self._tell(traffic.environment)
+        self._tell(traffic.environment, rates)
         missed = self._calibration is not None and self._calibration.why
         if missed:
             print(f"error: --tail {plan.tail:g}: {missed}", file=sys.stderr)
@@ -134,6 +138,7 @@ class _Run:
         )
         at, seen = time.monotonic() - begin, found(times)
         self._checks.append((at, seen))
+        self._all = [*self._all, *times][-_MOST_KEPT:]
         view.line(f"{at:5.0f} s  {traffic.environment.probe.words}: p99/p50 {seen.words}")
         environment = traffic.environment
         reached = self._calibration is not None and not self._calibration.why
@@ -145,7 +150,7 @@ class _Run:
         high += environment.tolerance
         if pooled.low > high or pooled.high < low:
             burst = environment.pattern.burst
-            other = self._steering.learn(burst, pooled.ratio, pooled.samples)
+            other = self._steering.learn(burst, pooled.ratio, pooled.samples, HELD_REACH)
             traffic.change(replace(environment.pattern, burst=other))
             view.line(f"       it has left {environment.target:g}: bursts of {binary(other)}")
             self._pool, self._corrections = [], self._corrections + 1
@@ -189,16 +194,21 @@ class _Run:
             },
             "corrections": self._corrections,
             "late_seconds": round(traffic.late, 3),
+            "held": plain(found(self._all)) if self._all else None,
             "checks": [{"at": round(at, 1), **plain(seen)} for at, seen in self._checks],
             "flows": flows,
         }
 
-    def _tell(self, environment: Environment) -> None:
+    def _tell(self, environment: Environment, rates: Sequence[Rate]) -> None:
         pattern, probe = environment.pattern, environment.probe
         console = Console(highlight=False)
         what = f"{len(environment.flows)} {pattern.transport} flows of {bits(pattern.load)}"
         console.print(f"{what}, bursts of {binary(pattern.burst)}; probe: {probe.words}")
-        console.print(looks(environment, self._checks))
+        sent, received = (sum(getattr(r, n) for r in rates) for n in ("sent", "received"))
+        console.print(f"sent {binary(sent)}, received {binary(received)}")
+        table = looks(environment, self._checks, found(self._all) if self._all else None)
+        if table.row_count:
+            console.print(table)
 
 
 def _dated(environment: Environment) -> Environment:

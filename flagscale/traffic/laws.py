@@ -50,17 +50,21 @@ class Bursts:
 
     def __init__(self, pattern: Pattern, flow: int) -> None:
         self.pattern = pattern
+        self.end = 0.0
+        """When the last one is over, at the path's rate; seconds as of :meth:`__next__`."""
         self._source = random.Random(f"{pattern.seed}/{flow}")
-        self._start = pattern.gap * self._source.random()
+        self._first = True
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
         return self
 
     def __next__(self) -> tuple[float, int]:
-        """When the next burst is due, in seconds since the first pattern's start, and its bytes."""
-        pattern, start = self.pattern, self._start
+        """When the next burst is due, in seconds since the flow's start, and its bytes."""
+        pattern = self.pattern
+        # Flows that begin together are not to burst together.
+        wait = self._source.random() if self._first else draw(pattern.gaps, self._source)
+        self._first = False
+        due = self.end + pattern.gap * wait
         size = max(1, round(pattern.burst * draw(pattern.bursts, self._source)))
-        # A gap goes by the mean burst: sizes and gaps are drawn by themselves.
-        gap = pattern.gap * draw(pattern.gaps, self._source)
-        self._start = start + 8 * size / pattern.rate + gap
-        return start, size
+        self.end = due + 8 * size / pattern.rate
+        return due, size

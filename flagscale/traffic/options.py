@@ -31,8 +31,9 @@ from flagscale.traffic.spec import (
     flows_between,
 )
 
-LOAD = 0.06
-"""Of each flow, where nothing is said: a share of the path's rate."""
+LOAD, HEAVY_LOAD, HEAVY_TAIL = 0.06, 0.1, 2.0
+"""Of each flow, where nothing is said: a share of the path's rate; the heavier one from that tail
+on, which so few large bursts as the lighter one has would hardly give."""
 _RATE = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmg]?)(?:bit(?:/s)?|bps)?", re.IGNORECASE
 )
@@ -132,7 +133,7 @@ def _parser(prog: str) -> Parser:
     add("--transport", choices=("tcp", "udp"), default="tcp", help="(tcp)")
     text = "of the path, such as 250mbit or 10gbit (found by the probe)"
     add("--rate", type=_rate, metavar="RATE", help=text)
-    text = "of each flow on average, such as 6%% of the rate, or 15mbit (6%%)"
+    text = "of each flow on average, such as 6%% of the rate, or 15mbit (6%%; from --tail 2 10%%)"
     add("--load", default=None, metavar="SHARE", help=text)
     add("--burst", type=_size, default=_DEFAULT_BURST, metavar="SIZE", help="mean (64K)")
     add("--bursts", choices=LAWS, default="exponential", help="law of their sizes (exponential)")
@@ -197,7 +198,8 @@ def _made(options: argparse.Namespace) -> Environment:
     sites = _sites(options)
     flows = tuple(_flow(word, sites) for word in options.flow)
     rate = options.rate or 1e9
-    load = _load(options.load, rate, measured=options.rate is None)
+    share = HEAVY_LOAD if (options.tail or 0) >= HEAVY_TAIL else LOAD
+    load = _load(options.load, share, rate, measured=options.rate is None)
     pattern = Pattern(
         rate=rate,
         load=load,
@@ -259,10 +261,10 @@ def _flow(word: str, sites: tuple[Site, ...]) -> Flow:
     return Flow(names.index(source), names.index(target))
 
 
-def _load(text: str | None, rate: float, *, measured: bool) -> float:
-    """Bit/s of ``6%`` or ``15mbit``."""
+def _load(text: str | None, share: float, rate: float, *, measured: bool) -> float:
+    """Bit/s of ``6%`` or ``15mbit``; without them of ``share``."""
     if text is None:
-        return LOAD * rate
+        return share * rate
     if text.endswith("%"):
         try:
             return float(text[:-1]) / 100 * rate

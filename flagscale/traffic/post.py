@@ -15,7 +15,6 @@ import os
 import queue
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from flagscale.errors import FlagscaleError
 from flagscale.hosts.kernel import die_with
 from flagscale.records import decode, encode
 from flagscale.traffic.words import Order, Said, Word
@@ -52,7 +52,7 @@ class Post:
         signal.signal(signal.SIGTERM, lambda *_: self.end())
         with suppress(OSError):
             die_with(os.getppid(), signal.SIGTERM)()
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        threading.Thread(target=self.guarded(self._watch), name="watch", daemon=True).start()
         pipe = str(Path(f"/proc/self/fd/{self._mouth}").readlink())
         self.say(Said("ready", "", os.getpid(), self._mouth, pipe, port, _congestion()))
 
@@ -77,7 +77,7 @@ class Post:
         def run() -> None:
             try:
                 work()
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, FlagscaleError) as error:
                 self.fail(str(error))
 
         return run
@@ -110,33 +110,8 @@ class Post:
             self.words.put(word)
 
 
-def _hurry(order: Order) -> None:
-    """Where this user may, come before what else the host computes: the network is to be felt. The
-    probe works a little, and only while it is asked to."""
-    with suppress(OSError):
-        if order.role == "probe":
-            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-        else:
-            os.nice(-10)
-
-
 def _congestion() -> str:
     try:
         return _CONGESTION.read_text(encoding="ascii").strip()
     except OSError:
         return "unknown"
-
-
-def main() -> int:
-    """Carry out an :class:`.Order` from stdin; this process does not return from it."""
-    post = Post(decode(Order, sys.stdin.buffer.read()))
-    _hurry(post.order)
-    if post.order.role == "flows":
-        from flagscale.traffic.flows import serve
-    else:
-        from flagscale.traffic.ring import serve
-    try:
-        serve(post)
-    except (OSError, ValueError) as error:
-        post.fail(str(error))
-    return 0

@@ -151,10 +151,17 @@ class Traffic(Closing):
         if self._closing.is_set():
             return
         self._closing.set()
-        tell_all(self._stations, Word("end"))
         deadline = time.monotonic() + _END_SECONDS
-        for station in self._stations:
-            station.ended.wait(max(0.0, deadline - time.monotonic()))
+        told: set[int] = set()
+        # One that has only just been started cannot hear yet.
+        while time.monotonic() < deadline:
+            left = [one for one in self._stations if not one.ended.is_set()]
+            if not left:
+                break
+            hearing = [one for one in left if one.ready and id(one) not in told]
+            told |= {id(one) for one in hearing}
+            tell_all(hearing, Word("end"))
+            left[0].ended.wait(0.05)
         if self._own:
             self._hosts.close()
 

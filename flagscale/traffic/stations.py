@@ -16,7 +16,7 @@ from flagscale.modules import started
 from flagscale.records import encode, from_record
 from flagscale.traffic.words import Order, Said, Word
 
-_MODULE = "flagscale.traffic.post"
+_MODULE = "flagscale.traffic.host"
 _TELL_SECONDS = 20.0
 # The pipe is the one that this very process holds, or nothing is written: its number may be
 # another's by now.

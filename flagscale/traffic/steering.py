@@ -13,7 +13,7 @@ from flagscale.traffic.spec import LARGEST_BURST, SMALLEST_BURST
 
 _SLOPE, _SLOPE_WEIGHT = 0.5, 0.15
 """What a slope is taken for before anything is known, and how much that counts."""
-_LEAST_SLOPE, _MOST_SLOPE = 0.15, 1.5
+_LEAST_SLOPE, _MOST_SLOPE = 0.25, 1.5
 _REACH = math.log(4)
 """Windows this far from where the loop stands count e times less; and no step is larger."""
 _STUCK = 3
@@ -45,11 +45,12 @@ class Steering:
         three windows."""
         return self._at_limit >= _STUCK
 
-    def learn(self, burst: float, ratio: float, samples: int) -> float:
-        """Take what a window of ``samples`` found with ``burst``; the next burst."""
+    def learn(self, burst: float, ratio: float, samples: int, reach: float = _REACH) -> float:
+        """Take what a window of ``samples`` found with ``burst``; the next burst, at most ``reach``
+        (a logarithm) away."""
         self._points.append((math.log(burst), math.log(ratio), samples))
         wanted = self._solve(math.log(burst))
-        step = max(-_REACH, min(_REACH, wanted - self._at))
+        step = max(-reach, min(reach, wanted - self._at))
         wanted = self._at + step
         limited = not self._least <= wanted <= self._most
         self._at = max(self._least, min(self._most, wanted))

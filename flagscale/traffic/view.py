@@ -96,14 +96,18 @@ def _felt(samples: Sequence[float]) -> str:
     return f": {ms}, p99/p50 {p99 / median:.2f} of {len(ordered)}"
 
 
-def looks(environment: Environment, checks: Sequence[tuple[float, Found]]) -> Table:
-    """The table of the end: what was found when, without traffic first."""
+def looks(
+    environment: Environment, checks: Sequence[tuple[float, Found]], held: Found | None
+) -> Table:
+    """The table of the end: what was found when, without traffic first, all looks last."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("when")
     for name in ("samples", "p50 ms", "p99 ms", "p99/p50", "95 % interval"):
         table.add_column(name, justify="right")
     rows = [("without traffic", environment.idle), ("calibrated", environment.found)]
     rows += [(f"{at:.0f} s", seen) for at, seen in checks]
+    if len(checks) > 1:
+        rows.append(("all looks", held))
     for when, seen in rows:
         if seen is not None:
             times = (f"{1e3 * seen.median:.2f}", f"{1e3 * seen.p99:.2f}")

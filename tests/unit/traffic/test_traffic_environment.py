@@ -48,7 +48,7 @@ def environments(draw: st.DrawFn) -> Environment:
     rate = draw(rates)
     pattern = Pattern(
         rate=rate,
-        load=rate * draw(st.floats(0.01, 0.99)),
+        load=rate * draw(st.floats(0.01, 0.99 / len(sites))),
         burst=draw(st.floats(SMALLEST_BURST, LARGEST_BURST)),
         transport=draw(st.sampled_from(("tcp", "udp"))),
         bursts=draw(st.sampled_from(LAWS)),
@@ -109,6 +109,11 @@ def _changed(key: str, value: Any) -> Any:
         ("pattern.burst", 1 << 40, "burst: 1024 GiB, expected 1 KiB to 64 MiB"),
         ("pattern.bursts", "gauss", "pattern: "),
         ("pattern.peak", 1.0, "peak: 1 bit/s is below the load"),
+        (
+            "flows",
+            [{"source": 0, "target": 1}] * 17,
+            "a would send 1.02 Gbit/s by 17 flows on a path",
+        ),
         ("flows", [{"source": 0, "target": 2}], "flows: number 0 has a host beyond the 2"),
         ("flows", [{"source": 1, "target": 1}], "flows: number 0 goes from a host to itself"),
         ("hosts", [{"name": "a", "addr": "x"}], "hosts: 1 found, expected two or more"),

@@ -8,7 +8,7 @@ from itertools import islice
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.traffic.laws import LARGEST, Bursts, draw
@@ -31,6 +31,7 @@ def test_no_law_goes_beyond_its_largest_value(law: Law, seed: int) -> None:
     assert all(0 < value <= LARGEST[law] * (1 + 1e-9) for value in drawn)
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from(LAWS),
     st.sampled_from(LAWS),
@@ -42,9 +43,9 @@ def test_the_load_is_what_was_asked_for(
     bursts: Law, gaps: Law, rate: float, share: float, burst: int
 ) -> None:
     pattern = Pattern(rate, share * rate, burst, bursts=bursts, gaps=gaps, seed=3)
-    drawn = list(islice(Bursts(pattern, 0), 12_000))
+    drawn = list(islice(Bursts(pattern, 0), 6_000))
     load = 8 * sum(size for _, size in drawn[:-1]) / (drawn[-1][0] - drawn[0][0])
-    assert load == pytest.approx(pattern.load, rel=0.15 if "pareto" in (bursts, gaps) else 0.05)
+    assert load == pytest.approx(pattern.load, rel=0.2 if "pareto" in (bursts, gaps) else 0.08)
     assert all(size <= LARGEST[bursts] * burst + 1 for _, size in drawn)
     times = [due for due, _ in drawn]
     assert times == sorted(times)

@@ -106,6 +106,7 @@ def test_this_machine_needs_no_ssh_and_a_rate_may_be_found() -> None:
         (TWO + "--tial 3", "unknown flag --tial; did you mean --tail?"),
         (TWO + "--json /no/such/file", "--json /no/such/file: its directory does not exist"),
         ("--replay /no/such", "/no/such: cannot be read"),
+        (TWO + "-s 64 --rate 1g", "127.0.0.1 would send 1.92 Gbit/s by 32 flows"),
         (TWO + "-s 1", "-s 1; expected 2 to 1024 processes"),
         ("-s 4 -m 127.0.0.1", "-m 127.0.0.1 is this machine: which is the other host?"),
     ],
@@ -149,3 +150,9 @@ def test_on_its_second_host_the_guide_names_the_first_alone() -> None:
 def test_the_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_bench([]) == 2
     assert "traffic ..." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "share"), [("", 0.06), ("--tail 1.5", 0.06), ("--tail 3", 0.1)])
+def test_a_long_tail_has_a_heavier_load(words: str, share: float) -> None:
+    found = plan(f"{TWO} --rate 1gbit {words}").environment
+    assert found.pattern.load == pytest.approx(share * 1e9)
