@@ -1,7 +1,7 @@
 """Who sends how many bytes to whom: the proof that two arms are two.
 
 fsccl counts for itself. Of other backends the kernel is asked: each TCP connection of this process
-knows what was acknowledged of it, and ranks find each other's by the addresses of its ends.
+knows what was written to it, and ranks find each other's by the addresses of its ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ End = str
 Connections = Mapping[str, int]
 """Bytes sent on each connection: its own end and the peer's, with a ``>`` between."""
 
-_ACKED = 120
-"""Where ``tcpi_bytes_acked`` lies in the kernel's ``struct tcp_info``, 8 bytes."""
+# Where they lie in the kernel's ``struct tcp_info``, which has the last two since Linux 4.19.
+_NOT_SENT, _SENT = 144, 200
 _LONGEST = 256
 _CHOSEN = re.compile(
     r"(?P<what>\w+): \d+ Bytes -> Algo (?P<algo>\w+) proto (?P<proto>\w+)", re.IGNORECASE
@@ -31,7 +31,8 @@ _NCCL_ALGORITHMS = {"0": "TREE", "1": "RING"}
 
 
 def connections() -> dict[str, int]:
-    """What this process has sent on each of its TCP connections and was acknowledged, bytes."""
+    """What this process has written to each of its TCP connections, bytes: what the kernel has sent,
+    once each, and what still waits in it. What was acknowledged lags behind that."""
     found: dict[str, int] = {}
     for name in Path("/proc/self/fd").iterdir():
         with suppress(OSError, struct.error):
@@ -41,8 +42,10 @@ def connections() -> dict[str, int]:
                 if one.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LONGEST)
-                (acked,) = struct.unpack_from("=Q", info, _ACKED)
-                found[f"{_end(one.getsockname())}>{_end(one.getpeername())}"] = acked
+                (waiting,) = struct.unpack_from("=I", info, _NOT_SENT)
+                sent, again = struct.unpack_from("=QQ", info, _SENT)
+                ends = f"{_end(one.getsockname())}>{_end(one.getpeername())}"
+                found[ends] = sent - again + waiting
     return found
 
 
