@@ -31,7 +31,7 @@ _NCCL_ALGORITHMS = {"0": "TREE", "1": "RING"}
 
 
 def connections() -> dict[str, int]:
-    """What this process has written to each of its TCP connections, bytes: what the kernel has sent,
+    """What this process has written to each of its TCP connections, bytes: what the kernel sent,
     once each, and what still waits in it. What was acknowledged lags behind that."""
     found: dict[str, int] = {}
     for name in Path("/proc/self/fd").iterdir():

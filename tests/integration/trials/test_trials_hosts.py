@@ -58,7 +58,7 @@ def test_models_train_on_hosts_under_traffic(bed: Bed, tmp_path: Path) -> None:
         (arm,) = session["arms"]
         assert arm["counted_by"] == "the kernel, by connection"
         for row, other in ((0, 1), (1, 0)):
-            assert 1 <= arm["sent"][row][other] / (3 * 4 * arm["parameters"]) < 1.1
+            assert 0.999 <= arm["sent"][row][other] / (3 * 4 * arm["parameters"]) < 1.1
     # Traffic makes it slower, and teaches nothing.
     assert quiet["arms"][0]["steps"]["loss"] == loud["arms"][0]["steps"]["loss"]
     assert quiet["before"] is None
