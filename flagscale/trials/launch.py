@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from flagscale.bench.machine import facts
 from flagscale.bench.placement import Placement, add_place, placement
 from flagscale.bench.tool import Tool
 from flagscale.bench.world import BenchWorld, detect
+from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
 from flagscale.records import decode
 from flagscale.report.figure import require_image
@@ -248,7 +250,7 @@ def _plan(options: argparse.Namespace) -> TrialsPlan:
             hint="--hosts-file FILE, or leave it out",
         )
     arms = _arms(options, place)
-    judge(list(dict.fromkeys(arm.backend for arm in arms)), options.comm)
+    _judge(arms, options.comm)
     if not place.hosts:
         require(arms, chosen(place.device).name)
     return TrialsPlan(
@@ -302,6 +304,19 @@ def _arms(options: argparse.Namespace, place: Placement) -> tuple[Arm, ...]:
     return tuple(
         resolve(name, accelerated=accelerated, one_host=one_host, custom=custom) for name in names
     )
+
+
+def _judge(arms: Sequence[Arm], words: Sequence[str]) -> None:
+    """Refuse options that are no backend's, or would make an arm another one."""
+    given = judge([arm.backend for arm in arms], words)
+    for arm in arms:
+        own = dict(arm.environment)
+        for option in registry.backend(arm.backend).options:
+            if option.name in given[arm.backend] and option.variable in own:
+                raise ConfigError(
+                    f"--comm {option.name}: arm {arm.name} is {arm.told}",
+                    hint=f"--arm NAME={arm.backend},{option.variable}=... is another arm",
+                )
 
 
 def _files(options: argparse.Namespace) -> Files:

@@ -61,7 +61,7 @@ def render(
 def _session(session: SessionResult) -> Html:
     told = element("ul", *(element("li", text) for text in findings(session)))
     tables = join(_bytes(one) for one in session.arms if one.sent)
-    name = f"what {session.setting} proves"
+    name = f"bytes, losses and replicas, setting {session.setting}"
     return details(name, told, tables, opened=not sound(session))
 
 

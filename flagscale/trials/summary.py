@@ -195,6 +195,9 @@ def sent(one: ArmResult) -> str:
         words.append(f"its log: {chosen}")
     if one.last_algorithm:
         words.append(f"its last algorithm: {one.last_algorithm}")
+    if one.tail:
+        told = ", ".join(f"{name} {value:g}" for name, value in one.tail.items())
+        words.append(f"its bounded sums, all ranks: {told}")
     return (
         "; ".join(words) or "not counted: it moves its bytes by neither TCP nor a count of its own"
     )

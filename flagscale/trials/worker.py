@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import devices
+from flagscale.bench.command_line import judge
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import JobError
@@ -125,7 +126,7 @@ def _join(plan: ArmPlan, world: BenchWorld, store: TCPStore) -> _Worker:
     if place.pin:
         devices.pin(world.local_rank)
     backend = registry.usable(arm.backend, device.kind, given_by=f"arm {arm.name}")
-    values = registry.options_of(arm.backend, session.comm)
+    values = judge([one.backend for one in session.arms], session.comm)[arm.backend]
     backend.export(values)
     trainee = make(
         session.model, seed=training.seed, batch=training.batch, sequence=training.sequence

@@ -93,6 +93,7 @@ REFUSED = {
     "slurm": ("-r 2 --arms gloo --slurm-mode", "ranks of trials are started here or over SSH"),
     "flag": ("-r 2 --arms gloo --enviroment x", "did you mean --environment?"),
     "option": ("-r 2 --arms gloo --comm sokcet_ifname=lo", "socket_ifname"),
+    "option of an arm": ("-r 2 --arms ring --comm algo=tree", "arm ring is fsccl FSCCL_ALGO=ring"),
     "absent file": ("-r 2 --arms gloo --environment none.json", "none.json: cannot be read"),
     "no traffic": ("-r 2 --arms gloo --apart h=1", "--apart needs --environment"),
     "no directory": ("-r 2 --arms gloo --json no/where.json", "its directory does not exist"),

@@ -120,6 +120,12 @@ def test_what_makes_times_worthless_is_said(other: ArmResult, told: str, good: b
     assert sound(session) is good
 
 
+def test_what_bounded_sums_left_out_is_told() -> None:
+    arm = replace(_arm("optireduce", 1, exact=False), tail={"operations": 30.0, "excluded": 0.5})
+    told = findings(_session("3", [_arm("ring", 1), arm]))
+    assert any("bounded sums, all ranks: operations 30, excluded 0.5" in line for line in told)
+
+
 def test_a_session_travels_as_json() -> None:
     session = _both()[1]
     lost = replace(session.arms[0].steps, loss=(None, *session.arms[0].steps.loss[1:]))
