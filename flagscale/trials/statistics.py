@@ -20,6 +20,8 @@ EARLY_TOLERANCE = 1e-3
 training makes larger soon after."""
 LATE_TOLERANCE = 0.01
 """And the means of their last tenth, beyond what differs to and fro."""
+_LAST = 5
+"""Or of so many steps, where there are few."""
 _SURE = 3.0
 """Standard errors."""
 
@@ -87,7 +89,7 @@ def agreement(one: Sequence[float | None], other: Sequence[float | None]) -> Agr
     first, second = np.asarray(one, dtype=float), np.asarray(other, dtype=float)
     scale = np.maximum(np.abs(first), 1e-12)
     early = float(np.max((np.abs(first - second) / scale)[:_EARLY]))
-    tail = max(1, len(first) // 10)
+    tail = min(len(first), max(_LAST, len(first) // 10))
     apart, level = (first - second)[-tail:], max(abs(float(np.mean(first[-tail:]))), 1e-12)
     noise = _SURE * float(np.std(apart)) / math.sqrt(tail)
     return Agreement(early, abs(float(np.mean(apart))) / level, noise / level)

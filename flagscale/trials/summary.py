@@ -236,7 +236,7 @@ def findings(session: SessionResult) -> list[str]:
         verdict = "agree" if found.holds else ("differ" if lossy else "do NOT agree")
         told.append(
             f"losses of {names} {verdict}: {found.early:.1e} at most in the first steps, "
-            f"{found.late:.2%} at the end"
+            f"{found.late:.2%} at the end, where chance makes {found.noise:.2%}"
         )
     for one in session.arms:
         if not one.replicas_equal:
