@@ -40,6 +40,7 @@ examples
   flagscale explain experiment.runner.nproc_per_node          what does this key mean?
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         which backends work here?
+  flagscale bench traffic --hosts node[1-4] --tail 3          load their network to a known tail
   flagscale convert /models/Llama-3.2-1B checkpoints/llama    from Hugging Face, or back
 
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.

@@ -93,6 +93,8 @@ class _Run:
         if plan.tail is not None:
             tolerance = environment.tolerance
             self._calibration = calibrate(traffic, plan.tail, tolerance, plan.within, view)
+            if self._calibration.why:
+                view.line(f"--tail {plan.tail:g}: {self._calibration.why}")
             if plan.keep is not None:
                 write(_dated(traffic.environment), plan.keep)
             burst = traffic.environment.pattern.burst

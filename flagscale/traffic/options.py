@@ -17,7 +17,7 @@ from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host, is_this_machine
 from flagscale.traffic import guide
 from flagscale.traffic.environment import check, read
-from flagscale.traffic.session import MOST_SECONDS
+from flagscale.traffic.session import MOST_SECONDS, PROBE_SAMPLES
 from flagscale.traffic.spec import (
     BETWEEN,
     KINDS,
@@ -37,8 +37,12 @@ on, which so few large bursts as the lighter one has would hardly give."""
 _RATE = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmg]?)(?:bit(?:/s)?|bps)?", re.IGNORECASE
 )
+_PATTERN = (
+    *("flow", "between", "transport", "rate", "load", "peak"),
+    *("burst", "bursts", "gaps", "seed"),
+)
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_DEFAULT_BURST = 64 << 10
+_BURST, _WITHIN = 64 << 10, 300.0
 _LARGEST_PORT = 65535
 _EXAMPLES = """\
 examples
@@ -88,6 +92,7 @@ def parse(words: Sequence[str], prog: str) -> Plan:
     options = _parser(prog).parse(words)
     notes = guide.translate(options)
     _check(options)
+    _check_together(options)
     given = read(options.replay) if options.replay else None
     environment = _changed(given, options) if given else _made(options)
     tail: float | None = options.tail
@@ -103,9 +108,9 @@ def parse(words: Sequence[str], prog: str) -> Plan:
         measured,
         options.seconds,
         tail,
-        options.within,
+        options.within or _WITHIN,
         math.inf if options.probe == "none" else options.probe_every,
-        options.probe_samples,
+        options.probe_samples or PROBE_SAMPLES,
         options.environment,
         options.json,
         options.plain,
@@ -119,42 +124,9 @@ def parse(words: Sequence[str], prog: str) -> Plan:
 def _parser(prog: str) -> Parser:
     text = "Background traffic between hosts, calibrated to a tail: p99 / p50 of a probe."
     parser = Parser(prog, text, _EXAMPLES)
-    add = parser.add_argument_group("where").add_argument
-    add("--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="two or more")
-    add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
-    add("--ssh-config", type=Path, metavar="FILE", help="instead of ~/.ssh/config")
-    text = "flows: of neighbours two by two, around a ring, or of every two (pairs)"
-    add("--between", choices=BETWEEN, default="pairs", help=text)
-    text = "a flow of its own, by names; may be repeated, in place of --between"
-    add("--flow", action="append", default=[], metavar="FROM:TO", help=text)
-    add("--interface", metavar="NAME", help="packets leave the hosts by this one (by their routes)")
-    add("--port", type=int, default=0, help="where hosts receive flows (a free one)")
-    add = parser.add_argument_group("what").add_argument
-    add("--transport", choices=("tcp", "udp"), default="tcp", help="(tcp)")
-    text = "of the path, such as 250mbit or 10gbit (found by the probe)"
-    add("--rate", type=_rate, metavar="RATE", help=text)
-    text = "of each flow on average, such as 6%% of the rate, or 15mbit (6%%; from --tail 2 10%%)"
-    add("--load", default=None, metavar="SHARE", help=text)
-    add("--burst", type=_size, default=_DEFAULT_BURST, metavar="SIZE", help="mean (64K)")
-    add("--bursts", choices=LAWS, default="exponential", help="law of their sizes (exponential)")
-    add("--gaps", choices=LAWS, default="exponential", help="law of the gaps (exponential)")
-    text = "the most within a burst (tcp: as fast as it goes; udp: the rate)"
-    add("--peak", type=_rate, metavar="RATE", help=text)
-    add("--seed", type=int, default=0, help="of sizes and gaps (0)")
-    text = "how long to play, calibration not counted (60)"
-    add("--seconds", type=float, default=60.0, metavar="S", help=text)
-    add = parser.add_argument_group("tail").add_argument
-    text = "steer the bursts until p99 / p50 of the probe is this, such as 1.5 or 3"
-    add("--tail", type=float, metavar="RATIO", help=text)
-    text = "how far off the ratio may be, and how wide its 95%% interval (a 15th of --tail)"
-    add("--tolerance", type=float, metavar="X", help=text)
-    text = "the most that calibration takes (300)"
-    add("--within", type=float, default=300.0, metavar="S", help=text)
-    text = "ring:SIZE, a ring all_reduce's messages; echo:SIZE; none: do not look (ring:256K)"
-    add("--probe", default=None, metavar="KIND:SIZE", help=text)
-    text = "between two looks at the tail while playing (60)"
-    add("--probe-every", type=float, metavar="S", help=text)
-    add("--probe-samples", type=int, default=300, metavar="N", help="of a look (300)")
+    _add_where(parser)
+    _add_what(parser)
+    _add_tail(parser)
     add = parser.add_argument_group("files").add_argument
     add("--environment", type=Path, metavar="FILE", help="keep what was found, to be replayed")
     add("--replay", type=Path, metavar="FILE", help="play what --environment kept")
@@ -162,6 +134,51 @@ def _parser(prog: str) -> Parser:
     add("--plain", action="store_true", help="lines in place of a live table")
     guide.add_flags(parser)
     return parser
+
+
+def _add_where(parser: Parser) -> None:
+    add = parser.add_argument_group("where").add_argument
+    add("--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="two or more")
+    add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
+    add("--ssh-config", type=Path, metavar="FILE", help="instead of ~/.ssh/config")
+    text = "flows: of neighbours two by two, around a ring, or of every two (pairs)"
+    add("--between", choices=BETWEEN, help=text)
+    text = "a flow of its own, by names; may be repeated, in place of --between"
+    add("--flow", action="append", default=[], metavar="FROM:TO", help=text)
+    add("--interface", metavar="NAME", help="packets leave the hosts by this one (by their routes)")
+    add("--port", type=int, default=0, help="where hosts receive flows (a free one)")
+
+
+def _add_what(parser: Parser) -> None:
+    add = parser.add_argument_group("what").add_argument
+    add("--transport", choices=("tcp", "udp"), help="(tcp)")
+    text = "of the path, such as 250mbit or 10gbit (found by the probe)"
+    add("--rate", type=_rate, metavar="RATE", help=text)
+    text = "of each flow on average, such as 6%% of the rate, or 15mbit (6%%; from --tail 2 10%%)"
+    add("--load", default=None, metavar="SHARE", help=text)
+    add("--burst", type=_size, metavar="SIZE", help="mean (64K)")
+    add("--bursts", choices=LAWS, help="law of their sizes (exponential)")
+    add("--gaps", choices=LAWS, help="law of the gaps (exponential)")
+    text = "the most within a burst (tcp: as fast as it goes; udp: the rate)"
+    add("--peak", type=_rate, metavar="RATE", help=text)
+    add("--seed", type=int, metavar="N", help="of sizes and gaps (0)")
+    text = "how long to play, calibration not counted (60)"
+    add("--seconds", type=float, default=60.0, metavar="S", help=text)
+
+
+def _add_tail(parser: Parser) -> None:
+    add = parser.add_argument_group("tail").add_argument
+    text = "steer the bursts until p99 / p50 of the probe is this, such as 1.5 or 3"
+    add("--tail", type=float, metavar="RATIO", help=text)
+    text = "how far off the ratio may be, and how wide its 95%% interval (a 15th of --tail)"
+    add("--tolerance", type=float, metavar="X", help=text)
+    text = "the most that calibration takes (300)"
+    add("--within", type=float, metavar="S", help=text)
+    text = "ring:SIZE, a ring all_reduce's messages; echo:SIZE; none: do not look (ring:256K)"
+    add("--probe", default=None, metavar="KIND:SIZE", help=text)
+    text = "between two looks at the tail while playing (60)"
+    add("--probe-every", type=float, metavar="S", help=text)
+    add("--probe-samples", type=int, metavar="N", help="of a look (300)")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -176,21 +193,30 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} {value:g}; expected more than 0{bound}")
     if options.tail is not None and not 1 < options.tail <= 100:
         raise ConfigError(f"--tail {options.tail:g}; expected a ratio above 1, such as 1.5 or 3")
-    if options.tail is None and options.tolerance is not None:
-        raise ConfigError("--tolerance needs --tail")
-    if options.tail is not None and options.probe == "none":
-        raise ConfigError("--tail needs a probe; --probe none has none")
     if not 0 <= options.port <= _LARGEST_PORT:
         raise ConfigError(f"--port {options.port}; expected 1 to {_LARGEST_PORT}")
-    if not 20 <= options.probe_samples <= 20000:
+    if not 20 <= (options.probe_samples or PROBE_SAMPLES) <= 20000:
         raise ConfigError(f"--probe-samples {options.probe_samples}; expected 20 to 20000")
+    for flag, path in (("--environment", options.environment), ("--json", options.json)):
+        if path is not None:
+            require_writable(path, flag)
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Refuse flags that exclude each other, or have no effect without another one."""
+    for flag, of_tail in (("--tolerance", options.tolerance), ("--within", options.within)):
+        if options.tail is None and of_tail is not None:
+            raise ConfigError(f"{flag} needs --tail")
+    if options.flow and options.between:
+        raise ConfigError("--flow and --between exclude each other")
+    if options.probe == "none" and (options.probe_every or options.probe_samples):
+        raise ConfigError("--probe none has nothing to look with; leave --probe-... out")
+    if options.tail is not None and options.probe == "none":
+        raise ConfigError("--tail needs a probe; --probe none has none")
     if options.replay and (options.hosts or options.hosts_file):
         raise ConfigError("--replay has its own hosts; --hosts and --hosts-file exclude it")
     if options.replay and options.environment == options.replay:
         raise ConfigError("--environment is the file of --replay; name another one")
-    for flag, path in (("--environment", options.environment), ("--json", options.json)):
-        if path is not None:
-            require_writable(path, flag)
 
 
 def _made(options: argparse.Namespace) -> Environment:
@@ -203,14 +229,14 @@ def _made(options: argparse.Namespace) -> Environment:
     pattern = Pattern(
         rate=rate,
         load=load,
-        burst=float(options.burst),
-        transport=options.transport,
-        bursts=options.bursts,
-        gaps=options.gaps,
+        burst=float(options.burst or _BURST),
+        transport=options.transport or "tcp",
+        bursts=options.bursts or "exponential",
+        gaps=options.gaps or "exponential",
         peak=options.peak,
-        seed=options.seed,
+        seed=options.seed or 0,
     )
-    between = flows or flows_between(len(sites), options.between)
+    between = flows or flows_between(len(sites), options.between or "pairs")
     if options.guide_flows:
         between = between * max(1, options.guide_flows // len(between))
     return Environment(sites, between, pattern, _probe(options.probe))
@@ -219,13 +245,11 @@ def _made(options: argparse.Namespace) -> Environment:
 def _changed(environment: Environment, options: argparse.Namespace) -> Environment:
     """An environment of a file; calibrating begins where it stands."""
     fixed = {
-        "--flow": options.flow,
-        "--rate": options.rate,
-        "--load": options.load,
-        "--peak": options.peak,
+        **{f"--{name}": getattr(options, name) for name in _PATTERN},
         "--probe": options.probe if options.probe != "none" else None,
+        "-s": options.guide_size,
     }
-    if given := [flag for flag, value in fixed.items() if value]:
+    if given := [flag for flag, value in fixed.items() if value not in (None, [])]:
         raise ConfigError(f"{given[0]}: what --replay plays says that; leave it out")
     return environment
 

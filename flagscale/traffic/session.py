@@ -111,6 +111,7 @@ class Traffic(Closing):
         self._late: dict[int, float] = {}
         self._marks: dict[int, list[tuple[float, int]]] = {}
         self._closing = threading.Event()
+        self._begin = time.monotonic()
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -225,7 +226,9 @@ class Traffic(Closing):
         with self._state:
             if said is None:
                 if not self._closing.is_set() and not self._failures:
-                    self._failures.append(f"{station.name}: the traffic there has ended")
+                    over = time.monotonic() > self._begin + self._seconds
+                    why = f"its {self._seconds:g} s are over" if over else "it was ended there"
+                    self._failures.append(f"{station.name}: no more traffic: {why}")
             elif said.event == "failed":
                 if not self._closing.is_set():
                     self._failures.append(f"{station.name}: {said.text}")

@@ -93,6 +93,15 @@ def test_other_bursts_take_hold_and_a_pause_is_one() -> None:
             traffic.change(Pattern(1e8, 1e9, 16384.0))
 
 
+def test_a_session_that_is_over_says_so() -> None:
+    played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
+    with play(played, seconds=1.5) as traffic, pytest.raises(UnreachableError) as caught:
+        while True:
+            traffic.check()
+            time.sleep(0.05)
+    assert "no more traffic: its 1.5 s are over" in caught.value.message
+
+
 def test_a_port_that_is_taken_is_told_of() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

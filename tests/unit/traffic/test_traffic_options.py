@@ -98,6 +98,9 @@ def test_this_machine_needs_no_ssh_and_a_rate_may_be_found() -> None:
         (TWO + "--tail nan", "--tail nan; expected a ratio above 1"),
         (TWO + "--tail 3 --probe none", "--tail needs a probe"),
         (TWO + "--tolerance 0.1", "--tolerance needs --tail"),
+        (TWO + "--within 10", "--within needs --tail"),
+        (TWO + "--probe none --probe-every 3", "--probe none has nothing to look with"),
+        (TWO + "--flow a:b --between all", "--flow and --between exclude each other"),
         (TWO + "--probe rings", "--probe 'rings'; expected ring:SIZE, echo:SIZE or none"),
         (TWO + "--seconds 1e9", "--seconds 1e+09; expected more than 0, at most 604800"),
         (TWO + "--seconds nan", "--seconds nan; expected more than 0"),
@@ -123,6 +126,8 @@ def test_a_replay_brings_its_own_hosts_and_pattern(tmp_path: Path) -> None:
     assert plan(f"--replay {path} --seconds 5").environment == kept
     assert "--replay has its own hosts" in refused(f"--replay {path} {TWO}")
     assert refused(f"--replay {path} --load 5%").startswith("--load: what --replay plays says that")
+    assert refused(f"--replay {path} --seed 0").startswith("--seed: what --replay plays")
+    assert refused(f"--replay {path} -s 4").startswith("-s: what --replay plays")
     assert refused(f"--replay {path} --environment {path}").startswith("--environment is the file")
 
 
