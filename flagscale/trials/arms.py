@@ -35,8 +35,9 @@ class Arm:
 
 _ALGORITHMS = ("ring", "tree", "transpose")
 _OPTIREDUCE = "optireduce"
-_NCCL = {"ring": "Ring", "tree": "Tree"}
-_SUBSYSTEMS = (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,TUNING,COLL"))
+# Of all_reduce alone: a broadcast has no tree, and NCCL refuses what is left without an algorithm.
+_NCCL = {"ring": "allreduce:ring", "tree": "allreduce:tree"}
+_SUBSYSTEMS = (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"))
 NAMES = (*_ALGORITHMS, _OPTIREDUCE)
 """The arms that have a name of their own; any backend's name is one more."""
 # They steer fsccl, and its adapter says which of them this build knows.

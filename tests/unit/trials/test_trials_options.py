@@ -35,7 +35,9 @@ def test_an_arm_is_a_backend_and_its_environment(
     assert arm.exact is (name != "optireduce")
 
 
-@pytest.mark.parametrize(("name", "algorithm"), [("ring", "Ring"), ("tree", "Tree")])
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [("ring", "allreduce:ring"), ("tree", "allreduce:tree")]
+)
 def test_on_gpus_nccl_is_told_its_algorithm_and_asked_what_it_did(
     name: str, algorithm: str
 ) -> None:
