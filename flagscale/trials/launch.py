@@ -27,6 +27,7 @@ from flagscale.trials.plan import SessionPlan, Training
 from flagscale.trials.results import SessionResult
 from flagscale.trials.schedule import shuffled
 from flagscale.trials.settings import Setting, read_settings
+from flagscale.trials.summary import sound
 
 _DESCRIPTION = """\
 Train models by DistributedDataParallel under several ways to sum their gradients, with and
@@ -122,7 +123,8 @@ class Trials(Tool[TrialsPlan]):
         return super().run_line(words, prog)
 
     def _start(self, plan: TrialsPlan, ranks: int) -> int:
-        """Carry out every session, one after the other, and present what they found."""
+        """Carry out every session, one after the other, and present what they found; the exit code:
+        1 where exact arms have not learned the same, or ranks have not ended with one model."""
         found: list[SessionResult] = []
         about = facts("flagscale", "torch", "transformers")
         with tempfile.TemporaryDirectory(prefix="flagscale-trials-") as directory:
@@ -136,7 +138,7 @@ class Trials(Tool[TrialsPlan]):
         files = plan.files
         outputs = Outputs(files.json, files.csv, files.report, files.plots)
         present(found, plan.training, {**about, "ranks": ranks}, outputs)
-        return 0
+        return 0 if all(map(sound, found)) else JobError.exit_code
 
     def _session(
         self, plan: TrialsPlan, model: Choice, number: int, ranks: int, path: Path
