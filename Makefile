@@ -14,7 +14,7 @@ TORCH  := torch==2.13.0
 CONFIG := --config-path ./examples/llama3/conf --config-name train
 
 .PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-bare lint format docs \
-	gpu-test gpu-bench bench wheel sanitize clean
+	gpu-test gpu-bench bench wheel sanitize fuzz clean
 
 help: ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -112,6 +112,11 @@ SANITIZE_ROUNDS ?= 70
 
 sanitize: setup-dev ## fsccl's core with ranks as threads, under sanitizers, over SANITIZE_ROUNDS rounds
 	FLAGSCALE_SANITIZE_ROUNDS=$(SANITIZE_ROUNDS) $(RUN) -m pytest tests/unit/fsccl
+
+FUZZ_SEEDS ?= 20000
+
+fuzz: setup-dev ## what may come from a peer or the store, FUZZ_SEEDS times; some minutes
+	FLAGSCALE_FUZZ_SEEDS=$(FUZZ_SEEDS) $(RUN) -m pytest tests/unit/fsccl/test_fsccl_core.py -k anything_may_come
 
 clean: ## remove what was generated, keep the environment and your runs
 	rm -rf third_party build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -100,7 +100,11 @@ class Agent:
         alone = self._port is None
         number = 0 if alone else options.node_rank
         earlier = options.earlier_starts
-        self.member = Member(number, self._host, run_id, options.stop_grace, line.command, earlier)
+        # Where agents do not know each other, their ranks share nothing that others do not know.
+        ranks = {} if alone and options.liveness_port is not None else secret.of_ranks(key)
+        self.member = Member(
+            number, self._host, run_id, options.stop_grace, line.command, earlier, ranks
+        )
         self._coordinator: Coordinator | None = None
         if number == 0:
             names = [options.name] if alone else options.names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flagscale import files
@@ -36,6 +36,7 @@ class Member:
         grace: float,
         command: Sequence[str],
         earlier_starts: int = 0,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         self.number = number
         self.host = host
@@ -56,6 +57,7 @@ class Member:
         self._grace = grace
         self._command = list(command)
         self._earlier_starts = earlier_starts
+        self._secrets = dict(secrets or {})
         self._watch = RankWatch(host.run_dir / status_directory(0))
         self._looked = 0.0
         self._kills_before: int | None = None
@@ -80,6 +82,7 @@ class Member:
         self.failure = None
         environment = {
             **os.environ,
+            **self._secrets,
             STATUS_DIR_VARIABLE: str(directory),
             ATTEMPT_VARIABLE: str(number + self._earlier_starts),
         }

@@ -209,6 +209,7 @@ def test_an_aborted_group_ends_who_waits_in_the_native_library(ranks: Any) -> No
     ranks.leave(members)
 
 
+BETWEEN = "exchange between clusters, reduce-scatter and all-gather inside"
 OVER = "reduce-scatter inside, exchange, all-gather inside, pipelined"
 
 
@@ -216,7 +217,7 @@ OVER = "reduce-scatter inside, exchange, all-gather inside, pipelined"
     ("environment", "small", "large"),
     [
         pytest.param({}, "one-shot in shared memory", "two-shot in shared memory", id="host"),
-        pytest.param({"FSCCL_CLUSTERS": "1,1"}, OVER, OVER, id="clusters"),
+        pytest.param({"FSCCL_CLUSTERS": "1,1"}, BETWEEN, BETWEEN, id="clusters"),
         pytest.param(
             {"FSCCL_PIPELINE_K": "2", "FSCCL_PIPELINE_NELEM": "4096"},
             "one-shot in shared memory",

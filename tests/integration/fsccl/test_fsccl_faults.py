@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -39,13 +40,9 @@ def survivors_say(pool: Any, members: list[int], limit: float) -> dict[int, str]
     ("clusters", "op"),
     [
         ("4", "all_reduce"),
-        ("4", "broadcast"),
         ("4", "recv_last"),
-        ("2,2", "all_reduce"),
         ("2,2", "all_to_all"),
-        ("3,1", "broadcast"),
         ("3,1", "recv_last"),
-        ("1,1,1,1", "barrier"),
     ],
 )
 def test_a_killed_rank_is_named(pool: Any, clusters: str, op: str) -> None:
@@ -60,6 +57,30 @@ def test_a_killed_rank_is_named(pool: Any, clusters: str, op: str) -> None:
         sentence = rf", rank {i}: rank 3 \[.*\] ended without leaving the group$"
         assert re.search(sentence, error), f"rank {i}: {error}"
     pool.leave([0, 1, 2])
+
+
+def test_ranks_killed_in_the_middle_of_each_operation_are_named(
+    built: None, tmp_path: Path
+) -> None:
+    """By all others, in the same words but for who says so."""
+    result = tmp_path / "kills.json"
+    operations = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"]
+    operations += ["all_to_all", "gather", "scatter", "barrier", "messages"]
+    command = [sys.executable, str(ROOT / "tools" / "comm" / "kills.py"), "--kills", "1"]
+    command += ["--clusters", "2,2", "1,1,1,1", "--limit", "60", "--json", str(result)]
+    done = subprocess.run(
+        [*command, "--operations", *operations],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    kills = json.loads(result.read_text())
+    assert [kill["named"] for kill in kills] == [True] * 20
+    for kill in kills:
+        why = {re.sub("^.*, rank [0-9]: ", "", said) for said in kill["said"].values()}
+        assert len(why) == 1, kill
 
 
 @pytest.mark.parametrize("clusters", ["4", "2,2"])

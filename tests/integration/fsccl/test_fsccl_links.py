@@ -121,7 +121,7 @@ def test_collectives_over_a_slow_link(hosts: Hosts) -> None:
     finally:
         hosts.bed[1].heal()
     said = hosts.said.read_text()
-    assert "all_reduce #1 of 2000004 bytes of float32, sum: reduce-scatter inside, exchange" in said
+    assert "all_reduce #1 of 2000004 bytes of float32, sum: exchange between clusters" in said
     assert "2+2 ranks" in said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -249,6 +250,18 @@ def test_secrets_reach_the_job_and_no_file(bench: Bench) -> None:
     assert "length 13" in bench.output
     for path in bench.root.rglob("*"):
         assert path.is_dir() or b"s3cr3t" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("given", ["", "ab" * 16], ids=["of-the-run", "the-users"])
+def test_ranks_have_a_secret_which_no_file_has(bench: Bench, given: str) -> None:
+    # Digits between others: what is printed is in the output.
+    program = "import os; print('digits', '-'.join(os.environ['FSCCL_SECRET']))"
+    assert bench.run(program, envs=Environments({"FSCCL_SECRET": given} if given else {})) == 0
+    (digits,) = re.findall("digits ((?:[0-9a-f]-?){32})", bench.output)
+    made = digits.replace("-", "")
+    assert given in ("", made)
+    for path in bench.root.rglob("*"):
+        assert path.is_dir() or made.encode() not in path.read_bytes(), path
 
 
 def test_everything_is_private(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -223,9 +224,17 @@ def test_the_secret_is_in_no_argument_no_log_and_no_rank(two: Stations) -> None:
             assert two.secret.encode() not in words
             if process.pid != station.agent.pid:
                 assert two.secret.encode() not in processes.environment(process.pid).values()
+    # The ranks share one of their own, of which nothing else has a word.
+    (of_ranks,) = {processes.environment(s.rank()).get(b"FSCCL_SECRET") for s in two.stations}
+    assert of_ranks is not None
+    assert re.fullmatch(b"[0-9a-f]{32}", of_ranks)
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert of_ranks not in line.read_bytes()
     two[0].agent.terminate()
     two.codes()
     for path in two.root.rglob("*"):
+        assert path.is_dir() or of_ranks not in path.read_bytes()
         if path.is_file() and two.secret in path.read_text(errors="replace"):
             assert path.name == "secret"
             assert path.stat().st_mode & 0o777 == 0o600

@@ -54,7 +54,7 @@ def run(program: Path, *words: str, seconds: float = 120) -> None:
         env={
             **os.environ,
             "TSAN_OPTIONS": f"halt_on_error=1 {late_reads}",
-            "ASAN_OPTIONS": "detect_leaks=1",
+            "ASAN_OPTIONS": "detect_leaks=1:hard_rss_limit_mb=4000",
         },
     )
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-8000:]
@@ -78,6 +78,12 @@ def test_algorithms_by_name(algorithm: str, shape: str) -> None:
 @pytest.mark.parametrize("kind", ["threads", "memory"])
 def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")
+
+
+def test_anything_may_come_from_a_peer_and_from_the_store() -> None:
+    """`make fuzz` asks for more."""
+    seeds = os.environ.get("FLAGSCALE_FUZZ_SEEDS", "100")
+    run(build("memory", "fuzz_test.cpp"), "1", seeds, seconds=120 + int(seeds) / 10)
 
 
 def scale(*words: object) -> str:

@@ -37,7 +37,7 @@ void expect(bool right, const std::string& what) {
 Deadline patience() { return Deadline::after(Deadline::Ms(60000)); }
 
 // Transports that know each other, over TCP, as between hosts, each with a device of its own.
-std::vector<std::unique_ptr<Transport>> meet(int ranks, int buffer_bytes, int connections) {
+inline std::vector<std::unique_ptr<Transport>> meet(int ranks, int buffer_bytes, int connections) {
   TcpOptions options;
   options.interface = "lo";
   options.buffer_bytes = buffer_bytes;
@@ -64,7 +64,7 @@ Bytes pattern(size_t n, unsigned seed) {
 
 BufferList all_of(const Bytes& b) { return {b.data(), b.size()}; }
 
-void on_each(std::vector<std::unique_ptr<Transport>>& ranks,
+inline void on_each(std::vector<std::unique_ptr<Transport>>& ranks,
              const std::function<void(Transport&, int)>& call) {
   std::vector<std::thread> threads;
   for (size_t r = 0; r < ranks.size(); ++r) {
@@ -148,10 +148,15 @@ class Stranger {
       n -= static_cast<size_t>(done);
     }
   }
-  static void write_header(const Fd& fd, Frame header) {
+  // The next frame on this connection.
+  static uint64_t sign(const Fd& fd, const Frame& header) {
     Line& line = lines().at(fd.get());
-    header.mac = mac_of(line.key, header, line.next);
+    const uint64_t mac = mac_of(line.key, header, line.next);
     line.next += 2;
+    return mac;
+  }
+  static void write_header(const Fd& fd, Frame header) {
+    header.mac = sign(fd, header);
     write_all(fd, &header, sizeof header);
   }
   static void write_frame(const Fd& fd, Frame header, const Bytes& body, Seal seal) {
@@ -196,7 +201,7 @@ class Stranger {
 };
 
 // What a request failed with. Its memory is the caller's again.
-Error failure_of(Transport& m, const RequestPtr& request, Bytes* memory) {
+inline Error failure_of(Transport& m, const RequestPtr& request, Bytes* memory) {
   try {
     m.wait(request, patience(), nullptr);
   } catch (const Error& e) {

@@ -9,7 +9,8 @@ namespace fsccl {
 namespace {
 
 constexpr size_t kCopyBytes = 1 << 20;  // in one call of the kernel, which others may wait for
-constexpr size_t kFillerBytes = 64 << 10;
+constexpr size_t kFillerBytes = 1 << 20;
+constexpr uint64_t kMostBytes = uint64_t{1} << 40;  // of a message: no host has so much
 
 class Vectors {
  public:
@@ -52,7 +53,7 @@ Body repeat(const std::byte* some, size_t bytes) {
 }
 
 Body zeros(size_t bytes) {
-  static const std::array<std::byte, kFillerBytes> some{};
+  static std::array<std::byte, kFillerBytes> some;  // zeros, which take no room in a file
   return repeat(some.data(), bytes);
 }
 
@@ -173,6 +174,10 @@ bool Connection::advance(ConnectionOwner& owner, size_t got, Hold& hold) {
     if (got_ < sizeof in_) return true;
     if (!header_complete_ && in_.mac != mac_of(key_, in_, next_in_)) {
       cut_because = "a frame has come that nobody of this group has signed";
+      return false;
+    }
+    if (in_.bytes > kMostBytes || in_.total > kMostBytes) {
+      cut_because = "a message of " + std::to_string(std::max(in_.bytes, in_.total)) + " bytes";
       return false;
     }
     if (!std::exchange(header_complete_, true)) next_in_ += 2;

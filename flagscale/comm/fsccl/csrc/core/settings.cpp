@@ -58,6 +58,9 @@ Settings Settings::from_environment() {
   read_variable("FSCCL_PIPELINE_K", 0, kMostChunks, "0 (off) to 64 chunks", &s.pipeline_k);
   read_variable("FSCCL_PIPELINE_NELEM", 1, kMostElements, "1 to 67108864 elements a send",
                 &s.pipeline_nelem);
+  read_variable("FSCCL_PIPE_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.pipe_bytes);
+  read_variable("FSCCL_TINY_BYTES", 0, 1 << 20, "0 to 1 MiB", &s.tiny_bytes);
+  read_variable("FSCCL_KERNEL_BYTES", 0, kGiB, "0 to 1 GiB", &s.kernel_bytes);
   s.tcp.interface = variable("FSCCL_SOCKET_IFNAME");
   read_variable("FSCCL_TCP_CONNECTIONS", 1, 64, "1 to 64", &s.tcp.connections);
   read_variable("FSCCL_TCP_BUFFER", 0, kGiB, "a number of bytes", &s.tcp.buffer_bytes);
@@ -76,7 +79,7 @@ Settings Settings::from_environment() {
     refuse("FSCCL_DEBUG", debug, "INFO or WARN");
   }
   s.debug = debug == "INFO";
-  s.slot_bytes = s.slot_bytes / 4096 * 4096;
+  for (size_t* const slot : {&s.slot_bytes, &s.pipe_bytes}) *slot = *slot / 4096 * 4096;
   return s;
 }
 
@@ -107,6 +110,9 @@ std::string Settings::shared_text() const {
   out += " FSCCL_SLOT_BYTES=" + std::to_string(slot_bytes);
   out += " FSCCL_ONE_SHOT_BYTES=" + std::to_string(one_shot_bytes);
   out += " FSCCL_CHUNK_BYTES=" + std::to_string(chunk_bytes);
+  out += " FSCCL_PIPE_BYTES=" + std::to_string(pipe_bytes);
+  out += " FSCCL_TINY_BYTES=" + std::to_string(tiny_bytes);
+  out += " FSCCL_KERNEL_BYTES=" + std::to_string(kernel_bytes);
   out += std::string(" FSCCL_ALGO=") + name_of(algorithm);
   out += " FSCCL_PIPELINE_K=" + std::to_string(pipeline_k);
   return out + " FSCCL_PIPELINE_NELEM=" + std::to_string(pipeline_nelem);

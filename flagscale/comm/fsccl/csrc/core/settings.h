@@ -20,6 +20,10 @@ struct Settings {
   size_t one_shot_bytes = 32768;  // FSCCL_ONE_SHOT_BYTES: the largest one-shot all_reduce
   size_t chunk_bytes = 1 << 20;   // FSCCL_CHUNK_BYTES: of pipelines between clusters
   Algorithm algorithm = Algorithm::kAuto;  // FSCCL_ALGO: of all_reduce between clusters
+  // Of engines for devices (csrc/device), whose steps are cut alike where these are alike:
+  size_t pipe_bytes = 4 << 20;     // FSCCL_PIPE_BYTES: a slot of a pipe
+  size_t tiny_bytes = 16 << 10;    // FSCCL_TINY_BYTES: the most a rank writes on the board
+  size_t kernel_bytes = 12 << 20;  // FSCCL_KERNEL_BYTES: the most that a rank's kernel writes
   // Pipelined schedules (schedule.h), for all_reduce, all_gather and reduce_scatter:
   int pipeline_k = 0;  // FSCCL_PIPELINE_K: into how many chunks, 0 takes other algorithms
   size_t pipeline_nelem = 32768;  // FSCCL_PIPELINE_NELEM: elements a send

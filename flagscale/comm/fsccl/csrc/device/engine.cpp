@@ -5,29 +5,16 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <numeric>
 #include <set>
 #include <thread>
 
-#include "../core/text.h"
 #include "operation.h"
 
 namespace fsccl {
 namespace {
 
 constexpr std::chrono::seconds kGoodbye(5);
-
-void read_bytes(const char* name, size_t least, size_t most, size_t* out) {
-  const char* text = std::getenv(name);
-  if (text == nullptr || *text == '\0') return;
-  size_t value = 0;
-  if (!read_number(std::string(text), &value) || value < least || value > most) {
-    fail_usage(std::string(name) + "=" + text + ": expected a number of bytes, " +
-               std::to_string(least) + " to " + std::to_string(most));
-  }
-  *out = value;
-}
 
 bool consecutive(const std::vector<at::Tensor>& list) {
   const auto* next = static_cast<const std::byte*>(list[0].const_data_ptr());
@@ -50,27 +37,13 @@ bool wait_until(Condition&& met, std::chrono::milliseconds limit) {
 
 }  // namespace
 
-EngineConfig EngineConfig::from_environment() {
-  EngineConfig c;
-  read_bytes("FSCCL_PIPE_BYTES", 4096, size_t{1} << 30, &c.slot_bytes);
-  read_bytes("FSCCL_TINY_BYTES", 0, size_t{1} << 20, &c.tiny_bytes);
-  read_bytes("FSCCL_KERNEL_BYTES", 0, size_t{1} << 30, &c.kernel_bytes);
-  c.slot_bytes = c.slot_bytes / 4096 * 4096;
-  return c;
-}
-
-std::string EngineConfig::text() const {
-  return "FSCCL_PIPE_BYTES=" + std::to_string(slot_bytes) +
-         " FSCCL_TINY_BYTES=" + std::to_string(tiny_bytes) +
-         " FSCCL_KERNEL_BYTES=" + std::to_string(kernel_bytes);
-}
-
 Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const MakeNative& native,
                const Deadline& d)
-    : group_(std::move(group)), rank_(group_->rank()), deadline_(d) {
+    : group_(std::move(group)),
+      config_(group_->config().settings),
+      rank_(group_->rank()),
+      deadline_(d) {
   who_ = group_->everyone(d);
-  config_ = EngineConfig::from_environment();
-  agree(config_, d);
   clusters_ =
       form_native_clusters(rank_, who_, group_->config().global_ranks, group_->config().settings);
   for (const Identity& who : who_) enqueued_ = enqueued_ && who.native.device != "cpu";
@@ -99,18 +72,6 @@ Engine::Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const Mak
 }
 
 Engine::~Engine() { shutdown(); }
-
-// Steps are cut alike everywhere only where slots are.
-void Engine::agree(const EngineConfig& config, const Deadline& d) {
-  group_->tell("engine/" + std::to_string(rank_), config.text());
-  for (int r = 0; r < group_->size(); ++r) {
-    const std::string theirs = group_->learn("engine/" + std::to_string(r), r, d);
-    if (theirs == config.text()) continue;
-    throw Error(Fault::kMismatch, r,
-                group_->name(r) + " runs with " + theirs + ", this rank with " + config.text() +
-                    ": set the same values everywhere");
-  }
-}
 
 bool Engine::near(int rank) const {
   return rank == rank_ ||
@@ -199,12 +160,12 @@ bool Engine::by_kernel(nvlink::Collective what, const Tensors& in, const Tensors
 Pipe& Engine::to(int peer) {
   const auto found = out_.find(peer);
   if (found != out_.end()) return found->second;
-  const size_t bytes = Ring::bytes(config_.slot_bytes);
+  const size_t bytes = Ring::bytes(config_.pipe_bytes);
   std::vector<int> ends{rank_};
   if (near(peer)) ends.push_back(peer);
   Segment segment =
       group_->shared_segment("pipe/" + std::to_string(peer), ends, bytes, bytes, deadline_);
-  auto ring = std::make_shared<Ring>(std::move(segment), config_.slot_bytes, *tracks_);
+  auto ring = std::make_shared<Ring>(std::move(segment), config_.pipe_bytes, *tracks_);
   Pipe pipe(peer, group_->name(peer), std::move(ring), near(peer) ? nullptr : courier_.get());
   return out_.emplace(peer, std::move(pipe)).first->second;
 }
@@ -212,12 +173,12 @@ Pipe& Engine::to(int peer) {
 Pipe& Engine::from(int peer) {
   const auto found = in_.find(peer);
   if (found != in_.end()) return found->second;
-  const size_t bytes = Ring::bytes(config_.slot_bytes);
+  const size_t bytes = Ring::bytes(config_.pipe_bytes);
   std::vector<int> ends{rank_};
   if (near(peer)) ends.insert(ends.begin(), peer);
   Segment segment =
       group_->shared_segment("pipe/" + std::to_string(rank_), ends, bytes, bytes, deadline_);
-  auto ring = std::make_shared<Ring>(std::move(segment), config_.slot_bytes, *tracks_);
+  auto ring = std::make_shared<Ring>(std::move(segment), config_.pipe_bytes, *tracks_);
   ring->opened().store(1, std::memory_order_release);
   Pipe pipe(peer, group_->name(peer), std::move(ring), near(peer) ? nullptr : courier_.get());
   return in_.emplace(peer, std::move(pipe)).first->second;
@@ -351,7 +312,7 @@ size_t Engine::chunk_of(size_t count, size_t width, size_t parts) const {
     steps = one_host() ? 2 : 4;
     least = one_host() ? 2 << 20 : 1 << 20;
   }
-  const size_t most = config_.slot_bytes / width;
+  const size_t most = config_.pipe_bytes / width;
   const size_t wanted = std::max(ceil_div(count, steps * parts), least / width);
   return std::min(wanted, most) * parts;
 }

@@ -39,15 +39,6 @@
 
 namespace fsccl {
 
-struct EngineConfig {
-  size_t slot_bytes = 4 << 20;   // FSCCL_PIPE_BYTES: a slot of a pipe
-  size_t tiny_bytes = 16 << 10;  // FSCCL_TINY_BYTES: the most a rank writes on the board
-  size_t kernel_bytes = 12 << 20;  // FSCCL_KERNEL_BYTES: the most that a rank's kernel writes
-  // Throws Error(kUsage) naming the variable.
-  static EngineConfig from_environment();
-  std::string text() const;  // all that ranks must agree on
-};
-
 class Engine {
  public:
   // Makes the tracks, given whom to ask while a word is awaited.
@@ -105,7 +96,6 @@ class Engine {
   template <class Begin, class End>
   void pipeline(size_t chunks, Begin&& begin, End&& end);
 
-  void agree(const EngineConfig& config, const Deadline& d);
   void open_board(const Deadline& d);
   void open_kernels(const Deadline& d);
   bool by_kernel(nvlink::Collective what, const Tensors& in, const Tensors& out,
@@ -155,7 +145,7 @@ class Engine {
   void exchange_outside(const Tensors& send, const Tensors& recv);
 
   std::shared_ptr<Group> group_;
-  EngineConfig config_;
+  const Settings& config_;
   Clusters clusters_;
   std::vector<Identity> who_;
   int rank_;

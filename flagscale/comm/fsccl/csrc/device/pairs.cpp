@@ -77,7 +77,7 @@ void Engine::exchange_inside(const Tensors& send, const Tensors& recv) {
 
 // Round by round a slot to, and a slot from, every rank of the other clusters.
 void Engine::exchange_outside(const Tensors& send, const Tensors& recv) {
-  const size_t step = config_.slot_bytes;
+  const size_t step = config_.pipe_bytes;
   std::vector<int> peers;
   size_t longest = 0;
   for (int d = 1; d < clusters_.count(); ++d) {
