@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     version.set_defaults(do=_version)
     comm = "communication backends: list, bench, groups, pipeline, tune"
     commands.add_parser("comm", help=comm, add_help=False)
-    bench = "benchmarks under traffic: traffic"
+    bench = "benchmarks under traffic: traffic, training"
     commands.add_parser("bench", help=bench, add_help=False)
     convert = "a model between Hugging Face and checkpoints of training"
     commands.add_parser("convert", help=convert, add_help=False)

@@ -8,6 +8,7 @@ from importlib import import_module
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "traffic": ("flagscale.traffic.launch", "background traffic, calibrated to a tail"),
+    "training": ("flagscale.trials.launch", "models trained under several arms, with and without"),
 }
 """Of each command its module, whose ``main(words, prog=...)`` it is, and what it does. Modules are
 looked up when they are asked for."""

@@ -55,6 +55,16 @@ PARTS = {
     "report": {*GROUND, "config", "hosts", "launch"},
     "bench": {*GROUND, "accelerators", "guard", "hosts", "comm", "report"},
     "traffic": {*GROUND, "guard", "hosts", "bench"},
+    "trials": {
+        *GROUND,
+        "accelerators",
+        "guard",
+        "hosts",
+        "comm",
+        "report",
+        "bench",
+        "traffic",
+    },
     "patching": GROUND,
     "api": {*GROUND, "config", "launch", "report"},
     "sweep": {*GROUND, "config", "launch", "api"},
@@ -86,7 +96,10 @@ LAUNCH = {
 HEAVY = {"torch", "megatron", "numpy"}
 TORCH = tuple(
     f"flagscale.{part}"
-    for part in ("accelerators", "train", "comm", "bench", "checkpoints", "checkpoint_metadata")
+    for part in (
+        *("accelerators", "train", "comm", "bench", "trials"),
+        *("checkpoints", "checkpoint_metadata"),
+    )
 )
 
 
@@ -156,8 +169,10 @@ def test_training_takes_of_the_configuration_its_arguments_alone() -> None:
 def test_what_pages_are_made_of_knows_nothing_of_runs() -> None:
     made_of = {f"flagscale.report.{name}" for name in PAGES}
     taken = {one for name in made_of for one in GRAPH[name] if one.startswith("flagscale")}
-    bench = {name for name in MODULES if _part(name, "flagscale") == "bench"}
-    taken |= {one for name in bench for one in GRAPH[name] if _part(one, "flagscale") == "report"}
+    measuring = {name for name in MODULES if _part(name, "flagscale") in ("bench", "trials")}
+    taken |= {
+        one for name in measuring for one in GRAPH[name] if _part(one, "flagscale") == "report"
+    }
     allowed = {*made_of, "flagscale.errors"}
     assert {one for one in taken if ".".join(one.split(".")[:3]) not in allowed} == set()
 

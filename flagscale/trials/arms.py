@@ -1,0 +1,123 @@
+"""What is compared: an arm is a name for a backend and the environment that its processes get.
+
+Imports no torch. Whether an arm can be had on a host is asked there (:func:`refusal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flagscale.bench.command_line import did_you_mean
+from flagscale.comm import registry
+from flagscale.errors import ConfigError
+
+EXACT = "exact"
+Variables = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to sum gradients."""
+
+    name: str
+    backend: str
+    """As ``distributed_backend`` of a YAML."""
+    environment: Variables = ()
+    exact: bool = True
+    """Whether its sums are those of every other exact arm, but for rounding."""
+
+    @property
+    def told(self) -> str:
+        """What it is made of: ``fsccl FSCCL_ALGO=ring``."""
+        return " ".join([self.backend, *(f"{name}={value}" for name, value in self.environment)])
+
+
+_ALGORITHMS = ("ring", "tree", "transpose")
+_OPTIREDUCE = "optireduce"
+# Of all_reduce alone: a broadcast has no tree, and NCCL refuses what is left without an algorithm.
+_NCCL = {"ring": "allreduce:ring", "tree": "allreduce:tree"}
+_SUBSYSTEMS = (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"))
+NAMES = (*_ALGORITHMS, _OPTIREDUCE)
+"""The arms that have a name of their own; any backend's name is one more."""
+# They steer fsccl, and its adapter says which of them this build knows.
+_STEERING = ("FSCCL_ALGO", "FSCCL_TAIL")
+
+
+def resolve(name: str, *, accelerated: bool, one_host: bool, custom: Mapping[str, Arm]) -> Arm:
+    """The arm that a name stands for on such a machine.
+
+    Args:
+        name: of :data:`NAMES`, of ``custom``, or a backend's.
+        accelerated: ranks train on GPUs, where NCCL has rings and trees.
+        one_host: all ranks are on one host, where fsccl would use shared memory in place of its
+            algorithms between hosts: each rank is then a cluster of its own.
+        custom: arms that the user has made.
+
+    Raises:
+        ConfigError: nothing is called so; the nearest is named.
+    """
+    if name in custom:
+        return custom[name]
+    if accelerated and name in _NCCL:
+        return Arm(name, "nccl", (("NCCL_ALGO", _NCCL[name]), *_SUBSYSTEMS))
+    apart = (("FSCCL_SHM", "0"),) if one_host else ()
+    if name in _ALGORITHMS:
+        return Arm(name, "fsccl", (("FSCCL_ALGO", name), *apart))
+    if name == _OPTIREDUCE:
+        return Arm(name, "fsccl", (("FSCCL_TAIL", "bounded"), *apart), exact=False)
+    known = (*NAMES, *custom, *registry.names())
+    if name not in registry.names():
+        near = did_you_mean(name, known)
+        raise ConfigError(f"--arms: {name!r} is no arm{near} (known: {', '.join(known)})")
+    return Arm(name, name, _SUBSYSTEMS if name == "nccl" else ())
+
+
+def parse_custom(words: Iterable[str]) -> dict[str, Arm]:
+    """Arms of the user's own: ``NAME=BACKEND[,VARIABLE=VALUE ...]``, such as
+    ``wide=fsccl,FSCCL_TCP_CONNECTIONS=4``.
+
+    Raises:
+        ConfigError: one is written otherwise, its backend is unknown, or its name is taken.
+    """
+    found: dict[str, Arm] = {}
+    for word in words:
+        name, equals, rest = word.partition("=")
+        backend, *pairs = rest.split(",")
+        variables = tuple((key, value) for key, _, value in (pair.partition("=") for pair in pairs))
+        fit = all("=" in pair and key.isidentifier() for pair, (key, _) in zip(pairs, variables))  # noqa: B905
+        if not equals or not name.isidentifier() or not backend or not fit:
+            raise ConfigError(f"--arm {word!r}; expected NAME=BACKEND[,VARIABLE=VALUE ...]")
+        if name in (*NAMES, *found, *registry.names()):
+            raise ConfigError(f"--arm {word!r}: the name {name!r} is taken")
+        registry.backend(backend, given_by=f"--arm {name}")
+        lossy = ("FSCCL_TAIL", "bounded") in variables
+        found[name] = Arm(name, backend, variables, exact=not lossy)
+    return found
+
+
+def refusal(arm: Arm, device: str) -> str | None:
+    """Why this host cannot have the arm for tensors of ``device``; None where it can."""
+    try:
+        backend = registry.usable(arm.backend, device, ("all_reduce",), given_by=f"arm {arm.name}")
+    except ConfigError as error:
+        return str(error)
+    known = {option.variable for option in backend.options} | set(backend.environment)
+    for variable, value in arm.environment:
+        if variable in _STEERING and variable not in known:
+            return (
+                f"arm {arm.name}: {backend.name} here knows no {variable}={value}, so it would "
+                "train as it does without; leave the arm out"
+            )
+    return None
+
+
+def require(arms: Sequence[Arm], device: str) -> None:
+    """Refuse the first arm that this host cannot have.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for arm in arms:
+        if reason := refusal(arm, device):
+            raise ConfigError(reason)

@@ -1,0 +1,1 @@
+"""What the trials train: six families, of random weights and data made here."""

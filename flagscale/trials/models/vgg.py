@@ -1,0 +1,57 @@
+"""VGG-19 with batch normalisation (Simonyan and Zisserman, arXiv 1409.1556, configuration E), and
+images of classes that can be learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+CLASSES = 10
+_CHANNELS = (2 * (64,), 2 * (128,), 4 * (256,), 4 * (512,), 4 * (512,))
+_NOISE = 0.5
+
+
+class Vgg19(nn.Module):
+    """Images [batch, 3, pixels, pixels] and labels [batch] to their mean cross-entropy.
+
+    Args:
+        pixels: a multiple of 32.
+        divisor: of all widths of convolutions.
+        hidden: width of the two hidden layers behind them.
+    """
+
+    def __init__(self, pixels: int, divisor: int, hidden: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = 3
+        for block in _CHANNELS:
+            for channels in (width // divisor for width in block):
+                layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False)]
+                layers += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+                before = channels
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(
+            nn.Linear(before * (pixels // 32) ** 2, hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(hidden, CLASSES),
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = self.classifier(self.features(images).flatten(1))
+        return functional.cross_entropy(found, labels)
+
+
+def images(pixels: int, batch: int, draw: torch.Generator) -> dict[str, Tensor]:
+    """Images [batch, 3, pixels, pixels] and their classes [batch]: each a coarse pattern of its
+    class, the same in every batch, under noise."""
+    patterns = torch.randn(CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(CLASSES, (batch,), generator=draw)
+    coarse = functional.interpolate(patterns[labels], size=(pixels, pixels), mode="nearest")
+    return {
+        "images": coarse + _NOISE * torch.randn(coarse.shape, generator=draw),
+        "labels": labels,
+    }

@@ -1,0 +1,264 @@
+"""The results of sessions in numbers that tables, pages and files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, groupby
+from operator import attrgetter
+
+from flagscale.bench.collectives.statistics import Ratio, percentile
+from flagscale.trials.results import NONE, ArmResult, Probed, SessionResult
+from flagscale.trials.statistics import (
+    RING,
+    Agreement,
+    agreement,
+    block_ratio,
+    common_loss,
+    shape,
+    smoothed,
+    time_to,
+    unlike,
+)
+
+FEW = 300
+"""Below so many steps a 99th percentile is little more than the slowest."""
+_SAME = 0.05
+"""Arms whose tables of bytes differ by less are not shown to be two."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One arm under one setting; times in seconds a step."""
+
+    model: str
+    setting: str
+    arm: str
+    told: str
+    """What the arm is made of."""
+    steps: int
+    median: float
+    p99: float
+    compute: float
+    """Median without exposed communication."""
+    exposed: float
+    communication: float | None
+    slowdown: Ratio | None
+    """Of the median against no traffic."""
+    slowdown_p99: Ratio | None
+    against: Ratio | None
+    """Of the median against the first arm of the same session."""
+    loss: float
+    """Smoothed, at the end."""
+    to_loss: float | None
+    """Seconds of training until the loss that all arms and settings reach."""
+    replicas_equal: bool
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Whether two arms of a session are shown to be two; ``unlike`` is a share of bytes."""
+
+    one: str
+    other: str
+    unlike: float | None
+    """None where the bytes of one are not counted."""
+    shape: str = ""
+    """What both look like, where that is the same: rings may go round in either direction."""
+
+    @property
+    def told(self) -> str:
+        """In a sentence."""
+        if self.unlike is None:
+            return f"{self.one} and {self.other}: bytes of one are not counted, nothing is shown"
+        share = f"{self.unlike:.0%} of bytes go between other pairs"
+        if self.shape:
+            return f"{self.one} and {self.other}: NOT shown to be different: both are {self.shape}"
+        verdict = "proved different" if self.unlike > _SAME else "NOT shown to be different"
+        return f"{self.one} and {self.other}: {verdict}: {share}"
+
+
+def by_model(sessions: Sequence[SessionResult]) -> Iterator[tuple[str, list[SessionResult]]]:
+    """The sessions of each model, by what tables call it."""
+    for model, some in groupby(sessions, key=attrgetter("model")):
+        yield model.title, list(some)
+
+
+def lines(sessions: Sequence[SessionResult]) -> list[Line]:
+    """Every arm under every setting, of the sessions of any models."""
+    return [line for _, some in by_model(sessions) for line in _of_model(some)]
+
+
+def _of_model(sessions: Sequence[SessionResult]) -> Iterator[Line]:
+    curves = {
+        (session.setting, one.arm.name): smoothed(one.steps.loss)
+        for session in sessions
+        for one in session.arms
+    }
+    target = common_loss(list(curves.values()))
+    quiet = next((session for session in sessions if session.setting == NONE), None)
+    for session in sessions:
+        for one in session.arms:
+            control = quiet.arm(one.arm.name) if quiet not in (None, session) else None
+            curve = curves[session.setting, one.arm.name]
+            to_loss = None if target is None else time_to(target, curve, one.steps.seconds)
+            yield _line(session, one, control, curve[-1], to_loss)
+
+
+def _line(
+    session: SessionResult,
+    one: ArmResult,
+    control: ArmResult | None,
+    loss: float,
+    to_loss: float | None,
+) -> Line:
+    steps, first = one.steps, session.arms[0]
+    return Line(
+        model=session.model.title,
+        setting=session.setting,
+        arm=one.arm.name,
+        told=one.arm.told,
+        steps=len(steps.seconds),
+        median=percentile(steps.seconds, 50),
+        p99=percentile(steps.seconds, 99),
+        compute=percentile(steps.compute, 50),
+        exposed=percentile(steps.exposed, 50),
+        communication=percentile(steps.communication, 50) if steps.communication else None,
+        slowdown=_ratio(one, control, 50) if control else None,
+        slowdown_p99=_ratio(one, control, 99) if control else None,
+        against=_ratio(one, first, 50) if one is not first else None,
+        loss=loss,
+        to_loss=to_loss,
+        replicas_equal=one.replicas_equal,
+    )
+
+
+def _ratio(above: ArmResult, below: ArmResult, percent: float) -> Ratio:
+    return block_ratio(above.steps.seconds, below.steps.seconds, above.steps.round, percent)
+
+
+def interval(ratio: Ratio | None) -> str:
+    """``1.33 [1.21, 1.47]``; ``-`` where there is none."""
+    return "-" if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+COLUMNS = (
+    *("model", "setting", "arm", "median s", "p99 s", "compute s", "exposed s", "summing s"),
+    *("slowdown [95 %]", "against the first arm", "loss", "s to a loss"),
+)
+
+
+def cells(line: Line) -> list[str]:
+    """A line of results for :data:`COLUMNS`."""
+    return [
+        *(line.model, line.setting, line.arm),
+        *(f"{value:.4g}" for value in (line.median, line.p99, line.compute, line.exposed)),
+        "-" if line.communication is None else f"{line.communication:.4g}",
+        interval(line.slowdown),
+        interval(line.against),
+        f"{line.loss:.4g}",
+        "-" if line.to_loss is None else f"{line.to_loss:.3g}",
+    ]
+
+
+def pairs(session: SessionResult) -> list[Pair]:
+    """Whether each two arms of a session are shown to be two. NCCL's log counts as well."""
+    found = []
+    for one, other in combinations(session.arms, 2):
+        share, both = None, ""
+        if one.sent and other.sent:
+            share = unlike(one.sent, other.sent)
+            shapes = {shape(one.sent), shape(other.sent)}
+            both = shapes.pop() if shapes == {RING} else ""
+        elif one.algorithms and other.algorithms:
+            total = [sum(arm.algorithms.values()) for arm in (one, other)]
+            names = {*one.algorithms, *other.algorithms}
+            share = (
+                sum(
+                    abs(one.algorithms.get(n, 0) / total[0] - other.algorithms.get(n, 0) / total[1])
+                    for n in names
+                )
+                / 2
+            )
+        found.append(Pair(one.arm.name, other.arm.name, share, both))
+    return found
+
+
+def sent(one: ArmResult) -> str:
+    """What an arm's table of bytes looks like, by whose count; and what a library's log says."""
+    words = []
+    if one.sent:
+        total = sum(map(sum, one.sent)) / 2**20
+        words.append(f"{shape(one.sent)}; {total:.1f} MiB in all, counted by {one.counted_by}")
+    if one.algorithms:
+        chosen = ", ".join(f"{name} {count} times" for name, count in one.algorithms.items())
+        words.append(f"its log: {chosen}")
+    if one.last_algorithm:
+        words.append(f"its last algorithm: {one.last_algorithm}")
+    if one.tail:
+        told = ", ".join(f"{name} {value:g}" for name, value in one.tail.items())
+        words.append(f"its bounded sums, all ranks: {told}")
+    return (
+        "; ".join(words) or "not counted: it moves its bytes by neither TCP nor a count of its own"
+    )
+
+
+def agreements(session: SessionResult) -> list[tuple[str, Agreement]]:
+    """How every arm's losses agree with those of the first exact one, by a name for both."""
+    exact = [one for one in session.arms if one.arm.exact]
+    if not exact:
+        return []
+    first, found = exact[0], []
+    for one in session.arms:
+        if one is not first:
+            name = f"{one.arm.name} and {first.arm.name}"
+            found.append((name, agreement(_all_losses(first), _all_losses(one))))
+    return found
+
+
+def _all_losses(one: ArmResult) -> list[float | None]:
+    """Of steps that count and do not, as they were trained."""
+    known = {
+        step: loss
+        for part in (one.steps, one.settling)
+        for step, loss in zip(part.step, part.loss, strict=True)
+    }
+    return [known[step] for step in sorted(known)]
+
+
+def findings(session: SessionResult) -> list[str]:
+    """What a session proves or fails to: arms, losses, replicas."""
+    told = [f"{one.arm.name} ({one.arm.told}): {sent(one)}" for one in session.arms]
+    told += [pair.told for pair in pairs(session)]
+    exact = {one.arm.name for one in session.arms if one.arm.exact}
+    for names, found in agreements(session):
+        lossy = names.partition(" ")[0] not in exact
+        verdict = "agree" if found.holds else ("differ" if lossy else "do NOT agree")
+        told.append(
+            f"losses of {names} {verdict}: {found.early:.1e} at most in the first steps, "
+            f"{found.late:.2%} at the end, where chance makes {found.noise:.2%}"
+        )
+    for one in session.arms:
+        if not one.replicas_equal:
+            told.append(f"{one.arm.name}: the ranks ended with UNLIKE replicas")
+    if all(one.replicas_equal for one in session.arms):
+        told.append("all ranks of every arm ended with the same bits")
+    if session.before is not None and session.after is not None:
+        told.append(
+            f"the probe's p99/p50: {_probe(session.before)} before the ranks began, "
+            f"{_probe(session.after)} when they had ended"
+        )
+    return told
+
+
+def _probe(found: Probed) -> str:
+    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def sound(session: SessionResult) -> bool:
+    """Whether nothing was found that makes a session's times worthless."""
+    exact = {one.arm.name for one in session.arms if one.arm.exact}
+    agreed = all(
+        found.holds for names, found in agreements(session) if names.partition(" ")[0] in exact
+    )
+    return agreed and all(one.replicas_equal for one in session.arms)

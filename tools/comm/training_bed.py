@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Train under calibrated tails on hosts whose cables are slow: which arm holds, and by how much?
+
+    tools/comm/training_bed.py --rate 250mbit --queue 128kb --tails 1.5,3 --output FILE -- \\
+        --models gpt2,bert --arms ring,tree,transpose --steps 300 --report page.html
+
+The hosts are namespaces of this machine (tests/bed: needs root), with a second network that nothing
+is measured on. A token bucket with a queue of so many bytes stands before each on the first one.
+`flagscale bench traffic` finds each tail there and `flagscale bench training` trains under all of
+them, and under the last one's traffic on the second network. What follows `--` is training's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+
+
+def on_bed(options: argparse.Namespace, more: Sequence[str]) -> int:
+    """Calibrate each tail, then train; training's exit code."""
+    from bed.lab import Bed  # type: ignore[import-not-found]
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Bed.open(Path(directory) / "bed", options.hosts, fabric=True) as bed,
+    ):
+        for host in bed.hosts:
+            host.bottleneck(options.rate, options.queue)
+        environment = {**os.environ, **bed.environment(PYTHONPATH=str(PROJECT))}
+
+        def run(*words: str) -> int:
+            line = [sys.executable, "-m", "flagscale.cli", "bench", *words]
+            return subprocess.run(line, env=environment, check=False).returncode
+
+        kept = []
+        for tail in options.tails:
+            path = Path(directory) / f"{tail:g}.json"
+            line = ["--hosts", *bed.names, "--rate", options.rate, "--tail", f"{tail:g}"]
+            line += ["--within", f"{options.within:g}", "--seconds", "1", "--plain"]
+            if run("traffic", *line, "--environment", str(path)):
+                print(f"note: a tail of {tail:g} was not reached", file=sys.stderr)
+            if path.is_file():
+                kept.append(str(path))
+        line = ["-r", str(options.hosts), "--hosts", *bed.names, "--device", "cpu"]
+        line += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", "FSCCL_SOCKET_IFNAME=eth0"]
+        if kept:
+            apart = [f"{host.name}={host.fabric_address}" for host in bed.hosts]
+            line += ["--environment", *kept, "--apart", *apart]
+        if options.output:
+            line += ["--json", str(options.output.absolute())]
+        return run("training", *line, *more)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    place = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(prog="tools/comm/training_bed.py")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", default="250mbit", help="of each cable, as tc spells it")
+    parser.add_argument("--queue", default="1mb", help="before each host, as tc spells it")
+    parser.add_argument("--within", type=float, default=300.0, help="seconds to calibrate a tail")
+    tails = lambda text: [float(word) for word in text.split(",")]  # noqa: E731
+    parser.add_argument("--tails", type=tails, default="1.5,3")
+    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    return on_bed(parser.parse_args(words[:place]), words[place + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
