@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from flagscale.bench.collectives.statistics import percentile
 from flagscale.files import plain
+from flagscale.ratios import percentile
 from flagscale.report.frame import page
 from flagscale.report.html import Cell, Html, details, element, facts, join, section, table
 from flagscale.report.plot import COLOURS, Plot

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from flagscale.bench.collectives.statistics import Ratio
+from flagscale.ratios import Ratio
 
 _RESAMPLES = 1000
 _EARLY = 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations, groupby
 from operator import attrgetter
 
-from flagscale.bench.collectives.statistics import Ratio, percentile
+from flagscale.ratios import Ratio, percentile
 from flagscale.trials.results import NONE, ArmResult, Probed, SessionResult
 from flagscale.trials.statistics import (
     RING,

@@ -22,7 +22,7 @@ SOURCES = (".py", ".sh", ".h", ".cpp", ".cu")
 # What each part may import, whenever it does: at the top, in a function, or for types alone.
 GROUND = {"errors", "files", "modules", "records", "registry", "status"}
 PARTS = {
-    **{name: set[str]() for name in ("errors", "files", "modules", "status")},
+    **{name: set[str]() for name in ("errors", "files", "modules", "ratios", "status")},
     "guard": {"errors"},
     "records": {"errors", "files"},
     "registry": {"errors"},
@@ -53,7 +53,7 @@ PARTS = {
         "comm",
     },
     "report": {*GROUND, "config", "hosts", "launch"},
-    "bench": {*GROUND, "accelerators", "guard", "hosts", "comm", "report"},
+    "bench": {*GROUND, "accelerators", "guard", "hosts", "comm", "ratios", "report"},
     "traffic": {*GROUND, "guard", "hosts", "bench"},
     "trials": {
         *GROUND,
@@ -61,6 +61,7 @@ PARTS = {
         "guard",
         "hosts",
         "comm",
+        "ratios",
         "report",
         "bench",
         "traffic",

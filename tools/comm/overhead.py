@@ -30,8 +30,8 @@ from flagscale.bench.collectives.bodies import Shape, assemble, build
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.launch import read_specs
 from flagscale.bench.collectives.spec import BenchSpec
-from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.collectives.timing import measure
+from flagscale.ratios import median_ratio
 
 LIMIT = 1.03
 

@@ -20,11 +20,11 @@ from flagscale.bench.collectives import bodies, devices
 from flagscale.bench.collectives.bodies import PreparedBuffers, prepare, release
 from flagscale.bench.collectives.devices import form
 from flagscale.bench.collectives.spec import BenchSpec, Case
-from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.collectives.timing import measure
 from flagscale.bench.machine import facts
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
+from flagscale.ratios import median_ratio
 
 _SECONDS = 600.0
 

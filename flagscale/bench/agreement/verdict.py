@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flagscale.bench.collectives.statistics import Ratio
+from flagscale.ratios import Ratio
 from flagscale.report.figure import Line, write_panels
 
 Verdict = Literal["agrees", "differs", "unsure"]

@@ -13,10 +13,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from flagscale.bench.collectives.statistics import Ratio
 from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
 from flagscale.files import write_atomic
+from flagscale.ratios import Ratio
 
 GB = 1e9
 GIB = 2**30

@@ -16,11 +16,11 @@ from flagscale.bench.collectives.bodies import PreparedBuffers, Shape, prepare, 
 from flagscale.bench.collectives.devices import RankGroup, form, probe_copies
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.spec import Average, BenchSpec, Case
-from flagscale.bench.collectives.statistics import paired_ratio, percentile
 from flagscale.bench.collectives.timing import Measured, gatherings, measure
 from flagscale.bench.collectives.watch import Watch
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
+from flagscale.ratios import paired_ratio, percentile
 
 Limits = tuple[float | None, float | None]
 """The nominal and the measured limit of the bus bandwidth, in 1e9 bytes a second."""

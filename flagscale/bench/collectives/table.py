@@ -9,7 +9,8 @@ from typing import Protocol
 
 from flagscale.bench.collectives.records import GB, GIB, Row
 from flagscale.bench.collectives.spec import BandwidthUnit, BenchSpec
-from flagscale.bench.collectives.statistics import Ratio, Statistic
+from flagscale.bench.collectives.statistics import Statistic
+from flagscale.ratios import Ratio
 
 _GAP = "    "
 

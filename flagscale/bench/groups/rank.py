@@ -31,7 +31,6 @@ from flagscale.accelerators.device import Device
 from flagscale.accelerators.registry import chosen
 from flagscale.bench import rendezvous
 from flagscale.bench.collectives import devices
-from flagscale.bench.collectives.statistics import median_ratio
 from flagscale.bench.groups.launch import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
 from flagscale.bench.machine import facts
 from flagscale.bench.rank import Job
@@ -41,6 +40,7 @@ from flagscale.bench.world import RENDEZVOUS_VARIABLE, BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
 from flagscale.hosts.names import folded
+from flagscale.ratios import median_ratio
 from flagscale.records import decode, encode
 
 _TIMEOUT = timedelta(minutes=10)

@@ -15,8 +15,8 @@ from flagscale.bench.agreement.verdict import Pair, conclusion, table
 from flagscale.bench.collectives.operations import DATA_TYPES as OURS
 from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.sizes import fit
-from flagscale.bench.collectives.statistics import Ratio
 from flagscale.errors import ConfigError
+from flagscale.ratios import Ratio
 
 # What nccl-tests printed on eight GPUs: operation, size, microseconds, algbw, busbw.
 _PRINTED = [

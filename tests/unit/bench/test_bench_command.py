@@ -13,11 +13,11 @@ from flagscale.bench.collectives import curves, records
 from flagscale.bench.collectives.launch import Bench, read_specs
 from flagscale.bench.collectives.records import Row, write_csv
 from flagscale.bench.collectives.spec import Batch, BenchSpec
-from flagscale.bench.collectives.statistics import Ratio
 from flagscale.bench.collectives.watch import Beat, explain
 from flagscale.bench.placement import require_own
 from flagscale.bench.spawn import cores_here
 from flagscale.errors import ConfigError
+from flagscale.ratios import Ratio
 
 
 @pytest.mark.parametrize(
