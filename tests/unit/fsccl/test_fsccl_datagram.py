@@ -11,7 +11,7 @@ from compiled import program as program_of
 
 HERE = Path(__file__).parent / "datagram"
 CSRC = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc"
-PARTS = ("datagram/datagram.cpp", "core/types.cpp", "core/reduce.cpp")
+PARTS = ("datagram/session.cpp", "datagram/transfer.cpp", "core/types.cpp", "core/reduce.cpp")
 SEEDS = range(int(os.environ.get("FLAGSCALE_DATAGRAM_SEEDS", "2")))
 
 pytestmark = [pytest.mark.integration, pytest.mark.compiler]

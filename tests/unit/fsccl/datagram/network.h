@@ -82,10 +82,10 @@ class World {
     void send(int to, const std::byte* packet, size_t bytes) override {
       world.sent(rank, to, Bytes(packet, packet + bytes));
     }
-    void tell(int to, const Word& word) override {
+    void tell(int to, const Notice& notice) override {
       if (world.weather_.dead(rank)) return;
-      world.at(ms(2), [this, to, word] {
-        if (!world.weather_.dead(to)) world[to].on_word(rank, word, world.local(to));
+      world.at(ms(2), [this, to, notice] {
+        if (!world.weather_.dead(to)) world[to].on_notice(rank, notice, world.local(to));
         world.wake_[static_cast<size_t>(to)] = world.now_;
       });
     }

@@ -33,6 +33,7 @@ void Session::start(const Job& job, Time now) {
   if (state_ == State::kCancelled) return;
   advance(now);
   ++operation_;
+  digest_ = job.digest;
   transfer_.begin(job, operation_);
   state_ = State::kReady;
   began_ = clock_;
@@ -46,8 +47,9 @@ void Session::start(const Job& job, Time now) {
     p.answered = clock_ - limits_.resend;
     p.record.assign(record_bytes(), std::byte{0});
     p.fragments = Bits(ceil_div(record_bytes(), kFragment));
+    if (p.ready == operation_) compare(r, p.digest);
     say_ready(r);
-    if (p.owed == operation_) net_.tell(r, {Word::kReady, 0, operation_});
+    if (p.owed == operation_) net_.tell(r, {Notice::kReady, 0, operation_});
   });
 }
 
@@ -87,11 +89,20 @@ void Session::on_ready(int from, const Header& h) {
     ++dropped_.malformed;
     return;
   }
-  if (h.operation < operation_) ++dropped_.late;
+  if (h.operation < operation_) {
+    ++dropped_.late;
+    return;
+  }
+  if (h.operation > peer(from).ready) peer(from).digest = h.offset;
   peer(from).ready = std::max(peer(from).ready, h.operation);
+  if (h.operation == operation_ && state_ != State::kIdle) compare(from, h.offset);
   // It has not heard that this rank is.
   const bool asks = (h.mask & bit(circle_.rank)) == 0;
   if (h.operation == operation_ && state_ != State::kIdle && asks) say_ready(from);
+}
+
+void Session::compare(int rank, uint64_t digest) {
+  if (digest != 0 && digest != digest_ && unlike_ < 0) unlike_ = rank;
 }
 
 void Session::on_data(int from, const Header& h, const std::byte* payload) {
@@ -114,6 +125,7 @@ void Session::say_ready(int to) {
   Header h;
   h.kind = Kind::kReady;
   h.operation = operation_;
+  h.offset = digest_;
   h.mask = ready_mask();
   net_.send(to, packet_.data(), seal(circle_, to, h, packet_.data()));
 }
@@ -138,7 +150,7 @@ void Session::wait_for_ready() {
   if (turned_ || clock_ < reliable_) return;
   turned_ = true;
   others([&](int r) {
-    if ((mask & bit(r)) == 0) net_.tell(r, {Word::kReady, 1, operation_});
+    if ((mask & bit(r)) == 0) net_.tell(r, {Notice::kReady, 1, operation_});
   });
 }
 
@@ -161,7 +173,7 @@ Time Session::step(Time now) {
 void Session::finish_record() {
   const Report report = transfer_.report(clock_);
   Bytes& record = own_record(operation_);
-  const RecordHead head{operation_, report};
+  const RecordHead head{operation_, digest_, report};
   record.resize(record_bytes());
   std::memcpy(record.data(), &head, sizeof head);
   const std::vector<uint8_t>& bits = transfer_.have().bytes();
@@ -188,7 +200,7 @@ void Session::agree() {
   if (turned_ || clock_ < reliable_) return;
   turned_ = true;
   others([&](int r) {
-    if (!peer(r).fragments.all()) net_.tell(r, {Word::kAsk, 0, operation_});
+    if (!peer(r).fragments.all()) net_.tell(r, {Notice::kAsk, 0, operation_});
   });
 }
 
@@ -245,25 +257,26 @@ void Session::answer_behind(int from, const Header& h) {
   say_record(from, h.operation, own_record(h.operation));
 }
 
-void Session::on_word(int from, const Word& word, Time now) {
+void Session::on_notice(int from, const Notice& notice, Time now) {
   if (state_ == State::kCancelled) return;
   advance(now);
   Peer& p = peer(from);
-  if (word.kind == Word::kReady) {
-    if (word.operation > operation_ + 1) return;
-    p.ready = std::max(p.ready, word.operation);
-    if (word.wants_answer == 0) return;
-    if (word.operation <= operation_) {
-      net_.tell(from, {Word::kReady, 0, word.operation});
+  if (notice.kind == Notice::kReady) {
+    if (notice.operation > operation_ + 1) return;
+    if (notice.operation > p.ready) p.digest = 0;
+    p.ready = std::max(p.ready, notice.operation);
+    if (notice.wants_answer == 0) return;
+    if (notice.operation <= operation_) {
+      net_.tell(from, {Notice::kReady, 0, notice.operation});
     } else {
-      p.owed = word.operation;
+      p.owed = notice.operation;
     }
     return;
   }
-  if (word.kind != Word::kAsk) return;
-  const bool here = word.operation == operation_;
-  if (!here && word.operation + 1 != operation_) return;
-  const Bytes& record = own_record(word.operation);
+  if (notice.kind != Notice::kAsk) return;
+  const bool here = notice.operation == operation_;
+  if (!here && notice.operation + 1 != operation_) return;
+  const Bytes& record = own_record(notice.operation);
   if (!record.empty()) return net_.tell_record(from, record);
   p.asked = here;
 }
@@ -290,6 +303,8 @@ void Session::conclude() {
     RecordHead head;
     std::memcpy(&head, record.data(), sizeof head);
     outcome_.reports[static_cast<size_t>(r)] = head.report;
+    compare(r, head.digest);
+    if (unlike_ >= 0) return;
     const std::byte* const bits = record.data() + sizeof head;
     for (size_t i = 0; i < pieces; ++i) {
       if ((static_cast<unsigned>(bits[i / 8]) >> (i % 8) & 1) == 0) outcome_.excluded.set(i);
@@ -303,12 +318,15 @@ void Session::conclude() {
   state_ = State::kDone;
 }
 
+bool Session::awaits(int rank) const {
+  if (rank == circle_.rank) return false;
+  if (state_ == State::kReady) return peer(rank).ready < operation_;
+  return state_ == State::kAgreeing && !peer(rank).fragments.all();
+}
+
 int Session::awaited() const {
-  const uint64_t mask = state_ == State::kReady      ? ready_mask()
-                        : state_ == State::kAgreeing ? known_mask()
-                                                     : everyone_;
   for (int r = 0; r < circle_.ranks; ++r) {
-    if (r != circle_.rank && (mask & bit(r)) == 0) return r;
+    if (awaits(r)) return r;
   }
   return -1;
 }

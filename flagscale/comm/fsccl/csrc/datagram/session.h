@@ -34,7 +34,7 @@ namespace fsccl::datagram {
 
 // Before the pieces that a rank has, a bit each, in its record.
 struct RecordHead {
-  uint64_t operation = 0;
+  uint64_t operation = 0, digest = 0;
   Report report;
 };
 
@@ -60,7 +60,7 @@ class Session {
   void start(const Job& job, Time now);
   // From where rank `from` is.
   void on_packet(int from, const std::byte* packet, size_t bytes, Time now);
-  void on_word(int from, const Word& word, Time now);
+  void on_notice(int from, const Notice& notice, Time now);
   void on_record(int from, const std::vector<std::byte>& record, Time now);
   // Does what is due, and gives the time at which to call it again at the latest.
   Time step(Time now);
@@ -75,8 +75,20 @@ class Session {
 
   uint64_t operation() const { return operation_; }
   size_t record_bytes() const { return sizeof(RecordHead) + ceil_div<size_t>(layout().pieces(), 8); }
-  // Whom this rank waits for; -1: nobody.
+  // Whether this rank waits for that one's notice, or record; and the first such, or -1.
+  bool awaits(int rank) const;
   int awaited() const;
+  bool agreeing() const { return state_ == State::kAgreeing; }
+  // A rank that has called another operation; -1: none. It will never be done then.
+  int unlike() const { return unlike_; }
+  // What a rank that leaves must say, to whom: this rank's last record, to those not seen to have it.
+  template <class F>
+  void last_words(F&& say) {
+    if (state_ != State::kDone) return;
+    others([&](int r) {
+      if (!peer(r).has_mine) say(r, own_record(operation_));
+    });
+  }
   const Dropped& dropped() const { return dropped_; }
   uint64_t sent_bytes() const { return transfer_.sent_bytes(); }
 
@@ -84,6 +96,7 @@ class Session {
   enum class State { kIdle, kReady, kMoving, kAgreeing, kDone, kCancelled };
   struct Peer {
     uint64_t ready = 0;          // the last operation that it has begun
+    uint64_t digest = 0;         // and what it is; 0: not known
     uint64_t owed = 0;           // an operation of which it wants to hear over the reliable way
     bool asked = false;          // for this rank's record, over the reliable way
     bool has_mine = false;       // record
@@ -97,6 +110,7 @@ class Session {
 
   void advance(Time now);
   void on_ready(int from, const Header& h);
+  void compare(int rank, uint64_t digest);
   void on_data(int from, const Header& h, const std::byte* payload);
   void on_fragment(int from, const Header& h, const std::byte* payload);
   void answer_behind(int from, const Header& h);
@@ -127,7 +141,8 @@ class Session {
   Network& net_;
   Transfer transfer_;
   State state_ = State::kIdle;
-  uint64_t operation_ = 0;
+  uint64_t operation_ = 0, digest_ = 0;
+  int unlike_ = -1;
   Time clock_{}, last_{};  // steps forward so far; and the time at the last one
   bool started_ = false;
   Time began_{}, again_{}, reliable_{};  // this state; when to repeat, when to turn to the reliable

@@ -115,7 +115,9 @@ void Transfer::take_wants(const Header& h, const std::byte* payload, Dropped* dr
     const size_t piece = static_cast<size_t>(h.offset + i), index = piece - of.lo;
     const bool sent = parts ? part_sent(h.sender, index) : sums_sent_.test(index);
     const uint8_t flags = mark(index, of.size()) | Header::kRepair;
-    if (sent) again_.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece, flags});
+    if (!sent) continue;
+    again_.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece, flags});
+    ++lost_;
   }
 }
 
@@ -180,7 +182,7 @@ void Transfer::want(Stream* stream, int from, Kind kind, Time until, Time now, N
   const bool due = stream->wants == 0 ? ended || now >= until - job_.phase / 4
                                       : now >= stream->wanted + pause(*stream);
   if (!due) return;
-  if (stream->wants++ == 0) lost_ += stream->lacks;
+  ++stream->wants;
   stream->wanted = now;
   const bool parts = kind == Kind::kWantParts;
   const Interval of = parts ? mine_ : layout_.shard(from);

@@ -26,8 +26,8 @@ namespace fsccl::datagram {
 
 using Time = std::chrono::nanoseconds;
 
-// A word between two ranks that a reliable network carries (session.h).
-struct Word {
+// Between two ranks, where a reliable network carries it (session.h).
+struct Notice {
   enum Kind : uint32_t { kReady = 1, kAsk = 2 };
   uint32_t kind = kReady;
   uint32_t wants_answer = 0;
@@ -40,7 +40,7 @@ class Network {
   // May be lost, doubled, overtaken, late.
   virtual void send(int to, const std::byte* packet, size_t bytes) = 0;
   // Reliable and slow: used where datagrams do not come.
-  virtual void tell(int to, const Word& word) = 0;
+  virtual void tell(int to, const Notice& notice) = 0;
   virtual void tell_record(int to, const std::vector<std::byte>& record) = 0;
 };
 
@@ -54,6 +54,7 @@ struct Limits {
 
 struct Job {
   const std::byte* in = nullptr;
+  uint64_t digest = 0;  // of what the operation is, for ranks to compare
   size_t bytes = 0;
   Reduction how;    // of all ranks' parts: SUM or AVG of floats
   Time phase{};     // how long each of the two may take
@@ -64,8 +65,8 @@ struct Job {
 
 // What a rank tells the others of an operation.
 struct Report {
-  uint32_t expected = 0;    // packets, at first
-  uint32_t lost = 0;        // of these, before anything was repaired
+  uint32_t expected = 0;    // packets that come to it, and as many that it sends
+  uint32_t lost = 0;        // that it has sent and that were asked for again
   uint32_t scaled = 0;      // pieces of its shard that lack somebody's part
   uint32_t elapsed_us = 0;  // until nothing lacked, or it was given up
 };

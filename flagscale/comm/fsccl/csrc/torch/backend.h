@@ -44,6 +44,7 @@ class TorchBackend : public c10d::Backend {
     // Of pipelined schedules; unset: what the environment says.
     std::optional<int> pipeline_k;
     std::optional<int64_t> pipeline_nelem;
+    std::optional<std::string> tail;  // "bounded" or "exact"
   };
 
   // What moves this rank's tensors among its like, and who makes that library's backend for one of
@@ -111,6 +112,8 @@ class TorchBackend : public c10d::Backend {
   void deregister_memory(const std::string& name);
   // What the last operation took, in words.
   std::string last_algorithm() const { return group_->last_algorithm(); }
+  // What all_reduces by datagrams have met, by name.
+  std::map<std::string, double> tail_statistics() const { return group_->tail_statistics(); }
 
  private:
   using NativePtr = c10::intrusive_ptr<c10d::Backend>;
