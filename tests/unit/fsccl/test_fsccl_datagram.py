@@ -53,7 +53,7 @@ def test_replicas_are_alike_and_the_error_and_time_are_bounded(storm: str) -> No
 
 @pytest.mark.parametrize(
     "case",
-    ["packets", "stranger", "clocks", "silence", "one-way", "dead", "unbiased"],
+    ["packets", "stranger", "clocks", "silence", "one-way", "dead", "unbiased", "feedback"],
 )
 def test_what_happens_to_ranks(case: str) -> None:
     for seed in SEEDS:

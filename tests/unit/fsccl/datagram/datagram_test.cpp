@@ -1,11 +1,12 @@
 // All_reduces by datagrams over a played network. Usage, by test_fsccl_datagram.py:
 //   datagram_test storm <seed> <ranks> <bytes> <dtype> <op> <lost> <doubled> <delay ms> <burst>
-//   datagram_test stranger|clocks|silence|one-way|dead|unbiased|packets <seed>
+//   datagram_test stranger|clocks|silence|one-way|dead|unbiased|packets|feedback <seed>
 #include <cmath>
 #include <limits>
 
 #include "core/half.h"
 #include "core/reduce.h"
+#include "datagram/feedback.h"
 #include "network.h"
 
 namespace {
@@ -298,6 +299,32 @@ void packets(unsigned seed) {
   }
 }
 
+// What is excluded comes back with the next gradient of the same bucket, once, and of no other.
+void feedback() {
+  const Layout layout{1000, 256, 2};
+  Bits excluded(layout.pieces());
+  excluded.set(1);
+  excluded.set(3);
+  Bytes gradient(1000), next(1000), other(1000);
+  for (size_t i = 0; i < 250; ++i) {
+    put(DType::kF32, gradient.data(), i, static_cast<double>(i));
+    put(DType::kF32, next.data(), i, 1000);
+  }
+  Feedback kept;
+  const Feedback::Bucket bucket{gradient.data(), 1000, DType::kF32};
+  const Feedback::Bucket another{other.data(), 1000, DType::kF32};
+  kept.keep(bucket, gradient.data(), layout, excluded);
+  expect(kept.has(bucket) && !kept.has(another), "kept for another");
+  kept.add(another, next.data());
+  kept.add(bucket, next.data());
+  for (size_t i = 0; i < 250; ++i) {
+    const double more = excluded.test(4 * i / 256) ? static_cast<double>(i) : 0;
+    expect(element(DType::kF32, next.data(), i) == 1000 + more, "comes back otherwise");
+  }
+  kept.keep(bucket, next.data(), layout, Bits(layout.pieces()));
+  expect(!kept.has(bucket), "comes back twice");
+}
+
 DType dtype_of(const std::string& name) {
   for (const DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
     if (name == name_of(t)) return t;
@@ -329,6 +356,7 @@ int main(int argc, char** argv) {
   if (what == "dead") dead(seed);
   if (what == "unbiased") unbiased(seed);
   if (what == "packets") packets(seed);
+  if (what == "feedback") feedback();
   std::puts("ok");
   return 0;
 }
