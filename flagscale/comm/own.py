@@ -29,6 +29,12 @@ class Fsccl(CommBackend):
         "FSCCL_ALGO": "all_reduce between clusters by ring, tree or transpose; auto: by size",
         "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
         "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",
+        "FSCCL_TAIL": "bounded: all_reduce of large floats on CPUs by datagrams, in bounded time",
+        "FSCCL_TAIL_BYTES": "the smallest all_reduce in bounded time",
+        "FSCCL_TAIL_LIMIT": "percent of one that may be left out",
+        "FSCCL_TAIL_ABOVE": "above that limit: repeat it exactly, or skip it",
+        "FSCCL_TAIL_FEEDBACK": "true: what is left out is added to the next gradient",
+        "FSCCL_TAIL_RATE": "Mbit/s that a rank sends in bounded time; 0: learned",
     }
     own_options = (
         Option(
@@ -66,6 +72,47 @@ class Fsccl(CommBackend):
             minimum=1,
             maximum=1 << 26,
             variable="FSCCL_PIPELINE_NELEM",
+        ),
+        Option(
+            "tail",
+            environment["FSCCL_TAIL"],
+            variable="FSCCL_TAIL",
+            pattern="bounded|exact",
+            shape="bounded or exact",
+        ),
+        Option(
+            "tail_bytes",
+            environment["FSCCL_TAIL_BYTES"],
+            "int",
+            minimum=65536,
+            variable="FSCCL_TAIL_BYTES",
+        ),
+        Option(
+            "tail_limit",
+            environment["FSCCL_TAIL_LIMIT"],
+            "int",
+            maximum=100,
+            variable="FSCCL_TAIL_LIMIT",
+        ),
+        Option(
+            "tail_above",
+            environment["FSCCL_TAIL_ABOVE"],
+            variable="FSCCL_TAIL_ABOVE",
+            pattern="repeat|skip",
+            shape="repeat or skip",
+        ),
+        Option(
+            "tail_feedback",
+            environment["FSCCL_TAIL_FEEDBACK"],
+            "bool",
+            variable="FSCCL_TAIL_FEEDBACK",
+        ),
+        Option(
+            "tail_rate",
+            environment["FSCCL_TAIL_RATE"],
+            "int",
+            maximum=1_000_000,
+            variable="FSCCL_TAIL_RATE",
         ),
     )
 

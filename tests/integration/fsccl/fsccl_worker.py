@@ -14,6 +14,7 @@ import fsccl_checks
 import fsccl_cuda_cases
 import fsccl_device_cases
 import fsccl_program_cases
+import fsccl_tail_cases
 import fsccl_torch_cases
 import torch
 
@@ -23,6 +24,7 @@ MODULES = (
     fsccl_device_cases,
     fsccl_checks,
     fsccl_program_cases,
+    fsccl_tail_cases,
     fsccl_cases,
 )
 CASES = {name: case for module in MODULES for name, case in vars(module).items()}

@@ -422,6 +422,8 @@ def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
         ({"FSCCL_SHM": "yes"}, "FSCCL_SHM=yes: expected 0 or 1"),
         ({"FSCCL_PIPELINE_K": "65"}, "FSCCL_PIPELINE_K=65: expected 0 (off) to 64 chunks"),
         ({"FSCCL_PIPELINE_NELEM": "0"}, "FSCCL_PIPELINE_NELEM=0: expected 1 to 67108864"),
+        ({"FSCCL_TAIL": "bound"}, "FSCCL_TAIL=bound: expected bounded or exact"),
+        ({"FSCCL_TAIL_LIMIT": "101"}, "FSCCL_TAIL_LIMIT=101: expected 0 to 100 percent"),
         ({"FSCCL_SECRET": "a" * 31}, "FSCCL_SECRET: expected 32 hexadecimal digits"),
         ({"FSCCL_DEBUG": "loud"}, "FSCCL_DEBUG=loud: expected INFO or WARN"),
         ({"FSCCL_SOCKET_IFNAME": "=nope0"}, "matches FSCCL_SOCKET_IFNAME==nope0; there are:"),

@@ -33,7 +33,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.compiler]
 
 def build(kind: str, test: str, parts: tuple[str, ...] = ("core.cpp",)) -> Path:
     sources = [HERE / test, *(CORE / part for part in parts)]
-    return program_of(kind, sources, include=CORE, reads=[*CORE.iterdir(), *HERE.glob("*.h")])
+    reads = [*CORE.iterdir(), *CORE.with_name("datagram").iterdir(), *HERE.glob("*.h")]
+    return program_of(kind, sources, include=CORE, reads=reads)
 
 
 @pytest.fixture(scope="module", params=["threads", "memory"])

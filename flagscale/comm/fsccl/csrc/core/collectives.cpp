@@ -1,6 +1,7 @@
 // Which algorithm a collective takes.
 #include <algorithm>
 
+#include "../datagram/tail.h"
 #include "group.h"
 
 namespace fsccl {
@@ -116,23 +117,34 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
   check_reduction(r);
   const size_t bytes = count * r.width();
   if (bytes == 0) return;
+  const bool bounded = datagram::Tail::takes(config_.settings.tail, r, bytes);
+  if (bounded && !tail_asked_) open_tail(d);
   collective(card_of(OpCode::kAllReduce, bytes, r), d, [&](const OpCard& card) {
-    const Algorithm named = config_.settings.algorithm;
-    if ((!hierarchical() || named == Algorithm::kAuto) && pipelined(card)) {
-      RequestBatch x = batch();
-      return pipeline_->all_reduce(x, in, out, count, r);
+    if (bounded && tail_) {
+      return chose(card, tail_->all_reduce(in, out, count, r,
+                                           [&] { all_reduce_exactly(card, in, out, count, r); }));
     }
-    if (!hierarchical()) {
-      const bool small = bytes <= config_.settings.one_shot_bytes;
-      chose(card, small ? "one-shot in shared memory" : "two-shot in shared memory");
-      if (small) return local_->all_reduce_one_shot(in, out, count, r);
-      return local_->all_reduce_two_shot(in, out, count, r);
-    }
-    RequestBatch x = batch();
-    const Algorithm taken = named == Algorithm::kAuto ? hierarchy_->best_for(bytes) : named;
-    chose(card, between_clusters(taken));
-    hierarchy_->all_reduce(x, in, out, count, r, taken);
+    all_reduce_exactly(card, in, out, count, r);
   });
+}
+
+void Group::all_reduce_exactly(const OpCard& card, const void* in, void* out, size_t count,
+                               const Reduction& r) {
+  const Algorithm named = config_.settings.algorithm;
+  if ((!hierarchical() || named == Algorithm::kAuto) && pipelined(card)) {
+    RequestBatch x = batch();
+    return pipeline_->all_reduce(x, in, out, count, r);
+  }
+  if (!hierarchical()) {
+    const bool small = card.bytes <= config_.settings.one_shot_bytes;
+    chose(card, small ? "one-shot in shared memory" : "two-shot in shared memory");
+    if (small) return local_->all_reduce_one_shot(in, out, count, r);
+    return local_->all_reduce_two_shot(in, out, count, r);
+  }
+  RequestBatch x = batch();
+  const Algorithm taken = named == Algorithm::kAuto ? hierarchy_->best_for(card.bytes) : named;
+  chose(card, between_clusters(taken));
+  hierarchy_->all_reduce(x, in, out, count, r, taken);
 }
 
 void Group::reduce(const void* in, void* out, size_t count, const Reduction& r, int root,

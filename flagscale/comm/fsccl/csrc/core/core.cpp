@@ -1,5 +1,6 @@
 // The whole core as one translation unit: it compiles in a third of the time of its parts, which
 // share most of their headers. Names in anonymous namespaces are therefore unique over all files.
+#include "../datagram/datagram.cpp"
 #include "channels.cpp"
 #include "collectives.cpp"
 #include "connection.cpp"

@@ -2,6 +2,8 @@
 // collectives.cpp.
 #include "group.h"
 
+#include "../datagram/tail.h"
+
 #include <algorithm>
 #include <array>
 #include <cstdio>

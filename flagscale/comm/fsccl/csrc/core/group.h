@@ -14,6 +14,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -27,6 +28,11 @@
 #include "settings.h"
 
 namespace fsccl {
+
+namespace datagram {
+class Socket;
+class Tail;
+}  // namespace datagram
 
 struct GroupConfig {
   int rank = 0;
@@ -89,6 +95,8 @@ class Group {
   }
   // What this rank has sent to each rank by messages: nothing to those beside it. Any thread.
   std::vector<Transport::Traffic> traffic() const;
+  // What all_reduces by datagrams have met (datagram/tail.h), by name; empty where there are none.
+  std::map<std::string, double> tail_statistics() const;
   // Tells who has set FSCCL_DEBUG what words() makes, if anyone has.
   template <class F>
   void say(F words) const {
@@ -158,6 +166,10 @@ class Group {
   static constexpr int kNobody = -1, kWhoeverIsAbsent = -2;
   bool hierarchical() const { return clusters_.count() > 1; }
   bool pipelined(const OpCard& card);
+  void all_reduce_exactly(const OpCard& card, const void* in, void* out, size_t count,
+                          const Reduction& r);
+  void open_tail(const Deadline& d);
+  size_t meet_datagrams(datagram::Socket* socket, const std::string& address, const Deadline& d);
   RequestBatch batch();
   int awaited() const;
   void hear_all(const OpCard& card, const Deadline& d);
@@ -168,6 +180,9 @@ class Group {
   std::vector<std::string> names_;
   Clusters clusters_;
   std::vector<Identity> who_;
+  std::unique_ptr<datagram::Tail> tail_;  // its memory is that of messages
+  std::atomic<bool> tail_open_{false};
+  bool tail_asked_ = false;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<ShmTransport> shm_;
   std::unique_ptr<Local> local_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "../datagram/tail.h"
 #include "group.h"
 
 namespace fsccl {
@@ -22,6 +23,7 @@ Group::~Group() {
   static_cast<void>(hierarchy_.release());
   static_cast<void>(local_.release());
   static_cast<void>(shm_.release());
+  static_cast<void>(tail_.release());
   static_cast<void>(transport_.release());
   rendezvous_.release();
 }
@@ -129,6 +131,7 @@ void Group::abort(const std::string& why) {
 
 void Group::shutdown() {
   if (left_.exchange(true) || forked()) return;
+  if (tail_open_) tail_->stop();
   if (open_) shm_->leave(!failed_);
   if (transport_) transport_->close();
 }

@@ -41,6 +41,26 @@ std::vector<int> read_clusters() {
   return out;
 }
 
+// One of two words.
+bool read_choice(const char* name, const char* yes, const char* no) {
+  const std::string text = variable(name);
+  if (!text.empty() && text != yes && text != no) {
+    refuse(name, text, (std::string(yes) + " or " + no).c_str());
+  }
+  return text == yes;
+}
+
+TailSettings read_tail() {
+  TailSettings t;
+  t.bounded = read_choice("FSCCL_TAIL", "bounded", "exact");
+  t.skip = read_choice("FSCCL_TAIL_ABOVE", "skip", "repeat");
+  t.feedback = read_choice("FSCCL_TAIL_FEEDBACK", "1", "0");
+  read_variable("FSCCL_TAIL_BYTES", 65536, 1LL << 40, "65536 bytes or more", &t.bytes);
+  read_variable("FSCCL_TAIL_LIMIT", 0, 100, "0 to 100 percent", &t.limit);
+  read_variable("FSCCL_TAIL_RATE", 0, 1000000, "0 (learned) to 1000000 Mbit/s", &t.rate_mbit);
+  return t;
+}
+
 }  // namespace
 
 Settings Settings::from_environment() {
@@ -61,6 +81,7 @@ Settings Settings::from_environment() {
   read_variable("FSCCL_PIPE_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.pipe_bytes);
   read_variable("FSCCL_TINY_BYTES", 0, 1 << 20, "0 to 1 MiB", &s.tiny_bytes);
   read_variable("FSCCL_KERNEL_BYTES", 0, kGiB, "0 to 1 GiB", &s.kernel_bytes);
+  s.tail = read_tail();
   s.tcp.interface = variable("FSCCL_SOCKET_IFNAME");
   read_variable("FSCCL_TCP_CONNECTIONS", 1, 64, "1 to 64", &s.tcp.connections);
   read_variable("FSCCL_TCP_BUFFER", 0, kGiB, "a number of bytes", &s.tcp.buffer_bytes);
@@ -81,6 +102,11 @@ Settings Settings::from_environment() {
   s.debug = debug == "INFO";
   for (size_t* const slot : {&s.slot_bytes, &s.pipe_bytes}) *slot = *slot / 4096 * 4096;
   return s;
+}
+
+bool TailSettings::says_bounded(const std::string& word) {
+  if (word != "bounded" && word != "exact") refuse("tail", word, "bounded or exact");
+  return word == "bounded";
 }
 
 void Settings::check_clusters(int ranks_of_job) const {
@@ -115,7 +141,11 @@ std::string Settings::shared_text() const {
   out += " FSCCL_KERNEL_BYTES=" + std::to_string(kernel_bytes);
   out += std::string(" FSCCL_ALGO=") + name_of(algorithm);
   out += " FSCCL_PIPELINE_K=" + std::to_string(pipeline_k);
-  return out + " FSCCL_PIPELINE_NELEM=" + std::to_string(pipeline_nelem);
+  out += " FSCCL_PIPELINE_NELEM=" + std::to_string(pipeline_nelem);
+  if (!tail.bounded) return out;
+  return out + " FSCCL_TAIL=bounded FSCCL_TAIL_BYTES=" + std::to_string(tail.bytes) +
+         " FSCCL_TAIL_LIMIT=" + std::to_string(static_cast<int>(tail.limit)) +
+         " FSCCL_TAIL_ABOVE=" + (tail.skip ? "skip" : "repeat");
 }
 
 }  // namespace fsccl

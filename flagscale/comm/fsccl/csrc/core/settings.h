@@ -12,6 +12,19 @@
 
 namespace fsccl {
 
+// all_reduce of gradients in bounded time, by datagrams (datagram/tail.h).
+struct TailSettings {
+  bool bounded = false;      // FSCCL_TAIL=bounded
+  size_t bytes = 256 << 10;  // FSCCL_TAIL_BYTES: the smallest
+  double limit = 10;         // FSCCL_TAIL_LIMIT: percent that may be left out
+  bool skip = false;         // FSCCL_TAIL_ABOVE=skip: above it the result is zero; else repeat
+  bool feedback = false;     // FSCCL_TAIL_FEEDBACK=1: what is left out is added to the next
+  double rate_mbit = 0;      // FSCCL_TAIL_RATE: of a rank; 0 learns it
+
+  // Throws Error(kUsage) for other words than "bounded" and "exact".
+  static bool says_bounded(const std::string& word);
+};
+
 struct Settings {
   std::vector<int> clusters;      // FSCCL_CLUSTERS=4,4: sizes, over the ranks of the whole job
   bool shared_memory = true;      // FSCCL_SHM=0: TCP between all ranks
@@ -30,6 +43,7 @@ struct Settings {
   bool debug = false;             // FSCCL_DEBUG=INFO
   std::optional<Key> secret;      // FSCCL_SECRET, of the run; none: of the store alone
   TcpOptions tcp;
+  TailSettings tail;
 
   // Throws Error(kUsage) naming the variable, what was found and what was expected.
   static Settings from_environment();

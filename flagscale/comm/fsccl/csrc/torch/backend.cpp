@@ -26,6 +26,7 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
   if (options.pipeline_nelem) {
     config.settings.pipeline_nelem = static_cast<size_t>(*options.pipeline_nelem);
   }
+  if (options.tail) config.settings.tail.bounded = TailSettings::says_bounded(*options.tail);
   config.settings.check_pipeline();
   // torch gives the default group, of all ranks, an empty list.
   if (config.global_ranks.empty()) config.settings.check_clusters(size);

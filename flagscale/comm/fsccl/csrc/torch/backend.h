@@ -46,6 +46,7 @@ class TorchBackend : public c10d::Backend {
     // Of pipelined schedules.
     std::optional<int> pipeline_k;
     std::optional<int64_t> pipeline_nelem;
+    std::optional<std::string> tail;  // "bounded" or "exact"
   };
 
   // What moves this rank's tensors among its like, and who makes that library's backend for one of
@@ -115,6 +116,8 @@ class TorchBackend : public c10d::Backend {
   std::string last_algorithm() const { return group_->last_algorithm(); }
   // What this rank has sent by messages: (messages, bytes) by group rank.
   std::map<int, std::pair<uint64_t, uint64_t>> traffic() const;
+  // What all_reduces by datagrams have met, by name.
+  std::map<std::string, double> tail_statistics() const { return group_->tail_statistics(); }
 
  private:
   using NativePtr = c10::intrusive_ptr<c10d::Backend>;

@@ -45,18 +45,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
       .def(py::init([](std::chrono::milliseconds timeout, std::optional<int> pipeline_k,
                        std::optional<int64_t> pipeline_nelem,
-                       std::optional<std::string> algorithm) {
+                       std::optional<std::string> algorithm, std::optional<std::string> tail) {
              auto options = c10::make_intrusive<Options>(timeout);
              options->algorithm = std::move(algorithm);
              options->pipeline_k = pipeline_k;
              options->pipeline_nelem = pipeline_nelem;
+             options->tail = std::move(tail);
              return options;
            }),
            py::arg("timeout") = kBackendDefaultTimeout, py::arg("pipeline_k") = std::nullopt,
-           py::arg("pipeline_nelem") = std::nullopt, py::arg("algorithm") = std::nullopt)
+           py::arg("pipeline_nelem") = std::nullopt, py::arg("algorithm") = std::nullopt,
+           py::arg("tail") = std::nullopt)
       .def_readwrite("algorithm", &Options::algorithm)
       .def_readwrite("pipeline_k", &Options::pipeline_k)
       .def_readwrite("pipeline_nelem", &Options::pipeline_nelem)
+      .def_readwrite("tail", &Options::tail)
       .def("__copy__", [](const Options& o) { return Options(o); })
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return Options(o); });
 
@@ -83,6 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
       .def("last_algorithm", &TorchBackend::last_algorithm)
       .def("traffic", &TorchBackend::traffic)
+      .def("tail_statistics", &TorchBackend::tail_statistics)
       .def("register_mem_pool",
            [](TorchBackend& b, const py::object& pool, bool symm) {
              TORCH_CHECK_NOT_IMPLEMENTED(

@@ -1,0 +1,56 @@
+// How a bucket is cut: into pieces, each the payload of one packet, and into shards of whole pieces,
+// one a rank, which is its owner.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "../core/partition.h"
+
+namespace fsccl::datagram {
+
+struct Layout {
+  static constexpr size_t kGrain = 64;  // whole elements of every type
+
+  size_t bytes = 0;
+  size_t piece = kGrain;  // bytes, a multiple of kGrain
+  int ranks = 1;
+
+  size_t pieces() const { return ceil_div(bytes, piece); }
+  Interval shard(int rank) const {
+    return cut(pieces(), static_cast<size_t>(ranks), static_cast<size_t>(rank));
+  }
+  Interval span(size_t p) const { return {p * piece, std::min(bytes, (p + 1) * piece)}; }
+  // The piece that lies at an offset and is so long; pieces() if none is.
+  size_t at(uint64_t offset, size_t length) const {
+    const size_t p = static_cast<size_t>(offset / piece);
+    if (offset >= bytes || offset % piece != 0 || span(p).size() != length) return pieces();
+    return p;
+  }
+};
+
+// A bit a piece, as it goes over the wire.
+class Bits {
+ public:
+  explicit Bits(size_t size = 0) : size_(size), bytes_(ceil_div<size_t>(size, 8)) {}
+
+  size_t size() const { return size_; }
+  bool test(size_t i) const { return (bytes_[i / 8] >> (i % 8) & 1) != 0; }
+  // Whether it was not set before.
+  bool set(size_t i) {
+    if (test(i)) return false;
+    bytes_[i / 8] = static_cast<uint8_t>(bytes_[i / 8] | 1U << (i % 8));
+    ++count_;
+    return true;
+  }
+  size_t count() const { return count_; }
+  bool all() const { return count_ == size_; }
+  const std::vector<uint8_t>& bytes() const { return bytes_; }
+
+ private:
+  size_t size_, count_ = 0;
+  std::vector<uint8_t> bytes_;
+};
+
+}  // namespace fsccl::datagram

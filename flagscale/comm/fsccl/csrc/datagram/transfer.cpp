@@ -1,0 +1,306 @@
+#include "transfer.h"
+
+#include <algorithm>
+
+#include "../core/reduce.h"
+
+namespace fsccl::datagram {
+namespace {
+
+constexpr double kBurstSeconds = 300e-6;
+constexpr size_t kBurstPackets = 8;
+
+}  // namespace
+
+Transfer::Transfer(const Circle& circle, size_t payload, const Limits& limits)
+    : circle_(circle),
+      payload_(payload / Layout::kGrain * Layout::kGrain),
+      limits_(limits),
+      packet_(sizeof(Header) + payload_) {
+  if (payload_ == 0) fail_usage("packets of " + std::to_string(payload) + " bytes are too small");
+}
+
+void Transfer::begin(const Job& job, uint64_t operation) {
+  job_ = job;
+  operation_ = operation;
+  moving_ = false;
+  layout_ = {job.bytes, payload_, circle_.ranks};
+  mine_ = layout_.shard(circle_.rank);
+  const auto ranks = static_cast<size_t>(circle_.ranks);
+  parts_in_.resize(std::max(parts_in_.size(), ranks * mine_.size() * payload_));
+  result_.resize(std::max(result_.size(), job.bytes));
+  got_.assign(ranks, Bits(mine_.size()));
+  came_.assign(mine_.size(), 1);
+  summed_ = sums_sent_ = Bits(mine_.size());
+  have_ = Bits(layout_.pieces());
+  parts_.assign(ranks, {});
+  sums_.assign(ranks, {});
+  expected_ = 0;
+  for (int r = 0; r < circle_.ranks; ++r) {
+    if (r == circle_.rank) continue;
+    parts_of(r).lacks = mine_.size();
+    sums_of(r).lacks = layout_.shard(r).size();
+    expected_ += parts_of(r).lacks + sums_of(r).lacks;
+  }
+  lost_ = scaled_ = 0;
+  first_ = turn_ = sum_turn_ = 1;
+  at_ = sum_at_ = 0;
+  order_.clear();
+  again_.clear();
+  credit_ = 0;
+}
+
+void Transfer::take(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
+  if (!heard_) began_ = now;  // until now others may have been waiting
+  heard_ = true;
+  if (h.kind == Kind::kPart) return take_part(h, payload, now, dropped);
+  if (h.kind == Kind::kSum) return take_sum(h, payload, now, dropped);
+  take_wants(h, payload, dropped);
+}
+
+void Transfer::note(Stream* stream, const Header& h, Time now) {
+  --stream->lacks;
+  stream->heard = now;
+  if ((h.flags & Header::kLast) != 0) stream->last = true;
+}
+
+void Transfer::take_part(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
+  const size_t piece = layout_.at(h.offset, h.length);
+  if (piece < mine_.lo || piece >= mine_.hi) {
+    ++dropped->malformed;
+    return;
+  }
+  const size_t index = piece - mine_.lo;
+  Bits& got = got_[h.sender];
+  if (got.test(index)) {
+    ++dropped->repeated;
+    return;
+  }
+  if (summed_.test(index)) {
+    ++dropped->late;
+    return;
+  }
+  got.set(index);
+  const size_t place = (h.sender * mine_.size() + index) * payload_;
+  std::copy(payload, payload + h.length, parts_in_.data() + place);
+  note(&parts_of(h.sender), h, now);
+  if (++came_[index] == circle_.ranks) add_up(piece);
+}
+
+void Transfer::take_sum(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
+  const size_t piece = layout_.at(h.offset, h.length);
+  const Interval owned = layout_.shard(h.sender);
+  if (piece < owned.lo || piece >= owned.hi) {
+    ++dropped->malformed;
+  } else if (!have_.set(piece)) {
+    ++dropped->repeated;
+  } else {
+    std::copy(payload, payload + h.length, result_.data() + h.offset);
+    note(&sums_of(h.sender), h, now);
+  }
+}
+
+// What has been sent and did not come is sent again; what has yet to be is not.
+void Transfer::take_wants(const Header& h, const std::byte* payload, Dropped* dropped) {
+  const bool parts = h.kind == Kind::kWantParts;
+  const Interval of = parts ? layout_.shard(h.sender) : mine_;
+  const uint64_t most = uint64_t{h.length} * 8;
+  if (h.offset < of.lo || h.offset >= of.hi || most > of.hi - h.offset + 7) {
+    ++dropped->malformed;
+    return;
+  }
+  if (again_.size() > 2 * layout_.pieces()) return;
+  for (uint64_t i = 0; i < most && h.offset + i < of.hi; ++i) {
+    if ((static_cast<unsigned>(payload[i / 8]) >> (i % 8) & 1) == 0) continue;
+    const size_t piece = static_cast<size_t>(h.offset + i), index = piece - of.lo;
+    const bool sent = parts ? part_sent(h.sender, index) : sums_sent_.test(index);
+    const uint8_t flags = mark(index, of.size()) | Header::kRepair;
+    if (!sent) continue;
+    again_.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece, flags});
+    ++lost_;
+  }
+}
+
+void Transfer::add_up(size_t piece) {
+  const size_t index = piece - mine_.lo;
+  const Interval span = layout_.span(piece);
+  std::vector<const void*> sources;
+  for (int r = 0; r < circle_.ranks; ++r) {
+    const auto q = static_cast<size_t>(r);
+    if (r == circle_.rank) {
+      sources.push_back(job_.in + span.lo);
+    } else if (got_[q].test(index)) {
+      sources.push_back(parts_in_.data() + (q * mine_.size() + index) * payload_);
+    }
+  }
+  Reduction how = job_.how;
+  const int came = static_cast<int>(sources.size());
+  if (came < circle_.ranks) {
+    how.op = RedOp::kPremulSum;
+    how.factor = static_cast<double>(circle_.ranks) / came;
+    if (job_.how.op == RedOp::kAvg) how.factor /= job_.how.divisor;
+    ++scaled_;
+  }
+  reduce(how, result_.data() + span.lo, sources.data(), came, span.size() / how.width());
+  summed_.set(index);
+  have_.set(piece);
+  order_.push_back(piece);
+}
+
+void Transfer::look(Time now, Network& net) {
+  if (!moving_) return;
+  if (!heard_ && now < went_ + limits_.patience) began_ = now;
+  const Time first = began_ + job_.phase, second = first + job_.phase;
+  bool hopeless = true;
+  for (int r = 0; r < circle_.ranks; ++r) {
+    if (r == circle_.rank) continue;
+    if (!summed_.all()) {
+      want(&parts_of(r), r, Kind::kWantParts, first, now, net);
+      hopeless = hopeless && (parts_of(r).lacks == 0 || given_up(parts_of(r), now));
+    }
+    want(&sums_of(r), r, Kind::kWantSums, second, now, net);
+  }
+  if (summed_.all() || !(now >= first || hopeless)) return;
+  for (size_t piece = mine_.lo; piece < mine_.hi; ++piece) {
+    if (!summed_.test(piece - mine_.lo)) add_up(piece);
+  }
+}
+
+Time Transfer::pause(const Stream& stream) const {
+  const double bytes = static_cast<double>(stream.lacks * payload_) * kSlow;
+  return limits_.resend + Time(static_cast<int64_t>(1e9 * bytes / job_.rate));
+}
+
+bool Transfer::given_up(const Stream& stream, Time now) const {
+  return stream.wants > 0 && stream.wants >= limits_.repairs &&
+         now >= stream.wanted + pause(stream) + job_.early;
+}
+
+void Transfer::want(Stream* stream, int from, Kind kind, Time until, Time now, Network& net) {
+  if (stream->lacks == 0 || stream->wants >= limits_.repairs) return;
+  const bool ended = stream->last && now >= stream->heard + limits_.reorder;
+  const bool due = stream->wants == 0 ? ended || now >= until - job_.phase / 4
+                                      : now >= stream->wanted + pause(*stream);
+  if (!due) return;
+  ++stream->wants;
+  stream->wanted = now;
+  const bool parts = kind == Kind::kWantParts;
+  const Interval of = parts ? mine_ : layout_.shard(from);
+  for (size_t lo = of.lo; lo < of.hi; lo += payload_ * 8) {
+    const size_t hi = std::min(of.hi, lo + payload_ * 8);
+    Bits lacks(hi - lo);
+    for (size_t p = lo; p < hi; ++p) {
+      const bool there = parts ? summed_.test(p - of.lo) || got_[static_cast<size_t>(from)].test(p - of.lo)
+                               : have_.test(p);
+      if (!there) lacks.set(p - lo);
+    }
+    if (lacks.count() == 0) continue;
+    Header h;
+    h.kind = kind;
+    h.operation = operation_;
+    h.offset = lo;
+    h.length = static_cast<uint16_t>(lacks.bytes().size());
+    std::memcpy(packet_.data() + sizeof h, lacks.bytes().data(), h.length);
+    net.send(from, packet_.data(), seal(circle_, from, h, packet_.data()));
+  }
+}
+
+bool Transfer::next_part(Out* out) {
+  const size_t longest = layout_.shard(0).size();
+  while (first_ < circle_.ranks) {
+    const int end = std::min(circle_.ranks, first_ + std::max(1, job_.incast));
+    for (; at_ < longest; ++at_, turn_ = first_) {
+      while (turn_ < end) {
+        const int to = (circle_.rank + turn_++) % circle_.ranks;
+        const Interval shard = layout_.shard(to);
+        if (at_ >= shard.size()) continue;
+        *out = {to, Kind::kPart, shard.lo + at_, mark(at_, shard.size())};
+        return true;
+      }
+    }
+    first_ = turn_ = end;
+    at_ = 0;
+  }
+  return false;
+}
+
+bool Transfer::part_sent(int to, size_t index) const {
+  const int turn = (to - circle_.rank + circle_.ranks) % circle_.ranks;
+  const int end = std::min(circle_.ranks, first_ + std::max(1, job_.incast));
+  if (turn < first_ || turn >= end) return turn < first_;
+  return index < at_ || (index == at_ && turn < turn_);
+}
+
+bool Transfer::next_sum(Out* out) {
+  if (sum_at_ == order_.size() || circle_.ranks == 1) return false;
+  const size_t piece = order_[sum_at_];
+  const int to = (circle_.rank + sum_turn_) % circle_.ranks;
+  *out = {to, Kind::kSum, piece, mark(sum_at_, mine_.size())};
+  if (++sum_turn_ == circle_.ranks) {
+    sum_turn_ = 1;
+    ++sum_at_;
+    sums_sent_.set(piece - mine_.lo);
+  }
+  return true;
+}
+
+void Transfer::pump(Time now, Network& net) {
+  if (!moving_) return;
+  const double most =
+      std::max(job_.rate * kBurstSeconds, static_cast<double>(kBurstPackets * packet_.size()));
+  credit_ = std::min(most, credit_ + job_.rate * 1e-9 * static_cast<double>((now - sent_).count()));
+  sent_ = now;
+  Out out{};
+  while (credit_ > 0) {
+    if (!next_part(&out) && !next_sum(&out)) {
+      if (again_.empty()) return;
+      out = again_.front();
+      again_.pop_front();
+    }
+    send(out, net);
+  }
+}
+
+void Transfer::send(const Out& out, Network& net) {
+  const Interval span = layout_.span(out.piece);
+  Header h;
+  h.kind = out.kind;
+  h.flags = out.flags;
+  h.operation = operation_;
+  h.offset = span.lo;
+  h.length = static_cast<uint16_t>(span.size());
+  const std::byte* const from = (out.kind == Kind::kPart ? job_.in : result_.data()) + span.lo;
+  std::copy(from, from + span.size(), packet_.data() + sizeof h);
+  const size_t bytes = seal(circle_, out.to, h, packet_.data());
+  net.send(out.to, packet_.data(), bytes);
+  sent_bytes_ += bytes;
+  const bool again = (out.flags & Header::kRepair) != 0;
+  credit_ -= static_cast<double>(bytes) * (again ? kSlow : 1);
+}
+
+Time Transfer::next(Time now) const {
+  const bool idle = first_ >= circle_.ranks && sum_at_ == order_.size() && again_.empty();
+  if (!moving_ || idle) return Time::max();
+  if (credit_ > 0) return now;
+  // A moment more, so that packets go in small batches.
+  return now + Time(static_cast<int64_t>(1e9 * (-credit_ / job_.rate + kBurstSeconds / 3)));
+}
+
+bool Transfer::over(Time now) const {
+  if (!moving_) return false;
+  if (have_.all() || now >= began_ + 2 * job_.phase + job_.phase / 4) return summed_.all();
+  if (!summed_.all()) return false;
+  for (int r = 0; r < circle_.ranks; ++r) {
+    const Stream& stream = sums_[static_cast<size_t>(r)];
+    if (r != circle_.rank && stream.lacks > 0 && !given_up(stream, now)) return false;
+  }
+  return true;
+}
+
+Report Transfer::report(Time now) const {
+  const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now - began_).count();
+  return {static_cast<uint32_t>(expected_), static_cast<uint32_t>(lost_),
+          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(us)};
+}
+
+}  // namespace fsccl::datagram

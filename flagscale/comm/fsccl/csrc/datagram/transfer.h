@@ -1,0 +1,169 @@
+// The data of one all_reduce by datagrams: every rank sends each shard of its bucket to the shard's
+// owner, owners add up what came, and send the sums to all. Nothing here waits, looks at a clock or
+// knows a socket: time and the network are handed in.
+//
+//   sending    at a rate, in turns to all; parts first, then sums in the order in which they became
+//              complete, then what has been asked for again, which costs kSlow times its bytes
+//   asking     a stream (of one rank's parts, or sums) whose last mark has come, or whose time is
+//              nearly over, is asked once for what lacks; and again, Limits::repairs times in all
+//   adding up  a piece at once when everyone's part of it is there, and when the phase's time is
+//              over, or nobody has anything left to send again, from the parts that are there,
+//              scaled by ranks ÷ parts
+//
+// 16-bit floats are added in fp32 and rounded once, in the order of ranks (core/reduce.h), by the
+// owner alone: all ranks that get a piece get the same bits.
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <vector>
+
+#include "../core/types.h"
+#include "layout.h"
+#include "packet.h"
+
+namespace fsccl::datagram {
+
+using Time = std::chrono::nanoseconds;
+
+// Between two ranks, where a reliable network carries it (session.h).
+struct Notice {
+  enum Kind : uint32_t { kReady = 1, kAsk = 2 };
+  uint32_t kind = kReady;
+  uint32_t wants_answer = 0;
+  uint64_t operation = 0;
+};
+
+class Network {
+ public:
+  virtual ~Network() = default;
+  // May be lost, doubled, overtaken, late.
+  virtual void send(int to, const std::byte* packet, size_t bytes) = 0;
+  // Reliable and slow: used where datagrams do not come.
+  virtual void tell(int to, const Notice& notice) = 0;
+  virtual void tell_record(int to, const std::vector<std::byte>& record) = 0;
+};
+
+struct Limits {
+  Time resend = std::chrono::milliseconds(4);     // of ready and records; between wants
+  Time reorder = std::chrono::milliseconds(1);    // how far packets overtake each other
+  Time patience = std::chrono::milliseconds(60);  // with datagrams, before the reliable way
+  Time longest_step = std::chrono::milliseconds(100);  // a clock that goes on by more has jumped
+  int repairs = 2;
+};
+
+struct Job {
+  const std::byte* in = nullptr;
+  uint64_t digest = 0;  // of what the operation is, for ranks to compare
+  size_t bytes = 0;
+  Reduction how;    // of all ranks' parts: SUM or AVG of floats
+  Time phase{};     // how long each of the two may take
+  Time early{};     // after the last repair, before what lacks is given up
+  double rate = 0;  // bytes a second
+  int incast = 64;  // to how many ranks parts go by turns
+};
+
+// What a rank tells the others of an operation.
+struct Report {
+  uint32_t expected = 0;    // packets that come to it, and as many that it sends
+  uint32_t lost = 0;        // that it has sent and that were asked for again
+  uint32_t scaled = 0;      // pieces of its shard that lack somebody's part
+  uint32_t elapsed_us = 0;  // until nothing lacked, or it was given up
+};
+
+class Transfer {
+ public:
+  static constexpr int kSlow = 4;
+
+  // `payload` is the most that a packet holds beside its header.
+  Transfer(const Circle& circle, size_t payload, const Limits& limits);
+
+  void begin(const Job& job, uint64_t operation);
+  // Its time begins with the first that comes of others, or a while later: they may not have heard
+  // yet that all are ready.
+  void go(Time now) {
+    went_ = began_ = sent_ = now;
+    moving_ = true;
+    heard_ = false;
+  }
+  bool moving() const { return moving_; }
+  void end() { moving_ = false; }
+
+  // kPart, kSum and the wants of this operation.
+  void take(const Header& h, const std::byte* payload, Time now, Dropped* dropped);
+  void look(Time now, Network& net);
+  // Sends what the rate allows.
+  void pump(Time now, Network& net);
+  // When to call pump() again, for there is something to send; never: Time::max().
+  Time next(Time now) const;
+  // Whether nothing more will come.
+  bool over(Time now) const;
+
+  const Layout& layout() const { return layout_; }
+  const Bits& have() const { return have_; }  // of the sums of all shards
+  Report report(Time now) const;
+  std::byte* result() { return result_.data(); }
+  uint64_t sent_bytes() const { return sent_bytes_; }
+
+ private:
+  struct Stream {
+    size_t lacks = 0;
+    bool last = false;  // mark seen
+    int wants = 0;
+    Time heard{}, wanted{};
+  };
+  struct Out {
+    int to;
+    Kind kind;
+    size_t piece;
+    uint8_t flags;
+  };
+
+  void take_part(const Header& h, const std::byte* payload, Time now, Dropped* dropped);
+  void take_sum(const Header& h, const std::byte* payload, Time now, Dropped* dropped);
+  void take_wants(const Header& h, const std::byte* payload, Dropped* dropped);
+  void note(Stream* stream, const Header& h, Time now);
+  void want(Stream* stream, int from, Kind kind, Time until, Time now, Network& net);
+  bool given_up(const Stream& stream, Time now) const;
+  Time pause(const Stream& stream) const;
+  void add_up(size_t piece);
+  bool next_part(Out* out);
+  bool next_sum(Out* out);
+  bool part_sent(int to, size_t index) const;
+  void send(const Out& out, Network& net);
+  Stream& parts_of(int rank) { return parts_[static_cast<size_t>(rank)]; }
+  Stream& sums_of(int rank) { return sums_[static_cast<size_t>(rank)]; }
+  uint8_t mark(size_t index, size_t of) const { return (index + 1) * 100 > of * 99 ? Header::kLast : 0; }
+
+  const Circle circle_;
+  const size_t payload_;
+  const Limits limits_;
+  Job job_;
+  uint64_t operation_ = 0;
+  Layout layout_;
+  bool moving_ = false, heard_ = false;
+  Time went_{}, began_{}, sent_{};
+  Interval mine_;  // this rank's shard, of pieces
+
+  std::vector<std::byte> parts_in_;  // of my shard: every rank's, one after the other
+  std::vector<std::byte> result_;
+  std::vector<Bits> got_;  // of my shard, by rank
+  std::vector<int> came_;  // parts of a piece of my shard, my own included
+  Bits summed_, have_;
+  std::vector<Stream> parts_, sums_;
+  size_t lost_ = 0, scaled_ = 0, expected_ = 0;
+
+  // What has been sent: parts to the ranks first_.. in turns; sums in the order they were made.
+  int first_ = 1, turn_ = 1;
+  size_t at_ = 0;
+  std::vector<size_t> order_;
+  size_t sum_at_ = 0;
+  int sum_turn_ = 1;
+  Bits sums_sent_;
+  std::deque<Out> again_;
+  double credit_ = 0;
+  uint64_t sent_bytes_ = 0;
+  std::vector<std::byte> packet_;
+};
+
+}  // namespace fsccl::datagram

@@ -1,0 +1,362 @@
+// All_reduces by datagrams over a played network. Usage, by test_fsccl_datagram.py:
+//   datagram_test storm <seed> <ranks> <bytes> <dtype> <op> <lost> <doubled> <delay ms> <burst>
+//   datagram_test stranger|clocks|silence|one-way|dead|unbiased|packets|feedback <seed>
+#include <cmath>
+#include <limits>
+
+#include "core/half.h"
+#include "core/reduce.h"
+#include "datagram/feedback.h"
+#include "network.h"
+
+namespace {
+
+using namespace fsccl;
+using namespace fsccl::datagram;
+
+constexpr size_t kPayload = 256;
+
+struct Bucket {
+  std::vector<Bytes> in;  // of every rank
+  Bytes exact;            // by core/reduce
+  Job job;
+};
+
+double element(DType t, const std::byte* at, size_t i) {
+  float f = 0;
+  uint16_t h = 0;
+  double d = 0;
+  if (t == DType::kF64) return std::memcpy(&d, at + 8 * i, 8), d;
+  if (t == DType::kF32) return std::memcpy(&f, at + 4 * i, 4), f;
+  std::memcpy(&h, at + 2 * i, 2);
+  return t == DType::kBF16 ? bf16_to_float(h) : f16_to_float(h);
+}
+
+void put(DType t, std::byte* at, size_t i, double x) {
+  const auto f = static_cast<float>(x);
+  if (t == DType::kF64) {
+    std::memcpy(at + 8 * i, &x, 8);
+  } else if (t == DType::kF32) {
+    std::memcpy(at + 4 * i, &f, 4);
+  } else {
+    const uint16_t h = t == DType::kBF16 ? float_to_bf16(f) : float_to_f16(f);
+    std::memcpy(at + 2 * i, &h, 2);
+  }
+}
+
+Bucket bucket(World& world, size_t bytes, DType dtype, RedOp op, double phase_ms = 40) {
+  Bucket b;
+  b.job.bytes = bytes;
+  b.job.how.dtype = dtype;
+  b.job.how.op = op;
+  b.job.how.divisor = world.ranks();
+  b.job.phase = ms(phase_ms);
+  b.job.early = ms(2);
+  b.job.rate = 4e9 * static_cast<double>(bytes) / (phase_ms * 1e6);  // half of a phase
+  std::vector<const void*> all;
+  const size_t count = bytes / size_of(dtype);
+  for (int r = 0; r < world.ranks(); ++r) {
+    b.in.emplace_back(bytes);
+    for (size_t i = 0; i < count; ++i) {
+      put(dtype, b.in.back().data(), i, static_cast<double>(world.random()() % 2001) / 1000 - 1);
+    }
+  }
+  for (const Bytes& one : b.in) all.push_back(one.data());
+  b.exact.resize(bytes);
+  reduce(b.job.how, b.exact.data(), all.data(), world.ranks(), count);
+  return b;
+}
+
+void start_all(World& world, const Bucket& b) {
+  for (int r = 0; r < world.ranks(); ++r) {
+    Job job = b.job;
+    job.in = b.in[static_cast<size_t>(r)].data();
+    world.start(r, job);
+  }
+}
+
+// What must hold whatever the network did.
+void check_alike(World& world, const Bucket& b) {
+  const Outcome& first = world[0].outcome();
+  for (int r = 1; r < world.ranks(); ++r) {
+    expect(std::memcmp(world[r].result(), world[0].result(), b.job.bytes) == 0, "unlike replicas");
+    expect(world[r].outcome().excluded.bytes() == first.excluded.bytes(), "unlike exclusions");
+    expect(world[r].outcome().reports.size() == first.reports.size() &&
+               std::memcmp(world[r].outcome().reports.data(), first.reports.data(),
+                           sizeof(Report) * first.reports.size()) == 0,
+           "unlike reports");
+  }
+}
+
+// Pieces are exact, excluded (zero), or scaled, and of these no more than owners have reported; an
+// element of a scaled one is the mean of what came, times the ranks.
+void check_error(World& world, const Bucket& b) {
+  const Layout& layout = world[0].layout();
+  const Outcome& outcome = world[0].outcome();
+  const DType t = b.job.how.dtype;
+  const double n = b.job.how.op == RedOp::kAvg ? 1 : world.ranks();
+  const double rounding = t == DType::kF32 ? 1e-6 : t == DType::kF64 ? 1e-14 : 1e-2;
+  size_t scaled = 0, reported = 0;
+  for (size_t p = 0; p < layout.pieces(); ++p) {
+    const Interval span = layout.span(p);
+    const std::byte* const got = world[0].result() + span.lo;
+    const std::byte* const right = b.exact.data() + span.lo;
+    if (outcome.excluded.test(p)) {
+      for (size_t i = 0; i < span.size(); ++i) expect(got[i] == std::byte{0}, "excluded, not zero");
+      continue;
+    }
+    if (std::memcmp(got, right, span.size()) == 0) continue;
+    ++scaled;
+    for (size_t i = 0; i < span.size() / size_of(t); ++i) {
+      double least = 9, most = -9;
+      for (const Bytes& in : b.in) {
+        least = std::min(least, element(t, in.data() + span.lo, i));
+        most = std::max(most, element(t, in.data() + span.lo, i));
+      }
+      const double mean = element(t, got, i) / n;
+      expect(mean >= least - rounding && mean <= most + rounding, "a sum out of its parts' range");
+    }
+  }
+  for (const Report& r : outcome.reports) reported += r.scaled;
+  expect(scaled <= reported, "more pieces differ than were scaled");
+}
+
+// Of an operation whose ranks began together: its phases, and Limits::patience with datagrams before
+// each of what may go the reliable way, and before the first that comes.
+Time bound(const Bucket& b) {
+  return 2 * b.job.phase + b.job.phase / 4 + 3 * Limits().patience + ms(60);
+}
+
+void storm(World& world, size_t bytes, DType dtype, RedOp op) {
+  for (int k = 0; k < 3; ++k) {
+    const Bucket b = bucket(world, bytes, dtype, op);
+    const Time begun = world.now();
+    start_all(world, b);
+    expect(world.play(ms(5000)), "does not end");
+    expect(world.now() - begun <= bound(b), "takes longer than its bound");
+    check_alike(world, b);
+    check_error(world, b);
+    const Weather& w = world.weather();
+    if (w.lost == 0) {
+      expect(std::memcmp(world[0].result(), b.exact.data(), bytes) == 0, "lost nothing, inexact");
+      expect(world[0].outcome().lost_share() == 0 || w.delay_ms > 1, "lost where nothing is");
+    }
+    if (w.lost <= 0.02) expect(world[0].outcome().excluded_share() <= 0.02, "excludes too much");
+  }
+}
+
+void stranger(unsigned seed) {
+  Weather weather;
+  weather.forged = 2;
+  World world(4, kPayload, seed, weather);
+  for (int k = 0; k < 6; ++k) {
+    const Bucket b = bucket(world, 40000, DType::kF32, RedOp::kSum);
+    start_all(world, b);
+    expect(world.play(ms(5000)), "a stranger holds it up");
+    check_alike(world, b);
+    expect(std::memcmp(world[0].result(), b.exact.data(), b.job.bytes) == 0, "a stranger's word");
+  }
+  const Dropped& d = world[1].dropped();
+  expect(d.forged > 100 && d.foreign > 100 && d.late > 10 && d.repeated > 10, "not counted");
+  expect(d.malformed == 0, "a stranger's packet was taken for signed");
+}
+
+void clocks(unsigned seed) {
+  Weather weather;
+  weather.jumps = 0.02;
+  weather.lost = 0.01;
+  World world(3, kPayload, seed, weather);
+  for (int k = 0; k < 6; ++k) {
+    const Bucket b = bucket(world, 30000, DType::kF32, RedOp::kSum);
+    const Time begun = world.now();
+    start_all(world, b);
+    expect(world.play(ms(20000)), "a clock stops it");
+    expect(world.now() - begun <= 2 * bound(b), "a clock holds it up");
+    check_alike(world, b);
+    check_error(world, b);
+  }
+}
+
+// No datagram arrives, or none of one rank's does: ranks agree on it by the reliable way.
+void silence(unsigned seed, bool one_way) {
+  World world(4, kPayload, seed, {});
+  world.weather().cut = [=](int from, int) { return !one_way || from == 2; };
+  for (int k = 0; k < 3; ++k) {
+    const Bucket b = bucket(world, 40000, DType::kBF16, RedOp::kAvg);
+    const Time begun = world.now();
+    start_all(world, b);
+    expect(world.play(ms(5000)), "does not end");
+    expect(world.now() - begun <= bound(b), "takes longer than its bound");
+    check_alike(world, b);
+    const double share = world[0].outcome().excluded_share();
+    // Of rank 2 nobody has the sums; it has everyone's.
+    expect(one_way ? share > 0.2 && share < 0.3 : share == 1, "excludes other than what is lost");
+  }
+  world.weather().cut = [](int, int) { return false; };
+  const Bucket b = bucket(world, 40000, DType::kF32, RedOp::kSum);
+  start_all(world, b);
+  expect(world.play(ms(5000)), "does not go on");
+  check_alike(world, b);
+  expect(std::memcmp(world[0].result(), b.exact.data(), b.job.bytes) == 0, "inexact afterwards");
+}
+
+// A rank dies at any moment: whoever finishes has the others' outcome, whoever cannot knows whom it
+// waits for.
+void dead(unsigned seed) {
+  Weather weather;
+  weather.lost = 0.05;
+  World world(4, kPayload, seed, weather);
+  const Bucket b = bucket(world, 60000, DType::kF32, RedOp::kSum);
+  const Time dies = ms(static_cast<double>(world.random()() % 600) / 10);
+  world.weather().dead = [&world, dies](int r) { return r == 3 && world.now() >= dies; };
+  start_all(world, b);
+  const bool all = world.play(ms(3000));
+  int first = -1;
+  for (int r = 0; r < 3; ++r) {
+    if (!world[r].done()) {
+      expect(world[r].awaited() == 3, "waits for another than who died");
+      expect(!all, "not done");
+      continue;
+    }
+    if (first < 0) first = r;
+    expect(std::memcmp(world[r].result(), world[first].result(), b.job.bytes) == 0, "unlike");
+  }
+  // The next one cannot begin.
+  for (int r = 0; r < 3; ++r) {
+    if (!world[r].done()) return;
+  }
+  start_all(world, b);
+  expect(!world.play(ms(1000)), "goes on without a rank");
+  for (int r = 0; r < 3; ++r) expect(world[r].awaited() == 3, "waits for another than who died");
+}
+
+// Parts are lost, and not repaired: the mean over many operations is the sum.
+void unbiased(unsigned seed) {
+  Weather weather;
+  weather.lost = 0.2;
+  weather.parts_only = true;
+  Limits limits;
+  limits.repairs = 0;
+  double of_ones = 0, squares = 0, count = 0;
+  for (unsigned k = 0; k < 16; ++k) {
+    World world(4, kPayload, seed * 1000 + k, weather, limits);
+    Bucket b = bucket(world, 40000, DType::kF32, RedOp::kSum, 10);
+    for (int r = 0; r < 4; ++r) {
+      for (size_t i = 0; i < b.job.bytes / 4; ++i) {
+        put(DType::kF32, b.in[static_cast<size_t>(r)].data(), i, r);  // 0 + 1 + 2 + 3
+      }
+    }
+    start_all(world, b);
+    expect(world.play(ms(5000)), "does not end");
+    const Layout& layout = world[0].layout();
+    expect(world[0].outcome().excluded.count() == 0, "parts alone are lost");
+    for (size_t p = 0; p < layout.pieces(); ++p) {
+      const double x = element(DType::kF32, world[0].result() + layout.span(p).lo, 0);
+      of_ones += x, squares += x * x, ++count;
+    }
+  }
+  // Owners' own parts are never lost: over all shards that evens out, as each owns as much.
+  const double mean = of_ones / count, deviation = std::sqrt(squares / count - mean * mean);
+  expect(deviation > 0.5, "nothing was scaled");
+  expect(std::abs(mean - 6) < 4 * deviation / std::sqrt(count), "biased: " + std::to_string(mean));
+}
+
+// Every bit of a packet matters, and so does where it comes from.
+void packets(unsigned seed) {
+  const Key key{seed, 5};
+  const Circle sender = Circle::of(key, 1, 2, 4), receiver = Circle::of(key, 1, 0, 4);
+  Bytes packet(sizeof(Header) + 64);
+  Header h;
+  h.kind = Kind::kPart;
+  h.operation = 7;
+  h.offset = 128;
+  h.length = 64;
+  seal(sender, 0, h, packet.data());
+  Dropped d;
+  const auto read = [&](int from, size_t size) {
+    return open(receiver, from, packet.data(), size, &d);
+  };
+  expect(read(2, packet.size()).has_value() && d.all() == 0, "a good one");
+  expect(!read(1, packet.size()) && d.foreign == 1, "another's address");
+  for (size_t size = 0; size < packet.size(); ++size) expect(!read(2, size), "cut off");
+  for (size_t bit = 0; bit < packet.size() * 8; ++bit) {
+    packet[bit / 8] ^= std::byte{1} << (bit % 8);
+    expect(!read(2, packet.size()), "bit " + std::to_string(bit) + " does not matter");
+    packet[bit / 8] ^= std::byte{1} << (bit % 8);
+  }
+  const Circle others[] = {Circle::of(key, 2, 0, 4), Circle::of({seed, 6}, 1, 0, 4),
+                           Circle::of(key, 1, 1, 4)};
+  for (const Circle& other : others) {
+    expect(!open(other, 2, packet.data(), packet.size(), &d), "of another circle");
+  }
+  const Layout layout{1000, 256, 3};
+  for (const uint64_t offset : {uint64_t{0}, uint64_t{768}, uint64_t{255}, uint64_t{1024},
+                                std::numeric_limits<uint64_t>::max() - 255}) {
+    const size_t length = offset == 768 ? 232 : 256;
+    const bool fits = offset == 0 || offset == 768;
+    expect((layout.at(offset, length) < layout.pieces()) == fits, "out of bounds");
+    expect(layout.at(offset, length - 1) == layout.pieces(), "another length");
+  }
+}
+
+// What is excluded comes back with the next gradient of the same bucket, once, and of no other.
+void feedback() {
+  const Layout layout{1000, 256, 2};
+  Bits excluded(layout.pieces());
+  excluded.set(1);
+  excluded.set(3);
+  Bytes gradient(1000), next(1000), other(1000);
+  for (size_t i = 0; i < 250; ++i) {
+    put(DType::kF32, gradient.data(), i, static_cast<double>(i));
+    put(DType::kF32, next.data(), i, 1000);
+  }
+  Feedback kept;
+  const Feedback::Bucket bucket{gradient.data(), 1000, DType::kF32};
+  const Feedback::Bucket another{other.data(), 1000, DType::kF32};
+  kept.keep(bucket, gradient.data(), layout, excluded);
+  expect(kept.has(bucket) && !kept.has(another), "kept for another");
+  kept.add(another, next.data());
+  kept.add(bucket, next.data());
+  for (size_t i = 0; i < 250; ++i) {
+    const double more = excluded.test(4 * i / 256) ? static_cast<double>(i) : 0;
+    expect(element(DType::kF32, next.data(), i) == 1000 + more, "comes back otherwise");
+  }
+  kept.keep(bucket, next.data(), layout, Bits(layout.pieces()));
+  expect(!kept.has(bucket), "comes back twice");
+}
+
+DType dtype_of(const std::string& name) {
+  for (const DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
+    if (name == name_of(t)) return t;
+  }
+  expect(false, "no type " + name);
+  return DType::kF32;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  const std::string& what = words.at(0);
+  const auto seed = static_cast<unsigned>(std::stoul(words.at(1)));
+  if (what == "storm") {
+    Weather weather;
+    weather.lost = std::stod(words.at(6));
+    weather.doubled = std::stod(words.at(7));
+    weather.delay_ms = std::stod(words.at(8));
+    weather.burst = std::stod(words.at(9));
+    World world(std::stoi(words.at(2)), kPayload, seed, weather);
+    storm(world, std::stoul(words.at(3)), dtype_of(words.at(4)),
+          words.at(5) == "avg" ? RedOp::kAvg : RedOp::kSum);
+  }
+  if (what == "stranger") stranger(seed);
+  if (what == "clocks") clocks(seed);
+  if (what == "silence") silence(seed, false);
+  if (what == "one-way") silence(seed, true);
+  if (what == "dead") dead(seed);
+  if (what == "unbiased") unbiased(seed);
+  if (what == "packets") packets(seed);
+  if (what == "feedback") feedback();
+  std::puts("ok");
+  return 0;
+}

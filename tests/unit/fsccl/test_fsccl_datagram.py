@@ -1,0 +1,60 @@
+"""All_reduce by datagrams over a played network: what holds whatever is lost, doubled or forged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from compiled import program as program_of
+
+HERE = Path(__file__).parent / "datagram"
+CSRC = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc"
+PARTS = ("datagram/session.cpp", "datagram/transfer.cpp", "core/types.cpp", "core/reduce.cpp")
+SEEDS = range(int(os.environ.get("FLAGSCALE_DATAGRAM_SEEDS", "2")))
+
+pytestmark = [pytest.mark.integration, pytest.mark.compiler]
+
+# Ranks, bytes, type and reduction; shares lost and doubled, the most that one is late in ms, and
+# how many are lost together.
+STORMS = {
+    "nothing lost": (4, 40_000, "float32", "sum", 0, 0, 0.2, 1),
+    "two of three elements a rank": (3, 128, "float32", "sum", 0.02, 0.1, 0.5, 1),
+    "two ranks": (2, 5_000, "float32", "sum", 0.05, 0.1, 1, 1),
+    "one in a hundred": (3, 99_998, "float16", "avg", 0.01, 0.01, 1, 1),
+    "out of order and doubled": (4, 60_000, "float64", "avg", 0, 0.5, 8, 1),
+    "bursts": (8, 60_000, "bfloat16", "avg", 0.1, 0.2, 8, 20),
+    "half": (5, 256, "float32", "sum", 0.5, 0.5, 20, 1),
+    "nine of ten": (6, 100_000, "float32", "sum", 0.9, 0, 1, 1),
+    "many ranks, of whom some own nothing": (24, 5_000, "bfloat16", "sum", 0.02, 0, 1, 1),
+}
+
+
+def run(*words: object) -> None:
+    files = [path for path in CSRC.glob("*/*") if path.parent.name in ("core", "datagram")]
+    program = program_of(
+        "memory",
+        [HERE / "datagram_test.cpp", *(CSRC / f for f in PARTS)],
+        include=CSRC,
+        reads=[*files, *HERE.glob("*.h")],
+    )
+    done = subprocess.run(
+        [str(program), *map(str, words)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("storm", STORMS)
+def test_replicas_are_alike_and_the_error_and_time_are_bounded(storm: str) -> None:
+    for seed in SEEDS:
+        run("storm", seed, *STORMS[storm])
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["packets", "stranger", "clocks", "silence", "one-way", "dead", "unbiased", "feedback"],
+)
+def test_what_happens_to_ranks(case: str) -> None:
+    for seed in SEEDS:
+        run(case, seed)
