@@ -18,6 +18,7 @@ from flagscale.train.sharing import Sharing
 from flagscale.train.signals import Reason, StopRequest
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper, gathered
+from flagscale.train.tail import TailReadings
 from flagscale.train.watch import LossWatch
 
 
@@ -48,7 +49,7 @@ class Trainer:
         self._checkpointer = checkpointer
         self._reporter = reporter
         self._meter = meter
-        self._readings = Readings()
+        self._readings, self._tail = Readings(), TailReadings()
         self._watch = LossWatch(
             spike_factor=args.loss_spike_factor, fatal=args.check_for_nan_in_loss_and_grad
         )
@@ -133,7 +134,7 @@ class Trainer:
         if self._latest is None:
             return
         speed = self._meter.lap()
-        more: dict[str, float | int] = {**self._stepper.routers.take()}
+        more: dict[str, float | int] = {**self._stepper.routers.take(), **self._tail.take()}
         if self._args.log_params_norm:
             more["params_norm"] = parameters_norm(self._state.chunks)
         if self._args.fp16:

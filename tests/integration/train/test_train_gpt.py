@@ -203,6 +203,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     assert second.losses() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.compiler
+def test_what_sums_in_bounded_time_leave_out_is_told(tmp_path: Path) -> None:
+    wide = "--hidden-size 128 --ffn-hidden-size 512 --train-iters 12 --tensorboard-dir board"
+    fsccl = {"FSCCL_SHM": "0", "FSCCL_TAIL": "bounded", "FSCCL_TAIL_LIMIT": "100"}
+    job = Job(tmp_path, f"{wide} --distributed-backend fsccl", ranks=2, **fsccl)
+    assert job.wait() == 0, job.errors
+    told = [e for e in job.events("progress", 0) if e.get("tail_excluded") is not None]
+    assert told[-1].get("step") == 12
+    assert all(0 <= e.get("tail_excluded") <= 1 and e.get("tail_repeated") == 0 for e in told)
+    assert job.output.count("| tail excluded 0") + job.output.count("| tail excluded 1") == len(
+        told
+    )
+    assert len(told) < 12  # the first sums are exact
+
+
 def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
     job = Job(tmp_path, "--train-iters 20 --lr 1e37 --clip-grad 0 --save checkpoints", ranks=2)
     assert job.wait() == 1
