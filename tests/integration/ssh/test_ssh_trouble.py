@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_a_wrong_clock_is_refused(lab: SshLab) -> None:
     lab.bed["h01"].skew_clock(3600)
     done = lab.do("run")
     assert done.returncode == 2
-    assert "clock (h01): 3600 s ahead of ours" in done.stderr
+    assert re.search(r"clock \(h01\): (3599|3600|3601) s ahead of ours", done.stderr)
     assert not lab.bed["h00"].find("program.py")
 
 
