@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -53,9 +54,19 @@ class _Unpickler(pickle.Unpickler):
             return _layout
         if (module, name) == ("collections", "OrderedDict"):
             return dict
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module.startswith("pathlib") and name in ("PosixPath", "PurePosixPath"):
             return _path
         raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no checkpoint")
+
+
+def _member(owner: object, name: str) -> Enum:
+    """A member of an enumeration, as the first releases of Python 3.11 write it, Debian 12's among
+    them; nobody else's attribute."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"it asks {owner!r} for {name!r}")
 
 
 def _layout(_name: str) -> torch.layout:

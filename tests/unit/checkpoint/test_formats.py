@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,38 @@ def test_a_checkpoint_of_others_runs_no_code_when_it_is_looked_at(tmp_path: Path
 
 def test_whole_is_all_of_it() -> None:
     assert whole((2, 3)) == ((0, 2), (0, 3))
+
+
+class _AsOldPython(pickle.Pickler):
+    """Writes members of enumerations as the first releases of Python 3.11 do."""
+
+    def reducer_override(self, found: Any) -> Any:
+        if isinstance(found, Enum):
+            return getattr, (type(found), found.name)
+        return NotImplemented
+
+
+def test_an_enumeration_of_an_older_python_is_read(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+
+    from flagscale.checkpoint_metadata import read_metadata
+
+    kept = Metadata({}, storage_data={}, planner_data=TensorProperties())
+    with (tmp_path / ".metadata").open("wb") as file:
+        _AsOldPython(file).dump(kept)
+    assert read_metadata(tmp_path).planner_data == TensorProperties()
+
+
+@pytest.mark.parametrize("name", ["__init__", "__reduce__", "mro", "no_such_member"])
+def test_an_attribute_that_is_no_member_is_not_looked_up(name: str, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from flagscale.checkpoint_metadata import read_metadata
+
+    class Asks:
+        def __reduce__(self) -> Any:
+            return getattr, (Metadata, name)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": Asks()}))
+    with pytest.raises(CheckpointError, match="it asks"):
+        read_metadata(tmp_path)
