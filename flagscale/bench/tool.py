@@ -36,12 +36,52 @@ class Plan(Protocol):
 P = TypeVar("P", bound=Plan)
 
 
-class Tool(ABC, Generic[P]):
+class Starter(Generic[P]):
+    """Starts the ranks of a plan ``P``."""
+
+    run: str
+    """What every rank carries out, see :attr:`.Job.run`: by its name, for it needs torch."""
+
+    def header(self, plan: P) -> bool:
+        """Whether lines about the start are wanted."""
+        return True
+
+    def start_here(self, plan: P, ranks: int) -> int:
+        """Start the ranks on this machine; the exit code."""
+        # Of one that is stopped while it measures the others tell before.
+        place, patience = plan.placement, plan.placement.timeout + 8.0
+        job = Job.of(self.run, plan)
+        return run_job(job, ranks, log_dir=place.log_dir, patience=patience)
+
+    def start(self, plan: P, ranks: int) -> int:
+        """Start the ranks wherever they shall run; the exit code."""
+        place = plan.placement
+        # What opens connections is no business of the ranks, which load this module too.
+        if place.slurm:
+            from flagscale.bench.starters.slurm import run_in_slurm
+
+            return run_in_slurm(place, Job.of(self.run, plan), os.environ, note=self.header(plan))
+        if place.hosts and place.starter == "mpirun":
+            from flagscale.bench.starters.mpirun import run_by_mpirun
+
+            return run_by_mpirun(place, Job.of(self.run, plan), os.environ)
+        if place.hosts:
+            from flagscale.bench.starters.ssh import run_over_ssh
+
+            return run_over_ssh(place, self.run, plan, os.environ)
+        if place.nodes > 1:
+            raise ConfigError(
+                f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
+            )
+        require_room(ranks, cores_here(), place, "this machine")
+        require_own(place.address)
+        return self.start_here(plan, ranks)
+
+
+class Tool(Starter[P], ABC):
     """A command; ``P`` is the plan that its line amounts to."""
 
     prog: str
-    run: str
-    """What every rank carries out, see :attr:`.Job.run`: by its name, for it needs torch."""
 
     def main(self, arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
         """Run the command; the exit code. Under a launcher, every rank comes here with the same
@@ -58,20 +98,9 @@ class Tool(ABC, Generic[P]):
             ConfigError: a flag or value is wrong; a file it names cannot be read or used.
         """
 
-    def header(self, plan: P) -> bool:
-        """Whether lines about the start are wanted."""
-        return True
-
     def debug(self, plan: P) -> bool:
         """Whether libraries shall speak."""
         return False
-
-    def start_here(self, plan: P, ranks: int) -> int:
-        """Start the ranks on this machine; the exit code."""
-        # Of one that is stopped while it measures the others tell before.
-        place, patience = plan.placement, plan.placement.timeout + 8.0
-        job = Job.of(self.run, plan)
-        return run_job(job, ranks, log_dir=place.log_dir, patience=patience)
 
     def run_line(self, words: list[str], prog: str) -> int:
         """Carry out a command line; the exit code.
@@ -99,31 +128,7 @@ class Tool(ABC, Generic[P]):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO" if debug else "ERROR")
         if debug:
             os.environ.setdefault("NCCL_DEBUG", "INFO")
-        return self._start(plan, ranks) if world is None else carry_out(self.run, plan, world)
-
-    def _start(self, plan: P, ranks: int) -> int:
-        place = plan.placement
-        # What opens connections is no business of the ranks, which load this module too.
-        if place.slurm:
-            from flagscale.bench.starters.slurm import run_in_slurm
-
-            job = Job.of(self.run, plan)
-            return run_in_slurm(place, job, os.environ, note=self.header(plan))
-        if place.hosts and place.starter == "mpirun":
-            from flagscale.bench.starters.mpirun import run_by_mpirun
-
-            return run_by_mpirun(place, Job.of(self.run, plan), os.environ)
-        if place.hosts:
-            from flagscale.bench.starters.ssh import run_over_ssh
-
-            return run_over_ssh(place, self.run, plan, os.environ)
-        if place.nodes > 1:
-            raise ConfigError(
-                f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
-            )
-        require_room(ranks, cores_here(), place, "this machine")
-        require_own(place.address)
-        return self.start_here(plan, ranks)
+        return self.start(plan, ranks) if world is None else carry_out(self.run, plan, world)
 
 
 def _ranks(place: Placement, world: BenchWorld | None) -> int:

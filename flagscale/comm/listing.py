@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -64,6 +65,15 @@ def listed() -> list[Listed]:
             )
         )
     return found
+
+
+def main(words: Sequence[str], *, prog: str) -> int:
+    """Carry out the command; the exit code."""
+    about = "Every backend, whether it works here, and how to get what is missing."
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    show("json" if parser.parse_args(words).json else "table")
+    return 0
 
 
 def show(form: Literal["table", "json"] = "table") -> None:

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flagscale.hosts.errors import HostError
 from flagscale.hosts.executor import Endpoint
-from flagscale.hosts.local import LocalExecutor
+from flagscale.hosts.local import LocalExecutor, LocalOpener
 
 NAMESPACES = Path("/run/netns")
 
 
-class NetnsOpener:
+class NetnsOpener(LocalOpener):
     """Reaches namespaces; an :class:`~flagscale.hosts.executor.Opener`."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """There is nothing to set."""
 
     def open(self, endpoint: Endpoint) -> NetnsExecutor:
         """The namespace. Raises :class:`~.errors.HostError` where there is none of that name, or
@@ -39,9 +35,6 @@ class NetnsOpener:
             hint = "entering one takes root's rights" if os.geteuid() else None
             raise HostError(endpoint.name, f"its network cannot be entered: {said}", hint=hint)
         return host
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 class NetnsExecutor(LocalExecutor):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flagscale.status import RUN_ID_VARIABLE
+from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 PROC = Path("/proc")
 POLL_SECONDS = 0.05
@@ -102,6 +102,18 @@ def members(run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
             if process is not None:
                 found.append(process)
     return found
+
+
+def spared(run_id: str) -> set[int]:
+    """What an agent leaves alone when it ends its host's part of a run: itself, the parts of other
+    hosts that are on this machine too (namespaces, a scheduler's cells), and what is above them."""
+    own = os.path.dirname(os.environ.get(STATUS_DIR_VARIABLE, ""))  # noqa: PTH120
+    found = {os.getpid()}
+    for process in members(run_id) if own else ():
+        status = environment(process.pid).get(STATUS_DIR_VARIABLE.encode())
+        if status is not None and not status.startswith(f"{own}/".encode()):
+            found.add(process.pid)
+    return found.union(*map(ancestors, found))
 
 
 def pids() -> Iterator[int]:

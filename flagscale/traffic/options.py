@@ -94,7 +94,9 @@ def parse(words: Sequence[str], prog: str) -> Plan:
     _check(options)
     _check_together(options)
     given = read(options.replay) if options.replay else None
-    environment = _changed(given, options) if given else _made(options)
+    if given:
+        _refuse_changes(options)
+    environment = given or _made(options)
     tail: float | None = options.tail
     if tail is not None:
         tolerance = options.tolerance or default_tolerance(tail)
@@ -242,8 +244,8 @@ def _made(options: argparse.Namespace) -> Environment:
     return Environment(sites, between, pattern, _probe(options.probe))
 
 
-def _changed(environment: Environment, options: argparse.Namespace) -> Environment:
-    """An environment of a file; calibrating begins where it stands."""
+def _refuse_changes(options: argparse.Namespace) -> None:
+    """What is played says what a file has; calibrating begins where that stands."""
     fixed = {
         **{f"--{name}": getattr(options, name) for name in _PATTERN},
         "--probe": options.probe if options.probe != "none" else None,
@@ -251,7 +253,6 @@ def _changed(environment: Environment, options: argparse.Namespace) -> Environme
     }
     if given := [flag for flag, value in fixed.items() if value not in (None, [])]:
         raise ConfigError(f"{given[0]}: what --replay plays says that; leave it out")
-    return environment
 
 
 def _sites(options: argparse.Namespace) -> tuple[Site, ...]:

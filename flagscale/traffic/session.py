@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from flagscale.errors import ConfigError, UnreachableError
 from flagscale.hosts.executor import Closing, Endpoint, Executor
@@ -178,13 +179,13 @@ class Traffic(Closing):
         self,
         executors: dict[int, Executor],
         number: int,
-        role: str,
+        role: Literal["flows", "probe"],
         interface: str | None,
         port: int,
     ) -> Station:
         site = self.environment.hosts[number]
         order = Order(
-            "flows" if role == "flows" else "probe",
+            role,
             number,
             self._key,
             self._seconds,

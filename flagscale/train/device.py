@@ -17,7 +17,7 @@ from flagscale.accelerators.device import Device, select
 from flagscale.accelerators.registry import AUTO
 from flagscale.errors import ConfigError
 
-__all__ = ["DEVICE_VARIABLE", "Device", "choose"]
+__all__ = ["DEVICE_VARIABLE", "Device", "choose", "uncompiled"]
 
 DEVICE_VARIABLE = "FLAGSCALE_DEVICE"
 _UNCOMPILED = "TORCHDYNAMO_DISABLE"
@@ -47,12 +47,17 @@ def choose(wanted: str, local_rank: int) -> Device:
     return device
 
 
+def uncompiled() -> bool:
+    """Whether ``torch.compile`` leaves functions as they are in this process."""
+    return os.environ.get(_UNCOMPILED) == "1"
+
+
 @contextlib.contextmanager
 def _compiler_unloaded() -> Iterator[None]:
     """Context for the first import of ``megatron.core``, which hands functions to
     ``torch.compile``. Where nothing is compiled they stay as they are: torch would load its
     compiler for them, which takes as long as the rest."""
-    if os.environ.get(_UNCOMPILED) != "1":
+    if not uncompiled():
         yield
         return
     import torch

@@ -12,7 +12,6 @@ from flagscale.bench.command_line import did_you_mean
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
 
-EXACT = "exact"
 Variables = tuple[tuple[str, str], ...]
 
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flagscale.accelerators.registry import chosen
@@ -14,7 +14,7 @@ from flagscale.bench.command_line import Parser, at_least, filled, judge
 from flagscale.bench.files import require_writable
 from flagscale.bench.machine import facts
 from flagscale.bench.placement import Placement, add_place, placement
-from flagscale.bench.tool import Tool
+from flagscale.bench.tool import Starter, Tool
 from flagscale.bench.world import BenchWorld, detect
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
@@ -58,19 +58,9 @@ examples
   training -r 2 --models vgg19 --arms gloo,ring            two ranks here, a minute
   training -r 4 --models gpt2,bert --size base --arms ring,tree,transpose --steps 200
   training --hosts-file hosts --models all --arms ring,tree,optireduce \\
-      --environment low.yaml high.yaml --report trials.html --json trials.json
+      --environment low.json high.json --report trials.html --json trials.json
   training -r 8 --device cuda --models gpt2:large --arms ring,tree,nccl
 """
-
-
-@dataclass(frozen=True)
-class Files:
-    """What the command writes when all sessions are done."""
-
-    json: Path | None = None
-    csv: Path | None = None
-    report: Path | None = None
-    plots: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +72,7 @@ class TrialsPlan:
     settings: tuple[Setting, ...]
     training: Training
     placement: Placement
-    files: Files = Files()
+    outputs: Outputs = field(default_factory=Outputs)
     comm: tuple[str, ...] = ()
     quiet: bool = False
 
@@ -122,7 +112,7 @@ class Trials(Tool[TrialsPlan]):
         refuse_launcher(detect(os.environ))
         return super().run_line(words, prog)
 
-    def _start(self, plan: TrialsPlan, ranks: int) -> int:
+    def start(self, plan: TrialsPlan, ranks: int) -> int:
         """Carry out every session, one after the other, and present what they found; the exit code:
         1 where exact arms have not learned the same, or ranks have not ended with one model."""
         found: list[SessionResult] = []
@@ -135,9 +125,7 @@ class Trials(Tool[TrialsPlan]):
                     result = Path(directory) / f"{len(found)}_{number}.json"
                     own[number] = self._session(plan, model, number, ranks, result)
                 found += [own[number] for number in range(len(order))]
-        files = plan.files
-        outputs = Outputs(files.json, files.csv, files.report, files.plots)
-        present(found, plan.training, {**about, "ranks": ranks}, outputs)
+        present(found, plan.training, {**about, "ranks": ranks}, plan.outputs)
         return 0 if all(map(sound, found)) else JobError.exit_code
 
     def _session(
@@ -158,18 +146,10 @@ class Trials(Tool[TrialsPlan]):
         return replace(result, before=before, after=after)
 
 
-class _Session(Tool[SessionPlan]):
+class _Session(Starter[SessionPlan]):
     """One session: ranks, started wherever they are."""
 
-    prog = "training"
     run = Trials.run
-
-    def read(self, words: list[str], prog: str, *, keeps: bool) -> SessionPlan:
-        raise NotImplementedError("a session is made by a command line of all")
-
-    def start(self, plan: SessionPlan, ranks: int) -> int:
-        """Start the ranks, wait for them; the exit code."""
-        return self._start(plan, ranks)
 
 
 _SESSION = _Session()
@@ -261,7 +241,7 @@ def _plan(options: argparse.Namespace) -> TrialsPlan:
         settings=read_settings(options.environment, options.apart),
         training=training,
         placement=place,
-        files=_files(options),
+        outputs=_outputs(options),
         comm=tuple(options.comm),
         quiet=options.quiet,
     )
@@ -321,7 +301,7 @@ def _judge(arms: Sequence[Arm], words: Sequence[str]) -> None:
                 )
 
 
-def _files(options: argparse.Namespace) -> Files:
+def _outputs(options: argparse.Namespace) -> Outputs:
     for path in options.plots:
         require_image(path, "--plot")
         require_writable(path, "--plot")
@@ -330,7 +310,7 @@ def _files(options: argparse.Namespace) -> Files:
             require_writable(path, flag)
     if options.report is not None:
         require_writable(options.report, "--report")
-    return Files(options.json, options.csv, options.report, tuple(options.plots))
+    return Outputs(options.json, options.csv, options.report, tuple(options.plots))
 
 
 main = Trials().main

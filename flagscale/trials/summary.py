@@ -8,6 +8,7 @@ from itertools import combinations, groupby
 from operator import attrgetter
 
 from flagscale.ratios import Ratio, percentile
+from flagscale.trials.arms import Arm
 from flagscale.trials.results import NONE, ArmResult, Probed, SessionResult
 from flagscale.trials.statistics import (
     RING,
@@ -171,15 +172,8 @@ def pairs(session: SessionResult) -> list[Pair]:
             shapes = {shape(one.sent), shape(other.sent)}
             both = shapes.pop() if shapes == {RING} else ""
         elif one.algorithms and other.algorithms:
-            total = [sum(arm.algorithms.values()) for arm in (one, other)]
-            names = {*one.algorithms, *other.algorithms}
-            share = (
-                sum(
-                    abs(one.algorithms.get(n, 0) / total[0] - other.algorithms.get(n, 0) / total[1])
-                    for n in names
-                )
-                / 2
-            )
+            names = sorted({*one.algorithms, *other.algorithms})
+            share = unlike(*([[arm.algorithms.get(n, 0) for n in names]] for arm in (one, other)))
         found.append(Pair(one.arm.name, other.arm.name, share, both))
     return found
 
@@ -203,17 +197,17 @@ def sent(one: ArmResult) -> str:
     )
 
 
-def agreements(session: SessionResult) -> list[tuple[str, Agreement]]:
-    """How every arm's losses agree with those of the first exact one, by a name for both."""
-    exact = [one for one in session.arms if one.arm.exact]
-    if not exact:
+def agreements(session: SessionResult) -> list[tuple[Arm, Arm, Agreement]]:
+    """How every arm's losses agree with those of the first exact one, which comes second."""
+    first = next((one for one in session.arms if one.arm.exact), None)
+    if first is None:
         return []
-    first, found = exact[0], []
-    for one in session.arms:
-        if one is not first:
-            name = f"{one.arm.name} and {first.arm.name}"
-            found.append((name, agreement(_all_losses(first), _all_losses(one))))
-    return found
+    losses = _all_losses(first)
+    return [
+        (one.arm, first.arm, agreement(losses, _all_losses(one)))
+        for one in session.arms
+        if one is not first
+    ]
 
 
 def _all_losses(one: ArmResult) -> list[float | None]:
@@ -230,13 +224,11 @@ def findings(session: SessionResult) -> list[str]:
     """What a session proves or fails to: arms, losses, replicas."""
     told = [f"{one.arm.name} ({one.arm.told}): {sent(one)}" for one in session.arms]
     told += [pair.told for pair in pairs(session)]
-    exact = {one.arm.name for one in session.arms if one.arm.exact}
-    for names, found in agreements(session):
-        lossy = names.partition(" ")[0] not in exact
-        verdict = "agree" if found.holds else ("differ" if lossy else "do NOT agree")
+    for arm, first, found in agreements(session):
+        verdict = "agree" if found.holds else ("do NOT agree" if arm.exact else "differ")
         told.append(
-            f"losses of {names} {verdict}: {found.early:.1e} at most in the first steps, "
-            f"{found.late:.2%} at the end, where chance makes {found.noise:.2%}"
+            f"losses of {arm.name} and {first.name} {verdict}: {found.early:.1e} at most in the "
+            f"first steps, {found.late:.2%} at the end, where chance makes {found.noise:.2%}"
         )
     for one in session.arms:
         if not one.replicas_equal:
@@ -257,8 +249,5 @@ def _probe(found: Probed) -> str:
 
 def sound(session: SessionResult) -> bool:
     """Whether nothing was found that makes a session's times worthless."""
-    exact = {one.arm.name for one in session.arms if one.arm.exact}
-    agreed = all(
-        found.holds for names, found in agreements(session) if names.partition(" ")[0] in exact
-    )
+    agreed = all(found.holds for arm, _, found in agreements(session) if arm.exact)
     return agreed and all(one.replicas_equal for one in session.arms)

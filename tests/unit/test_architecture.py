@@ -24,6 +24,7 @@ GROUND = {"errors", "files", "modules", "records", "registry", "status"}
 PARTS = {
     **{name: set[str]() for name in ("errors", "files", "modules", "ratios", "status")},
     "guard": {"errors"},
+    "commands": {"errors"},
     "records": {"errors", "files"},
     "registry": {"errors"},
     "accelerators": {"errors", "registry", "status"},
@@ -53,8 +54,17 @@ PARTS = {
         "comm",
     },
     "report": {*GROUND, "config", "hosts", "launch"},
-    "bench": {*GROUND, "accelerators", "guard", "hosts", "comm", "ratios", "report"},
-    "traffic": {*GROUND, "guard", "hosts", "bench"},
+    "bench": {
+        *GROUND,
+        "accelerators",
+        "guard",
+        "commands",
+        "hosts",
+        "comm",
+        "ratios",
+        "report",
+    },
+    "traffic": {*GROUND, "guard", "commands", "hosts", "bench"},
     "trials": {
         *GROUND,
         "accelerators",

@@ -163,8 +163,8 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
     read = name in (*TOKENIZER, PRETRAINED, PROMPTS) and (not external or Path(value).exists())
     written = name in WRITTEN and value not in NO_PATH
     template = name == TEMPLATE and is_template_file(value)
-    template = template or (name == FUNCTION and _file_of(value) is not None)
-    return _absolute(value) if read or written or template else value
+    function = name == FUNCTION and _file_of(value) is not None
+    return _absolute(value) if read or written or template or function else value
 
 
 def _absolute_word(word: str) -> str:

@@ -168,8 +168,7 @@ class Attempt:
         return now - self._gone_at >= SETTLE_SECONDS
 
     def _members(self) -> list[Process]:
-        own = os.getpid()
-        return processes.members(self.run_id, exclude=[own, *processes.ancestors(own)])
+        return processes.members(self.run_id, exclude=processes.spared(self.run_id))
 
     def _kill(self, process: Process) -> None:
         if processes.send(process, signal.SIGKILL, run_id=self.run_id):

@@ -75,8 +75,7 @@ def sweep_after_agent(run_id: str, run_dir: Path, grace: float) -> int:
     """End what a killed agent left behind and record the end that it could not record."""
     # The kernel reaps orphans from now on, so that they don't stay as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    spared = [os.getpid(), *processes.ancestors(os.getpid())]
-    swept = processes.sweep(run_id, grace, exclude=spared)
+    swept = processes.sweep(run_id, grace, exclude=processes.spared(run_id))
     if not (run_dir / EXIT_FILE).exists():
         record = {"code": 137, "phase": "agent", "signal": None, "ended": round(time.time(), 3)}
         record["swept"] = [*swept.terminated, *swept.killed]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from torch import Tensor
 from flagscale.config.arguments.external import NAME, is_file, place
 from flagscale.config.arguments.values import nearest
 from flagscale.errors import DataError
-from flagscale.train.data.samplers import Shard
+from flagscale.train.data.samplers import MicroBatchSampler, Shard
 from flagscale.train.models.base import DataKind, spec_of
 
 if TYPE_CHECKING:
@@ -40,15 +41,12 @@ class Samples:
     """
 
     def __init__(self, shard: Shard, consumed: int) -> None:
+        self._shard = shard
         self.consumed, self.width = consumed, shard.width
         self.micro_batches = shard.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        begin = self.consumed
-        while True:
-            for places in self.micro_batches:
-                yield [begin + place for place in places]
-            begin += self.width
+        return iter(MicroBatchSampler(sys.maxsize, self._shard, consumed=self.consumed))
 
 
 Function = Callable[[Any, "Tokenizer", str, Samples], Iterable[Mapping[str, Tensor]] | None]

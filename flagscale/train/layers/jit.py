@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from flagscale.accelerators.registry import every
+from flagscale.train.device import uncompiled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -42,7 +43,7 @@ def compiled_if_faster(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]],
     CPU compiling takes longer than it saves. ``dynamic``: once for all sizes, not once for each."""
 
     def compiling(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        if uncompiled():
             return function  # and torch need not load its compiler
         fast = torch.compile(function, fullgraph=True, dynamic=dynamic)
 

@@ -29,6 +29,23 @@ for event in ("started", "joined", "ready"):
 time.sleep(600)
 """
 
+# Rank 0 ends at once when it is told to, rank 1 has something to save first.
+SAVING = """
+import os, signal, sys, time
+from pathlib import Path
+from flagscale.status import StatusWriter
+
+rank = int(os.environ["RANK"])
+status = StatusWriter.from_environment(rank)
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))
+for event in ("started", "joined", "ready"):
+    status.write(event)
+while not told or time.monotonic() < told[0] + 2 * rank:
+    time.sleep(0.05)
+Path(sys.argv[0]).with_name(f"told_{rank}").write_text(str(len(told)))
+"""
+
 
 def install(lab: Lab, module: str, group: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Install a package as pip does, but in a directory of its own; that directory."""
@@ -99,6 +116,17 @@ def test_every_verb_with_a_runner_from_outside(lab: Lab, queue: Path) -> None:
     assert lab.members() == []
     assert json.loads(lab.do("query", "json=true").stdout)["state"] == "stopped"
     assert "nothing to stop" in lab.do("stop").stdout
+
+
+def test_hosts_of_one_machine_end_their_own_ranks_alone(lab: Lab, queue: Path) -> None:
+    runner = {"type": "mine", "mine": {"queue": str(queue)}, "nnodes": 2, "nproc_per_node": 1}
+    runner |= {"master_port": free_port(), "stop_grace": 20}
+    lab.configure(SAVING, light=True, runner=runner)
+    started = lab.do("run")
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert lab.do("stop").returncode == 0
+    assert lab.members() == []
+    assert [(lab.root / f"told_{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
 def test_what_a_runner_from_outside_refuses_is_a_mistake_in_the_yaml(lab: Lab, queue: Path) -> None:

@@ -18,6 +18,8 @@
 // the operation's end, on the thread of the operation.
 #pragma once
 
+#include <array>
+#include <optional>
 #include <vector>
 
 #include "local.h"
@@ -57,7 +59,8 @@ class Hierarchy {
 
   // An operation that takes a route. `in` is what the ranks add up, if they do.
   struct Journey {
-    Route route;
+    explicit Journey(const Route& way) : route(way) {}
+    const Route& route;
     BufferList in, out;
     Reduction reduction;
     size_t chunk = 1;     // the longest
@@ -99,6 +102,7 @@ class Hierarchy {
   BufferList join(const BufferLists& by_rank, int cluster) const;
   std::vector<Interval> places(const BufferLists& by_rank, int cluster) const;
 
+  const Route& route_of(Algorithm algorithm);
   int place_of(int rank, int cluster) const;
   Interval part(const Journey& j, size_t segment, int cluster, size_t i, Interval chunk) const;
   Interval own_part(const Journey& j, size_t segment, Interval chunk) const;
@@ -118,6 +122,7 @@ class Hierarchy {
   size_t chunk_;
   // Kept between operations: allocating is dear.
   std::vector<Stage> stages_ = std::vector<Stage>(4);
+  std::array<std::optional<Route>, 4> routes_;  // of all_reduces, by algorithm
   std::vector<std::byte> scratch_;
 };
 

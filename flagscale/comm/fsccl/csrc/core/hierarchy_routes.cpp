@@ -58,32 +58,39 @@ Algorithm Hierarchy::best_for(size_t bytes) const {
   return others > kMostOthers ? Algorithm::kTree : Algorithm::kTranspose;
 }
 
+// Made once: it is the same for every all_reduce.
+const Route& Hierarchy::route_of(Algorithm algorithm) {
+  std::optional<Route>& known = routes_[static_cast<size_t>(algorithm)];
+  if (known) return *known;
+  const int count = clusters_.count(), me = clusters_.mine;
+  switch (algorithm) {
+    case Algorithm::kAuto:
+      return known.emplace(exchange_route(count, me));
+    case Algorithm::kRing:
+      return known.emplace(ring_route(count, me));
+    case Algorithm::kTree:
+      return known.emplace(tree_route(count, me));
+    case Algorithm::kTranspose:
+      return known.emplace(transpose_route(count, me));
+  }
+  fail_usage("no such algorithm");
+}
+
 void Hierarchy::all_reduce(RequestBatch& x, const void* in, void* out, size_t count,
                            const Reduction& r, Algorithm algorithm) {
   // A segment is a part of a chunk: chunks of large buffers are longer, so that segments are not
   // short. Trees have more of them under way, the more the higher they are.
   constexpr size_t kLonger = 4, kLeast = 8, kShortest = 64 << 10;
   const size_t total = count * r.width();
-  Journey j;
+  Journey j{route_of(algorithm)};
   j.in = BufferList(in, total);
   j.out = BufferList(out, total);
   j.reduction = r;
   j.chunk = std::clamp(total / kLeast, chunk_, kLonger * chunk_);
-  switch (algorithm) {
-    case Algorithm::kAuto:
-      j.route = exchange_route(clusters_.count(), clusters_.mine);
-      j.chunk = chunk_;
-      break;
-    case Algorithm::kRing:
-      j.route = ring_route(clusters_.count(), clusters_.mine);
-      break;
-    case Algorithm::kTree:
-      j.route = tree_route(clusters_.count(), clusters_.mine);
-      j.chunk = std::clamp(total / kLeast, std::min(chunk_ / 2, kShortest), chunk_ / 2);
-      break;
-    case Algorithm::kTranspose:
-      j.route = transpose_route(clusters_.count(), clusters_.mine);
-      break;
+  if (algorithm == Algorithm::kAuto) {
+    j.chunk = chunk_;
+  } else if (algorithm == Algorithm::kTree) {
+    j.chunk = std::clamp(total / kLeast, std::min(chunk_ / 2, kShortest), chunk_ / 2);
   }
   travel(x, j);
 }
@@ -92,8 +99,8 @@ void Hierarchy::reduce(RequestBatch& x, const void* in, void* out, size_t count,
                        const Reduction& r, int root) {
   const int to = cluster_of(root);
   const size_t total = count * r.width();
-  Journey j;
-  j.route = reduce_route(clusters_.count(), clusters_.mine, to);
+  const Route route = reduce_route(clusters_.count(), clusters_.mine, to);
+  Journey j{route};
   j.in = BufferList(in, total);
   j.reduction = r;
   j.chunk = chunk_;
@@ -111,8 +118,8 @@ void Hierarchy::reduce(RequestBatch& x, const void* in, void* out, size_t count,
 
 void Hierarchy::broadcast(RequestBatch& x, const BufferList& buffer, int root) {
   const int from = cluster_of(root);
-  Journey j;
-  j.route = broadcast_route(clusters_.count(), clusters_.mine, from);
+  const Route route = broadcast_route(clusters_.count(), clusters_.mine, from);
+  Journey j{route};
   j.out = buffer;
   j.reduction.dtype = DType::kOpaque;
   j.chunk = chunk_;
