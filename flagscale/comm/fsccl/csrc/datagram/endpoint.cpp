@@ -99,23 +99,19 @@ void Endpoint::work() {
       session_.cancel();
     }
     if (session_.done() || trouble_) done_.notify_all();
+    // While there is something to send, what has come is looked at when it is time to send more.
+    const bool reading = !session_.sending();
     hold.unlock();
-    socket_->wait(wake_->get(), next - now());
+    socket_->wait(wake_->get(), next - now(), reading);
     hold.lock();
     uint64_t woken = 0;
     static_cast<void>(!read(wake_->get(), &woken, sizeof woken));
     at = now();
-    for (int batch = 0; batch < 4; ++batch) {
-      const size_t n = socket_->receive([&](int from, const std::byte* packet, size_t bytes) {
-        session_.on_packet(from, packet, bytes, at);
-      });
-      if (n < Socket::kBatch) break;
-    }
+    const auto take = [&](int from, const std::byte* packet, size_t bytes) {
+      session_.on_packet(from, packet, bytes, at);
+    };
+    for (int batch = 0; batch < 4 && socket_->receive(take); ++batch) continue;
   }
-}
-
-void Endpoint::send(int to, const std::byte* packet, size_t bytes) {
-  socket_->send(to, packet, bytes);
 }
 
 // Who asks has a place for the answer first.

@@ -55,7 +55,8 @@ class Endpoint final : private Network {
   static constexpr uint64_t kNoticeTag = uint64_t{1} << 62 | 1, kRecordTag = uint64_t{1} << 62 | 2;
 
   static Time now() { return Clock::now().time_since_epoch(); }
-  void send(int to, const std::byte* packet, size_t bytes) override;
+  std::byte* place(size_t most) override { return socket_->place(most); }
+  void send(int to, size_t bytes) override { socket_->send(to, bytes); }
   void tell(int to, const Notice& notice) override;
   void tell_record(int to, const std::vector<std::byte>& record) override;
   void work();

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <optional>
 
-#include "../core/mac.h"
+#include "sign.h"
 
 namespace fsccl::datagram {
 
@@ -46,19 +46,20 @@ static_assert(sizeof(Header) == 56, "the layout on the wire");
 
 // What both ends know, and a header only repeats.
 struct Circle {
-  Key key;
+  Signer signer;
   uint32_t epoch = 0, group = 0;
   int rank = 0, ranks = 1;
 
   static Circle of(const Key& group_key, uint32_t number, int rank, int ranks) {
     const Key own = derived(group_key, std::array<uint64_t, 2>{0x64617461'6772616dU, number});
     const Key names = derived(own, uint64_t{1});
-    return {own, static_cast<uint32_t>(names.lo), number, rank, ranks};
+    return {Signer(own), static_cast<uint32_t>(names.lo), number, rank, ranks};
   }
 };
 
-inline uint64_t mac_of_packet(const Key& key, const std::byte* packet, size_t bytes) {
-  return mac_of(key, packet + sizeof(uint64_t), bytes - sizeof(uint64_t));
+inline uint64_t mac_of_packet(const Circle& circle, const std::byte* packet, size_t bytes) {
+  constexpr size_t own = sizeof(uint64_t);  // the MAC's place
+  return circle.signer.of<sizeof(Header) - own>(packet + own, bytes - sizeof(Header));
 }
 
 // Makes a packet whole, whose payload is there, at `packet` + sizeof(Header). Its size.
@@ -69,7 +70,7 @@ inline size_t seal(const Circle& circle, int to, Header header, std::byte* packe
   header.receiver = static_cast<uint16_t>(to);
   std::memcpy(packet, &header, sizeof header);
   const size_t bytes = sizeof header + header.length;
-  const uint64_t mac = mac_of_packet(circle.key, packet, bytes);
+  const uint64_t mac = mac_of_packet(circle, packet, bytes);
   std::memcpy(packet, &mac, sizeof mac);
   return bytes;
 }
@@ -97,7 +98,7 @@ inline std::optional<Header> open(const Circle& circle, int from, const std::byt
                     h.receiver == circle.rank && h.sender == from && from != circle.rank &&
                     from >= 0 && from < circle.ranks;
   if (!here) return ++dropped->foreign, std::nullopt;
-  if (h.mac != mac_of_packet(circle.key, packet, bytes)) return ++dropped->forged, std::nullopt;
+  if (h.mac != mac_of_packet(circle, packet, bytes)) return ++dropped->forged, std::nullopt;
   if (h.kind < Kind::kReady || h.kind > Kind::kRecord) return ++dropped->malformed, std::nullopt;
   return h;
 }

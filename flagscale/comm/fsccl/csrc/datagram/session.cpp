@@ -16,8 +16,7 @@ Session::Session(const Circle& circle, size_t payload, const Limits& limits, Net
       everyone_(circle.ranks == kMostRanks ? ~uint64_t{0} : bit(circle.ranks) - 1),
       net_(net),
       transfer_(circle, payload, limits),
-      peers_(static_cast<size_t>(circle.ranks)),
-      packet_(sizeof(Header) + kFragment) {
+      peers_(static_cast<size_t>(circle.ranks)) {
   if (circle.ranks < 2 || circle.ranks > kMostRanks) {
     fail_usage("2 to 64 ranks reduce by datagrams, not " + std::to_string(circle.ranks));
   }
@@ -127,7 +126,7 @@ void Session::say_ready(int to) {
   h.operation = operation_;
   h.offset = digest_;
   h.mask = ready_mask();
-  net_.send(to, packet_.data(), seal(circle_, to, h, packet_.data()));
+  net_.send(to, seal(circle_, to, h, net_.place(sizeof h)));
 }
 
 void Session::go() {
@@ -188,7 +187,7 @@ void Session::finish_record() {
 }
 
 void Session::agree() {
-  if (all(known_mask())) return conclude();
+  // At once the first time: the last one to come here has all records, and nobody has its own.
   if (clock_ >= again_) {
     again_ = clock_ + limits_.resend;
     others([&](int r) {
@@ -197,6 +196,7 @@ void Session::agree() {
       }
     });
   }
+  if (all(known_mask())) return conclude();
   if (turned_ || clock_ < reliable_) return;
   turned_ = true;
   others([&](int r) {
@@ -213,8 +213,9 @@ void Session::say_record(int to, uint64_t operation, const Bytes& record) {
     h.length = static_cast<uint16_t>(std::min(kFragment, record.size() - at));
     // Of an earlier operation it has all.
     h.mask = operation == operation_ ? known_mask() : everyone_;
-    std::memcpy(packet_.data() + sizeof h, record.data() + at, h.length);
-    net_.send(to, packet_.data(), seal(circle_, to, h, packet_.data()));
+    std::byte* const made = net_.place(sizeof h + kFragment);
+    std::memcpy(made + sizeof h, record.data() + at, h.length);
+    net_.send(to, seal(circle_, to, h, made));
   }
 }
 

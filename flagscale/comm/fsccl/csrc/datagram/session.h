@@ -66,6 +66,8 @@ class Session {
   Time step(Time now);
 
   bool done() const { return state_ == State::kDone; }
+  // Whether it has data to send, when the rate allows.
+  bool sending() const { return transfer_.next(Time(0)) != Time::max(); }
   // Of an operation that is done, until the next is started.
   const Outcome& outcome() const { return outcome_; }
   std::byte* result() { return transfer_.result(); }
@@ -151,7 +153,6 @@ class Session {
   std::array<Bytes, 2> records_;
   Outcome outcome_;
   Dropped dropped_;
-  Bytes packet_;
 };
 
 }  // namespace fsccl::datagram

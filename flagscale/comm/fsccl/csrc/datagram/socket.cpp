@@ -1,6 +1,7 @@
 #include "socket.h"
 
 #include <netdb.h>
+#include <netinet/udp.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -15,7 +16,8 @@ namespace fsccl::datagram {
 namespace {
 
 constexpr int kBuffer = 8 << 20;  // asked for; the kernel gives at most its net.core.rmem_max
-constexpr size_t kControl = CMSG_SPACE(sizeof(uint32_t));
+constexpr size_t kControl = CMSG_SPACE(sizeof(uint32_t)) + CMSG_SPACE(sizeof(int));
+constexpr size_t kSegment = CMSG_SPACE(sizeof(uint16_t));
 
 // Of "tcp:<port>:<numeric host>".
 std::string host_of(const std::string& address) {
@@ -65,14 +67,15 @@ size_t most_to(const sockaddr_storage& to, socklen_t length) {
 }  // namespace
 
 Socket::Socket(const std::string& beside)
-    : in_(kBatch * kLongest),
-      out_(kBatch * kLongest),
+    : in_(kBatch * kPlace),
+      out_(kBatch * kPlace),
       in_heads_(kBatch),
       out_heads_(kBatch),
       in_places_(kBatch),
       out_places_(kBatch),
       from_(kBatch),
-      controls_(kBatch * kControl) {
+      controls_(kBatch * kControl),
+      out_controls_(kBatch * kSegment) {
   const std::string host = host_of(beside);
   sockaddr_storage at{};
   socklen_t length = read_address(host, "0", &at);
@@ -83,6 +86,7 @@ Socket::Socket(const std::string& beside)
   const int on = 1;
   int buffer = kBuffer;
   setsockopt(fd_.get(), SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
+  setsockopt(fd_.get(), SOL_UDP, UDP_GRO, &on, sizeof on);
   setsockopt(fd_.get(), SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
   setsockopt(fd_.get(), SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
   socklen_t size = sizeof buffer;
@@ -108,25 +112,74 @@ size_t Socket::meet(const std::vector<std::string>& addresses) {
   return most;
 }
 
-void Socket::send(int to, const std::byte* packet, size_t bytes) {
-  std::byte* const place = out_.data() + queued_ * kLongest;
-  std::copy(packet, packet + bytes, place);
-  Peer& peer = peers_[static_cast<size_t>(to)];
-  out_places_[queued_] = {place, bytes};
-  msghdr& head = out_heads_[queued_].msg_hdr;
+bool Socket::joins(const Run& run, int to, size_t bytes) const {
+  return divides_ && run.to == to && !run.closed && bytes <= run.each &&
+         run.packets < kRunPackets && run.bytes + bytes <= kRun;
+}
+
+std::byte* Socket::place(size_t most) {
+  if (queued_ + most > out_.size() || runs_.size() == kBatch) flush();
+  return out_.data() + queued_;
+}
+
+void Socket::send(int to, size_t bytes) {
+  if (runs_.empty() || !joins(runs_.back(), to, bytes)) {
+    runs_.push_back({to, queued_, 0, bytes, 0, false});
+  }
+  Run& run = runs_.back();
+  queued_ += bytes;
+  run.bytes += bytes;
+  ++run.packets;
+  run.closed = bytes < run.each;
+}
+
+void Socket::address_run(size_t i) {
+  const Run& run = runs_[i];
+  Peer& peer = peers_[static_cast<size_t>(run.to)];
+  out_places_[i] = {out_.data() + run.at, run.bytes};
+  msghdr& head = out_heads_[i].msg_hdr;
   head = {};
   head.msg_name = &peer.address;
   head.msg_namelen = peer.length;
-  head.msg_iov = &out_places_[queued_];
+  head.msg_iov = &out_places_[i];
   head.msg_iovlen = 1;
-  if (++queued_ == kBatch) flush();
+  if (run.packets < 2) return;
+  head.msg_control = out_controls_.data() + i * kSegment;
+  head.msg_controllen = kSegment;
+  cmsghdr* const c = CMSG_FIRSTHDR(&head);
+  c->cmsg_level = SOL_UDP;
+  c->cmsg_type = UDP_SEGMENT;
+  c->cmsg_len = CMSG_LEN(sizeof(uint16_t));
+  const auto each = static_cast<uint16_t>(run.each);
+  std::memcpy(CMSG_DATA(c), &each, sizeof each);
+}
+
+// From now on packets go one by one, those of the runs from `first` on too.
+void Socket::divide(size_t first) {
+  divides_ = false;
+  const std::vector<Run> whole(runs_.begin() + static_cast<std::ptrdiff_t>(first), runs_.end());
+  for (const Run& run : whole) {
+    runs_.clear();
+    for (size_t at = 0; at < run.bytes; at += run.each) {
+      if (runs_.size() == kBatch) flush_runs();
+      runs_.push_back({run.to, run.at + at, std::min(run.each, run.bytes - at), run.each, 1, true});
+    }
+    flush_runs();
+  }
+}
+
+void Socket::flush() {
+  flush_runs();
+  queued_ = 0;
 }
 
 // What the kernel does not take in a moment is lost, as on the way.
-void Socket::flush() {
+void Socket::flush_runs() {
   int patience = 2;  // ms
-  for (size_t sent = 0; sent < queued_;) {
-    const int n = sendmmsg(fd_.get(), &out_heads_[sent], static_cast<unsigned>(queued_ - sent), 0);
+  for (size_t i = 0; i < runs_.size(); ++i) address_run(i);
+  for (size_t sent = 0; sent < runs_.size();) {
+    const auto left = static_cast<unsigned>(runs_.size() - sent);
+    const int n = sendmmsg(fd_.get(), &out_heads_[sent], left, 0);
     if (n > 0) {
       sent += static_cast<size_t>(n);
       continue;
@@ -137,15 +190,19 @@ void Socket::flush() {
       poll(&room, 1, 1);
       continue;
     }
-    ++refused_;
+    // No kernel or card that divides.
+    if ((errno == EIO || errno == EINVAL || errno == EOPNOTSUPP) && runs_[sent].packets > 1) {
+      return divide(sent);
+    }
+    refused_ += runs_[sent].packets;
     ++sent;  // this one; the kernel may take the next, or say again what a peer's host has answered
   }
-  queued_ = 0;
+  runs_.clear();
 }
 
 size_t Socket::receive_batch() {
   for (size_t i = 0; i < kBatch; ++i) {
-    in_places_[i] = {in_.data() + i * kLongest, kLongest};
+    in_places_[i] = {in_.data() + i * kPlace, kPlace};
     msghdr& head = in_heads_[i].msg_hdr;
     head = {};
     head.msg_name = &from_[i];
@@ -166,11 +223,23 @@ size_t Socket::receive_batch() {
   return static_cast<size_t>(n);
 }
 
+// Of the packets of a run that came as one.
+size_t Socket::length_of_each(size_t i) {
+  msghdr& head = in_heads_[i].msg_hdr;
+  int each = 0;
+  for (cmsghdr* c = CMSG_FIRSTHDR(&head); c != nullptr; c = CMSG_NXTHDR(&head, c)) {
+    if (c->cmsg_level == SOL_UDP && c->cmsg_type == UDP_GRO) {
+      std::memcpy(&each, CMSG_DATA(c), sizeof each);
+    }
+  }
+  return each > 0 ? static_cast<size_t>(each) : kPlace;
+}
+
 // By the address that it came from; the header only says where to look.
-int Socket::sender_of(size_t i) const {
+int Socket::sender_of(size_t i, const std::byte* packet, size_t bytes) const {
   Header h;
-  if (in_heads_[i].msg_len < sizeof h) return -1;
-  std::memcpy(&h, in_.data() + i * kLongest, sizeof h);
+  if (bytes < sizeof h) return -1;
+  std::memcpy(&h, packet, sizeof h);
   if (h.sender >= peers_.size()) return -1;
   const sockaddr_storage& its = peers_[h.sender].address;
   if (from_[i].ss_family != its.ss_family) return -1;
@@ -186,11 +255,11 @@ int Socket::sender_of(size_t i) const {
   return same ? h.sender : -1;
 }
 
-void Socket::wait(int wake, std::chrono::nanoseconds limit) const {
-  pollfd both[] = {{fd_.get(), POLLIN, 0}, {wake, POLLIN, 0}};
+void Socket::wait(int wake, std::chrono::nanoseconds limit, bool reading) const {
+  pollfd both[] = {{wake, POLLIN, 0}, {fd_.get(), POLLIN, 0}};
   const auto ns = std::max<int64_t>(0, limit.count());
   const timespec time{ns / 1000000000, ns % 1000000000};
-  ppoll(both, 2, &time, nullptr);
+  ppoll(both, reading ? 2 : 1, &time, nullptr);
 }
 
 }  // namespace fsccl::datagram

@@ -8,15 +8,14 @@ namespace fsccl::datagram {
 namespace {
 
 constexpr double kBurstSeconds = 300e-6;
-constexpr size_t kBurstPackets = 8;
+constexpr size_t kLongestRun = 32;  // packets
 
 }  // namespace
 
 Transfer::Transfer(const Circle& circle, size_t payload, const Limits& limits)
     : circle_(circle),
       payload_(payload / Layout::kGrain * Layout::kGrain),
-      limits_(limits),
-      packet_(sizeof(Header) + payload_) {
+      limits_(limits) {
   if (payload_ == 0) fail_usage("packets of " + std::to_string(payload) + " bytes are too small");
 }
 
@@ -31,7 +30,8 @@ void Transfer::begin(const Job& job, uint64_t operation) {
   result_.resize(std::max(result_.size(), job.bytes));
   got_.assign(ranks, Bits(mine_.size()));
   came_.assign(mine_.size(), 1);
-  summed_ = sums_sent_ = Bits(mine_.size());
+  summed_ = Bits(mine_.size());
+  where_.resize(mine_.size());
   have_ = Bits(layout_.pieces());
   parts_.assign(ranks, {});
   sums_.assign(ranks, {});
@@ -43,11 +43,12 @@ void Transfer::begin(const Job& job, uint64_t operation) {
     expected_ += parts_of(r).lacks + sums_of(r).lacks;
   }
   lost_ = scaled_ = 0;
+  const double burst = job.rate * kBurstSeconds / static_cast<double>(packet());
+  run_ = static_cast<size_t>(std::clamp(burst, 1.0, static_cast<double>(kLongestRun)));
   first_ = turn_ = sum_turn_ = 1;
-  at_ = sum_at_ = 0;
+  at_ = in_run_ = sum_at_ = sum_run_ = sum_in_run_ = 0;
   order_.clear();
   again_.clear();
-  credit_ = 0;
 }
 
 void Transfer::take(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
@@ -113,7 +114,7 @@ void Transfer::take_wants(const Header& h, const std::byte* payload, Dropped* dr
   for (uint64_t i = 0; i < most && h.offset + i < of.hi; ++i) {
     if ((static_cast<unsigned>(payload[i / 8]) >> (i % 8) & 1) == 0) continue;
     const size_t piece = static_cast<size_t>(h.offset + i), index = piece - of.lo;
-    const bool sent = parts ? part_sent(h.sender, index) : sums_sent_.test(index);
+    const bool sent = parts ? part_sent(h.sender, index) : sum_sent(h.sender, index);
     const uint8_t flags = mark(index, of.size()) | Header::kRepair;
     if (!sent) continue;
     again_.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece, flags});
@@ -144,6 +145,7 @@ void Transfer::add_up(size_t piece) {
   reduce(how, result_.data() + span.lo, sources.data(), came, span.size() / how.width());
   summed_.set(index);
   have_.set(piece);
+  where_[index] = order_.size();
   order_.push_back(piece);
 }
 
@@ -200,8 +202,9 @@ void Transfer::want(Stream* stream, int from, Kind kind, Time until, Time now, N
     h.operation = operation_;
     h.offset = lo;
     h.length = static_cast<uint16_t>(lacks.bytes().size());
-    std::memcpy(packet_.data() + sizeof h, lacks.bytes().data(), h.length);
-    net.send(from, packet_.data(), seal(circle_, from, h, packet_.data()));
+    std::byte* const made = net.place(packet());
+    std::memcpy(made + sizeof h, lacks.bytes().data(), h.length);
+    net.send(from, seal(circle_, from, h, made));
   }
 }
 
@@ -209,12 +212,14 @@ bool Transfer::next_part(Out* out) {
   const size_t longest = layout_.shard(0).size();
   while (first_ < circle_.ranks) {
     const int end = std::min(circle_.ranks, first_ + std::max(1, job_.incast));
-    for (; at_ < longest; ++at_, turn_ = first_) {
-      while (turn_ < end) {
-        const int to = (circle_.rank + turn_++) % circle_.ranks;
+    for (; at_ < longest; at_ += run_, turn_ = first_) {
+      for (; turn_ < end; ++turn_, in_run_ = 0) {
+        const int to = (circle_.rank + turn_) % circle_.ranks;
         const Interval shard = layout_.shard(to);
-        if (at_ >= shard.size()) continue;
-        *out = {to, Kind::kPart, shard.lo + at_, mark(at_, shard.size())};
+        const size_t index = at_ + in_run_;
+        if (in_run_ == run_ || index >= shard.size()) continue;
+        ++in_run_;
+        *out = {to, Kind::kPart, shard.lo + index, mark(index, shard.size())};
         return true;
       }
     }
@@ -225,29 +230,39 @@ bool Transfer::next_part(Out* out) {
 }
 
 bool Transfer::part_sent(int to, size_t index) const {
-  const int turn = (to - circle_.rank + circle_.ranks) % circle_.ranks;
-  const int end = std::min(circle_.ranks, first_ + std::max(1, job_.incast));
+  const int turn = turn_of(to), end = std::min(circle_.ranks, first_ + std::max(1, job_.incast));
   if (turn < first_ || turn >= end) return turn < first_;
-  return index < at_ || (index == at_ && turn < turn_);
+  if (index < at_ || index >= at_ + run_) return index < at_;
+  return turn < turn_ || (turn == turn_ && index < at_ + in_run_);
+}
+
+bool Transfer::sum_sent(int to, size_t index) const {
+  if (!summed_.test(index)) return false;
+  const size_t place = where_[index];
+  if (place < sum_at_ || place >= sum_at_ + sum_run_) return place < sum_at_;
+  const int turn = turn_of(to);
+  return turn < sum_turn_ || (turn == sum_turn_ && place < sum_at_ + sum_in_run_);
 }
 
 bool Transfer::next_sum(Out* out) {
-  if (sum_at_ == order_.size() || circle_.ranks == 1) return false;
-  const size_t piece = order_[sum_at_];
-  const int to = (circle_.rank + sum_turn_) % circle_.ranks;
-  *out = {to, Kind::kSum, piece, mark(sum_at_, mine_.size())};
-  if (++sum_turn_ == circle_.ranks) {
-    sum_turn_ = 1;
-    ++sum_at_;
-    sums_sent_.set(piece - mine_.lo);
+  if (sum_in_run_ == sum_run_) {  // to the next rank; or all have those, and the next run begins
+    if (sum_run_ == 0 || ++sum_turn_ == circle_.ranks) {
+      sum_at_ += sum_run_;
+      sum_turn_ = 1;
+      sum_run_ = std::min(run_, order_.size() - sum_at_);
+    }
+    sum_in_run_ = 0;
+    if (sum_run_ == 0) return false;
   }
+  const size_t place = sum_at_ + sum_in_run_++;
+  const int to = (circle_.rank + sum_turn_) % circle_.ranks;
+  *out = {to, Kind::kSum, order_[place], mark(place, mine_.size())};
   return true;
 }
 
 void Transfer::pump(Time now, Network& net) {
   if (!moving_) return;
-  const double most =
-      std::max(job_.rate * kBurstSeconds, static_cast<double>(kBurstPackets * packet_.size()));
+  const double most = 2 * burst();  // one may be late
   credit_ = std::min(most, credit_ + job_.rate * 1e-9 * static_cast<double>((now - sent_).count()));
   sent_ = now;
   Out out{};
@@ -270,20 +285,22 @@ void Transfer::send(const Out& out, Network& net) {
   h.offset = span.lo;
   h.length = static_cast<uint16_t>(span.size());
   const std::byte* const from = (out.kind == Kind::kPart ? job_.in : result_.data()) + span.lo;
-  std::copy(from, from + span.size(), packet_.data() + sizeof h);
-  const size_t bytes = seal(circle_, out.to, h, packet_.data());
-  net.send(out.to, packet_.data(), bytes);
+  std::byte* const made = net.place(packet());
+  std::copy(from, from + span.size(), made + sizeof h);
+  const size_t bytes = seal(circle_, out.to, h, made);
+  net.send(out.to, bytes);
   sent_bytes_ += bytes;
   const bool again = (out.flags & Header::kRepair) != 0;
   credit_ -= static_cast<double>(bytes) * (again ? kSlow : 1);
 }
 
 Time Transfer::next(Time now) const {
-  const bool idle = first_ >= circle_.ranks && sum_at_ == order_.size() && again_.empty();
+  const bool sums = sum_in_run_ < sum_run_ || sum_at_ + sum_run_ < order_.size() ||
+                    (sum_run_ > 0 && sum_turn_ + 1 < circle_.ranks);
+  const bool idle = first_ >= circle_.ranks && !sums && again_.empty();
   if (!moving_ || idle) return Time::max();
-  if (credit_ > 0) return now;
-  // A moment more, so that packets go in small batches.
-  return now + Time(static_cast<int64_t>(1e9 * (-credit_ / job_.rate + kBurstSeconds / 3)));
+  const double lacks = burst() - credit_;
+  return lacks <= 0 ? now : now + Time(static_cast<int64_t>(1e9 * lacks / job_.rate));
 }
 
 bool Transfer::over(Time now) const {

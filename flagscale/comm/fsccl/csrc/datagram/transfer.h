@@ -37,8 +37,10 @@ struct Notice {
 class Network {
  public:
   virtual ~Network() = default;
-  // May be lost, doubled, overtaken, late.
-  virtual void send(int to, const std::byte* packet, size_t bytes) = 0;
+  // Where the next packet is to be made, of so many bytes at most; and sends what is there. It may be
+  // lost, doubled, overtaken, late.
+  virtual std::byte* place(size_t most) = 0;
+  virtual void send(int to, size_t bytes) = 0;
   // Reliable and slow: used where datagrams do not come.
   virtual void tell(int to, const Notice& notice) = 0;
   virtual void tell_record(int to, const std::vector<std::byte>& record) = 0;
@@ -85,6 +87,7 @@ class Transfer {
     went_ = began_ = sent_ = now;
     moving_ = true;
     heard_ = false;
+    credit_ = burst();
   }
   bool moving() const { return moving_; }
   void end() { moving_ = false; }
@@ -130,6 +133,10 @@ class Transfer {
   bool next_part(Out* out);
   bool next_sum(Out* out);
   bool part_sent(int to, size_t index) const;
+  bool sum_sent(int to, size_t index) const;
+  int turn_of(int rank) const { return (rank - circle_.rank + circle_.ranks) % circle_.ranks; }
+  size_t packet() const { return sizeof(Header) + payload_; }
+  double burst() const { return static_cast<double>(run_ * packet()); }
   void send(const Out& out, Network& net);
   Stream& parts_of(int rank) { return parts_[static_cast<size_t>(rank)]; }
   Stream& sums_of(int rank) { return sums_[static_cast<size_t>(rank)]; }
@@ -153,17 +160,17 @@ class Transfer {
   std::vector<Stream> parts_, sums_;
   size_t lost_ = 0, scaled_ = 0, expected_ = 0;
 
-  // What has been sent: parts to the ranks first_.. in turns; sums in the order they were made.
+  // What has been sent: parts to the ranks first_.. in turns, sums in the order they were made. A
+  // turn is a run of as many pieces to one rank as may go at once.
+  size_t run_ = 1;
   int first_ = 1, turn_ = 1;
-  size_t at_ = 0;
-  std::vector<size_t> order_;
-  size_t sum_at_ = 0;
+  size_t at_ = 0, in_run_ = 0;  // of the shards: where all turns of this run begin; how far this is
+  std::vector<size_t> order_, where_;  // sums, and of each piece of my shard its place among them
+  size_t sum_at_ = 0, sum_run_ = 0, sum_in_run_ = 0;
   int sum_turn_ = 1;
-  Bits sums_sent_;
   std::deque<Out> again_;
   double credit_ = 0;
   uint64_t sent_bytes_ = 0;
-  std::vector<std::byte> packet_;
 };
 
 }  // namespace fsccl::datagram
