@@ -2,9 +2,11 @@
 // exact way, which all ranks must decide alike, from what all of them know.
 //
 // The first operations of a size go the exact way. Their times say what the path carries; from then
-// on the rate falls by what is lost, and grows slowly where nothing is and nobody was slow. A phase
-// may take 0.83 of the time that both need together, and a slack beside, which grows where anything
-// had to be excluded and shrinks where nothing had.
+// on the rate is a little above the most that one of the last operations has brought, as BBR has it
+// (Cardwell and others, 2016): what others take now and then costs a repair, and does not slow down
+// what follows. Only where a large part is lost the rate falls, for a while. A phase may take 0.83 of
+// the time that both need together, and a slack beside, by which the share that is excluded on
+// average is kept below half a percent.
 //
 // An operation that had to be repeated sends the next ones the exact way at once: 8 of them, and
 // twice as many each time that it happens again in a row.
@@ -23,6 +25,10 @@ class Pace {
  public:
   static constexpr size_t kLearn = 4;  // operations of a size, to a power of two
   static constexpr double kLeastSlack = 3e-3, kMostSlack = 50e-3;  // seconds
+  static constexpr size_t kMemory = 64;                            // operations
+  static constexpr double kAbove = 1.05, kExcluded = 0.005;
+  // Of an operation's seconds: what is no sending, about; and what it takes to tell a rate by it.
+  static constexpr double kReach = 1e-3, kShortest = 3e-3;
   static constexpr int kFirstBan = 8, kLongestBan = 1024;
 
   // `ranks` a circle, and so many circles side by side, which have a part of every bucket each.
@@ -41,8 +47,9 @@ class Pace {
     known.push_back(seconds(took) / static_cast<double>(bytes));
     if (known.size() < kLearn) return;
     std::sort(known.begin(), known.end());
-    // Not the first one, which opens connections, nor one that met traffic.
-    if (fixed_ == 0) rate_ = std::max(rate_, 0.97 * share_ / known[1]);
+    // What the path carries at least: they may have met traffic, or waited for what was lost.
+    if (fixed_ == 0) rate_ = std::max(rate_, 0.97 * share_ / known[0]);
+    if (turn_ == 0) brought_.fill(rate_ / kAbove);
   }
   double rate() const { return rate_; }
   void plan(size_t bytes, Job* job) const {
@@ -53,20 +60,19 @@ class Pace {
   }
   void ended(size_t bytes, const Outcome& outcome) {
     const double due = share_ * static_cast<double>(bytes) / rate_;
-    const bool excludes = outcome.excluded_share() > 0.002;
-    slack_ = excludes ? std::min(1.5 * slack_, 2 * due + kMostSlack)
-                      : std::max(0.97 * slack_, kLeastSlack);
-    if (fixed_ > 0) return;
+    excluded_ += (outcome.excluded_share() - excluded_) / kMemory;
+    slack_ *= excluded_ > kExcluded ? 1.1 : excluded_ < kExcluded / 2 ? 0.97 : 1;
+    slack_ = std::clamp(slack_, kLeastSlack, 2 * due + kMostSlack);
+    if (fixed_ > 0 || due < kShortest) return;
     double slowest = 0;
     for (const Report& r : outcome.reports) slowest = std::max(slowest, r.elapsed_us * 1e-6);
+    brought_[turn_++ % kMemory] = rate_ * due / std::max(slowest - kReach, due / 2);
     const double lost = outcome.lost_share();
-    if (lost > 0.02) {
-      rate_ *= 0.85;
-    } else if (lost > 0.005) {
-      rate_ *= 0.97;
-    } else if (lost < 0.001 && slowest < 1.25 * due + 1e-3) {
-      rate_ *= 1.02;
-    }
+    calm_ = std::clamp(calm_ * (lost > 0.25 ? 0.8 : lost < 0.1 ? 1.1 : 1), 0.25, 1.0);
+    const double most = *std::max_element(brought_.begin(), brought_.end());
+    // It begins low, and grows fast until it is not what holds up.
+    searching_ = searching_ && lost < 0.05 && most > 0.8 * rate_;
+    rate_ = searching_ ? 1.2 * rate_ : std::min(1.02 * rate_, kAbove * most * calm_);
   }
   // What all ranks know of the last operation: whether it had to be repeated.
   void repeated(bool it_was) {
@@ -90,6 +96,10 @@ class Pace {
 
   const double share_, fixed_;
   double rate_, slack_ = 2 * kLeastSlack;  // bytes a second; seconds
+  double excluded_ = 0, calm_ = 1;
+  std::array<double, kMemory> brought_{};  // bytes a second, of the last operations
+  size_t turn_ = 0;
+  bool searching_ = true;
   int ban_ = 0, next_ban_ = kFirstBan;
   std::map<int, std::vector<double>> sizes_;  // seconds a byte, of the first few
 };

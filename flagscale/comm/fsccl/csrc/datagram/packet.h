@@ -22,12 +22,14 @@ enum class Kind : uint8_t {
   kWantParts,   // which pieces the sender lacks: a bit each
   kWantSums,
   kRecord,      // what the sender has of the operation, for good
+  kMark,        // nothing but its flags
 };
 
 // As it lies on the wire, little-endian.
 struct Header {
   static constexpr uint16_t kMagic = 0xd1f5;
-  static constexpr uint8_t kLast = 1, kRepair = 2;
+  // Of the sender, in data and marks: all of its parts, or sums, have been sent once before this.
+  static constexpr uint8_t kPartsSent = 1, kSumsSent = 2;
 
   uint64_t mac = 0;  // of all that follows, payload included
   uint16_t magic = kMagic;
@@ -99,7 +101,7 @@ inline std::optional<Header> open(const Circle& circle, int from, const std::byt
                     from >= 0 && from < circle.ranks;
   if (!here) return ++dropped->foreign, std::nullopt;
   if (h.mac != mac_of_packet(circle, packet, bytes)) return ++dropped->forged, std::nullopt;
-  if (h.kind < Kind::kReady || h.kind > Kind::kRecord) return ++dropped->malformed, std::nullopt;
+  if (h.kind < Kind::kReady || h.kind > Kind::kMark) return ++dropped->malformed, std::nullopt;
   return h;
 }
 

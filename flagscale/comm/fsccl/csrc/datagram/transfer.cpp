@@ -8,7 +8,8 @@ namespace fsccl::datagram {
 namespace {
 
 constexpr double kBurstSeconds = 300e-6;
-constexpr size_t kLongestRun = 32;  // packets
+constexpr size_t kShortestRun = 4, kLongestRun = 32;  // packets
+constexpr double kLateSeconds = 1e-3;                  // that the thread is at times
 
 }  // namespace
 
@@ -44,28 +45,32 @@ void Transfer::begin(const Job& job, uint64_t operation) {
   }
   lost_ = scaled_ = 0;
   const double burst = job.rate * kBurstSeconds / static_cast<double>(packet());
-  run_ = static_cast<size_t>(std::clamp(burst, 1.0, static_cast<double>(kLongestRun)));
+  run_ = static_cast<size_t>(std::clamp<double>(burst, kShortestRun, kLongestRun));
   first_ = turn_ = sum_turn_ = 1;
   at_ = in_run_ = sum_at_ = sum_run_ = sum_in_run_ = 0;
   order_.clear();
-  again_.clear();
+  parts_again_.clear();
+  sums_again_.clear();
 }
 
 void Transfer::take(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
   if (!heard_) began_ = now;  // until now others may have been waiting
   heard_ = true;
-  if (h.kind == Kind::kPart) return take_part(h, payload, now, dropped);
-  if (h.kind == Kind::kSum) return take_sum(h, payload, now, dropped);
+  note(&parts_of(h.sender), (h.flags & Header::kPartsSent) != 0, now);
+  note(&sums_of(h.sender), (h.flags & Header::kSumsSent) != 0, now);
+  if (h.kind == Kind::kMark) return;
+  if (h.kind == Kind::kPart) return take_part(h, payload, dropped);
+  if (h.kind == Kind::kSum) return take_sum(h, payload, dropped);
   take_wants(h, payload, dropped);
 }
 
-void Transfer::note(Stream* stream, const Header& h, Time now) {
-  --stream->lacks;
-  stream->heard = now;
-  if ((h.flags & Header::kLast) != 0) stream->last = true;
+void Transfer::note(Stream* stream, bool sent, Time now) {
+  if (!sent || stream->sent) return;
+  stream->sent = true;
+  stream->said = now;
 }
 
-void Transfer::take_part(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
+void Transfer::take_part(const Header& h, const std::byte* payload, Dropped* dropped) {
   const size_t piece = layout_.at(h.offset, h.length);
   if (piece < mine_.lo || piece >= mine_.hi) {
     ++dropped->malformed;
@@ -84,11 +89,11 @@ void Transfer::take_part(const Header& h, const std::byte* payload, Time now, Dr
   got.set(index);
   const size_t place = (h.sender * mine_.size() + index) * payload_;
   std::copy(payload, payload + h.length, parts_in_.data() + place);
-  note(&parts_of(h.sender), h, now);
+  --parts_of(h.sender).lacks;
   if (++came_[index] == circle_.ranks) add_up(piece);
 }
 
-void Transfer::take_sum(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
+void Transfer::take_sum(const Header& h, const std::byte* payload, Dropped* dropped) {
   const size_t piece = layout_.at(h.offset, h.length);
   const Interval owned = layout_.shard(h.sender);
   if (piece < owned.lo || piece >= owned.hi) {
@@ -97,7 +102,7 @@ void Transfer::take_sum(const Header& h, const std::byte* payload, Time now, Dro
     ++dropped->repeated;
   } else {
     std::copy(payload, payload + h.length, result_.data() + h.offset);
-    note(&sums_of(h.sender), h, now);
+    --sums_of(h.sender).lacks;
   }
 }
 
@@ -110,14 +115,14 @@ void Transfer::take_wants(const Header& h, const std::byte* payload, Dropped* dr
     ++dropped->malformed;
     return;
   }
-  if (again_.size() > 2 * layout_.pieces()) return;
+  std::deque<Out>& again = parts ? parts_again_ : sums_again_;
+  if (again.size() > 2 * layout_.pieces()) return;
   for (uint64_t i = 0; i < most && h.offset + i < of.hi; ++i) {
     if ((static_cast<unsigned>(payload[i / 8]) >> (i % 8) & 1) == 0) continue;
     const size_t piece = static_cast<size_t>(h.offset + i), index = piece - of.lo;
     const bool sent = parts ? part_sent(h.sender, index) : sum_sent(h.sender, index);
-    const uint8_t flags = mark(index, of.size()) | Header::kRepair;
     if (!sent) continue;
-    again_.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece, flags});
+    again.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece});
     ++lost_;
   }
 }
@@ -169,7 +174,8 @@ void Transfer::look(Time now, Network& net) {
 }
 
 Time Transfer::pause(const Stream& stream) const {
-  const double bytes = static_cast<double>(stream.lacks * payload_) * kSlow;
+  // Its sender may have as much to send again to others.
+  const double bytes = 2.0 * static_cast<double>(stream.lacks * payload_);
   return limits_.resend + Time(static_cast<int64_t>(1e9 * bytes / job_.rate));
 }
 
@@ -180,7 +186,7 @@ bool Transfer::given_up(const Stream& stream, Time now) const {
 
 void Transfer::want(Stream* stream, int from, Kind kind, Time until, Time now, Network& net) {
   if (stream->lacks == 0 || stream->wants >= limits_.repairs) return;
-  const bool ended = stream->last && now >= stream->heard + limits_.reorder;
+  const bool ended = stream->sent && now >= stream->said + limits_.reorder;
   const bool due = stream->wants == 0 ? ended || now >= until - job_.phase / 4
                                       : now >= stream->wanted + pause(*stream);
   if (!due) return;
@@ -219,7 +225,7 @@ bool Transfer::next_part(Out* out) {
         const size_t index = at_ + in_run_;
         if (in_run_ == run_ || index >= shard.size()) continue;
         ++in_run_;
-        *out = {to, Kind::kPart, shard.lo + index, mark(index, shard.size())};
+        *out = {to, Kind::kPart, shard.lo + index};
         return true;
       }
     }
@@ -256,22 +262,30 @@ bool Transfer::next_sum(Out* out) {
   }
   const size_t place = sum_at_ + sum_in_run_++;
   const int to = (circle_.rank + sum_turn_) % circle_.ranks;
-  *out = {to, Kind::kSum, order_[place], mark(place, mine_.size())};
+  *out = {to, Kind::kSum, order_[place]};
   return true;
+}
+
+bool Transfer::next_again(std::deque<Out>* from, Out* out) {
+  if (from->empty()) return false;
+  *out = from->front();
+  from->pop_front();
+  return true;
+}
+
+bool Transfer::next(Out* out) {
+  return next_part(out) || next_again(&parts_again_, out) || next_sum(out) ||
+         next_again(&sums_again_, out);
 }
 
 void Transfer::pump(Time now, Network& net) {
   if (!moving_) return;
-  const double most = 2 * burst();  // one may be late
+  const double most = std::max(2 * burst(), job_.rate * kLateSeconds);
   credit_ = std::min(most, credit_ + job_.rate * 1e-9 * static_cast<double>((now - sent_).count()));
   sent_ = now;
   Out out{};
   while (credit_ > 0) {
-    if (!next_part(&out) && !next_sum(&out)) {
-      if (again_.empty()) return;
-      out = again_.front();
-      again_.pop_front();
-    }
+    if (!next(&out)) return say_marks(now, net);
     send(out, net);
   }
 }
@@ -280,7 +294,7 @@ void Transfer::send(const Out& out, Network& net) {
   const Interval span = layout_.span(out.piece);
   Header h;
   h.kind = out.kind;
-  h.flags = out.flags;
+  h.flags = flags();
   h.operation = operation_;
   h.offset = span.lo;
   h.length = static_cast<uint16_t>(span.size());
@@ -290,14 +304,35 @@ void Transfer::send(const Out& out, Network& net) {
   const size_t bytes = seal(circle_, out.to, h, made);
   net.send(out.to, bytes);
   sent_bytes_ += bytes;
-  const bool again = (out.flags & Header::kRepair) != 0;
-  credit_ -= static_cast<double>(bytes) * (again ? kSlow : 1);
+  credit_ -= static_cast<double>(bytes);
+  marked_ = Time::min();
+}
+
+uint8_t Transfer::flags() const {
+  const bool parts = first_ >= circle_.ranks;
+  const bool sums = parts && summed_.all() && sum_at_ == order_.size();
+  return (parts ? Header::kPartsSent : 0) | (sums ? Header::kSumsSent : 0);
+}
+
+// At once when everything has been sent, and now and then.
+void Transfer::say_marks(Time now, Network& net) {
+  if (now < marked_ + limits_.resend && marked_ != Time::min()) return;
+  marked_ = now;
+  for (int r = 0; r < circle_.ranks; ++r) {
+    if (r == circle_.rank) continue;
+    Header h;
+    h.kind = Kind::kMark;
+    h.flags = flags();
+    h.operation = operation_;
+    net.send(r, seal(circle_, r, h, net.place(sizeof h)));
+  }
 }
 
 Time Transfer::next(Time now) const {
   const bool sums = sum_in_run_ < sum_run_ || sum_at_ + sum_run_ < order_.size() ||
                     (sum_run_ > 0 && sum_turn_ + 1 < circle_.ranks);
-  const bool idle = first_ >= circle_.ranks && !sums && again_.empty();
+  const bool idle =
+      first_ >= circle_.ranks && !sums && parts_again_.empty() && sums_again_.empty();
   if (!moving_ || idle) return Time::max();
   const double lacks = burst() - credit_;
   return lacks <= 0 ? now : now + Time(static_cast<int64_t>(1e9 * lacks / job_.rate));

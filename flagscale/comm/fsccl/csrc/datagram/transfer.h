@@ -2,10 +2,12 @@
 // owner, owners add up what came, and send the sums to all. Nothing here waits, looks at a clock or
 // knows a socket: time and the network are handed in.
 //
-//   sending    at a rate, in turns to all; parts first, then sums in the order in which they became
-//              complete, then what has been asked for again, which costs kSlow times its bytes
-//   asking     a stream (of one rank's parts, or sums) whose last mark has come, or whose time is
-//              nearly over, is asked once for what lacks; and again, Limits::repairs times in all
+//   sending    at a rate, in turns to all; parts first, then those that have been asked for again,
+//              then sums in the order in which they became complete, then sums again. All that is
+//              sent says whether all parts, or sums, have been sent before it; where there is nothing
+//              else to send, marks say so.
+//   asking     a stream (of one rank's parts, or sums) that is said to have been sent, or whose time
+//              is nearly over, is asked for what lacks; and again, Limits::repairs times in all
 //   adding up  a piece at once when everyone's part of it is there, and when the phase's time is
 //              over, or nobody has anything left to send again, from the parts that are there,
 //              scaled by ranks ÷ parts
@@ -51,7 +53,7 @@ struct Limits {
   Time reorder = std::chrono::milliseconds(1);    // how far packets overtake each other
   Time patience = std::chrono::milliseconds(60);  // with datagrams, before the reliable way
   Time longest_step = std::chrono::milliseconds(100);  // a clock that goes on by more has jumped
-  int repairs = 2;
+  int repairs = 4;
 };
 
 struct Job {
@@ -75,8 +77,6 @@ struct Report {
 
 class Transfer {
  public:
-  static constexpr int kSlow = 4;
-
   // `payload` is the most that a packet holds beside its header.
   Transfer(const Circle& circle, size_t payload, const Limits& limits);
 
@@ -84,7 +84,7 @@ class Transfer {
   // Its time begins with the first that comes of others, or a while later: they may not have heard
   // yet that all are ready.
   void go(Time now) {
-    went_ = began_ = sent_ = now;
+    went_ = began_ = sent_ = marked_ = now;
     moving_ = true;
     heard_ = false;
     credit_ = burst();
@@ -111,25 +111,28 @@ class Transfer {
  private:
   struct Stream {
     size_t lacks = 0;
-    bool last = false;  // mark seen
+    bool sent = false;  // as its sender says
     int wants = 0;
-    Time heard{}, wanted{};
+    Time said{}, wanted{};
   };
   struct Out {
     int to;
     Kind kind;
     size_t piece;
-    uint8_t flags;
   };
 
-  void take_part(const Header& h, const std::byte* payload, Time now, Dropped* dropped);
-  void take_sum(const Header& h, const std::byte* payload, Time now, Dropped* dropped);
+  void take_part(const Header& h, const std::byte* payload, Dropped* dropped);
+  void take_sum(const Header& h, const std::byte* payload, Dropped* dropped);
   void take_wants(const Header& h, const std::byte* payload, Dropped* dropped);
-  void note(Stream* stream, const Header& h, Time now);
+  void note(Stream* stream, bool sent, Time now);
   void want(Stream* stream, int from, Kind kind, Time until, Time now, Network& net);
   bool given_up(const Stream& stream, Time now) const;
   Time pause(const Stream& stream) const;
   void add_up(size_t piece);
+  uint8_t flags() const;
+  void say_marks(Time now, Network& net);
+  bool next(Out* out);
+  bool next_again(std::deque<Out>* from, Out* out);
   bool next_part(Out* out);
   bool next_sum(Out* out);
   bool part_sent(int to, size_t index) const;
@@ -140,7 +143,6 @@ class Transfer {
   void send(const Out& out, Network& net);
   Stream& parts_of(int rank) { return parts_[static_cast<size_t>(rank)]; }
   Stream& sums_of(int rank) { return sums_[static_cast<size_t>(rank)]; }
-  uint8_t mark(size_t index, size_t of) const { return (index + 1) * 100 > of * 99 ? Header::kLast : 0; }
 
   const Circle circle_;
   const size_t payload_;
@@ -149,7 +151,7 @@ class Transfer {
   uint64_t operation_ = 0;
   Layout layout_;
   bool moving_ = false, heard_ = false;
-  Time went_{}, began_{}, sent_{};
+  Time went_{}, began_{}, sent_{}, marked_{};
   Interval mine_;  // this rank's shard, of pieces
 
   std::vector<std::byte> parts_in_;  // of my shard: every rank's, one after the other
@@ -168,7 +170,7 @@ class Transfer {
   std::vector<size_t> order_, where_;  // sums, and of each piece of my shard its place among them
   size_t sum_at_ = 0, sum_run_ = 0, sum_in_run_ = 0;
   int sum_turn_ = 1;
-  std::deque<Out> again_;
+  std::deque<Out> parts_again_, sums_again_;
   double credit_ = 0;
   uint64_t sent_bytes_ = 0;
 };
