@@ -26,7 +26,8 @@ class Pace {
   static constexpr size_t kLearn = 4;  // operations of a size, to a power of two
   static constexpr double kLeastSlack = 3e-3, kMostSlack = 50e-3;  // seconds
   static constexpr size_t kMemory = 64;                            // operations
-  static constexpr double kAbove = 1.05, kExcluded = 0.005;
+  static constexpr double kAbove = 1.05, kStep = 1.2, kExcluded = 0.005;
+  static constexpr size_t kProbe = 8;  // operations
   // Of an operation's seconds: what is no sending, about; and what it takes to tell a rate by it.
   static constexpr double kReach = 1e-3, kShortest = 3e-3;
   static constexpr int kFirstBan = 8, kLongestBan = 1024;
@@ -66,13 +67,16 @@ class Pace {
     if (fixed_ > 0 || due < kShortest) return;
     double slowest = 0;
     for (const Report& r : outcome.reports) slowest = std::max(slowest, r.elapsed_us * 1e-6);
-    brought_[turn_++ % kMemory] = rate_ * due / std::max(slowest - kReach, due / 2);
+    const double brought = rate_ * due / std::max(slowest - kReach, due / 2);
+    brought_[turn_++ % kMemory] = brought;
     const double lost = outcome.lost_share();
     calm_ = std::clamp(calm_ * (lost > 0.25 ? 0.8 : lost < 0.1 ? 1.1 : 1), 0.25, 1.0);
+    // It begins low: an operation that nothing but the rate held up says that there is more, until
+    // one says that there is not. Then it is asked now and then.
+    const bool held = lost < 0.01 && brought > 0.93 * rate_;
+    if (lost < 0.01 && brought < 0.85 * rate_) searching_ = false;
     const double most = *std::max_element(brought_.begin(), brought_.end());
-    // It begins low, and grows fast until it is not what holds up.
-    searching_ = searching_ && lost < 0.05 && most > 0.8 * rate_;
-    rate_ = searching_ ? 1.2 * rate_ : std::min(1.02 * rate_, kAbove * most * calm_);
+    rate_ = held && (searching_ || turn_ % kProbe == 0) ? kStep * rate_ : kAbove * most * calm_;
   }
   // What all ranks know of the last operation: whether it had to be repeated.
   void repeated(bool it_was) {

@@ -51,22 +51,27 @@ void Transfer::begin(const Job& job, uint64_t operation) {
   order_.clear();
   parts_again_.clear();
   sums_again_.clear();
+  asked_.assign(ranks, {});
 }
 
 void Transfer::take(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
   if (!heard_) began_ = now;  // until now others may have been waiting
   heard_ = true;
-  note(&parts_of(h.sender), (h.flags & Header::kPartsSent) != 0, now);
-  note(&sums_of(h.sender), (h.flags & Header::kSumsSent) != 0, now);
+  const uint64_t answered = h.kind == Kind::kMark ? h.mask : 0;
+  const bool wants = h.kind == Kind::kWantParts || h.kind == Kind::kWantSums;
+  if (wants) return take_wants(h, payload, dropped);
+  const bool parts = (h.flags & Header::kPartsSent) != 0, sums = (h.flags & Header::kSumsSent) != 0;
+  note(&parts_of(h.sender), parts, static_cast<uint32_t>(answered), now);
+  note(&sums_of(h.sender), sums, static_cast<uint32_t>(answered >> 32), now);
   if (h.kind == Kind::kMark) return;
   if (h.kind == Kind::kPart) return take_part(h, payload, dropped);
-  if (h.kind == Kind::kSum) return take_sum(h, payload, dropped);
-  take_wants(h, payload, dropped);
+  take_sum(h, payload, dropped);
 }
 
-void Transfer::note(Stream* stream, bool sent, Time now) {
-  if (!sent || stream->sent) return;
-  stream->sent = true;
+void Transfer::note(Stream* stream, bool sent, uint32_t answered, Time now) {
+  if (stream->sent ? answered <= stream->answered : !sent) return;
+  stream->sent = stream->sent || sent;
+  stream->answered = std::max(stream->answered, answered);
   stream->said = now;
 }
 
@@ -115,6 +120,9 @@ void Transfer::take_wants(const Header& h, const std::byte* payload, Dropped* dr
     ++dropped->malformed;
     return;
   }
+  Asked& asked = asked_[h.sender];
+  uint32_t& number = parts ? asked.parts : asked.sums;
+  number = std::max(number, static_cast<uint32_t>(h.mask));
   std::deque<Out>& again = parts ? parts_again_ : sums_again_;
   if (again.size() > 2 * layout_.pieces()) return;
   for (uint64_t i = 0; i < most && h.offset + i < of.hi; ++i) {
@@ -122,7 +130,7 @@ void Transfer::take_wants(const Header& h, const std::byte* payload, Dropped* dr
     const size_t piece = static_cast<size_t>(h.offset + i), index = piece - of.lo;
     const bool sent = parts ? part_sent(h.sender, index) : sum_sent(h.sender, index);
     if (!sent) continue;
-    again.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece});
+    again.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece, std::max(1, int{h.flags})});
     ++lost_;
   }
 }
@@ -162,10 +170,10 @@ void Transfer::look(Time now, Network& net) {
   for (int r = 0; r < circle_.ranks; ++r) {
     if (r == circle_.rank) continue;
     if (!summed_.all()) {
-      want(&parts_of(r), r, Kind::kWantParts, first, now, net);
-      hopeless = hopeless && (parts_of(r).lacks == 0 || given_up(parts_of(r), now));
+      want(&parts_, r, Kind::kWantParts, first, now, net);
+      hopeless = hopeless && (parts_of(r).lacks == 0 || given_up(parts_, r, now));
     }
-    want(&sums_of(r), r, Kind::kWantSums, second, now, net);
+    want(&sums_, r, Kind::kWantSums, second, now, net);
   }
   if (summed_.all() || !(now >= first || hopeless)) return;
   for (size_t piece = mine_.lo; piece < mine_.hi; ++piece) {
@@ -173,22 +181,28 @@ void Transfer::look(Time now, Network& net) {
   }
 }
 
-Time Transfer::pause(const Stream& stream) const {
-  // Its sender may have as much to send again to others.
-  const double bytes = 2.0 * static_cast<double>(stream.lacks * payload_);
+// What all of them may take together.
+Time Transfer::pause(const std::vector<Stream>& streams) const {
+  size_t lacks = 0;
+  for (const Stream& stream : streams) lacks += stream.lacks;
+  const double bytes = static_cast<double>(lacks * payload_);
   return limits_.resend + Time(static_cast<int64_t>(1e9 * bytes / job_.rate));
 }
 
-bool Transfer::given_up(const Stream& stream, Time now) const {
+bool Transfer::given_up(const std::vector<Stream>& streams, int rank, Time now) const {
+  const Stream& stream = streams[static_cast<size_t>(rank)];
   return stream.wants > 0 && stream.wants >= limits_.repairs &&
-         now >= stream.wanted + pause(stream) + job_.early;
+         now >= stream.wanted + pause(streams) + job_.early;
 }
 
-void Transfer::want(Stream* stream, int from, Kind kind, Time until, Time now, Network& net) {
+void Transfer::want(std::vector<Stream>* streams, int from, Kind kind, Time until, Time now,
+                    Network& net) {
+  Stream* const stream = &(*streams)[static_cast<size_t>(from)];
   if (stream->lacks == 0 || stream->wants >= limits_.repairs) return;
-  const bool ended = stream->sent && now >= stream->said + limits_.reorder;
-  const bool due = stream->wants == 0 ? ended || now >= until - job_.phase / 4
-                                      : now >= stream->wanted + pause(*stream);
+  const bool told = stream->sent && stream->answered >= stream->wants;
+  const bool due = (told && now >= stream->said + limits_.reorder) ||
+                   (stream->wants == 0 ? now >= until - job_.phase / 4
+                                       : now >= stream->wanted + pause(*streams));
   if (!due) return;
   ++stream->wants;
   stream->wanted = now;
@@ -207,6 +221,9 @@ void Transfer::want(Stream* stream, int from, Kind kind, Time until, Time now, N
     h.kind = kind;
     h.operation = operation_;
     h.offset = lo;
+    h.mask = stream->wants;
+    h.flags = static_cast<uint8_t>(std::count_if(streams->begin(), streams->end(),
+                                                 [](const Stream& one) { return one.lacks > 0; }));
     h.length = static_cast<uint16_t>(lacks.bytes().size());
     std::byte* const made = net.place(packet());
     std::memcpy(made + sizeof h, lacks.bytes().data(), h.length);
@@ -304,7 +321,7 @@ void Transfer::send(const Out& out, Network& net) {
   const size_t bytes = seal(circle_, out.to, h, made);
   net.send(out.to, bytes);
   sent_bytes_ += bytes;
-  credit_ -= static_cast<double>(bytes);
+  credit_ -= static_cast<double>(bytes) * out.beside;
   marked_ = Time::min();
 }
 
@@ -316,13 +333,15 @@ uint8_t Transfer::flags() const {
 
 // At once when everything has been sent, and now and then.
 void Transfer::say_marks(Time now, Network& net) {
-  if (now < marked_ + limits_.resend && marked_ != Time::min()) return;
+  if (marked_ != Time::min() && now < marked_ + limits_.resend / 2) return;
   marked_ = now;
   for (int r = 0; r < circle_.ranks; ++r) {
     if (r == circle_.rank) continue;
     Header h;
     h.kind = Kind::kMark;
     h.flags = flags();
+    const Asked& asked = asked_[static_cast<size_t>(r)];
+    h.mask = asked.parts | uint64_t{asked.sums} << 32;
     h.operation = operation_;
     net.send(r, seal(circle_, r, h, net.place(sizeof h)));
   }
@@ -344,7 +363,7 @@ bool Transfer::over(Time now) const {
   if (!summed_.all()) return false;
   for (int r = 0; r < circle_.ranks; ++r) {
     const Stream& stream = sums_[static_cast<size_t>(r)];
-    if (r != circle_.rank && stream.lacks > 0 && !given_up(stream, now)) return false;
+    if (r != circle_.rank && stream.lacks > 0 && !given_up(sums_, r, now)) return false;
   }
   return true;
 }

@@ -5,9 +5,11 @@
 //   sending    at a rate, in turns to all; parts first, then those that have been asked for again,
 //              then sums in the order in which they became complete, then sums again. All that is
 //              sent says whether all parts, or sums, have been sent before it; where there is nothing
-//              else to send, marks say so.
+//              else to send, marks say so, and which demands have been answered.
 //   asking     a stream (of one rank's parts, or sums) that is said to have been sent, or whose time
-//              is nearly over, is asked for what lacks; and again, Limits::repairs times in all
+//              is nearly over, is asked for what lacks; and again when that is said to have been
+//              answered, or a while later, Limits::repairs times in all. Who asks says how many
+//              ranks it asks, which send so many times slower, or they would drown its link
 //   adding up  a piece at once when everyone's part of it is there, and when the phase's time is
 //              over, or nobody has anything left to send again, from the parts that are there,
 //              scaled by ranks ÷ parts
@@ -53,7 +55,7 @@ struct Limits {
   Time reorder = std::chrono::milliseconds(1);    // how far packets overtake each other
   Time patience = std::chrono::milliseconds(60);  // with datagrams, before the reliable way
   Time longest_step = std::chrono::milliseconds(100);  // a clock that goes on by more has jumped
-  int repairs = 4;
+  uint32_t repairs = 10;
 };
 
 struct Job {
@@ -112,22 +114,26 @@ class Transfer {
   struct Stream {
     size_t lacks = 0;
     bool sent = false;  // as its sender says
-    int wants = 0;
-    Time said{}, wanted{};
+    uint32_t wants = 0, answered = 0;  // how often it was asked for; and the last that was answered
+    Time said{}, wanted{};             // when its sender said the last of both
+  };
+  struct Asked {  // of this rank, by another: how often
+    uint32_t parts = 0, sums = 0;
   };
   struct Out {
     int to;
     Kind kind;
     size_t piece;
+    int beside = 1;  // ranks that send to this one now as well: they share its link
   };
 
   void take_part(const Header& h, const std::byte* payload, Dropped* dropped);
   void take_sum(const Header& h, const std::byte* payload, Dropped* dropped);
   void take_wants(const Header& h, const std::byte* payload, Dropped* dropped);
-  void note(Stream* stream, bool sent, Time now);
-  void want(Stream* stream, int from, Kind kind, Time until, Time now, Network& net);
-  bool given_up(const Stream& stream, Time now) const;
-  Time pause(const Stream& stream) const;
+  void note(Stream* stream, bool sent, uint32_t answered, Time now);
+  void want(std::vector<Stream>* streams, int from, Kind kind, Time until, Time now, Network& net);
+  bool given_up(const std::vector<Stream>& streams, int rank, Time now) const;
+  Time pause(const std::vector<Stream>& streams) const;
   void add_up(size_t piece);
   uint8_t flags() const;
   void say_marks(Time now, Network& net);
@@ -171,6 +177,7 @@ class Transfer {
   size_t sum_at_ = 0, sum_run_ = 0, sum_in_run_ = 0;
   int sum_turn_ = 1;
   std::deque<Out> parts_again_, sums_again_;
+  std::vector<Asked> asked_;
   double credit_ = 0;
   uint64_t sent_bytes_ = 0;
 };
