@@ -269,9 +269,9 @@ void packets(unsigned seed) {
   Header h;
   h.kind = Kind::kPart;
   h.operation = 7;
-  h.offset = 128;
+  h.place = 8;
   h.length = 64;
-  seal(sender, 0, h, packet.data());
+  seal(sender, 0, h, 0, packet.data());
   Dropped d;
   const auto read = [&](int from, size_t size) {
     return open(receiver, from, packet.data(), size, &d);

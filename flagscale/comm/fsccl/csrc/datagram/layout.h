@@ -11,7 +11,7 @@
 namespace fsccl::datagram {
 
 struct Layout {
-  static constexpr size_t kGrain = 64;  // whole elements of every type
+  static constexpr size_t kGrain = 16;  // whole elements of every type
 
   size_t bytes = 0;
   size_t piece = kGrain;  // bytes, a multiple of kGrain

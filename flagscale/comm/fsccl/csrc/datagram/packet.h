@@ -25,37 +25,44 @@ enum class Kind : uint8_t {
   kMark,        // nothing but its flags
 };
 
-// As it lies on the wire, little-endian.
+// As it lies on the wire, little-endian. Behind it, but in data, a word: of which ranks the sender has
+// the ready, or the record; or which demand of a rank this is, or has been answered.
 struct Header {
-  static constexpr uint16_t kMagic = 0xd1f5;
+  static constexpr uint16_t kMagic = 0xd1f6;
   // Of the sender, in data and marks: all of its parts, or sums, have been sent once before this.
   static constexpr uint8_t kPartsSent = 1, kSumsSent = 2;
 
   uint64_t mac = 0;  // of all that follows, payload included
   uint16_t magic = kMagic;
-  uint16_t length = 0;  // of the payload
-  uint32_t epoch = 0;   // the group's, drawn anew with its key
-  uint32_t group = 0;   // which of the rings of ranks that share an epoch
-  uint16_t sender = 0, receiver = 0;
-  uint64_t operation = 0;
-  uint64_t offset = 0;  // of the payload in the bucket or the record; of wants: the first piece
-  uint64_t mask = 0;    // of ranks: whose ready, or whose record, the sender has
+  uint16_t length = 0;  // of what is behind the header
+  uint32_t epoch = 0;   // of this ring of ranks, drawn anew with its group's key
+  uint8_t sender = 0, receiver = 0;
   Kind kind = Kind::kReady;
   uint8_t flags = 0;
-  uint8_t zero[6] = {};
+  uint32_t place = 0;  // of data: in the bucket, in grains; of a record: bytes; of wants: pieces
+  uint64_t operation = 0;
 };
-static_assert(sizeof(Header) == 56, "the layout on the wire");
+static_assert(sizeof(Header) == 32, "the layout on the wire");
+
+inline bool is_data(Kind kind) { return kind == Kind::kPart || kind == Kind::kSum; }
+inline size_t head_of(Kind kind) { return sizeof(Header) + (is_data(kind) ? 0 : sizeof(uint64_t)); }
+
+// One that has come, and is true; `length` is the payload's.
+struct Packet : Header {
+  uint64_t word = 0;
+  const std::byte* payload = nullptr;
+};
 
 // What both ends know, and a header only repeats.
 struct Circle {
   Signer signer;
-  uint32_t epoch = 0, group = 0;
+  uint32_t epoch = 0;
   int rank = 0, ranks = 1;
 
   static Circle of(const Key& group_key, uint32_t number, int rank, int ranks) {
     const Key own = derived(group_key, std::array<uint64_t, 2>{0x64617461'6772616dU, number});
     const Key names = derived(own, uint64_t{1});
-    return {Signer(own), static_cast<uint32_t>(names.lo), number, rank, ranks};
+    return {Signer(own), static_cast<uint32_t>(names.lo), rank, ranks};
   }
 };
 
@@ -64,14 +71,16 @@ inline uint64_t mac_of_packet(const Circle& circle, const std::byte* packet, siz
   return circle.signer.of<sizeof(Header) - own>(packet + own, bytes - sizeof(Header));
 }
 
-// Makes a packet whole, whose payload is there, at `packet` + sizeof(Header). Its size.
-inline size_t seal(const Circle& circle, int to, Header header, std::byte* packet) {
+// Makes a packet whole, whose payload of `header.length` bytes is there, at `packet` + head_of(kind).
+// Its size.
+inline size_t seal(const Circle& circle, int to, Header header, uint64_t word, std::byte* packet) {
+  const size_t head = head_of(header.kind), bytes = head + header.length;
+  header.length = static_cast<uint16_t>(bytes - sizeof header);
   header.epoch = circle.epoch;
-  header.group = circle.group;
-  header.sender = static_cast<uint16_t>(circle.rank);
-  header.receiver = static_cast<uint16_t>(to);
+  header.sender = static_cast<uint8_t>(circle.rank);
+  header.receiver = static_cast<uint8_t>(to);
   std::memcpy(packet, &header, sizeof header);
-  const size_t bytes = sizeof header + header.length;
+  std::memcpy(packet + sizeof header, &word, head - sizeof header);
   const uint64_t mac = mac_of_packet(circle, packet, bytes);
   std::memcpy(packet, &mac, sizeof mac);
   return bytes;
@@ -87,22 +96,28 @@ struct Dropped {
   uint64_t all() const { return forged + foreign + late + repeated + malformed; }
 };
 
-// The header of a packet that came from where rank `from` is; nothing where it is not to be taken.
-inline std::optional<Header> open(const Circle& circle, int from, const std::byte* packet,
+// A packet that came from where rank `from` is; nothing where it is not to be taken.
+inline std::optional<Packet> open(const Circle& circle, int from, const std::byte* packet,
                                   size_t bytes, Dropped* dropped) {
-  Header h;
+  Packet p;
+  Header& h = p;
   if (bytes < sizeof h) return ++dropped->forged, std::nullopt;
   std::memcpy(&h, packet, sizeof h);
   if (h.magic != Header::kMagic || bytes != sizeof h + h.length) {
     return ++dropped->forged, std::nullopt;
   }
-  const bool here = h.epoch == circle.epoch && h.group == circle.group &&
-                    h.receiver == circle.rank && h.sender == from && from != circle.rank &&
-                    from >= 0 && from < circle.ranks;
+  const bool here = h.epoch == circle.epoch && h.receiver == circle.rank && h.sender == from &&
+                    from != circle.rank && from >= 0 && from < circle.ranks;
   if (!here) return ++dropped->foreign, std::nullopt;
   if (h.mac != mac_of_packet(circle, packet, bytes)) return ++dropped->forged, std::nullopt;
-  if (h.kind < Kind::kReady || h.kind > Kind::kMark) return ++dropped->malformed, std::nullopt;
-  return h;
+  const size_t head = head_of(h.kind);
+  if (h.kind < Kind::kReady || h.kind > Kind::kMark || bytes < head) {
+    return ++dropped->malformed, std::nullopt;
+  }
+  std::memcpy(&p.word, packet + sizeof h, head - sizeof h);
+  p.payload = packet + head;
+  h.length = static_cast<uint16_t>(bytes - head);
+  return p;
 }
 
 }  // namespace fsccl::datagram

@@ -71,62 +71,62 @@ uint64_t Session::known_mask() const {
 void Session::on_packet(int from, const std::byte* packet, size_t bytes, Time now) {
   if (state_ == State::kCancelled) return;
   advance(now);
-  const std::optional<Header> h = open(circle_, from, packet, bytes, &dropped_);
-  if (!h) return;
-  const std::byte* const payload = packet + sizeof(Header);
-  if (h->kind == Kind::kReady) return on_ready(from, *h);
-  if (h->operation == operation_ && state_ != State::kIdle) {
-    if (h->kind == Kind::kRecord) return on_fragment(from, *h, payload);
-    return on_data(from, *h, payload);
+  const std::optional<Packet> p = open(circle_, from, packet, bytes, &dropped_);
+  if (!p) return;
+  if (p->kind == Kind::kReady) return on_ready(from, *p);
+  if (p->operation == operation_ && state_ != State::kIdle) {
+    return p->kind == Kind::kRecord ? on_fragment(from, *p) : on_data(*p);
   }
-  if (h->kind == Kind::kRecord) return answer_behind(from, *h);
+  if (p->kind == Kind::kRecord) return answer_behind(from, *p);
   ++dropped_.late;
 }
 
-void Session::on_ready(int from, const Header& h) {
-  if (h.operation > operation_ + 1) {  // nobody can be there
+void Session::on_ready(int from, const Packet& p) {
+  uint64_t digest = 0;
+  if (p.operation > operation_ + 1 || p.length != sizeof digest) {  // nobody can be there
     ++dropped_.malformed;
     return;
   }
-  if (h.operation < operation_) {
+  if (p.operation < operation_) {
     ++dropped_.late;
     return;
   }
-  if (h.operation > peer(from).ready) peer(from).digest = h.offset;
-  peer(from).ready = std::max(peer(from).ready, h.operation);
-  if (h.operation == operation_ && state_ != State::kIdle) compare(from, h.offset);
-  // It has not heard that this rank is.
-  const bool asks = (h.mask & bit(circle_.rank)) == 0;
-  if (h.operation == operation_ && state_ != State::kIdle && asks) say_ready(from);
+  std::memcpy(&digest, p.payload, sizeof digest);
+  if (p.operation > peer(from).ready) peer(from).digest = digest;
+  peer(from).ready = std::max(peer(from).ready, p.operation);
+  if (p.operation != operation_ || state_ == State::kIdle) return;
+  compare(from, digest);
+  const bool asks = (p.word & bit(circle_.rank)) == 0;  // it has not heard that this rank is
+  if (asks) say_ready(from);
 }
 
 void Session::compare(int rank, uint64_t digest) {
   if (digest != 0 && digest != digest_ && unlike_ < 0) unlike_ = rank;
 }
 
-void Session::on_data(int from, const Header& h, const std::byte* payload) {
+void Session::on_data(const Packet& p) {
   if (state_ == State::kReady) {
     others([&](int r) { peer(r).ready = operation_; });  // or nobody had sent any
     go();
   }
-  const bool wants = h.kind == Kind::kWantParts || h.kind == Kind::kWantSums;
+  const bool wants = p.kind == Kind::kWantParts || p.kind == Kind::kWantSums;
   // After the record a sum that comes is not in it; a part may be of use to others yet.
   const bool late = state_ == State::kDone || (state_ == State::kAgreeing && !wants);
   if (late) {
     ++dropped_.late;
     return;
   }
-  static_cast<void>(from);
-  transfer_.take(h, payload, clock_, &dropped_);
+  transfer_.take(p, clock_, &dropped_);
 }
 
 void Session::say_ready(int to) {
   Header h;
   h.kind = Kind::kReady;
   h.operation = operation_;
-  h.offset = digest_;
-  h.mask = ready_mask();
-  net_.send(to, seal(circle_, to, h, net_.place(sizeof h)));
+  h.length = sizeof digest_;
+  std::byte* const made = net_.place(head_of(h.kind) + sizeof digest_);
+  std::memcpy(made + head_of(h.kind), &digest_, sizeof digest_);
+  net_.send(to, seal(circle_, to, h, ready_mask(), made));
 }
 
 void Session::go() {
@@ -209,20 +209,20 @@ void Session::say_record(int to, uint64_t operation, const Bytes& record) {
     Header h;
     h.kind = Kind::kRecord;
     h.operation = operation;
-    h.offset = at;
+    h.place = static_cast<uint32_t>(at);
     h.length = static_cast<uint16_t>(std::min(kFragment, record.size() - at));
+    std::byte* const made = net_.place(head_of(h.kind) + kFragment);
+    std::memcpy(made + head_of(h.kind), record.data() + at, h.length);
     // Of an earlier operation it has all.
-    h.mask = operation == operation_ ? known_mask() : everyone_;
-    std::byte* const made = net_.place(sizeof h + kFragment);
-    std::memcpy(made + sizeof h, record.data() + at, h.length);
-    net_.send(to, seal(circle_, to, h, made));
+    const uint64_t known = operation == operation_ ? known_mask() : everyone_;
+    net_.send(to, seal(circle_, to, h, known, made));
   }
 }
 
-void Session::on_fragment(int from, const Header& h, const std::byte* payload) {
+void Session::on_fragment(int from, const Packet& h) {
   Peer& p = peer(from);
-  const size_t at = static_cast<size_t>(h.offset) / kFragment;
-  if (h.offset % kFragment != 0 || h.offset >= p.record.size() ||
+  const size_t at = h.place / kFragment;
+  if (h.place % kFragment != 0 || h.place >= p.record.size() ||
       h.length != std::min<size_t>(kFragment, p.record.size() - at * kFragment)) {
     ++dropped_.malformed;
     return;
@@ -233,11 +233,11 @@ void Session::on_fragment(int from, const Header& h, const std::byte* payload) {
     go();
   }
   if (p.fragments.set(at)) {
-    std::copy(payload, payload + h.length, p.record.data() + h.offset);
+    std::copy(h.payload, h.payload + h.length, p.record.data() + h.place);
   } else {
     ++dropped_.repeated;
   }
-  const bool has_mine = (h.mask & bit(circle_.rank)) != 0;
+  const bool has_mine = (h.word & bit(circle_.rank)) != 0;
   p.has_mine = p.has_mine || has_mine;
   const bool final = state_ == State::kAgreeing || state_ == State::kDone;
   if (!final || has_mine || clock_ < p.answered + limits_.resend / 2) return;
@@ -246,9 +246,9 @@ void Session::on_fragment(int from, const Header& h, const std::byte* payload) {
 }
 
 // A rank that is still at the operation before this one lacks a record of it.
-void Session::answer_behind(int from, const Header& h) {
+void Session::answer_behind(int from, const Packet& h) {
   const bool before = h.operation + 1 == operation_;
-  const bool has_mine = (h.mask & bit(circle_.rank)) != 0;
+  const bool has_mine = (h.word & bit(circle_.rank)) != 0;
   Peer& p = peer(from);
   if (!before || has_mine || clock_ < p.answered + limits_.resend / 2) {
     ++dropped_.late;

@@ -111,11 +111,11 @@ class Session {
   static constexpr size_t kFragment = 1024;
 
   void advance(Time now);
-  void on_ready(int from, const Header& h);
+  void on_ready(int from, const Packet& p);
   void compare(int rank, uint64_t digest);
-  void on_data(int from, const Header& h, const std::byte* payload);
-  void on_fragment(int from, const Header& h, const std::byte* payload);
-  void answer_behind(int from, const Header& h);
+  void on_data(const Packet& p);
+  void on_fragment(int from, const Packet& p);
+  void answer_behind(int from, const Packet& p);
   void go();
   void wait_for_ready();
   void finish_record();

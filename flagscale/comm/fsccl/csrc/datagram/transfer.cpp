@@ -7,6 +7,8 @@
 namespace fsccl::datagram {
 namespace {
 
+size_t offset_of(const Packet& data) { return size_t{data.place} * Layout::kGrain; }
+
 constexpr double kBurstSeconds = 300e-6;
 constexpr size_t kShortestRun = 4, kLongestRun = 32;  // packets
 constexpr double kLateSeconds = 1e-3;                  // that the thread is at times
@@ -54,18 +56,18 @@ void Transfer::begin(const Job& job, uint64_t operation) {
   asked_.assign(ranks, {});
 }
 
-void Transfer::take(const Header& h, const std::byte* payload, Time now, Dropped* dropped) {
+void Transfer::take(const Packet& p, Time now, Dropped* dropped) {
   if (!heard_) began_ = now;  // until now others may have been waiting
   heard_ = true;
-  const uint64_t answered = h.kind == Kind::kMark ? h.mask : 0;
-  const bool wants = h.kind == Kind::kWantParts || h.kind == Kind::kWantSums;
-  if (wants) return take_wants(h, payload, dropped);
-  const bool parts = (h.flags & Header::kPartsSent) != 0, sums = (h.flags & Header::kSumsSent) != 0;
-  note(&parts_of(h.sender), parts, static_cast<uint32_t>(answered), now);
-  note(&sums_of(h.sender), sums, static_cast<uint32_t>(answered >> 32), now);
-  if (h.kind == Kind::kMark) return;
-  if (h.kind == Kind::kPart) return take_part(h, payload, dropped);
-  take_sum(h, payload, dropped);
+  const uint64_t answered = p.kind == Kind::kMark ? p.word : 0;
+  const bool wants = p.kind == Kind::kWantParts || p.kind == Kind::kWantSums;
+  if (wants) return take_wants(p, dropped);
+  const bool parts = (p.flags & Header::kPartsSent) != 0, sums = (p.flags & Header::kSumsSent) != 0;
+  note(&parts_of(p.sender), parts, static_cast<uint32_t>(answered), now);
+  note(&sums_of(p.sender), sums, static_cast<uint32_t>(answered >> 32), now);
+  if (p.kind == Kind::kMark) return;
+  if (p.kind == Kind::kPart) return take_part(p, dropped);
+  take_sum(p, dropped);
 }
 
 void Transfer::note(Stream* stream, bool sent, uint32_t answered, Time now) {
@@ -75,14 +77,14 @@ void Transfer::note(Stream* stream, bool sent, uint32_t answered, Time now) {
   stream->said = now;
 }
 
-void Transfer::take_part(const Header& h, const std::byte* payload, Dropped* dropped) {
-  const size_t piece = layout_.at(h.offset, h.length);
+void Transfer::take_part(const Packet& p, Dropped* dropped) {
+  const size_t piece = layout_.at(offset_of(p), p.length);
   if (piece < mine_.lo || piece >= mine_.hi) {
     ++dropped->malformed;
     return;
   }
   const size_t index = piece - mine_.lo;
-  Bits& got = got_[h.sender];
+  Bits& got = got_[p.sender];
   if (got.test(index)) {
     ++dropped->repeated;
     return;
@@ -92,45 +94,45 @@ void Transfer::take_part(const Header& h, const std::byte* payload, Dropped* dro
     return;
   }
   got.set(index);
-  const size_t place = (h.sender * mine_.size() + index) * payload_;
-  std::copy(payload, payload + h.length, parts_in_.data() + place);
-  --parts_of(h.sender).lacks;
+  const size_t place = (p.sender * mine_.size() + index) * payload_;
+  std::copy(p.payload, p.payload + p.length, parts_in_.data() + place);
+  --parts_of(p.sender).lacks;
   if (++came_[index] == circle_.ranks) add_up(piece);
 }
 
-void Transfer::take_sum(const Header& h, const std::byte* payload, Dropped* dropped) {
-  const size_t piece = layout_.at(h.offset, h.length);
-  const Interval owned = layout_.shard(h.sender);
+void Transfer::take_sum(const Packet& p, Dropped* dropped) {
+  const size_t piece = layout_.at(offset_of(p), p.length);
+  const Interval owned = layout_.shard(p.sender);
   if (piece < owned.lo || piece >= owned.hi) {
     ++dropped->malformed;
   } else if (!have_.set(piece)) {
     ++dropped->repeated;
   } else {
-    std::copy(payload, payload + h.length, result_.data() + h.offset);
-    --sums_of(h.sender).lacks;
+    std::copy(p.payload, p.payload + p.length, result_.data() + offset_of(p));
+    --sums_of(p.sender).lacks;
   }
 }
 
 // What has been sent and did not come is sent again; what has yet to be is not.
-void Transfer::take_wants(const Header& h, const std::byte* payload, Dropped* dropped) {
-  const bool parts = h.kind == Kind::kWantParts;
-  const Interval of = parts ? layout_.shard(h.sender) : mine_;
-  const uint64_t most = uint64_t{h.length} * 8;
-  if (h.offset < of.lo || h.offset >= of.hi || most > of.hi - h.offset + 7) {
+void Transfer::take_wants(const Packet& p, Dropped* dropped) {
+  const bool parts = p.kind == Kind::kWantParts;
+  const Interval of = parts ? layout_.shard(p.sender) : mine_;
+  const uint64_t most = uint64_t{p.length} * 8;
+  if (p.place < of.lo || p.place >= of.hi || most > of.hi - p.place + 7) {
     ++dropped->malformed;
     return;
   }
-  Asked& asked = asked_[h.sender];
+  Asked& asked = asked_[p.sender];
   uint32_t& number = parts ? asked.parts : asked.sums;
-  number = std::max(number, static_cast<uint32_t>(h.mask));
+  number = std::max(number, static_cast<uint32_t>(p.word));
   std::deque<Out>& again = parts ? parts_again_ : sums_again_;
   if (again.size() > 2 * layout_.pieces()) return;
-  for (uint64_t i = 0; i < most && h.offset + i < of.hi; ++i) {
-    if ((static_cast<unsigned>(payload[i / 8]) >> (i % 8) & 1) == 0) continue;
-    const size_t piece = static_cast<size_t>(h.offset + i), index = piece - of.lo;
-    const bool sent = parts ? part_sent(h.sender, index) : sum_sent(h.sender, index);
+  for (uint64_t i = 0; i < most && p.place + i < of.hi; ++i) {
+    if ((static_cast<unsigned>(p.payload[i / 8]) >> (i % 8) & 1) == 0) continue;
+    const size_t piece = static_cast<size_t>(p.place + i), index = piece - of.lo;
+    const bool sent = parts ? part_sent(p.sender, index) : sum_sent(p.sender, index);
     if (!sent) continue;
-    again.push_back({h.sender, parts ? Kind::kPart : Kind::kSum, piece, std::max(1, int{h.flags})});
+    again.push_back({p.sender, parts ? Kind::kPart : Kind::kSum, piece, std::max(1, int{p.flags})});
     ++lost_;
   }
 }
@@ -201,15 +203,16 @@ void Transfer::want(std::vector<Stream>* streams, int from, Kind kind, Time unti
   if (stream->lacks == 0 || stream->wants >= limits_.repairs) return;
   const bool told = stream->sent && stream->answered >= stream->wants;
   const bool due = (told && now >= stream->said + limits_.reorder) ||
-                   (stream->wants == 0 ? now >= until - job_.phase / 4
+                   (stream->wants == 0 ? now >= until - job_.phase / 8
                                        : now >= stream->wanted + pause(*streams));
   if (!due) return;
   ++stream->wants;
   stream->wanted = now;
   const bool parts = kind == Kind::kWantParts;
   const Interval of = parts ? mine_ : layout_.shard(from);
-  for (size_t lo = of.lo; lo < of.hi; lo += payload_ * 8) {
-    const size_t hi = std::min(of.hi, lo + payload_ * 8);
+  const size_t most = (packet() - head_of(kind)) * 8;
+  for (size_t lo = of.lo; lo < of.hi; lo += most) {
+    const size_t hi = std::min(of.hi, lo + most);
     Bits lacks(hi - lo);
     for (size_t p = lo; p < hi; ++p) {
       const bool there = parts ? summed_.test(p - of.lo) || got_[static_cast<size_t>(from)].test(p - of.lo)
@@ -220,14 +223,13 @@ void Transfer::want(std::vector<Stream>* streams, int from, Kind kind, Time unti
     Header h;
     h.kind = kind;
     h.operation = operation_;
-    h.offset = lo;
-    h.mask = stream->wants;
+    h.place = static_cast<uint32_t>(lo);
     h.flags = static_cast<uint8_t>(std::count_if(streams->begin(), streams->end(),
                                                  [](const Stream& one) { return one.lacks > 0; }));
     h.length = static_cast<uint16_t>(lacks.bytes().size());
     std::byte* const made = net.place(packet());
-    std::memcpy(made + sizeof h, lacks.bytes().data(), h.length);
-    net.send(from, seal(circle_, from, h, made));
+    std::memcpy(made + head_of(kind), lacks.bytes().data(), h.length);
+    net.send(from, seal(circle_, from, h, stream->wants, made));
   }
 }
 
@@ -313,12 +315,12 @@ void Transfer::send(const Out& out, Network& net) {
   h.kind = out.kind;
   h.flags = flags();
   h.operation = operation_;
-  h.offset = span.lo;
+  h.place = static_cast<uint32_t>(span.lo / Layout::kGrain);
   h.length = static_cast<uint16_t>(span.size());
   const std::byte* const from = (out.kind == Kind::kPart ? job_.in : result_.data()) + span.lo;
   std::byte* const made = net.place(packet());
   std::copy(from, from + span.size(), made + sizeof h);
-  const size_t bytes = seal(circle_, out.to, h, made);
+  const size_t bytes = seal(circle_, out.to, h, 0, made);
   net.send(out.to, bytes);
   sent_bytes_ += bytes;
   credit_ -= static_cast<double>(bytes) * out.beside;
@@ -341,9 +343,9 @@ void Transfer::say_marks(Time now, Network& net) {
     h.kind = Kind::kMark;
     h.flags = flags();
     const Asked& asked = asked_[static_cast<size_t>(r)];
-    h.mask = asked.parts | uint64_t{asked.sums} << 32;
     h.operation = operation_;
-    net.send(r, seal(circle_, r, h, net.place(sizeof h)));
+    const uint64_t answered = asked.parts | uint64_t{asked.sums} << 32;
+    net.send(r, seal(circle_, r, h, answered, net.place(head_of(h.kind))));
   }
 }
 

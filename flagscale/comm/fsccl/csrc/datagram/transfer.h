@@ -95,7 +95,7 @@ class Transfer {
   void end() { moving_ = false; }
 
   // kPart, kSum and the wants of this operation.
-  void take(const Header& h, const std::byte* payload, Time now, Dropped* dropped);
+  void take(const Packet& p, Time now, Dropped* dropped);
   void look(Time now, Network& net);
   // Sends what the rate allows.
   void pump(Time now, Network& net);
@@ -127,9 +127,9 @@ class Transfer {
     int beside = 1;  // ranks that send to this one now as well: they share its link
   };
 
-  void take_part(const Header& h, const std::byte* payload, Dropped* dropped);
-  void take_sum(const Header& h, const std::byte* payload, Dropped* dropped);
-  void take_wants(const Header& h, const std::byte* payload, Dropped* dropped);
+  void take_part(const Packet& p, Dropped* dropped);
+  void take_sum(const Packet& p, Dropped* dropped);
+  void take_wants(const Packet& p, Dropped* dropped);
   void note(Stream* stream, bool sent, uint32_t answered, Time now);
   void want(std::vector<Stream>* streams, int from, Kind kind, Time until, Time now, Network& net);
   bool given_up(const std::vector<Stream>& streams, int rank, Time now) const;
