@@ -15,6 +15,7 @@ Arms are FSCCL_ALGO's names, `bounded` (FSCCL_TAIL) and `gloo`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -59,8 +60,7 @@ def rank_main(order: dict[str, Any]) -> None:
     out: dict[str, Any] = {"times": {}, "cpu": {}, "counts": {}}
     for size in order["sizes"]:
         tensor = torch.ones(size // 4)
-        places = [(arm, size) for arm in order["arms"]]
-        times: dict[str, list[tuple[float, float]]] = {arm: [] for arm, _ in places}
+        times: dict[str, list[tuple[float, float]]] = {arm: [] for arm in groups}
         cpu = dict.fromkeys(times, 0.0)
         counts: list[dict[str, float]] = []
         for turn in range(-WARM_UP, order["rounds"]):
@@ -199,7 +199,7 @@ def _shares(counts: list[dict[str, float]]) -> dict[str, float]:
     grown = {name: last[name] - first[name] for name in COUNTS}
     each = [
         (b["excluded"] - a["excluded"]) / max(1.0, b["pieces"] - a["pieces"])
-        for a, b in zip(counts, counts[1:], strict=False)
+        for a, b in itertools.pairwise(counts)
     ]
     return {
         "excluded_percent": round(100 * grown["excluded"] / max(1.0, grown["pieces"]), 3),

@@ -7,7 +7,8 @@
 The hosts are namespaces of this machine (tests/bed: needs root), with a second network that nothing
 is measured on. A token bucket with a queue of so many bytes stands before each on the first one.
 `flagscale bench traffic` finds each tail there and `flagscale bench training` trains under all of
-them, and under the last one's traffic on the second network. What follows `--` is training's.
+them, and under the last one's traffic on the second network. What follows `--` is training's. For a
+queue that drops a lot no traffic with a tail of 3 is found: --calibrate-queue finds it in another.
 """
 
 from __future__ import annotations
@@ -32,16 +33,20 @@ def on_bed(options: argparse.Namespace, more: Sequence[str]) -> int:
         tempfile.TemporaryDirectory() as directory,
         Bed.open(Path(directory) / "bed", options.hosts, fabric=True) as bed,
     ):
-        for host in bed.hosts:
-            host.bottleneck(options.rate, options.queue)
+
+        def bottleneck(queue: str) -> None:
+            for host in bed.hosts:
+                host.bottleneck(options.rate, queue)
+
+        bottleneck(options.calibrate_queue or options.queue)
         environment = {**os.environ, **bed.environment(PYTHONPATH=str(PROJECT))}
 
         def run(*words: str) -> int:
             line = [sys.executable, "-m", "flagscale.cli", "bench", *words]
             return subprocess.run(line, env=environment, check=False).returncode
 
-        kept = []
-        for tail in options.tails:
+        kept = [str(path.absolute()) for path in options.replay]
+        for tail in options.tails if not kept else ():
             path = Path(directory) / f"{tail:g}.json"
             line = ["--hosts", *bed.names, "--rate", options.rate, "--tail", f"{tail:g}"]
             line += ["--within", f"{options.within:g}", "--seconds", "1", "--plain"]
@@ -49,6 +54,7 @@ def on_bed(options: argparse.Namespace, more: Sequence[str]) -> int:
                 print(f"note: a tail of {tail:g} was not reached", file=sys.stderr)
             if path.is_file():
                 kept.append(str(path))
+        bottleneck(options.queue)
         line = ["-r", str(options.hosts), "--hosts", *bed.names, "--device", "cpu"]
         line += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", "FSCCL_SOCKET_IFNAME=eth0"]
         if kept:
@@ -66,8 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="250mbit", help="of each cable, as tc spells it")
     parser.add_argument("--queue", default="1mb", help="before each host, as tc spells it")
+    parser.add_argument("--calibrate-queue", help="while tails are found (--queue)")
+    parser.add_argument("--replay", type=Path, nargs="+", default=[], help="kept traffic")
     parser.add_argument("--within", type=float, default=300.0, help="seconds to calibrate a tail")
-    tails = lambda text: [float(word) for word in text.split(",")]  # noqa: E731
+    tails = lambda text: [float(word) for word in text.split(",") if word]  # noqa: E731
     parser.add_argument("--tails", type=tails, default="1.5,3")
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     return on_bed(parser.parse_args(words[:place]), words[place + 1 :])

@@ -29,7 +29,7 @@ class Pace {
   static constexpr double kAbove = 1.05, kStep = 1.2, kExcluded = 0.005;
   static constexpr size_t kProbe = 8;  // operations
   // Of an operation's seconds: what is no sending, about; and what it takes to tell a rate by it.
-  static constexpr double kReach = 1e-3, kShortest = 3e-3;
+  static constexpr double kReach = 2e-3, kShortest = 3e-3;
   static constexpr int kFirstBan = 8, kLongestBan = 1024;
 
   // `ranks` a circle, and so many circles side by side, which have a part of every bucket each.
@@ -73,8 +73,8 @@ class Pace {
     calm_ = std::clamp(calm_ * (lost > 0.25 ? 0.8 : lost < 0.1 ? 1.1 : 1), 0.25, 1.0);
     // It begins low: an operation that nothing but the rate held up says that there is more, until
     // one says that there is not. Then it is asked now and then.
-    const bool held = lost < 0.01 && brought > 0.93 * rate_;
-    if (lost < 0.01 && brought < 0.85 * rate_) searching_ = false;
+    const bool held = lost < 0.01 && brought > 0.85 * rate_;
+    if (lost < 0.01 && brought < 0.7 * rate_) searching_ = false;
     const double most = *std::max_element(brought_.begin(), brought_.end());
     rate_ = held && (searching_ || turn_ % kProbe == 0) ? kStep * rate_ : kAbove * most * calm_;
   }

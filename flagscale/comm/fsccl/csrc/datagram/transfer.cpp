@@ -11,7 +11,7 @@ size_t offset_of(const Packet& data) { return size_t{data.place} * Layout::kGrai
 
 constexpr double kBurstSeconds = 300e-6;
 constexpr size_t kShortestRun = 4, kLongestRun = 32;  // packets
-constexpr double kLateSeconds = 1e-3;                  // that the thread is at times
+constexpr double kLateSeconds = 2.5e-3;                // that the thread is at times
 
 }  // namespace
 
