@@ -36,7 +36,7 @@ def program(build: str, sources: Sequence[Path], *, include: Path, reads: Iterab
     for source in sources:
         digest = common.copy()
         digest.update(source.read_bytes())
-        made = cache / f"{source.stem}-{build}-{digest.hexdigest()[:16]}.o"
+        made = cache / f"{source.parent.name}-{source.stem}-{build}-{digest.hexdigest()[:16]}.o"
         _make(made, build, "-c", f"-I{include}", source)
         objects.append(made)
     names = " ".join(path.name for path in objects)

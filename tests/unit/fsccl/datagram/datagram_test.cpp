@@ -1,12 +1,10 @@
 // All_reduces by datagrams over a played network. Usage, by test_fsccl_datagram.py:
 //   datagram_test storm <seed> <ranks> <bytes> <dtype> <op> <lost> <doubled> <delay ms> <burst>
-//   datagram_test stranger|clocks|silence|one-way|dead|unbiased|packets|feedback <seed>
+//   datagram_test stranger|clocks|silence|one-way|dead|unbiased <seed>
 #include <cmath>
-#include <limits>
 
 #include "core/half.h"
 #include "core/reduce.h"
-#include "datagram/feedback.h"
 #include "network.h"
 
 namespace {
@@ -261,70 +259,6 @@ void unbiased(unsigned seed) {
   expect(std::abs(mean - 6) < 4 * deviation / std::sqrt(count), "biased: " + std::to_string(mean));
 }
 
-// Every bit of a packet matters, and so does where it comes from.
-void packets(unsigned seed) {
-  const Key key{seed, 5};
-  const Circle sender = Circle::of(key, 1, 2, 4), receiver = Circle::of(key, 1, 0, 4);
-  Bytes packet(sizeof(Header) + 64);
-  Header h;
-  h.kind = Kind::kPart;
-  h.operation = 7;
-  h.place = 8;
-  h.length = 64;
-  seal(sender, 0, h, 0, packet.data());
-  Dropped d;
-  const auto read = [&](int from, size_t size) {
-    return open(receiver, from, packet.data(), size, &d);
-  };
-  expect(read(2, packet.size()).has_value() && d.all() == 0, "a good one");
-  expect(!read(1, packet.size()) && d.foreign == 1, "another's address");
-  for (size_t size = 0; size < packet.size(); ++size) expect(!read(2, size), "cut off");
-  for (size_t bit = 0; bit < packet.size() * 8; ++bit) {
-    packet[bit / 8] ^= std::byte{1} << (bit % 8);
-    expect(!read(2, packet.size()), "bit " + std::to_string(bit) + " does not matter");
-    packet[bit / 8] ^= std::byte{1} << (bit % 8);
-  }
-  const Circle others[] = {Circle::of(key, 2, 0, 4), Circle::of({seed, 6}, 1, 0, 4),
-                           Circle::of(key, 1, 1, 4)};
-  for (const Circle& other : others) {
-    expect(!open(other, 2, packet.data(), packet.size(), &d), "of another circle");
-  }
-  const Layout layout{1000, 256, 3};
-  for (const uint64_t offset : {uint64_t{0}, uint64_t{768}, uint64_t{255}, uint64_t{1024},
-                                std::numeric_limits<uint64_t>::max() - 255}) {
-    const size_t length = offset == 768 ? 232 : 256;
-    const bool fits = offset == 0 || offset == 768;
-    expect((layout.at(offset, length) < layout.pieces()) == fits, "out of bounds");
-    expect(layout.at(offset, length - 1) == layout.pieces(), "another length");
-  }
-}
-
-// What is excluded comes back with the next gradient of the same bucket, once, and of no other.
-void feedback() {
-  const Layout layout{1000, 256, 2};
-  Bits excluded(layout.pieces());
-  excluded.set(1);
-  excluded.set(3);
-  Bytes gradient(1000), next(1000), other(1000);
-  for (size_t i = 0; i < 250; ++i) {
-    put(DType::kF32, gradient.data(), i, static_cast<double>(i));
-    put(DType::kF32, next.data(), i, 1000);
-  }
-  Feedback kept;
-  const Feedback::Bucket bucket{gradient.data(), 1000, DType::kF32};
-  const Feedback::Bucket another{other.data(), 1000, DType::kF32};
-  kept.keep(bucket, gradient.data(), layout, excluded);
-  expect(kept.has(bucket) && !kept.has(another), "kept for another");
-  kept.add(another, next.data());
-  kept.add(bucket, next.data());
-  for (size_t i = 0; i < 250; ++i) {
-    const double more = excluded.test(4 * i / 256) ? static_cast<double>(i) : 0;
-    expect(element(DType::kF32, next.data(), i) == 1000 + more, "comes back otherwise");
-  }
-  kept.keep(bucket, next.data(), layout, Bits(layout.pieces()));
-  expect(!kept.has(bucket), "comes back twice");
-}
-
 DType dtype_of(const std::string& name) {
   for (const DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
     if (name == name_of(t)) return t;
@@ -355,8 +289,6 @@ int main(int argc, char** argv) {
   if (what == "one-way") silence(seed, true);
   if (what == "dead") dead(seed);
   if (what == "unbiased") unbiased(seed);
-  if (what == "packets") packets(seed);
-  if (what == "feedback") feedback();
   std::puts("ok");
   return 0;
 }
