@@ -130,7 +130,11 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
 
 void Group::all_reduce_exactly(const OpCard& card, const void* in, void* out, size_t count,
                                const Reduction& r) {
-  const Algorithm named = config_.settings.algorithm;
+  Algorithm named = config_.settings.algorithm;
+  // Beside a tail one keeps to connections that are never idle: TCP finds what is lost on them early.
+  if (tail_ && card.bytes >= config_.settings.tail.bytes && named == Algorithm::kAuto) {
+    named = Algorithm::kRing;
+  }
   if ((!hierarchical() || named == Algorithm::kAuto) && pipelined(card)) {
     RequestBatch x = batch();
     return pipeline_->all_reduce(x, in, out, count, r);

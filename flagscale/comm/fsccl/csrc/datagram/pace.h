@@ -8,7 +8,7 @@
 // the time that both need together, and a slack beside, by which the share that is excluded on
 // average is kept below half a percent.
 //
-// An operation that had to be repeated sends the next ones the exact way at once: 8 of them, and
+// An operation that had to be repeated sends the next ones the exact way at once: two of them, and
 // twice as many each time that it happens again in a row.
 #pragma once
 
@@ -30,7 +30,7 @@ class Pace {
   static constexpr size_t kProbe = 8;  // operations
   // Of an operation's seconds: what is no sending, about; and what it takes to tell a rate by it.
   static constexpr double kReach = 2e-3, kShortest = 3e-3;
-  static constexpr int kFirstBan = 8, kLongestBan = 1024;
+  static constexpr int kFirstBan = 2, kLongestBan = 1024;
 
   // `ranks` a circle, and so many circles side by side, which have a part of every bucket each.
   // `rate`, bytes a second of each rank: 0 where it is to be learned.
@@ -63,6 +63,7 @@ class Pace {
     const double due = share_ * static_cast<double>(bytes) / rate_;
     excluded_ += (outcome.excluded_share() - excluded_) / kMemory;
     slack_ *= excluded_ > kExcluded ? 1.1 : excluded_ < kExcluded / 2 ? 0.97 : 1;
+    if (outcome.excluded_share() > 0.1) slack_ += due / 2;  // nowhere near
     slack_ = std::clamp(slack_, kLeastSlack, 2 * due + kMostSlack);
     if (fixed_ > 0 || due < kShortest) return;
     double slowest = 0;
