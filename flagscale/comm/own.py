@@ -30,6 +30,7 @@ class Fsccl(CommBackend):
         "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
         "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",
         "FSCCL_TAIL": "bounded: all_reduce of large floats on CPUs by datagrams, in bounded time",
+        "FSCCL_TAIL_GROUPS": "groups that sum so, by patterns of their group_desc; else all",
         "FSCCL_TAIL_BYTES": "the smallest all_reduce in bounded time",
         "FSCCL_TAIL_LIMIT": "percent of one that may be left out",
         "FSCCL_TAIL_ABOVE": "above that limit: repeat it exactly, or skip it",
@@ -79,6 +80,13 @@ class Fsccl(CommBackend):
             variable="FSCCL_TAIL",
             pattern="bounded|exact",
             shape="bounded or exact",
+        ),
+        Option(
+            "tail_groups",
+            environment["FSCCL_TAIL_GROUPS"],
+            variable="FSCCL_TAIL_GROUPS",
+            pattern=r"[^,\s]+(,[^,\s]+)*",
+            shape="patterns with commas between them, such as *DATA_PARALLEL*",
         ),
         Option(
             "tail_bytes",

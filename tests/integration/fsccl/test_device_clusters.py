@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 TIMEOUT = 3.0  # seconds, of operations
 SLACK = 20.0  # for a busy machine; a hang is far longer

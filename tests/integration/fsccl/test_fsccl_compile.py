@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 
 @pytest.mark.skipif(" " in sys.prefix, reason="torch's compiler does not quote paths with a space")

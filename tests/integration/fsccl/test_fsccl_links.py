@@ -18,7 +18,7 @@ from bed.lab import Bed
 from bed.plugin import need_bed
 from fsccl_ranks import ROOT, Rank, replies, results
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 FIRST_PORT = 29500  # of stores, which the first host's first rank keeps
 RANKS = 4

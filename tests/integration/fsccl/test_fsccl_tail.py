@@ -68,6 +68,15 @@ def test_what_is_no_gradient_is_exact(ranks: Any) -> None:
     ranks.leave(range(2))
 
 
+def test_groups_are_told_by_their_descriptions(ranks: Any) -> None:
+    meant = {"FSCCL_TAIL_GROUPS": "*DATA_PARALLEL*,mine", "FSCCL_TAIL_LIMIT": "100"}
+    ranks.join(2, **TAIL, **meant, FSCCL_CLUSTERS="1,1")
+    names = ["EXPERT_DATA_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL_GROUP", "mine", "not mine"]
+    (said, _) = ranks.call(range(2), "bounded_of_descriptions", descriptions=names)
+    assert [said[name] == BOUNDED for name in names] == [True, False, True, False]
+    ranks.leave(range(2))
+
+
 def test_a_killed_rank_is_named(ranks: Any) -> None:
     ranks.join(4, **TAIL, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS="1,1,1,1")
     ranks.call(range(4), "bounded", count=COUNT, rounds=5)
@@ -113,13 +122,19 @@ def call(members: dict[int, Rank], case: str, **arguments: Any) -> list[Any]:
     return results(replies(members, 120))
 
 
+def join(
+    bed: Bed, members: dict[int, Rank], key: str, timeout: float, environment: dict[str, str]
+) -> None:
+    for i, rank in members.items():
+        where = {"rank": i, "size": 4, "host": bed[0].address, "port": 29500, "key": key}
+        rank.ask("join", **where, timeout=timeout, environment=environment)
+    results(replies(members, 90))
+
+
 def test_under_traffic_and_without_any_datagram(four_hosts: Any) -> None:
     bed, members, said = four_hosts
     environment = {**TAIL, "FSCCL_TAIL_LIMIT": "60", "FSCCL_TAIL_FEEDBACK": "1"}
-    for i, rank in members.items():
-        where = {"rank": i, "size": 4, "host": bed[0].address, "port": 29500, "key": "tail"}
-        rank.ask("join", **where, timeout=60, environment=environment)
-    results(replies(members, 90))
+    join(bed, members, "tail", 60, environment)
     traffic = _traffic(bed, seconds=60)
     try:
         every = call(members, "bounded", count=COUNT // 4, rounds=7)
@@ -143,6 +158,27 @@ def test_under_traffic_and_without_any_datagram(four_hosts: Any) -> None:
     assert re.search(
         r"lost too much .*: it is repeated exactly, and the next \d+", said.read_text()
     )
+
+
+def test_a_cut_link_ends_the_job_with_a_sentence(four_hosts: Any) -> None:
+    """Whoever cannot be reached by any way is waited for as long as the group may wait."""
+    bed, members, _ = four_hosts
+    call(members, "leave")
+    join(bed, members, "cut", 4, {**TAIL, "FSCCL_TAIL_LIMIT": "100"})
+    (said, *_) = call(members, "bounded", count=COUNT // 4, rounds=5)
+    assert said[-1][0] == BOUNDED
+    for rank in members.values():
+        rank.ask("call", op="all_reduce", count=COUNT // 4, repeat=100_000)
+    time.sleep(0.2)
+    bed[1].link("down")
+    try:
+        found = replies(members, 30)
+    finally:
+        bed[1].heal()
+    for i, reply in found.items():
+        others = "023" if i == 1 else "1"
+        sentence = rf"rank {i}: .*rank [{others}] \[.*\] did not come within 4 s"
+        assert re.search(sentence, reply.get("error", "none")), f"{i}: {reply}"
 
 
 def _traffic(bed: Bed, seconds: float) -> subprocess.Popen[bytes]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 SUITE = Path(__file__).with_name("torch_suite.py")
 ROOT = SUITE.parents[3]

@@ -13,7 +13,7 @@ import pytest
 
 from flagscale.comm.fsccl import build, prebuilt
 
-pytestmark = [pytest.mark.torch, pytest.mark.integration, pytest.mark.compiler]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.integration, pytest.mark.compiler]
 
 ROOT = Path(__file__).parents[3]
 SUM = """

@@ -37,7 +37,11 @@ def build(kind: str, test: str, parts: tuple[str, ...] = ("core.cpp",)) -> Path:
     return program_of(kind, sources, include=CORE, reads=reads)
 
 
-@pytest.fixture(scope="module", params=["threads", "memory"])
+# Each is minutes of compiling and of checks.
+KINDS = [pytest.param("threads", marks=pytest.mark.slow), "memory"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def program(request: pytest.FixtureRequest) -> Path:
     return build(request.param, "ranks_test.cpp")
 
@@ -76,7 +80,7 @@ def test_algorithms_by_name(algorithm: str, shape: str) -> None:
     run(build("memory", "ranks_test.cpp"), shape, "3", "4", algorithm)
 
 
-@pytest.mark.parametrize("kind", ["threads", "memory"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")
 

@@ -15,6 +15,7 @@ PARTS = (
     *("datagram/session.cpp", "datagram/transfer.cpp", "datagram/socket.cpp"),
     *("core/types.cpp", "core/reduce.cpp", "core/socket.cpp"),
 )
+RANDOM_STORMS = 15
 SEEDS = range(int(os.environ.get("FLAGSCALE_DATAGRAM_SEEDS", "2")))
 
 pytestmark = [pytest.mark.integration, pytest.mark.compiler]
@@ -54,9 +55,15 @@ def test_replicas_are_alike_and_the_error_and_time_are_bounded(storm: str) -> No
         run("storm", seed, *STORMS[storm])
 
 
+def test_storms_that_nobody_has_chosen() -> None:
+    """Of drawn loss, order, duplicates, delays, forgeries, clocks, ranks, sizes and types."""
+    for seed in SEEDS:
+        run("random-storms", seed, RANDOM_STORMS)
+
+
 @pytest.mark.parametrize(
     "case",
-    ["stranger", "clocks", "silence", "one-way", "dead", "unbiased"],
+    ["stranger", "clocks", "silence", "one-way", "dead", "unbiased", "feedback"],
 )
 def test_what_happens_to_ranks(case: str) -> None:
     for seed in SEEDS:

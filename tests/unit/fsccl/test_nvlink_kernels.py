@@ -77,3 +77,26 @@ def test_engine(source: str, sanitizer: str) -> None:
     """Groups, tables, registered memory, streams and faults, over a device that is a CPU."""
     done = run(build(sanitizer, source))
     assert done == (0, "ok\n", "")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ("abcdefghijklmnop", "bbcdefghijklmnop", "nvlink"),
+        ("abcdefghijklmnop", "ABCDEFGHIJKLMNOP", "other"),
+        ("abcdefghijklmnop", "0bcdefghijklmnop", "unknown"),
+    ],
+)
+def test_nvml_is_asked_how_gpus_are_connected(
+    one: str, other: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of GPUs that a process does not see; and where there is no NVML, nothing is known."""
+    made = program("memory", [HERE / "nvml_test.cpp", NVLINK / "nvml.cpp"], include=CSRC, reads=[])
+    name = "GPU-61626364-6566-6768-696a-6b6c6d6e6f70"
+    assert run(made, one, other) == (0, f"unknown {name}\n", "")
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", library, HERE / "nvml_library.c"], check=True, timeout=60
+    )
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert run(made, one, other) == (0, f"{said} {name}\n", "")

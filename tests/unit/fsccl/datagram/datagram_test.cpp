@@ -1,10 +1,12 @@
 // All_reduces by datagrams over a played network. Usage, by test_fsccl_datagram.py:
 //   datagram_test storm <seed> <ranks> <bytes> <dtype> <op> <lost> <doubled> <delay ms> <burst>
-//   datagram_test stranger|clocks|silence|one-way|dead|unbiased <seed>
+//   datagram_test random-storms <seed> <how many>
+//   datagram_test stranger|clocks|silence|one-way|dead|unbiased|feedback <seed>
 #include <cmath>
 
 #include "core/half.h"
 #include "core/reduce.h"
+#include "datagram/feedback.h"
 #include "network.h"
 
 namespace {
@@ -259,6 +261,92 @@ void unbiased(unsigned seed) {
   expect(std::abs(mean - 6) < 4 * deviation / std::sqrt(count), "biased: " + std::to_string(mean));
 }
 
+// Sums are lost, and not repaired. What is excluded of each operation comes back with the next: over
+// operations the results add up to what was to be summed but for what is kept last, and without it
+// they lack what was excluded. Both over seeds, since which pieces it hits is chance.
+void feedback(unsigned seed) {
+  constexpr int kRanks = 4, kOperations = 12, kWorlds = 3;
+  constexpr double kLost = 0.1, kSum = 10;  // of 1 + 2 + 3 + 4
+  Limits limits;
+  limits.repairs = 0;
+  double with = 0, without = 0, pieces = 0;
+  for (unsigned k = 0; k < kWorlds; ++k) {
+    Weather weather;
+    weather.lost = kLost;
+    World world(kRanks, kPayload, seed * 1000 + k, weather, limits);
+    Bucket b = bucket(world, 20'000, DType::kF32, RedOp::kSum, 10);
+    for (int r = 0; r < kRanks; ++r) {
+      for (size_t i = 0; i < b.job.bytes / 4; ++i) {
+        put(DType::kF32, b.in[static_cast<size_t>(r)].data(), i, r + 1);
+      }
+    }
+    std::vector<Feedback> kept(kRanks);
+    const Feedback::Bucket name{b.in[0].data(), b.job.bytes, DType::kF32};
+    std::vector<double> got, plain;
+    const std::vector<Bytes> gradients = b.in;
+    for (int n = 0; n < kOperations; ++n) {
+      b.in = gradients;
+      for (size_t r = 0; r < kRanks; ++r) kept[r].add(name, b.in[r].data());
+      start_all(world, b);
+      expect(world.play(ms(5000)), "does not end");
+      const Layout& layout = world[0].layout();
+      const Bits& excluded = world[0].outcome().excluded;
+      got.resize(layout.pieces()), plain.resize(layout.pieces());
+      for (size_t p = 0; p < layout.pieces(); ++p) {
+        got[p] += element(DType::kF32, world[0].result() + layout.span(p).lo, 0) / kOperations;
+        plain[p] += excluded.test(p) ? 0 : kSum / kOperations;
+      }
+      for (size_t r = 0; r < kRanks; ++r) kept[r].keep(name, b.in[r].data(), layout, excluded);
+    }
+    for (size_t p = 0; p < got.size(); ++p) {
+      // What is kept at the end is the only thing that has not come back.
+      double last = 0;
+      for (size_t r = 0; r < kRanks; ++r) {
+        Bytes nothing(b.job.bytes);
+        kept[r].add(name, nothing.data());
+        last += element(DType::kF32, nothing.data() + world[0].layout().span(p).lo, 0);
+      }
+      with += got[p] + last / kOperations, without += plain[p], ++pieces;
+    }
+  }
+  with /= pieces, without /= pieces;
+  expect(without < 0.8 * kSum, "hardly anything was excluded: " + std::to_string(without));
+  expect(std::abs(with / kSum - 1) < 0.02, "biased: " + std::to_string(with));
+}
+
+// A storm that is drawn: nobody has chosen what meets in it.
+void drawn(std::mt19937& random) {
+  const auto draw = [&](double most) { return std::uniform_real_distribution<>(0, most)(random); };
+  const auto one_in = [&](unsigned n) { return random() % n == 0; };
+  Weather weather;
+  weather.lost = one_in(4) ? draw(1) : one_in(3) ? 0 : draw(0.2);
+  weather.doubled = one_in(2) ? 0 : draw(0.6);
+  weather.delay_ms = one_in(2) ? draw(1) : draw(30);
+  weather.burst = one_in(2) ? 1 : 1 + draw(40);
+  weather.forged = one_in(4) ? draw(1) : 0;
+  weather.jumps = one_in(8) ? draw(0.02) : 0;
+  const int ranks = 2 + static_cast<int>(random() % (one_in(6) ? 16 : 6));
+  const DType dtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
+  const DType dtype = dtypes[random() % 4];
+  const size_t bytes = (1 + random() % (one_in(3) ? 60 : 6000)) * size_of(dtype);
+  const RedOp op = one_in(2) ? RedOp::kSum : RedOp::kAvg;
+  const unsigned seed = static_cast<unsigned>(random() % 100'000);
+  World world(ranks, kPayload, seed, weather);
+  for (int k = 0; k < 2; ++k) {
+    const Bucket b = bucket(world, bytes, dtype, op);
+    const Time begun = world.now();
+    start_all(world, b);
+    const std::string which = "a storm over " + std::to_string(ranks) + " ranks, seed " +
+                              std::to_string(seed) + ", lost " + std::to_string(weather.lost);
+    expect(world.play(ms(20000)), which + " does not end");
+    const Time late = ms(4 * weather.delay_ms);
+    expect(world.now() - begun <= (weather.jumps > 0 ? 2 : 1) * bound(b) + late,
+           which + " takes longer than its bound");
+    check_alike(world, b);
+    check_error(world, b);
+  }
+}
+
 DType dtype_of(const std::string& name) {
   for (const DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
     if (name == name_of(t)) return t;
@@ -283,6 +371,11 @@ int main(int argc, char** argv) {
     storm(world, std::stoul(words.at(3)), dtype_of(words.at(4)),
           words.at(5) == "avg" ? RedOp::kAvg : RedOp::kSum);
   }
+  if (what == "random-storms") {
+    std::mt19937 random(seed);
+    for (unsigned long n = std::stoul(words.at(2)); n > 0; --n) drawn(random);
+  }
+  if (what == "feedback") feedback(seed);
   if (what == "stranger") stranger(seed);
   if (what == "clocks") clocks(seed);
   if (what == "silence") silence(seed, false);

@@ -95,6 +95,8 @@ class Group {
   }
   // What this rank has sent to each rank by messages: nothing to those beside it. Any thread.
   std::vector<Transport::Traffic> traffic() const;
+  // And by datagrams, all of them, with their headers. Any thread.
+  std::vector<Transport::Traffic> datagrams() const;
   // What all_reduces by datagrams have met (datagram/tail.h), by name; empty where there are none.
   std::map<std::string, double> tail_statistics() const;
   // Tells who has set FSCCL_DEBUG what words() makes, if anyone has.

@@ -1,5 +1,8 @@
 #include "settings.h"
 
+#include <fnmatch.h>
+
+#include <algorithm>
 #include <cstdlib>
 #include <numeric>
 
@@ -53,6 +56,7 @@ bool read_choice(const char* name, const char* yes, const char* no) {
 TailSettings read_tail() {
   TailSettings t;
   t.bounded = read_choice("FSCCL_TAIL", "bounded", "exact");
+  t.groups = split(variable("FSCCL_TAIL_GROUPS"), ',');
   t.skip = read_choice("FSCCL_TAIL_ABOVE", "skip", "repeat");
   t.feedback = read_choice("FSCCL_TAIL_FEEDBACK", "1", "0");
   read_variable("FSCCL_TAIL_BYTES", 65536, 1LL << 40, "65536 bytes or more", &t.bytes);
@@ -109,6 +113,12 @@ bool TailSettings::says_bounded(const std::string& word) {
   return word == "bounded";
 }
 
+bool TailSettings::means(const std::string& description) const {
+  return groups.empty() || std::any_of(groups.begin(), groups.end(), [&](const auto& pattern) {
+           return fnmatch(pattern.c_str(), description.c_str(), 0) == 0;
+         });
+}
+
 void Settings::check_clusters(int ranks_of_job) const {
   const int covered = std::accumulate(clusters.begin(), clusters.end(), 0);
   if (clusters.empty() || covered == ranks_of_job) return;
@@ -143,6 +153,8 @@ std::string Settings::shared_text() const {
   out += " FSCCL_PIPELINE_K=" + std::to_string(pipeline_k);
   out += " FSCCL_PIPELINE_NELEM=" + std::to_string(pipeline_nelem);
   if (!tail.bounded) return out;
+  out += " FSCCL_TAIL_GROUPS=";
+  for (const std::string& pattern : tail.groups) out += pattern + ",";
   return out + " FSCCL_TAIL=bounded FSCCL_TAIL_BYTES=" + std::to_string(tail.bytes) +
          " FSCCL_TAIL_LIMIT=" + std::to_string(static_cast<int>(tail.limit)) +
          " FSCCL_TAIL_ABOVE=" + (tail.skip ? "skip" : "repeat");

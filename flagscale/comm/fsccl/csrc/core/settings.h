@@ -15,6 +15,7 @@ namespace fsccl {
 // all_reduce of gradients in bounded time, by datagrams (datagram/tail.h).
 struct TailSettings {
   bool bounded = false;      // FSCCL_TAIL=bounded
+  std::vector<std::string> groups;  // FSCCL_TAIL_GROUPS: patterns of descriptions; none: all groups
   size_t bytes = 256 << 10;  // FSCCL_TAIL_BYTES: the smallest
   double limit = 10;         // FSCCL_TAIL_LIMIT: percent that may be left out
   bool skip = false;         // FSCCL_TAIL_ABOVE=skip: above it the result is zero; else repeat
@@ -23,6 +24,8 @@ struct TailSettings {
 
   // Throws Error(kUsage) for other words than "bounded" and "exact".
   static bool says_bounded(const std::string& word);
+  // Whether a group that the program describes so is one of those that are meant.
+  bool means(const std::string& description) const;
 };
 
 struct Settings {

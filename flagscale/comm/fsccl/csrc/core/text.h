@@ -10,6 +10,7 @@
 #include <charconv>
 #include <cstdio>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "mac.h"

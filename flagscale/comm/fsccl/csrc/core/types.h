@@ -86,6 +86,7 @@ struct Reduction {
   RedOp op = RedOp::kSum;
   double factor = 1;  // PREMUL_SUM multiplies every input by it
   int divisor = 1;    // AVG divides the sum by it: the size of the group
+  bool whole = false;  // nothing may be left out, whatever settings allow (TailSettings)
 
   size_t width() const { return size_of(dtype); }
   Reduction first_stage() const {

@@ -3,6 +3,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <system_error>
+
 #include "../core/thread.h"
 
 namespace fsccl::datagram {
@@ -67,7 +69,23 @@ const Outcome& Endpoint::run(const Job& job, const std::function<void(int)>& wat
 
 Counters Endpoint::counters() {
   const std::lock_guard<std::mutex> hold(mutex_);
-  return {session_.dropped(), session_.sent_bytes(), socket_->kernel_drops(), socket_->refused()};
+  uint64_t sent_bytes = 0;
+  for (const Peer& p : peers_) sent_bytes += p.sent.bytes;
+  return {session_.dropped(), sent_bytes, socket_->kernel_drops(), socket_->refused()};
+}
+
+std::map<int, Transport::Traffic> Endpoint::sent() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  std::map<int, Transport::Traffic> out;
+  for (size_t r = 0; r < peers_.size(); ++r) out[members_[r]] = peers_[r].sent;
+  return out;
+}
+
+void Endpoint::send(int to, size_t bytes) {
+  socket_->send(to, bytes);
+  Transport::Traffic& sent = peer(to).sent;
+  ++sent.messages;
+  sent.bytes += bytes;
 }
 
 void Endpoint::stop() {

@@ -7,6 +7,7 @@
 
 #include <condition_variable>
 #include <list>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -37,6 +38,8 @@ class Endpoint final : private Network {
   const std::byte* result() { return session_.result(); }
   const Layout& layout() const { return session_.layout(); }
   Counters counters();
+  // All datagrams to each rank of the group that is of the circle, with their headers.
+  std::map<int, Transport::Traffic> sent();
   // Tells who has yet to be done what is needed for that, and ends the thread. Before the transport
   // closes.
   void stop();
@@ -50,13 +53,14 @@ class Endpoint final : private Network {
   struct Peer {
     Post notice, record;
     std::optional<Error> gone;
+    Transport::Traffic sent;  // by datagrams
   };
 
   static constexpr uint64_t kNoticeTag = uint64_t{1} << 62 | 1, kRecordTag = uint64_t{1} << 62 | 2;
 
   static Time now() { return Clock::now().time_since_epoch(); }
   std::byte* place(size_t most) override { return socket_->place(most); }
-  void send(int to, size_t bytes) override { socket_->send(to, bytes); }
+  void send(int to, size_t bytes) override;
   void tell(int to, const Notice& notice) override;
   void tell_record(int to, const std::vector<std::byte>& record) override;
   void work();

@@ -100,4 +100,11 @@ std::map<std::string, double> Group::tail_statistics() const {
   return tail_->statistics();
 }
 
+std::vector<Transport::Traffic> Group::datagrams() const {
+  std::vector<Transport::Traffic> out(static_cast<size_t>(config_.size));
+  if (!tail_open_) return out;
+  for (const auto& [rank, sent] : tail_->sent()) out[static_cast<size_t>(rank)] = sent;
+  return out;
+}
+
 }  // namespace fsccl

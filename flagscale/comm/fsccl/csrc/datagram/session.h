@@ -92,7 +92,6 @@ class Session {
     });
   }
   const Dropped& dropped() const { return dropped_; }
-  uint64_t sent_bytes() const { return transfer_.sent_bytes(); }
 
  private:
   enum class State { kIdle, kReady, kMoving, kAgreeing, kDone, kCancelled };

@@ -38,7 +38,7 @@ struct Tail::Part {
 
 bool Tail::takes(const TailSettings& settings, const Reduction& r, size_t bytes) {
   const bool sums = r.op == RedOp::kSum || r.op == RedOp::kAvg;
-  return settings.bounded && sums && is_float(r.dtype) && bytes >= settings.bytes;
+  return settings.bounded && !r.whole && sums && is_float(r.dtype) && bytes >= settings.bytes;
 }
 
 std::string Tail::misfit(const Clusters& clusters) {

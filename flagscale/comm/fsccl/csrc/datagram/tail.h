@@ -50,6 +50,7 @@ class Tail {
                          const Exact& exact);
   // Any thread may call.
   std::map<std::string, double> statistics();
+  std::map<int, Transport::Traffic> sent() { return endpoint_.sent(); }
   void stop() { endpoint_.stop(); }
 
  private:

@@ -57,7 +57,8 @@ void Transfer::begin(const Job& job, uint64_t operation) {
 }
 
 void Transfer::take(const Packet& p, Time now, Dropped* dropped) {
-  if (!heard_) began_ = now;  // until now others may have been waiting
+  // Until now others may have been waiting; but what comes first so late does not begin it anew.
+  if (!heard_ && now < went_ + limits_.patience) began_ = now;
   heard_ = true;
   const uint64_t answered = p.kind == Kind::kMark ? p.word : 0;
   const bool wants = p.kind == Kind::kWantParts || p.kind == Kind::kWantSums;
@@ -322,7 +323,6 @@ void Transfer::send(const Out& out, Network& net) {
   std::copy(from, from + span.size(), made + sizeof h);
   const size_t bytes = seal(circle_, out.to, h, 0, made);
   net.send(out.to, bytes);
-  sent_bytes_ += bytes;
   credit_ -= static_cast<double>(bytes) * out.beside;
   marked_ = Time::min();
 }

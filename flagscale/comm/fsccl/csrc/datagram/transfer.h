@@ -108,7 +108,6 @@ class Transfer {
   const Bits& have() const { return have_; }  // of the sums of all shards
   Report report(Time now) const;
   std::byte* result() { return result_.data(); }
-  uint64_t sent_bytes() const { return sent_bytes_; }
 
  private:
   struct Stream {
@@ -179,7 +178,6 @@ class Transfer {
   std::deque<Out> parts_again_, sums_again_;
   std::vector<Asked> asked_;
   double credit_ = 0;
-  uint64_t sent_bytes_ = 0;
 };
 
 }  // namespace fsccl::datagram

@@ -1,5 +1,7 @@
 #include "stream_tracks.h"
 
+#include <utility>
+
 namespace fsccl {
 namespace {
 

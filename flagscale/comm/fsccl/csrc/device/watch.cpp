@@ -1,5 +1,7 @@
 #include "watch.h"
 
+#include <exception>
+
 #include "../core/thread.h"
 
 namespace fsccl {

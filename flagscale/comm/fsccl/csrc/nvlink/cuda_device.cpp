@@ -10,6 +10,7 @@
 #include "../core/types.h"
 #include "cuda_driver.h"
 #include "device.h"
+#include "nvml.h"
 #include "plan.h"
 
 namespace fsccl {
@@ -86,8 +87,8 @@ class CudaDevice : public Device {
 
   std::string identity() override { return std::string(uuid_.bytes, sizeof uuid_.bytes); }
 
-  // Of a GPU that this process does not see (CUDA_VISIBLE_DEVICES) nothing is known: mapping its
-  // memory will tell.
+  // Of a GPU that this process does not see (CUDA_VISIBLE_DEVICES) NVML is asked. What nobody
+  // knows is taken for no NVLink: over PCIe lines may arrive in parts, and nobody would notice.
   bool linked(const std::string& identity) override {
     int count = 0;
     check(driver().device_count(&count), "counting devices");
@@ -101,7 +102,8 @@ class CudaDevice : public Device {
             "asking how devices are connected");
       return atomics != 0;
     }
-    return true;
+    const std::string own = this->identity();
+    return identity == own || link_between(own, identity) == Link::kNvlink;
   }
 
   char* allocate(u64 bytes) override {

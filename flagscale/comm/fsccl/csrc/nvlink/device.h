@@ -20,7 +20,7 @@ class Device {
 
   // Which GPU it is, whatever number the process knows it by.
   virtual std::string identity() = 0;
-  // Whether a GPU of this identity is beside it on an NVLink, as far as this process can tell.
+  // Whether it is known that a GPU of this identity is beside it on an NVLink, or is it itself.
   virtual bool linked(const std::string& identity) = 0;
   // Memory of the device, zeroed, that processes can share; it lives as long as the process.
   virtual char* allocate(u64 bytes) = 0;

@@ -1,5 +1,6 @@
 // The host's side of the engine as one translation unit.
 #include "cuda_device.cpp"
 #include "engine.cpp"
+#include "nvml.cpp"
 #include "plan.cpp"
 #include "python.cpp"

@@ -26,7 +26,10 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
   if (options.pipeline_nelem) {
     config.settings.pipeline_nelem = static_cast<size_t>(*options.pipeline_nelem);
   }
-  if (options.tail) config.settings.tail.bounded = TailSettings::says_bounded(*options.tail);
+  if (options.tail) {
+    config.settings.tail.bounded = TailSettings::says_bounded(*options.tail);
+    config.settings.tail.groups.clear();  // this one is meant
+  }
   config.settings.check_pipeline();
   // torch gives the default group, of all ranks, an empty list.
   if (config.global_ranks.empty()) config.settings.check_clusters(size);
@@ -199,13 +202,25 @@ TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors output
   return collect(std::move(work));
 }
 
-std::map<int, std::pair<uint64_t, uint64_t>> TorchBackend::traffic() const {
+namespace {
+
+std::map<int, std::pair<uint64_t, uint64_t>> by_rank(const std::vector<Transport::Traffic>& sent) {
   std::map<int, std::pair<uint64_t, uint64_t>> out;
-  for (const Transport::Traffic& t : group_->traffic()) {
+  for (const Transport::Traffic& t : sent) {
     const int rank = static_cast<int>(out.size());
     out[rank] = {t.messages, t.bytes};
   }
   return out;
+}
+
+}  // namespace
+
+std::map<int, std::pair<uint64_t, uint64_t>> TorchBackend::traffic() const {
+  return by_rank(group_->traffic());
+}
+
+std::map<int, std::pair<uint64_t, uint64_t>> TorchBackend::datagrams() const {
+  return by_rank(group_->datagrams());
 }
 
 TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title, Tensors& tensors,

@@ -116,6 +116,8 @@ class TorchBackend : public c10d::Backend {
   std::string last_algorithm() const { return group_->last_algorithm(); }
   // What this rank has sent by messages: (messages, bytes) by group rank.
   std::map<int, std::pair<uint64_t, uint64_t>> traffic() const;
+  // And by datagrams: (datagrams, bytes with their headers).
+  std::map<int, std::pair<uint64_t, uint64_t>> datagrams() const;
   // What all_reduces by datagrams have met, by name.
   std::map<std::string, double> tail_statistics() const { return group_->tail_statistics(); }
 
@@ -129,6 +131,8 @@ class TorchBackend : public c10d::Backend {
     Ms timeout;
   };
 
+  // Of an all_reduce: with or without leave to leave something out, by what the group is for.
+  Reduction all_reduction_of(const at::Tensor& t, const c10d::ReduceOp& op) const;
   // Where a tensor's operation is done. Refuses tensors that nothing here moves.
   Site site_of(const at::Tensor& t, const char* op);
   // `body` takes a Group or an Engine.

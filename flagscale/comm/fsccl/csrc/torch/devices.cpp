@@ -1,6 +1,8 @@
 // Which of core, engine and native library does an operation; the operations of devices.
 #include "devices.h"
 
+#include <cstdlib>
+
 #include "device_work.h"
 
 namespace fsccl {

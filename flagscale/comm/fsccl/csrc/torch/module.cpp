@@ -86,6 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
       .def("last_algorithm", &TorchBackend::last_algorithm)
       .def("traffic", &TorchBackend::traffic)
+      .def("datagrams", &TorchBackend::datagrams)
       .def("tail_statistics", &TorchBackend::tail_statistics)
       .def("register_mem_pool",
            [](TorchBackend& b, const py::object& pool, bool symm) {

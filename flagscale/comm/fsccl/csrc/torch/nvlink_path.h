@@ -7,6 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <exception>
 #include <functional>
 #include <iterator>
 #include <memory>

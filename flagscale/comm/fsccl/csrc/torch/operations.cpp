@@ -47,6 +47,12 @@ TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::Broa
              });
 }
 
+Reduction TorchBackend::all_reduction_of(const at::Tensor& t, const c10d::ReduceOp& op) const {
+  Reduction r = reduction_of(t, op, size_);
+  r.whole = !group_->config().settings.tail.means(getGroupDesc());
+  return r;
+}
+
 TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
   const at::Tensor& t = only(tensors, "all_reduce");
   if (t.layout() != at::kStrided) return allreduce_sparse(tensors, o);
@@ -61,7 +67,7 @@ TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::Allr
   }
   const Site site = site_of(t, "all_reduce");
   const Flat flat(t, Flat::kReadWrite, site);
-  const Reduction r = reduction_of(t, o.reduceOp, size_);
+  const Reduction r = all_reduction_of(t, o.reduceOp);
   return run({OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout}, site, tensors,
              [flat, r](auto& g, const Deadline& d) {
                void* data = flat.get().data_ptr();
@@ -82,7 +88,7 @@ TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
   const Site site = site_of(first, "allreduce_coalesced");
   const auto list = flats(tensors, Flat::kReadWrite, site);
   std::vector<Reduction> how;
-  for (const at::Tensor& t : tensors) how.push_back(reduction_of(t, o.reduceOp, size_));
+  for (const at::Tensor& t : tensors) how.push_back(all_reduction_of(t, o.reduceOp));
   return run({OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout},
              site, tensors, [list, how](auto& g, const Deadline& d) {
                for (size_t i = 0; i < list.size(); ++i) {

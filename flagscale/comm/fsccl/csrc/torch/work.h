@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <vector>
