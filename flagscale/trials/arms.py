@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from flagscale.accelerators.registry import accelerator
 from flagscale.bench.command_line import did_you_mean
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
@@ -39,8 +40,10 @@ _NCCL = {"ring": "allreduce:ring", "tree": "allreduce:tree"}
 _SUBSYSTEMS = (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"))
 NAMES = (*_ALGORITHMS, _OPTIREDUCE)
 """The arms that have a name of their own; any backend's name is one more."""
-# They steer fsccl, and its adapter says which of them this build knows.
+# They steer fsccl's sums of host memory, and its adapter says which of them this build knows.
 _STEERING = ("FSCCL_ALGO", "FSCCL_TAIL")
+CHOOSING = (*_STEERING, "NCCL_ALGO")
+"""Variables that are an arm's alone: set for all arms, they would make two of them one."""
 
 
 def resolve(name: str, *, accelerated: bool, one_host: bool, custom: Mapping[str, Arm]) -> Arm:
@@ -54,22 +57,41 @@ def resolve(name: str, *, accelerated: bool, one_host: bool, custom: Mapping[str
         custom: arms that the user has made.
 
     Raises:
-        ConfigError: nothing is called so; the nearest is named.
+        ConfigError: nothing is called so; the nearest is named. Or it would train as another arm.
     """
     if name in custom:
-        return custom[name]
+        return _sound(custom[name], accelerated=accelerated)
     if accelerated and name in _NCCL:
         return Arm(name, "nccl", (("NCCL_ALGO", _NCCL[name]), *_SUBSYSTEMS))
     apart = (("FSCCL_SHM", "0"),) if one_host else ()
     if name in _ALGORITHMS:
-        return Arm(name, "fsccl", (("FSCCL_ALGO", name), *apart))
+        arm = Arm(name, "fsccl", (("FSCCL_ALGO", name), *apart))
+        return _sound(arm, accelerated=accelerated)
     if name == _OPTIREDUCE:
-        return Arm(name, "fsccl", (("FSCCL_TAIL", "bounded"), *apart), exact=False)
+        arm = Arm(name, "fsccl", (("FSCCL_TAIL", "bounded"), *apart), exact=False)
+        return _sound(arm, accelerated=accelerated)
     known = (*NAMES, *custom, *registry.names())
     if name not in registry.names():
         near = did_you_mean(name, known)
         raise ConfigError(f"--arms: {name!r} is no arm{near} (known: {', '.join(known)})")
     return Arm(name, name, _SUBSYSTEMS if name == "nccl" else ())
+
+
+def _sound(arm: Arm, *, accelerated: bool) -> Arm:
+    """The arm, where what makes it another than its backend alone has an effect.
+
+    Raises:
+        ConfigError: ranks train on GPUs, whose memory fsccl sums by engines of its own.
+    """
+    steering = [pair for pair in arm.environment if pair[0] in _STEERING]
+    if arm.backend == "fsccl" and accelerated and steering:
+        told = ", ".join("=".join(pair) for pair in steering)
+        raise ConfigError(
+            f"arm {arm.name}: {told} steers sums of host memory alone, so on GPUs it would train "
+            "as plain fsccl does",
+            hint="--device cpu, or --arms fsccl; ring and tree are NCCL's there",
+        )
+    return arm
 
 
 def parse_custom(words: Iterable[str]) -> dict[str, Arm]:
@@ -98,6 +120,7 @@ def parse_custom(words: Iterable[str]) -> dict[str, Arm]:
 def refusal(arm: Arm, device: str) -> str | None:
     """Why this host cannot have the arm for tensors of ``device``; None where it can."""
     try:
+        _sound(arm, accelerated=not accelerator(device).is_host)
         backend = registry.usable(arm.backend, device, ("all_reduce",), given_by=f"arm {arm.name}")
     except ConfigError as error:
         return str(error)
@@ -109,6 +132,20 @@ def refusal(arm: Arm, device: str) -> str | None:
                 "train as it does without; leave the arm out"
             )
     return None
+
+
+def require_unset(names: Iterable[str], where: str) -> None:
+    """Refuse variables for all arms that choose an algorithm, which is what tells arms apart.
+
+    Raises:
+        ConfigError: one of ``names`` does.
+    """
+    given = set(names)
+    if taken := [name for name in CHOOSING if name in given]:
+        raise ConfigError(
+            f"{where}: {', '.join(taken)} would be set for every arm, which chooses its own",
+            hint="unset it; an arm of your own is --arm NAME=BACKEND,VARIABLE=VALUE",
+        )
 
 
 def require(arms: Sequence[Arm], device: str) -> None:

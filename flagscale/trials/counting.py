@@ -21,6 +21,10 @@ End = str
 Connections = Mapping[str, int]
 """Bytes sent on each connection: its own end and the peer's, with a ``>`` between."""
 
+Table = tuple[tuple[int, ...], ...]
+"""Bytes, [from rank][to rank]."""
+
+_LEAST = 0.1
 # Where they lie in the kernel's ``struct tcp_info``, which has the last two since Linux 4.19.
 _NOT_SENT, _SENT = 144, 200
 _LONGEST = 256
@@ -58,7 +62,7 @@ def grown(before: Connections, after: Connections) -> dict[str, int]:
     return {key: count - before.get(key, 0) for key, count in after.items()}
 
 
-def matrix(of_each: Sequence[Connections]) -> tuple[tuple[int, ...], ...]:
+def matrix(of_each: Sequence[Connections]) -> Table:
     """Bytes from rank to rank, of what each rank has sent on each of its connections. Those whose
     other end is no rank's are left out: they lead to a store."""
     owner = {key.partition(">")[0]: rank for rank, own in enumerate(of_each) for key in own}
@@ -69,6 +73,24 @@ def matrix(of_each: Sequence[Connections]) -> tuple[tuple[int, ...], ...]:
             if other is not None and other != rank:
                 table[rank][other] += count
     return tuple(map(tuple, table))
+
+
+def between(by_rank: Sequence[Mapping[str, int]]) -> Table:
+    """Bytes from rank to rank, of what each rank has counted by rank."""
+    size = range(len(by_rank))
+    return tuple(tuple(counts.get(str(to), 0) for to in size) for counts in by_rank)
+
+
+def added(one: Table, other: Table) -> Table:
+    """Two tables of the same ranks in one."""
+    rows = zip(one, other, strict=True)
+    return tuple(tuple(map(sum, zip(*row, strict=True))) for row in rows)
+
+
+def seen(sent: Table, gradients: int) -> bool:
+    """Whether a table has the bytes of sums of so many bytes of gradients. Any all_reduce sends
+    each at least once: what is far below is the talk beside it, of which nothing can be told."""
+    return sum(map(sum, sent)) > _LEAST * gradients
 
 
 def chosen_by_nccl(lines: Iterable[str]) -> dict[str, int]:

@@ -6,7 +6,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flagscale.accelerators.registry import chosen
@@ -20,7 +20,15 @@ from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
 from flagscale.records import decode
 from flagscale.report.figure import require_image
-from flagscale.trials.arms import Arm, parse_custom, require, resolve
+from flagscale.trials.arms import (
+    CHOOSING,
+    Arm,
+    parse_custom,
+    require,
+    require_unset,
+    resolve,
+)
+from flagscale.trials.experiment import SETTLE, Chosen, Turns, compare
 from flagscale.trials.models.names import FAMILIES, SIZES, Choice, parse
 from flagscale.trials.output import Outputs, present
 from flagscale.trials.plan import SessionPlan, Training
@@ -42,10 +50,15 @@ between every two ranks: that is how one sees that two arms are two.
 
 arms
   ring, tree    NCCL's algorithms on GPUs (NCCL_ALGO), fsccl's on CPUs (FSCCL_ALGO)
-  transpose     fsccl's: shards to their owners, sums to all
-  optireduce    fsccl's sums of bounded time (FSCCL_TAIL=bounded): they leave out what comes late
+  transpose     fsccl's: shards to their owners, sums to all; on CPUs
+  optireduce    fsccl's sums of bounded time (FSCCL_TAIL=bounded): they leave out what comes late;
+                on CPUs
   gloo, nccl... any backend by the name that a YAML gives it (flagscale comm list)
   --arm wide=fsccl,FSCCL_TCP_CONNECTIONS=4    one of your own: a backend and its variables
+
+experiments
+  --config-name trains the YAML that action=run would start, on its own hosts, in place of models.
+  A turn is then a start of the run, which goes on from the arm's last checkpoint.
 
 settings
   Without --environment: no traffic. Each --environment FILE, as flagscale bench traffic keeps it,
@@ -59,6 +72,8 @@ examples
   training -r 4 --models gpt2,bert --size base --arms ring,tree,transpose --steps 200
   training --hosts-file hosts --models all --arms ring,tree,optireduce \\
       --environment low.json high.json --report trials.html --json trials.json
+  training --config-path examples/llama3/conf --config-name train --arms gloo,ring \\
+      --steps 60 --block 20 --override experiment.runner.nproc_per_node=2
   training -r 8 --device cuda --models gpt2:large --arms ring,tree,nccl
 """
 
@@ -110,6 +125,9 @@ class Trials(Tool[TrialsPlan]):
             FlagscaleError: it is wrong, its sessions fail, or a launcher has started this.
         """
         refuse_launcher(detect(os.environ))
+        options = _parser(prog).parse(words)
+        if options.config_name is not None:
+            return _of_experiment(options)
         return super().run_line(words, prog)
 
     def start(self, plan: TrialsPlan, ranks: int) -> int:
@@ -143,7 +161,36 @@ class Trials(Tool[TrialsPlan]):
         if code or not path.is_file():
             raise JobError(f"training {model.title}, {setting.told}, failed", exit_code=code or 1)
         result = decode(SessionResult, path.read_text(encoding="utf-8"))
-        return replace(result, before=before, after=after)
+        return setting.judged(result, before, after)
+
+
+def _of_experiment(options: argparse.Namespace) -> int:
+    """Compare the arms by an experiment's own training; the exit code."""
+    given = [flag for flag, name in _NOT_OF_EXPERIMENTS.items() if getattr(options, name)]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: the YAML says what is trained, and where",
+            hint="--override train.model.num_layers=2 changes a value of it",
+        )
+    options.settle = SETTLE if options.settle is None else options.settle
+    training, outputs = _training(options), _outputs(options)
+    config = Chosen(options.config_path / options.config_name, tuple(options.override))
+    turns = Turns(config, training)
+    device = chosen(options.device)
+    arms = _named_arms(options, accelerated=not device.is_host, one_host=len(turns.hosts) < 2)
+    turns.admit(arms)
+    settings = read_settings(options.environment, options.apart)
+    order = shuffled(len(settings), training.seed)
+    found = compare(turns, arms, settings, order, options.ssh_config, quiet=options.quiet)
+    about = {**facts("flagscale", "torch", "megatron-core"), "ranks": turns.ranks}
+    present(found, training, about, outputs)
+    return 0 if all(map(sound, found)) else JobError.exit_code
+
+
+_NOT_OF_EXPERIMENTS = {
+    "--models": "models", "--sequence": "sequence", "-r": "nworkers", "--hosts": "hosts",
+    "--hosts-file": "hosts_file", "--slurm-mode": "slurm", "--env": "env", "--comm": "comm",
+}  # fmt: skip
 
 
 class _Session(Starter[SessionPlan]):
@@ -173,20 +220,28 @@ def _parser(prog: str) -> Parser:
     parser = Parser(prog, _DESCRIPTION, _EPILOG)
     add = parser.add_argument_group("what is trained").add_argument
     names = ", ".join((*FAMILIES, "all"))
-    add("--models", default="gpt2", metavar="LIST", help=f"{names}; gpt2:large is one of a size")
+    add("--models", metavar="LIST", help=f"{names}; gpt2:large is one of a size (gpt2)")
     add("--size", choices=SIZES, default="tiny", help="of models that name none (tiny)")
-    add("--arms", default="ring,tree,transpose", metavar="LIST", help="what is compared")
+    text = "what is compared (ring,tree,transpose; on GPUs ring,tree)"
+    add("--arms", metavar="LIST", help=text)
     text = "an arm of your own, such as wide=fsccl,FSCCL_TCP_CONNECTIONS=4"
     add("--arm", action="append", default=[], metavar="NAME=BACKEND[,VAR=VALUE]", help=text)
     add("-n", "--steps", type=int, default=100, metavar="N", help="that count, of each arm (100)")
     add("--block", type=int, default=10, metavar="N", help="steps of a turn (10)")
     add("-w", "--warmup", type=int, default=5, metavar="N", help="steps before the first (5)")
-    add("--settle", type=int, default=1, metavar="N", help="uncounted at each turn's start (1)")
+    text = f"uncounted at each turn's start (1; of an experiment {SETTLE})"
+    add("--settle", type=int, metavar="N", help=text)
     add("-b", "--batch", type=int, default=4, metavar="N", help="samples of a rank and step (4)")
     text = "tokens of a sample (tiny 64, base 128, large 384)"
     add("--sequence", type=int, metavar="N", help=text)
     add("--bucket-mb", type=float, default=25.0, metavar="M", help="of gradient buckets, MiB (25)")
     add("--seed", type=int, default=0, help="of weights, data and turns (0)")
+    add = parser.add_argument_group("an experiment in place of models").add_argument
+    text = "where its YAML is (.)"
+    add("--config-path", type=Path, default=Path(), metavar="DIR", help=text)
+    add("--config-name", metavar="NAME", help="of the YAML that action=run would start")
+    text = "a value of it, as Hydra writes it; several, or again"
+    add("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
     add = parser.add_argument_group("settings of the network").add_argument
     text = "traffic to train under, as flagscale bench traffic keeps it; several, or again"
     add(
@@ -214,8 +269,11 @@ def _parser(prog: str) -> Parser:
 
 
 def _plan(options: argparse.Namespace) -> TrialsPlan:
+    if options.override:
+        raise ConfigError("--override needs --config-name: of which experiment?")
+    options.settle = 1 if options.settle is None else options.settle
     training = _training(options)
-    models = _models(options.models, options.size)
+    models = _models(options.models or "gpt2", options.size)
     for model in models:
         if training.sequence is not None and (model.longest or 0) < training.sequence:
             most = f"takes at most {model.longest} tokens" if model.longest else "takes images"
@@ -231,6 +289,8 @@ def _plan(options: argparse.Namespace) -> TrialsPlan:
             f"{what}: ranks of trials are started here or over SSH",
             hint="--hosts-file FILE, or leave it out",
         )
+    require_unset((name for _, name, _ in place.environment), "--env")
+    require_unset(os.environ, "the environment")
     arms = _arms(options, place)
     _judge(arms, options.comm)
     if not place.hosts:
@@ -276,13 +336,20 @@ def _models(text: str, size: str) -> tuple[Choice, ...]:
 
 
 def _arms(options: argparse.Namespace, place: Placement) -> tuple[Arm, ...]:
+    accelerated = not chosen(place.device).is_host
+    return _named_arms(options, accelerated=accelerated, one_host=len(place.hosts) < 2)
+
+
+def _named_arms(
+    options: argparse.Namespace, *, accelerated: bool, one_host: bool
+) -> tuple[Arm, ...]:
     custom = parse_custom(options.arm)
-    names = [word.strip() for word in options.arms.split(",") if word.strip()]
+    default = "ring,tree" if accelerated else "ring,tree,transpose"
+    given = default if options.arms is None else options.arms
+    names = [word.strip() for word in given.split(",") if word.strip()]
     names = list(dict.fromkeys((*names, *custom)))
     if not names:
         raise ConfigError(f"--arms {options.arms!r}; expected such as ring,tree")
-    accelerated = not chosen(place.device).is_host
-    one_host = len(place.hosts) < 2
     return tuple(
         resolve(name, accelerated=accelerated, one_host=one_host, custom=custom) for name in names
     )
@@ -294,7 +361,7 @@ def _judge(arms: Sequence[Arm], words: Sequence[str]) -> None:
     for arm in arms:
         own = dict(arm.environment)
         for option in registry.backend(arm.backend).options:
-            if option.name in given[arm.backend] and option.variable in own:
+            if option.name in given[arm.backend] and option.variable in (*own, *CHOOSING):
                 raise ConfigError(
                     f"--comm {option.name}: arm {arm.name} is {arm.told}",
                     hint=f"--arm NAME={arm.backend},{option.variable}=... is another arm",

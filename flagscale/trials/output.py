@@ -18,7 +18,7 @@ from rich.text import Text
 
 from flagscale.files import plain, write_atomic
 from flagscale.trials.plan import Training
-from flagscale.trials.results import SessionResult
+from flagscale.trials.results import SessionResult, Steps
 from flagscale.trials.summary import (
     COLUMNS,
     FEW,
@@ -143,6 +143,11 @@ def as_json(
     }
 
 
+def _cells(values: Sequence[float], steps: Steps) -> Sequence[float | str]:
+    """A column; an empty one where nobody tells."""
+    return values or [""] * len(steps.step)
+
+
 def as_csv(sessions: Sequence[SessionResult]) -> str:
     """A line a step that counts."""
     text = io.StringIO()
@@ -152,8 +157,8 @@ def as_csv(sessions: Sequence[SessionResult]) -> str:
     for session in sessions:
         for one in session.arms:
             steps = one.steps
-            summing = steps.communication or [""] * len(steps.step)
-            parts = (steps.round, steps.step, steps.seconds, steps.compute, steps.exposed, summing)
+            told = (steps.compute, steps.exposed, steps.communication)
+            parts = (steps.round, steps.step, steps.seconds, *(_cells(one, steps) for one in told))
             for row in zip(*parts, steps.loss, strict=True):
                 writer.writerow((session.model.name, session.setting, one.arm.name, *row))
     return text.getvalue()

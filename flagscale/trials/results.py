@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flagscale.trials.arms import Arm
-from flagscale.trials.models.names import Choice
 
 NONE = "none"
 """The setting without traffic."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What was trained: as it is typed, and as tables call it."""
+
+    name: str
+    title: str
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,15 @@ class Probed:
     ratio: float
     low: float
     high: float
+
+    def verdict(self, target: float, tolerance: float) -> str:
+        """Whether that is the tail that was meant, in words: a short look may leave it open."""
+        low, high = target - tolerance, target + tolerance
+        if low <= self.ratio <= high:
+            return "as meant"
+        if self.high < low or self.low > high:
+            return "NOT what was meant"
+        return "not told apart from what was meant"
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,8 @@ class Steps:
     """Of the whole step: of the slowest rank."""
     exposed: tuple[float, ...] = ()
     """Of these, waiting for gradients to be summed with nothing left to compute: of the rank that
-    waited least, for the others wait for that one's computing as well."""
+    waited least, for the others wait for that one's computing as well. Empty where nobody tells,
+    as of an experiment's own program."""
     communication: tuple[float, ...] = ()
     """During which gradients were under way, hidden behind the backward pass or not; of the rank
     with least. Empty where the device does not tell."""
@@ -39,7 +56,9 @@ class Steps:
 
     @property
     def compute(self) -> list[float]:
-        """What is left of each step without the exposed communication."""
+        """What is left of each step without the exposed communication; empty where that is."""
+        if not self.exposed:
+            return []
         return [whole - part for whole, part in zip(self.seconds, self.exposed, strict=True)]
 
 
@@ -56,10 +75,12 @@ class ArmResult:
     parameters: int
     buckets: tuple[int, ...]
     """Bytes of each gradient bucket."""
-    replicas_equal: bool
-    """Whether all ranks have ended with the same bits."""
+    replicas_equal: bool | None
+    """Whether all ranks have ended with the same bits; None where nobody has looked."""
     sent: tuple[tuple[int, ...], ...] = ()
     """Bytes from rank to rank in the steps of counted rounds; empty where nothing counts them."""
+    datagrams: tuple[tuple[int, ...], ...] = ()
+    """How many of these by datagrams; empty where none."""
     counted_by: str = ""
     algorithms: dict[str, int] = field(default_factory=dict)
     """What the library's own log says it chose, and how often."""
@@ -73,7 +94,7 @@ class ArmResult:
 class SessionResult:
     """One model under one setting of the network."""
 
-    model: Choice
+    model: Trained
     setting: str
     ranks: int
     device: str
@@ -84,6 +105,9 @@ class SessionResult:
     """What the traffic's probe found before the ranks began, where there was traffic."""
     after: Probed | None = None
     """And when they had ended."""
+    target: float | None = None
+    """The p99/p50 that the traffic was calibrated for; None where it was not, or is elsewhere."""
+    tolerance: float = 0.0
 
     def arm(self, name: str) -> ArmResult | None:
         """What the arm of this name did."""

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -26,9 +26,9 @@ from flagscale.files import write_atomic
 from flagscale.hosts.kernel import die_with
 from flagscale.records import decode, encode
 from flagscale.trials.arms import require
-from flagscale.trials.counting import matrix
+from flagscale.trials.counting import added, between, matrix, seen
 from flagscale.trials.plan import ArmPlan, SessionPlan
-from flagscale.trials.results import ArmResult, SessionResult, Steps
+from flagscale.trials.results import ArmResult, SessionResult, Steps, Trained
 from flagscale.trials.worker import RankReport, report_key
 
 _POLL_SECONDS = 0.05
@@ -94,7 +94,8 @@ class _Arms:
             preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509 - no lock
         )
         assert process.stdin is not None
-        with process.stdin as stdin:
+        # One that is killed before it reads is told of by who waits for it.
+        with suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(encode(Job.of(_RUN, plan)).encode())
         return process
 
@@ -157,7 +158,7 @@ def _gathered(plan: SessionPlan, world: BenchWorld, store: Store) -> SessionResu
         found.append([decode(RankReport, text) for text in texts])
     first = found[0]
     return SessionResult(
-        model=plan.model,
+        model=Trained(plan.model.name, plan.model.title),
         setting=plan.setting,
         ranks=world.size,
         device=first[0].device,
@@ -169,15 +170,13 @@ def _gathered(plan: SessionPlan, world: BenchWorld, store: Store) -> SessionResu
 def joined(plan: SessionPlan, arm: int, reports: Sequence[RankReport]) -> ArmResult:
     """What an arm did, of what each of its ranks tells."""
     first = reports[0]
-    by_rank = [report.to_ranks for report in reports]
-    own = any(any(counts.values()) for counts in by_rank)
-    size = range(len(reports))
-    sent = (
-        tuple(tuple(counts.get(str(to), 0) for to in size) for counts in by_rank)
-        if own
-        else matrix([report.connections for report in reports])
-    )
-    counted = any(map(any, sent))
+    datagrams = between([report.datagrams for report in reports])
+    sent = added(between([report.to_ranks for report in reports]), datagrams)
+    own = any(map(any, sent))
+    if not own:
+        sent = matrix([report.connections for report in reports])
+    steps = sum(step.round > 0 for step in first.steps)
+    counted = seen(sent, sum(first.buckets) * steps)
     backend = first.version.partition(" ")[0]
     return ArmResult(
         arm=plan.arms[arm],
@@ -188,6 +187,7 @@ def joined(plan: SessionPlan, arm: int, reports: Sequence[RankReport]) -> ArmRes
         buckets=first.buckets,
         replicas_equal=len({report.digest for report in reports}) == 1,
         sent=sent if counted else (),
+        datagrams=datagrams if counted and any(map(any, datagrams)) else (),
         counted_by=(backend if own else "the kernel, by connection") if counted else "",
         algorithms=first.algorithms,
         last_algorithm=first.last_algorithm,

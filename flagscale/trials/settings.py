@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flagscale.bench.command_line import did_you_mean
 from flagscale.errors import ConfigError
 from flagscale.traffic import environment as files
 from flagscale.traffic.session import Traffic, play
-from flagscale.traffic.spec import Environment, Found
-from flagscale.trials.results import NONE, Probed
+from flagscale.traffic.spec import Environment, Found, default_tolerance
+from flagscale.trials.results import NONE, Probed, SessionResult
 
 _LONGEST_SECONDS = 86400.0
 """The most that traffic is played in a session; it ends with the session, or with this process."""
@@ -29,6 +29,16 @@ class Setting:
     label: str = NONE
     told: str = "without traffic"
     environment: Environment | None = None
+
+    def judged(
+        self, session: SessionResult, before: Probed | None, after: Probed | None
+    ) -> SessionResult:
+        """A session with what the probe found beside it, and what it was to find."""
+        played = self.environment
+        if played is None or played.target is None:
+            return replace(session, before=before, after=after)
+        target, tolerance = played.target, played.tolerance or default_tolerance(played.target)
+        return replace(session, before=before, after=after, target=target, tolerance=tolerance)
 
     @contextmanager
     def played(self, ssh_config: Path | None) -> Iterator[Probe]:
@@ -105,4 +115,6 @@ def _control(
     if missing := [name for name in names if name not in addresses]:
         raise ConfigError(f"--apart: an address of {', '.join(missing)} is missing")
     label = f"{labels[-1]} apart"
-    return Setting(label, f"traffic {label}, on another network", last.over(addresses))
+    # There the probe is to feel nothing of it.
+    elsewhere = replace(last.over(addresses), target=None)
+    return Setting(label, f"traffic {label}, on another network", elsewhere)

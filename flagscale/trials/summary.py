@@ -40,9 +40,9 @@ class Line:
     steps: int
     median: float
     p99: float
-    compute: float
-    """Median without exposed communication."""
-    exposed: float
+    compute: float | None
+    """Median without exposed communication; None where it is not told, as of what follows."""
+    exposed: float | None
     communication: float | None
     slowdown: Ratio | None
     """Of the median against no traffic."""
@@ -53,12 +53,13 @@ class Line:
     """Smoothed, at the end."""
     to_loss: float | None
     """Seconds of training until the loss that all arms and settings reach."""
-    replicas_equal: bool
+    replicas_equal: bool | None
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Whether two arms of a session are shown to be two; ``unlike`` is a share of bytes."""
+    """Whether two arms of a session are shown to be two; ``unlike`` is a share of bytes, of which
+    messages and datagrams count as two ways."""
 
     one: str
     other: str
@@ -72,7 +73,7 @@ class Pair:
         """In a sentence."""
         if self.unlike is None:
             return f"{self.one} and {self.other}: bytes of one are not counted, nothing is shown"
-        share = f"{self.unlike:.0%} of bytes go between other pairs"
+        share = f"{self.unlike:.0%} of bytes go between other pairs, or another way"
         if self.shape:
             return f"{self.one} and {self.other}: NOT shown to be different: both are {self.shape}"
         verdict = "proved different" if self.unlike > _SAME else "NOT shown to be different"
@@ -122,9 +123,9 @@ def _line(
         steps=len(steps.seconds),
         median=percentile(steps.seconds, 50),
         p99=percentile(steps.seconds, 99),
-        compute=percentile(steps.compute, 50),
-        exposed=percentile(steps.exposed, 50),
-        communication=percentile(steps.communication, 50) if steps.communication else None,
+        compute=_median(steps.compute),
+        exposed=_median(steps.exposed),
+        communication=_median(steps.communication),
         slowdown=_ratio(one, control, 50) if control else None,
         slowdown_p99=_ratio(one, control, 99) if control else None,
         against=_ratio(one, first, 50) if one is not first else None,
@@ -132,6 +133,10 @@ def _line(
         to_loss=to_loss,
         replicas_equal=one.replicas_equal,
     )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return percentile(values, 50) if values else None
 
 
 def _ratio(above: ArmResult, below: ArmResult, percent: float) -> Ratio:
@@ -149,12 +154,15 @@ COLUMNS = (
 )
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
 def cells(line: Line) -> list[str]:
     """A line of results for :data:`COLUMNS`."""
     return [
         *(line.model, line.setting, line.arm),
-        *(f"{value:.4g}" for value in (line.median, line.p99, line.compute, line.exposed)),
-        "-" if line.communication is None else f"{line.communication:.4g}",
+        *map(_number, (line.median, line.p99, line.compute, line.exposed, line.communication)),
         interval(line.slowdown),
         interval(line.against),
         f"{line.loss:.4g}",
@@ -168,9 +176,10 @@ def pairs(session: SessionResult) -> list[Pair]:
     for one, other in combinations(session.arms, 2):
         share, both = None, ""
         if one.sent and other.sent:
-            share = unlike(one.sent, other.sent)
+            share = unlike(_by_way(one), _by_way(other))
             shapes = {shape(one.sent), shape(other.sent)}
-            both = shapes.pop() if shapes == {RING} else ""
+            alike = bool(one.datagrams) == bool(other.datagrams)
+            both = RING if shapes == {RING} and alike else ""
         elif one.algorithms and other.algorithms:
             names = sorted({*one.algorithms, *other.algorithms})
             share = unlike(*([[arm.algorithms.get(n, 0) for n in names]] for arm in (one, other)))
@@ -178,12 +187,24 @@ def pairs(session: SessionResult) -> list[Pair]:
     return found
 
 
+def _by_way(one: ArmResult) -> list[tuple[int, ...]]:
+    """An arm's table of bytes by messages, and below it that by datagrams."""
+    none = tuple(tuple(0 for _ in row) for row in one.sent)
+    datagrams = one.datagrams or none
+    rows = zip(one.sent, datagrams, strict=True)
+    messages = [tuple(a - b for a, b in zip(*row, strict=True)) for row in rows]
+    return [*messages, *datagrams]
+
+
 def sent(one: ArmResult) -> str:
     """What an arm's table of bytes looks like, by whose count; and what a library's log says."""
     words = []
     if one.sent:
         total = sum(map(sum, one.sent)) / 2**20
-        words.append(f"{shape(one.sent)}; {total:.1f} MiB in all, counted by {one.counted_by}")
+        way = sum(map(sum, one.datagrams)) / 2**20
+        of_these = f", {way:.1f} of them by datagrams" if way else ""
+        told = f"{total:.1f} MiB in all{of_these}, counted by {one.counted_by}"
+        words.append(f"{shape(one.sent)}; {told}")
     if one.algorithms:
         chosen = ", ".join(f"{name} {count} times" for name, count in one.algorithms.items())
         words.append(f"its log: {chosen}")
@@ -191,10 +212,8 @@ def sent(one: ArmResult) -> str:
         words.append(f"its last algorithm: {one.last_algorithm}")
     if one.tail:
         told = ", ".join(f"{name} {value:g}" for name, value in one.tail.items())
-        words.append(f"its bounded sums, all ranks: {told}")
-    return (
-        "; ".join(words) or "not counted: it moves its bytes by neither TCP nor a count of its own"
-    )
+        words.append(f"its bounded sums: {told}")
+    return "; ".join(words) or "its bytes are not counted, neither by the kernel nor by itself"
 
 
 def agreements(session: SessionResult) -> list[tuple[Arm, Arm, Agreement]]:
@@ -231,23 +250,25 @@ def findings(session: SessionResult) -> list[str]:
             f"first steps, {found.late:.2%} at the end, where chance makes {found.noise:.2%}"
         )
     for one in session.arms:
-        if not one.replicas_equal:
+        if one.replicas_equal is False:
             told.append(f"{one.arm.name}: the ranks ended with UNLIKE replicas")
     if all(one.replicas_equal for one in session.arms):
         told.append("all ranks of every arm ended with the same bits")
     if session.before is not None and session.after is not None:
+        meant = f"{session.target:g} ± {session.tolerance:g} was meant; " if session.target else ""
         told.append(
-            f"the probe's p99/p50: {_probe(session.before)} before the ranks began, "
-            f"{_probe(session.after)} when they had ended"
+            f"the probe's p99/p50: {meant}{_probe(session, session.before)} before the ranks "
+            f"began, {_probe(session, session.after)} when they had ended"
         )
     return told
 
 
-def _probe(found: Probed) -> str:
-    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"
+def _probe(session: SessionResult, found: Probed) -> str:
+    verdict = f", {found.verdict(session.target, session.tolerance)}" if session.target else ""
+    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]{verdict}"
 
 
 def sound(session: SessionResult) -> bool:
     """Whether nothing was found that makes a session's times worthless."""
     agreed = all(found.holds for arm, _, found in agreements(session) if arm.exact)
-    return agreed and all(one.replicas_equal for one in session.arms)
+    return agreed and all(one.replicas_equal is not False for one in session.arms)

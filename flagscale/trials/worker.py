@@ -65,7 +65,9 @@ class RankReport:
     digest: str
     """Of all parameters, as they ended."""
     to_ranks: dict[str, int]
-    """Bytes sent to each rank, by the backend's own count; empty where it has none."""
+    """Bytes sent to each rank by messages, by the backend's own count; empty where it has none."""
+    datagrams: dict[str, int]
+    """And by datagrams."""
     connections: dict[str, int]
     """Bytes sent on each TCP connection, by the kernel's."""
     algorithms: dict[str, int]
@@ -112,7 +114,7 @@ def _run(plan: ArmPlan, world: BenchWorld) -> int:
             print(f"# {worker.progress(block)}", flush=True)
         if store.add(f"done/{block.number}", 1) == world.size:
             store.set(f"turn/{block.number + 1}", "1")
-    store.set(report_key(own, world.rank), encode(worker.report(plan, before or _Sent({}, {}))))
+    store.set(report_key(own, world.rank), encode(worker.report(plan, before or _Sent({}, {}, {}))))
     # Nobody leaves while others may still be sending: rank 0 has to have all reports.
     store.wait(["end"], _FOREVER)
     dist.destroy_process_group()
@@ -149,6 +151,7 @@ class _Sent:
     """Bytes that this rank has sent until now, by both counts."""
 
     to_ranks: Mapping[str, int]
+    datagrams: Mapping[str, int]
     connections: Mapping[str, int]
 
 
@@ -221,10 +224,13 @@ class _Worker:
 
     def sent(self) -> _Sent:
         """What this rank has sent so far."""
-        count = getattr(self._backend, "traffic", None)
-        # Messages and bytes by rank.
+        return _Sent(self._counted("traffic"), self._counted("datagrams"), connections())
+
+    def _counted(self, name: str) -> dict[str, int]:
+        """Bytes by rank, of what the backend tells: how often and how much."""
+        count = getattr(self._backend, name, None)
         told = dict(count()) if count is not None else {}
-        return _Sent({str(rank): int(sent[1]) for rank, sent in told.items()}, connections())
+        return {str(rank): int(sent[1]) for rank, sent in told.items()}
 
     def report(self, plan: ArmPlan, before: _Sent) -> RankReport:
         """What this rank tells at the end."""
@@ -241,6 +247,7 @@ class _Worker:
             buckets=tuple(self._clock.buckets),
             digest=self._digest(),
             to_ranks=grown(before.to_ranks, after.to_ranks),
+            datagrams=grown(before.datagrams, after.datagrams),
             connections=grown(before.connections, after.connections),
             algorithms=read_nccl(plan.log) if plan.log is not None else {},
             last_algorithm=str(last()) if last is not None else "",

@@ -15,7 +15,7 @@ from flagscale.traffic.spec import Environment, Pattern, Probe, Site, flows_betw
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 
 def _loud(bed: Bed, path: Path) -> None:

@@ -6,7 +6,15 @@ import socket
 
 import pytest
 
-from flagscale.trials.counting import chosen_by_nccl, connections, grown, matrix
+from flagscale.trials.counting import (
+    added,
+    between,
+    chosen_by_nccl,
+    connections,
+    grown,
+    matrix,
+    seen,
+)
 
 
 def test_the_kernel_counts_what_a_connection_carries() -> None:
@@ -40,6 +48,18 @@ def test_connections_of_ranks_are_joined_by_their_ends() -> None:
     ]
     assert matrix(of_each) == ((0, 100, 7), (40, 0, 0), (9, 0, 0))
     assert matrix([{}, {}]) == ((0, 0), (0, 0))
+
+
+def test_what_ranks_count_by_rank_is_added_up_by_way() -> None:
+    messages, datagrams = between([{"1": 9}, {"0": 1}]), between([{"1": 100}, {}])
+    assert (messages, datagrams) == (((0, 9), (1, 0)), ((0, 100), (0, 0)))
+    assert added(messages, datagrams) == ((0, 109), (1, 0))
+
+
+@pytest.mark.parametrize(("sent", "told"), [(2000, True), (99, False), (0, False)])
+def test_a_few_words_beside_are_no_proof(sent: int, told: bool) -> None:
+    """Such as notices over the reliable way, beside sums that go another one."""
+    assert seen(((0, sent), (0, 0)), 1000) is told
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.torch  # arms are asked for backends
     [
         ("ring", False, True, "fsccl FSCCL_ALGO=ring FSCCL_SHM=0"),
         ("tree", False, False, "fsccl FSCCL_ALGO=tree"),
-        ("transpose", True, False, "fsccl FSCCL_ALGO=transpose"),
+        ("transpose", False, False, "fsccl FSCCL_ALGO=transpose"),
+        ("fsccl", True, False, "fsccl"),
         ("optireduce", False, False, "fsccl FSCCL_TAIL=bounded"),
         ("gloo", False, True, "gloo"),
         ("wide", False, True, "fsccl FSCCL_TCP_CONNECTIONS=4"),
@@ -53,6 +54,15 @@ def test_an_arm_that_would_be_another_is_refused() -> None:
     assert reason is not None
     assert "arm ring: gloo here knows no FSCCL_ALGO=ring" in reason
     assert refusal(Arm("gloo", "gloo"), "cpu") is None
+
+
+@pytest.mark.parametrize("name", ["transpose", "optireduce", "own"])
+def test_what_steers_nothing_on_gpus_is_refused_there(name: str) -> None:
+    custom = parse_custom(["own=fsccl,FSCCL_ALGO=tree"])
+    with pytest.raises(ConfigError, match=f"arm {name}: FSCCL_.* steers sums of host memory alone"):
+        resolve(name, accelerated=True, one_host=True, custom=custom)
+    arm = resolve(name, accelerated=False, one_host=True, custom=custom)
+    assert "steers sums of host memory alone" in str(refusal(arm, "cuda"))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +106,11 @@ REFUSED = {
     "flag": ("-r 2 --arms gloo --enviroment x", "did you mean --environment?"),
     "option": ("-r 2 --arms gloo --comm sokcet_ifname=lo", "socket_ifname"),
     "option of an arm": ("-r 2 --arms ring --comm algo=tree", "arm ring is fsccl FSCCL_ALGO=ring"),
+    "option of all arms": ("-r 2 --arms ring --comm tail=bounded", "--comm tail: arm ring is"),
+    "variable of all arms": (
+        "-r 2 --arms gloo --hosts a b --env FSCCL_TAIL=bounded",
+        "--env: FSCCL_TAIL would be set for every arm",
+    ),
     "absent file": ("-r 2 --arms gloo --environment none.json", "none.json: cannot be read"),
     "no traffic": ("-r 2 --arms gloo --apart h=1", "--apart needs --environment"),
     "no directory": ("-r 2 --arms gloo --json no/where.json", "its directory does not exist"),

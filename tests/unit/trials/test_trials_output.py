@@ -13,10 +13,9 @@ import pytest
 
 from flagscale.records import decode, encode
 from flagscale.trials.arms import Arm
-from flagscale.trials.models.names import Choice
 from flagscale.trials.output import Outputs, present
 from flagscale.trials.plan import Training
-from flagscale.trials.results import ArmResult, Probed, SessionResult, Steps
+from flagscale.trials.results import ArmResult, Probed, SessionResult, Steps, Trained
 from flagscale.trials.summary import findings, lines, pairs, sound
 
 pytestmark = pytest.mark.torch
@@ -52,7 +51,7 @@ def _arm(
 
 
 def _session(setting: str, arms: Sequence[ArmResult]) -> SessionResult:
-    model = Choice("gpt2", "base")
+    model = Trained("gpt2:base", "GPT-2")
     return SessionResult(model, setting, 3, "cpu", ("h<0>",) * 3, tuple(arms))
 
 
@@ -93,6 +92,32 @@ def test_arms_are_told_apart_by_bytes(arms: Any, told: str) -> None:
     assert any(told in line for line in findings(session))
 
 
+def test_datagrams_are_another_way_between_the_same_pairs() -> None:
+    exact, bounded = _arm("transpose", 1, TREE), _arm("optireduce", 1, TREE, exact=False)
+    talk = ((0, 8900, 8950), (8900, 0, 0), (8900, 0, 0))
+    session = _session("none", [exact, replace(bounded, datagrams=talk)])
+    told = findings(session)
+    assert any("transpose and optireduce: proved different: 99%" in line for line in told)
+    assert any("0.0 MiB in all, 0.0 of them by datagrams, counted by fsccl" in t for t in told)
+    rings = [_arm("ring", 1, RING), replace(_arm("x", 1, BACK), datagrams=BACK)]
+    assert "proved different: 100%" in pairs(_session("none", rings))[0].told
+
+
+PROBED = {
+    "as meant": (Probed(2.9, 2.6, 3.3), "2.90 [2.60, 3.30], as meant before"),
+    "too high": (Probed(16.4, 9.0, 18.0), "16.40 [9.00, 18.00], NOT what was meant before"),
+    "open": (Probed(3.4, 2.9, 3.9), "3.40 [2.90, 3.90], not told apart from what was meant before"),
+}
+
+
+@pytest.mark.parametrize("found", PROBED)
+def test_the_tail_is_judged_by_what_was_meant(found: str) -> None:
+    before, told = PROBED[found]
+    session = replace(_both()[1], before=before, target=3.0, tolerance=0.2)
+    (line,) = [line for line in findings(session) if "p99/p50" in line]
+    assert line.startswith(f"the probe's p99/p50: 3 ± 0.2 was meant; {told} the ranks began, ")
+
+
 def test_arms_of_nccl_are_told_apart_by_its_log() -> None:
     one = replace(_arm("ring", 1), algorithms={"RING": 30})
     other = replace(_arm("tree", 1), algorithms={"TREE": 28, "RING": 2})
@@ -123,7 +148,7 @@ def test_what_makes_times_worthless_is_said(other: ArmResult, told: str, good: b
 def test_what_bounded_sums_left_out_is_told() -> None:
     arm = replace(_arm("optireduce", 1, exact=False), tail={"operations": 30.0, "excluded": 0.5})
     told = findings(_session("3", [_arm("ring", 1), arm]))
-    assert any("bounded sums, all ranks: operations 30, excluded 0.5" in line for line in told)
+    assert any("bounded sums: operations 30, excluded 0.5" in line for line in told)
 
 
 def test_a_session_travels_as_json() -> None:

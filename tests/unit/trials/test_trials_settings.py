@@ -9,6 +9,7 @@ import pytest
 from flagscale.errors import ConfigError
 from flagscale.traffic import environment
 from flagscale.traffic.spec import Environment, Found, Pattern, Site, flows_between
+from flagscale.trials.results import Probed, SessionResult, Trained
 from flagscale.trials.settings import read_settings
 
 pytestmark = pytest.mark.torch  # numpy comes with it
@@ -31,6 +32,14 @@ def test_no_traffic_comes_first_and_the_control_last(tmp_path: Path) -> None:
     assert labels == ["none", "1.5", "loud", "loud apart"]
     assert first.told == "traffic 1.5 (p99/p50 1.52 [1.44, 1.60], 800 samples)"
     assert second.told == "traffic loud (not calibrated)"
+    session = SessionResult(Trained("x", "X"), "", 2, "cpu", (), ())
+    probed = Probed(1.5, 1.4, 1.6)
+    judged = [s.judged(session, probed, probed) for s in (quiet, first, second, control)]
+    # On the control's network the probe is to feel nothing.
+    assert [(one.target, one.tolerance) for one in judged] == [
+        *((None, 0), (1.5, 0.1), (None, 0), (None, 0))
+    ]
+    assert {one.before for one in judged} == {probed}
     assert control.environment is not None
     sites = control.environment.hosts
     # Flows go over the other network, and the probe stays where the ranks are.
