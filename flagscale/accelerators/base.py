@@ -93,6 +93,9 @@ class Accelerator:
     """Whether ranks gain by ``torch.compile``."""
     profiler_activity: str | None = None
     """What of ``torch.profiler.ProfilerActivity`` records its kernels."""
+    fused_attention: bool = False
+    """Whether torch brings flash attention and cuDNN's for its tensors: the switches of
+    ``torch.backends.cuda`` choose among them, and documents are told apart by their ends."""
     dispatch_key: str = "PrivateUse1"
     """torch's dispatch key of its tensors; a plug-in's chips have this one."""
 
@@ -216,6 +219,11 @@ class Accelerator:
         prepared on it."""
         return nullcontext()
 
+    def profiler_range(self) -> tuple[Callable[[], None], Callable[[], None]] | None:
+        """What begins and what ends a range for the maker's own profiler; None where that is told
+        nothing."""
+        return None
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """``work`` as a function that does it again at less cost, where the chip has graphs."""
         return work
@@ -234,7 +242,22 @@ class Accelerator:
         """Whether there are matrix products of 8-bit floats."""
         return False
 
+    def multiplies_blocks(self, device: torch.device) -> bool:
+        """Whether such products take a scale for every block of 128 numbers: torch's
+        ``scaled_mm``, with 1 x 128 on the left, and 1 x 128 or 128 x 128 on the right."""
+        return False
+
     def memory_gib(self, product: str) -> float | None:
         """Memory of a device that the maker calls ``product``, as its driver tells it, in GiB;
         None where it is not known."""
+        return None
+
+    def bandwidth_gb(self, product: str) -> float | None:
+        """What the memory of a device that the maker calls ``product`` moves, in 1e9 bytes a
+        second; None where it is not known."""
+        return None
+
+    def knows_eight_bits(self, product: str) -> bool | None:
+        """Whether a device that the maker calls ``product`` has matrix products of 8-bit floats;
+        None where that is not known. What :meth:`multiplies_eight_bits` tells of one at hand."""
         return None

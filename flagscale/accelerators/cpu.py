@@ -68,6 +68,10 @@ class Cpu(Accelerator):
         """Slowly, but right."""
         return True
 
+    def multiplies_blocks(self, device: torch.device) -> bool:
+        """By the numbers that they stand for (:mod:`flagscale.train.layers.blocks`)."""
+        return True
+
 
 def processor() -> str:
     """What the maker calls this machine's processor."""

@@ -71,6 +71,20 @@ MEMORY_GIB: Mapping[str, float] = {
 """Memory by a part of the product's name, of the larger model where there are two. The first that
 matches counts."""
 
+BANDWIDTH_GB: Mapping[str, float] = {
+    **{"GB300": 8000.0, "B300": 8000.0, "GB200": 8000.0, "B200": 8000.0},
+    **{"GH200": 4000.0, "H200": 4800.0, "H100 PCIe": 2000.0, "H100 NVL": 3900.0},
+    **{"H100": 3350.0, "H800": 3350.0, "H20": 4000.0},
+    **{"A100-SXM4-40GB": 1555.0, "A100-PCIE-40GB": 1555.0, "A100": 2039.0, "A800": 2039.0},
+    **{"A40": 696.0, "A30": 933.0, "A10": 600.0, "L40S": 864.0, "L40": 864.0, "L4": 300.0},
+    **{"RTX 4090": 1008.0, "RTX 3090": 936.0, "V100": 900.0},
+}
+"""What the memory moves, in 1e9 bytes a second, from the maker's data sheets, by a part of the
+product's name. The first that matches counts."""
+
+WITHOUT_EIGHT_BITS = ("A100", "A800", "A40", "A30", "A10", "RTX 3090", "V100")
+"""Of the products above those without matrix products of 8-bit floats: all before Ada."""
+
 
 @cache
 def _side_stream(use: str) -> Any:
@@ -78,6 +92,10 @@ def _side_stream(use: str) -> Any:
     import torch
 
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _named(table: Mapping[str, float], product: str) -> float | None:
+    return next((value for part, value in table.items() if part in product), None)
 
 
 class Cuda(Accelerator):
@@ -95,6 +113,7 @@ class Cuda(Accelerator):
     default_backend = "nccl"
     compiles = True
     profiler_activity = "CUDA"
+    fused_attention = True
     dispatch_key = "CUDA"
 
     def count(self) -> int:
@@ -141,6 +160,12 @@ class Cuda(Accelerator):
             yield
         current.wait_stream(stream)
 
+    def profiler_range(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """That of ``nsys profile --capture-range=cudaProfilerApi``."""
+        import torch
+
+        return torch.cuda.profiler.start, torch.cuda.profiler.stop
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """A CUDA graph of ``work``, as a function that launches it on the current stream."""
         import torch
@@ -155,10 +180,17 @@ class Cuda(Accelerator):
         return graph.replay
 
     def peak_tflops(self, product: str) -> float | None:
-        return next((peak for part, peak in PEAK_TFLOPS.items() if part in product), None)
+        return _named(PEAK_TFLOPS, product)
 
     def memory_gib(self, product: str) -> float | None:
-        return next((size for part, size in MEMORY_GIB.items() if part in product), None)
+        return _named(MEMORY_GIB, product)
+
+    def bandwidth_gb(self, product: str) -> float | None:
+        return _named(BANDWIDTH_GB, product)
+
+    def knows_eight_bits(self, product: str) -> bool | None:
+        part = next((part for part in PEAK_TFLOPS if part in product), None)
+        return None if part is None else part not in WITHOUT_EIGHT_BITS
 
     def bus_gb(self, product: str) -> float | None:
         return next((BUS_GB[word] for word in product.split() if word in BUS_GB), None)
@@ -168,3 +200,10 @@ class Cuda(Accelerator):
         import torch
 
         return torch.cuda.get_device_capability(device) >= (8, 9)
+
+    def multiplies_blocks(self, device: torch.device) -> bool:
+        """Hopper alone, by cuBLAS from CUDA 12.9 on."""
+        import torch
+
+        toolkit = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+        return toolkit >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9

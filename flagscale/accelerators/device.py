@@ -65,6 +65,11 @@ class Device:
         return self.accelerator.multiplies_eight_bits(self.torch_device)
 
     @property
+    def multiplies_blocks(self) -> bool:
+        """Whether such products take a scale for every block of 128 numbers."""
+        return self.accelerator.multiplies_blocks(self.torch_device)
+
+    @property
     def nominal_gb(self) -> float | None:
         """The nominal limit of its bus bandwidth, in 1e9 bytes a second; None where it is not
         known."""

@@ -12,7 +12,7 @@ transformer layers (:func:`transformer`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from flagscale.config.arguments.families import Transformer, family
 from flagscale.errors import ConfigError
@@ -48,11 +48,12 @@ def flops_per_token(args: Any, vocabulary: int) -> float:
     sequence. Documents that are kept apart are not counted.
 
     Of frozen matrices (``peft_type``) the backward pass has no gradient of the weights; what
-    adapters take is not counted.
+    adapters take is not counted. Layers that predict further tokens count with a head each.
 
     ``vocabulary`` is the padded vocabulary.
     """
-    return training(args) * (sum(_layers(args)) + head_flops(args, vocabulary))
+    forward = sum(_layers(args)) + head_flops(args, vocabulary) + further_flops(args, vocabulary)
+    return training(args) * forward
 
 
 def training(args: Any) -> float:
@@ -61,23 +62,52 @@ def training(args: Any) -> float:
     every = _FORWARD + _OF_INPUTS + _OF_WEIGHTS
     if not args.peft_type:
         return every
-    attention = sum(_attention_flops(args, window) for window in windows(args))
+    attention = sum(attention_flops(args, window) for window in windows(args))
     return _FORWARD + _OF_INPUTS + attention / sum(_layers(args)) * _OF_WEIGHTS
+
+
+class Layer(NamedTuple):
+    """What sets layers of a model apart. ``window``: how many tokens before it a token attends to,
+    None without one; ``eight``: its products, but for experts', take 8-bit numbers."""
+
+    mixture: bool
+    window: int | None = None
+    eight: bool = False
+
+
+def layers(args: Any) -> tuple[Layer, ...]:
+    """Of each layer, in order."""
+    each = zip(mixtures(args), windows(args), _in_eight_bits(args), strict=True)
+    return tuple(Layer(*one) for one in each)
+
+
+def _in_eight_bits(args: Any) -> list[bool]:
+    if not args.fp8:
+        return [False] * args.num_layers
+    first, last = 0, args.num_layers
+    if args.first_last_layers_bf16:
+        first, last = args.num_layers_at_start_in_bf16, last - args.num_layers_at_end_in_bf16
+    return [first <= number < last for number in range(args.num_layers)]
 
 
 def _layers(args: Any) -> list[float]:
     """Operations of one token's forward pass through each layer, over all ranks."""
     each = zip(mixtures(args), windows(args), strict=True)
-    return [layer_flops(args, mixture=mixture, window=window) for mixture, window in each]
+    return [layer_flops(args, Layer(mixture, window)) for mixture, window in each]
 
 
-def layer_flops(args: Any, *, mixture: bool, window: int | None = None) -> float:
+def layer_flops(args: Any, layer: Layer) -> float:
     """Operations of one token's forward pass through a layer, over all ranks."""
+    return product_flops(args, mixture=layer.mixture) + attention_flops(args, layer.window)
+
+
+def product_flops(args: Any, *, mixture: bool) -> float:
+    """Those of its products with weights."""
     mlp = _mixture_weights(args) if mixture else dense_weights(args)
-    return float(2 * (projections(args) + mlp) + _attention_flops(args, window))
+    return float(2 * (projections(args) + mlp))
 
 
-def _attention_flops(args: Any, window: int | None) -> float:
+def attention_flops(args: Any, window: int | None) -> float:
     """Operations of one token's scores and what they weigh."""
     length = args.seq_length
     if window is not None and window < length:
@@ -106,6 +136,24 @@ def head_flops(args: Any, vocabulary: int) -> float:
     """Operations of one token's forward pass through the head, over all ranks."""
     hidden = int(args.hidden_size)
     return 2.0 * hidden * (vocabulary + transformer(args).head_layers * hidden)
+
+
+def further_flops(args: Any, vocabulary: int) -> float:
+    """Operations of one token's forward pass through the layers that predict further tokens, each
+    with the matrix that joins what it takes, and a head, over all ranks."""
+    joins = 2.0 * further_weights(args)
+    each = layer_flops(args, layers(args)[-1]) + joins + head_flops(args, vocabulary)
+    return further(args) * each
+
+
+def further(args: Any) -> int:
+    """Layers that predict further tokens; they are as the model's last one."""
+    return int(args.mtp_num_layers or 0)
+
+
+def further_weights(args: Any) -> int:
+    """Weights of the matrix by which such a layer joins a token's embedding and its state."""
+    return 2 * int(args.hidden_size) ** 2
 
 
 def mlp_matrices(args: Any) -> int:

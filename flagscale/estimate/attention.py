@@ -44,17 +44,38 @@ def scored(args: Any) -> int:
 
 
 def kept(args: Any) -> float:
-    """Numbers a token that stay for the backward pass: queries, keys, values, attention's output,
-    latent numbers, and where they are in memory all scores. Tensor parallelism divides them, but
-    for latent numbers, on a rank."""
-    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    """Numbers a token that stay for the backward pass: queries, keys, values, attention's output as
+    its kernel and as the projection want it, latent numbers, where norms are over queries and keys
+    what they are of, and where they are in memory all scores. Tensor parallelism divides them, but
+    for latent numbers, on a rank. With context parallelism it is the whole sequence's keys and
+    values."""
+    tp = args.tensor_model_parallel_size
+    heads = args.num_attention_heads
+    own = keys_and_values(args)
+    made = heads * (args.v_head_dim if args.multi_latent_attention else head_width(args))
+    asked = scored(args) - made  # as wide as keys
+    found = asked + own * args.context_parallel_size + 2 * made
     if args.multi_latent_attention:
         latent = 2 * ((args.q_lora_rank or 0) + args.kv_lora_rank) + args.qk_pos_emb_head_dim
-        return float(2 * scored(args) / tp + latent)
-    found = 2 * head_width(args) * (heads + (args.num_query_groups or heads))
+        return float(found / tp + latent)
+    if args.qk_layernorm:
+        found += asked + own / 2
     if args.attn_logit_softcapping:
         found += _BOUNDED * heads * args.seq_length
     return float(found / tp)
+
+
+def keys_and_values(args: Any) -> int:
+    """Numbers of a token's keys and values, of all heads."""
+    if args.multi_latent_attention:
+        return scored(args)
+    return int(2 * head_width(args) * (args.num_query_groups or args.num_attention_heads))
+
+
+def gathered(args: Any) -> float:
+    """Keys and values of the whole sequence on a rank, in numbers for each token of its own."""
+    found = keys_and_values(args) * args.context_parallel_size
+    return float(found / args.tensor_model_parallel_size)
 
 
 def head_width(args: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -15,49 +15,53 @@ from flagscale.config.arguments.meshes import Meshes
 from flagscale.config.arguments.pipeline import layers_of_stages
 from flagscale.config.arguments.recompute import AUTO
 from flagscale.config.arguments.resolve import of_rank
-from flagscale.estimate import arithmetic, memory
-from flagscale.estimate.arithmetic import training
+from flagscale.estimate import arithmetic, memory, work
+from flagscale.estimate.arithmetic import Layer, training
 from flagscale.estimate.memory import Held, Memory
-from flagscale.estimate.pipeline import Passes, play, warm_up
+from flagscale.estimate.pipeline import Passes, Played, play, warm_up
+from flagscale.estimate.work import Both, Chip, Load
 
 
 @dataclass(frozen=True)
 class Stage:
     """Of one rank of a stage. ``name`` is for people; ``work``: floating-point operations of a
-    micro-batch, both passes, a model chunk each; ``again``: those of recomputing, which no count of
-    the model's work holds; ``recomputed``: how many layers of a chunk that is, where it is to be
-    chosen."""
+    micro-batch, both passes, a model chunk each, as the model's own work is counted; ``passes``:
+    what these ask of its device, recomputing included; ``after``: what the end of a step asks;
+    ``recomputed``: how many layers of a chunk are, where that is to be chosen."""
 
     name: str
     layers: int
     ranks: int
     memory: Memory
     work: tuple[float, ...]
-    again: float
+    passes: tuple[Both, ...]
+    after: Load
     recomputed: int = 0
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Of all stages. ``work``: the model's floating-point operations of a step, over all ranks;
-    ``training``: what it is of the forward passes'; ``eager``: the schedule is of that kind."""
+    ``eager``: the schedule is of that kind."""
 
     stages: tuple[Stage, ...]
     micro_batches: int
     work: float
-    training: float
     eager: bool = False
 
-    def seconds(self, speed: Callable[[Stage], float]) -> float:
-        """How long a step takes, where a rank of a stage does ``speed`` operations a second.
-        Communication is taken to be hidden."""
-        passes = []
-        for stage in self.stages:
-            forward = [work / self.training / speed(stage) for work in stage.work]
-            again = stage.again / len(forward) / speed(stage)
-            backward = [(self.training - 1) * seconds + again for seconds in forward]
-            passes.append(Passes(tuple(forward), tuple(backward)))
-        return play(passes, self.micro_batches, eager=self.eager).seconds
+    def played(self, chips: Sequence[Chip]) -> Played:
+        """A step on such devices, one for each stage. Communication is taken to be hidden."""
+        passes = [
+            Passes(
+                tuple(both.forward.seconds(chip) for both in stage.passes),
+                tuple(both.backward.seconds(chip) for both in stage.passes),
+            )
+            for stage, chip in zip(self.stages, chips, strict=True)
+        ]
+        found = play(passes, self.micro_batches, eager=self.eager)
+        ends = [stage.after.seconds(chip) for stage, chip in zip(self.stages, chips, strict=True)]
+        busy = tuple(own + end for own, end in zip(found.busy, ends, strict=True))
+        return Played(found.seconds + max(ends), busy)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -79,9 +83,9 @@ def forecast(args: Namespace, vocabulary: int, room: Sequence[float] | None = No
     """
     rooms = repeat(math.inf) if room is None else iter(room)
     meshes: Meshes | None = args.meshes
-    kinds = arithmetic.mixtures(args)
+    kinds = arithmetic.layers(args)
     tokens = float(args.global_batch_size * args.seq_length)
-    work = tokens * arithmetic.flops_per_token(args, vocabulary)
+    flops = tokens * arithmetic.flops_per_token(args, vocabulary)
     if meshes is None:
         counts = layers_of_stages(vars(args))
         own = of_rank(args, 0)
@@ -94,7 +98,7 @@ def forecast(args: Namespace, vocabulary: int, room: Sequence[float] | None = No
             )
             for index in range(len(counts))
         ]
-        return Forecast(tuple(made), own.num_microbatches, work, training(args))
+        return Forecast(tuple(made), own.num_microbatches, flops)
     chunks = meshes.chunks
     counts = [(stage.layers // chunks,) * chunks for stage in meshes.stages]
     found = []
@@ -103,16 +107,16 @@ def forecast(args: Namespace, vocabulary: int, room: Sequence[float] | None = No
         name = f"stage {stage.index}, mesh {stage.mesh_index} ({mesh.named()})"
         place = _Place(vocabulary, kinds, counts, stage.index, name, mesh.dp, meshes.eager)
         found.append(_fitted(place, own, next(rooms)))
-    return Forecast(tuple(found), args.num_microbatches, work, training(args), meshes.eager)
+    return Forecast(tuple(found), args.num_microbatches, flops, meshes.eager)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A stage among all. ``kinds``: whether each layer of the model is a mixture; ``counts``:
-    layers of each stage's chunks."""
+    """A stage among all. ``kinds``: the model's layers; ``counts``: how many each stage's chunks
+    have."""
 
     vocabulary: int
-    kinds: Sequence[bool]
+    kinds: Sequence[Layer]
     counts: Sequence[tuple[int, ...]]
     index: int
     name: str
@@ -152,15 +156,25 @@ def _stage(place: _Place, own: Namespace) -> Stage:
         tuple(kind for chunk in chunks for kind in chunk), first, last, under_way / len(chunks)
     )
     tp = own.tensor_model_parallel_size
-    each = memory.tokens_of(own) / tp
-    layers = [[each * arithmetic.layer_flops(own, mixture=m) for m in chunk] for chunk in chunks]
-    work = [training(own) * sum(flops) for flops in layers]
+    each = training(own) * memory.tokens_of(own) / tp
+    done = [each * sum(arithmetic.layer_flops(own, one) for one in chunk) for chunk in chunks]
+    passes = [_passes(own, chunk) for chunk in chunks]
     if last:
-        work[-1] += training(own) * each * arithmetic.head_flops(own, place.vocabulary)
-    again = sum(sum(flops[: _recomputed(own, len(flops))]) for flops in layers)
+        done[-1] += each * arithmetic.head_flops(own, place.vocabulary)
+        done[-1] += each * arithmetic.further_flops(own, place.vocabulary)
+        passes[-1] += work.head(own, place.vocabulary) + work.further(own, place.vocabulary)
     ranks = tp * own.context_parallel_size * place.replicas
     taken = memory.of_rank(own, place.vocabulary, held)
-    return Stage(place.name, len(held.layers), ranks, taken, tuple(work), again)
+    after = work.after(own, place.vocabulary, held)
+    layers = len(held.layers)
+    return Stage(place.name, layers, ranks, taken, tuple(done), tuple(passes), after)
+
+
+def _passes(own: Namespace, chunk: Sequence[Layer]) -> Both:
+    """Of a chunk's layers."""
+    each = [work.layer(own, one) for one in chunk]
+    again = [one.forward for one in each[: _recomputed(own, len(chunk))]]
+    return sum(each, Both()) + Both(backward=sum(again, Load()))
 
 
 def _recomputed(args: Any, layers: int) -> int:
@@ -190,8 +204,8 @@ def _as_recomputed(own: Namespace, index: int, stages: int) -> Namespace:
 
 
 def _own_kinds(
-    kinds: Sequence[bool], counts: Sequence[tuple[int, ...]], index: int, chunk: int
-) -> Sequence[bool]:
+    kinds: Sequence[Layer], counts: Sequence[tuple[int, ...]], index: int, chunk: int
+) -> Sequence[Layer]:
     """The layers of one chunk of a stage: chunks lie one after another over all stages."""
     before = sum(sum(stage[:chunk]) for stage in counts)
     before += sum(stage[chunk] for stage in counts[:index])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,21 +20,19 @@ from flagscale.config.arguments.recompute import AUTO
 from flagscale.config.arguments.resolve import resolve
 from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.config.checks import Arguments
-from flagscale.config.placement import Placed
+from flagscale.config.placement import Placed, types_of_replicas
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.estimate import kept, split
 from flagscale.estimate.arithmetic import transformer
 from flagscale.estimate.forecast import Forecast, forecast
 from flagscale.estimate.memory import Memory
+from flagscale.estimate.timed import Timed, peaks_of
+from flagscale.estimate.work import Chip
 
 GIB = 2**30
 _USABLE = 0.95
 """Share of a device's memory that tensors may take: contexts and fragments take the rest."""
-_SHARES = {"bf16": 0.60, "fp8": 0.75}
-"""Share of a device's peak in 16 bits that ``transformer_impl: compiled`` reaches, measured with
-layers of Llama-3-8B on an H200 (docs/performance.md)."""
-
 _MOST_WAYS = 3
 _USUAL_MASKS = {"[MASK]", "<mask>"}
 _IMPLIED = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
@@ -43,20 +41,24 @@ _IMPLIED = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
 
 @dataclass(frozen=True)
 class Device:
-    """What is known of a stage's devices: the hostfile's ``type=``, TFLOP/s and GiB."""
+    """What is known of a stage's devices: the hostfile's ``type=``, TFLOP/s, GiB, and 1e9 bytes
+    that their memory moves in a second."""
 
     kind: str
     peak: float | None
     memory: float | None
+    bandwidth: float | None
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """``devices``: of each stage; ``vocabulary``: the padded one, 0 where it is not known."""
+    """``devices``: of each stage; ``vocabulary``: the padded one, 0 where it is not known;
+    ``replicas``: the devices of each of unlike replicas."""
 
     args: Namespace
     vocabulary: int
     devices: tuple[Device | None, ...]
+    replicas: tuple[Device | None, ...] = ()
 
     @cached_property
     def forecast(self) -> Forecast:
@@ -80,24 +82,41 @@ class Estimate:
             for stage, room in zip(self.forecast.stages, self._room, strict=True)
         )
 
-    @cached_property
+    @property
     def seconds(self) -> tuple[float, str] | None:
         """Of a step, and what that is known by; None where nothing is known."""
+        return None if self.timed is None else (self.timed.seconds, self.timed.by)
+
+    @property
+    def peaks(self) -> list[float | None]:
+        """TFLOP/s of each stage's devices."""
+        known = [None if device is None else device.peak for device in self.devices]
+        return peaks_of(known, self.args.peak_tflops, alike=len(set(self.devices)) == 1)
+
+    @cached_property
+    def timed(self) -> Timed | None:
+        """A step, where something is known."""
         if self.args.shares is not None:
             return None  # replicas that are unlike in speed have no one time
         if (measured := self._measured()) is not None:
             return measured
-        share = _SHARES["fp8"] if self.args.fp8 else _SHARES["bf16"] if self.args.bf16 else None
-        peaks = {
-            id(stage): device.peak if device is not None else self.args.peak_tflops
-            for stage, device in zip(self.forecast.stages, self.devices, strict=True)
-        }
-        if share is None or not all(peaks.values()):
+        chips = self._chips()
+        if not self.args.bf16 or chips is None:
             return None
-        seconds = self.forecast.seconds(lambda stage: share * 1e12 * (peaks[id(stage)] or 0.0))
-        return seconds, f"at {share:.0%} of the devices' peak, communication hidden"
+        played = self.forecast.played(chips)
+        return Timed(played.seconds, played.busy, "as layers do on an H200, communication hidden")
 
-    def _measured(self) -> tuple[float, str] | None:
+    def _chips(self) -> list[Chip] | None:
+        """Each stage's devices; None where a peak is not known."""
+        found = []
+        for device, peak in zip(self.devices, self.peaks, strict=True):
+            if not peak:
+                return None
+            moved = None if device is None or device.bandwidth is None else 1e9 * device.bandwidth
+            found.append(Chip(1e12 * peak, moved))
+        return found
+
+    def _measured(self) -> Timed | None:
         """By the times of the meshes' layers that were measured once and kept on this machine."""
         meshes: Meshes | None = self.args.meshes
         if meshes is None:
@@ -120,7 +139,8 @@ class Estimate:
         if chosen_for_us(self.args.hetero_pipeline_layer_split):
             layers = split.best(problem)
         text = f"layers {'+'.join(map(str, layers))}, by times measured on {known[0].date}"
-        return problem.step(layers).seconds, text
+        step = problem.step(layers)
+        return Timed(step.seconds, step.busy, text)
 
 
 def of_experiment(
@@ -155,18 +175,20 @@ def of_experiment(
         types = [same] * args.pipeline_model_parallel_size
     else:
         types = [stage.mesh.device_type or same for stage in meshes.stages]
-    return Estimate(args, vocabulary, tuple(map(_device, types)))
+    replicas = [device_of(kind) for kind in types_of_replicas(vars(args), hosts)]
+    return Estimate(args, vocabulary, tuple(map(device_of, types)), tuple(replicas))
 
 
-def _device(kind: str | None) -> Device | None:
+def device_of(kind: str | None) -> Device | None:
     if kind is None:
         return None
     every = accelerators()
-    peaks = (adapter.peak_tflops(kind) for adapter in every)
-    sizes = (adapter.memory_gib(kind) for adapter in every)
-    peak = next((peak for peak in peaks if peak is not None), None)
-    size = next((size for size in sizes if size is not None), None)
-    return Device(kind, peak, size)
+    facts = ("peak_tflops", "memory_gib", "bandwidth_gb")
+    return Device(kind, *(_first(getattr(one, fact)(kind) for one in every) for fact in facts))
+
+
+def _first(values: Iterable[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _tokens(args: Any, most_bytes: int | None) -> int:
@@ -191,34 +213,9 @@ def _tokens(args: Any, most_bytes: int | None) -> int:
 # --- what to say of it ---------------------------------------------------------------------------
 
 
-def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
-    """What a plan says: of unlike meshes what each stage takes, and of all what does not fit."""
-    if experiment.task.external:
-        return
-    try:
-        made = of_experiment(experiment, hosts, most_bytes=2**20)
-    except ConfigError:
-        return  # the rules say what is wrong
-    if made.args.meshes is not None:
-        yield from _of_stages(made)
-    yield from too_much(made)
-
-
-def _of_stages(made: Estimate) -> Iterator[str]:
-    shares = made.forecast.shares
-    busiest = made.forecast.stages[shares.index(1.0)]
-    for stage, share in zip(made.forecast.stages, shares, strict=True):
-        work = f"{share:.2f} x the arithmetic of one of {busiest.name}"
-        work = "the most arithmetic" if stage is busiest else work
-        yield f"{stage.name}: a rank takes {memory_text(stage.memory)} and does {work}"
-    if made.seconds is not None:
-        yield f"a step takes {made.seconds[0]:.3g} s, {made.seconds[1]}"
-    if chosen_for_us(made.args.hetero_pipeline_layer_split):
-        yield "the layers shown are an even split; training measures first, and chooses"
-
-
 def memory_text(memory: Memory) -> str:
-    """Such as ``38.1 GiB (weights 4.1, gradients 8.2, …)``."""
+    """Such as ``38.1 GiB (weights 4.1, gradients 8.2, …)``, of a small model in MiB."""
+    unit, name_of_unit = (GIB, "GiB") if memory.all >= GIB else (2**20, "MiB")
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -226,8 +223,8 @@ def memory_text(memory: Memory) -> str:
         "activations": memory.activations,
         "for a moment": memory.moment,
     }
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
-    return f"{memory.all / GIB:.1f} GiB ({listed})"
+    listed = ", ".join(f"{name} {size / unit:.1f}" for name, size in parts.items())
+    return f"{memory.all / unit:.1f} {name_of_unit} ({listed})"
 
 
 def too_much(made: Estimate) -> Iterator[str]:

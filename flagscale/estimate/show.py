@@ -10,8 +10,11 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from flagscale.estimate import replicas
 from flagscale.estimate.forecast import Stage
-from flagscale.estimate.plan import GIB, Device, Estimate, too_much
+from flagscale.estimate.plan import GIB, Device, Estimate
+from flagscale.estimate.timed import Timed
+from flagscale.estimate.told import does_not_fit, unknown
 
 _PARTS = {
     "weights": "weights",
@@ -29,10 +32,11 @@ def report(made: Estimate) -> RenderableType:
 
 def _table(made: Estimate) -> Table:
     table = Table(title="a rank of each stage, in GiB", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("stage", "layers", "ranks", *_PARTS.values(), "in all", "device", "work"):
+    headings = ("stage", "layers", "ranks", *_PARTS.values(), "in all", "device", "work")
+    for heading in (*headings, *(("busy, s", "idle") if made.timed else ())):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     rows = zip(made.forecast.stages, made.devices, made.forecast.shares, made.over, strict=True)
-    for stage, device, share, over in rows:
+    for (stage, device, share, over), times in zip(rows, _times(made), strict=True):
         parts = asdict(stage.memory)
         table.add_row(
             stage.name.removeprefix("stage "),
@@ -42,9 +46,18 @@ def _table(made: Estimate) -> Table:
             f"{stage.memory.all / GIB:.1f}",
             _has(device),
             f"{share:.2f}",
+            *times,
             style="red" if over else None,
         )
     return table
+
+
+def _times(made: Estimate) -> list[tuple[str, ...]]:
+    """Of each stage how long it computes in a step, and its share of waiting."""
+    if made.timed is None:
+        return [()] * len(made.devices)
+    pairs = zip(made.timed.busy, made.timed.idle, strict=True)
+    return [(f"{busy:.3g}", f"{idle:.0%}") for busy, idle in pairs]
 
 
 def _layers(stage: Stage) -> str:
@@ -69,21 +82,27 @@ def _below(made: Estimate) -> Iterator[str]:
         f"a step: {args.global_batch_size} x {args.seq_length} tokens in {step.micro_batches} "
         f"micro-batches, {step.work / 1e15:,.3g} PFLOP"
     )
-    if made.seconds is not None:
-        seconds, by = made.seconds
-        ranks = sum(stage.ranks for stage in step.stages)
-        yield (
-            f"it takes about {seconds:.3g} s, {tokens / seconds:,.0f} tokens/s, "
-            f"{tokens / seconds / ranks:,.0f} a rank: {by}"
-        )
+    if made.timed is not None:
+        yield _speed(made.timed, tokens, sum(stage.ranks for stage in step.stages))
+    elif made.replicas:
+        yield "the table is of the replicas with the largest micro-batches"
+        yield from replicas.sentences(made)
     else:
-        yield (
-            "its time is not known: the hostfile's type= names no device whose peak is known, and "
-            "peak_tflops is not set"
-        )
+        yield f"its time is not known: {unknown(made)}"
     if not made.vocabulary:
         yield "without embedding and head: vocab_size is not given, and no tokenizer.json is here"
-    yield from too_much(made)
+    yield from does_not_fit(made)
+
+
+def _speed(timed: Timed, tokens: int, ranks: int) -> str:
+    seconds = timed.seconds
+    text = (
+        f"it takes about {seconds:.3g} s, {tokens / seconds:,.0f} tokens/s, "
+        f"{tokens / seconds / ranks:,.0f} a rank: {timed.by}"
+    )
+    if len(timed.busy) > 1:
+        text += f"; the busiest stage computes {timed.imbalance:.0%} longer than stages on average"
+    return text
 
 
 def as_json(made: Estimate) -> dict[str, Any]:
@@ -102,13 +121,17 @@ def as_json(made: Estimate) -> dict[str, Any]:
             made.forecast.stages, made.devices, made.forecast.shares, made.over, strict=True
         )
     ]
-    found = made.seconds
+    timed = made.timed
+    for stage, busy, idle in zip(stages, timed.busy, timed.idle, strict=True) if timed else ():
+        stage.update(seconds_busy=busy, idle=idle)
     return {
         "stages": stages,
+        "replicas": list(replicas.records(made)),
         "vocabulary": made.vocabulary,
         "micro_batches": made.forecast.micro_batches,
         "flops_per_step": made.forecast.work,
-        "seconds_per_step": None if found is None else found[0],
-        "known_by": None if found is None else found[1],
-        "does_not_fit": list(too_much(made)),
+        "seconds_per_step": timed and timed.seconds,
+        "imbalance": timed and timed.imbalance,
+        "known_by": timed and timed.by,
+        "does_not_fit": list(does_not_fit(made)),
     }

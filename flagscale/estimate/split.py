@@ -17,6 +17,7 @@ from flagscale.config.arguments.meshes import Meshes, Stage
 from flagscale.estimate.arithmetic import mixtures
 from flagscale.estimate.costs import DENSE, MIXTURE, Cost, Costs
 from flagscale.estimate.pipeline import Passes, play, warm_up
+from flagscale.estimate.timed import shown
 
 _GIB = 2**30
 _EXHAUSTIVE = 4000
@@ -141,11 +142,11 @@ def kinds_of(args: Any) -> tuple[str, ...]:
 def reasons(problem: Problem, layers: Layers) -> Iterator[str]:
     """Why a split, in lines: what a step takes, and what it would with as many layers in each."""
     step, even = problem.step(layers), problem.even()
-    text = f"layers {_text(layers)}: by measured times a step takes {_seconds(step.seconds)}"
+    text = f"layers {_text(layers)}: by measured times a step takes {shown(step.seconds)}"
     if even != layers:
         other = problem.step(even)
         more = other.seconds / step.seconds - 1
-        text += f"; with {_text(even)} {_seconds(other.seconds)}, {more:+.0%}"
+        text += f"; with {_text(even)} {shown(other.seconds)}, {more:+.0%}"
         text += " and more memory than there is" * (other.over > 0)
     yield text
     for stage, busy, idle, memory in zip(
@@ -153,11 +154,11 @@ def reasons(problem: Problem, layers: Layers) -> Iterator[str]:
     ):
         costs = problem.costs[stage.mesh_index]
         each = ", ".join(
-            f"{kind} {_seconds(cost.both)}" for kind, cost in sorted(costs.layers.items())
+            f"{kind} {shown(cost.both)}" for kind, cost in sorted(costs.layers.items())
         )
         text = (
             f"stage {stage.index} ({stage.mesh.named()}): a layer takes a micro-batch {each}; "
-            f"{layers[stage.index]} of them keep it busy for {_seconds(busy)}, idle {idle:.0%}"
+            f"{layers[stage.index]} of them keep it busy for {shown(busy)}, idle {idle:.0%}"
         )
         if costs.memory is not None:
             text += f", {memory / _GIB:.1f} of {costs.memory / _GIB:.1f} GiB"
@@ -171,10 +172,6 @@ def reasons(problem: Problem, layers: Layers) -> Iterator[str]:
 
 def _text(layers: Layers) -> str:
     return "+".join(map(str, layers))
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def best(problem: Problem) -> Layers:

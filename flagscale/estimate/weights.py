@@ -20,7 +20,14 @@ from flagscale.config.arguments.adapters import (
     QKV,
     Q,
 )
-from flagscale.estimate.arithmetic import dense_weights, mlp_matrices, transformer
+from flagscale.estimate import arithmetic
+from flagscale.estimate.arithmetic import (
+    dense_weights,
+    further_weights,
+    mixtures,
+    mlp_matrices,
+    transformer,
+)
 from flagscale.estimate.attention import head_width, norm_widths, projections
 
 
@@ -62,6 +69,23 @@ def layer(args: Any, *, mixture: bool) -> Weights:
     shared += hidden * experts
     shared += mlp_matrices(args) * hidden * beside // args.tensor_model_parallel_size
     return Weights(shared, here * one)
+
+
+def linear(args: Any, *, mixture: bool) -> float:
+    """Of a layer's linear products on a rank, but for experts'."""
+    beside = (args.moe_shared_expert_intermediate_size or 0) * mlp_matrices(args) * args.hidden_size
+    mlp = beside if mixture else dense_weights(args)
+    return float((projections(args) + mlp) / args.tensor_model_parallel_size)
+
+
+def experts_inward(args: Any) -> float:
+    """Of the inward product of all of a rank's experts, of one of them where they are computed one
+    after another."""
+    wide = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size
+    split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    together = args.num_moe_experts // args.expert_model_parallel_size
+    one = (mlp_matrices(args) - 1) * wide * args.hidden_size / split
+    return float(one * (together if args.moe_grouped_gemm else 1))
 
 
 def adapters(args: Any, targets: Collection[str]) -> Weights:
@@ -142,6 +166,12 @@ def head(args: Any, vocabulary: int) -> Weights:
     shape, hidden = transformer(args), args.hidden_size
     biases = vocabulary // args.tensor_model_parallel_size * shape.output_bias
     return Weights(shape.head_layers * (hidden * hidden + hidden + norm(args)) + biases)
+
+
+def further(args: Any) -> Weights:
+    """Of the layers that predict further tokens, but for the embedding and the head."""
+    joins = Weights(further_weights(args) // args.tensor_model_parallel_size + 3 * norm(args))
+    return (layer(args, mixture=mixtures(args)[-1]) + joins) * arithmetic.further(args)
 
 
 def positions(args: Any) -> Weights:

@@ -26,7 +26,9 @@ def model(**changes: Any) -> Namespace:
         "moe_ffn_hidden_size": None,
         "moe_shared_expert_intermediate_size": None,
         "moe_layer_freq": 1,
+        "fp8": None,
         "peft_type": None,
+        "mtp_num_layers": None,
         "window_size": None,
         "window_attn_skip_freq": None,
     }

@@ -14,7 +14,9 @@ from flagscale.config.schema import Experiment, Options
 from flagscale.errors import ConfigError
 from flagscale.estimate import kept
 from flagscale.estimate.costs import DENSE, Cost, Costs
-from flagscale.estimate.plan import notes, of_experiment
+from flagscale.estimate.plan import of_experiment
+from flagscale.estimate.show import as_json
+from flagscale.estimate.told import notes
 from flagscale.launch.preview import estimate
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -51,27 +53,71 @@ def on(kind: str | None, *counts: int) -> Sequence[Placed]:
     ]
 
 
+A800_AND_BI = (*on("A800", 16), Placed("b", "BI", range(16, 32)))
+REPLICAS = (
+    "+train.system.hetero.hetero_mode=dp",
+    "+train.system.hetero.hetero_micro_batch_sizes=[16,1,16,4]",
+    "~train.system.hetero.hetero_process_meshes",
+    "~train.system.hetero.hetero_pipeline_layer_split",
+    "train.system.sequence_parallel=false",
+    "train.model.global_batch_size=160",
+)
+
+
 def test_meshes_with_memory_and_work(loaded: Load) -> None:
-    hosts = [*on("A800", 16), Placed("b", "BI", range(16, 32))]
-    assert list(notes(loaded("train_hetero"), hosts)) == [
-        "stage 0, mesh 0 (A800 tp2 dp8): a rank takes 54.5 GiB (weights 4.1, gradients 8.3, "
-        "optimizer 3.1, activations 38.2, for a moment 0.7) and does the most arithmetic",
-        "stage 1, mesh 1 (BI dp16): a rank takes 40.0 GiB (weights 6.7, gradients 13.3, optimizer "
-        "2.5, activations 14.9, for a moment 2.6) and does 0.89 x the arithmetic of one of stage "
+    assert list(notes(loaded("train_hetero"), A800_AND_BI)) == [
+        "stage 0, mesh 0 (A800 tp2 dp8): a rank takes 56.8 GiB (weights 4.1, gradients 8.3, "
+        "optimizer 3.1, activations 40.5, for a moment 0.7) and does the most arithmetic",
+        "stage 1, mesh 1 (BI dp16): a rank takes 41.4 GiB (weights 6.7, gradients 13.3, optimizer "
+        "2.5, activations 15.8, for a moment 3.1) and does 0.89 x the arithmetic of one of stage "
         "0, mesh 0 (A800 tp2 dp8)",
+        "how long stages compute and wait is not known: no peak is known of type=BI, and "
+        "train.system.peak_tflops gives none",
     ]
+
+
+def test_the_time_of_each_of_unlike_meshes(loaded: Load) -> None:
+    """A peak that is given is the one of the devices that nobody knows."""
+    experiment = loaded("train_hetero", "+train.system.peak_tflops=100")
+    made = of_experiment(experiment, A800_AND_BI)
+    found = made.timed
+    assert found is not None
+    assert made.peaks == [312, 100]
+    work = [64 * sum(stage.work) for stage in made.forecast.stages]
+    # Such layers reach about three fifths of a peak.
+    expected = (work[0] / (0.6 * 312e12), work[1] / (0.6 * 100e12))
+    assert found.busy == pytest.approx(expected, rel=0.05)
+    step, computing = list(notes(experiment, A800_AND_BI))[2:]
+    assert step == (
+        f"a step takes {found.seconds:.3g} s, as layers do on an H200, communication hidden"
+    )
+    assert computing == (
+        f"computing: stage 0 for {found.busy[0]:.2f} s of it (idle 64%), stage 1 for "
+        f"{found.busy[1]:.2f} s of it (idle 1%); the busiest stage 47% longer than stages on "
+        "average"
+    )
+
+
+def test_meshes_of_no_type_have_memory_too(loaded: Load) -> None:
+    first, second, time = notes(loaded("train_hetero", "train=tiny_hetero"), on(None, 4))
+    assert "(tp2): a rank takes" in first
+    assert " MiB (weights" in first
+    assert second.endswith("does the most arithmetic")
+    assert time.endswith("was measured with bf16: true alone")
 
 
 def test_times_that_were_measured(loaded: Load) -> None:
     experiment = loaded("train_hetero", "train.system.hetero.hetero_pipeline_layer_split=auto")
-    hosts = [*on("A800", 16), Placed("b", "BI", range(16, 32))]
+    hosts = A800_AND_BI
     args = of_experiment(experiment, hosts).args
     for index, seconds in enumerate((0.01, 0.03)):
         costs = Costs({DENSE: Cost(seconds, 2 * seconds)})
         path = kept.path_of(vars(args), args.meshes, index)
         kept.write(path, kept.Kept(costs, {}, "2026-11-23"))
-    assert list(notes(experiment, hosts))[-2:] == [
+    assert list(notes(experiment, hosts))[-3:] == [
         "a step takes 46.8 s, layers 24+8, by times measured on 2026-11-23",
+        "computing: stage 0 for 46.08 s of it (idle 2%), stage 1 for 46.08 s of it (idle 2%); the "
+        "busiest stage 0% longer than stages on average",
         "the layers shown are an even split; training measures first, and chooses",
     ]
 
@@ -84,11 +130,10 @@ def test_nothing_to_say_of_what_fits_or_is_not_known(loaded: Load) -> None:
 def test_what_does_not_fit_and_what_would(loaded: Load) -> None:
     experiment = loaded("train", *KEEPING_ALL, "train.model.micro_batch_size=4")
     first, second = notes(experiment, on("H100", 8))
-    assert first.startswith("stage 0 does not fit: 202.5 GiB (weights 15.0, ")
+    assert first.startswith("stage 0 does not fit: 209.6 GiB (weights 15.0, ")
     assert first.endswith(" a rank, a H100 has 79 GiB")
     assert second == (
-        "what would fit: tensor_model_parallel_size: 4, or micro_batch_size: 1 and "
-        "recompute_granularity: full"
+        "what would fit: tensor_model_parallel_size: 4, or recompute_granularity: full"
     )
 
 
@@ -107,13 +152,38 @@ def test_ways_to_fit(overrides: list[str], expected: str, loaded: Load) -> None:
     assert expected in list(notes(experiment, on("H100", 8)))[-1]
 
 
-def test_the_time_of_a_known_device(loaded: Load) -> None:
-    experiment = loaded("train", *KEEPING_ALL, "train.model.global_batch_size=64")
-    found = of_experiment(experiment, on("H200", 8)).seconds
-    assert found is not None
-    work = of_experiment(experiment, on("H200", 8)).forecast.work
-    assert found[0] == pytest.approx(work / (8 * 0.6 * 989e12))
+@pytest.mark.parametrize(
+    ("precision", "shares"),
+    [
+        ([], (0.55, 0.65)),
+        (["+train.system.precision.fp8=hybrid"], (0.7, 0.8)),
+        (
+            [
+                "+train.system.precision.fp8=e4m3",
+                "+train.system.precision.fp8_recipe=blockwise",
+            ],
+            (0.65, 0.75),
+        ),
+    ],
+    ids=["bf16", "fp8", "fp8-blockwise"],
+)
+def test_the_time_of_a_known_device(
+    precision: list[str], shares: tuple[float, float], loaded: Load
+) -> None:
+    experiment = loaded("train", *KEEPING_ALL, "train.model.global_batch_size=64", *precision)
+    made = of_experiment(experiment, on("H200", 8))
+    assert made.seconds is not None
+    at_the_peak = made.forecast.work / (8 * 989e12)
+    assert shares[0] < at_the_peak / made.seconds[0] < shares[1]
     assert of_experiment(experiment, on("Frobnicator", 8)).seconds is None
+
+
+@pytest.mark.parametrize("kind", ["H200", "Frobnicator", None])
+def test_a_peak_that_is_given(kind: str | None, loaded: Load) -> None:
+    experiment = loaded("train", *KEEPING_ALL, "+train.system.peak_tflops=100")
+    made = of_experiment(experiment, on(kind, 8))
+    assert made.seconds is not None
+    assert made.seconds[0] == pytest.approx(made.forecast.work / (8 * 0.6 * 100e12), rel=0.05)
 
 
 @pytest.mark.parametrize("meshes", ["auto", "[{device_type: A800, ranks: 16}, {ranks: 16}]"])
@@ -129,20 +199,42 @@ def test_sizes_that_are_chosen_later(meshes: str, loaded: Load) -> None:
 
 
 def test_unlike_replicas_are_judged_by_the_largest_micro_batch(loaded: Load) -> None:
-    shares = [
-        "+train.system.hetero.hetero_mode=dp",
-        "+train.system.hetero.hetero_micro_batch_sizes=[16,1,16,4]",
-        "~train.system.hetero.hetero_process_meshes",
-        "~train.system.hetero.hetero_pipeline_layer_split",
-        "train.system.sequence_parallel=false",
-        "train.model.global_batch_size=160",
-    ]
-    hosts = [*on("A800", 16), Placed("b", "BI", range(16, 32))]
-    made = of_experiment(loaded("train_hetero", *shares), hosts)
+    made = of_experiment(loaded("train_hetero", *REPLICAS), A800_AND_BI)
     small = of_experiment(loaded("train", *KEEPING_ALL), on("A800", 8))
     kept = [one.forecast.stages[0].memory.activations for one in (made, small)]
     assert kept[0] == 4 * kept[1]
     assert made.seconds is None
+
+
+def test_unlike_replicas_with_memory_and_time(loaded: Load) -> None:
+    whole = "(weights 15.0, gradients 29.9, optimizer 2.8, activations"
+    experiment = loaded("train_hetero", *REPLICAS, "+train.system.peak_tflops=100")
+    first, second, step, over = notes(experiment, A800_AND_BI)
+    assert first.startswith(f"replicas 0-15 (A800): a rank takes 86.8 GiB {whole} 36.0")
+    assert first.endswith("; its share of a step takes 4.58 s, idle 92%")
+    assert second.startswith(f"replicas 16-31 (BI): a rank takes 201.2 GiB {whole} 144.0")
+    assert second.endswith("; its share of a step takes 57.90 s, idle 0%")
+    assert step == (
+        "a step takes 57.9 s, as layers do on an H200, communication hidden; the slowest "
+        "replica 85% longer than replicas on average"
+    )
+    assert over.startswith("replicas 0-15 (A800) does not fit: 86.8 GiB")
+    assert over.endswith("a A800 has 79 GiB; it takes tensor parallelism, or recomputation")
+    found = as_json(of_experiment(experiment, A800_AND_BI))["replicas"]
+    assert [one["micro_batch_size"] for one in found] == [1, 4]
+    assert found[1]["seconds"] == pytest.approx(4 * 312 / 100 * found[0]["seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("device", "length", "expected"),
+    [("H200", 8192, "micro-batches of 2 would"), ("A800", 4096, "micro-batches of 1 would")],
+)
+def test_replicas_micro_batches_that_fit(
+    device: str, length: int, expected: str, loaded: Load
+) -> None:
+    experiment = loaded("train_hetero", *REPLICAS, f"train.model.seq_length={length}")
+    hosts = [*on("H200", 16), Placed("b", device, range(16, 32))]
+    assert list(notes(experiment, hosts))[-1].endswith(expected)
 
 
 def test_another_program_knows_itself(loaded: Load, tmp_path: Path) -> None:
@@ -169,10 +261,15 @@ def test_the_action(
     shown = capsys.readouterr().out
     if as_json:
         found = json.loads(shown)
-        assert found["stages"][0]["device"] == {"kind": "H100", "peak": 989.0, "memory": 79.1}
+        assert found["stages"][0]["device"] == {
+            "kind": "H100",
+            "peak": 989.0,
+            "memory": 79.1,
+            "bandwidth": 3350.0,
+        }
         assert found["stages"][0]["memory"]["weights"] == 2 * 8_030_261_248
         assert len(found["does_not_fit"]) == 2
     else:
-        assert "202.5" in shown
+        assert "209.6" in shown
         assert "H100 79" in shown
         assert "what would fit: tensor_model_parallel_size: 4" in shown
