@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bo
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(file.fileno(), mode)
+            _leave_to_owner(file.fileno(), path)
             file.write(text)
             file.flush()
             if durable:
@@ -48,6 +50,15 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bo
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # a full disk says nothing of which file
         raise
+
+
+def _leave_to_owner(descriptor: int, path: Path) -> None:
+    """Give a file to whoever has the one that it replaces: where root ends or looks at a run of
+    another user's, that user reads on what is written down about it."""
+    if os.geteuid() == 0:
+        with suppress(FileNotFoundError):
+            found = path.lstat()
+            os.fchown(descriptor, found.st_uid, found.st_gid)
 
 
 def sync(path: Path) -> None:

@@ -121,6 +121,10 @@ class Facts:
     checkpoints: tuple[str, ...] = ()
     """The names of the checkpoints, whole or not, where one would be loaded from."""
 
+    def answer(self, name: str) -> Mapping[str, Any] | None:
+        """What its Python answered to a question; None where it was not asked."""
+        return self.python.answers.get(name) if self.python else None
+
 
 def ask(executor: Executor, question: Question) -> Facts:
     """Ask one host."""

@@ -24,7 +24,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from types import FrameType
 
 from flagscale.files import plain
 from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kills
@@ -70,11 +69,8 @@ class Signals:
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         for number in FORWARDED:
-            signal.signal(number, self._keep)
+            signal.signal(number, lambda number, _frame: self.pending.append(number))
         return reader
-
-    def _keep(self, number: int, _frame: FrameType | None) -> None:
-        self.pending.append(number)
 
     def take(self) -> list[int]:
         taken, self.pending = self.pending, []

@@ -115,13 +115,12 @@ def _host_report(host: HostState, events: Mapping[int, Sequence[Event]]) -> Repo
         how = ended.how or f"failed with exit code {ended.code}"
         reason = f"before_start {how}; the job was not started"
         shown = diagnosis.last_lines(host.output)
-        failure = Failure(host.name, None, ended.code, reason, shown, host.output)
-        return Report(failure, ended.ended, Severity.KILLED)
-    if ended.phase == "agent" and len(host.ranks) and not failed:
+    elif ended.phase == "agent" and len(host.ranks) and not failed:
         what = diagnosis.describe_code(ended.code)
         reason = f"lost its agent, which ended with {what}; what it watched was ended too"
-        failure = Failure(host.name, None, ended.code, reason, "", host.output)
-        return Report(failure, ended.ended, Severity.KILLED)
-    return diagnosis.host_report(
-        host, events, diagnosis.End(ended.code, ended.ended, ended.out_of_memory_kills)
-    )
+        shown = ""
+    else:
+        end = diagnosis.End(ended.code, ended.ended, ended.out_of_memory_kills)
+        return diagnosis.host_report(host, events, end)
+    failure = Failure(host.name, None, ended.code, reason, shown, host.output)
+    return Report(failure, ended.ended, Severity.KILLED)

@@ -71,9 +71,8 @@ def show(run: str | None, *, everything: bool, as_json: bool) -> int:
         print(json.dumps([row.to_json() for row in rows], indent=2, ensure_ascii=False))
         return 0
     if not rows:
-        print(
-            "no run lives or has ended lately" + ("" if everything else "; --all shows older ones")
-        )
+        older = "" if everything else "; --all shows older ones"
+        print(f"no run lives or has ended lately{older}")
         return 0
     _print(rows, with_failures=run is not None)
     return 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flagscale.config import placement
 from flagscale.config.arguments.values import did_you_mean
-from flagscale.config.checks import check_world, notes
+from flagscale.config.checks import Arguments, check_world, notes
 from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
 from flagscale.config.sources import place_of
 from flagscale.config.yaml_file import short
@@ -16,6 +16,7 @@ from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostf
 from flagscale.hosts.names import compress
 from flagscale.launch.liveness import secret
 from flagscale.launch.planning.backends import backend_problems
+from flagscale.launch.planning.chips import chip_problems
 from flagscale.launch.planning.environment import shell_notes
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.planning.plan import plan, wanted_port
@@ -72,7 +73,11 @@ def unprobed_plan(
 
 def checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan:
     """The plan with its notes. Raises :class:`ConfigError` where its ranks don't fit."""
-    problems = [*backend_problems(experiment), *check_world(experiment, made.world_size)]
+    problems = [
+        *backend_problems(experiment),
+        *check_world(experiment, made.world_size),
+        *chip_problems(experiment, made.hosts),
+    ]
     problems = problems or placement.problems(experiment, made.hosts)
     if problems:
         raise ConfigError(problems)
@@ -88,9 +93,10 @@ def checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan:
 
 
 def _estimated(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
-    """What a step takes, where the hostfile says of what kind devices are."""
-    if any(host.device_type for host in made.hosts):
-        from flagscale.estimate.plan import notes as estimated
+    """What a step takes, where the hostfile says of what kind devices are, or they are unlike."""
+    unlike = Arguments.of(experiment)["enable_hetero"]
+    if unlike or any(host.device_type for host in made.hosts):
+        from flagscale.estimate.told import notes as estimated
 
         yield from estimated(experiment, made.hosts)
 

@@ -65,6 +65,7 @@ def estimate(experiment: Experiment, options: Options) -> int:
     time. 2 if it does not fit."""
     from flagscale.estimate.plan import of_experiment
     from flagscale.estimate.show import as_json, report
+    from flagscale.estimate.told import does_not_fit
 
     made = of_experiment(experiment, runner_for(experiment).plan(experiment).hosts)
 
@@ -74,4 +75,4 @@ def estimate(experiment: Experiment, options: Options) -> int:
         from flagscale.launch.show import view
 
         view.console().print(report(made))
-    return 2 if any(made.over) else 0
+    return 2 if any(does_not_fit(made)) else 0

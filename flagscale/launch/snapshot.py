@@ -95,7 +95,7 @@ class Snapshot:
     """The first failure. While the agents have not agreed on it, what ranks have said of their own
     is among the warnings."""
     hosts: tuple[HostRow, ...] = ()
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
     attempt: int = 1
     """Which start of the job this is, of ``attempts`` that there may be."""
     attempts: int = 1
@@ -176,14 +176,14 @@ def take(
         look = seen.get(host.node_rank, Seen())
         # How one that waits has ended before is of a start that does not count any more.
         phase = Phase.PENDING if look.waits else _phase(state, ended, everybody, look)
-        row = _row(host, phase, look, joined)
-        rows.append(_with_line(row, host) if with_lines else row)
+        rows.append(_row(host, phase, look, joined, with_lines))
     phase = _overall([row.phase for row in rows])
-    # Looked at before the verdict is read, which may become final in between.
-    unsettled = phase is Phase.RUNNING and _to_be_settled(state, seen)
-    failure = (
-        failures.first_failure(state, events) if phase in (Phase.FAILED, Phase.RUNNING) else None
-    )
+    # Those who will agree on the first failure are alive: the script of the first host tells what
+    # became of its agent. Looked at before the verdict is read, which may become final in between.
+    agreeing = phase is Phase.RUNNING and seen.get(0, Seen()).alive == "script"
+    unsettled = agreeing and not failures.is_settled(state.hosts)
+    may_have_failed = phase in (Phase.FAILED, Phase.RUNNING)
+    failure = failures.first_failure(state, events) if may_have_failed else None
     warnings = _warnings(events)
     if failure is not None and unsettled:
         warnings.append(f"{failure.headline()}; {_UNSETTLED}")
@@ -208,7 +208,7 @@ def take(
     )
 
 
-def _row(host: HostState, phase: Phase, seen: Seen, joined: set[int]) -> HostRow:
+def _row(host: HostState, phase: Phase, seen: Seen, joined: set[int], with_line: bool) -> HostRow:
     status = latest_status(host.run_dir)
     behind = min(filter(None, (read_progress(status, rank) for rank in host.ranks)), default=None)
     return HostRow(
@@ -219,16 +219,13 @@ def _row(host: HostState, phase: Phase, seen: Seen, joined: set[int]) -> HostRow
         step=behind.step if behind else None,
         doing=behind.doing if behind else "",
         trouble=seen.trouble,
-        last_line=seen.last_line,
+        last_line=seen.last_line or (_last_line(host) if with_line else ""),
         waits=seen.waits,
     )
 
 
-def _with_line(row: HostRow, host: HostState) -> HostRow:
-    if row.last_line:
-        return row
-    lines = [line for line in last_lines(host.output).splitlines() if line.strip()]
-    return replace(row, last_line=lines[-1]) if lines else row
+def _last_line(host: HostState) -> str:
+    return next(filter(str.strip, reversed(last_lines(host.output).splitlines())), "")
 
 
 def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen) -> Phase:
@@ -243,12 +240,6 @@ def _phase(state: RunState, ended: Exit | None, everybody: bool, seen: Seen) -> 
     if seen.alive:
         return Phase.RUNNING if everybody else Phase.STARTING
     return Phase.STOPPED if state.stop_requested is not None else Phase.LOST
-
-
-def _to_be_settled(state: RunState, seen: Mapping[int, Seen]) -> bool:
-    """Whether the first failure is not agreed on yet, and those who will agree on it are alive:
-    the script of the first host tells what became of its agent."""
-    return seen.get(0, Seen()).alive == "script" and not failures.is_settled(state.hosts)
 
 
 def _overall(phases: Sequence[Phase]) -> Phase:

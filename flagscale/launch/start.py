@@ -37,10 +37,7 @@ _RESTART_MARGIN_SECONDS = 30.0
 
 _READY = ("ready", "progress", "finished")
 _REPORTS = {"joined": ("joined", *_READY), "ready": _READY}
-_WAITED_FOR = {
-    "ready": "the model, the data and the checkpoint",
-    "step": "the first step",
-}
+_WAITED_FOR = {"ready": "the model, the data and the checkpoint", "step": "the first step"}
 
 
 def wait_until_started(

@@ -13,7 +13,7 @@ from typing import Any
 from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, plain, read_json, write_atomic, write_json
 from flagscale.hosts.names import compress, some
-from flagscale.launch.layout import EXIT_FILE, HostFiles, Layout
+from flagscale.launch.layout import EXIT_FILE, OLD_OUTPUT_FILE, HostFiles, Layout
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 
 
@@ -47,6 +47,12 @@ class HostState(HostFiles):
             failed=record.get("failure") is not None,
             how=str(record.get("how", "")),
         )
+
+    def set_output_aside(self) -> None:
+        """Keep in the run's directory what it has printed: a later run prints to the same file."""
+        if self.output.exists():
+            make_private_directory(self.run_dir)
+            self.output.replace(self.run_dir / OLD_OUTPUT_FILE)
 
 
 @dataclass(frozen=True)

@@ -279,9 +279,9 @@ class Host:
         chain = "add chain inet bed input { type filter hook input priority 0 ; }"
         self.run(["nft", "-f", "-"], stdin=f"{table}\n{chain}\nadd rule inet bed input {rule} drop")
 
-    def lose(self, percent: int) -> None:
+    def lose(self, percent: float) -> None:
         """Lose that share of the packets that reach the host."""
-        self.drop(f"numgen random mod 100 < {percent}")
+        self.drop(f"numgen random mod 1000 < {round(10 * percent)}")
 
     def shape(self, rate: str, burst: str = "32kb") -> None:
         """Limit the cable to ``rate`` (tc's spelling, ``10mbit``) in both directions."""

@@ -142,6 +142,17 @@ class Slurm:
             self._start_node(host)
             self.run("scontrol", "update", f"nodename={name}", "state=resume")
 
+    @contextmanager
+    def without_daemon(self, name: str) -> Iterator[None]:
+        """Kill a node's slurmd for the length of a block; what it has started runs on."""
+        host = self.bed[name]
+        for process in host.find("slurmd -D"):
+            os.kill(process.pid, signal.SIGKILL)
+        try:
+            yield
+        finally:
+            self._start_node(host)
+
     def _start_node(self, host: Host) -> None:
         inside = ("nsenter", "-t", str(host.pid), "-a", "--", "slurmd", "-D")
         self._nodes.enter_context(self._daemon(*inside, log=f"slurmd-{host.name}"))
@@ -171,14 +182,17 @@ class Slurm:
         settings: Mapping[str, str] | None = None,
         partitions: Sequence[str] = (_PARTITION,),
         accounts: Sequence[str] = (),
+        gpus: Sequence[str] = (),
     ) -> Iterator[Slurm]:
         """Start it on a bed whose hosts have a shared root; every node says it has ``cpus``.
         ``settings`` go before those above, ``partitions`` stand for the one with all nodes.
-        ``accounts``: commands of sacctmgr's; with any of them it keeps accounts."""
+        ``accounts``: commands of sacctmgr's; with any of them it keeps accounts. ``gpus``: what the
+        two GPUs of each host are called, which is a feature of it, too."""
         slurm = cls(bed, bed.directory / "slurm")
         directory = slurm.directory
         kept = accounting.settings(directory) if accounts else {}
-        slurm._write_files(cpus, {**kept, **(settings or {})}, partitions)
+        typed = {"GresTypes": "gpu"} if gpus else {}
+        slurm._write_files(cpus, {**kept, **typed, **(settings or {})}, partitions, gpus)
         with ExitStack() as stack:
             munge = ("key-file", "socket", "pid-file", "log-file", "seed-file")
             paths = (f"--{name}={directory}/munge.{_suffix(name)}" for name in munge)
@@ -197,14 +211,21 @@ class Slurm:
             yield slurm
 
     def _write_files(
-        self, cpus: int, settings: Mapping[str, str], partitions: Sequence[str]
+        self,
+        cpus: int,
+        settings: Mapping[str, str],
+        partitions: Sequence[str],
+        gpus: Sequence[str],
     ) -> None:
         self.directory.mkdir(mode=0o755)
         for name in ("state", *(f"spool-{host}" for host in self.bed.names)):
             (self.directory / name).mkdir()
-        # The hosts see no control groups; asked for version 1 and none of its controllers, slurmd
-        # looks for none.
-        (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        # The hosts see no control groups. Asked for version 1 and none of its controllers, slurmd
+        # looks for none; those that it is asked for it brings into a directory of its own.
+        lines = ["CgroupPlugin=cgroup/v1", "CgroupAutomount=yes"]
+        lines.append(f"CgroupMountpoint={self.directory}/cgroup")
+        (self.directory / "cgroup").mkdir()
+        (self.directory / "cgroup.conf").write_text("\n".join(lines) + "\n")
         key = self.directory / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
@@ -213,9 +234,18 @@ class Slurm:
         )
         rows = dict(line.split("=", 1) for line in text.splitlines())
         lines = [f"{name}={value}\n" for name, value in {**rows, **settings}.items()]
-        for host in self.bed.hosts:
-            name = f"NodeName={host.name} NodeAddr={host.name}"
-            lines.append(f"{name} CPUs={cpus} RealMemory=1000 State=UNKNOWN\n")
+        gres = ["AutoDetect=off\n"]
+        for number, host in enumerate(self.bed.hosts):
+            kind = gpus[number] if gpus else ""
+            name = f"NodeName={host.name}"
+            node = f"{name} NodeAddr={host.name} CPUs={cpus} RealMemory=1000 State=UNKNOWN"
+            lines.append(f"{node} Gres=gpu:{kind}:2 Feature={kind}\n" if kind else f"{node}\n")
+            gres.append(f"{name} Name=gpu Type={kind} File={self.directory}/gpu[0-1]\n")
+        if gpus:
+            for number in range(2):
+                # Slurm wants devices: these are /dev/null's.
+                os.mknod(self.directory / f"gpu{number}", 0o20666, os.makedev(1, 3))
+            (self.directory / "gres.conf").write_text("".join(gres))
         lines += [f"{partition}\n" for partition in partitions]
         self.configuration.write_text("".join(lines))
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class User:
                 os.setresuid(self.uid, self.uid, self.uid)
                 text = json.dumps(function())
             except BaseException as error:  # noqa: BLE001 - told, and raised there
-                text = json.dumps({"error": repr(error)})
+                text = json.dumps({"error": f"{traceback.format_exc()}{_why_not(error)}"})
             os.write(writer, text.encode())
             os._exit(0)
         os.close(writer)
@@ -51,6 +52,21 @@ class User:
         if "error" in found:
             raise RuntimeError(found["error"])
         return found
+
+
+def _why_not(error: BaseException) -> str:
+    """Of what may not be read: who asks, and whose each part of the way there is."""
+    if not isinstance(error, PermissionError) or error.filename is None:
+        return ""
+    lines = [f"asked by {os.getresuid()}, {os.getresgid()}, {os.getgroups()}"]
+    path = Path(error.filename)
+    for part in (path, *path.parents):
+        try:
+            found = part.stat()
+            lines.append(f"{part}: {found.st_mode:o}, {found.st_uid}:{found.st_gid}")
+        except OSError as unseen:
+            lines.append(str(unseen))
+    return "\n".join(lines)
 
 
 @contextmanager

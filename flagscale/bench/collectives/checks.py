@@ -55,10 +55,10 @@ class Verdict:
     found: float = 0.0
 
     def __str__(self) -> str:
+        if not self.wrong:
+            return "right"
         where = f"{self.wrong} wrong, the first at {self.first}"
-        return (
-            f"{where}: expected {self.expected:g}, found {self.found:g}" if self.wrong else "right"
-        )
+        return f"{where}: expected {self.expected:g}, found {self.found:g}"
 
 
 def pieces(case: Case, shape: Shape, group: RankGroup) -> Iterator[Piece]:

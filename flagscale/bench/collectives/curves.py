@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,12 @@ def read_results(path: Path) -> list[Curve]:
     try:
         data = json.loads(text)
     except json.JSONDecodeError:
-        named = _from_text(text)
+        found = _from_text(text)
     else:
-        named = _from_json(data, path)
+        found = _from_json(data, path)
+    named: dict[str, list[Point]] = {}
+    for name, point in found:
+        named.setdefault(name, []).append(point)
     curves = [
         _curve(
             f"{path.stem}{': ' if name else ''}{name}",
@@ -90,7 +93,6 @@ def read_results(path: Path) -> list[Curve]:
             operation=first if (first := name.partition(" ")[0]) in OPERATIONS else None,
         )
         for name, points in named.items()
-        if points
     ]
     if not curves:
         raise ConfigError(
@@ -100,7 +102,7 @@ def read_results(path: Path) -> list[Curve]:
     return curves
 
 
-_Named = Mapping[str, Sequence[Point]]
+_Named = Iterator[tuple[str, Point]]
 
 _NCCL = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w*\s+\w+\s+-?\d+\s+(?P<rest>\S.*)")
 _FLAGCX = re.compile(
@@ -110,26 +112,24 @@ _FLAGCX = re.compile(
 
 
 def _from_text(text: str) -> _Named:
-    found: dict[str, list[Point]] = {}
     heading: list[str] = []
     for line in text.splitlines():
         if "size(B)" in line.split():
             heading = line.split()
         elif match := _FLAGCX.search(line):
-            point = Point(int(match["size"]), float(match["time"]) * 1e6, float(match["busbw"]))
-            found.setdefault("FlagCX", []).append(point)
+            time = float(match["time"]) * 1e6
+            yield "FlagCX", Point(int(match["size"]), time, float(match["busbw"]))
         elif match := _NCCL.fullmatch(line):
-            _add_nccl(found, int(line.split()[0]), match["rest"].split())
+            yield from _nccl_points(int(line.split()[0]), match["rest"].split())
         elif heading and (nccom := _nccom_point(heading, line.split())):
-            found.setdefault("nccom-test", []).append(nccom)
-    return found
+            yield "nccom-test", nccom
 
 
-def _add_nccl(found: dict[str, list[Point]], size: int, cells: Sequence[str]) -> None:
+def _nccl_points(size: int, cells: Sequence[str]) -> _Named:
     """Time, algbw, busbw and #wrong, out of place and then in place."""
     for name, four in (("out of place", cells[:4]), ("in place", cells[4:8])):
         if len(four) == 4 and four[0] != "N/A":
-            found.setdefault(name, []).append(Point(size, float(four[0]), float(four[2])))
+            yield name, Point(size, float(four[0]), float(four[2]))
 
 
 def _nccom_point(heading: Sequence[str], cells: Sequence[str]) -> Point | None:
@@ -150,7 +150,6 @@ def _nccom_point(heading: Sequence[str], cells: Sequence[str]) -> Point | None:
 
 def _from_json(data: Any, path: Path) -> _Named:
     rows = data.get("results") if isinstance(data, dict) else None
-    found: dict[str, list[Point]] = {}
     try:
         for row in rows or []:
             if "size(B)" in row:
@@ -158,21 +157,20 @@ def _from_json(data: Any, path: Path) -> _Named:
                 name = " ".join(word for word in words if word)
                 time = row["time:avg(us)"]
                 if time is not None and not row.get("failure"):
-                    point = Point(int(row["size(B)"]), float(time), float(row["busbw(GB/s)"]))
-                    found.setdefault(name, []).append(point)
+                    busbw = float(row["busbw(GB/s)"])
+                    yield name, Point(int(row["size(B)"]), float(time), busbw)
             else:
-                _add_nccl_json(found, row)
+                yield from _nccl_json_points(row)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--import {path}: a result lacks or misstates {error}") from error
-    return found
 
 
-def _add_nccl_json(found: dict[str, list[Point]], row: Mapping[str, Any]) -> None:
+def _nccl_json_points(row: Mapping[str, Any]) -> _Named:
     for key in ("out_of_place", "in_place"):
         values = row.get(key)
         if values and math.isfinite(float(values["time"])):
-            point = Point(int(row["size"]), float(values["time"]), float(values["bus_bw"]))
-            found.setdefault(key.replace("_", " "), []).append(point)
+            size, time, busbw = int(row["size"]), float(values["time"]), float(values["bus_bw"])
+            yield key.replace("_", " "), Point(size, time, busbw)
 
 
 def write_plot(

@@ -315,9 +315,8 @@ def _output(options: argparse.Namespace) -> Output:
     for path in options.plots:
         require_image(path, "--plot")
         require_writable(path, "--plot")
-    if options.report is not None:
-        require_writable(options.report, "--report")
-    for path, flag in ((options.json, "--report-to-json-file"), (options.csv, "--csv")):
+    kept = {"--report": options.report, "--report-to-json-file": options.json, "--csv": options.csv}
+    for flag, path in kept.items():
         if path is not None:
             require_writable(path, flag)
     return filled(

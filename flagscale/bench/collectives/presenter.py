@@ -128,7 +128,6 @@ def rank_lines(facts: Sequence[Facts]) -> list[str]:
 
 def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> dict[str, Any]:
     """What a JSON file says about how its results came about."""
-    loop = spec.iterations
     return {
         "config": {
             "prog": spec.prog,
@@ -136,7 +135,7 @@ def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> d
             "backends": list(backends),
             "options": dict(spec.options),
             "ranks": len(facts),
-            "iterations": asdict(loop),
+            "iterations": asdict(spec.iterations),
             "average": spec.average,
             "timing": "cpu" if facts[0].place == "cpu" else spec.timing,
             "check": spec.check.mode,

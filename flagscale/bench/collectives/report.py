@@ -47,18 +47,15 @@ def _plots(curves: Sequence[Curve], limits: Mapping[str, float]) -> Iterator[Plo
         "x_log": True,
         "x_ticks": [(size, format_size(size)) for size in shown],
         "x_range": (sizes[0], sizes[-1]),
+        "y_log": True,
     }
 
     def lines(what: str) -> list[Line]:
         return [_line(curve, what, index) for index, curve in enumerate(curves)]
 
-    yield Plot("time", "microseconds", lines("time"), y_log=True, **shared)
-    yield Plot(
-        *("bus bandwidth", "1e9 bytes a second", lines("busbw")),
-        levels=[*limits.items()],
-        y_log=True,
-        **shared,
-    )
+    yield Plot("time", "microseconds", lines("time"), **shared)
+    unit, levels = "1e9 bytes a second", [*limits.items()]
+    yield Plot("bus bandwidth", unit, lines("busbw"), levels=levels, **shared)
 
 
 def _line(curve: Curve, what: str, index: int) -> Line:

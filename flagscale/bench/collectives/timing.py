@@ -161,9 +161,8 @@ class _Loops:
 
     def _pass(self, steps: Sequence[Step]) -> tuple[float, float]:
         """Until all steps are finished and until they are issued."""
-        events = (
-            self._events(2) if self.spec.timing == "events" else []
-        )  # to record one takes some us
+        # None without need: to record one takes some us.
+        events = self._events(2) if self.spec.timing == "events" else []
         self.device.synchronize()
         self.start()
         begin = time.perf_counter_ns()

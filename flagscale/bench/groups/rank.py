@@ -99,22 +99,14 @@ def _measure(plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store:
     device.synchronize()
     create = time.perf_counter() - begin
     mine = [h for h, ranks in zip(handles, groups, strict=True) if world.rank in ranks]
-    first, second = (_turn(name, mine, store, world, device, plan) for name in _TURNS)
+    first, second = (_turn(name, mine, store, world, device, plan) for name in ("first", "second"))
     memory = (_used(device) - before) / _MIB
     own = Sample(created_world, create, first, second, memory, splits=_splits(device))
     return _most(own, world, store)
 
 
-_TURNS = ("first", "second")
-
-
 def _turn(
-    name: str,
-    handles: list[Any],
-    store: Store,
-    world: BenchWorld,
-    device: Device,
-    plan: TrialPlan,
+    name: str, handles: list[Any], store: Store, world: BenchWorld, device: Device, plan: TrialPlan
 ) -> float:
     """Seconds of an operation on each of this rank's groups, one after the other."""
     together(store, world, name, _TIMEOUT)
@@ -232,15 +224,11 @@ def _against(slow: Sequence[Sample], fast: Sequence[Sample]) -> str:
     return f"usable {ratio.value:.2f} times as fast, {shown}; {saved * 1e3:+.1f} ms saved"
 
 
-_TRIAL = "flagscale.bench.groups.rank:run_trial"
-
-
 @interruptible()
 def run_rank(plan: GroupsPlan, world: BenchWorld | None) -> int:
     """Everything, as one of the ranks of a launcher, or as their one starter; the exit code."""
     kind = chosen(plan.placement.device)
-    name = plan.placement.backend
-    backend = registry.usable(name, kind.name, given_by="--backend")
+    backend = registry.usable(plan.placement.backend, kind.name, given_by="--backend")
     variants = [v for v in plan.variants if not kind.is_host or v not in ON_ACCELERATORS]
     left_out = [v for v in plan.variants if v not in variants]
     if not variants:
@@ -313,7 +301,8 @@ class _Starter:
     def _once(self, variant: Variant, count: int) -> Sample:
         with tempfile.TemporaryDirectory(prefix="flagscale-groups-") as directory:
             result = Path(directory) / "result.json"
-            job = Job.of(_TRIAL, TrialPlan(variant, count, self._plan, result))
+            plan = TrialPlan(variant, count, self._plan, result)
+            job = Job.of("flagscale.bench.groups.rank:run_trial", plan)
             if self._world is None or self._store is None:
                 code = run_job(job, self.size)
             else:

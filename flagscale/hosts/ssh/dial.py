@@ -274,12 +274,10 @@ def _revoked(target: SshTarget, kind: str, blob: bytes) -> list[known_hosts.Know
     except known_hosts.UnreadableError as error:
         what = f"no host is trusted while the list of revoked keys cannot be read: {error}"
         raise errors.HostKeyError(target.name, what) from error
+    if where is None:
+        return []
     encoded = base64.b64encode(blob).decode()
-    return (
-        [known_hosts.KnownKey(kind, encoded, known_hosts.REVOKED, where)]
-        if where is not None
-        else []
-    )
+    return [known_hosts.KnownKey(kind, encoded, known_hosts.REVOKED, where)]
 
 
 def _prefer(transport: paramiko.Transport, kinds: list[str]) -> None:

@@ -184,9 +184,8 @@ def host_report(
     reason = f"{what} ended with {describe_code(end.code)}; no rank said why"
     shown = last_lines(host.output, start=output_start)
     severity = Severity.KILLED if end.code == 128 + signal.SIGKILL else Severity.UNNAMED
-    return Report(
-        Failure(host.name, None, end.code, reason, shown, host.output), end.time, severity
-    )
+    failure = Failure(host.name, None, end.code, reason, shown, host.output)
+    return Report(failure, end.time, severity)
 
 
 def choose_rank(table: Sequence[TableEntry], failed: Mapping[int, Event]) -> int | None:
@@ -293,8 +292,7 @@ def rank_log(host: HostFiles, rank: int) -> Path:
 
 def rank_logs(host: HostFiles, rank: int, name: str) -> list[Path]:
     """A rank's files of this name, of every attempt, oldest first."""
-    local = str(rank - host.first_rank)
-    pattern = f"*/attempt_*/{local}/{name}"
+    pattern = f"*/attempt_*/{rank - host.first_rank}/{name}"
     found = (host.run_dir / RANKS_DIRECTORY).glob(pattern)
     return sorted(found, key=lambda path: path.stat().st_mtime)
 

@@ -48,10 +48,8 @@ def _left(host: HostPlan, words: dict[str, str], grace: float) -> HostPlan:
         _SHUTDOWN: str(max(1, round(min(grace, _MOST_SHUTDOWN_SECONDS)))),
     }
     environment = tuple(
-        replace(value, value=own[value.name])
-        if value.name in own and value.origin == "default"
-        else value
-        for value in host.environment
+        replace(one, value=own.get(one.name, one.value)) if one.origin == "default" else one
+        for one in host.environment
     )
     agent = replace(host.agent, master_addr="", liveness_port=None, hosts=(), master_name="")
     return replace(host, late=True, starter=tuple(starter), environment=environment, agent=agent)

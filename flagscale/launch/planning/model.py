@@ -109,6 +109,11 @@ class HostPlan:
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.nproc)
 
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Those of its variables that no file may hold."""
+        return {value.name: value.value for value in self.environment if value.secret}
+
     def to_json(self) -> dict[str, Any]:
         environment = [value.to_json() for value in self.environment]
         given = {**vars(self), "environment": environment, "starter": readable(self.starter)}

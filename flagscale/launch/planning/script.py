@@ -118,12 +118,11 @@ def _environment(host: HostPlan) -> Iterator[str]:
             origin = value.origin
             yield _BLOCKS.get(origin, f"# experiment.{_one_line(origin)}")
         yield f"export {value.name}={_with_references(value.name, value.value, kept)}"
-    hidden = [value for value in host.environment if value.secret]
-    secrets = [value for value in hidden if value.name not in AGENT_SECRETS]
+    secrets = [name for name in host.secrets if name not in AGENT_SECRETS]
     if secrets:
         yield "# Secrets are not written to files: they come from the environment."
         required = ':?is a secret: export it, then run this script}"'
-        yield from (f': "${{{value.name}{required}' for value in secrets)
+        yield from (f': "${{{name}{required}' for name in secrets)
     yield ""
     yield "# The program's own packages, the adapted training backend, this project."
     path = ":".join(filter(None, (*host.python_path, own_path)))
@@ -150,10 +149,6 @@ def _starter(host: HostPlan) -> str:
     return "torchrun" if _TORCHRUN in host.starter else "starter"
 
 
-def _what(host: HostPlan) -> str:
-    return "training program" if _TORCHRUN in host.starter else "command"
-
-
 def _agent_secrets(host: HostPlan) -> list[str]:
     return [value.name for value in host.environment if value.name in AGENT_SECRETS]
 
@@ -172,7 +167,8 @@ def _hide(names: Sequence[str]) -> Iterator[str]:
 
 
 def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
-    yield f"# Supervisor, launcher of the ranks, {_what(host)}."
+    what = "training program" if _TORCHRUN in host.starter else "command"
+    yield f"# Supervisor, launcher of the ranks, {what}."
     yield _array("agent", _agent(host))
     yield _array(_starter(host), host.starter)
     yield _array("program", host.program)

@@ -32,10 +32,7 @@ def words(experiment: Experiment) -> list[str] | None:
 
 
 def judge(
-    experiment: Experiment,
-    host: Host,
-    answer: Mapping[str, Any] | None,
-    devices: Mapping[str, int],
+    experiment: Experiment, host: Host, answer: Mapping[str, Any] | None, devices: Mapping[str, int]
 ) -> Check:
     """The check that a host's ``answer`` comes to; None where it was not asked. ``devices``: how
     many of each kind it has."""
@@ -51,11 +48,9 @@ def judge(
     if answer is None:
         known = "which comes with torch" if name in _WITH_TORCH else "not asked for"
         return Check(CHECK, True, f"{name}, {known}")
-    if answer.get("problem"):
-        key = Arguments.of(experiment).problem("distributed_backend", "")
-        where = f"{key.where}: " if key.where else ""
-        found = f"{where}{key.key}: {answer['problem']}"
-        return Check(CHECK, False, found, str(answer.get("hint") or ""))
+    if problem := answer.get("problem"):
+        found = Arguments.of(experiment).problem("distributed_backend", problem)
+        return Check(CHECK, False, str(found), str(answer.get("hint") or ""))
     return Check(CHECK, True, " ".join(filter(None, (name, answer.get("version")))))
 
 

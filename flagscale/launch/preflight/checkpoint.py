@@ -29,7 +29,9 @@ def judge(want: Wanted, facts: Facts, master: Facts | None, world_size: int) -> 
     answer. None where nothing is to be loaded, or nothing is known."""
     if master is None:
         return None
-    told = _told(master)
+    told = master.answer(CHECK)
+    if told is None:
+        told = {"problem": "its Python was not asked"} if master.checkpoints else {}
     if told.get("path"):
         return _fits(want, told, facts, world_size)
     if told.get("refused"):
@@ -44,13 +46,6 @@ def judge(want: Wanted, facts: Facts, master: Facts | None, world_size: int) -> 
     if want.load or hint is not None:
         return Check(CHECK, hint is None, found, hint or "", warning=want.expected)
     return None
-
-
-def _told(master: Facts) -> Mapping[str, Any]:
-    """What the host of rank 0 says of its checkpoints; nothing where it has none."""
-    answers = master.python.answers if master.python is not None else {}
-    unasked = {"problem": "its Python was not asked"} if master.checkpoints else {}
-    return answers.get(CHECK, unasked)
 
 
 def _fits(want: Wanted, told: Mapping[str, Any], facts: Facts, world_size: int) -> Check:

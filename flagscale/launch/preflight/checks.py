@@ -6,14 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flagscale.accelerators.registry import (
-    AUTO,
-    CPU,
-    accelerator,
-    accelerators,
-    broken,
-    preferred,
-)
+from flagscale.accelerators.registry import AUTO, CPU, accelerator, accelerators, broken, preferred
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, Problem, RunStateError, UnreachableError

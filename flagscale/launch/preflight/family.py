@@ -27,8 +27,6 @@ def judge(experiment: Experiment, answer: Mapping[str, Any] | None) -> Check:
     args = Arguments.of(experiment)
     told = answer or {"problem": "its Python was not asked"}
     if problem := told.get("problem"):
-        key = args.problem("family", "")
-        where = f"{key.where}: " if key.where else ""
         hint = str(told.get("hint") or "install the package that brings it there")
-        return Check(CHECK, False, f"{where}{key.key}: {problem}", hint)
+        return Check(CHECK, False, str(args.problem("family", problem)), hint)
     return Check(CHECK, True, f"{args['family']}: {told['family']}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.schema import BACKEND_DIRECTORY, Experiment
@@ -41,28 +40,23 @@ def check_hosts(
     between hosts, this machine alone has nothing to tell. ``previous``: the run before."""
     usual = _usual(found)
     exp_dir, key = str(plan.exp_dir), "experiment.exp_dir"
-    per_host: tuple[Callable[[HostPlan, Facts], Check], ...] = (
+    per_host: list[Callable[[HostPlan, Facts], Check]] = [
         lambda host, facts: _python(facts, usual),
         lambda host, facts: _packages(experiment, found, facts, usual),
         lambda host, facts: _code(experiment, found, facts),
         lambda host, facts: _paths(found.needed[host.node_rank], facts),
         lambda host, facts: check_devices(experiment, host, facts),
         lambda host, facts: backend.judge(
-            experiment,
-            found.hosts[host.node_rank],
-            _answer(facts, backend.CHECK),
-            facts.devices,
+            experiment, found.hosts[host.node_rank], facts.answer(backend.CHECK), facts.devices
         ),
         lambda host, facts: _rounded(
             directories.check_directory("exp_dir", exp_dir, facts.exp_dir, key=key), exp_dir
         ),
         lambda host, facts: _earlier_run(facts, previous),
-    )
+    ]
     if family.words(experiment):
-        per_host = (
-            *per_host,
-            lambda host, facts: family.judge(experiment, _answer(facts, family.CHECK)),
-        )
+        judge = family.judge
+        per_host.append(lambda host, facts: judge(experiment, facts.answer(family.CHECK)))
     between = (
         lambda host, facts: _interface(plan, host, facts, found.facts.get(0)),
         lambda host, facts: _clock(facts),
@@ -80,11 +74,6 @@ def check_hosts(
     if 0 in found.facts:
         checks += _ports(experiment, plan, found)
     return [replace(check, hosts="") for check in checks] if found.here else checks
-
-
-def _answer(facts: Facts, check: str) -> Mapping[str, Any] | None:
-    """What the host's Python said of a check; None where it was not asked."""
-    return facts.python.answers.get(check) if facts.python else None
 
 
 def require_usable(experiment: Experiment, found: Survey) -> None:
@@ -228,9 +217,8 @@ def _directories(experiment: Experiment, plan: LaunchPlan, found: Survey) -> Ite
     for rank, facts in sorted(found.facts.items()):
         own = found.settings[rank]
         want = directories.wanted(experiment, plan.layout, own, first=rank == 0)
-        checks = list(directories.judge(want, facts.written))
         loaded = checkpoint.judge(want, facts, found.facts.get(0), plan.world_size)
-        for check in [*checks, *([loaded] if loaded is not None else [])]:
+        for check in filter(None, (*directories.judge(want, facts.written), loaded)):
             row = _rounded(check, want.written.get(check.name, ""))
             rows.setdefault(check.name, []).append((plan.hosts[rank].name, row))
     for named in rows.values():

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
-from flagscale.files import make_private_directory, write_atomic
+from flagscale.files import write_atomic
 from flagscale.hosts import probe, processes
 from flagscale.hosts.executor import Executor
 from flagscale.hosts.fan_out import Hosts, describe, require_all
 from flagscale.hosts.processes import Swept
-from flagscale.launch.layout import OLD_OUTPUT_FILE, Layout
+from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.runners import reaching
 from flagscale.launch.runners.base import Prepared, Texts
@@ -135,8 +135,7 @@ class HostRunner:
         if errors:
             self._give_up(state, errors, previous)
         if not reaching.is_here(state.runner):
-            seconds = time.monotonic() - began
-            text = f"started on {len(started)} host(s) in {seconds:.2f} s"
+            text = f"started on {len(started)} host(s) in {time.monotonic() - began:.2f} s"
             print(text, file=sys.stderr, flush=True)
         return state
 
@@ -153,9 +152,7 @@ class HostRunner:
         for host in plan.hosts:
             write_atomic(host.script, render(plan, host), mode=0o700)
         for old in previous.hosts if previous is not None else ():
-            if old.output.exists():
-                make_private_directory(old.run_dir)
-                old.output.replace(old.run_dir / OLD_OUTPUT_FILE)
+            old.set_output_aside()
 
     def _give_up(
         self, state: RunState, errors: Mapping[int, FlagscaleError], previous: RunState | None

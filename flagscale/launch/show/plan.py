@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from flagscale.config.interpolation import readable
 from flagscale.hosts.names import compress
 from flagscale.launch.layout import host_label
+from flagscale.launch.planning.environment import EnvValue
 from flagscale.launch.planning.model import BatchJob, HostPlan, LaunchPlan
 from flagscale.launch.planning.script import render
 from flagscale.launch.planning.supervision import NOTIFY
@@ -50,11 +51,7 @@ def _lines(plan: LaunchPlan, hosts: Sequence[HostPlan]) -> Iterator[str]:
 def _batch(job: BatchJob) -> Iterator[str]:
     """What a scheduler is given: its command, a word a line, and the script."""
     yield ""
-    program, *words = map(shlex.quote, job.command)
-    yield from (
-        f"# {line}" for line in (f"{program} \\", *(f"    {word} \\" for word in words[:-1]))
-    )
-    yield f"#     {words[-1]}"
+    yield "# " + " \\\n#     ".join(map(shlex.quote, job.command))
     yield f"# --- {job.file}"
     yield job.script
 
@@ -63,17 +60,13 @@ def _shape(host: HostPlan) -> tuple[object, ...]:
     """What is the same for hosts whose scripts differ only in the host's name, its place in the
     plan, and what follows from these."""
     run_dir, prefix = str(host.run_dir), f"{host.name}:"
-    environment = tuple(
-        (
-            value.name,
-            value.origin,
-            value.value.replace(run_dir, "").removeprefix(prefix)
-            if value.origin in ("run", "default")
-            else value.value,
-        )
-        for value in host.environment
-        if value.origin != NOTIFY
-    )
+
+    def shared(value: EnvValue) -> str:
+        own = value.origin in ("run", "default")
+        return value.value.replace(run_dir, "").removeprefix(prefix) if own else value.value
+
+    given = (value for value in host.environment if value.origin != NOTIFY)
+    environment = tuple((value.name, value.origin, shared(value)) for value in given)
     starter = tuple(
         word.replace(run_dir, "")
         for before, word in zip(("", *host.starter), host.starter, strict=False)

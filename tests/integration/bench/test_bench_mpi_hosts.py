@@ -15,7 +15,7 @@ from needs import need_program
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools" / "comm"
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 _SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
 

@@ -17,7 +17,7 @@ from bed.slurm import Slurm
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tools" / "comm" / "bench.py"
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 _SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
 

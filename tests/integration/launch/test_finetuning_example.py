@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launch_lab import PROJECT
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 NEEDED = ("run.py", "examples", "flagscale", "third_party")
 

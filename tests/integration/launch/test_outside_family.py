@@ -15,7 +15,7 @@ from ssh_lab import ssh_lab
 
 from flagscale.status import read_events, status_files
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 OUTSIDE = PROJECT / "tests" / "outside"
 TRAIN_GPT = PROJECT / "flagscale" / "train" / "train_gpt.py"

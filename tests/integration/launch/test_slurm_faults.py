@@ -14,7 +14,7 @@ from full_disk import fill
 from launch_lab import until
 from slurm_lab import Cluster, SlurmLab, slurm_lab
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 @pytest.fixture
@@ -35,8 +35,11 @@ def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
             assert (launcher.returncode, said in out) == (3, True), out
         assert len(lab.processes()) > 0
     lab.until_state("running")
-    assert lab.do("stop").returncode == 0
-    assert lab.processes() == []
+    # Nor is a node whose slurmd was killed: nobody notices before it is taken for down.
+    with slurm.without_daemon("h01"):
+        assert lab.query()["state"] == "running"
+        assert lab.do("stop").returncode == 0
+        assert lab.processes() == []
 
 
 def test_a_directory_that_nodes_do_not_share(lab: SlurmLab, tmp_path: Path) -> None:
@@ -99,6 +102,20 @@ def test_a_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
     assert lab.processes() == []
 
 
+def test_a_node_that_slurm_takes_for_down_is_what_a_run_fails_by(lab: SlurmLab) -> None:
+    lab.slurm(runner={"stop_grace": 0})
+    launcher = lab.start("test")
+    until(lambda: lab.layout.state.exists() and lab.query()["joined"] == 2)
+    with lab.cluster.slurm.without_node("h01", str(lab.root)):
+        now = lab.until_state("failed")
+        assert now["warnings"] == [f"job {lab.job} lost a node: h01"]
+        assert now["failure"]["host"] == "h01"
+        out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == now["exit_code"] > 0, out
+    assert "first failure: h01: " in out
+    assert lab.processes() == []
+
+
 def test_a_run_whose_first_node_is_lost_goes_on_as_the_same(lab: SlurmLab) -> None:
     """Its batch script, the coordinator of its agents and rank 0 are all gone with it."""
     slurm = lab.cluster.slurm
@@ -120,8 +137,8 @@ def test_a_run_whose_first_node_is_lost_goes_on_as_the_same(lab: SlurmLab) -> No
     output = str(until(started_again))
     for rank in ranks:
         assert -1 < output.find(f"{rank} 0") < output.find(f"{rank} 1"), output
-    # What Slurm does before a time limit; it was started as often as it may be.
-    slurm.run("scancel", "--batch", "--signal=USR1", lab.job)
-    assert f"job {lab.job} came to its time limit" in lab.until_warned()
-    assert lab.query()["state"] == "stopped"
+    # It was started as often as it may be.
+    slurm.run("scontrol", "requeue", lab.job)
+    told = "was started by Slurm more often than slurm.requeue allows"
+    until(lambda: told in str(lab.query()["warnings"]))
     assert lab.processes() == []

@@ -11,10 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from launch_lab import until
 from slurm_lab import Cluster, SlurmLab, slurm_lab
+
+import flagscale
+from flagscale.launch.runners.slurm import scheduler
 
 pytestmark = pytest.mark.integration
 
@@ -105,9 +109,12 @@ def test_a_job_that_waits_is_told_of_started_and_stopped(lab: SlurmLab) -> None:
 
 
 def test_the_first_failure_and_its_code(lab: SlurmLab) -> None:
+    """Of a run that is started from within a job of Slurm's."""
     lab.envs = {"FAIL": "7"}
-    lab.slurm()
-    done = lab.do("test")
+    lab.slurm(exclusive=False)
+    with lab.cluster.slurm.allocation(nodes=1, tasks=1, where="h00") as job:
+        under = ("srun", f"--jobid={job}", "--export=ALL", f"--chdir={lab.root}")
+        done = lab.do("test", under=under)
     assert done.returncode == 7, done.stdout + done.stderr
     assert "first failure: h01: the job ended with exit code 7" in done.stderr
     assert "h01: rank 1 attempt 0" in done.stdout.splitlines()
@@ -240,8 +247,9 @@ def test_what_slurm_has_ended_is_told_long_after(
     lab.slurm()
     assert lab.do("run").returncode == 0
     slurm.run("scancel", lab.job)
-    assert "was ended by Slurm: cancelled" in lab.until_warned()
+    assert lab.until_warned() == f"job {lab.job} was cancelled"
     assert lab.query()["state"] == "stopped"
+    assert lab.processes() == []
     assert "saved 1" in lab.do("logs").stdout
     with slurm.allocation(nodes=2, tasks=2):
         lab.submit()
@@ -252,16 +260,27 @@ def test_what_slurm_has_ended_is_told_long_after(
     assert lab.query()["state"] == "stopped"
 
 
-def test_the_order_of_a_hostfile(lab: SlurmLab) -> None:
+def test_the_order_of_a_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that is driven from Python."""
     (lab.root / "hosts").write_text("h01 slots=1 type=A\nh00 slots=2 type=B\n")
     # Each type is a component of its own, in the order of the plan.
     kinds = {"B": {"mem": "10"}}
     lab.slurm(runner={"hostfile": "hosts", "nproc_per_node": 2}, device_type_specific=kinds)
-    assert lab.do("run").returncode == 0
+
+    def drive() -> dict[str, Any]:
+        os.chdir(lab.root)
+        run = flagscale.launch(lab.root / "conf" / "lab.yaml")
+        # However often somebody looks Slurm is asked seldom.
+        monkeypatch.setattr(scheduler, "look", Mock(wraps=scheduler.look))
+        phases = {run.status().phase for _ in range(50)}
+        lines, looks = run.logs(), scheduler.look.call_count  # type: ignore[attr-defined]
+        run.stop()
+        return {"phases": [*phases, run.wait().phase], "lines": lines, "looks": looks}
+
+    told = lab.cluster.user.do(drive)
+    assert (told["phases"], told["looks"] <= 1) == (["running", "stopped"], True)
     assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
-    lines = set(lab.do("logs").stdout.splitlines())
-    assert {"h01: rank 0 attempt 0", "h00: rank 2 attempt 0"} <= lines
-    assert lab.do("stop").returncode == 0
+    assert {"h01: rank 0 attempt 0", "h00: rank 2 attempt 0"} <= set(told["lines"])
 
 
 def test_unlike_nodes_in_one_heterogeneous_job(lab: SlurmLab) -> None:
@@ -313,6 +332,17 @@ def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
     assert refused.returncode == 2
     assert f"afterok:{job} cannot come true any more: job {job} is FAILED" in refused.stderr
     assert not lab.layout.state.exists()
+
+
+def test_a_run_goes_on_after_its_time_limit(lab: SlurmLab) -> None:
+    """A real one: Slurm's least, of which most is for saving."""
+    lab.slurm(time="1:00", requeue=1, runner={"stop_grace": 28})
+    lab.submit()
+    lab.until_waiting("is pending (BeginTime")
+    assert "h01: saved 1" in lab.do("logs").stdout
+    assert "has come to its time limit" in next(lab.layout.logs.glob("slurm/*/output")).read_text()
+    until(lambda: "h01: rank 1 attempt 1" in lab.do("logs").stdout)
+    assert lab.do("stop").returncode == 0
 
 
 def test_a_preempted_job_saves_and_goes_on(lab: SlurmLab) -> None:

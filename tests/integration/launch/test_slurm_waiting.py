@@ -14,7 +14,7 @@ import pytest
 from launch_lab import until
 from slurm_lab import INSIDE, Cluster, SlurmLab, needed_cluster, slurm_lab
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 ACCOUNTS = (
     "add cluster bed",
@@ -47,7 +47,8 @@ def gate() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def slurm_cluster(gate: Path) -> Iterator[Cluster]:
-    settings = {"MinJobAge": "2", "Prolog": str(gate.with_name("prolog"))}
+    kept = {"AccountingStoreFlags": "job_env,job_script"}
+    settings = {"MinJobAge": "2", "Prolog": str(gate.with_name("prolog")), **kept}
     with needed_cluster(accounts=ACCOUNTS, settings=settings) as made:
         yield made
 
@@ -90,11 +91,18 @@ def test_a_limit_that_holds_a_job_is_told(lab: SlurmLab, qos: str, told: str) ->
 def test_what_the_controller_has_forgotten_is_in_the_accounts(lab: SlurmLab) -> None:
     """Of a job that could not say how it ended: its batch script was on the node that it lost."""
     slurm = lab.cluster.slurm
+    lab.envs = {"API_TOKEN": "s3cr3t"}
     lab.slurm()
     assert lab.do("run").returncode == 0
     with slurm.without_node("h00", str(lab.root)):
         until(lambda: forgotten(lab))
-        assert lab.until_warned() == f"job {lab.job} lost a node"
+        assert lab.until_warned() == f"job {lab.job} lost a node: h00"
+    now = lab.query()
+    assert (now["state"], now["failure"]["host"]) == ("failed", "h00")
+    # Accounts keep what a job was submitted with.
+    for kept, text in (("--env-vars", "XDG_STATE_HOME="), ("--batch-script", lab.state().run_id)):
+        told = slurm.run("sacct", f"--jobs={lab.job}", kept)
+        assert (text in told, "s3cr3t" in told) == (True, False)
 
 
 def test_a_component_that_comes_late(lab: SlurmLab, gate: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_sweep_from_its_plan_to_its_table(swept: Lab) -> None:
 
 def test_nothing_starts_where_one_is_wrong(swept: Lab) -> None:
     for words, said in (
-        (("experiment.runner.nproc_per_node=1,0",), "not less than 1, found 0 (with nproc"),
+        (("experiment.runner.nproc_per_node=1,0",), "from 1 to 65536, found 0 (with nproc"),
         (("action=logs", "+train.model.seed=1,2"), "with -m there are run, dryrun, query, stop"),
         (("follow=true", "+train.model.seed=1,2"), "follow: is of one run; with -m there is json"),
     ):

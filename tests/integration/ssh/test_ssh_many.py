@@ -6,7 +6,7 @@ import pytest
 from launch_lab import until
 from ssh_lab import SshLab
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 @pytest.mark.bed(hosts=64)

@@ -9,44 +9,10 @@ import pytest
 from bed.lab import Bed
 from launch_lab import until
 from ssh_lab import SshLab, ssh_lab
-
-from flagscale.status import read_events, status_files
+from training_lab import PROGRAM, Step, losses, sections
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-PROGRAM = Path(__file__).parents[3] / "flagscale" / "train" / "train_gpt.py"
-# The tiny Llama-3 of the examples, smaller still: two CPU cores train two ranks twice here.
-LLAMA: dict[str, Any] = {
-    "system": {"distributed_backend": "gloo", "precision": {"bf16": False}},
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 64,
-        "seq_length": 16,
-        "micro_batch_size": 1,
-        "global_batch_size": 4,
-        "train_iters": 1000,  # of which a run takes the first few
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "disable_bias_linear": True,
-        "position_embedding_type": "rope",
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "eval_iters": 0,
-        "optimizer": {"lr": 1.0e-3, "lr_decay_style": "constant"},
-    },
-    # Padded to 128 for one and for two tensor-parallel ranks.
-    "data": {
-        "mock_data": True,
-        "vocab_size": 100,
-        "make_vocab_size_divisible_by": 64,
-        "num_workers": 0,
-    },
-}
-LOGGING = {"log_interval": 1, "save": None, "load": None, "tensorboard_dir": None}
 # The pair of tensor-parallel ranks is on the host that the hostfile lists last.
 MESHES = {
     "enable_hetero": True,
@@ -64,30 +30,11 @@ SMALLER = {
     ],
 }
 
-Step = tuple[int, float, float]
-
 
 def configure(lab: SshLab, steps: int | None, system: dict[str, Any], **options: Any) -> None:
-    """A YAML that trains for so many steps, at most: until their number divides by it."""
-    logging = {**LOGGING, **system.get("logging", {}), "exit_interval": steps}
-    sections = {**LLAMA, "system": {**LLAMA["system"], **system, "logging": logging}}
-    lab.configure(
-        light=False, task={"entrypoint": str(PROGRAM)}, top={"train": sections}, **options
-    )
-
-
-def losses(lab: SshLab) -> list[Step]:
-    """Step, loss and gradient norm of every step of the last run, whichever rank reported them."""
-    found = []
-    for host in lab.state().hosts:
-        for path in status_files(host.run_dir / "status"):
-            rows = read_events(path)[0]
-            found += [
-                (e.get("step"), e.get("loss"), e.get("grad_norm"))
-                for e in rows
-                if e.event == "progress"
-            ]
-    return sorted(found)
+    """A YAML that trains for so many steps, at most."""
+    top = {"train": sections(steps, **system)}
+    lab.configure(light=False, task={"entrypoint": str(PROGRAM)}, top=top, **options)
 
 
 def train(lab: SshLab, steps: int = 3, **options: Any) -> list[Step]:

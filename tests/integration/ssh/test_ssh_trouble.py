@@ -15,7 +15,7 @@ from ssh_lab import STEADY, SshLab, bystanders, sleepers
 
 from flagscale.launch.failures import job_record
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 BAD = {

@@ -117,3 +117,15 @@ def test_files_are_private_and_whole(tmp_path: Path) -> None:
         write_atomic(path, "\ud800")
     assert read_json(path) == {"ü": 1}
     assert os.listdir(directory) == ["file.json"]  # noqa: PTH208
+
+
+@pytest.mark.root  # who else may give files away
+def test_what_root_replaces_stays_its_owners(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json(path, {})
+    os.chown(path, 65534, 100)
+    write_json(path, {"ended": 1})
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (65534, 100, 0o600)
+    write_json(tmp_path / "new.json", {})
+    assert (tmp_path / "new.json").stat().st_uid == 0

@@ -71,8 +71,7 @@ def text(
     script lives nothing starts.
     """
     kept = previous is not None and previous.output == host.output
-    secrets = {value.name: value.value for value in host.environment if value.secret}
-    carried = {**secrets, RUN_ID_VARIABLE: run_id}
+    carried = {**host.secrets, RUN_ID_VARIABLE: run_id}
     return program(
         _BODY,
         {

@@ -22,7 +22,6 @@ _AGENT_SECONDS = 15
 _KILL_SECONDS = 5
 _MARGIN_SECONDS = 20
 
-
 _BODY = Path(__file__).with_name("stop.sh")
 
 

@@ -23,11 +23,10 @@ from flagscale.launch.preflight.checks import EARLIER_RUN, REACHABLE, Check
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.survey import BACKEND, survey
 from flagscale.launch.runners import reaching
-from flagscale.launch.runners.slurm import scheduler
+from flagscale.launch.runners.slurm import scheduler, watch
 from flagscale.launch.runners.slurm.container import KEY
 from flagscale.launch.runners.slurm.job import TYPE, components
 from flagscale.launch.runners.slurm.scheduler import Partition
-from flagscale.launch.runners.slurm.watch import Watch
 from flagscale.launch.state import alive_message, load_state
 
 _SECTION = "experiment.runner.slurm"
@@ -40,6 +39,7 @@ _OF_NODES = frozenset(
 )
 # And what is an image's, where nodes run in one.
 _OF_IMAGES = frozenset({"python", "packages", "code", family.CHECK})
+_BY_GROUPS = "proctrack/pgid: what leaves its group outlives scancel; nodes end it a moment later"
 # What people need of sbatch's answer to --test-only.
 _WHEN = re.compile(r"to start at (\S+)")
 
@@ -55,6 +55,8 @@ def check_job(experiment: Experiment, plan: LaunchPlan, *, fresh: bool = False) 
     try:
         partitions = scheduler.partitions()
         checks.append(Check(REACHABLE, True, f"{len(partitions)} partition(s)", hosts="slurm"))
+        if scheduler.finds_by_groups():
+            checks.append(Check("proctrack", True, _BY_GROUPS, warning=True, hosts="slurm"))
         for hosts in components(plan, slurm):
             checks += _partition(slurm, hosts, partitions)
         checks += _dependencies(slurm)
@@ -68,7 +70,7 @@ def _earlier(plan: LaunchPlan) -> Iterator[Check]:
     previous = load_state(plan.layout.state)
     if previous is None or previous.runner.type != TYPE:
         return
-    standing = Watch().standing(previous)
+    standing = watch.of_run(previous.run_id).standing(previous)
     if standing.over:
         yield Check(EARLIER_RUN, True, "none alive")
     elif not standing.trouble:
@@ -174,8 +176,7 @@ def _tested(plan: LaunchPlan) -> Check:
     if plan.job is None:
         return Check("job", False, "this plan has no job")
     # Its script is written when it is submitted; what is asked needs one that exists.
-    command = (*plan.job.command[:-1], "--wrap=true")
-    taken, text = scheduler.test_only(command)
+    taken, text = scheduler.test_only((*plan.job.command[:-1], "--wrap=true"))
     if not taken:
         return Check("job", False, f"Slurm refuses it: {text}", f"change {_SECTION}")
     when = _WHEN.search(text)

@@ -8,18 +8,17 @@ once it has some, ``ended`` when it ends, and ``output``. Both are lines ``name=
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.files import make_private_directory, write_atomic
 from flagscale.hosts.names import expand_list
 from flagscale.launch.layout import Layout
-from flagscale.launch.planning.model import HostPlan, LaunchPlan
+from flagscale.launch.planning.model import LaunchPlan
 
 NODES = "nodes"
-AGAIN, CANCELLED, TIME, STOP = "again", "cancelled", "time", "stop"
-"""Why a batch script ended: requeued by itself, told by Slurm, out of time, stopped."""
+CANCELLED, TIME, STOP = "cancelled", "time", "stop"
+"""Why a batch script ended: told by Slurm, out of time, stopped."""
 
 
 def of_run(exp_dir: Path, run_id: str) -> Path:
@@ -78,17 +77,9 @@ def write(plan: LaunchPlan, directory: Path, *, named: bool) -> None:
     if named:
         write_atomic(directory / "hosts", "".join(f"{host.name}\n" for host in plan.hosts))
     for host in plan.hosts:
-        if secrets := _secrets(host):
-            lines = (f"export {name}={shlex.quote(value)}\n" for name, value in secrets.items())
-            write_atomic(_secrets_file(directory, host.node_rank), "".join(lines))
-
-
-def _secrets(host: HostPlan) -> Mapping[str, str]:
-    return {value.name: value.value for value in host.environment if value.secret}
-
-
-def _secrets_file(directory: Path, node_rank: int) -> Path:
-    return directory / f"secrets.{node_rank}"
+        if secrets := host.secrets.items():
+            lines = (f"export {name}={shlex.quote(value)}\n" for name, value in secrets)
+            write_atomic(directory / f"secrets.{host.node_rank}", "".join(lines))
 
 
 def forget_secrets(directory: Path) -> None:

@@ -98,11 +98,9 @@ def _require_types(slurm: Slurm, hosts: Sequence[Host]) -> None:
     """Raise :class:`ConfigError` for types that no host has."""
     types = list(dict.fromkeys(host.device_type for host in hosts if host.device_type))
     key = "experiment.runner.slurm.device_type_specific"
+    text = "no host that takes part has this type"
     problems = [
-        Problem(
-            f"{key}.{name}",
-            f"no host that takes part has this type{did_you_mean(name, types)}",
-        )
+        Problem(f"{key}.{name}", f"{text}{did_you_mean(name, types)}")
         for name in slurm.by_type
         if name not in types
     ]

@@ -114,6 +114,10 @@ put nodes "job=$job" "start=$start" "nodes=$nodes" "master=$master_addr:$master_
 rm -f -- "$details"/host_*/"$run_id"/exit.json
 export FLAGSCALE_MASTER_ADDR=$master_addr FLAGSCALE_MASTER_PORT=$master_port
 given=("$run_id" "$job_dir" "$scripts" "$outputs" "$start" "$nodes" "$first" "$liveness_port" "$count")
+# By process groups Slurm finds few of a job's processes: somebody else has to end the others. Where
+# it does not answer that does no harm either.
+config=$(scontrol show config 2>/dev/null)
+[[ $config == *proctrack/* && $config != *proctrack/pgid* ]] || given+=("$details")
 srun "${srun[@]}" "${inside[@]}" bash -c "$node" node "${given[@]}" &
 srun_pid=$!
 if [[ -n $patience ]]; then

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING
 
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError, JobError, Problem, RunStateError, UnreachableError
-from flagscale.files import make_private_directory, write_atomic
+from flagscale.files import write_atomic
 from flagscale.hosts import processes
-from flagscale.hosts.names import compress
+from flagscale.hosts.names import compress, expand_list
 from flagscale.hosts.processes import Swept
-from flagscale.launch.layout import OLD_OUTPUT_FILE, SCRIPT_FILE
+from flagscale.launch.layout import SCRIPT_FILE
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.runners.base import Prepared, Texts
 from flagscale.launch.runners.slurm import files, scheduler, watch
 from flagscale.launch.runners.slurm.job import TYPE, plan_of
-from flagscale.launch.runners.slurm.watch import Standing, Watch
 from flagscale.launch.state import (
     RunState,
     alive_message,
@@ -55,7 +54,6 @@ class SlurmRunner:
     """Starts, watches and ends runs as jobs."""
 
     def __init__(self) -> None:
-        self._watch = Watch()
         self._reader: EventReader | None = None
 
     def close(self) -> None:
@@ -125,9 +123,7 @@ class SlurmRunner:
         if plan.job is not None:
             write_atomic(plan.job.file, plan.job.script, mode=0o700)
         for old in previous.hosts if previous is not None else ():
-            if old.output.exists():
-                make_private_directory(old.run_dir)
-                old.output.replace(old.run_dir / OLD_OUTPUT_FILE)
+            old.set_output_aside()
 
     def await_hosts(self, state: RunState) -> RunState:
         """Wait until Slurm has given the job its nodes, and tell why it has not. Raises
@@ -135,7 +131,7 @@ class SlurmRunner:
         directory = files.of_run(state.exp_dir, state.run_id)
         told = ""
         while files.started(directory) is None:
-            now = self._watch.standing(state)
+            now = watch.of_run(state.run_id).standing(state)
             if now.over:
                 raise JobError(f"run {state.run_id} has not started: {now.end}")
             text = now.waits or (now.trouble and f"{now.trouble}; the job may wait or run")
@@ -143,7 +139,7 @@ class SlurmRunner:
                 say(text)
                 told = text
             time.sleep(_POLL_SECONDS)
-        self._watch.forget()
+        watch.of_run(state.run_id).forget()
         return self._named(state)
 
     # -- watch ----------------------------------------------------------------------------------
@@ -165,7 +161,7 @@ class SlurmRunner:
         from flagscale.launch.snapshot import EventReader, Seen, take
 
         state = self._named(state)
-        standing = self._watch.standing(state)
+        standing = watch.of_run(state.run_id).standing(state)
         if standing.cancelled and state.stop_requested is None:
             state = replace(state, stop_requested=time.time())
         if self._reader is None:
@@ -174,12 +170,12 @@ class SlurmRunner:
         if alive and state.runner.handle.get("requeue") and self._over_somewhere(state):
             # Told as an end, it would be taken for the last one.
             waits = f"job {state.runner.handle.get('job', '')} is ending, and may be started again"
-        seen = Seen(alive=alive, trouble=standing.trouble, waits=waits)
-        taken = take(
-            state, dict.fromkeys(range(len(state.hosts)), seen), self._reader, with_lines=with_lines
-        )
+        look = Seen(alive=alive, trouble=standing.trouble, waits=waits)
+        seen = dict.fromkeys(range(len(state.hosts)), look)
+        taken = take(state, seen, self._reader, with_lines=with_lines)
         more = (standing.end, _not_begun(state) if standing.lives else "")
-        return replace(taken, warnings=(*filter(None, more), *taken.warnings))
+        taken = replace(taken, warnings=(*filter(None, more), *taken.warnings))
+        return _failed(state, taken, standing.lost) if standing.lost else taken
 
     def bring_output(self, state: RunState) -> None:
         self._named(state)
@@ -187,7 +183,7 @@ class SlurmRunner:
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
         if any_host and self._over_somewhere(state):
             return True
-        return self._watch.standing(state).over
+        return watch.of_run(state.run_id).standing(state).over
 
     def _over_somewhere(self, state: RunState) -> bool:
         return any(host.exit() is not None for host in state.hosts)
@@ -201,13 +197,13 @@ class SlurmRunner:
     def wait(self, state: RunState) -> int:
         from flagscale.launch.failures import first_failure, job_code
 
-        while not self._watch.standing(state).over:
+        while not (standing := watch.of_run(state.run_id).standing(state)).over:
             time.sleep(_POLL_SECONDS)
         state = self._named(state)
         exits = [host.exit() for host in state.hosts]
         code = job_code(state, exits, first_failure(state, {})) or 0
         if code or None not in exits:
-            return code
+            return code or bool(standing.lost)
         ended = files.ended(files.of_run(state.exp_dir, state.run_id))
         return (ended.code if ended is not None else 0) or 1
 
@@ -220,15 +216,15 @@ class SlurmRunner:
         from flagscale.launch.ending import Stopped, record_stop
 
         state = self._named(state)
-        self._watch.forget()
-        standing = self._watch.standing(state)
+        watch.of_run(state.run_id).forget()
+        standing = watch.of_run(state.run_id).standing(state)
         if standing.over:
             return Stopped()
         if standing.trouble:
             raise _unreachable(state, standing.trouble)
         stopping = replace(state, stop_requested=round(time.time(), 3))
         unrecorded = record_stop(stopping)
-        job = _job_of(state)
+        job = watch.job_of(state)
         began = time.monotonic()
         try:
             gently = self._tell(state, job, standing)
@@ -237,7 +233,7 @@ class SlurmRunner:
                 self._until_over(state, _KILLING_SECONDS)
         except UnreachableError as error:
             raise _unreachable(state, error.message) from None
-        if not self._watch.standing(state).over:
+        if not watch.of_run(state.run_id).standing(state).over:
             raise RunStateError(
                 f"run {state.run_id} of {state.name}: job {job} was cancelled, and Slurm still "
                 "shows it as ending",
@@ -248,7 +244,7 @@ class SlurmRunner:
         late = time.monotonic() - began >= state.stop_grace and not standing.waits
         return Stopped(self._swept(state, late=late), unrecorded=unrecorded)
 
-    def _tell(self, state: RunState, job: str, standing: Standing) -> bool:
+    def _tell(self, state: RunState, job: str, standing: watch.Standing) -> bool:
         """Have a running job save and end; whether it did in time."""
         if standing.waits:
             return False
@@ -259,16 +255,15 @@ class SlurmRunner:
 
     def _until_over(self, state: RunState, seconds: float) -> bool:
         """Wait for the job's end, for so long at most; whether it came."""
-        asked = time.monotonic()
+        asked = float("-inf")
 
         def over() -> bool:
             nonlocal asked
             if time.monotonic() - asked >= _ENDING_POLL_SECONDS:
                 asked = time.monotonic()
-                self._watch.forget()
-            return self._watch.standing(state).over
+                watch.of_run(state.run_id).forget()
+            return watch.of_run(state.run_id).standing(state).over
 
-        self._watch.forget()
         return processes.wait_until(over, seconds)
 
     def _swept(self, state: RunState, *, late: bool) -> dict[str, Swept]:
@@ -281,10 +276,22 @@ class SlurmRunner:
         return found
 
 
+def _failed(state: RunState, taken: Snapshot, lost: str) -> Snapshot:
+    """A run that has lost nodes: the ranks of the others were told to end, as by a stop."""
+    from flagscale.launch.liveness.diagnosis import Failure
+    from flagscale.launch.snapshot import Phase
+
+    reason = "was lost: Slurm took it for down and ended the job"
+    first = next((host for host in state.hosts if host.name in expand_list(lost)), state.hosts[0])
+    failure = taken.failure or Failure(first.name, None, None, reason, "", first.output)
+    return replace(taken, phase=Phase.FAILED, failure=failure, exit_code=taken.exit_code or 1)
+
+
 def _not_begun(state: RunState) -> str:
     """Which nodes have not begun while others wait for them, once that is more than a moment."""
     directory = files.of_run(state.exp_dir, state.run_id)
-    late = [host.name for host in state.hosts if not (host.run_dir / SCRIPT_FILE).exists()]
+    silent = (h for h in state.hosts if not (h.run_dir / SCRIPT_FILE).exists())
+    late = [host.name for host in silent if host.exit() is None]
     with suppress(OSError):
         late_by = time.time() - (directory / files.NODES).stat().st_mtime
         if 0 < len(late) < len(state.hosts) and late_by > _MOMENT_SECONDS:
@@ -296,7 +303,7 @@ def _not_begun(state: RunState) -> str:
 def _refuse_beside(previous: RunState) -> None:
     """Raise :class:`RunStateError` where the run before lives, and :class:`UnreachableError` where
     nobody knows."""
-    standing = Watch().standing(previous)
+    standing = watch.of_run(previous.run_id).standing(previous)
     if standing.trouble:
         raise _unreachable(previous, standing.trouble)
     if not standing.over:
@@ -308,9 +315,3 @@ def _unreachable(state: RunState, trouble: str) -> UnreachableError:
     return UnreachableError(
         f"run {state.run_id} of {state.name} may live: {trouble}", hint="try again once it answers"
     )
-
-
-def _job_of(state: RunState) -> str:
-    """The id of the job. A launcher that was killed early has not written it down."""
-    handle = state.runner.handle
-    return str(handle.get("job") or scheduler.named(str(handle["name"])))

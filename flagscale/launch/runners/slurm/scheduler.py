@@ -97,7 +97,8 @@ def call(*argv: str) -> subprocess.CompletedProcess[str]:
             check=False,
             timeout=_SECONDS,
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
+        # The latter where a directory on PATH, or the command in it, is not for this user.
         raise UnreachableError(
             f"there is no {argv[0]} on this machine: it is none from which Slurm is used",
             hint="start the run from a login node of the cluster",
@@ -130,8 +131,7 @@ def submit(command: Sequence[str], name: str) -> str:
         return found[1]
     # The answer may be lost, but not the job.
     if re.search(r"contact|timed out|Zero Bytes|connect", done.stderr, re.IGNORECASE):
-        taken = named(name)
-        if taken:
+        if taken := named(name):
             return taken
         raise UnreachableError(f"Slurm does not answer: {said(done)}")
     raise RefusedError(said(done))
@@ -241,6 +241,17 @@ def test_only(command: Sequence[str]) -> tuple[bool, str]:
 def knows_option(name: str) -> bool:
     """Whether srun has an option, its plug-ins' among them."""
     return name in call("srun", "--help").stdout
+
+
+def finds_by_groups() -> bool:
+    """Whether Slurm finds the processes of a job by their group, which most leave."""
+    return "proctrack/pgid" in _asked("scontrol", "show", "config")
+
+
+def down(nodes: Sequence[str]) -> list[str]:
+    """Those of the nodes that Slurm takes for down."""
+    words = ("--noheader", "--Node", f"--nodes={','.join(nodes)}", "--states=down", "--format=%N")
+    return list(dict.fromkeys(_asked("sinfo", *words).split()))
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from flagscale.errors import RunStateError, UnreachableError
+from flagscale.hosts import processes
+from flagscale.hosts.names import compress
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import RunnerHandle
 from flagscale.launch.runners.slurm import files, scheduler
@@ -21,7 +24,7 @@ from flagscale.launch.runners.slurm.scheduler import Job
 from flagscale.launch.state import HostState, RunState, load_state
 
 ASK_SECONDS = 30.0
-_UNTOLD_SECONDS = 2.0
+_FIRST_SECONDS = 1.0
 # A job that says nothing and has just ended may be about to: files take a moment to be seen.
 _SETTLE_SECONDS = 2.0
 
@@ -34,6 +37,7 @@ _ENDS = {
     "BOOT_FAIL": "failed since a node did not boot",
     "DEADLINE": "missed its deadline",
 }
+_STOPS = frozenset({"TIMEOUT", "PREEMPTED", "CANCELLED", "DEADLINE"})
 _WHYS = {
     files.TIME: "came to its time limit; its ranks were told to save before",
     files.CANCELLED: "was ended by Slurm: cancelled, preempted, or at its time limit",
@@ -46,111 +50,128 @@ _WHYS = {
 @dataclass(frozen=True)
 class Standing:
     """How a job stands: it ``waits`` (why), ``lives``, or is over, with the ``end`` that is not the
-    ranks' own. ``trouble``: why nobody knows. ``cancelled``: it was ended from outside."""
+    ranks' own. ``trouble``: why nobody knows. ``cancelled``: it was ended from outside, ``lost``:
+    for want of these nodes."""
 
     lives: bool = False
     waits: str = ""
     trouble: str = ""
     end: str = ""
     cancelled: bool = False
+    lost: str = ""
 
     @property
     def over(self) -> bool:
         return not (self.lives or self.waits or self.trouble)
 
 
+@lru_cache(maxsize=512)
+def of_run(run_id: str) -> Watch:
+    """The watch of a run, one in a process: whoever looks anew does not ask anew."""
+    return Watch()
+
+
 class Watch:
     """Looks at the job of one run."""
 
     def __init__(self) -> None:
-        self._asked_at = float("-inf")
+        self.forget()
+        self._changed_at = self._asked_at
         self._answer: Job | UnreachableError | None = None
-        self._begun: files.Started | None = None
+        self._files: tuple[files.Started | None, files.Ended | None] = (None, None)
         self._final: Standing | None = None
 
     def forget(self) -> None:
         """Ask again at the next look."""
-        self._asked_at = float("-inf")
+        self._asked_at, self._pause = float("-inf"), _FIRST_SECONDS / 2
 
     def standing(self, state: RunState) -> Standing:
         """How the job stands now."""
-        if self._final is None:
-            found = self._look(state)
-            if found.over:
-                self._final = found
-            return found
-        return self._final
+        found = self._final or _written_down(state) or self._look(state)
+        self._final = found if found.over else None
+        return found
 
     def _look(self, state: RunState) -> Standing:
         directory, handle = files.of_run(state.exp_dir, state.run_id), state.runner.handle
-        if (kept := handle.get("end")) is not None:
-            return Standing(end=str(kept), cancelled=bool(handle.get("cancelled")))
         begun, ended = files.started(directory), files.ended(directory)
         if ended is not None and begun is not None and ended.start < begun.start:
             ended = None
-        if ended is not None and (not handle.get("requeue") or ended.why in ("", files.STOP)):
-            return _of(ended, state)
-        if begun != self._begun:
-            # What was answered before is of a start that is over.
-            self._begun = begun
+        final = ended is not None and (not handle.get("requeue") or ended.why in ("", files.STOP))
+        if (begun, ended) != self._files:
+            # What was answered before is of a start that is over, or of none.
+            self._files, self._changed_at = (begun, ended), time.monotonic()
             self.forget()
-        answer = self._ask(state)
+        told = ended is not None and ended.why != files.CANCELLED
+        answer = Job() if final and told else self._ask(state)
+        if final and (isinstance(answer, UnreachableError) or not answer.over):
+            # It has ended: Slurm says why once it is done with it.
+            if isinstance(answer, Job) and time.monotonic() - self._changed_at < ASK_SECONDS:
+                return Standing(lives=True)
+            return Standing(end=_told(state, _WHYS[files.CANCELLED]), cancelled=True)
         if isinstance(answer, UnreachableError):
             return Standing(trouble=answer.message)
         if not answer.over:
             waits = waiting(state, answer) if answer.waits else ""
             return Standing(lives=not waits, waits=waits)
-        return _of(ended, state) if ended is not None else self._vanished(state, directory, answer)
+        if ended is not None and told:
+            end = _told(state, _WHYS[ended.why]) if ended.why in _WHYS else ""
+            return _kept(state, Standing(end=end, cancelled=ended.why == files.TIME))
+        return self._explained(state, directory, answer)
 
     def _ask(self, state: RunState) -> Job | UnreachableError:
-        now, last = time.monotonic(), self._answer
-        # Slurm takes a moment to find out why a new job waits, and a job that has begun to say so.
-        untold = isinstance(last, Job) and not (last.reason if last.waits else self._begun)
-        if last is None or now - self._asked_at >= (_UNTOLD_SECONDS if untold else ASK_SECONDS):
-            self._answer, self._asked_at = ask(state), now
-        return self._answer or Job()
+        now, last, (begun, ended) = time.monotonic(), self._answer, self._files
+        if last is None or now - self._asked_at >= self._pause:
+            last = self._answer = ask(state)
+            # Slurm takes a moment to find out why a new job waits, and a job that has begun or
+            # ended to say so: asked less and less, for that may take long.
+            untold = isinstance(last, Job) and (
+                not last.reason if last.waits else begun is None or ended is not None
+            )
+            self._pause = min(self._pause * 2, ASK_SECONDS) if untold else ASK_SECONDS
+            self._asked_at = now
+        return last
 
-    def _vanished(self, state: RunState, directory: Path, answer: Job) -> Standing:
-        """Of a job that is over and has not said how."""
+    def _explained(self, state: RunState, directory: Path, answer: Job) -> Standing:
+        """Of a job that is over and has not said how, or that was told to end by Slurm."""
         # One that was cancelled before it had nodes has no script that could say anything.
-        silent = answer.state == "CANCELLED" and files.started(directory) is None
-        if not silent and not self._settled(directory):
+        begun, ended = self._files
+        settling = ended is None and (answer.state != "CANCELLED" or begun is not None)
+        if settling and processes.wait_until(lambda: bool(files.ended(directory)), _SETTLE_SECONDS):
             self.forget()
             return Standing(lives=True)
         job, name = str(state.runner.handle.get("job", "")), str(state.runner.handle["name"])
         silence = ""
-        if not answer.state and job:
+        if answer.state in ("", "CANCELLED") and job:
             try:
-                answer = scheduler.account(job, name)
+                found = scheduler.account(job, name)
+                answer = found if found.state and found.over else answer
             except UnreachableError as error:
-                silence = error.message
-        end = f"job {job or name} {_end_of(answer)}"
-        cancelled = answer.state == "CANCELLED"
-        if files.started(directory) is None and not cancelled:
-            end += (
-                f"; its batch script wrote nothing to {directory}, which nodes have to share with "
-                "this machine"
-            )
+                silence = "" if answer.state else error.message
+        lost = _lost(state) if answer.state == "NODE_FAIL" else ""
+        vague = ended is not None and answer.state not in _ENDS
+        cancelled = vague or answer.state in _STOPS
+        end = _told(state, _WHYS[files.CANCELLED] if vague else _end_of(answer))
+        end += f": {lost}" if lost else ""
+        if begun is None and not cancelled:
+            end += f"; its batch script wrote nothing to {directory}"
+            end += ", which nodes have to share with this machine"
         if silence:
             # Not written down: it may be told better later.
-            return Standing(end=f"{end}; {silence}")
-        return _kept(state, end, cancelled=cancelled)
+            return Standing(end=f"{end}; {silence}", cancelled=cancelled)
+        return _kept(state, Standing(end=end, cancelled=cancelled, lost=lost))
 
-    def _settled(self, directory: Path) -> bool:
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while files.ended(directory) is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return files.ended(directory) is None
+
+def job_of(state: RunState) -> str:
+    """The id of the job. A launcher that was killed early has not written it down."""
+    handle = state.runner.handle
+    return str(handle.get("job") or scheduler.named(str(handle["name"])))
 
 
 def ask(state: RunState) -> Job | UnreachableError:
     """What Slurm says of the job now."""
-    handle = state.runner.handle
-    name = str(handle["name"])
     try:
-        # A launcher that was killed in between has not written down the id.
-        job = str(handle.get("job") or scheduler.named(name))
-        return scheduler.look(job, name) if job else Job()
+        job = job_of(state)
+        return scheduler.look(job, str(state.runner.handle["name"])) if job else Job()
     except UnreachableError as error:
         return error
 
@@ -165,18 +186,31 @@ def _end_of(answer: Job) -> str:
     return f"ended as {answer.state}" + (f" ({answer.reason})" if answer.reason else "")
 
 
-def _of(ended: files.Ended, state: RunState) -> Standing:
-    job = state.runner.handle.get("job", "")
-    what = _WHYS.get(ended.why, "")
-    cancelled = ended.why in (files.TIME, files.CANCELLED)
-    return _kept(state, f"job {job} {what}" if what else "", cancelled=cancelled)
+def _lost(state: RunState) -> str:
+    """The nodes that a job has lost: those that Slurm takes for down, else those that have not said
+    how they ended."""
+    names = [host.name for host in state.hosts]
+    with suppress(UnreachableError):
+        if down := scheduler.down(names):
+            return compress(down)
+    return compress(host.name for host in state.hosts if host.exit() is None) or names[0]
 
 
-def _kept(state: RunState, end: str, *, cancelled: bool) -> Standing:
+def _written_down(state: RunState) -> Standing | None:
+    """How a job ended that was looked at before."""
+    known = {n: v for n, v in state.runner.handle.items() if n in ("end", "cancelled", "lost")}
+    return Standing(**known) if "end" in known else None
+
+
+def _told(state: RunState, what: str) -> str:
+    return f"job {state.runner.handle.get('job') or state.runner.handle['name']} {what}"
+
+
+def _kept(state: RunState, found: Standing) -> Standing:
     """How a job ended, which is written down, for Slurm forgets it within minutes."""
     files.forget_secrets(files.of_run(state.exp_dir, state.run_id))
-    keep(state, end=end, cancelled=cancelled)
-    return Standing(end=end, cancelled=cancelled)
+    keep(state, end=found.end, cancelled=found.cancelled, lost=found.lost)
+    return found
 
 
 def keep(state: RunState, hosts: tuple[HostState, ...] = (), **more: object) -> None:

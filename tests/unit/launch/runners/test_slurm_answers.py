@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flagscale.errors import UnreachableError
 from flagscale.launch.planning.model import RunnerHandle
-from flagscale.launch.runners.slurm import scheduler
+from flagscale.launch.runners.slurm import scheduler, watch
 from flagscale.launch.runners.slurm.reasons import meaning
 from flagscale.launch.runners.slurm.scheduler import Job
 from flagscale.launch.runners.slurm.watch import _end_of, waiting
@@ -171,3 +172,38 @@ def test_why_a_job_waits(job: Job, said: str) -> None:
     handle = RunnerHandle("slurm", {"job": "7"})
     state = RunState("id", "x", Path("/x"), 0.0, 1, False, 1.0, handle)
     assert waiting(state, job) == said
+
+
+def test_a_command_that_this_user_may_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").touch(mode=0o600)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnreachableError, match="there is no squeue"):
+        scheduler.call("squeue")
+
+
+@pytest.mark.parametrize(
+    ("job", "most"), [(Job("PENDING"), 6), (Job("RUNNING"), 6), (Job("PENDING", "Priority"), 2)]
+)
+def test_slurm_is_asked_less_and_less(
+    job: Job, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a job that does not say why it waits, or runs and has not begun, as of any other."""
+    now = 0.0
+    asked: list[float] = []
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now)
+
+    def ask(_state: RunState) -> Job:
+        asked.append(now)
+        return job
+
+    monkeypatch.setattr(watch, "ask", ask)
+    handle = RunnerHandle("slurm", {"job": "7", "name": "x"})
+    state = RunState("id", "x", tmp_path, 0.0, 1, False, 1.0, handle)
+    looker = watch.Watch()
+    for second in range(600):
+        now = float(second)
+        assert not looker.standing(state).over
+    assert sum(at < 60 for at in asked) <= most
+    assert sum(at >= 60 for at in asked) <= 18
