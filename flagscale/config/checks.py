@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from flagscale.config.arguments import fallbacks, growth, idle, layout, paths, rules
+from flagscale.config.arguments import (
+    adapters,
+    bounded,
+    fallbacks,
+    growth,
+    idle,
+    layout,
+    paths,
+    rules,
+)
 from flagscale.config.arguments.external import is_external
 from flagscale.config.arguments.flatten import leaves
-from flagscale.config.arguments.foreign import remark
+from flagscale.config.arguments.foreign import EXPERIMENT, remark
 from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.pipeline import virtual_chunks
 from flagscale.config.arguments.registry import aliases, arguments, lookup, registry
@@ -96,9 +105,20 @@ def check_arguments(experiment: Experiment) -> list[Problem]:
     if experiment.task.external:
         return []
     args = Arguments.of(experiment)
-    broken = rules.broken(args.values())
-    problems = [args.problem(name, message) for name, message in broken]
+    values = args.values()
+    broken = [*rules.broken(values), *_bounded_by_environment(experiment, values)]
+    problems = [args.problem(name, message) for name, message in dict.fromkeys(broken)]
     return [*problems, *_spelling(args), *_interleaving(args), *_data(args)]
+
+
+def _bounded_by_environment(
+    experiment: Experiment, values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """What keeps sums exact that a variable of the ranks asks to be bounded."""
+    envs = experiment.envs
+    every = (envs.common, *envs.by_type.values(), *envs.by_host.values())
+    if bounded.VARIABLE in [pair for variables in every for pair in variables.items()]:
+        yield from bounded.exact_anyway(values, "FSCCL_TAIL=bounded of experiment.envs")
 
 
 def check_places(experiment: Experiment) -> list[Problem]:
@@ -148,13 +168,14 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
             f"{experiment.task.entrypoint.name} is not this project's training program: its own "
             "parser judges the arguments"
         )
-    found += [
-        f"{key} has no effect: no key takes its value from it by ${{{key}}}"
-        for key in experiment.idle
-    ]
+    found += [f"{key} has no effect: {_unneeded(key)}" for key in experiment.idle]
     found += specific_notes(experiment)
     if experiment.runner.type != "slurm" and experiment.runner.slurm != Slurm():
         found.append("experiment.runner.slurm has no effect without type: slurm")
+    if not experiment.runner.enable_monitoring:
+        found.append(
+            "experiment.runner.enable_monitoring: false has no effect: a run's own agents watch it"
+        )
     args = Arguments.of(experiment)
     if not experiment.task.external:
         found += _replaced_and_idle(args)
@@ -176,6 +197,12 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
     if shares is not None and evaluates and not shares[1]:
         found.append(f"no evaluation: split {args['split']} leaves nothing to validate on")
     return found
+
+
+def _unneeded(key: str) -> str:
+    """Why a key of ``experiment`` that is none of the launcher's has no effect."""
+    own = f"no key takes its value from it by ${{{key}}}"
+    return EXPERIMENT.get(key.removeprefix("experiment."), own)
 
 
 def _unused(experiment: Experiment) -> Iterator[str]:
@@ -211,6 +238,7 @@ def _replaced_and_idle(args: Arguments) -> Iterator[str]:
     values = args.values()
     for name, message in fallbacks.notes(values):
         yield f"{args.problem(name, '').key}: {message}"
+    yield from adapters.notes(values)
     for names, reason in idle.notes(values, args.given):
         yield idle.sentence([args.keys[name].rpartition(".")[2] for name in names], reason)
     for name, alias in aliases().items():

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
-from flagscale.config.arguments.values import did_you_mean, shown, unfit
+from flagscale.config.arguments.spec import Argument
+from flagscale.config.arguments.values import convert, did_you_mean, shown, unfit
 from flagscale.config.interpolation import literal
 from flagscale.config.reader import Reader, absolute
 from flagscale.config.runners import RUNNERS
@@ -171,9 +172,25 @@ def read_runner(reader: Reader, data: Mapping[Any, Any]) -> schema.Runner:
         elif isinstance(value, (Mapping, list)):
             reader.problem(f"{prefix}{name}", f"expected one value, found {shown(value)}")
         else:
-            extra[option] = None if value is True else reader.text(f"{prefix}{name}", value)
+            extra |= _passed_on(reader, f"{prefix}{name}", PASSED_ON[option], value)
     _check_runner(reader, found, data, own=own)
     return schema.Runner(**found, extra=extra)
+
+
+def _passed_on(reader: Reader, key: str, option: Argument, value: Any) -> dict[str, str | None]:
+    """The text that torchrun gets for one of its options; None for a switch, if it is on."""
+    text = reader.text(key, value)
+    if complaint := unfit(text):
+        reader.problem(key, complaint)
+        return {}
+    try:
+        converted = convert(option, value if option.kind == "bool" else text)
+    except ValueError as error:
+        reader.problem(key, str(error))
+        return {}
+    if option.kind == "bool":
+        return {option.name: None} if converted else {}
+    return {option.name: text}
 
 
 def _check_type(reader: Reader, found: dict[str, Any]) -> bool:
@@ -224,6 +241,9 @@ def _check_runner(
     elif own and data.get("hostfile") is None and found.get("nnodes", 1) > 1:
         message = f"{found['nnodes']} hosts, but no `hostfile` names them"
         reader.problem(f"{prefix}nnodes", message)
+    if found.get("per_node_task") and (hostfile is not None or found.get("nnodes", 1) > 1):
+        message = "true: the hosts of a run do one job together; start a run on each of them"
+        reader.problem(f"{prefix}per_node_task", message)
     if found.get("on_failure") == "leave" and found.get("max_restarts"):
         message = "`leave` lets the other hosts go on, so the job cannot be started again"
         reader.problem(f"{prefix}on_failure", message)

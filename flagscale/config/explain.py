@@ -199,10 +199,10 @@ def explain(key: str) -> str:
         return section
     if name in PASSED_ON:
         return f"experiment.runner.{name}\n  Passed on to torchrun, whose option it is."
-    reason = refusal(name) or SET_BY_LAUNCHER.get(name) or EXPERIMENT.get(name)
+    reason = refusal(name) or SET_BY_LAUNCHER.get(name)
     if reason:
         return f"{name}\n  Cannot be given: {reason}."
-    if reason := remark(name):
+    if reason := remark(name) or EXPERIMENT.get(name):
         return f"{name}\n  May be given and has no effect: {reason}."
     names = [e.name for e in experiment_entries()]
     near = closest(name)

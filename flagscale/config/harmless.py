@@ -36,7 +36,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "num_workers": "who loads a batch does not change it",
         "manual_gc": "of this process's memory alone",
         "manual_gc_interval": "of this process's memory alone",
-        "peak_tflops": "of the figure MFU alone",
+        "peak_tflops": "of figures alone: MFU, and what a plan expects",
     },
     "Logging that no other rank waits for": {
         "loss_spike_factor": "a warning of the rank that reports",

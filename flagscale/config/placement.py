@@ -18,6 +18,7 @@ from flagscale.config.arguments.meshes import (
     meshes_of,
     to_be_filled,
 )
+from flagscale.config.arguments.precision import Values
 from flagscale.config.checks import Arguments
 from flagscale.config.schema import Experiment
 from flagscale.errors import Problem
@@ -149,6 +150,19 @@ def places(experiment: Experiment, ranks: Sequence[range]) -> list[str]:
     if not unlike or layout.broken_world(values, world_size):
         return []
     return layout.places_of(values, ranks, world_size)
+
+
+def types_of_replicas(values: Values, hosts: Sequence[Placed]) -> list[str | None]:
+    """The ``type=`` of the hosts that each of unlike replicas lies on, None where they have none or
+    several; empty where replicas are alike."""
+    if not shares.is_on(values):
+        return []
+    each, kinds = shares.replica_ranks(values), list[str | None]()
+    for first in range(0, sum(len(host.ranks) for host in hosts), each):
+        own = range(first, first + each)
+        found = {host.device_type for host in hosts if _overlap(own, host.ranks)}
+        kinds.append(found.pop() if len(found) == 1 else None)
+    return kinds
 
 
 def _not_of_types(args: Arguments, hosts: Sequence[Placed]) -> Iterator[Problem]:

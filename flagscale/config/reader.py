@@ -73,8 +73,8 @@ class Reader:
         its place or by its name. ``elsewhere`` has the places of keys of other sections."""
         if path in self.referred:
             return
-        if reason := EXPERIMENT.get(str(name)):
-            self.problem(path, f"cannot be given: {reason}")
+        if name in EXPERIMENT:
+            self.idle.append(path)
             return
         is_typed = self.sources.places.get(path) == OVERRIDE
         if name in elsewhere:

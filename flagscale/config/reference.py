@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from flagscale.config import harmless, schema
 from flagscale.config.arguments import foreign, idle
+from flagscale.config.arguments.foreign_families import FAMILIES
 from flagscale.config.arguments.registry import arguments
 from flagscale.config.arguments.spec import Argument
 from flagscale.config.explain import (
@@ -199,8 +200,8 @@ def _differing_part() -> str:
 def _refused_part() -> str:
     own = [(f"`{name}`", reason) for name, reason in foreign.REFUSED.items()]
     own += [(f"`{name}: {value}`", reason) for (name, value), reason in foreign.VALUES.items()]
-    refused = [(one.title, one.reason) for one in foreign.FAMILIES if not one.noted]
-    noted = [(one.title, one.reason) for one in foreign.FAMILIES if one.noted]
+    refused = [(one.title, one.reason) for one in FAMILIES if not one.noted]
+    noted = [(one.title, one.reason) for one in FAMILIES if one.noted]
     idle_ones = [(_names(names), reason) for names, reason in idle.NOTED.values()]
     needing = [(_names(need.names.split()), f"needs `{idle.needed(need)}`") for need in idle.NEEDS]
     return "\n".join(

@@ -13,6 +13,9 @@ from flagscale.config.slurm_schema import Slurm
 TORCHRUN_BACKENDS = ("torchrun",)
 SYNC_KINDS = ("none", "code")
 WAITS = ("none", "joined", "ready", "step")
+LONGEST = 30_000_000
+"""Seconds that anything here may be waited for: about a year. What is meant to last for ever would
+overflow the clocks of torch and the shell."""
 NOTICES = ("failed", "stalled", "restarted", "finished")
 
 
@@ -76,6 +79,7 @@ class Runner:
             "Number of hosts: the smaller of this and the hostfile's, with a note where the "
             "hostfile has fewer. `a:b` means `a`.",
             minimum=1,
+            maximum=1_000_000,
         ),
     )
     nproc_per_node: int | Literal["auto"] | None = field(
@@ -85,6 +89,7 @@ class Runner:
             "as many as the host has devices, 1 on a host that has none. Without it a command "
             "(`experiment.task.type`) runs once on every host.",
             minimum=1,
+            maximum=65_536,
         ),
     )
     hostfile: Path | None = field(
@@ -121,7 +126,9 @@ class Runner:
     start_timeout: float = field(
         default=600.0,
         metadata=doc(
-            "Seconds within which every rank must have joined the process group.", minimum=1
+            "Seconds within which every rank must have joined the process group.",
+            minimum=1,
+            maximum=LONGEST,
         ),
     )
     wait_for: str = field(
@@ -141,6 +148,7 @@ class Runner:
             "Seconds that stopped processes have to end (and save a checkpoint) before they are "
             "killed.",
             minimum=0,
+            maximum=LONGEST,
         ),
     )
     log_dir: Path | None = field(
@@ -164,6 +172,7 @@ class Runner:
             "from its last checkpoint. A stop is never followed by a start, nor is a job whose "
             "ranks have never joined, or one that has lost a host.",
             minimum=0,
+            maximum=1_000_000,
         ),
     )
     on_failure: str = field(
@@ -180,6 +189,7 @@ class Runner:
             "Seconds without a word between a host and the first one after which each takes the "
             "other for lost and ends its part of the job. Shorter interruptions do no harm.",
             minimum=1,
+            maximum=LONGEST,
         ),
     )
     liveness_port: int | None = field(
@@ -271,7 +281,10 @@ class Runner:
     )
     per_node_task: bool = field(
         default=False,
-        metadata=doc("Whether each host runs a job of its own. Of no effect on one host."),
+        metadata=doc(
+            "FlagScale's: whether each host runs a job of its own. On one host that is so in any "
+            "case; refused with several, which do one job together."
+        ),
     )
     enable_monitoring: bool = field(
         default=True,
@@ -289,6 +302,7 @@ class Runner:
             "but `progress`, than the time between two of those. Evaluations and checkpoints may "
             "take four times as long, and half an hour in any case. 0: hangs are not looked for.",
             minimum=0,
+            maximum=LONGEST,
         ),
     )
     notify: Notify | None = None

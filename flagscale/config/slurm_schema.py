@@ -104,7 +104,7 @@ class Slurm:
         default=None,
         metadata=doc(
             "GPUs of each node, as sbatch's `--gpus-per-node`: `8` or `h100:8`. Without "
-            "`nproc_per_node` there are as many ranks."
+            "`nproc_per_node` training has as many ranks, a command one."
         ),
     )
     cpus_per_task: int | None = field(

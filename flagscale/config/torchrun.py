@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-PASSED_ON = frozenset(
-    {
-        "duplicate_stderr_filters",
-        "duplicate_stdout_filters",
-        "event_log_handler",
-        "local_addr",
-        "local_ranks_filter",
-        "logs_specs",
-        "monitor_interval",
-        "numa_binding",
-        "rdzv_conf",
-        "role",
-        "shutdown_timeout",
-        "signals_to_handle",
-        "start_method",
-        "virtual_local_rank",
-    }
+from collections.abc import Mapping
+
+from flagscale.config.arguments.spec import Argument
+from flagscale.config.runner_schema import LONGEST
+
+_TEXTS = (
+    "duplicate_stderr_filters",
+    "duplicate_stdout_filters",
+    "event_log_handler",
+    "local_addr",
+    "local_ranks_filter",
+    "logs_specs",
+    "numa_binding",
+    "rdzv_conf",
+    "role",
+    "signals_to_handle",
 )
+_TYPED = (
+    Argument("monitor_interval", "float", "", minimum=0.001, maximum=3600),
+    Argument("shutdown_timeout", "int", "", minimum=0, maximum=LONGEST),
+    Argument("start_method", "str", "", choices=("spawn", "fork", "forkserver")),
+    Argument("virtual_local_rank", "bool", ""),
+)
+PASSED_ON: Mapping[str, Argument] = {
+    option.name: option for option in (*(Argument(name, "str", "") for name in _TEXTS), *_TYPED)
+}
 """Options that ``experiment.runner`` hands to torchrun as they are."""
 
 SET_BY_LAUNCHER = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from flagscale.report.history import Attempt, step_of
@@ -124,16 +124,17 @@ def _until(run: Run) -> Iterator[tuple[Attempt, int | None]]:
 
 
 def _validation(run: Run, label: str, of: int, several: bool) -> Iterator[Line]:
-    told: Mapping[int, float] = {
-        step: float(loss)
-        for attempt in run.attempts
-        for event in attempt.of("evaluation")
-        if (step := step_of(event)) is not None and type(loss := event.get("loss")) in (int, float)
-    }
-    if told:
-        steps = sorted(told)
-        own = of if several else colour(of + 1)
-        yield Line(label, steps, [told[step] for step in steps], own, dashed=True)
+    """A line a validation set."""
+    told: dict[str, dict[int, float]] = {}
+    for event in (one for attempt in run.attempts for one in attempt.of("evaluation")):
+        step, loss = step_of(event), event.get("loss")
+        if step is not None and type(loss) in (int, float):
+            told.setdefault(str(event.get("data", "")), {})[step] = float(loss)
+    for number, (name, losses) in enumerate(told.items(), start=1):
+        steps = sorted(losses)
+        own = of if several else colour(of + number)
+        values = [losses[step] for step in steps]
+        yield Line(f"{label} {name}".strip(), steps, values, own, dashed=True)
 
 
 def _marks(found: Sequence[Run]) -> list[Mark]:

@@ -85,7 +85,7 @@ def _text(event: Event) -> str:
     if event.event == "checkpoint":
         return f"checkpoint saved in {event.get('seconds', '?')} s: {event.get('path', '?')}"
     if event.event == "evaluation":
-        return f"validation loss {event.get('loss', '?')}"
+        return f"{event.get('data', '')} validation loss {event.get('loss', '?')}".strip()
     if event.event == "ready":
         return "model, data and checkpoint are there, training begins"
     if event.event == "finished":

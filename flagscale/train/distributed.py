@@ -129,6 +129,9 @@ def lay_out(args: argparse.Namespace) -> MeshGroups | None:
 
     Returns the groups beyond megatron.core's that heterogeneous training has.
     """
+    from flagscale.train.tail import gradients_alone
+
+    gradients_alone()
     groups = None
     if args.meshes is None:
         _lay_out_alike(args)

@@ -14,6 +14,7 @@ from flagscale.train.device import Device
 from flagscale.train.models.base import DOCUMENTS, ModelSpec
 from flagscale.train.models.context import own_batch
 from flagscale.train.models.documents import DocumentMasks
+from flagscale.train.models.mtp import further_masks
 from flagscale.train.state import unwrap
 
 Batch = Mapping[str, torch.Tensor]
@@ -80,11 +81,17 @@ class ForwardStep:
         group = parallel_state.get_context_parallel_group()
         batch = dict(batch)
         documents = batch.pop(DOCUMENTS, None)
-        batch = dict(own_batch(batch, group.rank(), group.size()))
+        # Embedding and head of the layers that predict further tokens, where this chunk has them.
+        further: Mapping[str, torch.Tensor] = {}
+        if predicts := getattr(bare, "mtp_process", False):
+            further = further_masks(batch["loss_mask"], documents, bare.config.mtp_num_layers)
+        batch = dict(own_batch({**batch, **further}, group.rank(), group.size()))
         if documents is not None and self._masks is not None:
             batch["attention_mask"] = self._masks(documents)
         last = bare.post_process
-        inputs = self._spec.inputs(batch, first=bare.pre_process, last=last)
+        inputs = dict(self._spec.inputs(batch, first=bare.pre_process or predicts, last=last))
+        if further:
+            inputs["loss_mask"] = torch.stack([batch[name] for name in further]).float()
         mask = self._moved(batch["loss_mask"]).float() if last else None
         return Prepared({name: self._moved(tensor) for name, tensor in inputs.items()}, mask)
 

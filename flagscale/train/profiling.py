@@ -2,8 +2,8 @@
 
 ``profile_step_start`` is the first step in it, ``profile_step_end`` the first one after it, as in
 Megatron-LM. By default torch's profiler records and writes a trace for Perfetto or TensorBoard;
-without ``use_pytorch_profiler`` only CUDA's profiler range is marked, for ``nsys profile
---capture-range=cudaProfilerApi``.
+without ``use_pytorch_profiler`` only a range of the chip's own profiler is marked, such as for
+``nsys profile --capture-range=cudaProfilerApi``.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Profiler:
         )
         self._device, self._say = device, say
         self._running: Any = None
+        self._end_range: Callable[[], None] | None = None
 
     def before(self, step: int) -> None:
         """``step`` is about to begin."""
@@ -75,8 +76,8 @@ class Profiler:
             return
         self._device.synchronize()
         running, self._running = self._running, None
-        if not self._trace:
-            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        if self._end_range is not None:
+            self._end_range()
             return
         running.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,15 +89,16 @@ class Profiler:
                 self._say(line)
 
     def _start_range(self) -> None:
-        # `nsys` is NVIDIA's.
-        if self._device.kind != "cuda":
+        marks = self._device.accelerator.profiler_range()
+        if marks is None:
             raise ConfigError(
-                "profile: without use_pytorch_profiler only CUDA's profiler is told, and this "
-                f"rank trains on a {self._device.accelerator.shown}",
+                "profile: without use_pytorch_profiler only a chip's own profiler is told, and "
+                f"none is known of the {self._device.accelerator.shown} that this rank trains on",
                 hint="set use_pytorch_profiler: true",
             )
+        start, self._end_range = marks
+        start()
         self._running = True
-        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
 
 
 def _kernels(profile: Any, activity: str) -> dict[str, float]:

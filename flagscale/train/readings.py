@@ -18,6 +18,9 @@ import torch
 from flagscale.accelerators.device import Device
 from flagscale.train.signals import Reason
 
+OVERFLOW = "its gradients overflow at this loss scale, which is lowered until they fit"
+LOST = "too much of its gradients was lost between hosts (FSCCL_TAIL_ABOVE=skip)"
+
 
 @dataclass(frozen=True)
 class StepNumbers:
@@ -26,8 +29,8 @@ class StepNumbers:
     step: int
     samples: int
     learning_rate: float
-    skipped: bool = False
-    """Whether the optimizer left the weights alone, as it does when fp16 gradients overflow."""
+    skipped: str = ""
+    """Why the optimizer left the weights alone (``OVERFLOW``, ``LOST``); empty where it did not."""
     zeros: float | None = None
 
 

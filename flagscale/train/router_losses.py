@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_utils import (
     get_moe_layer_wise_logging_tracker,
 )
 
-from flagscale.estimate.arithmetic import mixtures
+from flagscale.estimate.arithmetic import further, mixtures
 
 #: megatron.core's names for what its routers sum up.
 NAMES = (
@@ -32,7 +32,7 @@ class RouterLosses:
     """Collects the routers' losses between two calls of :meth:`take`."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self._layers = sum(mixtures(args))
+        self._layers = sum(mixtures(args)) + mixtures(args)[-1] * further(args)
         # Replicas with more of a step's sequences count more.
         self._each = None
         if args.shares is not None:

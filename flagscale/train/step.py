@@ -18,6 +18,7 @@ from flagscale.config.arguments.graphs import captures_steps
 from flagscale.train.captured import CapturedSchedule
 from flagscale.train.device import Device
 from flagscale.train.forward import LOSS_KEY, ForwardStep
+from flagscale.train.further_losses import FurtherLosses
 from flagscale.train.layers.precision import weights_changed
 from flagscale.train.meshes.exchange import Exchange
 from flagscale.train.meshes.gradients import Finalize, collection
@@ -25,10 +26,11 @@ from flagscale.train.meshes.groups import MeshGroups
 from flagscale.train.models.base import spec_of
 from flagscale.train.models.documents import DocumentMasks
 from flagscale.train.profiling import Profiler
-from flagscale.train.readings import StepNumbers
+from flagscale.train.readings import LOST, OVERFLOW, StepNumbers
 from flagscale.train.router_losses import RouterLosses
 from flagscale.train.sharing import Stopwatch
 from flagscale.train.state import TrainState
+from flagscale.train.tail import LeftOut
 
 
 class Stepper:
@@ -57,6 +59,8 @@ class Stepper:
             masks=DocumentMasks(config, device),
         )
         self.routers = RouterLosses(args, self._device)
+        self.further = FurtherLosses(args.mtp_num_layers, state.modules(), self._device)
+        self._left_out = LeftOut()
         self._schedule = get_forward_backward_func()
         _connect(args, config, state)
         if captures_steps(vars(args)):
@@ -91,8 +95,12 @@ class Stepper:
         with self._timed():
             reports = self._run(data, self.micro_batches(batch), forward_only=False)
         self.routers.add(self.micro_batches(batch))
-        updated, norm, zeros = state.optimizer.step()
-        self._weights_changed()
+        lost = self._left_out.take()
+        if lost:
+            updated, norm, zeros = False, None, None
+        else:
+            updated, norm, zeros = state.optimizer.step()
+            self._weights_changed()
         rate = _learning_rate(state.optimizer.param_groups)
         if updated:
             state.scheduler.step(increment=batch)
@@ -102,7 +110,7 @@ class Stepper:
             step=state.progress.iteration,
             samples=state.progress.consumed_train_samples,
             learning_rate=rate,
-            skipped=not updated,
+            skipped="" if updated else LOST if lost else OVERFLOW,
             zeros=zeros or None,
         )
         values = self._shared(reports, norm, stop)

@@ -7,9 +7,11 @@ import gc
 from collections.abc import Callable
 from typing import Literal
 
+from flagscale.config.arguments.growth import save_interval
 from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.data.datasets import DataIterators
 from flagscale.train.generation import Generator
+from flagscale.train.layers.compiling import seconds_spent
 from flagscale.train.meter import Meter
 from flagscale.train.norms import parameters_norm
 from flagscale.train.readings import Reading, Readings
@@ -18,7 +20,7 @@ from flagscale.train.sharing import Sharing
 from flagscale.train.signals import Reason, StopRequest
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper, gathered
-from flagscale.train.tail import TailReadings
+from flagscale.train.tail import TailReadings, without_effect
 from flagscale.train.watch import LossWatch
 
 
@@ -70,6 +72,8 @@ class Trainer:
         """
         if self._args.exit_signal_handler:
             self._stop.listen()
+        if told := without_effect(self._args):
+            self._reporter.warn(told)
         if self._args.manual_gc:
             gc.disable()
             gc.collect()
@@ -108,10 +112,16 @@ class Trainer:
         step = progress.iteration
         logged = step % args.log_interval == 0 or step == self._first_step
         evaluated = _due(step, args.eval_interval) and step < self._end
-        saved = bool(args.save) and _due(step, args.save_interval)
+        interval = save_interval(vars(args), progress.consumed_train_samples)
+        saved = bool(args.save) and _due(step, interval)
         self._read(leave=0 if logged or evaluated or saved else 1)
         if logged:
             self._log()
+        if step == self._first_step and (compiling := seconds_spent()) >= 1:
+            self._reporter.say(
+                f"step {step}: {compiling:.0f} s of it were compiling; a later start takes the "
+                "kernels from torch's cache"
+            )
         if evaluated:
             self._evaluate("valid")
         if saved:
@@ -125,7 +135,7 @@ class Trainer:
         for reading in self._readings.take(leave=leave):
             self._leave = self._leave or reading.stop
             self._latest = reading
-            self._skipped += reading.numbers.skipped
+            self._skipped += bool(reading.numbers.skipped)
             if warning := self._watch.observe(reading):
                 self._reporter.warn(warning)
             self._reporter.scalars(reading)
@@ -134,11 +144,16 @@ class Trainer:
         if self._latest is None:
             return
         speed = self._meter.lap()
-        more: dict[str, float | int] = {**self._stepper.routers.take(), **self._tail.take()}
+        more: dict[str, float | int] = {
+            **self._stepper.further.take(),
+            **self._stepper.routers.take(),
+            **self._tail.take(),
+        }
         if self._args.log_params_norm:
             more["params_norm"] = parameters_norm(self._state.chunks)
         if self._args.fp16:
             more["loss_scale"] = int(self._state.optimizer.get_loss_scale())
+        if self._args.fp16 or self._skipped:
             more["skipped_steps"], self._skipped = self._skipped, 0
         self._reporter.progress(self._latest, speed, more)
 

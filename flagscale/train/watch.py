@@ -29,7 +29,7 @@ class LossWatch:
         self._factor = spike_factor
         self._fatal = fatal
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._skipping = False
+        self._skipping = ""
         self._spiking = False
 
     def observe(self, reading: Reading) -> str | None:
@@ -47,8 +47,8 @@ class LossWatch:
             return f"step {step}: loss {loss}, gradient norm {norm}"
         before, self._skipping = self._skipping, reading.numbers.skipped
         if self._skipping:
-            overflow = "its gradients overflow at this loss scale, which is lowered until they fit"
-            return None if before else f"step {step} is skipped: {overflow}"
+            told = before == self._skipping
+            return None if told else f"step {step} is skipped: {self._skipping}"
         warning = self._spike(step, loss)
         self._recent.append(loss)
         return warning

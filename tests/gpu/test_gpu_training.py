@@ -113,6 +113,8 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "moe-grouped": (1, f"{MOE} --moe-grouped-gemm", "moe", 2e-2),
     "moe-grouped-ep2": (2, f"{MOE} --moe-grouped-gemm --expert-model-parallel-size 2", "moe", 2e-2),
     "bf16-fp8": (1, "--bf16 --fp8 hybrid", "bf16", 5e-2),
+    "bf16-fp8-blockwise": (1, "--bf16 --fp8 hybrid --fp8-recipe blockwise", "bf16", 5e-2),
+    "bf16-fp8-blockwise-e4m3": (1, "--bf16 --fp8 e4m3 --fp8-recipe blockwise", "bf16", 5e-2),
     "bf16-flash": (1, "--bf16 --attention-backend flash", "bf16", 1e-2),
     "bf16-local-attention": (1, "--bf16 --attention-backend local", "bf16", 2e-2),
     "bf16-fused-loss": (1, "--bf16 --cross-entropy-loss-fusion", "bf16", 2e-2),
@@ -126,6 +128,12 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "captured-fp32": (1, f"{CAPTURED} --micro-batch-size 2", "fp32", 1e-4),
     "captured-plain-layers": (1, f"--bf16 {CAPTURED} --transformer-impl local", "bf16", 2e-2),
     "captured-fp8": (1, f"--bf16 --fp8 hybrid {CAPTURED}", "bf16-fp8", 1e-2),
+    "captured-fp8-blockwise": (
+        1,
+        f"--bf16 --fp8 hybrid --fp8-recipe blockwise {CAPTURED}",
+        "bf16-fp8-blockwise",
+        1e-2,
+    ),
     "captured-lora-apart": (1, f"{APART} {LORA} --bf16 {CAPTURED}", "lora-apart-bf16", 1e-2),
     "captured-bert": (1, f"--family bert {CAPTURED}", "bert-fp32", 1e-4),
     "captured-bf16-dp2": (2, f"--bf16 --use-distributed-optimizer {CAPTURED}", "bf16", 1e-2),
@@ -142,6 +150,12 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "latent-fp32": (1, LATENT, "latent-fp32", 0.0),
     "latent-fp32-plain-layers": (1, f"{LATENT} --transformer-impl local", "latent-fp32", 1e-4),
     "latent-bf16": (1, f"{LATENT} --bf16", "latent-fp32", 2e-2),
+    "latent-fp8-blockwise": (
+        1,
+        f"{LATENT} --bf16 --fp8 e4m3 --fp8-recipe blockwise",
+        "latent-bf16",
+        5e-2,
+    ),
     "latent-fp32-tp2-sp": (2, f"{LATENT} {SP}", "latent-fp32", 1e-4),
     "bert-fp32": (1, "--family bert", "bert-fp32", 0.0),
     "bert-fp32-plain-layers": (1, "--family bert --transformer-impl local", "bert-fp32", 1e-4),
@@ -207,8 +221,8 @@ def test_the_first_step_is_what_plain_torch_computes(name: str, results: dict[st
     assert results[name]["norm"][0] == pytest.approx(norm, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "apart" in name or "lora" in name])
-def test_documents_and_adapters_leave_layers_compiled(name: str, results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", [n for n in CASES if {"apart", "lora", "fp8"} & {*n.split("-")}])
+def test_what_is_particular_leaves_layers_compiled(name: str, results: dict[str, Any]) -> None:
     if CASES[name][0] > torch.cuda.device_count():
         pytest.skip(f"needs {CASES[name][0]} GPUs")
     assert results[name]["uncompiled"] == []

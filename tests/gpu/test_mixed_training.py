@@ -32,6 +32,7 @@ LIMIT = 100
 """Seconds, compiling included."""
 WHOLE = f"{MODEL} --micro-batch-size 2 --train-iters {STEPS} --log-interval 1"
 MESHES = f"{WHOLE} --enable-hetero --hetero-pipeline-layer-split 3 1 --hetero-process-meshes"
+NCCL = "--distributed-backend nccl --use-cpu-initialization"
 REPLICAS = f"{WHOLE} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes"
 
 CASES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -44,13 +45,26 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("cuda", "cpu"),
         f"{MESHES} 1 1 1 1 1 1 1 1 1 1 --use-distributed-optimizer",
     ),
+    "meshes-over-nccl": (
+        ("cuda", "cuda"),
+        f"{MESHES} 1 1 1 1 1 1 1 1 1 1 {NCCL} --use-distributed-optimizer",
+    ),
+    "meshes-of-gpus-through-hosts": (
+        ("cuda", "cuda"),
+        f"{MESHES} 1 1 1 1 1 1 1 1 1 1 {NCCL} --hetero-use-cpu-communication",
+    ),
+    "meshes-of-two-gpus-and-a-cpu": (("cuda", "cuda", "cpu"), f"{MESHES} 2 1 1 1 1 1 1 1 1 1"),
+    "replicas-over-nccl": (
+        ("cuda", "cuda"),
+        f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2 {NCCL}",
+    ),
     "replicas": (("cuda", "cpu"), f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2"),
     "replicas-distributed-optimizer": (
         ("cuda", "cpu"),
         f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2 --use-distributed-optimizer",
     ),
 }
-"""By name, the device of each rank and arguments. Ranks of unlike devices are joined by fsccl."""
+"""By name, the device of each rank and arguments. Where these name no backend, it is fsccl."""
 
 
 def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple[float, float]]:
@@ -61,15 +75,15 @@ def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple
     ranks = []
     for rank, kind in enumerate(kinds):
         given = environment(
-            RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(len(kinds)), MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port), FLAGSCALE_DEVICE=kind, OMP_NUM_THREADS="4",
-            PYTHONFAULTHANDLER="1",
+            RANK=str(rank), LOCAL_RANK=str(kinds[:rank].count(kind)), WORLD_SIZE=str(len(kinds)),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), FLAGSCALE_DEVICE=kind,
+            OMP_NUM_THREADS="4", PYTHONFAULTHANDLER="1",
             **{STATUS_DIR_VARIABLE: str(directory / "status")},
         )  # fmt: skip
         output = directory / f"output.{rank}"
         with output.open("wb") as out:
             command = [sys.executable, str(PROGRAM), *arguments.split()]
-            if len(kinds) > 1:
+            if len(kinds) > 1 and "--distributed-backend" not in command:
                 command += ["--distributed-backend", "fsccl"]
             process = subprocess.Popen(
                 command, env=given, cwd=directory, stdout=out, stderr=out, start_new_session=True
@@ -109,6 +123,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]
 def test_a_gpu_and_cpus_learn_what_the_gpu_learns(
     name: str, tmp_path: Path, alone: list[tuple[float, float]]
 ) -> None:
-    found = train(tmp_path / name, *CASES[name])
+    kinds, arguments = CASES[name]
+    if kinds.count("cuda") > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    found = train(tmp_path / name, kinds, arguments)
     for step, (mixed, whole) in enumerate(zip(found, alone, strict=True), start=1):
         assert mixed == pytest.approx(whole, rel=2e-4), step

@@ -26,6 +26,10 @@ THEIRS: Mapping[str, tuple[str, ...]] = {
 }
 """Linear layers that can have adapters, by megatron.core's names, and those of Hugging Face's that
 each is made of."""
+NOT_FOR_PEFT: Mapping[str, str] = {
+    "gpt2": "it takes this model's linear layers for another class, with weights the other way",
+}
+"""Kinds of models (``model_type``) whose adapters are not written for peft, and why."""
 _EVERY = "all-linear"
 
 
@@ -46,11 +50,28 @@ class Adapters:
     lora_dropout: float = arg(
         0.0, "Share of an adapter's inputs that is dropped in training", minimum=0, maximum=0.99
     )
+    lora_dropout_position: str | None = arg(
+        None,
+        "Where that is: pre, before the first of an adapter's matrices, which is so without it",
+        choices=("pre",),
+    )
+    lora_in_init_method: str | None = arg(
+        None,
+        "How the first of an adapter's matrices is drawn: kaiming, with the spread of peft's, "
+        "which is so without it",
+        choices=("kaiming",),
+    )
+    lora_out_init_method: str | None = arg(
+        None,
+        "How the second is drawn: zero, so that training starts from the base, which is so "
+        "without it",
+        choices=("zero",),
+    )
     lora_target_modules: tuple[str, ...] | None = arg(
         None,
         "Layers that get adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or "
-        "transformers' names (q_proj, k_proj and v_proj together, o_proj, gate_proj and up_proj "
-        "together, down_proj), or all-linear; without it all, but for a mixture's experts. "
+        "transformers' names (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or "
+        "all-linear; without it all, but for a mixture's experts. "
         "Multi-latent attention has linear_q_down_proj and linear_q_up_proj (q_a_proj, q_b_proj; "
         "linear_q_proj without q_lora_rank), linear_kv_down_proj and linear_kv_up_proj",
     )
@@ -63,21 +84,51 @@ class Adapters:
 
 def targets_of(values: Values) -> tuple[str, ...]:
     """The layers that get adapters, by megatron.core's names; none without ``peft_type``."""
+    return tuple(parts_of(values))
+
+
+def parts_of(values: Values) -> dict[str, tuple[str, ...]]:
+    """Of each of these layers what gets an adapter, by Hugging Face's names."""
     if not values["peft_type"]:
-        return ()
+        return {}
     given, known = values["lora_target_modules"], _known(values)
-    if not given or _EVERY in given:
-        return tuple(n for n in known if not (values["num_moe_experts"] and n in (FC1, FC2)))
-    named = set(given)
-    return tuple(name for name in known if name in named or named.issuperset(THEIRS[name]))
+    if not _chosen(values):
+        experts = values["num_moe_experts"]
+        return {n: parts for n, parts in known.items() if not (experts and n in (FC1, FC2))}
+    named = {
+        layer: parts if layer in given else tuple(part for part in parts if part in given)
+        for layer, parts in known.items()
+    }
+    return {layer: parts for layer, parts in named.items() if parts}
 
 
-def _known(values: Values) -> tuple[str, ...]:
-    """The linear layers of this model that can have adapters."""
-    if not values["multi_latent_attention"]:
-        return QKV, PROJ, FC1, FC2
-    queries = (Q_DOWN, Q_UP) if values["q_lora_rank"] else (Q,)
-    return *queries, KV_DOWN, KV_UP, PROJ, FC1, FC2
+def _known(values: Values) -> dict[str, tuple[str, ...]]:
+    """The linear layers of this model that can have adapters, and what each is made of."""
+    names: tuple[str, ...] = (QKV, PROJ, FC1, FC2)
+    if values["multi_latent_attention"]:
+        queries = (Q_DOWN, Q_UP) if values["q_lora_rank"] else (Q,)
+        names = (*queries, KV_DOWN, KV_UP, PROJ, FC1, FC2)
+    known = {name: THEIRS[name] for name in names}
+    if not (values["swiglu"] or values["gated_linear_unit"]):
+        known[FC1] = THEIRS[FC1][1:]
+    return known
+
+
+def notes(values: Values) -> Iterator[str]:
+    """What is worth saying of adapters that is not wrong."""
+    if values["peft_type"] and values["num_moe_experts"] and not _chosen(values):
+        name = "lora_target_modules" if values["lora_target_modules"] else "peft_type"
+        layers = ", ".join(targets_of(values))
+        yield (
+            f"{name}: {shown(values[name])} trains {layers}: of a mixture attention alone gets "
+            "adapters, experts, shared ones, and layers without experts have none"
+        )
+
+
+def _chosen(values: Values) -> bool:
+    """Whether layers are named one by one."""
+    given = values["lora_target_modules"]
+    return bool(given) and _EVERY not in given
 
 
 def description(values: Values) -> dict[str, Any] | None:
@@ -89,7 +140,11 @@ def description(values: Values) -> dict[str, Any] | None:
         "rank": values["lora_dim"],
         "alpha": values["lora_alpha"],
         "dropout": values["lora_dropout"],
-        "targets": list(targets_of(values)),
+        "targets": [
+            name
+            for layer, parts in parts_of(values).items()
+            for name in ([layer] if parts == _known(values)[layer] else parts)
+        ],
         "base": values["pretrained_checkpoint"],
     }
 
@@ -110,11 +165,6 @@ def broken(values: Values) -> Iterator[Broken]:
         )
     if values["fp8"]:
         yield "fp8", f"{values['fp8']} with peft_type lora: weights that do not change are not cast"
-    if values["moe_router_enable_expert_bias"]:
-        yield (
-            "moe_router_enable_expert_bias",
-            "true with peft_type lora: the router does not change",
-        )
     if values["save"] and not values["pretrained_checkpoint"]:
         yield (
             "pretrained_checkpoint",
@@ -123,19 +173,9 @@ def broken(values: Values) -> Iterator[Broken]:
         )
 
 
-def _unknown(given: Iterable[str], known: tuple[str, ...]) -> Iterator[Broken]:
-    """Names of no layer, and parts of layers that are one here."""
-    named = set(given)
-    parts = {part: name for name in known for part in THEIRS[name]}
-    for name in sorted(named - {*known, *parts, _EVERY}):
-        there = ", ".join((*known, *parts, _EVERY))
-        yield "lora_target_modules", f"{name}: no layer that gets adapters; there is {there}"
-    for whole in known:
-        several = THEIRS[whole]
-        missing = [part for part in several if part not in named]
-        if named & set(several) and missing and whole not in named:
-            yield (
-                "lora_target_modules",
-                f"{' and '.join(sorted(named & set(several)))} without {' and '.join(missing)}: "
-                f"they are one product here, with one adapter ({whole}); name all of them",
-            )
+def _unknown(given: Iterable[str], known: Mapping[str, tuple[str, ...]]) -> Iterator[Broken]:
+    """Names of no layer."""
+    there = [*known, *(part for parts in known.values() for part in parts), _EVERY]
+    for name in sorted(set(given) - set(there)):
+        listed = ", ".join(there)
+        yield "lora_target_modules", f"{name}: no layer that gets adapters; there is {listed}"

@@ -29,6 +29,9 @@ class Checkpointing:
     save_interval: int | None = arg(
         None, "Steps between checkpoints; without it only the end is saved", minimum=1
     )
+    rampup_save_interval: int | None = arg(
+        None, "Steps between checkpoints while the batch grows; save_interval without it", minimum=1
+    )
     keep_last: int | None = arg(
         None, "Keep this many newest checkpoints in --save; without it all", minimum=1
     )

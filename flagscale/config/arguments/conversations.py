@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flagscale.config.arguments.paths import (
@@ -74,6 +74,22 @@ class Prompts:
     eval_prompt_tokens: int = arg(32, "Most tokens of such an answer", minimum=1)
 
 
+def _validations(words: Sequence[str]) -> Iterator[Broken]:
+    """What keeps validation sets of text from being evaluated each by itself."""
+    if not words:
+        yield (
+            "multiple_validation_sets",
+            "true needs valid_data_path, which names the sets (or sft): of what split cuts off "
+            "there is one validation set",
+        )
+    elif any(map(is_weight, words)):
+        yield (
+            "valid_data_path",
+            "a blend's weights with multiple_validation_sets: each set is evaluated by itself; "
+            "leave the weights out",
+        )
+
+
 def _prompts(values: Values) -> Iterator[Broken]:
     if not values["eval_prompts"]:
         return
@@ -100,12 +116,9 @@ def broken(values: Values) -> Iterator[Broken]:
         for word in words:
             if are_conversations(word) != bool(values["sft"]) and not is_weight(word):
                 yield name, _wrong_file(word, conversations=values["sft"])
-    if values["multiple_validation_sets"] and not values["sft"]:
-        yield (
-            "multiple_validation_sets",
-            "true needs sft: of text there is one validation set; valid_data_path takes a blend",
-        )
     if not values["sft"]:
+        if values["multiple_validation_sets"]:
+            yield from _validations(sets.get("valid_data_path", ()))
         return
     for name, words in sets.items():
         if any(map(is_weight, words)):

@@ -13,6 +13,13 @@ from flagscale.config.arguments.meshes import are_on, malformed, meshes_of
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.values import shown
 
+_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+}
+"""Sizes that meshes have of their own."""
+
 
 class Fallback(NamedTuple):
     """``name`` is ``value`` in place of what was given, for this ``reason``."""
@@ -25,7 +32,7 @@ class Fallback(NamedTuple):
 def fallbacks(values: Values) -> list[Fallback]:
     """What is replaced in arguments by name, aliases folded, defaults filled in, whether that is
     allowed or not."""
-    rules = (_implementation, _format, _parallelism)
+    rules = (_implementation, _format, _parallelism, _biases, _of_meshes, _latent)
     return [found for rule in rules for found in rule(values)]
 
 
@@ -63,6 +70,26 @@ def _format(values: Values) -> Iterator[Fallback]:
         yield Fallback("ckpt_format", "torch_dist", reason)
 
 
+def _of_meshes(values: Values) -> Iterator[Fallback]:
+    """What FlagScale's YAMLs give beside the meshes, of which theirs is taken there, too."""
+    if not are_on(values):
+        return
+    if values["log_num_zeros_in_grad"]:
+        yield Fallback("log_num_zeros_in_grad", False, "they are not counted over unlike meshes")
+    meshes = None if any(malformed(values)) else meshes_of(values)
+    if meshes is None or meshes.open:
+        return
+    for name, short in _SIZES.items():
+        own = sorted({getattr(mesh, short) for mesh in meshes.meshes})
+        if values[name] != 1 and values[name] not in own:
+            yield Fallback(name, own[0], "in hetero_process_meshes each mesh has a size of its own")
+
+
+def _latent(values: Values) -> Iterator[Fallback]:
+    if values["multi_latent_attention"] and values["add_qkv_bias"]:
+        yield Fallback("add_qkv_bias", False, "latent projections have no biases, there neither")
+
+
 def _parallelism(values: Values) -> Iterator[Fallback]:
     if not values["sequence_parallel"]:
         return
@@ -73,3 +100,15 @@ def _parallelism(values: Values) -> Iterator[Fallback]:
     if sizes and max(sizes) == 1:
         reason = "with a tensor parallel size of 1 there is nobody to share a sequence with"
         yield Fallback("sequence_parallel", False, reason)
+
+
+def _biases(values: Values) -> Iterator[Fallback]:
+    """Biases by which experts are chosen are moved by no gradient, so freezing them is not
+    enough."""
+    moved = values["moe_router_enable_expert_bias"] and values["moe_router_bias_update_rate"]
+    if values["peft_type"] and values["num_moe_experts"] and moved:
+        reason = (
+            "a model does not change while its adapters are trained (peft_type: lora), nor do the "
+            "biases by which its experts are chosen"
+        )
+        yield Fallback("moe_router_bias_update_rate", 0.0, reason)

@@ -61,6 +61,16 @@ def growth_of(values: Values) -> Growth | None:
     return Growth(start, increment, samples, values["global_batch_size"])
 
 
+def save_interval(values: Values, consumed: int) -> int | None:
+    """Steps between checkpoints where ``consumed`` sequences have been taken, of resolved
+    arguments; None where only the end is saved."""
+    growth: Growth | None = values["growth"]
+    grows = growth is not None and consumed <= growth.samples
+    own: int | None = values["rampup_save_interval"] if grows else None
+    every: int | None = values["save_interval"]
+    return own or every
+
+
 def broken(values: Values) -> Iterator[Broken]:
     """What does not fit the batch that grows, whatever the number of ranks."""
     given, final = values[NAME], values["global_batch_size"]

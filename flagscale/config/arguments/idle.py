@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from flagscale.config.arguments import families, graphs
+from flagscale.config.arguments import families, graphs, latent
 from flagscale.config.arguments.external import is_external
 from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.registry import arguments
@@ -24,7 +24,6 @@ _WHOLE_STEPS = (
 REFUSED: Mapping[str, str] = {
     "use_megatron_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
     "use_custom_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
-    "mtp_num_layers": "multi-token prediction is not built",
     "moe_permute_fusion": "it needs Transformer Engine's fused permutation",
     "moe_router_fusion": "it needs Transformer Engine's fused router",
     "fp4": "fp4 needs Transformer Engine",
@@ -70,7 +69,7 @@ REFUSED: Mapping[str, str] = {
     "object_storage_cache_path": "data is read from files",
     "init_model_with_meta_device": "weights are drawn where they lie",
     "hetereogenous_dist_checkpoint": "all layers are alike; checkpoints fit any layout",
-    "mtp_standalone": "multi-token prediction is not built",
+    "mtp_standalone": "layers of multi-token prediction lie beside the loss",
     "drop_last_partial_validation_sequence": "a sequence is whole or left out",
     "use_mcore_models": "only megatron.core's models exist here",
 }
@@ -217,6 +216,7 @@ NEEDS: tuple[Need, ...] = (
     Need("use_rope_scaling", "rope_scaling_factor"),
     Need("nccl_ub", "disable_symmetric_registration"),
     Need("manual_gc", "manual_gc_interval"),
+    Need("rampup_batch_size", "rampup_save_interval"),
     Need("tokenizer_type", "merge_file", ("GPT2BPETokenizer", "AquilaTokenizerFS")),
     Need("tokenizer_type", "special_tokens_file", ("AquilaTokenizerFS",)),
     Need("multiple_of", "hidden_dim_multiplier"),
@@ -225,7 +225,10 @@ NEEDS: tuple[Need, ...] = (
     Need("wandb_project", "wandb_exp_name wandb_save_dir wandb_entity"),
     Need("lr_decay_style", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", ("WSD",)),
     Need(
-        "peft_type", "lora_dim lora_alpha lora_dropout lora_target_modules export_peft", ("lora",)
+        "peft_type",
+        "lora_dim lora_alpha lora_dropout lora_dropout_position lora_in_init_method "
+        "lora_out_init_method lora_target_modules export_peft",
+        ("lora",),
     ),
     Need("eval_prompts", "eval_prompt_tokens"),
     Need("dataloader_type", "external_data", ("external",)),
@@ -267,6 +270,9 @@ def notes(values: Values, given: Collection[str]) -> Iterator[tuple[list[str], s
     if values["sft"]:
         own = [name for name in asked if name in OF_TEXT]
         groups.append((own, "conversations are apart, and their order is another in each pass"))
+    if values["multi_latent_attention"] and latent.are_apart(values):
+        reason = "documents are apart, and of rotary positions attention takes the distances"
+        groups.append(([name for name in asked if name == "reset_position_ids"], reason))
     if is_external(values):
         own = [name for name in asked if name in _OF_FILES]
         groups.append((own, "external_data makes the batches"))

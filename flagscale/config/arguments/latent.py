@@ -35,19 +35,22 @@ class Latent:
 
 
 _EXCLUDED: Mapping[str, str] = {
-    "add_qkv_bias": "latent projections have no biases",
     "qk_l2_norm": "latent projections are normalised by qk_layernorm",
     "softmax_scale": "scores are scaled by the width of a head, and by mscale_all_dim",
     "window_size": "it has no windows here",
     "attn_logit_softcapping": "it bounds no scores here",
     "window_rotary_base": "it has no windows here",
-    "reset_position_ids": "each layer counts positions through the sequence",
-    "fp8": "its products are not cast",
     "attention_output_gate": "megatron.core has no gate for it",
     "use_rope_scaling": "yarn scales its positions (rope_type)",
     "rotary_seq_len_interpolation_factor": "yarn scales its positions (rope_type)",
 }
 """What multi-latent attention does not go with, and why."""
+
+
+def are_apart(values: Values) -> bool:
+    """Whether a token attends to its own document alone. Then positions, of which attention takes
+    the distances, may be counted from anywhere."""
+    return bool(values["reset_attention_mask"] or values["sft"])
 
 
 def broken(values: Values) -> Iterator[Broken]:
@@ -57,6 +60,9 @@ def broken(values: Values) -> Iterator[Broken]:
             message = "yarn needs multi_latent_attention; use_rope_scaling scales as Llama 3.1 does"
             yield "rope_type", message
         return
+    if values["reset_position_ids"] and not are_apart(values):
+        message = f"true with {MLA}: each layer counts positions through the sequence; set "
+        yield "reset_position_ids", f"{message}reset_attention_mask, with which that is the same"
     for name, reason in _EXCLUDED.items():
         if values[name]:
             yield name, f"{shown(values[name])} with {MLA}: {reason}; leave it out"

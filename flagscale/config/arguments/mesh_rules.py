@@ -29,14 +29,8 @@ _LAYERS_SAID_OTHERWISE = (
     "account_for_loss_in_pipeline_split",
 )
 _NOT_OVER_MESHES: Mapping[str, str] = {
-    "log_num_zeros_in_grad": "zeros are not counted over unlike meshes",
     "defer_embedding_wgrad_compute": "the embedding's gradient is summed over unlike meshes",
     "variable_seq_lengths": "what stages send each other is planned once, for one length",
-}
-_SIZES = {
-    "tensor_model_parallel_size": "tp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
 }
 
 
@@ -52,7 +46,7 @@ def broken(values: Values, meshes: Meshes) -> Iterator[Broken]:
         yield "hetero_eager_1f1b", "is for stages of one chunk; virtual stages have their schedule"
     if len(meshes.stages) < 2:
         yield MESHES, "one mesh of one stage is no pipeline; leave enable_hetero out"
-    yield from _sizes(values, meshes)
+    yield from _stages(values, meshes)
     yield from _layers(values, meshes)
     if meshes.open:
         yield from open_(values)
@@ -102,12 +96,8 @@ def open_(values: Values) -> Iterator[Broken]:
         yield "recompute_granularity", "auto is for stages that are known; say the meshes' sizes"
 
 
-def _sizes(values: Values, meshes: Meshes) -> Iterator[Broken]:
-    """Parallel sizes that are given beside the meshes', as FlagScale's YAMLs do."""
-    for name, short in _SIZES.items():
-        own = sorted({getattr(mesh, short) for mesh in meshes.meshes})
-        if values[name] != 1 and values[name] not in own:
-            yield name, f"{values[name]} is no mesh's: theirs are {own}; leave it out"
+def _stages(values: Values, meshes: Meshes) -> Iterator[Broken]:
+    """A number of stages that is given beside the meshes', as FlagScale's YAMLs do."""
     pp, stages = values["pipeline_model_parallel_size"], len(meshes.stages)
     if pp not in (1, stages):
         yield "pipeline_model_parallel_size", f"{pp}, but the meshes have {stages} stages in all"

@@ -58,7 +58,7 @@ def layers_of_stages(values: Values) -> list[tuple[int, ...]]:
     """Of each stage of like ranks how many layers each of its model chunks has."""
     stages, chunks = values["pipeline_model_parallel_size"], virtual_chunks(values) or 1
     if values["pipeline_model_parallel_layout"] is not None:
-        parts = _written_out(str(values["pipeline_model_parallel_layout"])).split("|")
+        parts = layout_of_chunks(values)
         counts = [part.count("t") for part in parts]
         return [tuple(counts[index::stages]) for index in range(stages)]
     first = int(values["account_for_embedding_in_pipeline_split"])
@@ -74,6 +74,11 @@ def layers_of_stages(values: Values) -> list[tuple[int, ...]]:
     found[0][0] -= first
     found[-1][-1] -= last
     return [tuple(counts) for counts in found]
+
+
+def layout_of_chunks(values: Values) -> list[str]:
+    """Of a layout by hand the letters of each chunk, in the order of the model's layers."""
+    return _written_out(str(values["pipeline_model_parallel_layout"])).split("|")
 
 
 def _written_out(layout: str) -> str:

@@ -32,7 +32,9 @@ def compiled_only(values: Values) -> Iterator[Broken]:
                 yield name, message
 
 
-_FP8_RECIPES = ("tensorwise", "rowwise")
+_FP8_RECIPES = ("tensorwise", "rowwise", "blockwise")
+_MULTIPLE = 16
+"""Of which the dimensions of 8-bit products have to be."""
 
 
 def eight_bits(values: Values) -> Iterator[Broken]:
@@ -45,13 +47,8 @@ def eight_bits(values: Values) -> Iterator[Broken]:
     if recipe not in _FP8_RECIPES:
         message = f"{recipe} is not built; take {' or '.join(_FP8_RECIPES)}"
         yield "fp8_recipe", message
-    tokens = values["seq_length"] * values["micro_batch_size"]
-    if tokens % 16:
-        yield (
-            "micro_batch_size",
-            f"{values['micro_batch_size']} x seq_length {values['seq_length']} = {tokens} tokens: "
-            "8-bit matrix products take multiples of 16",
-        )
+    yield from _tokens(values)
+    yield from _widths(values)
     first, last = values["num_layers_at_start_in_bf16"], values["num_layers_at_end_in_bf16"]
     if values["first_last_layers_bf16"] and first + last >= values["num_layers"]:
         yield (
@@ -59,6 +56,85 @@ def eight_bits(values: Values) -> Iterator[Broken]:
             f"num_layers_at_start_in_bf16 {first} and num_layers_at_end_in_bf16 {last} leave none "
             f"of {values['num_layers']} layers to fp8 {values['fp8']}",
         )
+
+
+def _tokens(values: Values) -> Iterator[Broken]:
+    """Of a micro-batch, on a rank."""
+    ranks = values["context_parallel_size"]
+    tokens = values["seq_length"] * values["micro_batch_size"] // ranks
+    if tokens % _MULTIPLE:
+        shared = f" / context_parallel_size {ranks}" if ranks > 1 else ""
+        yield (
+            "micro_batch_size",
+            f"{values['micro_batch_size']} x seq_length {values['seq_length']}{shared} = {tokens} "
+            f"tokens: 8-bit matrix products take multiples of {_MULTIPLE}",
+        )
+
+
+def _widths(values: Values) -> Iterator[Broken]:
+    """Of the weights of linear layers, on a rank. Where devices are unlike ranks say it."""
+    ranks, told = values["tensor_model_parallel_size"], set[str]()
+    if values["enable_hetero"]:
+        return
+    for name, text, size in _sizes(values):
+        if size % _MULTIPLE and not size % 1 and name not in told:
+            told.add(name)
+            found = text if text.isdigit() else f"{text} = {size:g} on a rank"
+            instead = _instead(values, name, _MULTIPLE * ranks)
+            yield name, f"{found}: 8-bit matrix products take multiples of {_MULTIPLE}; {instead}"
+
+
+def _instead(values: Values, name: str, reach: int) -> str:
+    """What to write for a width that 8-bit products do not take."""
+    now = values[name]
+    for value in range(now + 1, now + reach + 1) if now else ():
+        sizes = [size for key, _, size in _sizes({**values, name: value}) if key == name]
+        if not any(size % _MULTIPLE for size in sizes):
+            return f"take {value}, or leave fp8 out"
+    return "leave fp8 out"
+
+
+def _sizes(values: Values) -> Iterator[tuple[str, str, float]]:
+    """Sizes of weights on a rank as far as arguments say them: each with the argument that it is
+    by, and in words. What does not divide by the ranks is told elsewhere."""
+    tp = values["tensor_model_parallel_size"]
+    split = f" / tensor_model_parallel_size {tp}" if tp > 1 else ""
+    whole: list[Width] = [("hidden_size", "", values["hidden_size"])]
+    parts = list((_latent if values["multi_latent_attention"] else _heads)(values))
+    if values["multi_latent_attention"]:
+        whole += [(name, "", values[name] or 0) for name in ("q_lora_rank", "kv_lora_rank")]
+    if not values["num_moe_experts"]:
+        parts.append(("ffn_hidden_size", "", values["ffn_hidden_size"] or 0))
+    shared = "moe_shared_expert_intermediate_size"
+    parts.append((shared, "", values[shared] or 0))
+    yield from ((name, f"{values[name]}{text}", size) for name, text, size in whole)
+    yield from ((name, f"{values[name]}{text}{split}", size / tp) for name, text, size in parts)
+
+
+Width = tuple[str, str, int]
+"""An argument, what else is reckoned with, in words, and the size."""
+
+
+def _heads(values: Values) -> Iterator[Width]:
+    heads, groups = values["num_attention_heads"], values["num_query_groups"]
+    if width := values["kv_channels"]:
+        yield "kv_channels", f" x num_attention_heads {heads}", width * heads
+        if groups:
+            yield "kv_channels", f" x 2 x num_query_groups {groups}", width * 2 * groups
+    elif groups:
+        width = values["hidden_size"] // heads
+        text = f" / num_attention_heads {heads} x 2 x num_query_groups {groups}"
+        yield "hidden_size", text, width * 2 * groups
+
+
+def _latent(values: Values) -> Iterator[Width]:
+    heads, turned = values["num_attention_heads"], values["qk_pos_emb_head_dim"]
+    yield "q_lora_rank", "", values["q_lora_rank"] or 0
+    text = f" + qk_pos_emb_head_dim {turned}"
+    yield "kv_lora_rank", text, values["kv_lora_rank"] + turned
+    # What lies side by side in one weight fits if its parts do.
+    for name in ("qk_head_dim", "v_head_dim"):
+        yield name, f" x num_attention_heads {heads}", values[name] * heads
 
 
 def precision(values: Values) -> Iterator[Broken]:

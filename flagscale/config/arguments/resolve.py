@@ -11,7 +11,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from flagscale.config.arguments import fallbacks, growth, idle, layout, rules, shares
+from flagscale.config.arguments import adapters, fallbacks, growth, idle, layout, rules, shares
 from flagscale.config.arguments.meshes import MESHES, Meshes, meshes_of, to_be_filled, view
 from flagscale.config.arguments.pipeline import virtual_chunks
 from flagscale.config.arguments.precision import Values
@@ -64,7 +64,8 @@ def _remarks(values: Values) -> list[str]:
     given = [name for name in arguments() if name not in _THE_LAUNCHERS]
     changed = [name for name in given if values[name] != arguments()[name].default]
     replaced = [f"{name}: {message}" for name, message in fallbacks.notes(values)]
-    return replaced + [idle.sentence(*found) for found in idle.notes(values, changed)]
+    without = [idle.sentence(*found) for found in idle.notes(values, changed)]
+    return [*replaced, *adapters.notes(values), *without]
 
 
 def of_rank(args: argparse.Namespace, rank: int) -> argparse.Namespace:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagscale.config.arguments.adapters import description
-from flagscale.config.arguments.huggingface.models import FUNCTION
+from flagscale.config.arguments.huggingface.models import FUNCTION, FURTHER
 from flagscale.config.arguments.precision import Values
 from flagscale.config.arguments.resolve import schedule_lengths
 from flagscale.config.arguments.rules import weight_decays
@@ -48,6 +48,7 @@ _ARCHITECTURE = (
     "num_moe_experts",
     "moe_ffn_hidden_size",
     "vocab_size",
+    FURTHER,
 )
 _BEFORE_FAMILIES = "gpt"
 """The family of checkpoints that were saved when there was one."""
@@ -79,7 +80,7 @@ def describe(values: Values, world_size: int) -> dict[str, Any]:
     """The manifest's words on a run that saves, as far as its arguments tell."""
     return {
         "architecture": architecture(values),
-        "model": {name: values[name] for name in FUNCTION if name in values},
+        "model": {name: values[name] for name in (*FUNCTION, FURTHER) if name in values},
         "layout": _layout(values, world_size),
         "adapters": description(values),
         "precision": _precision(values),
@@ -93,6 +94,7 @@ def describe(values: Values, world_size: int) -> dict[str, Any]:
 def architecture(values: Values) -> dict[str, Any]:
     """What a checkpoint and a run that loads it have to agree on, as far as both tell it."""
     found = {name: values[name] for name in _ARCHITECTURE if name in values}
+    found[FURTHER] = values.get(FURTHER) or None
     return {name: value for name, value in found.items() if _plain(value)}
 
 
@@ -146,11 +148,11 @@ def parts_to_load(
     ours = describe(values, world_size)
     _check_model(content, ours, vocabulary)
     _check_adapters(content, ours)
+    optimizer = not (values["finetune"] or values["no_load_optim"])
+    found = list(_further(content, ours, optimizer=optimizer))
     if values["finetune"]:
-        notes = ("finetune: the weights alone; training starts from step 0",)
-        return Parts(optimizer=False, progress=False, rng=False, notes=notes)
-    found: list[str] = []
-    optimizer = not values["no_load_optim"]
+        found.append("finetune: the weights alone; training starts from step 0")
+        return Parts(optimizer=False, progress=False, rng=False, notes=tuple(found))
     if optimizer:
         _check_optimizer(content, values, ours)
     else:
@@ -189,6 +191,32 @@ def _check_model(
             f"the checkpoint is of another model:\n  {listed}",
             hint="load one of this model, or set these keys as in the checkpoint",
         )
+
+
+def _further(content: Content, ours: Mapping[str, Any], *, optimizer: bool) -> Iterator[str]:
+    """What is to be said of layers that predict further tokens. ``optimizer``: its state is to be
+    loaded, which is of all layers.
+
+    Raises:
+        CheckpointError: the checkpoint lacks some of them, or its optimizer has more.
+    """
+    if not content.get("architecture"):
+        return
+    saved, own = (said["architecture"].get(FURTHER) or 0 for said in (content, ours))
+    if own > saved:
+        raise CheckpointError(
+            f"the checkpoint has {saved} layers that predict further tokens, this run {own} "
+            f"({FURTHER})",
+            hint=f"set {FURTHER} as in the checkpoint",
+        )
+    if saved and not own:
+        if optimizer:
+            raise CheckpointError(
+                f"the checkpoint's optimizer is of {saved} layers that predict further tokens, "
+                f"too, and this run has none ({FURTHER})",
+                hint=f"set {FURTHER}: {saved}, or load the weights alone (no_load_optim: true)",
+            )
+        yield f"without its {saved} layers that predict further tokens ({FURTHER} is not set)"
 
 
 def _check_adapters(content: Content, ours: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from flagscale.config.arguments import (
     adapters,
     architecture,
+    bounded,
     conversations,
     devices,
     external,
@@ -27,6 +28,7 @@ from flagscale.config.arguments import (
     idle,
     latent,
     layout,
+    mtp,
     phases,
     precision,
 )
@@ -61,6 +63,7 @@ def broken(values: Values) -> list[Broken]:
     values = fallbacks.settled(values)
     rules = (
         devices.known,
+        bounded.broken,
         families.broken,
         _unsupported,
         idle.broken,
@@ -68,6 +71,7 @@ def broken(values: Values) -> list[Broken]:
         graphs.broken,
         _attention,
         architecture.broken,
+        mtp.broken,
         latent.broken,
         _documents,
         conversations.broken,
@@ -177,15 +181,24 @@ def _documents(values: Values) -> Iterator[Broken]:
 
 
 def _exported(values: Values) -> Iterator[Broken]:
-    """What is trained can be said by a config.json."""
-    if not values["export_huggingface"]:
+    """What is trained can be said by a config.json, and its adapters to peft."""
+    for_peft = values["peft_type"] and values["export_peft"]
+    if not values["export_huggingface"] and not for_peft:
         return
     longest = values["max_position_embeddings"] or values["seq_length"]
     known = {**values, "vocab_size": values["vocab_size"] or 1, "max_position_embeddings": longest}
+    wanted = [name for name in ("export_huggingface", "export_peft") if values[name]]
     try:
-        config_of(known)
+        kind = config_of(known)["model_type"]
     except CheckpointError as error:
-        yield "export_huggingface", error.message
+        yield wanted[0], error.message
+        return
+    if for_peft and (reason := adapters.NOT_FOR_PEFT.get(kind)):
+        yield (
+            "export_peft",
+            f"adapters of {kind} are not written for peft: {reason}; leave it out, and take "
+            "export_huggingface, which merges them",
+        )
 
 
 def _length(values: Values) -> Iterator[Broken]:

@@ -59,7 +59,10 @@ class Runtime:
         "`flagscale comm list` shows each backend's",
     )
     distributed_timeout_minutes: float = arg(
-        10.0, "Minutes after which a collective that does not finish fails", minimum=0.01
+        10.0,
+        "Minutes after which a collective that does not finish fails",
+        minimum=0.01,
+        maximum=500_000,
     )
     seed: int = arg(1234, "Seed of the initial weights, dropout and data order", minimum=0)
     manual_gc: bool = arg(
@@ -75,7 +78,7 @@ class Runtime:
         None, "End after a step that this number divides, saving a checkpoint first", minimum=1
     )
     exit_duration_in_mins: float | None = arg(
-        None, "End after this many minutes, saving a checkpoint first", minimum=0
+        None, "End after this many minutes, saving a checkpoint first", minimum=0, maximum=500_000
     )
     num_layers_per_virtual_pipeline_stage: int | None = arg(
         None, "Layers of a model chunk of the interleaved pipeline schedule", minimum=1
@@ -109,7 +112,8 @@ class Runtime:
     )
     peak_tflops: float | None = arg(
         None,
-        "Peak dense TFLOP/s of a device in the training precision, for MFU; known for many GPUs",
+        "Peak dense TFLOP/s of a device in the training precision, for MFU and estimates; known "
+        "for many GPUs. Where devices are unlike, estimates take it for those that are not known",
         minimum=0.001,
     )
 
@@ -158,8 +162,8 @@ class Profiling:
     )
     use_pytorch_profiler: bool = arg(
         True,
-        "Record by torch's profiler; without it only CUDA's profiler range is marked, for "
-        "nsys profile --capture-range=cudaProfilerApi",
+        "Record by torch's profiler; without it only a range of the chip's own profiler is marked, "
+        "such as for nsys profile --capture-range=cudaProfilerApi",
     )
 
 
@@ -175,7 +179,8 @@ class Model:
     fp8_recipe: str = arg(
         "tensorwise",
         "How the numbers of 8-bit matrix products (fp8: hybrid or e4m3) are scaled: by the largest "
-        "magnitude of the tensor, or of each row",
+        "magnitude of the tensor, of each row, or (blockwise, as DeepSeek-V3 does it) of every 128 "
+        "numbers of a row, and 128 x 128 of a weight",
         choices=("tensorwise", "rowwise", "delayed", "mxfp8", "blockwise", "custom"),
     )
     position_embedding_type: str = arg(

@@ -20,6 +20,8 @@ MAX_TEXT = 128 * 1024 - 1
 (MAX_ARG_STRLEN, less its NUL)."""
 MAX_NAME = 255
 """Bytes of a file's name, and of any name that is no text."""
+_MAX_INT = 2**63 - 1
+"""The largest whole number of the shells, programs and tensors that a value goes to."""
 _ARTICLES = {
     "int": "a whole number",
     "float": "a number",
@@ -78,10 +80,10 @@ def expected(argument: Argument) -> str:
 def _bounds(argument: Argument) -> str:
     low, high = argument.minimum, argument.maximum
     if low is not None and high is not None:
-        return f" from {low:g} to {high:g}"
+        return f" from {low:.15g} to {high:.15g}"
     if low is not None:
-        return f" not less than {low:g}"
-    return f" not greater than {high:g}" if high is not None else ""
+        return f" not less than {low:.15g}"
+    return f" not greater than {high:.15g}" if high is not None else ""
 
 
 def convert(argument: Argument, value: Any) -> Any:
@@ -136,10 +138,13 @@ def _is_number(value: Any) -> bool:
 
 def _to_int(value: Any) -> int:
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError
-    return int(value)
+    number = int(value)
+    if abs(number) > _MAX_INT:
+        raise ValueError
+    return number
 
 
 def _to_float(value: Any) -> float:

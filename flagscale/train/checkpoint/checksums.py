@@ -45,7 +45,7 @@ def verify(path: Path, storage: Any, part: int, parts: int) -> None:
 def _compare(window: _Window) -> None:
     with zipfile.ZipFile(io.BufferedReader(window, _PIECE)) as archive:
         for record in archive.infolist():
-            if record.CRC == 0:  # flagscale convert writes none: it has compared what it wrote
+            if record.CRC == 0:  # flagscale convert wrote none in its first versions
                 continue
             with archive.open(record) as content:
                 while content.read(_PIECE):

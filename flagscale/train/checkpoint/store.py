@@ -115,7 +115,8 @@ def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of a directory: what is said of it, the size of each file, and SHA-256 of
     the small ones that every checkpoint has.
 
-    Tensors have none: a checksum of theirs would take as long as reading them.
+    Tensors have their CRC-32 in their own files (:mod:`.checksums`): a digest here would take as
+    long as reading them.
     """
     files = {
         item.relative_to(path).as_posix(): item.stat().st_size

@@ -66,6 +66,13 @@ def _weight(word: str) -> float | None:
     return None if _is_data_set(word) else number
 
 
+def told_apart(names: Sequence[str]) -> list[str]:
+    """The names, each with its number behind it where it is not the only one of its kind."""
+    return [
+        name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)
+    ]
+
+
 def parse_split(text: str) -> tuple[float, float, float]:
     """Shares of training, validation and test of ``split`` such as ``969,30,1``; they sum to 1.
 

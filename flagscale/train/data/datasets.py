@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +92,10 @@ class Datasets:
         if is_external(vars(args)):
             self._function, self._tokenizer = external.find(args.external_data), tokenizer
             return
-        self._plan = plan_data(args, tokenizer)
-        self._built = _build_datasets(self._plan, self._kind, tokenizer)
+        self._plans = _each_by_itself(plan_data(args, tokenizer))
+        self._built = {
+            name: _build_datasets(plan, self._kind, tokenizer) for name, plan in self._plans.items()
+        }
 
     def iterators(
         self, progress: Progress, *, chunks: int = 1, shard: Shard | None = None
@@ -110,11 +112,16 @@ class Datasets:
             return _of_conversations(self._args, self._conversations, consumed, chunks, shard)
         if self._function is not None:
             return self._of_function(self._function, consumed, chunks, shard)
-        found = [
-            _iterators(self._args, self._plan, split, data, taken, chunks, shard, self._kind.keys)
-            for split, data, taken in zip(self._plan.splits, self._built, consumed, strict=True)
-        ]
-        return DataIterators(found[0], found[1], found[2])
+        found = {
+            name: [
+                _iterators(self._args, plan, split, data, taken, chunks, shard, self._kind.keys)
+                for split, data, taken in zip(plan.splits, self._built[name], consumed, strict=True)
+            ]
+            for name, plan in self._plans.items()
+        }
+        train, valid, test = found.pop("")
+        sets = {name: one for name, (_, one, _) in found.items() if one is not None}
+        return DataIterators(train, valid, test, sets)
 
     def _of_function(
         self,
@@ -145,6 +152,20 @@ def own_shard(args: Any) -> Shard:
         return Shard(args.meshes.sequences, (own,))
     size = parallel_state.get_data_parallel_world_size()
     return Shard.even(rank, size, args.micro_batch_size)
+
+
+def _each_by_itself(plan: DataPlan) -> dict[str, DataPlan]:
+    """By name, a plan of each validation set that is evaluated by itself; as ``""`` that of the
+    rest."""
+    if not plan.validations:
+        return {"": plan}
+    train, valid, test = plan.splits
+    no_train, no_valid, no_test = (replace(one, samples=0, blend=None) for one in plan.splits)
+    made = {"": replace(plan, splits=(train, no_valid, test))}
+    for name, blend in plan.validations.items():
+        splits = (no_train, replace(valid, blend=blend), no_test)
+        made[name] = replace(plan, splits=splits, phases=None)
+    return made
 
 
 def _build_datasets(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from flagscale.config.arguments.paths import data_cache
 from flagscale.errors import DataError
-from flagscale.train.data.blends import Blend, parse_blend, parse_split
+from flagscale.train.data.blends import Blend, parse_blend, parse_split, told_apart
 from flagscale.train.data.indexed import IndexedFiles, fingerprint, inspect
 from flagscale.train.data.phases import Phases, phases_of
 from flagscale.train.data.tokenizers import Tokenizer
@@ -46,6 +46,8 @@ class DataPlan:
     mock: bool
     phases: Phases | None = None
     """Mixtures of the training data that follow each other."""
+    validations: Mapping[str, Blend] = field(default_factory=dict)
+    """By their names, the sets of the validation's blend where each is evaluated by itself."""
     reading: Mapping[str, Any] = field(default_factory=dict)
     """Options of megatron.core's data sets that change how they are read, not what."""
 
@@ -84,6 +86,7 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         cache_by=cache_by,
         order=args.dataloader_type,
         phases=phases,
+        validations=_validations(args, splits[1].blend),
         mock=bool(args.mock_data),
         reading={
             "mmap_bin_files": args.mmap_bin_files,
@@ -97,6 +100,13 @@ def _own_blend(args: Any, name: SplitName) -> Blend | None:
     key = f"{name}_data_path"
     values = getattr(args, key)
     return parse_blend(values, key) if values else None
+
+
+def _validations(args: Any, blend: Blend | None) -> dict[str, Blend]:
+    if blend is None or not args.multiple_validation_sets:
+        return {}
+    names = told_apart([Path(prefix).name for prefix in blend.prefixes])
+    return {name: Blend((one,)) for name, one in zip(names, blend.prefixes, strict=True)}
 
 
 def _check_choice(args: Any, blend: Blend | None, own: list[Blend | None]) -> None:

@@ -49,6 +49,49 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     return done
 
 
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+        ctx.size, ctx.group = size, group
+        return wait(start_reduce_scatter(tensor, size, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return wait(start_all_gather(gradient, ctx.size, ctx.group)), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+        ctx.size, ctx.group = size, group
+        return wait(start_all_gather(tensor, size, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return wait(start_reduce_scatter(gradient, ctx.size, ctx.group)), None, None
+
+
+def reduce_scatter(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over ranks, of which each keeps its part of the first dimension.
+
+    Like megatron.core's function, of whose backward pass torch 2.11 makes a wrong graph: there a
+    tensor that a collective fills in a backward pass is read as it was before.
+    """
+    done: torch.Tensor = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
+        tensor, group.size(), name_of(group)
+    )
+    return done
+
+
+def all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The ranks' tensors along the first dimension, each of which is used by every rank in its own
+    way: gradients are summed. See :func:`reduce_scatter`."""
+    done: torch.Tensor = _AllGather.apply(  # type: ignore[no-untyped-call]
+        tensor, group.size(), name_of(group)
+    )
+    return done
+
+
 def input_gradient(found: torch.Tensor, sharing: Sharing, size: int, group: str) -> torch.Tensor:
     """The gradient of a shared input, as far as this rank's weights go, summed over the ranks; see
     :func:`gradients`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.torch_version import TorchVersion
 
+from flagscale.errors import ConfigError
 from flagscale.train.layers.jit import why_not_here
 
 
@@ -32,7 +34,17 @@ def why_not(config: TransformerConfig) -> str | None:
         return "attention_dropout draws from a state of its own for each tensor-parallel rank"
     if config.fine_grained_activation_offloading or config.cpu_offloading:
         return "offloading moves parts of a layer's activations"
+    if config.multi_latent_attention and config.sequence_parallel and _fills_behind_its_back():
+        return (
+            f"torch {torch.__version__} makes a wrong graph of how multi_latent_attention gathers "
+            "keys with sequence_parallel; 2.12 makes a right one"
+        )
     return why_not_here()
+
+
+def _fills_behind_its_back() -> bool:
+    """Whether what a collective fills in a backward pass is read as it was before."""
+    return torch.__version__ < TorchVersion("2.12")
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
@@ -40,23 +52,40 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     ``backend``.
 
     Of a layer of experts its attention is compiled: which expert has how many tokens changes.
+
+    A layer that turns out not to be possible as one graph runs as it is, with a warning; where
+    ranks share its work this is an error, at its first run. There the others would go on with a
+    graph, whose collectives come in another order: they would wait for each other, or take one
+    for another's.
     """
     _write_both_halves_at_once()
     layers, failures = transformer_layers(model), list[Exception]()
+    shared = any(
+        layer.config.tensor_model_parallel_size * layer.config.context_parallel_size > 1
+        for layer in layers
+    )
     for layer in layers:
         # Or a bias would bring its gradient's graph into evaluation, and a graph of its own here.
         layer.bias_dropout_add_exec_handler = contextlib.nullcontext
         part = "_forward_attention" if isinstance(layer.mlp, MoELayer) else "forward"
-        setattr(layer, part, or_as_it_is(getattr(layer, part), failures, backend))
+        setattr(layer, part, or_as_it_is(getattr(layer, part), failures, backend, shared=shared))
     if layers:
         layers[0].register_forward_pre_hook(_with_usual_strides, with_kwargs=True)
 
 
 def or_as_it_is(
-    function: Callable[..., Any], failures: list[Exception], backend: str = "inductor"
+    function: Callable[..., Any],
+    failures: list[Exception],
+    backend: str = "inductor",
+    *,
+    shared: bool = False,
 ) -> Callable[..., Any]:
     """``function`` compiled as one graph; as it is, with a warning, where that turns out not to be
-    possible, for all that share the list ``failures``. Nothing has run by then."""
+    possible, for all that share the list ``failures``. Nothing has run by then. With ``shared``
+    that raises :class:`ConfigError` instead."""
+    # Loaded where it is used: that takes a second.
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
     whole = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
     @functools.wraps(function)
@@ -67,6 +96,11 @@ def or_as_it_is(
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 failures.append(error)
                 reason = str(error).strip().splitlines()[0]
+                if shared:
+                    raise ConfigError(
+                        f"layers cannot be compiled on this rank: {reason}",
+                        hint="transformer_impl: local trains without compiling, more slowly",
+                    ) from error
                 warnings.warn(
                     f"layers are not compiled, which costs speed: {reason}",
                     RuntimeWarning,
@@ -75,6 +109,12 @@ def or_as_it_is(
         return function(*args, **options)
 
     return call
+
+
+def seconds_spent() -> float:
+    """Seconds that this process has been compiling; 0 where torch has not loaded its compiler."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return float(utils.calculate_time_spent()["total_wall_time"]) if utils is not None else 0.0
 
 
 def _with_usual_strides(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any, Any]:

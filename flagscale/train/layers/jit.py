@@ -8,6 +8,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -38,9 +39,23 @@ def why_not_here() -> str | None:
     return None
 
 
-def compiled_if_faster(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def _at_most(sizes: int | None) -> AbstractContextManager[None]:
+    if sizes is None:
+        return nullcontext()
+    allowed: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=sizes)
+    return allowed
+
+
+def compiled_if_faster(
+    *, dynamic: bool = False, sizes: int | None = None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Compile a function where its first argument is a tensor of a device that gains by it: on a
-    CPU compiling takes longer than it saves. ``dynamic``: once for all sizes, not once for each."""
+    CPU compiling takes longer than it saves.
+
+    Args:
+        dynamic: once for all sizes, not once for each.
+        sizes: how many there may be; more is an error. Without it torch's own limit, which is 8.
+    """
 
     def compiling(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if uncompiled():
@@ -52,7 +67,8 @@ def compiled_if_faster(*, dynamic: bool = False) -> Callable[[Callable[_P, _R]],
             first = args[0]
             pays = isinstance(first, torch.Tensor) and first.device.type in _COMPILING
             if pays and why_not_here() is None:
-                return fast(*args, **kwargs)
+                with _at_most(sizes):
+                    return fast(*args, **kwargs)
             return function(*args, **kwargs)
 
         return call

@@ -129,7 +129,7 @@ class AccumulatingRowLinear(_Product, RowParallelLinear):  # type: ignore[misc]
         output = self._product(input_, self.weight, "none", None)
         if not self.explicit_expert_comm and group is not None and group.size() > 1:
             if self.sequence_parallel:
-                output = mappings.reduce_scatter_to_sequence_parallel_region(output, group=group)
+                output = collectives.reduce_scatter(output, group)
             else:
                 output = mappings.reduce_from_tensor_model_parallel_region(output, group=group)
         if self.skip_bias_add:

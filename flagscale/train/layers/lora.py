@@ -4,12 +4,15 @@ A layer's weight W does not change; trained are A ``[rank, in]`` and B ``[out, r
 output is ``W x + alpha / rank * B A x``. B starts as zeros, so that training starts from the base.
 Of the two the one on the side that tensor parallelism splits is split with W; the other is whole on
 every rank, and what is summed or gathered between them is ``rank`` wide.
+
+Where a layer is several of Hugging Face's and only some of them get an adapter, B's rows of the
+others stay zeros: in every layout, for every optimizer, saved and merged, it is one more adapter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +24,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
-from flagscale.train.layers.latent import KeyDownProjection
+from flagscale.config.arguments.adapters import FC1, QKV, THEIRS
+from flagscale.train.layers import collectives
+from flagscale.train.layers.latent import (
+    AccumulatingKeyDownProjection,
+    AccumulatingQueryDownProjection,
+    KeyDownProjection,
+    QueryDownProjection,
+)
 from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
 
 A, B = "lora_a", "lora_b"
@@ -43,16 +53,25 @@ class _Adapted:
     tp_group: Any
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
+    lora_without: torch.Tensor | None
     lora_scale: float
     lora_dropout: float
 
-    def add_adapter(self, rank: int, alpha: float, dropout: float) -> None:
-        """Give the layer A and B, not drawn yet, and freeze the rest."""
+    def add_adapter(
+        self, rank: int, alpha: float, dropout: float, without: torch.Tensor | None = None
+    ) -> None:
+        """Give the layer A and B, not drawn yet, and freeze the rest.
+
+        Args:
+            rank, alpha, dropout: as :func:`attach` has them.
+            without: which of this rank's rows of B stay zeros, ``[rows, 1]``.
+        """
         module: Any = self
         module.requires_grad_(False)
         rows, columns = self.weight.shape
         self.lora_a = torch.nn.Parameter(self.weight.new_zeros(rank, columns))
         self.lora_b = torch.nn.Parameter(self.weight.new_zeros(rows, rank))
+        module.register_buffer("lora_without", without, persistent=False)
         self.lora_scale, self.lora_dropout = alpha / rank, dropout
         ranks = self.tp_group.size()
         for name, parameter in ((A, self.lora_a), (B, self.lora_b)):
@@ -73,7 +92,11 @@ class _Adapted:
         return functional.linear(input_, self.lora_a)
 
     def _up(self, narrow: torch.Tensor) -> torch.Tensor:
-        return functional.linear(narrow, self.lora_b) * self.lora_scale
+        outward: torch.Tensor = self.lora_b
+        if self.lora_without is not None:
+            # So their gradients are zeros, of which no optimizer makes anything.
+            outward = outward.masked_fill(self.lora_without, 0.0)
+        return functional.linear(narrow, outward) * self.lora_scale
 
     def _random_state(self) -> AbstractContextManager[Any]:
         """Ranks that have parts of the input drop other things than each other."""
@@ -111,7 +134,7 @@ class _Column(_Adapted):
         output, bias = super().forward(input_, *args, **options)  # type: ignore[misc]
         narrow, group = self._down(input_), self.tp_group
         if group.size() > 1 and self.sequence_parallel:
-            narrow = mappings.gather_from_sequence_parallel_region(narrow, group=group)
+            narrow = collectives.all_gather(narrow, group)
         elif group.size() > 1:
             narrow = mappings.copy_to_tensor_model_parallel_region(narrow, group=group)
         return output + self._up(narrow), bias
@@ -125,7 +148,7 @@ class _Row(_Adapted):
         output, bias = super().forward(input_)  # type: ignore[misc]
         narrow, group = self._down(input_), self.tp_group
         if group.size() > 1 and self.sequence_parallel:
-            narrow = mappings.reduce_scatter_to_sequence_parallel_region(narrow, group=group)
+            narrow = collectives.reduce_scatter(narrow, group)
         elif group.size() > 1:
             narrow = mappings.reduce_from_tensor_model_parallel_region(narrow, group=group)
         return output + self._up(narrow), bias
@@ -147,46 +170,89 @@ class LoraAccumulatingRowLinear(_Row, AccumulatingRowLinear):
     """The faster layer with an adapter."""
 
 
-class LoraKeyDownProjection(KeyDownProjection, LoraColumnLinear):  # type: ignore[misc]
+class LoraQueryDownProjection(QueryDownProjection, LoraColumnLinear):
     """Multi-latent attention's, with an adapter that makes latent numbers before ranks gather
     them."""
+
+
+class LoraAccumulatingQueryDownProjection(
+    AccumulatingQueryDownProjection, LoraAccumulatingColumnLinear
+):
+    """The same of the faster layer."""
+
+
+class LoraKeyDownProjection(KeyDownProjection, LoraColumnLinear):
+    """Multi-latent attention's, with an adapter that makes latent numbers before ranks gather
+    them."""
+
+
+class LoraAccumulatingKeyDownProjection(
+    AccumulatingKeyDownProjection, LoraAccumulatingColumnLinear
+):
+    """The same of the faster layer."""
 
 
 _CLASSES: dict[type, type] = {
     ColumnParallelLinear: LoraColumnLinear,
     RowParallelLinear: LoraRowLinear,
+    QueryDownProjection: LoraQueryDownProjection,
+    AccumulatingQueryDownProjection: LoraAccumulatingQueryDownProjection,
     KeyDownProjection: LoraKeyDownProjection,
+    AccumulatingKeyDownProjection: LoraAccumulatingKeyDownProjection,
     AccumulatingColumnLinear: LoraAccumulatingColumnLinear,
     AccumulatingRowLinear: LoraAccumulatingRowLinear,
 }
 
 
 def attach(
-    model: Any, targets: tuple[str, ...], *, rank: int, alpha: float, dropout: float
+    model: Any,
+    targets: Mapping[str, tuple[str, ...]],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
 ) -> None:
     """Freeze the bare ``model`` and give layers adapters, whose weights are still to be drawn.
 
     Args:
         model: a chunk of it, before data parallelism.
-        targets: names of layers.
+        targets: names of layers, and of each the parts that get an adapter
+            (``config.arguments.adapters``).
         rank: of the adapters.
         alpha: what adapters add is multiplied by this over ``rank``.
         dropout: share of their inputs that is dropped.
     """
     model.requires_grad_(False)
-    for module in _layers(model, targets):
+    for name, module in _layers(model, targets):
         # The classes differ in methods alone.
         module.__class__ = _CLASSES[type(module)]
-        module.add_adapter(rank, alpha, dropout)
+        module.add_adapter(rank, alpha, dropout, _without(module, name, targets[name]))
     if model.pre_process:
         model.embedding.register_forward_hook(_ask_for_gradient)
 
 
-def _layers(model: torch.nn.Module, targets: tuple[str, ...]) -> Iterator[Any]:
+def _without(module: Any, name: str, parts: tuple[str, ...]) -> torch.Tensor | None:
+    """Which rows of a layer, that is several of Hugging Face's, are of none of these; None if all
+    are of some, ``[rows, 1]``."""
+    config, apart = module.config, tuple[torch.Tensor, ...]()
+    rows = torch.zeros(len(module.weight), dtype=torch.bool, device=module.weight.device)
+    if name == QKV:
+        # Group by group: its queries, its keys, its values.
+        groups = rows.view(config.num_query_groups // module.tp_group.size(), -1)
+        width = config.kv_channels
+        apart = groups[:, : -2 * width], groups[:, -2 * width : -width], groups[:, -width:]
+    elif name == FC1 and config.gated_linear_unit:
+        apart = rows.chunk(2)
+    for part, own in zip(THEIRS[name] if apart else (), apart, strict=True):
+        own.fill_(part not in parts)
+    return rows[:, None] if rows.any() else None
+
+
+def _layers(model: torch.nn.Module, targets: Collection[str]) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         *above, own = name.split(".")
         if own in targets and not set(above) & set(_NEVER) and type(module) in _CLASSES:
-            yield module
+            yield own, module
 
 
 def _ask_for_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> None:

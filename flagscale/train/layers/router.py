@@ -146,8 +146,9 @@ class WeighingRouter(TopKRouter):  # type: ignore[misc]
     ) -> torch.Tensor:
         """``activation``, whose backward pass starts one of ``loss`` too. ``group``: over whose
         ranks the losses add up."""
+        layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
         save_to_aux_losses_tracker(
-            name, loss / coefficient, self.layer_number, self.config.num_layers, reduce_group=group
+            name, loss / coefficient, self.layer_number, layers, reduce_group=group
         )
         # Gradients are divided by the tokens of the step; or by the data-parallel ranks, of which
         # each has a part of this one loss if they share the micro-batch.

@@ -10,6 +10,7 @@ how many stages there are (:class:`Stages`).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -101,9 +102,11 @@ class _Maker:
         self._timeout = timedelta(minutes=minutes)
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def group(self, ranks: tuple[int, ...]) -> Any:
+    def group(self, ranks: tuple[int, ...], description: str | None = None) -> Any:
         if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+            self._made[ranks] = dist.new_group(
+                list(ranks), timeout=self._timeout, group_desc=description
+            )
         return self._made[ranks]
 
     def of_all(self, backend: str | None) -> Any:
@@ -121,9 +124,12 @@ def make(meshes: Meshes, stage: Stage, *, minutes: float, on_host: bool) -> Mesh
     """
     rank, maker = dist.get_rank(), _Maker(minutes)
     for index, mesh in enumerate(meshes.meshes):
-        first = meshes.first_rank(index)
-        for name, ranks in _all_groups(mesh, first):
-            group = maker.group(ranks)
+        named = list(_all_groups(mesh, meshes.first_rank(index)))
+        uses: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, ranks in named:
+            uses[ranks].append(name.strip("_"))
+        for name, ranks in named:
+            group = maker.group(ranks, " ".join(uses[ranks]))
             if rank in ranks:
                 setattr(parallel_state, name, group)
                 if name in _RANKS:

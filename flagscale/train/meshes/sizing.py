@@ -14,6 +14,7 @@ from flagscale.config.arguments.resolve import of_rank
 from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.errors import ConfigError
 from flagscale.estimate import layouts
+from flagscale.estimate.arithmetic import Layer
 from flagscale.estimate.costs import Costs
 from flagscale.estimate.layouts import Chosen, Trial
 from flagscale.estimate.memory import Held
@@ -103,8 +104,9 @@ def _fits(
     trying = _trying(meshes, [trial] * len(meshes.meshes))
     args = _tried_by(base, trying, trying.first_rank(index), trial)
     vocabulary = padded_vocabulary(size, vars(args))
-    layers = memory_of(args, 0, Held((False,) * LAYERS, first=True, last=True)).all
-    ends = memory_of(args, vocabulary, Held((False,), first=True, last=True)).all
+    layer = Layer(mixture=False, eight=bool(args.fp8))
+    layers = memory_of(args, 0, Held((layer,) * LAYERS, first=True, last=True)).all
+    ends = memory_of(args, vocabulary, Held((layer,), first=True, last=True)).all
     return max(layers, ends) <= _SPARED * room
 
 

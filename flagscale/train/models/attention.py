@@ -141,9 +141,8 @@ def choose_kernel(config: Any, device: Device) -> None:
     ``auto`` takes cuDNN's on Hopper and later, which is nearly twice as fast as flash attention
     there, wherever it has one for the heads' width.
     """
-    # The kernels are those of CUDA, and so are the switches; other chips have their own choice.
-    if device.kind != "cuda":
-        return
+    if not device.accelerator.fused_attention:
+        return  # other chips have their own choice
     chosen = config.attention_backend
     if chosen == AttnBackend.auto and _cudnn_is_faster(config, device):
         allowed = {SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}

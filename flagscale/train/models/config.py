@@ -80,6 +80,7 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         # Fused by torch.compile, which gains nothing on a CPU.
         "bias_activation_fusion": args.bias_activation_fusion and device.compiles,
         "bias_dropout_fusion": args.bias_dropout_fusion and device.compiles,
+        "mtp_num_layers": args.mtp_num_layers or None,
     }
     if args.swiglu:
         chosen.update(gated_linear_unit=True, activation_func=functional.silu)

@@ -80,7 +80,7 @@ def form_of(config: Any, device: Device) -> Form:
     if config.attention_backend not in _FLASH or bounded:
         return "visible"
     flash = (
-        device.kind == "cuda"
+        device.accelerator.fused_attention
         and config.params_dtype != torch.float32
         and not config.multi_latent_attention  # values are narrower than keys
         and config.kv_channels <= _WIDEST_HEAD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,12 +36,14 @@ LINEARS: dict[type, type] = {
 
 class Fast:
     """Goes before a model's class, of which it keeps the parameters and the function: a model with
-    an ``embedding`` where it is ``pre_process``, an ``output_layer`` where it is ``post_process``.
+    an ``embedding`` where it is ``pre_process`` or predicts further tokens (``mtp_process``), an
+    ``output_layer`` where it is ``post_process``.
     """
 
     config: Any
     pre_process: bool
     post_process: bool
+    mtp_process: bool = False
     embedding: Any
     output_layer: Any
     pg_collection: Any
@@ -49,7 +52,8 @@ class Fast:
         super().__init__(*args, **options)
         # What megatron.core builds without a specification; the classes differ in methods alone.
         # Adding up rows is in no fixed order on CUDA.
-        if self.pre_process and not self.config.deterministic_mode:
+        embeds = self.pre_process or self.mtp_process
+        if embeds and not self.config.deterministic_mode:
             _become(self.embedding.word_embeddings, VocabParallelEmbedding, AccumulatingEmbedding)
         if self.post_process:
             _become(self.output_layer, ColumnParallelLinear, AccumulatingColumnLinear)
@@ -71,6 +75,11 @@ def notes(args: argparse.Namespace, config: TransformerConfig, device: Device) -
     """What a user may want to know of how the model is built, a line each."""
     if captures_steps(vars(args)) and device.is_host:
         yield f"cuda_graph_impl: {device.name} has no graphs; steps run as always"
+    if (args.bf16 or args.fp16) and device.is_host and _lacks_16_bit_products():
+        yield (
+            f"{'bf16' if args.bf16 else 'fp16'}: this CPU has no AVX-512, without which torch "
+            "multiplies 16-bit numbers a hundred times slower than 32-bit ones; false is faster"
+        )
     if implementation(args, device) == "compiled":
         reason = why_not(config) or _why_no_adapters(args)
         if reason is not None and device.compiles:
@@ -81,6 +90,12 @@ def notes(args: argparse.Namespace, config: TransformerConfig, device: Device) -
                 f"fp8: the layers' linear products{experts} take 8-bit numbers ({args.fp8}, "
                 f"{args.fp8_recipe}); attention, embedding, head and loss are in bf16"
             )
+
+
+def _lacks_16_bit_products() -> bool:
+    """Whether torch multiplies 16-bit matrices of this CPU number by number."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
 def _why_no_adapters(args: argparse.Namespace) -> str | None:
@@ -109,5 +124,11 @@ def finish(model: Any, args: argparse.Namespace, config: TransformerConfig, devi
             raise ConfigError(
                 f"fp8: {device.name} has no matrix products of 8-bit numbers",
                 hint="leave fp8 out; it takes Ada, Hopper or later",
+            )
+        if args.fp8_recipe == "blockwise" and not device.multiplies_blocks:
+            raise ConfigError(
+                f"fp8_recipe: blockwise: {device.name} has no 8-bit matrix products that are "
+                "scaled by blocks",
+                hint="take fp8_recipe: tensorwise; blockwise takes Hopper and CUDA 12.9 or later",
             )
         use_fp8(model, config, Recipe(args.fp8, args.fp8_recipe, args.fp8_wgrad))

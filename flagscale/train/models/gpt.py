@@ -28,6 +28,7 @@ class Gpt(ModelSpec):
         "sft",
         "peft_type",
         "eval_prompts",
+        "mtp_num_layers",
         *OWN,
     )
     layouts = tuple(LAYOUTS)

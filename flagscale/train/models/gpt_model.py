@@ -13,7 +13,8 @@ from flagscale.train.layers.rotary import RotaryPair, at
 from flagscale.train.models.base import Chunk
 from flagscale.train.models.config import LayerConfig
 from flagscale.train.models.fast import Fast
-from flagscale.train.models.layer_specs import block_spec
+from flagscale.train.models.layer_specs import block_spec, further_spec
+from flagscale.train.models.mtp import MultiToken
 
 
 class FastGPT(Fast, GPTModel):  # type: ignore[misc]
@@ -81,8 +82,9 @@ def _bound(layer: Any, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.
 
 
 def _model(args: Namespace, config: LayerConfig, chunk: Chunk) -> type[Any]:
-    before: list[type] = []
-    if args.reset_position_ids and args.position_embedding_type == "rope":
+    before: list[type] = [MultiToken] if config.mtp_num_layers else []
+    counted = args.multi_latent_attention  # by each layer, and attention takes the distances
+    if args.reset_position_ids and args.position_embedding_type == "rope" and not counted:
         before.append(_Positioned)
     if config.scale_embeddings or config.final_logit_softcapping or config.window_rotary_base:
         before.append(_Scaled)
@@ -95,6 +97,7 @@ def build(args: Namespace, config: LayerConfig, chunk: Chunk) -> Any:
     return _model(args, config, chunk)(
         config=config,
         transformer_layer_spec=block_spec(args, config, chunk),
+        mtp_block_spec=further_spec(args, config, chunk),
         vocab_size=chunk.vocabulary,
         max_sequence_length=args.max_position_embeddings,
         pre_process=chunk.first,

@@ -14,7 +14,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.config.arguments.adapters import targets_of
+from flagscale.config.arguments.adapters import parts_of
 from flagscale.config.arguments.graphs import captures_steps
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
@@ -60,7 +60,7 @@ def build_chunks(
         model.model_type, model.vocab_size = ModelType.encoder_or_decoder, vocabulary
         send_directly(model)
         _set_experts_apart(model)
-        if targets := targets_of(vars(args)):
+        if targets := parts_of(vars(args)):
             attach(
                 model,
                 targets,

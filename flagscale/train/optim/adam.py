@@ -10,11 +10,20 @@ that contract.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
+
+_Method = TypeVar("_Method")
+
+
+def _plain(method: _Method) -> _Method:
+    """A method that torch has wrapped, as it was."""
+    plain: _Method = inspect.unwrap(method)  # type: ignore[arg-type]
+    return plain
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -32,6 +41,13 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
+
+    # Without what keeps torch's compiler out of them: nobody compiles them, and for that it would
+    # be loaded, which takes half a second.
+    add_param_group = _plain(torch.optim.Optimizer.add_param_group)
+    zero_grad = _plain(torch.optim.Optimizer.zero_grad)
+    state_dict = _plain(torch.optim.Optimizer.state_dict)
+    load_state_dict = _plain(torch.optim.Optimizer.load_state_dict)
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -7,7 +7,7 @@ from typing import Any
 
 import megatron_files
 import torch
-from foreign_models import MODELS, TOKENS, save
+from foreign_models import FURTHER, MODELS, TOKENS, save
 from integration.checkpoint.checkpoint_lab import Lab
 
 from flagscale.config.arguments.flatten import flatten
@@ -69,6 +69,7 @@ def argv(name: str, path: Path, layout: str) -> list[str]:
     values = {a.name: a.default for a in arguments().values()} | given
     own = missing(values, given, read_config(path))
     more = "--sequence-parallel" if layout == "tp2" and name in EXPERTS else ""
+    more += " --mtp-num-layers 1" if name == FURTHER else ""
     return [*f"{RUN} {LAYOUTS[layout][1]} {more}".split(), *flatten({"model": own})]
 
 

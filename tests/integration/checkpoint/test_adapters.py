@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -33,11 +32,14 @@ from flagscale.train.checkpoint.formats.tensors import Mapped
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
 PROJECT = Path(__file__).parents[3]
+TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+"""Of each layer that is several of Hugging Face's, some alone."""
 RUN = (
     "--seq-length 96 --global-batch-size 4 --lr 2e-2 --lr-decay-style constant --train-iters 6 "
     "--device cpu --eval-iters 1 --eval-interval 3 --eval-prompt-tokens 5 --num-workers 0 "
     "--hidden-dropout 0 --attention-dropout 0 --sft --split 4,1 --log-interval 1 "
-    "--use-distributed-optimizer --peft-type lora --lora-dim 4 --lora-alpha 16"
+    "--use-distributed-optimizer --peft-type lora --lora-dim 4 --lora-alpha 16 --weight-decay 0.1 "
+    f"--lora-target-modules {' '.join(TARGETS)}"
 )
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
@@ -167,7 +169,16 @@ def test_merged_is_as_unmerged(runs: Runs, whole: list[float]) -> None:
     assert (merged / "tokenizer.json").is_file()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_only_what_is_named_has_adapters(runs: Runs, whole: list[float]) -> None:
+    assert whole
+    (merged,), (adapters,) = ((runs.root / name).iterdir() for name in ("merged", "peft"))
+    assert {name.split(".")[-2] for name in added(adapters)} == set(TARGETS)
+    assert json.loads((adapters / "adapter_config.json").read_text())["target_modules"] == TARGETS
+    ours, base = (load_file(path / "model.safetensors") for path in (merged, runs.base))
+    changed = {n.split(".")[-2] for n, weight in ours.items() if not torch.equal(weight, base[n])}
+    assert changed == set(TARGETS)
+
+
 def test_peft_loads_adapters(runs: Runs, whole: list[float]) -> None:
     import peft
     import transformers
@@ -200,7 +211,7 @@ def test_the_command_merges_and_writes_for_peft(
 
 
 def drawn(base: Model) -> Adapters:
-    """Adapters of every layer of a model's attention, drawn at random."""
+    """Adapters of every layer that can have some, drawn at random."""
     generator = torch.Generator().manual_seed(3)
 
     def stored(*shape: int) -> Mapped:
@@ -213,16 +224,17 @@ def drawn(base: Model) -> Adapters:
     pairs = {
         name: (stored(4, shape[1]), stored(shape[0], 4))
         for name, shape in shapes.items()
-        if name.rpartition(".")[2] in targets and "mlp" not in name
+        if name.rpartition(".")[2] in targets and "experts" not in name and "mtp." not in name
     }
     about = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": list(targets), "base": None}
     return Adapters(base.path, about, pairs)
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("deepseek-v3", 5), ("deepseek-v3-plain", 4), ("qwen3-moe", 2)]
+    ("name", "count"),
+    [("deepseek-v3", 5), ("deepseek-v3-plain", 4), ("qwen3-moe", 2), ("llama", 4)],
 )
-def test_adapters_of_every_kind_of_attention(name: str, count: int, tmp_path: Path) -> None:
+def test_adapters_of_every_kind_of_model(name: str, count: int, tmp_path: Path) -> None:
     save(name, tmp_path / "base")
     base = format_of(tmp_path / "base").read(tmp_path / "base")
     adapters = drawn(base)

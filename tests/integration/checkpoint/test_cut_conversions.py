@@ -16,8 +16,10 @@ import torch
 from foreign_models import save
 from full_disk import fill, small_disk
 
+from flagscale.checkpoint_metadata import read_metadata
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.formats import convert, distributed, huggingface
+from flagscale.train.checkpoint import checksums
+from flagscale.train.checkpoint.formats import convert, distributed_writing, huggingface
 from flagscale.train.checkpoint.formats.base import format_of
 from flagscale.train.checkpoint.formats.parts import RECORD, Origin, resumable
 
@@ -28,6 +30,7 @@ SMALL = 20_000
 WORDS = {
     "huggingface": ["--to", "huggingface"],
     "torch_dist": ["--to", "torch_dist"],
+    "megatron_dist": ["--to", "megatron_dist"],
     "torch": ["--to", "torch", "--pipeline-model-parallel-size", "2"],
 }
 
@@ -42,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "_SHARD", SMALL)
-    monkeypatch.setattr(distributed, "_FILE", SMALL)
+    monkeypatch.setattr(distributed_writing, "_FILE", SMALL)
 
 
 def cut(
@@ -175,8 +178,9 @@ def test_only_what_is_the_same_goes_on(
 RECORDS = {
     "cut": "{",
     "no object": "[]",
-    "outside": json.dumps({"parts": {"../in/config.json": {"size": 1, "sha256": "", "about": 1}}}),
+    "outside": json.dumps({"parts": {"../in/config.json": {"spans": [[0, 9, 1]], "about": 1}}}),
     "no entry": json.dumps({"parts": {"__0_0.distcp": 1}}),
+    "no spans": json.dumps({"parts": {"__0_0.distcp": {"spans": [[0, 9, 1], [9]], "about": 1}}}),
 }
 
 
@@ -208,3 +212,14 @@ def test_a_stop_by_the_user_keeps_what_is_finished(
     assert cut(model, tmp_path / "out", [], 0.4, interrupt) == 130
     assert "the same command goes on from them" in capfd.readouterr().err
     assert convert.main([str(model), str(tmp_path / "out")]) == 0
+
+
+def test_one_bit_of_what_was_converted_is_found(model: Path, tmp_path: Path) -> None:
+    """By what ``verify_checkpoint`` compares."""
+    assert convert.main([str(model), str(tmp_path / "out")]) == 0
+    (path,) = (tmp_path / "out").glob("iter_*")
+    storage = read_metadata(path).storage_data.items()
+    checksums.verify(path, storage, 0, 1)
+    _damaged(model, path)
+    with pytest.raises(CheckpointError, match="is not as it was written"):
+        checksums.verify(path, storage, 0, 1)

@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import MODELS, logits, save
+from foreign_models import FURTHER, MODELS, logits, save
 from integration.checkpoint.foreign_lab import CASES, LOADED, UNLIKE, Made, argv
 from safetensors.torch import load_file, save_file
 
 from flagscale import registry
 from flagscale.config.arguments.huggingface.reading import read_config
 from flagscale.train.checkpoint.formats import convert
+from flagscale.train.checkpoint.formats.huggingface import HuggingFace
+from flagscale.train.checkpoint.formats.tensors import read
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -56,6 +58,7 @@ def _apart(found: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_run_starts_from_a_model_in_any_layout(made: Made, name: str, layout: str) -> None:
+    assert f"{name}-{layout}" in made.found, made.found["stderr"][-4000:]
     assert _apart(made.found[f"{name}-{layout}"]) <= CLOSE
 
 
@@ -102,25 +105,39 @@ def test_there_and_back_everything_is_as_it_was(tmp_path: Path) -> None:
     assert not (back / "modeling_own.py").exists()
 
 
-def test_layers_that_predict_further_are_left_out_and_it_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_half_a_layer_that_predicts_further_is_left_out_and_it_is_said(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the biases of V3's router keep their 32 bits among weights of 16."""
     there, ours, back = tmp_path / "there", tmp_path / "ours", tmp_path / "back"
-    save("deepseek-v3", there)
-    whole = weights(there)
-    further = {f"model.layers.2.{name}": torch.ones(2) for name in ("enorm.weight", "shared_head")}
-    save_file({**whole, **further}, there / "model.safetensors")
+    shutil.copytree(made.root / FURTHER, there)
+    _rewrite(there, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
     assert read_config(there)["num_nextn_predict_layers"] == 1
     assert convert.main([str(there), str(ours), "--dtype", "bf16"]) == 0
-    assert "note: 2 tensors of layers that predict further tokens" in capsys.readouterr().out
+    assert "such as model.layers.2.eh_proj.weight" in capsys.readouterr().out
     assert convert.main([str(ours), str(back)]) == 0
     assert read_config(back)["num_nextn_predict_layers"] == 0
     found = weights(back)
-    assert found.keys() == whole.keys()
+    whole = [name for name in weights(there) if not name.startswith("model.layers.2.")]
+    assert found.keys() == set(whole)
     kinds = {name: tensor.dtype for name, tensor in found.items()}
     biases = {name for name, kind in kinds.items() if kind == torch.float32}
     assert biases == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+
+
+def test_a_layer_that_predicts_further_shares_the_embedding(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "there"
+    shutil.copytree(made.root / FURTHER, there)
+    _rewrite(there, lambda tensors: tensors["model.layers.2.embed_tokens.weight"].add_(1))
+    assert convert.main([str(there), str(tmp_path / "ours")]) == 1
+    assert "are not the model's own" in capsys.readouterr().err
+    alone = HuggingFace().read(there).alone()
+    assert not [name for name in alone.tensors if name.startswith("mtp.")]
+    assert [note for note in alone.notes if "left out: mtp_num_layers is not set" in note]
+    embedding = weights(there)["model.embed_tokens.weight"]
+    assert read(alone.tensors["embedding.word_embeddings.weight"]).equal(embedding)
 
 
 def test_the_command_compares_logits(made: Made, tmp_path: Path) -> None:
@@ -186,14 +203,6 @@ def test_a_checkpoint_of_megatron_in_its_torch_format(
 
 def test_a_run_starts_from_a_checkpoint_of_megatron(made: Made) -> None:
     assert _apart(made.found["qwen3-pp2-megatron"]) <= CLOSE
-
-
-def test_latent_projections_of_megatron_are_not_read(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made.as_megatron("deepseek-v3", tmp_path / "in", (1, 1, 1), engine=False)
-    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
-    assert "of models without multi_latent_attention" in capsys.readouterr().err
 
 
 def test_a_rank_that_megatron_did_not_write_is_named(

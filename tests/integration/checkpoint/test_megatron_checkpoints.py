@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 from foreign_models import save
 from torch.distributed import checkpoint as dcp
 
+from flagscale.checkpoint_metadata import read_metadata
 from flagscale.train.checkpoint.formats import convert
 from flagscale.train.checkpoint.formats.base import format_of
+from flagscale.train.checkpoint.formats.megatron_layout import values_of
 from flagscale.train.checkpoint.formats.tensors import read
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
@@ -41,8 +44,9 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def whole(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All tensors of what lies in a directory, and the arguments that say what it is."""
-    model = format_of(path).read(path)
+    """All tensors of what lies in a directory, and the arguments that say what it is; without the
+    layers that predict further tokens, which Megatron-LM's formats are written without."""
+    model = format_of(path).read(path).alone()
     return {name: read(tensor).clone() for name, tensor in model.tensors.items()}, {**model.values}
 
 
@@ -77,6 +81,8 @@ LAYOUTS = [
     pytest.param("gpt2", (2, 1, 1), False, 1, id="gpt2-tp2-local"),
     pytest.param("qwen3-moe-mixed", (2, 1, 2), True, 1, id="moe-tp2-ep2-grouped"),
     pytest.param("mixtral", (1, 2, 4), False, 1, id="mixtral-pp2-ep4-local"),
+    pytest.param("deepseek-v3", (2, 2, 2), True, 1, id="latent-tp2-pp2-ep2"),
+    pytest.param("deepseek-v2", (2, 1, 1), False, 1, id="latent-tp2-local"),
 ]
 
 
@@ -133,6 +139,13 @@ def test_a_tied_model_has_its_output_layer_on_the_last_stage(ours: Any, tmp_path
     assert "output_layer.weight" not in first
 
 
+def test_a_tokenizer_that_does_not_count_the_end_of_a_document() -> None:
+    """As Megatron-LM's arguments have it: 127 tokens and one more, none of which is padding."""
+    given = {"vocab_size": 127, "padded_vocab_size": 128, "num_attention_heads": 1}
+    assert values_of({**given, "tokenizer_type": "NullTokenizer"})["vocab_size"] == 128
+    assert values_of({**given, "tokenizer_type": "GPT2BPETokenizer"})["vocab_size"] == 127
+
+
 def test_stages_of_unlike_sizes(ours: Any, tmp_path: Path) -> None:
     words = ["--to", "torch", "--pipeline-model-parallel-size", "2"]
     words += ["--decoder-first-pipeline-num-layers", "1"]
@@ -156,6 +169,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
         ["--moe-grouped-gemm", "--transformer-impl", "local"],
         "moe_grouped_gemm is written for Transformer Engine's layers alone",
     ),
+    "of another family": ("gemma2", [], "its layers lack norms behind attention and MLP"),
     "chunks of one stage": (
         "llama",
         ["--num-virtual-stages-per-pipeline-rank", "2"],
@@ -208,37 +222,55 @@ def test_logits_are_compared_with_what_transformers_reads(
     assert "logits on 3 tokens: at most" in done.stdout
 
 
-def _as_theirs(name: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as Megatron-LM names them in ``torch_dist``: equal layers are one tensor."""
-    if "mixed" in name:
-        return dict(weights)
+def _as_theirs(weights: dict[str, torch.Tensor], *, alike: bool) -> dict[str, torch.Tensor]:
+    """Weights, by our names, as Megatron-LM's layers of Transformer Engine have them in
+    ``torch_dist``: those of equal layers are one tensor."""
+    sparse = {key.partition(".mlp.")[0] for key in weights if ".mlp.router." in key}
     found: dict[str, list[torch.Tensor]] = {}
     for key, tensor in weights.items():
-        words = key.split(".")
-        if words[:2] == ["decoder", "layers"]:
-            del words[2]
-        found.setdefault(".".join(words), []).append(tensor)
-    return {key: torch.stack(each) if ".layers." in key else each[0] for key, each in found.items()}
+        name = key
+        if ".self_attention.linear_kv_up_proj." in "".join(weights):
+            name = re.sub(r"\.(q|kv)_layernorm\.", r".linear_\1_up_proj.layer_norm_", name)
+            if name.partition(".pre_mlp")[0] not in sparse:
+                name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        elif name.partition(".mlp.")[0] in sparse:
+            name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        found.setdefault(re.sub(r"layers\.\d+", "layers", name) if alike else name, []).append(
+            tensor
+        )
+    return {
+        name: torch.stack(each) if alike and ".layers." in name else each[0]
+        for name, each in found.items()
+    }
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe-mixed"])
-def test_a_checkpoint_of_megatron_in_its_torch_dist_format(
-    ours: Any, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe-mixed", "deepseek-v3"])
+def test_megatrons_torch_dist_format(ours: Any, tmp_path: Path, name: str) -> None:
+    """Read as its programs write it; written as they read it, and there and back bit by bit."""
     weights, values = whole(ours(name))
-    path, out = tmp_path / "theirs" / "iter_0000005", tmp_path / "out"
+    path, out, again = tmp_path / "theirs" / "iter_0000005", tmp_path / "out", tmp_path / "again"
     path.mkdir(parents=True)
     (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("5")
-    named = _as_theirs(name, weights)
-    if values["num_moe_experts"]:
-        for key in [key for key in named if "mlp.linear_fc1.layer_norm_" in key]:
-            there = key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-            named[there] = named.pop(key)
-    named["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(32)
-    dcp.save(named, checkpoint_id=path, no_dist=True)
+    alike = not values["num_moe_experts"] or all(values["moe_layer_freq"])
+    named = _as_theirs(weights, alike=alike)
+    optimizer = {"optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.zeros(32)}
+    dcp.save(named | optimizer, checkpoint_id=path, no_dist=True)
     args = megatron_files.arguments(values, (1, 1, 1), 130, Path("unused"))
     torch.save({"args": args, "iteration": 5, "checkpoint_version": 3.0}, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     assert convert.main([str(path.parent), str(out), "--to", "torch_dist"]) == 0
     assert_alike(whole(out)[0], weights)
     assert whole(out)[1] == values
+
+    words = ["--to", "megatron_dist", "--make-vocab-size-divisible-by", str(PADDED)]
+    assert convert.main([str(out), str(again), *words]) == 0
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        named[key] = torch.cat([named[key], torch.zeros(2, named[key].shape[1])])
+    found = {key: torch.full_like(tensor, 7) for key, tensor in named.items()}
+    dcp.load(found, checkpoint_id=again / "release", no_dist=True)
+    assert_alike(found, named)
+    said = {*read_metadata(again / "release").state_dict_metadata}
+    assert {key for key in said if "_extra_state" not in key} == set(named)
+    assert convert.main([str(again), str(tmp_path / "back"), "--to", "torch_dist"]) == 0
+    assert_alike(whole(tmp_path / "back")[0], weights)
+    assert whole(tmp_path / "back")[1] == values

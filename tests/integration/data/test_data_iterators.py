@@ -84,6 +84,7 @@ def args(tmp_path: Path, **given: Any) -> Namespace:
         "eod_mask_loss": False,
         "reset_attention_mask": False,
         "sft": False,
+        "multiple_validation_sets": None,
     }
     return Namespace(**{**values, **given})
 
@@ -193,6 +194,25 @@ def test_evaluation_resumes_too(data: dict[str, str], tmp_path: Path) -> None:
     whole = steps(given, (2, 1), 6, kind="valid")
     assert steps(given, (1, 4), 3, skip=3, kind="valid") == whole[3:]
     assert len(steps(given, (2, 1), 2, kind="test")) == 2
+
+
+def test_validation_sets_are_each_by_itself(data: dict[str, str], tmp_path: Path) -> None:
+    own = {"train_data_path": [data["high"]], "valid_data_path": [data["low"], data["high"]]}
+    given = args(tmp_path, **own, split=None, multiple_validation_sets=True)
+    found = iterators(given, Progress(3, 24, 24))
+    assert found.valid is None
+    names = [Path(prefix).name for prefix in own["valid_data_path"]]
+    assert list(found.validations) == names
+    alone = args(tmp_path, **{**own, "valid_data_path": [data["low"]]}, split=None)
+    expected = iterators(alone, Progress(3, 24, 24)).valid
+    for _ in range(4):
+        digits = next(found.validations[names[1]])["tokens"]
+        assert not any(ord("a") <= token <= ord("z") for token in digits.flatten().tolist())
+        letters = next(found.validations[names[0]])["tokens"]
+        assert letters.tolist() == next(expected)["tokens"].tolist()
+    trained = [next(found.train)["tokens"].tolist() for _ in range(4)]
+    without = iterators(args(tmp_path, **own, split=None), Progress(3, 24, 24)).train
+    assert trained == [next(without)["tokens"].tolist() for _ in range(4)]
 
 
 def test_blends_keep_their_weights(data: dict[str, str], tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def tool(name: str, *words: object, cwd: Path) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_quickstart_twice(tmp_path: Path) -> None:
     first = tool("quickstart", "--output", "q s", cwd=tmp_path)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.integration
 # Trains, as far as a launcher can tell; breaks in the middle of its first attempt.
 BREAKS = """\
 import os
+import time
 from flagscale.status import StatusWriter
 attempt, rank = int(os.environ["FLAGSCALE_ATTEMPT"]), int(os.environ["RANK"])
 status = StatusWriter.from_environment(rank)
@@ -39,6 +40,9 @@ for step in range(1 + 20 * attempt, 61):
             status.write("checkpoint", step=step, path=f"/c/{step}", seconds=0.5)
             status.write("evaluation", step=step, loss=9.5 - step / 10)
     if step == LAST[attempt] and rank == 1:
+        reported = os.path.join(os.environ["FLAGSCALE_STATUS_DIR"], "rank_0.jsonl")
+        while not os.path.exists(reported) or '"step": 60' not in open(reported).read():
+            time.sleep(0.05)
         try:
             raise ValueError("</script><b>broken</b>")
         except ValueError as error:
@@ -47,7 +51,6 @@ for step in range(1 + 20 * attempt, 61):
             status.write("failed", kind="ValueError", message=str(error), traceback=trace)
             raise
 if rank == 0:
-    import time
     time.sleep(300 if 60 in LAST else 0)
 """
 

@@ -13,7 +13,8 @@ from typing import Any
 
 
 def main(argv: list[str]) -> dict[str, Any]:
-    """Losses of three steps, the validation loss, and what torch's tracer counted."""
+    """Losses of three steps, the validation loss, what torch's tracer counted, and how long it
+    took."""
     os.environ.update(FLAGSCALE_DEVICE="cpu", TORCHDYNAMO_DISABLE="0")
     warnings.filterwarnings("ignore")
     from flagscale.config.arguments.parser import parse_arguments
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     from flagscale.train.build import build_state, model_vocabulary
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
-    from flagscale.train.layers.compiling import compile_layers
+    from flagscale.train.layers.compiling import compile_layers, seconds_spent
     from flagscale.train.models.config import transformer_config
     from flagscale.train.readings import Readings
     from flagscale.train.step import Stepper
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         "validation": validation,
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
+        "seconds": seconds_spent(),
     }
 
 

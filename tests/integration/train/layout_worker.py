@@ -2,8 +2,9 @@
 
 usage: layout_worker.py CASES.json RESULTS.json [cpu | cuda]
 
-CASES is a list of {"id", "world", "argv", "backend", "clusters", "overflow"}; the last three may be
-missing. "overflow" is [rank, step]: a gradient of that rank is infinite in that step.
+CASES is a list of {"id", "world", "argv", "backend", "clusters", "overflow", "graphs"}; the last
+four may be missing. "overflow" is [rank, step]: a gradient of that rank is infinite in that step.
+"graphs": layers are compiled as far as graphs go.
 Importing torch and megatron.core takes longer than the training, so on a CPU this process imports
 once and forks the ranks; cases of one world size and backend share their ranks, which lay the
 process groups out anew for each. "clusters" is fsccl's way to divide ranks by hand.
@@ -39,19 +40,19 @@ def main() -> None:
     if kind == "cpu":
         # So that the forked ranks need not. On a GPU the import starts CUDA, which cannot be used
         # after a fork.
-        import flagscale.train.build
-        import flagscale.train.data.datasets
-        import flagscale.train.step  # noqa: F401
+        import torch._dynamo.exc  # noqa: F401
 
-    for world, backend, clusters in sorted({setting(case) for case in cases}):
-        own = [case for case in cases if setting(case) == (world, backend, clusters)]
+    for shared in sorted({setting(case) for case in cases}):
+        own = [case for case in cases if setting(case) == shared]
+        world, backend, clusters, _ = shared
         results.update(run_world(world, partial(run_rank, own, backend, clusters)))
         Path(sys.argv[2]).write_text(json.dumps(results))
 
 
-def setting(case: dict[str, Any]) -> tuple[int, str, str]:
-    """World size, backend and clusters: what cases must have in common to share ranks."""
-    return case["world"], case.get("backend", "auto"), case.get("clusters", "")
+def setting(case: dict[str, Any]) -> tuple[int, str, str, bool]:
+    """World size, backend, clusters and graphs: what cases must have in common to share ranks."""
+    graphs = bool(case.get("graphs"))
+    return case["world"], case.get("backend", "auto"), case.get("clusters", ""), graphs
 
 
 def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterator[Record]:
@@ -101,18 +102,21 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     args = recompute.settle(args, vocabulary, device, lambda line: None)
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
+    if case.get("graphs"):
+        compile_for_real(state.modules())
     by_hand = compute_by_hand(args, state, config, tokenizer)
     data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
     weights = global_parameters(state.modules()[0], config)
     spread = {name: [float(weight.std()), float(weight.mean())] for name, weight in weights}
     norm = parameters_norm(state.chunks)
     stepper = Stepper(args, config, state, device, groups=groups)
-    readings, scales = Readings(), []
+    readings, scales, further = Readings(), [], list[float]()
     layers = Layers(state.modules()) if recomputes else None
     poisoned, at = case.get("overflow") or (None, None)
     for step in range(args.train_iters):
         with infinite_gradient(state.modules()[0], step == at and rank.rank == poisoned):
             readings.add(*stepper.train(data.train, stop=(False, False)))
+        further += stepper.further.take().values()
         scales.append(float(state.optimizer.get_loss_scale()))
     found = list(readings.take(leave=0))
     routers = stepper.routers.take()
@@ -129,13 +133,42 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         "norm": [reading.grad_norm for reading in found],
         "validation": [validation],
         "routers": routers,
+        "biases": [
+            float(own.abs().max())
+            for model in state.modules()
+            for name, own in model.named_buffers()
+            if name.endswith("expert_bias")
+        ],
+        "further": further,
         "own_weights": sum(p.numel() for p in parameters_of(state.chunks)),
         "vocabulary": vocabulary,
         "layers": [stage.layers for stage in args.meshes.stages] if args.meshes else None,
         "skipped": [reading.numbers.skipped for reading in found],
         "recomputed": recomputed,
         "scales": scales,
+        "graphs": graphs_made() if case.get("graphs") else 0,
     }
+
+
+def compile_for_real(models: list[Any]) -> None:
+    """Compile the layers of these on a CPU, where nothing is compiled otherwise."""
+    import torch
+
+    from flagscale.train.layers.compiling import compile_layers
+
+    # Of the case before nothing is left: a function has so many graphs at most.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"
+    torch._dynamo.config.disable = False
+    for model in models:
+        compile_layers(model, backend="aot_eager")
+
+
+def graphs_made() -> int:
+    import torch
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def everywhere(own: Any) -> list[Any]:
@@ -189,8 +222,9 @@ class Layers:
 
 
 def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[float] | None:
-    """Loss and gradient norm of the first step, from the same weights and data by plain torch;
-    None where the rank holds only a part of the model."""
+    """Loss and gradient norm of the first step, from the same weights and data by plain torch, and
+    the losses of layers that predict further tokens; None where the rank holds only a part of the
+    model."""
     import reference_bert
     import reference_llama
     import torch
@@ -205,6 +239,7 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     }
     loss = known.get((args.family, args.swiglu, args.untie_embeddings_and_output_weights))
     simple = not (args.num_moe_experts or args.bf16 or args.fp16 or args.multi_latent_attention)
+    simple = simple and not (args.window_size or args.sandwich_norm)
     simple = simple and (args.family == "bert" or args.position_embedding_type == "rope")
     if torch.distributed.get_world_size() > 1 or not simple or loss is None:
         return None
@@ -221,14 +256,34 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     shares = [count / sum(counts) for count in counts]
     if not args.calculate_per_token_loss:
         shares = [1 / len(batches)] * len(batches)
+    batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
     mean = sum(
-        share * loss(weights, {name: tensor.to(device) for name, tensor in batch.items()}, args)
-        for share, batch in zip(shares, batches, strict=True)
+        share * loss(weights, batch, args) for share, batch in zip(shares, batches, strict=True)
     )
-    mean.backward()
+    added, further = predicted_by_hand(args, weights, batches)
+    (mean + added).backward()
     trained = [weight for weight in weights.values() if weight.requires_grad]
     squares = [weight.grad.square().sum() for weight in trained]
-    return [float(mean), float(torch.stack(squares).sum().sqrt())]
+    norm = float(torch.stack(squares).sum().sqrt())
+    return [float(mean), norm, *further]
+
+
+def predicted_by_hand(args: Any, weights: Any, batches: list[Any]) -> tuple[Any, list[float]]:
+    """What layers that predict further tokens add to the loss, and the loss of each."""
+    import reference_llama
+    import torch
+
+    if not args.mtp_num_layers:
+        return 0.0, []
+    ahead = torch.stack([reference_llama.further(weights, batch, args) for batch in batches])
+    sums, counts = ahead.unbind(-1)
+    # Of a micro-batch the mean, or a sum over all tokens that the head tells in the step.
+    if args.calculate_per_token_loss:
+        losses = sums.sum(0) / sum(float(batch["loss_mask"].sum()) for batch in batches)
+    else:
+        losses = (sums / counts).mean(0)
+    told = (sums.sum(0) / counts.sum(0)).tolist()
+    return args.mtp_loss_scaling_factor * losses.mean(), told
 
 
 if __name__ == "__main__":

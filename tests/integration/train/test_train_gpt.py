@@ -216,6 +216,32 @@ def test_what_sums_in_bounded_time_leave_out_is_told(tmp_path: Path) -> None:
         told
     )
     assert len(told) < 12  # the first sums are exact
+    mib = sum(buckets := [e.get("tail_mib") for e in told]) / len(buckets)
+    assert mib > 0.25, "a bucket is larger than FSCCL_TAIL_BYTES"
+    assert all(e.get("tail_seconds") > 0 for e in told)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    kept = [round(one.value, 4) for one in board.Scalars("train/tail-mib")]
+    assert kept == pytest.approx(buckets, abs=1e-3)
+    assert len(board.Scalars("train/tail-seconds")) == len(told)
+
+
+@pytest.mark.compiler
+def test_a_step_of_which_too_much_is_lost_is_left_out(tmp_path: Path) -> None:
+    """At a rate that nothing here reaches, deadlines pass before the gradients have come."""
+    wide = "--hidden-size 256 --ffn-hidden-size 16384 --num-layers 1 --train-iters 8"
+    hurried = {"FSCCL_TAIL_RATE": "1000000", "FSCCL_TAIL_LIMIT": "0", "FSCCL_TAIL_ABOVE": "skip"}
+    fsccl = {"FSCCL_SHM": "0", "FSCCL_TAIL": "bounded", **hurried}
+    job = Job(tmp_path, f"{wide} --distributed-backend fsccl --log-params-norm", ranks=2, **fsccl)
+    assert job.wait() == 0, job.errors
+    steps = job.events("progress", 0)
+    # Four are exact to learn from, the fifth is lost, and two more are exact after it.
+    assert [e.get("skipped_steps", 0) for e in steps[:7]] == [0, 0, 0, 0, 1, 0, 0]
+    assert "step 5 is skipped: too much of its gradients was lost" in job.output + job.errors
+    assert steps[4].get("tail_skipped") == 1
+    norms = [e.get("params_norm") for e in steps]
+    assert norms[3] == norms[4] != norms[5], "the fifth changed the weights"
 
 
 def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from flagscale.config import harmless
 from flagscale.status import read_events
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 WORKER = Path(__file__).with_name("unlike_worker.py")
 ROOT = WORKER.parents[3]

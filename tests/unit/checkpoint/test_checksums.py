@@ -77,7 +77,7 @@ def test_a_file_that_is_cut_or_gone(tmp_path: Path) -> None:
 
 
 def test_what_has_no_checksums_passes(tmp_path: Path) -> None:
-    """As ``flagscale convert`` writes it."""
+    """As the first versions of ``flagscale convert`` wrote it."""
     from torch.serialization import set_crc32_options
 
     from flagscale.train.checkpoint.checksums import verify

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import tempfile
+import zipfile
+import zlib
 from enum import Enum
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ from flagscale.config.arguments.huggingface.families import FAMILIES
 from flagscale.config.arguments.huggingface.models import effective
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats import rules
+from flagscale.train.checkpoint.formats.archive import write_tensor
 from flagscale.train.checkpoint.formats.base import are_finite, differs
 from flagscale.train.checkpoint.formats.safetensors_file import (
     SafetensorsFile,
@@ -26,8 +32,17 @@ from flagscale.train.checkpoint.formats.safetensors_file import (
     write_file,
 )
 from flagscale.train.checkpoint.formats.saved_tensor import view
+from flagscale.train.checkpoint.formats.spans import Span, as_written, covering
 from flagscale.train.checkpoint.formats.tables import TABLES, entries
-from flagscale.train.checkpoint.formats.tensors import Mapped, Region, Stored, pieces, read, whole
+from flagscale.train.checkpoint.formats.tensors import (
+    Mapped,
+    Region,
+    Stored,
+    pieces,
+    raw,
+    read,
+    whole,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -100,12 +115,59 @@ def test_queries_keys_and_values_lie_group_by_group() -> None:
     assert read(rules.HEADS_TRANSPOSED.split(again, sizes)[0]).equal(fused)
 
 
-@given(rows=st.integers(1, 40), columns=st.integers(1, 5), most=st.integers(1, 100))
-def test_pieces_are_a_tensor(rows: int, columns: int, most: int) -> None:
-    tensor = counted(rows, columns)
-    found = [stored(tensor).read(region) for region in pieces(stored(tensor), most)]
-    assert torch.cat(found).equal(tensor)
-    assert all(part.nbytes <= most or len(part) == 1 for part in found)
+@given(shape=st.lists(st.integers(0, 6), max_size=4), most=st.integers(4, 200))
+def test_pieces_are_a_tensor(shape: list[int], most: int) -> None:
+    tensor = counted(*shape)
+    found = [stored(tensor).read(r) for r in pieces(whole(tensor.shape), 4, most)]
+    flat = [part.flatten() for part in found]
+    assert torch.cat([*flat, torch.empty(0)]).equal(tensor.flatten())
+    assert all(part.nbytes <= most for part in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@settings(max_examples=20)
+@given(shape=st.lists(st.integers(0, 6), max_size=3), ahead=st.integers(0, 3))
+def test_an_archive_is_what_torch_writes(dtype: torch.dtype, shape: list[int], ahead: int) -> None:
+    """It is loaded by torch, seen where it lies, and has its checksum, anywhere in a file."""
+    tensor, file, told = counted(*shape).to(dtype), io.BytesIO(), list[int]()
+    file.write(b"." * 64 * ahead)
+    length, span = write_tensor(file, stored(tensor), whole(tensor.shape), told.append)
+    content = file.getvalue()
+    archive = content[64 * ahead :]
+    assert (length, sum(told)) == (len(archive), tensor.nbytes)
+    assert torch.load(io.BytesIO(archive), weights_only=True).equal(tensor)
+    assert view(torch.frombuffer(bytearray(archive), dtype=torch.uint8)).equal(tensor)
+    own = content[span.begin : span.begin + span.size]
+    assert own == bytes(raw(tensor)) and zlib.crc32(own) == span.crc
+    assert span.begin % 64 == 0
+    with zipfile.ZipFile(io.BytesIO(archive)) as records:
+        assert records.testzip() is None
+
+
+@given(
+    content=st.binary(max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=6),
+    known=st.integers(0, 63),
+    changed=st.integers(0, 59),
+)
+def test_spans_tell_whether_a_file_is_as_it_was(
+    content: bytes, cuts: list[int], known: int, changed: int
+) -> None:
+    ends = sorted({0, len(content), *(cut for cut in cuts if cut < len(content))})
+    spans = [Span(a, b - a, zlib.crc32(content[a:b])) for a, b in pairwise(ends)]
+    with tempfile.NamedTemporaryFile() as file:
+        path = Path(file.name)
+        path.write_bytes(content)
+        given = [span for i, span in enumerate(spans) if known >> i & 1]
+        said = json.loads(json.dumps(covering(path, given)))
+        assert as_written(path, said)
+        if content:
+            other = bytearray(content)
+            other[changed % len(content)] ^= 1
+            path.write_bytes(other)
+            assert not as_written(path, said)
+        path.write_bytes(content + b"x")
+        assert not as_written(path, said)
 
 
 def test_every_family_has_its_tensors() -> None:

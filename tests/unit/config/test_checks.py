@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,19 @@ CAPTURED = {
     "cuda_graph_scope": ["full_iteration"],
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
 }
+BOUNDED = {"distributed_backend": "fsccl", "comm": ["tail=bounded"]}
 LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope"}
+LATENT_FP8 = {
+    **LATENT,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"), 16),
+    **dict.fromkeys(("qk_head_dim", "v_head_dim"), 8),
+    **{"fp8": "e4m3", "bf16": True, "fp8_recipe": "blockwise"},
+}
+LLAMA = {
+    **{"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False},
+    **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
+}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 TALKS = {"sft": True, "data_path": "a.jsonl", "mock_data": False}
 
 
@@ -87,6 +100,18 @@ FITS: dict[str, dict[str, Any]] = {
         "tensor_model_parallel_size": 2,
         "position_embedding_type": "rope",
     },
+    "adapters": {
+        "peft_type": "lora",
+        "lora_target_modules": ["q_proj", "v_proj", "up_proj"],
+        "lora_dropout_position": "pre",
+        "lora_in_init_method": "kaiming",
+        "lora_out_init_method": "zero",
+    },
+    "adapters-for-peft": {"peft_type": "lora", "export_peft": "/x", **LLAMA},
+    "fp8": {"fp8": "hybrid", "bf16": True, "kv_channels": 12, "num_query_groups": 2},
+    "bounded": BOUNDED,
+    "exact": {**BOUNDED, "comm": ["tail=exact"], "use_distributed_optimizer": True},
+    "fp8-latent": LATENT_FP8,
     "window": {"window_size": [4, 0], "window_attn_skip_freq": 2},
     "window-of-the-core": {"window_size": [4, 0], "attention_backend": "local"},
     "windows-and-documents": {"window_size": [4, 0], "reset_attention_mask": True},
@@ -248,8 +273,40 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
                 "lora_target_modules",
                 "no layer that gets adapters; there is linear_q_proj, linear_kv_down_proj",
             ),
-            "fp8": ({"fp8": "e4m3", "bf16": True}, "fp8", "its products are not cast"),
+            **{
+                f"fp8-{name}": ({**LATENT_FP8, **values}, key, message)
+                for name, (values, key, message) in {
+                    "queries": ({"q_lora_rank": 24}, "q_lora_rank", "24: 8-bit matrix"),
+                    "keys": (
+                        {"kv_lora_rank": 24, "qk_pos_emb_head_dim": 8},
+                        "kv_lora_rank",
+                        "24: 8-bit matrix products take multiples of 16; leave fp8 out",
+                    ),
+                    "shared-keys": (
+                        {"kv_lora_rank": 32, "tensor_model_parallel_size": 2, "q_lora_rank": None},
+                        "kv_lora_rank",
+                        "32 + qk_pos_emb_head_dim 16 / tensor_model_parallel_size 2 = 24 on a rank:"
+                        " 8-bit matrix products take multiples of 16; take 48, or leave fp8 out",
+                    ),
+                    "values": (
+                        {"v_head_dim": 9},
+                        "v_head_dim",
+                        "9 x num_attention_heads 8 = 72 on a rank: 8-bit matrix products take "
+                        "multiples of 16; take 10, or leave fp8 out",
+                    ),
+                    "heads": (
+                        {"qk_head_dim": 9},
+                        "qk_head_dim",
+                        "9 x num_attention_heads 8 = 72 on a rank",
+                    ),
+                }.items()
+            },
             "window": ({"window_size": [4, 0]}, "window_size", "it has no windows here"),
+            "positions-through-documents": (
+                {"reset_position_ids": True},
+                "reset_position_ids",
+                "counts positions through the sequence; set reset_attention_mask, with which",
+            ),
             "tp": (
                 {"tensor_model_parallel_size": 2, "q_lora_rank": 7},
                 "q_lora_rank",
@@ -303,7 +360,17 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "validations": (
         {"multiple_validation_sets": True},
         "multiple_validation_sets",
-        "true needs sft",
+        "true needs valid_data_path, which names the sets",
+    ),
+    "weights-of-validations": (
+        {
+            "multiple_validation_sets": True,
+            "mock_data": False,
+            "train_data_path": "a",
+            "valid_data_path": "0.3 a 0.7 b",
+        },
+        "valid_data_path",
+        "a blend's weights with multiple_validation_sets",
     ),
     "conversations-as-text": (
         {"data_path": "a.jsonl", "mock_data": False},
@@ -352,15 +419,25 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
                 "lora_target_modules",
                 "linear_qvk: no layer that gets adapters; there is linear_qkv, linear_proj",
             ),
-            "in-parts": (
-                {"lora_target_modules": ["q_proj", "v_proj", "o_proj"]},
+            "no-gate": (
+                {"lora_target_modules": ["gate_proj", "up_proj"]},
                 "lora_target_modules",
-                "q_proj and v_proj without k_proj: they are one product here, with one adapter",
+                "gate_proj: no layer that gets adapters; there is linear_qkv, linear_proj",
             ),
             "of-experts": (
                 {"num_experts": 4, "lora_target_modules": ["linear_fc1"]},
                 "lora_target_modules",
                 "experts get no adapters; take linear_qkv and linear_proj",
+            ),
+            "of-no-family": (
+                {"export_peft": "/x", **LLAMA, "qk_l2_norm": True},
+                "export_peft",
+                "no family of Hugging Face that is known here is this model",
+            ),
+            "not-for-peft": (
+                {"export_peft": "/x", "openai_gelu": True},
+                "export_peft",
+                "adapters of gpt2 are not written for peft: it takes this model's linear layers",
             ),
             "of-nothing": ({"save": "/x"}, "pretrained_checkpoint", "is required by peft_type"),
             "in-8-bits": (
@@ -417,6 +494,16 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "optimizer",
         "megatron.core shards Adam alone",
     ),
+    "bounded": (
+        {**BOUNDED, "use_distributed_optimizer": True},
+        "use_distributed_optimizer",
+        "true with comm: {tail: bounded}: it sums gradients by reduce_scatter, which is exact",
+    ),
+    "bounded-on-gpus": (
+        {**BOUNDED, "device": "cuda"},
+        "device",
+        "cuda with comm: {tail: bounded}: only sums of host memory are bounded",
+    ),
     "precision": ({"bf16": True, "fp16": True}, "fp16", "excludes bf16"),
     "no-length": ({"train_iters": None}, "train_iters", "found neither"),
     "two-lengths": ({"train_samples": 4}, "train_samples", "found both"),
@@ -447,13 +534,40 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "fp8-recipe": (
         {"fp8": "hybrid", "bf16": True, "fp8_recipe": "delayed"},
         "fp8_recipe",
-        "delayed is not built; take tensorwise or rowwise",
+        "delayed is not built; take tensorwise or rowwise or blockwise",
     ),
     "fp8-tokens": (
         {"fp8": "hybrid", "bf16": True, "seq_length": 20, "micro_batch_size": 2},
         "micro_batch_size",
         "2 x seq_length 20 = 40 tokens: 8-bit matrix products take multiples of 16",
     ),
+    "fp8-tokens-of-a-rank": (
+        {"fp8": "hybrid", "bf16": True, "seq_length": 16, "context_parallel_size": 2},
+        "micro_batch_size",
+        "1 x seq_length 16 / context_parallel_size 2 = 8 tokens: 8-bit",
+    ),
+    **{
+        f"fp8-{key}": ({"fp8": "hybrid", "bf16": True, **values}, key, message)
+        for key, values, message in (
+            ("hidden_size", {"hidden_size": 72}, "72: 8-bit matrix products take"),
+            (
+                "ffn_hidden_size",
+                {"ffn_hidden_size": 48, "tensor_model_parallel_size": 2},
+                "48 / tensor_model_parallel_size 2 = 24 on a rank: 8-bit matrix products take "
+                "multiples of 16; take 64, or leave fp8 out",
+            ),
+            (
+                "kv_channels",
+                {"kv_channels": 10, "num_query_groups": 2},
+                "10 x 2 x num_query_groups 2 = 40 on a rank",
+            ),
+            (
+                "moe_shared_expert_intermediate_size",
+                {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 40},
+                "40: 8-bit matrix products take multiples of 16; take 48, or leave fp8 out",
+            ),
+        )
+    },
     "fp8-no-layer": (
         {"fp8": "e4m3", "bf16": True, "first_last_layers_bf16": True, "num_layers": 2},
         "first_last_layers_bf16",
@@ -577,6 +691,11 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
     "te": ({"transformer_impl": "transformer_engine"}, "'auto' is taken in place of"),
     "torch": ({"dist_ckpt_format": "torch"}, "dist_ckpt_format: 'torch_dist' is taken"),
     "sp": ({"sequence_parallel": True}, "sequence_parallel: false is taken in place of true"),
+    "frozen-biases": (
+        {"moe_router_bias_update_rate": 0.1, "num_experts": 4, "peft_type": "lora"}
+        | {"lora_target_modules": ["linear_proj"], **SIGMOID},
+        "moe_router_bias_update_rate: 0.0 is taken in place of 0.1: a model does not change",
+    ),
     "sp-meshes": (
         {
             "sequence_parallel": True,
@@ -587,6 +706,21 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
         "sequence_parallel: false is taken in place of true",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "envs",
+    [
+        Environments(common={"FSCCL_TAIL": "bounded"}),
+        Environments(by_host={"node1": {"FSCCL_TAIL": "bounded"}}),
+    ],
+    ids=["all hosts", "one"],
+)
+def test_bounded_sums_by_a_variable_are_refused_as_well(envs: Environments) -> None:
+    experiment = replace(_experiment({"use_distributed_optimizer": True}), envs=envs)
+    (problem,) = check_arguments(experiment)
+    assert problem.key == "train.model.inner.use_distributed_optimizer"
+    assert "true with FSCCL_TAIL=bounded of experiment.envs" in problem.message
 
 
 @pytest.mark.parametrize(("values", "note"), FALLBACKS.values(), ids=FALLBACKS)
@@ -610,6 +744,18 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
         "no effect of initial_loss_scale, min_loss_scale: needs fp16",
     ),
     "other-optimizer": ({"sgd_momentum": 0.8}, "no effect of sgd_momentum: needs optimizer: sgd"),
+    "adapters-of-mixtures": (
+        {"peft_type": "lora", "num_experts": 4, "lora_target_modules": ["all-linear"]},
+        "lora_target_modules: ['all-linear'] trains linear_qkv, linear_proj: of a mixture",
+    ),
+    "adapters-of-named-layers": (
+        {"peft_type": "lora", "num_experts": 4, "lora_target_modules": ["linear_proj"]},
+        "",
+    ),
+    "latent-documents": (
+        {**LATENT, "reset_position_ids": True, "reset_attention_mask": True},
+        "no effect of reset_position_ids: documents are apart",
+    ),
     "alias": ({"dataloader_fast_cache_load": True}, "no effect of dataloader_fast_cache_load: the"),
     "default": ({"data_parallel_sharding_strategy": "optim"}, "shards the optimizer only"),
     "on-by-default": ({"no_gradient_reduce_div_fusion": True}, "no_gradient_reduce_div_fusion: it"),

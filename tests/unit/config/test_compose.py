@@ -194,7 +194,8 @@ def test_options_of_the_command_line_are_named_as_such(workspace: Workspace) -> 
 def test_normalize_leaves_hydra_syntax_alone() -> None:
     for text in ["train=tiny", "~a.b", "+a=1", "++a=1", "hydra.verbose=true", "train@x=y"]:
         assert normalize([text]) == [text]
-    assert normalize(["json=true"]) == ["++json=true"]
+    known = ["json=true", "experiment.runner.slurm={nodes: 1}"]
+    assert normalize(known) == [f"++{text}" for text in known]
 
 
 def test_places(workspace: Workspace) -> None:

@@ -21,6 +21,8 @@ from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.registry import aliases, arguments, registry
 from flagscale.config.arguments.spec import Argument
 from flagscale.config.checks import check_arguments, notes
+from flagscale.config.documented import documented
+from flagscale.config.overrides import SUBSECTIONS
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 
 PACKAGE = Path(__file__).resolve().parents[3] / "flagscale"
@@ -59,6 +61,8 @@ BY_PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
 OTHERWISE = {
     "moe_enable_deepep": "chooses the flexible dispatcher's backend as the configuration is made",
     "allow_fallbacks": "is what the judges themselves go by",
+    "save_interval": "read by growth.save_interval",
+    "rampup_save_interval": "read by growth.save_interval",
     "exit_on_missing_checkpoint": "read by rules.needs_checkpoint",
     "end_weight_decay": "read by rules.weight_decays",
     "train_data_path": "read as one of three",
@@ -147,14 +151,14 @@ def test_no_argument_is_taken_and_has_no_effect_without_a_word() -> None:
     assert silent == []
 
 
-def _told(given: dict[str, object]) -> str:
+def _told(given: dict[str, object], runner: Runner | None = None) -> str:
     """All that a user is told of a YAML's arguments before a start."""
     train = Train(model={**BASE, "mock_data": True, **given})
     experiment = Experiment(
         name="x",
         exp_dir=Path("/x"),
         task=Task(entrypoint=Path("/x.py")),
-        runner=Runner(),
+        runner=runner or Runner(),
         envs=Environments(),
         cmds=Commands(),
         train=train,
@@ -192,7 +196,45 @@ def test_tables_hold_no_stale_names() -> None:
     assert [name for name in foreign.REFUSED if name in registry()] == []
     taken = [(name, value) for name, value in foreign.VALUES if name in arguments()]
     assert [value for name, value in taken if value in (arguments()[name].choices or ())] == []
-    assert {name for name, _ in foreign.VALUES} - set(arguments()) == {"action"}
+    assert {name for name, _ in foreign.VALUES} - set(arguments()) == {"action", "backend", "type"}
+
+
+UNREAD = {
+    "rdzv_backend": "has one value, static",
+    "per_node_task": "is refused where it would mean anything (experiment_reader)",
+    "enable_monitoring": "is noted where it is false (checks.notes)",
+}
+"""Keys beside ``train`` that nobody reads, and what is said of them."""
+
+
+def test_no_key_beside_train_is_taken_and_has_no_effect() -> None:
+    """Those of ``experiment`` and of its sections, nested ones too."""
+    read: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if not path.stem.endswith(("schema", "reference", "explain")) and path.stem not in JUDGES:
+            read.update(_read_of_objects(path))
+    kinds = {"": Experiment, **SUBSECTIONS}
+    silent = {
+        key
+        for kind in kinds.values()
+        for key, item in documented(kind).items()
+        if item.name not in read
+    }
+    assert silent == set(UNREAD)
+
+
+def _read_of_objects(path: Path) -> Iterator[str]:
+    """``runner.name``, and names that are texts, as tables of options have them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif path.match("*/slurm/*.py") and isinstance(node, ast.Constant):
+            yield str(node.value)
+
+
+def test_monitoring_that_is_switched_off_is_noted() -> None:
+    off = Runner(enable_monitoring=False)
+    assert "enable_monitoring: false has no effect" in _told({}, off)
 
 
 FOREIGN = {
@@ -203,8 +245,27 @@ FOREIGN = {
     "bert_no_binary_head": ("BERT's second head", "noted"),
     "bert_binary_head": ("T5 and retrieval", "refused"),
     "dino_teacher_temp": ("models of images", "refused"),
-    "lora_in_init_method": ("fine-tuning by adapters", "refused"),
+    "lora_a2a_experimental": ("fine-tuning by adapters", "refused"),
     "ckpt_convert_save": ("conversion of checkpoints", "refused"),
+    "freeze_LM": ("models of images", "refused"),
+    "dataloader_save": ("models of images", "refused"),
+    "action_token_key": ("robots' models", "refused"),
+    "rwkv_head_size": ("mixers of other kinds", "refused"),
+    "logits_load_kd_loss_alpha": ("distillation", "refused"),
+    "mup_width_mult": ("maximal update parametrisation", "refused"),
+    "mtp_detach_heads": ("multi-token prediction of other kinds", "refused"),
+    "yarn_beta_fast": ("yarn by other names", "refused"),
+    "gtp_remat_nccl_ub": ("weights in shards", "refused"),
+    "moe_paged_stash_page_size": ("activations in pages", "refused"),
+    "fault_injector_seed": ("faults on purpose", "refused"),
+    "moe_fb_overlap": ("the DualPipeV schedule", "noted"),
+    "flight_recorder_dump_path": ("variables of NCCL's flight recorder", "noted"),
+    "moe_single_grouped_bias": ("kernels of Transformer Engine", "noted"),
+    "activation_offload_fraction": ("offloading in detail", "noted"),
+    "lion_beta1": ("optimizers of other kinds", "noted"),
+    "otel_enabled": ("other programs' records", "noted"),
+    "moe_routing_trace_path": ("figures and traces", "noted"),
+    "async_strategy": ("how Megatron-LM's own loop saves memory and time", "noted"),
     "torch_fsdp2_no_reshard_after_forward": ("fully sharded data parallelism", "refused"),
     "inprocess_hard_timeout": ("restarts inside a process", "refused"),
     "no_one_logger": ("other programs' records", "noted"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
+from field_experiments import EXPERIMENTS, Case
 
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.arguments.parser import parse_arguments
@@ -137,3 +139,63 @@ def test_a_yaml_of_the_field(workspace: Workspace) -> None:
 def test_an_override_of_what_cannot_be_given_says_why(workspace: Workspace) -> None:
     with pytest.raises(ConfigError, match=r"lora_seed: cannot be given: `peft_type: lora` trains"):
         workspace.load("train.model.lora_seed=8")
+
+
+def _write(workspace: Workspace, case: Case) -> None:
+    """The files of an experiment, with the paths that people fill in."""
+    for name in ("data/vocab.json", "data/merges.txt", "data/special.txt"):
+        workspace.write(name, "{}\n")
+    for program in {one.program for one in EXPERIMENTS.values() if "checkout" in one.program}:
+        workspace.write(program, "")
+    experiment = {
+        "exp_name": "field",
+        "exp_dir": "outputs",
+        "seed": 42,
+        "save_steps": 100,
+        "load": None,
+        "ckpt_format": "torch",
+        "task": {"type": "train", "backend": case.backend, "entrypoint": case.program},
+        "runner": {"nnodes": 1, "nproc_per_node": 8, "no_shared_fs": False, **(case.runner or {})},
+    }
+    if case.tuned is not None:
+        experiment["auto_tuner"] = case.tuned
+    train = {key: value for key, value in case.train.items() if value is not None}
+    content = {"experiment": experiment, "train": {"model": train}}
+    workspace.write("conf/train.yaml", yaml.safe_dump(content, sort_keys=False))
+
+
+@pytest.mark.parametrize("case", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_an_experiment_of_the_field_dry_runs_or_hears_why_not(
+    workspace: Workspace, case: Case
+) -> None:
+    _write(workspace, case)
+    if not case.refused:
+        experiment = workspace.load("action=dryrun")
+        assert check_world(experiment, case.ranks) == []
+        assert not any("unknown" in note for note in notes(experiment, case.ranks))
+        return
+    with pytest.raises(ConfigError) as raised:
+        workspace.load("action=dryrun")
+    found = [str(problem) for problem in raised.value.problems]
+    assert [part for part in case.refused if not any(part in text for text in found)] == []
+    assert len(found) == len(case.refused)
+
+
+def test_an_action_that_tunes_says_what_does_instead(workspace: Workspace) -> None:
+    _write(workspace, EXPERIMENTS["aquila-tuner"])
+    with pytest.raises(ConfigError, match=r"estimate tells memory and time .* runs each"):
+        workspace.load("action=auto_tune")
+    noted = notes(workspace.load("action=dryrun"), 8)
+    assert any(one.startswith("experiment.auto_tuner has no effect: it is of") for one in noted)
+
+
+IMAGES = ("llava1.5", "llava-onevision", "qwen2.5-vl", "pi0", "robotics")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_keys_of_other_programs_have_an_answer_from_ours(workspace: Workspace, name: str) -> None:
+    case = EXPERIMENTS[name]._replace(program="flagscale/train/train_gpt.py", backend="megatron")
+    _write(workspace, case)
+    with pytest.raises(ConfigError) as raised:
+        workspace.load("action=dryrun")
+    assert "unknown argument" not in str(raised.value)

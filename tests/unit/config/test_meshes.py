@@ -97,8 +97,6 @@ REFUSED = {
         "gives 1 micro-batches, which the 2 stages",
     ),
     "pipeline": (f"{TWO} --pipeline-model-parallel-size 3", 4, "but the meshes have 2 stages"),
-    "tensor": (f"{TWO} --tensor-model-parallel-size 4", 4, "is no mesh's: theirs are [1, 2]"),
-    "context": (f"{TWO} --context-parallel-size 2", 4, "is no mesh's"),
     "heads": (
         f"{MESHES} 3 1 1 1 1 1 1 1 2 1 --seq-length 36 --hidden-size 96",
         5,
@@ -246,7 +244,6 @@ REFUSED = {
         2,
         "1 for the 2 pairs",
     ),
-    "zeros": (f"{TWO} --log-num-zeros-in-grad", 4, "zeros are not counted over unlike meshes"),
 }
 
 
@@ -325,6 +322,11 @@ def test_what_flagscales_yamls_say_beside_the_meshes_is_taken() -> None:
                       "--hetero-current-device-type A800 --hetero-use-cpu-communication "
                       "--use-partial-reduce-for-shared-embedding", 4)  # fmt: skip
     assert [stage.layers for stage in found.stages] == [2, 2]
+    beside = "--tensor-model-parallel-size 4 --context-parallel-size 2 --log-num-zeros-in-grad"
+    args = resolve(parse_arguments(f"{MODEL} {TWO} {beside}".split()), 4)
+    assert (args.tensor_model_parallel_size, args.context_parallel_size) == (1, 1)
+    assert not args.log_num_zeros_in_grad
+    assert sum("is taken in place of" in remark for remark in args.remarks) == 3
 
 
 def test_a_step_is_cut_at_the_replicas_shares() -> None:

@@ -24,6 +24,10 @@ def arguments(**changes: Any) -> Namespace:
     return Namespace(**{**vars(parse_arguments([])), **base, **changes})
 
 
+MTP = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+BY_HAND = {"pipeline_model_parallel_size": 2}
+
+
 def problems(world_size: int = 8, **changes: Any) -> str:
     with pytest.raises(ConfigError) as error:
         resolve(arguments(**changes), world_size)
@@ -201,6 +205,24 @@ def test_swiglu_takes_two_thirds_of_the_hidden_layer() -> None:
         ({"start_weight_decay": 0.2, "end_weight_decay": 0.1}, "exceeds end_weight_decay"),
         ({"start_weight_decay": 0.1, "end_weight_decay": 0.2}, "take linear"),
         ({"optimizer": "lion"}, "expected 'adam' or 'sgd'"),
+        ({"mtp_num_layers": -1}, "mtp_num_layers: -1: expected how many layers"),
+        ({**MTP, "mtp_loss_scaling_factor": -0.1}, "mtp_loss_scaling_factor: -0.1: expected"),
+        ({**MTP, "mtp_num_layers": 32}, "expected fewer than seq_length 32"),
+        ({**MTP, "family": "bert"}, "mtp_num_layers: 1 with family bert"),
+        ({**MTP, "peft_type": "lora"}, "1 with peft_type 'lora': adapters are trained"),
+        ({**MTP, "window_size": [4, 0]}, "1 with window_size"),
+        (
+            {"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"},
+            "two embeddings; take rope",
+        ),
+        (
+            {**MTP, **BY_HAND, "pipeline_model_parallel_layout": "Ettttm|ttttL"},
+            "expected 1 m (mtp_num_layers) beside the L",
+        ),
+        (
+            {**BY_HAND, "pipeline_model_parallel_layout": "Etttt|ttttmL"},
+            "expected 0 m (mtp_num_layers) beside the L",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -209,7 +231,7 @@ def test_refused(changes: dict[str, Any], expected: str) -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    text = problems(mtp_num_layers=1, fp8="hybrid", optimizer="lion")
+    text = problems(mtp_num_layers=-1, fp8="hybrid", optimizer="lion")
     assert len(text.splitlines()) == 3
 
 

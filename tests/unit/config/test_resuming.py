@@ -80,6 +80,12 @@ LORA = f"{LLAMA} --peft-type lora"
             "have targets .*'linear_fc2'.*this run's .'linear_qkv'.",
             id="other-layers",
         ),
+        pytest.param(
+            f"{LORA} --lora-target-modules linear_qkv",
+            f"{LORA} --lora-target-modules q_proj v_proj",
+            "have targets .'linear_qkv'., this run's .'q_proj', 'v_proj'.",
+            id="parts-of-a-layer",
+        ),
     ],
 )
 def test_adapters_are_loaded_as_adapters(saved: str, own: str, message: str | None) -> None:
@@ -89,6 +95,32 @@ def test_adapters_are_loaded_as_adapters(saved: str, own: str, message: str | No
         return
     with pytest.raises(CheckpointError, match=message):
         parts_to_load(content, values(own, 1), 1)
+
+
+MTP = f"{LLAMA} --position-embedding-type rope --mtp-num-layers"
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "said"),
+    [
+        pytest.param(f"{MTP} 1", f"{MTP} 1", None, id="same"),
+        pytest.param(f"{MTP} 1", f"{MTP} 0 --finetune", "without its 1 layers", id="weights-alone"),
+        pytest.param(f"{MTP} 1", f"{MTP} 0 --no-load-optim", "without its 1", id="no-optimizer"),
+        pytest.param(f"{MTP} 1", f"{MTP} 0", "optimizer is of 1 layers", id="optimizer"),
+        pytest.param(f"{MTP} 0", f"{MTP} 2 --finetune", "has 0 .*, this run 2", id="none"),
+        pytest.param(f"{MTP} 2", f"{MTP} 1", "checkpoint has 2, the model 1", id="fewer"),
+    ],
+)
+def test_layers_that_predict_further_are_taken_or_left(
+    saved: str, own: str, said: str | None
+) -> None:
+    content, ours = {**describe(values(saved, 1), 1), "schedule": {}}, values(own, 1)
+    if said is None or said.startswith("without"):
+        notes = parts_to_load(content, ours, 1).notes
+        assert notes[:1] == () if said is None else notes[0].startswith(said)
+        return
+    with pytest.raises(CheckpointError, match=said):
+        parts_to_load(content, ours, 1)
 
 
 def test_random_states_are_of_one_order_of_ranks() -> None:

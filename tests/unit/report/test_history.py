@@ -86,7 +86,7 @@ def test_what_happened(laid: Laid) -> None:
     laid.report(*steps(21, first=30, loss=lambda step: losses.get(step, 8.0)))
     laid.report({"event": "checkpoint", "step": 50, "path": "/c/50", "seconds": 1.5})
     laid.report({"event": "evaluation", "step": 50, "loss": 5.5})
-    laid.report({"event": "evaluation", "step": 51, "loss": 5.5})
+    laid.report({"event": "evaluation", "step": 51, "loss": 5.5, "data": "law"})
     laid.report({"event": "finished", "step": 50, "reason": "completed"})
     laid.end()
     run = look(laid.state)
@@ -99,7 +99,7 @@ def test_what_happened(laid: Laid) -> None:
     assert _told(run, "checkpoint", "evaluation", "finished", "end") == [
         (1, 50, "checkpoint saved in 1.5 s: /c/50"),
         (1, 50, "validation loss 5.5"),
-        (1, 51, "validation loss 5.5"),
+        (1, 51, "law validation loss 5.5"),
         (1, 50, "training ended: completed"),
         (1, 50, "completed"),
     ]

@@ -71,6 +71,17 @@ def test_a_run_that_ended_well(tmp_path: Path) -> None:
     assert "may have gone on since" not in read.text
 
 
+def test_each_validation_set_has_its_line(tmp_path: Path) -> None:
+    laid = lay(tmp_path)
+    laid.report(*steps(9))
+    for step, name, loss in ((3, "law", 5.0), (3, "code", 4.0), (6, "law", 4.5), (6, "code", 3.5)):
+        laid.report({"event": "evaluation", "step": step, "loss": loss, "data": name})
+    laid.end()
+    told = _page(laid).of("svg")[0]["aria-label"] or ""
+    assert "validation law: 5 at step 3, 4.5 at 6" in told
+    assert "validation code: 4 at step 3, 3.5 at 6" in told
+
+
 def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
     laid = lay(tmp_path)
     laid.end()

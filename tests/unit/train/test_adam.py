@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -97,3 +99,19 @@ def test_a_closure_gives_the_loss() -> None:
         return float(loss.detach())
 
     assert optimizer.step(closure) == 2.0
+
+
+def test_a_step_does_not_load_the_compiler() -> None:
+    program = """
+import sys
+import torch
+from flagscale.train.optim.adam import FusedAdam
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = FusedAdam([weight])
+weight.sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -58,6 +58,26 @@ def test_causal_attention_by_hand(backend: Any) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+@pytest.mark.parametrize("backend", list(AttnBackend), ids=lambda backend: backend.name)
+def test_its_gradients_are_those_of_plain_fp32(
+    backend: Any, dtype: torch.dtype, tolerance: float
+) -> None:
+    own = [tensor.to(dtype).requires_grad_() for tensor in inputs()]
+    plain = [tensor.detach().float().requires_grad_() for tensor in own]
+    found = attention(attention_backend=backend)(*own)
+    expected = by_hand(*plain, causal=True, scale=8**-0.5)
+    wanted = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    found.backward(wanted.to(dtype))
+    expected.backward(wanted.to(dtype).float())
+    for one, other in zip(own, plain, strict=True):
+        assert one.grad is not None and other.grad is not None
+        difference = (one.grad.float() - other.grad).norm() / other.grad.norm()
+        assert difference < tolerance
+
+
 def test_attention_in_both_directions_with_a_scale() -> None:
     query, key, value = inputs()
     found = attention(AttnMaskType.no_mask, softmax_scale=0.3)(query, key, value)

@@ -9,6 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnBackend
 
+from flagscale.accelerators.base import Accelerator
+from flagscale.accelerators.device import Device
+from flagscale.accelerators.registry import accelerator
 from flagscale.train.data.documents import numbered
 from flagscale.train.models import documents
 from flagscale.train.models.documents import DocumentMasks, attend_masked, attend_within, visible
@@ -36,8 +39,12 @@ def test_ends_are_those_of_the_batch_and_of_its_sequences() -> None:
     assert documents.ends(numbers).tolist() == [0, 2, 4, 5, 8]
 
 
-def device(kind: str) -> Any:
-    return SimpleNamespace(kind=kind, is_host=kind == "cpu", torch_device=torch.device("cpu"))
+class Npu(Accelerator):
+    name = "npu"
+
+
+def device(kind: str) -> Device:
+    return Device(Npu() if kind == Npu.name else accelerator(kind), torch.device("cpu"))
 
 
 def config(**changes: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flagscale.config.arguments.growth import Growth
+from flagscale.config.arguments.growth import Growth, save_interval
 
 pytestmark = pytest.mark.torch
 
@@ -41,3 +41,20 @@ def test_batches_are_megatrons(
             break
         consumed, steps = consumed + batch, steps + 1
     assert grows.steps(0, total) == steps
+
+
+@pytest.mark.parametrize(
+    ("growth", "own", "consumed", "interval"),
+    [
+        (Growth(8, 8, 100, 32), 5, 100, 5),
+        (Growth(8, 8, 100, 32), 5, 101, 20),
+        (Growth(8, 8, 100, 32), None, 50, 20),
+        (None, 5, 50, 20),
+    ],
+    ids=["grows", "has grown", "the same", "does not grow"],
+)
+def test_checkpoints_while_the_batch_grows(
+    growth: Growth | None, own: int | None, consumed: int, interval: int
+) -> None:
+    values = {"growth": growth, "rampup_save_interval": own, "save_interval": 20}
+    assert save_interval(values, consumed) == interval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 
+from flagscale.errors import ConfigError
 from flagscale.train.layers import compiling, fp8, jit
 from flagscale.train.layers.accumulating import add_product, add_rows, add_tensor
 from flagscale.train.layers.experts import ALIGNMENT, _GroupedProduct, places
@@ -137,7 +139,7 @@ def test_nothing_but_zeros_stays_zeros() -> None:
 
 @pytest.mark.parametrize("eight", [True, False], ids=["weight-gradient-8-bits", "16-bits"])
 @pytest.mark.parametrize("gradients", ["hybrid", "e4m3"])
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
 def test_eight_bit_products_are_near_the_exact_ones(
     scaling: Any, gradients: str, eight: bool
 ) -> None:
@@ -203,7 +205,7 @@ def test_what_cannot_be_compiled_is_said(
     usual = {
         "recompute_granularity": None, "attention_dropout": 0.0, "sequence_parallel": False,
         "fine_grained_activation_offloading": False, "cpu_offloading": False,
-        "attention_backend": AttnBackend.auto,
+        "attention_backend": AttnBackend.auto, "multi_latent_attention": False,
     }  # fmt: skip
     found = compiling.why_not(SimpleNamespace(**{**usual, **changes}))  # type: ignore[arg-type]
     assert found is None if reason is None else reason in str(found)
@@ -225,6 +227,18 @@ def test_what_breaks_a_graph_runs_as_it_is() -> None:
     assert second(torch.zeros(2)).tolist() == [1, 1]
     assert runs == [False, False]
     assert len(failures) == 1
+
+
+@torch._dynamo.config.patch(disable=False)
+def test_a_rank_does_not_leave_the_others_with_their_graphs() -> None:
+    def layer(tensor: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return tensor
+
+    call = compiling.or_as_it_is(layer, [], "eager", shared=True)
+    with pytest.raises(ConfigError, match=r"cannot be compiled on this rank: .*break") as caught:
+        call(torch.zeros(2))
+    assert "transformer_impl: local" in str(caught.value.hint)
 
 
 @torch._dynamo.config.patch(disable=False, recompile_limit=2)
@@ -254,6 +268,31 @@ def test_a_machine_that_cannot_compile_says_why(
     assert f"({tmp_path}/Python.h)" in str(jit.why_not_here.__wrapped__())
     (tmp_path / "Python.h").touch()
     assert jit.why_not_here.__wrapped__() is None
+
+
+@torch._dynamo.config.patch(disable=False)
+def test_a_function_is_compiled_for_as_many_sizes_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model with latent attention more weights differ in size than torch compiles for."""
+    monkeypatch.setattr(jit, "_COMPILING", {"cpu"})
+    monkeypatch.setattr(jit, "why_not_here", lambda: None)
+    monkeypatch.setattr(jit, "uncompiled", lambda: False)
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+
+    @jit.compiled_if_faster(sizes=12)
+    def total(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.sum()
+
+    sizes = [*range(2, 14), *range(2, 14)]
+    assert [int(total(torch.ones(size))) for size in sizes] == sizes
+    assert len(graphs) == 12
 
 
 def test_the_compiler_s_lowering_is_where_it_was() -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 
-from flagscale.train.profiling import kind_of, summary
+import pytest
+import torch
+
+from flagscale.accelerators.cpu import Cpu
+from flagscale.errors import ConfigError
+from flagscale.train.device import Device
+from flagscale.train.profiling import Profiler, kind_of, summary
 
 pytestmark = pytest.mark.torch
 
@@ -32,3 +40,31 @@ def test_a_summary_is_of_one_step() -> None:
     assert lines[0] == "4.0 ms of kernels a step"
     assert lines[1].split() == ["matrix", "products", "3.0", "ms", "75.0", "%"]
     assert lines[-3].split() == ["3.00", "ms", "nvjet_sm90_tst"]
+
+
+def profiler(chip: Cpu) -> Profiler:
+    args = Namespace(
+        profile=True, profile_ranks=None, profile_step_start=2, profile_step_end=4,
+        use_pytorch_profiler=False, profile_dir=None, tensorboard_dir=None,
+    )  # fmt: skip
+    return Profiler(args, 0, Device(chip, torch.device("cpu")), print)
+
+
+def test_a_range_is_marked_for_the_chips_own_profiler() -> None:
+    marked: list[str] = []
+
+    class Marking(Cpu):
+        def profiler_range(self) -> tuple[Callable[[], None], Callable[[], None]]:
+            return partial(marked.append, "begin"), partial(marked.append, "end")
+
+    found = profiler(Marking())
+    for step in range(1, 6):
+        found.before(step)
+        marked.append(f"step {step}")
+        found.after(step)
+    assert marked == ["step 1", "begin", "step 2", "step 3", "end", "step 4", "step 5"]
+
+
+def test_a_chip_whose_profiler_is_told_nothing() -> None:
+    with pytest.raises(ConfigError, match="none is known of the CPU that this rank trains on"):
+        profiler(Cpu()).before(2)

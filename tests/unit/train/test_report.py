@@ -9,7 +9,7 @@ import pytest
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.errors import ConfigError
 from flagscale.status import StatusWriter, read_events
-from flagscale.train.readings import Reading, StepNumbers
+from flagscale.train.readings import OVERFLOW, Reading, StepNumbers
 from flagscale.train.report import Reporter, Speed, progress_line, require_packages
 
 pytestmark = pytest.mark.torch
@@ -53,7 +53,7 @@ def test_the_line_of_a_step(speed: Speed, more: dict[str, float], expected: str)
 
 
 def test_the_line_of_a_skipped_step() -> None:
-    numbers = StepNumbers(step=3, samples=12, learning_rate=0.0, skipped=True)
+    numbers = StepNumbers(step=3, samples=12, learning_rate=0.0, skipped=OVERFLOW)
     line = progress_line(
         Reading(numbers, 9.0, 0.0, None, True), CPU, 10, {"loss_scale": 65536, "skipped_steps": 3}
     )

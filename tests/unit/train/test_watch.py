@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flagscale.errors import JobError
-from flagscale.train.readings import Reading, Readings, StepNumbers
+from flagscale.train.readings import LOST, OVERFLOW, Reading, Readings, StepNumbers
 from flagscale.train.watch import LossWatch
 
 pytestmark = pytest.mark.torch
@@ -83,16 +83,17 @@ def test_without_the_check_it_is_a_warning() -> None:
 def test_a_row_of_skipped_steps_is_told_once() -> None:
     watch = LossWatch(spike_factor=2.0, fatal=True)
     found = []
-    for step, skipped in enumerate([True, True, False, True]):
+    for step, skipped in enumerate([OVERFLOW, OVERFLOW, "", LOST]):
         numbers = StepNumbers(step=step, samples=3, learning_rate=0.0, skipped=skipped)
         found.append(watch.observe(Reading(numbers, 3.0, 0.0, None, True)))
     assert [bool(warning) for warning in found] == [True, False, False, True]
     assert "step 0 is skipped: its gradients overflow" in str(found[0])
+    assert "step 3 is skipped: too much of its gradients was lost" in str(found[3])
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_no_loss_scale_mends_a_loss_that_is_not_finite() -> None:
-    numbers = StepNumbers(step=3, samples=3, learning_rate=0.0, skipped=True)
+    numbers = StepNumbers(step=3, samples=3, learning_rate=0.0, skipped=OVERFLOW)
     with pytest.raises(JobError, match="the loss is inf at step 3"):
         LossWatch(spike_factor=2.0, fatal=True).observe(
             Reading(numbers, math.inf, 0.0, None, False)

@@ -42,6 +42,7 @@ def args(**given: Any) -> Namespace:
         "num_dataset_builder_threads": 1,
         "mid_level_dataset_surplus": 0.005,
         "eod_mask_loss": False,
+        "multiple_validation_sets": None,
     }
     return Namespace(**{**values, **given})
 

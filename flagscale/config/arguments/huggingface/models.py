@@ -85,12 +85,17 @@ FUNCTION = (
 )
 """The arguments that decide which function of its weights a model is."""
 
+FURTHER = "mtp_num_layers"
+"""How many layers beside this function predict further tokens: a checkpoint may have some that a
+run does without."""
+
 _FREE = ("vocab_size",)
 """What config.json may say otherwise: a vocabulary may be larger than the checkpoint's."""
 
 
 def effective(values: Values) -> dict[str, Any]:
-    """Those of :data:`FUNCTION`, with what follows from others, or has no effect, written out."""
+    """Those of :data:`FUNCTION`, with what follows from others, or has no effect, written out; and
+    :data:`FURTHER`."""
     defaults = {name: a.default for name, a in arguments().items() if name in FUNCTION}
     out = {**defaults, **{name: values[name] for name in FUNCTION if name in values}}
     given = {"multiple_of": None, "hidden_dim_multiplier": None, **values, **out}
@@ -109,6 +114,7 @@ def effective(values: Values) -> dict[str, Any]:
     _write_out_latents(out, defaults)
     _write_out_windows(out)
     _write_out_experts(out, defaults)
+    out[FURTHER] = values.get(FURTHER) or None
     return out
 
 

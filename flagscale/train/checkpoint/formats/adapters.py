@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flagscale.config.arguments.adapters import THEIRS
+from flagscale.config.arguments.adapters import NOT_FOR_PEFT, THEIRS
 from flagscale.errors import CheckpointError
 from flagscale.files import write_atomic
 from flagscale.train.checkpoint.formats.base import Model, Report, format_of, refuse
@@ -27,8 +27,6 @@ from flagscale.train.checkpoint.formats.tensors import Region, Shape, Stored, re
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _OPTIMIZER = "optimizer."
 """How names of the optimizer's tensors begin."""
-_TRANSPOSED = ("gpt2",)
-"""Kinds of models whose linear layers peft takes for another class."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,11 @@ def write_peft(adapters: Adapters, base: Model, path: Path, report: Report) -> P
     Raises:
         CheckpointError: peft has no adapters of this kind of model.
     """
-    if base.kind in _TRANSPOSED:
-        raise CheckpointError(f"adapters of {base.kind} are not written for peft; merge them")
+    if reason := NOT_FOR_PEFT.get(base.kind):
+        raise CheckpointError(
+            f"adapters of {base.kind} are not written for peft: {reason}",
+            hint="merge them: flagscale convert CHECKPOINTS OUT",
+        )
     theirs = dict(_theirs(adapters, base))
     with appearing(path) as parts:
         write_file(parts.directory / _WEIGHTS, theirs, report)
@@ -149,15 +150,24 @@ def write_peft(adapters: Adapters, base: Model, path: Path, report: Report) -> P
 
 
 def _theirs(adapters: Adapters, base: Model) -> Iterator[tuple[str, Stored]]:
-    """Adapters by peft's names."""
+    """Adapters by peft's names, of those parts of layers that have some."""
+    trained = _modules(adapters)
     rules = {entry.name: entry for entry in base.entries()}
     for name, (a, b) in adapters.pairs.items():
         entry = rules[f"{name}.weight"]
         outward = entry.rule.split(b, entry.sizes)
         for (there, _), part in zip(entry.theirs, outward, strict=True):
-            layer = f"base_model.model.{there.removesuffix('.weight')}"
+            module = there.removesuffix(".weight")
+            if module.rpartition(".")[2] not in trained:
+                continue
+            layer = f"base_model.model.{module}"
             yield f"{layer}.lora_A.weight", a
             yield f"{layer}.lora_B.weight", part
+
+
+def _modules(adapters: Adapters) -> list[str]:
+    """Hugging Face's names of what has adapters: a layer's here, or of some of its parts."""
+    return [part for name in adapters.about["targets"] for part in THEIRS.get(name, (name,))]
 
 
 def _config(adapters: Adapters, base: Model) -> dict[str, Any]:
@@ -169,7 +179,7 @@ def _config(adapters: Adapters, base: Model) -> dict[str, Any]:
         "r": about["rank"],
         "lora_alpha": about["alpha"],
         "lora_dropout": about["dropout"],
-        "target_modules": [part for name in about["targets"] for part in THEIRS[name]],
+        "target_modules": _modules(adapters),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -9,19 +9,21 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from flagscale.config.arguments.huggingface.models import config_of
+from flagscale.config.arguments.huggingface.models import FURTHER, config_of
 from flagscale.errors import CheckpointError
 from flagscale.registry import Registry
 from flagscale.train.checkpoint.formats.megatron_layout import Layout
 from flagscale.train.checkpoint.formats.parts import Origin
 from flagscale.train.checkpoint.formats.tables import Entry, entries
 from flagscale.train.checkpoint.formats.tensors import (
+    Alike,
     Cast,
     Shape,
     Stored,
     pieces,
     rows,
     size_of,
+    whole,
 )
 
 Report = Callable[[int], None]
@@ -29,7 +31,6 @@ Report = Callable[[int], None]
 Inspect = Callable[["Model"], None]
 """Called with what was written, before it gets the name under which it is found."""
 EXPERT_BIAS = ".router.expert_bias"
-_PIECE = 64 << 20
 _MOST_NAMED = 20
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -67,6 +68,19 @@ class Model:
     def entries(self) -> Iterator[Entry]:
         """Its tensors, and what they are made of in Hugging Face's."""
         return entries(self.kind, self.values)
+
+    def alone(self, why: str = f"{FURTHER} is not set") -> Model:
+        """The same without the layers that predict further tokens; a note says ``why``."""
+        if not self.values[FURTHER]:
+            return self
+        tensors = {
+            name: tensor.places[0] if isinstance(tensor, Alike) else tensor
+            for name, tensor in self.tensors.items()
+            if not name.startswith("mtp.")
+        }
+        note = f"its layers that predict further tokens are left out: {why}"
+        values = {**self.values, FURTHER: None}
+        return replace(self, values=values, tensors=tensors, notes=(*self.notes, note))
 
     def cast(self, dtype: torch.dtype) -> Model:
         """The same in another precision, but for the biases by which experts are chosen: they move
@@ -116,8 +130,11 @@ FORMATS = Registry(
     "checkpoint format",
     {
         "huggingface": "flagscale.train.checkpoint.formats.huggingface:HuggingFace",
-        # Before the next, whose directories have the same names.
+        # Before the last, whose directories have the same names.
         "torch": "flagscale.train.checkpoint.formats.megatron:MegatronTorch",
+        "megatron_dist": (
+            "flagscale.train.checkpoint.formats.megatron_distributed:MegatronDistributed"
+        ),
         "torch_dist": "flagscale.train.checkpoint.formats.distributed:Distributed",
     },
 )
@@ -203,7 +220,7 @@ def differs(tensor: Stored, other: Stored, report: Report) -> str | None:
     """What keeps two tensors from being the same, finite numbers, bit by bit; None if nothing."""
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return f"{other.dtype} {list(other.shape)}, expected {tensor.dtype} {list(tensor.shape)}"
-    for region in pieces(tensor, _PIECE):
+    for region in pieces(whole(tensor.shape), tensor.dtype.itemsize):
         one, two = (side.read(region).contiguous() for side in (tensor, other))
         if not are_finite(one):
             return "it holds infinities, or what is no number"

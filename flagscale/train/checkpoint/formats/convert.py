@@ -173,6 +173,8 @@ def convert(options: argparse.Namespace) -> None:
         model = merged(adapters, base_of(adapters, options.base))
     if options.like is not None:
         model = dressed(model, options.like.absolute())
+    if isinstance(writer, LaidOut):
+        model = model.alone(f"{name} is written without them")
     if options.dtype is not None:
         model = model.cast(_PRECISIONS[options.dtype])
     _make_room(model, target)
@@ -310,7 +312,7 @@ def _counted(report: object, total: int) -> Report:
     def add(size: int) -> None:
         nonlocal done
         done += size
-        report(done, total)  # type: ignore[operator]
+        report(min(done, total), total)  # type: ignore[operator]
 
     return add
 

@@ -6,30 +6,17 @@ is loaded as any other: its tensors lie in chunks of rows, and any layout takes 
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from flagscale.checkpoint_metadata import METADATA
 from flagscale.checkpoints import NAME, Checkpoints, check_whole
-from flagscale.config.arguments.huggingface.models import config_of, effective
+from flagscale.config.arguments.huggingface.models import FURTHER, config_of, effective
 from flagscale.config.arguments.huggingface.reading import CONFIG, read_config
 from flagscale.config.arguments.resuming import architecture
 from flagscale.errors import CheckpointError
@@ -42,19 +29,16 @@ from flagscale.train.checkpoint.formats.base import (
     without_padding,
 )
 from flagscale.train.checkpoint.formats.companions import beside, write_companions
-from flagscale.train.checkpoint.formats.megatron_distributed import read_theirs
+from flagscale.train.checkpoint.formats.distributed_writing import Writer
 from flagscale.train.checkpoint.formats.metadata import tensors_of
-from flagscale.train.checkpoint.formats.parts import Parts, resumable
-from flagscale.train.checkpoint.formats.tensors import Region, Stored, pieces
+from flagscale.train.checkpoint.formats.parts import resumable
+from flagscale.train.checkpoint.formats.tensors import Stored
 from flagscale.train.checkpoint.store import CheckpointStore
 from flagscale.train.state import Progress
 
 BESIDE = "huggingface"
 """Directory, in a checkpoint, of the config.json and the tokenizer that it was converted with."""
 _ITERATION = 0
-_CHUNK = 64 << 20
-_FILE = 4 << 30
-_ALIGNED = 64
 
 
 class Distributed:
@@ -74,8 +58,6 @@ class Distributed:
             )
         given = said.get("model")
         stored: dict[str, Stored] = dict(tensors_of(path))
-        if given is None and (theirs := read_theirs(path, stored)) is not None:
-            return theirs
         if given is None:
             raise CheckpointError(
                 f"{path} does not say which model it is of: it was saved by an older version, or "
@@ -91,7 +73,8 @@ class Distributed:
         names = [entry.name for entry in model.entries()]
         refuse(path, "lacks tensors", [name for name in names if name not in stored])
         tensors = {name: without_padding(name, stored[name], values) for name in names}
-        return Model(path, model.kind, values, tensors, config, model.files)
+        notes = _further(values, names)
+        return Model(path, model.kind, values, tensors, config, model.files, notes=notes)
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
         store = CheckpointStore(path)
@@ -99,7 +82,8 @@ class Distributed:
             raise CheckpointError(f"{path} holds checkpoints already")
         partial = store.begin(_ITERATION, again=model.origin is not None)
         with resumable(partial, model.origin) as parts:
-            _Writer(parts, report).write(model)
+            empty = [place for item in model.tensors.items() for place in _empty_states(*item)]
+            Writer(parts, report).write(model.tensors, empty)
             inspect(replace(model, path=partial, tensors=dict(tensors_of(partial))))
             _write_common(partial)
             if model.config is not None:
@@ -110,6 +94,16 @@ class Distributed:
         except BaseException:
             store.abandon(_ITERATION)
             raise
+
+
+def _further(values: Mapping[str, Any], names: list[str]) -> tuple[str, ...]:
+    """What is to be said of layers that predict further tokens, which few families have."""
+    if not values[FURTHER] or any(name.startswith("mtp.") for name in names):
+        return ()
+    return (
+        f"its layers that predict further tokens ({FURTHER} {values[FURTHER]}) are left out: "
+        "models of Hugging Face have them in DeepSeek-V3 alone",
+    )
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -168,157 +162,11 @@ def _write_common(partial: Path) -> None:
     (partial / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A region of a tensor that is written by itself."""
-
-    name: str
-    tensor: Stored
-    region: Region
-
-    @property
-    def offsets(self) -> torch.Size:
-        return torch.Size(begin for begin, _ in self.region)
-
-    @property
-    def sizes(self) -> torch.Size:
-        return torch.Size(end - begin for begin, end in self.region)
-
-    @property
-    def bytes(self) -> int:
-        return self.sizes.numel() * self.tensor.dtype.itemsize
-
-
-def _planned(model: Model) -> list[list[_Chunk]]:
-    """A model's chunks, file by file."""
-    files: list[list[_Chunk]] = []
-    room = 0
-    for name, tensor in model.tensors.items():
-        for region in _chunks(tensor):
-            if room <= 0:
-                files.append([])
-                room = _FILE
-            files[-1].append(_Chunk(name, tensor, region))
-            room -= files[-1][-1].bytes
-    return files
-
-
-class _Writer:
-    """Writes tensors into files, one after the other, and what describes them."""
-
-    def __init__(self, parts: Parts, report: Report) -> None:
-        self._parts = parts
-        self._report = report
-        self._described: dict[str, Any] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
-
-    def write(self, model: Model) -> None:
-        empty = [place for item in model.tensors.items() for place in _empty_states(*item)]
-        with _without_checksums():
-            for number, chunks in enumerate(_planned(model)):
-                self._file(f"__{number}_0.distcp", chunks, empty if number == 0 else [])
-        with (self._parts.directory / METADATA).open("wb") as file:
-            pickle.dump(Metadata(self._described, storage_data=self._places), file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _file(self, name: str, chunks: Sequence[_Chunk], empty: Sequence[str]) -> None:
-        """A file of chunks; the first has what all that is ``empty`` share, too."""
-        places = self._parts.kept(name)
-        if places is None or len(places) != len(chunks) + bool(empty):
-            places = self._saved(name, chunks, shared=bool(empty))
-            self._parts.finish(name, places)
-        else:
-            self._report(sum(chunk.bytes for chunk in chunks))
-        infos = [_StorageInfo(name, begin, length) for begin, length in places]
-        for place in empty:
-            self._described[place] = BytesStorageMetadata()
-            self._places[MetadataIndex(place)] = infos[-1]
-        for chunk, info in zip(chunks, infos, strict=False):
-            self._describe(chunk)
-            self._places[MetadataIndex(chunk.name, chunk.offsets)] = info
-
-    def _describe(self, chunk: _Chunk) -> None:
-        tensor = chunk.tensor
-        if chunk.name not in self._described:
-            properties, size = TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape)
-            self._described[chunk.name] = TensorStorageMetadata(properties, size, [])
-        place = ChunkStorageMetadata(chunk.offsets, chunk.sizes)
-        self._described[chunk.name].chunks.append(place)
-
-    def _saved(self, name: str, chunks: Sequence[_Chunk], *, shared: bool) -> list[list[int]]:
-        """Write a file: where each chunk begins in it and how long it is, and last what is
-        ``shared``."""
-        places = []
-        with (self._parts.directory / name).open("wb") as file:
-            for chunk in chunks:
-                part = _own(chunk.tensor.read(chunk.region))
-                begin = _aligned(file)
-                _save(part, file)
-                places.append([begin, file.tell() - begin])
-                self._report(part.nbytes)
-            if shared:
-                begin = _aligned(file)
-                places.append([begin, file.write(_nothing())])
-        return places
-
-
-def _aligned(file: BinaryIO) -> int:
-    """Go on where a tensor may begin; where that is."""
-    file.write(b"\0" * (-file.tell() % _ALIGNED))
-    return file.tell()
-
-
-def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
-    try:
-        torch.save(tensor, file)
-    except RuntimeError as error:
-        # torch's writer answers a failed write with an error of its own.
-        cause = error.__cause__ or error.__context__
-        raise cause if isinstance(cause, OSError) else error from None
-
-
-def _own(part: torch.Tensor) -> torch.Tensor:
-    """A tensor in memory of its own: saving a view would save all of the file that it is of."""
-    if part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes:
-        return part
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def _chunks(tensor: Stored) -> Iterator[Region]:
-    """Regions that are written one by one: of experts, each by itself."""
-    if len(tensor.shape) < 3:
-        yield from pieces(tensor, _CHUNK)
-        return
-    for index in range(tensor.shape[0]):
-        yield ((index, index + 1), *((0, size) for size in tensor.shape[1:]))
-
-
 def _empty_states(name: str, tensor: Stored) -> Iterator[str]:
     """The names under which a linear layer of megatron.core wants to find that it has no state
     beside its weights."""
     module, _, what = name.rpartition(".")
-    if what == "weight" and ".linear_" in module:
+    if what == "weight" and (".linear_" in module or module.endswith(".eh_proj")):
         count = tensor.shape[0] if len(tensor.shape) == 3 else 1
         for index in range(count):
             yield f"{module}._extra_state/shard_{index}_{count}"
-
-
-def _nothing() -> bytes:
-    buffer = io.BytesIO()
-    torch.save([None], buffer)
-    return buffer.getvalue()
-
-
-@contextmanager
-def _without_checksums() -> Iterator[None]:
-    """torch.save without the checksum that takes most of its time and that nobody reads: what was
-    written is compared with what was to be."""
-    from torch.serialization import get_crc32_options, set_crc32_options
-
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flagscale.config.arguments.huggingface.models import (
+    FURTHER,
     arguments_of,
     config_of,
     effective,
@@ -29,7 +30,7 @@ from flagscale.train.checkpoint.formats.companions import (
 )
 from flagscale.train.checkpoint.formats.parts import Parts
 from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
-from flagscale.train.checkpoint.formats.tables import TABLES, entries
+from flagscale.train.checkpoint.formats.tables import TABLES, Table, entries
 from flagscale.train.checkpoint.formats.tensors import Stored, read, size_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,18 +49,18 @@ class HuggingFace:
     def read(self, path: Path) -> Model:
         config = read_config(path)
         kind = family_of(config).model_type
-        values = effective(arguments_of(config))
         theirs = _tensors(path)
-        further = list(_further(kind, values, theirs))
-        kept = {name: tensor for name, tensor in theirs.items() if name not in further}
+        told = effective(arguments_of(config))
+        values, left_out, notes = _with_further(kind, told, theirs)
+        kept = {name: tensor for name, tensor in theirs.items() if name not in left_out}
         tensors = _ours(path, kind, values, kept)
-        return Model(path, kind, values, tensors, config, tuple(beside(path)), notes=_note(further))
+        return Model(path, kind, values, tensors, config, tuple(beside(path)), notes=notes)
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
         config = model.config
         if config is None:
             config = config_of(model.values, model.kind)
-        config = {**config, **{key: 0 for key in TABLES[model.kind].further if key in config}}
+        config = {**config, **_counts(model, config)}
         theirs = dict(_theirs(model))
         with appearing(path, model.origin) as parts:
             _write_weights(parts, theirs, report)
@@ -89,22 +90,38 @@ def _tensors(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _further(kind: str, values: Mapping[str, Any], theirs: Mapping[str, Stored]) -> Iterator[str]:
-    """Tensors of layers behind a model's last one, where its family may have some."""
+def _with_further(
+    kind: str, values: Mapping[str, Any], theirs: Mapping[str, Stored]
+) -> tuple[Mapping[str, Any], set[str], tuple[str, ...]]:
+    """A model's arguments with the layers behind its last one, which predict further tokens, where
+    its family has such and they are whole; the tensors that are left out, and a note of it."""
     table = TABLES[kind]
-    for name in theirs if table.further else ():
-        found = re.match(rf"{re.escape(table.layers)}(\d+)\.", name)
-        if found and int(found[1]) >= values["num_layers"]:
-            yield name
-
-
-def _note(further: list[str]) -> tuple[str, ...]:
-    if not further:
-        return ()
-    return (
-        f"{len(further)} tensors of layers that predict further tokens (multi-token prediction) "
-        "are left out: they are beside the model, and this trainer does not train them",
+    places = {name: _behind(name, table, values) for name in theirs if table.further}
+    places = {name: place for name, place in places.items() if place > 0}
+    if not places:
+        return values, set(), ()
+    wanted = {**values, FURTHER: max(places.values())}
+    every = [name for entry in entries(kind, wanted) for name, _ in entry.theirs]
+    lost = [name for name in every if name not in theirs and _behind(name, table, values) > 0]
+    if not lost:
+        return wanted, set(), ()
+    note = (
+        f"{len(places)} tensors of layers that predict further tokens are left out, since others "
+        f"of them are missing, such as {lost[0]}"
     )
+    return values, set(places), (note,)
+
+
+def _behind(name: str, table: Table, values: Mapping[str, Any]) -> int:
+    """How many places behind the model's last layer a tensor's layer is."""
+    found = re.match(rf"{re.escape(table.layers)}(\d+)\.", name)
+    return int(found[1]) + 1 - int(values["num_layers"]) if found else 0
+
+
+def _counts(model: Model, config: Mapping[str, Any]) -> dict[str, int]:
+    """How many layers predict further tokens, by the keys of config.json that tell it."""
+    keys, layers = TABLES[model.kind].counts, model.values[FURTHER] or 0
+    return {key: layers for key in keys if key in config or (layers and key == keys[0])}
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -185,8 +202,8 @@ def _write_weights(parts: Parts, theirs: Mapping[str, Stored], report: Report) -
         if parts.kept(name):
             report(sum(map(size_of, tensors.values())))
             continue
-        write_file(parts.directory / name, tensors, report)
-        parts.finish(name)
+        spans = write_file(parts.directory / name, tensors, report)
+        parts.finish(name, spans=spans)
     if len(files) > 1:
         places = {
             tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors

@@ -107,6 +107,7 @@ def _arguments(model: Model, length: int) -> argparse.Namespace:
     """Arguments of a run that would train the model in fp32."""
     own: dict[str, Any] = {
         **model.values,
+        "mtp_num_layers": None,  # logits are the head's
         "make_vocab_size_divisible_by": 1,
         "seq_length": length,
         "lr": 1e-3,

@@ -137,19 +137,21 @@ class _Parts:
             for expert in range(count):
                 place, own = divmod(expert, each)
                 names = expert_names(entry.name, own) or ()
-                tensors.append(self._merged(entry.name, names, place, gated=gated))
+                tensors.append(self._merged(entry, names, place, gated=gated))
             whole = [tensor for tensor in tensors if tensor is not None]
             return Stack(tuple(whole)) if len(whole) == count else None
-        return self._merged(entry.name, list(spelled(entry.name)), 0, gated=gated)
+        return self._merged(entry, list(spelled(entry.name)), 0, gated=gated)
 
-    def _merged(self, name: str, names: Sequence[str], place: int, *, gated: bool) -> Stored | None:
+    def _merged(
+        self, entry: Entry, names: Sequence[str], place: int, *, gated: bool
+    ) -> Stored | None:
         """A tensor of the parts that tensor-parallel ranks have by one of these names."""
-        chunk, local = self._chunk(name)
+        chunk, local = self._chunk(entry.name)
         found = [_first(names, self.chunks[t, place][chunk], local) for t in range(self.tensor)]
         stored: list[Stored] = [_stored(part) for part in found if part is not None]
         if len(stored) < self.tensor:
             return None
-        return uncut(name, stored, gated=gated)
+        return uncut(entry.name, stored, entry.theirs[0][1][0], gated=gated)
 
     def _chunk(self, name: str) -> tuple[int, tuple[str, str]]:
         """The chunk that has a tensor, and what of its name is exchanged there."""

@@ -8,28 +8,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flagscale.config.arguments.architecture import OWN
 from flagscale.config.arguments.huggingface.models import FUNCTION
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.megatron_unpickler import Unknown
 from flagscale.train.checkpoint.formats.tensors import Stored, Transposed, joined, rows
 
+_WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
+"""Tokenizers whose ``vocab_size`` does not count the end of a document."""
 FILE = "model_optim_rng.pt"
 """What a rank's directory holds."""
+RELEASE = "release"
+"""The directory of a checkpoint that is of no iteration: Megatron-LM takes its weights alone."""
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT = re.compile(r"(.*\.mlp\.experts\.)experts\.(linear_fc[12])\.(weight)")
 """The tensor of all experts of a layer."""
 _ALIASES = {
     "num_moe_experts": ("num_experts",),
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
+    "layernorm_zero_centered_gamma": ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
     "bias_activation_fusion": ("bias_gelu_fusion",),
 }
 """Names of arguments there, where they are others; a later one is of older versions."""
-_LOCAL = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
+_QUERIES_AND_KEYS, _BEFORE_MLP = (
+    "self_attention.linear_qkv.layer_norm_",
+    "mlp.linear_fc1.layer_norm_",
+)
+_LOCAL = {_QUERIES_AND_KEYS: "input_layernorm.", _BEFORE_MLP: "pre_mlp_layernorm."}
 """Names of norms without Transformer Engine, and of a mixture's with it."""
-_ROWS = re.compile(r".*(linear_qkv|word_embeddings|output_layer)\.(weight|bias)")
+_LATENT = {
+    "pre_mlp_layernorm.": _BEFORE_MLP,
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Names of norms with Transformer Engine where attention is latent: ours are those without it."""
+_LACKING = {
+    "sandwich_norm": "norms behind attention and MLP",
+    "scale_embeddings": "embeddings that are multiplied by the root of the width",
+    "attn_logit_softcapping": "a bound of attention's scores",
+    "final_logit_softcapping": "a bound of the logits",
+    "window_rotary_base": "a rotary base of layers with windows",
+}
+"""What its layers lack, of :data:`OWN`."""
+_DOWN = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")
+"""Whole on every rank with Transformer Engine, cut by rows without it."""
+_ROWS = re.compile(
+    r".*(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer)"
+    r"\.(weight|bias)"
+)
 _HALVES = re.compile(r".*linear_fc1\.(weight|bias)")
 _COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 _WHOLE = re.compile(r".*(norm|router|position_embeddings).*|.*(linear_proj|linear_fc2)\.bias")
@@ -115,8 +143,14 @@ def values_of(args: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = list(value) if isinstance(value, tuple) else value
     if not args.get("group_query_attention"):
         found["num_query_groups"] = found.get("num_attention_heads")
+    if "q_lora_rank" in args:
+        found["q_lora_rank"] = args["q_lora_rank"]  # None says something
     # Tokens, without the rows of padding where it says how many there are.
-    found["vocab_size"] = int(args.get("vocab_size") or args.get("padded_vocab_size") or 0)
+    padded = int(args.get("padded_vocab_size") or 0)
+    tokens = int(args.get("vocab_size") or padded)
+    if args.get("tokenizer_type") in _WITHOUT_END and tokens < padded:
+        tokens += 1
+    found["vocab_size"] = tokens
     return found
 
 
@@ -147,33 +181,47 @@ def arguments_for(values: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     }
 
 
+def precision_of(dtype: torch.dtype) -> dict[str, Any]:
+    """What the arguments say of the tensors' precision."""
+    return {
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+    }
+
+
 def require_shared(values: Mapping[str, Any], path: Path) -> None:
     """Refuse, by ``path``, a model with parts that Megatron-LM's programs lack, or have otherwise.
 
     Raises:
         CheckpointError: it has some.
     """
-    own = [name for name in ("multi_latent_attention", *OWN) if values[name]]
+    own = [f"{name}: its layers lack {_LACKING.get(name, name)}" for name in OWN if values[name]]
     if own:
         raise CheckpointError(
-            f"{path}: Megatron-LM's checkpoints are read and written of models without "
-            f"{', '.join(own)}",
-            hint="Hugging Face's format has them",
+            f"{path}: Megatron-LM has no such model: {'; '.join(own)}",
+            hint="Hugging Face's format and this project's have it",
         )
 
 
 def spelled(name: str) -> Iterator[str]:
     """The names that a tensor of ours may have there."""
     yield name
-    for ours, theirs in _LOCAL.items():
+    for ours, theirs in (*_LOCAL.items(), *_LATENT.items()):
         if ours in name:
             yield name.replace(ours, theirs)
 
 
-def spelled_for(name: str, *, engine: bool, sparse: bool) -> str:
-    """The name that a tensor of ours has there; ``sparse``: it is of a layer with experts."""
-    for ours, theirs in _LOCAL.items():
-        if ours in name and (not engine or (sparse and ours.startswith("mlp."))):
+def spelled_for(name: str, values: Mapping[str, Any], layer: int, *, engine: bool) -> str:
+    """The name that a tensor of ours, of a layer, has there."""
+    sparse = bool(values["num_moe_experts"] and values["moe_layer_freq"][layer])
+    others = _LOCAL
+    if engine and values["multi_latent_attention"]:
+        others = {ours: name for ours, name in _LATENT.items() if name != _BEFORE_MLP or not sparse}
+    elif engine:
+        others = {ours: name for ours, name in _LOCAL.items() if ours == _BEFORE_MLP and sparse}
+    for ours, theirs in others.items():
+        if ours in name:
             return name.replace(ours, theirs)
     return name
 
@@ -187,14 +235,41 @@ def expert_names(name: str, expert: int) -> tuple[str, str] | None:
     return f"{before}local_experts.{expert}.{layer}.{what}", f"{before}{layer}.{what}{expert}"
 
 
-def cut(name: str, tensor: Stored, place: int, ranks: int, *, gated: bool) -> Stored:
+@dataclass(frozen=True)
+class Padded:
+    """A tensor with rows of zeros behind its own."""
+
+    tensor: Stored
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.tensor.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, region: Any) -> torch.Tensor:
+        (begin, end), rest = region[0], region[1:]
+        own = self.tensor.shape[0]
+        found = self.tensor.read(((min(begin, own), min(end, own)), *rest))
+        if end <= own:
+            return found
+        lost = end - max(begin, own)
+        return torch.cat([found, found.new_zeros([lost, *found.shape[1:]])])
+
+
+def cut(name: str, tensor: Stored, place: int, ranks: int, *, gated: bool, engine: bool) -> Stored:
     """The part of a tensor that one of several tensor-parallel ranks has.
 
     Raises:
         CheckpointError: it cannot be cut evenly, or nobody knows how it is cut.
     """
-    if ranks == 1 or _WHOLE.fullmatch(name):
+    if ranks == 1 or _WHOLE.fullmatch(name) or (engine and _DOWN.fullmatch(name)):
         return tensor
+    if _DOWN.fullmatch(name):
+        return _part(name, tensor, place, ranks)
     if _COLUMNS.fullmatch(name):
         return Transposed(_part(name, Transposed(tensor), place, ranks))
     if _HALVES.fullmatch(name) and gated:
@@ -213,14 +288,16 @@ def _part(name: str, tensor: Stored, place: int, ranks: int) -> Stored:
     return rows(tensor, place * (count // ranks), count // ranks)
 
 
-def uncut(name: str, parts: Sequence[Stored], *, gated: bool) -> Stored:
-    """A tensor of the parts that tensor-parallel ranks have.
+def uncut(name: str, parts: Sequence[Stored], rows_of: int, *, gated: bool) -> Stored:
+    """A tensor of the parts that tensor-parallel ranks have; ``rows_of``: how many rows it has.
 
     Raises:
         CheckpointError: nobody knows how it is cut.
     """
     if len(parts) == 1 or _WHOLE.fullmatch(name):
         return parts[0]
+    if _DOWN.fullmatch(name):
+        return parts[0] if parts[0].shape[0] == rows_of else joined(parts)
     if _COLUMNS.fullmatch(name):
         return Transposed(joined([Transposed(part) for part in parts]))
     if _HALVES.fullmatch(name) and gated:

@@ -7,7 +7,6 @@ have no data; their bytes are then put where they belong, so that memory holds a
 from __future__ import annotations
 
 import argparse
-import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,22 +21,24 @@ from flagscale.checkpoints import TRACKER
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.base import Model, Report
 from flagscale.train.checkpoint.formats.megatron_layout import (
+    EMBEDDING,
     FILE,
+    HEAD,
+    RELEASE,
     Layout,
+    Padded,
     arguments_for,
     cut,
     expert_names,
+    precision_of,
     spelled_for,
 )
 from flagscale.train.checkpoint.formats.parts import Parts
-from flagscale.train.checkpoint.formats.tensors import Item, Stored, pieces, raw, size_of
+from flagscale.train.checkpoint.formats.spans import Span
+from flagscale.train.checkpoint.formats.tensors import Item, Stored, size_of, write
 
-RELEASE = "release"
-"""The directory of a checkpoint that is of no iteration: Megatron-LM takes its weights alone."""
-_PIECE = 64 << 20
 _LOCAL_HEADER = 30
 _VERSION = 3.0
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def write_ranks(model: Model, layout: Layout, parts: Parts, report: Report) -> None:
@@ -47,7 +48,9 @@ def write_ranks(model: Model, layout: Layout, parts: Parts, report: Report) -> N
         CheckpointError: the model cannot be cut so.
     """
     plan = _Plan(model, layout)
-    arguments = argparse.Namespace(**arguments_for(model.values, layout), **_precision(model))
+    arguments = argparse.Namespace(
+        **arguments_for(model.values, layout), **precision_of(model.dtype)
+    )
     for place in plan.places():
         name = f"{RELEASE}/{layout.directory(place)}/{FILE}"
         stored, own = plan.rank(place), plan.first_written(place)
@@ -55,19 +58,9 @@ def write_ranks(model: Model, layout: Layout, parts: Parts, report: Report) -> N
             report(sum(own.values()))
             continue
         (parts.directory / name).parent.mkdir(parents=True, exist_ok=True)
-        _write(parts.directory / name, arguments, stored, own, report)
-        parts.finish(name)
+        spans = _write(parts.directory / name, arguments, stored, own, report)
+        parts.finish(name, spans=spans)
     (parts.directory / TRACKER).write_text(f"{RELEASE}\n", encoding="utf-8")
-
-
-def _precision(model: Model) -> dict[str, Any]:
-    """What the arguments say of the tensors' precision."""
-    dtype = model.dtype
-    return {
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-    }
 
 
 @dataclass(frozen=True)
@@ -130,17 +123,16 @@ class _Plan:
                     yield from self._of_layer(name, local, layer, tensor, place)
             elif ends[0] if words[0] == "embedding" else ends[1]:
                 yield name, self._end(name, tensor, place[0])
-        if ends == (False, True) and _HEAD not in self.model.tensors:
+        if ends == (False, True) and HEAD not in self.model.tensors:
             # Of a tied model the last stage has a copy of its own.
-            yield _HEAD, self._end(_HEAD, self.model.tensors[_EMBEDDING], place[0])
+            yield HEAD, self._end(HEAD, self.model.tensors[EMBEDDING], place[0])
 
     def _of_layer(
         self, name: str, local: str, layer: int, tensor: Stored, place: tuple[int, int, int]
     ) -> Iterator[tuple[str, Stored]]:
-        values, layout = self.model.values, self.layout
+        layout = self.layout
         if expert_names(name, 0) is None:
-            sparse = bool(values["num_moe_experts"] and values["moe_layer_freq"][layer])
-            spelling = spelled_for(local, engine=layout.engine, sparse=sparse)
+            spelling = spelled_for(local, self.model.values, layer, engine=layout.engine)
             yield spelling, self._cut(name, tensor, place[0])
             return
         count = tensor.shape[0] // layout.expert
@@ -152,12 +144,13 @@ class _Plan:
 
     def _cut(self, name: str, tensor: Stored, place: int) -> Stored:
         gated = bool(self.model.values["gated_linear_unit"])
-        return cut(name, tensor, place, self.layout.tensor, gated=gated)
+        layout = self.layout
+        return cut(name, tensor, place, layout.tensor, gated=gated, engine=layout.engine)
 
     def _end(self, name: str, tensor: Stored, place: int) -> Stored:
         """A tensor of the first or the last stage; those of the vocabulary are padded."""
-        if name in (_EMBEDDING, _HEAD):
-            tensor = _Padded(tensor, self.layout.padded(tensor.shape[0]))
+        if name in (EMBEDDING, HEAD):
+            tensor = Padded(tensor, self.layout.padded(tensor.shape[0]))
         return self._cut(name, tensor, place)
 
     def first_written(self, place: tuple[int, int, int]) -> dict[str, int]:
@@ -171,39 +164,14 @@ class _Plan:
         return found
 
 
-@dataclass(frozen=True)
-class _Padded:
-    """A tensor with rows of zeros behind its own."""
-
-    tensor: Stored
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.tensor.shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, region: Any) -> torch.Tensor:
-        (begin, end), rest = region[0], region[1:]
-        own = self.tensor.shape[0]
-        found = self.tensor.read(((min(begin, own), min(end, own)), *rest))
-        if end <= own:
-            return found
-        lost = end - max(begin, own)
-        return torch.cat([found, found.new_zeros([lost, *found.shape[1:]])])
-
-
 def _write(
     path: Path,
     arguments: argparse.Namespace,
     chunks: Mapping[str, Mapping[str, Stored]],
     counted: Mapping[str, int],
     report: Report,
-) -> None:
-    """Write a rank's file."""
+) -> list[Span]:
+    """Write a rank's file; where each tensor lies in it."""
     stored: list[tuple[str, Stored]] = []
     state: dict[str, Any] = {
         "args": arguments,
@@ -222,11 +190,11 @@ def _write(
     _save(path, state)
     with path.open("r+b") as file:
         begins = _begins(file)
+        spans = []
         for number, (name, tensor) in enumerate(stored):
             file.seek(begins[number])
-            _put(file, tensor, report if counted[name] else lambda _size: None)
-        file.flush()
-        os.fsync(file.fileno())
+            spans.append(write(file, tensor, report if counted[name] else lambda _size: None))
+    return spans
 
 
 def _no_state(name: str) -> str | None:
@@ -263,10 +231,3 @@ def _begins(file: BinaryIO) -> dict[int, int]:
             names = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
             found[int(number)] = record.header_offset + _LOCAL_HEADER + names
     return found
-
-
-def _put(file: BinaryIO, tensor: Stored, report: Report) -> None:
-    for region in pieces(tensor, _PIECE):
-        part = tensor.read(region).contiguous()
-        file.write(raw(part))
-        report(part.nbytes)

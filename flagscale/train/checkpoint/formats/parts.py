@@ -1,8 +1,8 @@
 """A directory that is written part by part, and goes on from the finished parts when it was cut.
 
-A part is a file. When it is whole and on the disk, it is recorded with its size and SHA-256 beside
-what the directory is made of. A later writer of the same goes on from the parts that still are what
-was recorded; everything else in the directory goes.
+A part is a file. When it is whole and on the disk, it is recorded with checksums of its spans
+beside what the directory is made of. A later writer of the same goes on from the parts that still
+are what was recorded; everything else in the directory goes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 from flagscale.errors import CheckpointError
 from flagscale.files import read_json, sync, write_json
+from flagscale.train.checkpoint.formats.spans import Span, as_written, covering
 
 RECORD = ".conversion.json"
-_PIECE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,7 @@ class Parts:
         if entry is None:
             return None
         path = self.directory / name
-        sound = path.is_file() and path.stat().st_size == entry.get("size")
-        if sound and sha256(path) == entry.get("sha256"):
+        if path.is_file() and as_written(path, entry.get("spans")):
             return entry.get("about")
         del self._finished[name]
         path.unlink(missing_ok=True)
@@ -109,14 +108,14 @@ class Parts:
             self._origin.tell(f"{name} is not what was written: it is made again")
         return None
 
-    def finish(self, name: str, about: Any = True) -> None:
-        """Record that a part is whole. ``about``: JSON, for whoever goes on."""
+    def finish(self, name: str, about: Any = True, spans: Iterable[Span] = ()) -> None:
+        """Record that a part is whole. ``about``: JSON, for whoever goes on. ``spans``: those of
+        which the writer knows the checksum; the rest of the file is read for it."""
         path = self.directory / name
         sync(path)
         if self._origin is None:
             return
-        size = path.stat().st_size
-        self._finished[name] = {"size": size, "sha256": sha256(path), "about": about}
+        self._finished[name] = {"spans": covering(path, spans), "about": about}
         record = {"identity": dict(self._origin.identity), "parts": self._finished}
         write_json(self.directory / RECORD, record)
 
@@ -168,15 +167,6 @@ def _lock(descriptor: int, directory: Path) -> None:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise CheckpointError(f"{directory} is being written by another process") from error
         # A file system without locks is used without them.
-
-
-def sha256(path: Path) -> str:
-    """A file's SHA-256, in bounded memory."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            found.update(piece)
-    return found.hexdigest()
 
 
 def identity_of(paths: Iterable[Path]) -> str:

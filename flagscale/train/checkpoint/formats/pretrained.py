@@ -61,7 +61,7 @@ def _take(args: argparse.Namespace, state: TrainState, model: Model) -> str:
     else:
         wrong = unlike(model.values, vars(args))
     refuse(model.path, "is another model", wrong)
-    return fill(args, state, model)
+    return fill(args, state, model if args.mtp_num_layers else model.alone())
 
 
 @torch.no_grad()

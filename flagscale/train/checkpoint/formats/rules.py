@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flagscale.train.checkpoint.formats.tensors import (
+    Alike,
     Item,
     Rows,
     Run,
@@ -193,6 +194,20 @@ class _PerExpert:
         for expert in range(tensor.shape[0]):
             found += self.rule.split(Item(tensor, expert), sizes)
         return found
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A rule for a tensor that lies there in several places; here once."""
+
+    rule: Rule
+    count: int
+
+    def join(self, parts: Sequence[Stored], sizes: Sizes) -> Stored:
+        return self.rule.join([Alike(tuple(parts))], sizes)
+
+    def split(self, tensor: Stored, sizes: Sizes) -> Sequence[Stored]:
+        return [*self.rule.split(tensor, sizes)] * self.count
 
 
 SAME, TRANSPOSED, VOCABULARY = _Same(), _Transposed(), _Vocabulary()

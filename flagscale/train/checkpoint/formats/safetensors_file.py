@@ -12,24 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from flagscale.config.arguments.values import shown
 from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.formats.spans import Span
 from flagscale.train.checkpoint.formats.tensors import (
     Mapped,
     Shape,
     Stored,
-    pieces,
-    raw,
     size_of,
     typed,
+    write,
 )
 
 _MOST_HEADER = 100 << 20  # as the library that defines the format
-_PIECE = 64 << 20
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -127,8 +126,9 @@ class SafetensorsFile:
         return Mapped(place.shape, place.dtype, get)
 
 
-def write_file(path: Path, tensors: Mapping[str, Stored], report: Any) -> None:
+def write_file(path: Path, tensors: Mapping[str, Stored], report: Any) -> list[Span]:
     """Write a file, a piece of a tensor at a time; ``report`` is called with the bytes written.
+    Returns where each tensor lies.
 
     Raises:
         OSError: of the file.
@@ -143,15 +143,7 @@ def write_file(path: Path, tensors: Mapping[str, Stored], report: Any) -> None:
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            _write(file, tensor, report)
-
-
-def _write(file: BinaryIO, tensor: Stored, report: Any) -> None:
-    for region in pieces(tensor, _PIECE):
-        part = tensor.read(region).contiguous()
-        file.write(raw(part))
-        report(part.nbytes)
+        return [write(file, tensor, report) for tensor in tensors.values()]
 
 
 def shards(tensors: Mapping[str, Stored], most: int) -> Sequence[dict[str, Stored]]:

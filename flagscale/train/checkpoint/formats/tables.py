@@ -39,6 +39,7 @@ from flagscale.train.checkpoint.formats.rules import (
     SAME,
     TRANSPOSED,
     VOCABULARY,
+    Copied,
     Rule,
     Sizes,
     per_expert,
@@ -80,8 +81,9 @@ _Q, _K, _V = (f"self_attn.{part}_proj" for part in "qkv")
 @dataclass(frozen=True)
 class Table:
     """``prefix`` may be missing in published files; ``ignored`` is what they hold beside weights
-    (a regular expression). ``further`` are the keys of config.json that tell of layers behind the
-    last, which are left out: they tell tokens further ahead, beside the model."""
+    (a regular expression). ``further`` is what layers behind the last, which predict further
+    tokens, have beside those of the last one; ``copies`` what they hold once more of the model's
+    own tensors; ``counts`` the keys of config.json that tell how many there are."""
 
     ends: tuple[Row, ...]
     layer: tuple[Row, ...]
@@ -90,7 +92,9 @@ class Table:
     layers: str = "model.layers."
     prefix: str = ""
     ignored: str = r".*\.rotary_emb\.inv_freq"
-    further: tuple[str, ...] = ()
+    further: tuple[Row, ...] = ()
+    copies: tuple[Row, ...] = ()
+    counts: tuple[str, ...] = ()
 
 
 _LLAMA = Table(
@@ -199,8 +203,9 @@ _MLA, _QUERIES = "self_attention", "q_lora_rank"
 _SHARED = "mlp.shared_experts"
 
 
-def _deepseek(*routing: Row, further: tuple[str, ...] = ()) -> Table:
-    """``routing``: what the router has beside its matrix."""
+def _deepseek(*routing: Row, **further: Any) -> Table:
+    """``routing``: what the router has beside its matrix; ``further``: of the table, what layers
+    that predict further tokens have."""
     return Table(
         ends=_LLAMA.ends,
         layer=(
@@ -229,7 +234,7 @@ def _deepseek(*routing: Row, further: tuple[str, ...] = ()) -> Table:
             ),
             _row(f"{_SHARED}.linear_fc2.weight", f"{_SHARED}.down_proj.weight H,S"),
         ),
-        further=further,
+        **further,
     )
 
 
@@ -247,7 +252,17 @@ TABLES: Mapping[str, Table] = {
     "deepseek_v2": _deepseek(),
     "deepseek_v3": _deepseek(
         _row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias N"),
-        further=("num_nextn_predict_layers", "num_mtp_layers"),
+        further=(
+            _row("enorm.weight", "enorm.weight H"),
+            _row("hnorm.weight", "hnorm.weight H"),
+            _row("eh_proj.weight", "eh_proj.weight H,2H"),
+            _row("final_layernorm.weight", "shared_head.norm.weight H"),
+        ),
+        copies=(
+            _row("embedding.word_embeddings.weight", "embed_tokens.weight V,H"),
+            _row("output_layer.weight", "shared_head.head.weight V,H"),
+        ),
+        counts=("num_nextn_predict_layers", "num_mtp_layers"),
     ),
 }
 """By ``model_type``, as ``flagscale.config.arguments.huggingface.families`` has them."""
@@ -264,7 +279,8 @@ class Entry:
 
 
 def entries(kind: str, values: Values) -> Iterator[Entry]:
-    """Every tensor of a model of a family, layer by layer.
+    """Every tensor of a model of a family, layer by layer, and of layers that predict further
+    tokens as far as the family has such.
 
     Args:
         kind: the family's ``model_type``.
@@ -272,13 +288,46 @@ def entries(kind: str, values: Values) -> Iterator[Entry]:
     """
     table, sizes = TABLES[kind], Sizes.of(values)
     first, *rest = table.ends
-    yield from _entries([first], "", "", values, sizes)
+    yield from _ends([first], table, values, sizes)
     for layer in range(values["num_layers"]):
-        experts = values["num_moe_experts"] and values["moe_layer_freq"][layer]
-        rows = (*table.layer, *(table.sparse if experts else table.dense))
         places = f"decoder.layers.{layer}.", f"{table.layers}{layer}."
-        yield from _entries(rows, *places, values, sizes)
-    yield from _entries(rest, "", "", values, sizes)
+        yield from _entries(_layer(table, values, layer), *places, values, sizes)
+    yield from _ends(rest, table, values, sizes)
+    for ours, theirs in _further(table, values):
+        last = _layer(table, values, values["num_layers"] - 1)
+        yield from _entries(last, f"{ours}transformer_layer.", theirs, values, sizes)
+        yield from _entries(table.further, ours, theirs, values, sizes)
+
+
+def _layer(table: Table, values: Values, layer: int) -> tuple[Row, ...]:
+    experts = values["num_moe_experts"] and values["moe_layer_freq"][layer]
+    return (*table.layer, *(table.sparse if experts else table.dense))
+
+
+def _further(table: Table, values: Values) -> list[tuple[str, str]]:
+    """Where layers that predict further tokens are, here and there."""
+    count = (values.get("mtp_num_layers") or 0) if table.further else 0
+    behind = values["num_layers"]
+    return [(f"mtp.layers.{i}.", f"{table.layers}{behind + i}.") for i in range(count)]
+
+
+def _ends(rows: Any, table: Table, values: Values, sizes: Sizes) -> Iterator[Entry]:
+    """What stands before the layers or behind them, with the copies that further layers have."""
+    tied = not values[_UNTIED]
+    for entry in _entries(rows, "", "", values, sizes):
+        names = [
+            (f"{theirs}{name}", sizes.shape(shape))
+            for _, theirs in _further(table, values)
+            for row in table.copies
+            for name, shape in row.theirs
+            if tied or row.ours == entry.name
+        ]
+        own = entry.name in {row.ours for row in table.copies}
+        if not names or not own:
+            yield entry
+        else:
+            rule = Copied(entry.rule, 1 + len(names))
+            yield Entry(entry.name, (*entry.theirs, *names), rule, sizes)
 
 
 def _entries(rows: Any, ours: str, theirs: str, values: Values, sizes: Sizes) -> Iterator[Entry]:

@@ -7,16 +7,24 @@ the region needs, so memory holds one region and the pages of files that are map
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
+
+from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.formats.spans import Span
 
 Shape = tuple[int, ...]
 Region = tuple[tuple[int, int], ...]
 """Beginning and end in each dimension."""
+PIECE = 8 << 20
+"""Bytes that are read, rearranged, written or compared at a time. Memory of this size is had again
+and again from the allocator, where that of more than 32 MB is mapped anew each time, a fault for
+every page, and what has just been read is still in a processor's cache when it is written."""
 
 
 class Stored(Protocol):
@@ -157,6 +165,31 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Alike:
+    """One tensor that lies in several places, which are compared as it is read."""
+
+    places: tuple[Stored, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return self.places[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.places[0].dtype
+
+    def read(self, region: Region) -> torch.Tensor:
+        first, *others = (place.read(region).contiguous() for place in self.places)
+        if not all(first.view(torch.uint8).equal(other.view(torch.uint8)) for other in others):
+            raise CheckpointError(
+                "embedding or output layer of the layers that predict further tokens are not the "
+                "model's own, and here they share these",
+                hint="without mtp_num_layers a run takes the model without those layers",
+            )
+        return first
+
+
+@dataclass(frozen=True)
 class Cast:
     """A tensor in another precision."""
 
@@ -194,13 +227,41 @@ def joined(tensors: Sequence[Stored]) -> Rows:
     return Rows(tuple(Run(tensor, 0, tensor.shape[0]) for tensor in tensors))
 
 
-def pieces(tensor: Stored, most: int) -> Iterator[Region]:
-    """The regions of a tensor in the order in which its elements lie, none of more than ``most``
-    bytes unless a single row is."""
-    if not tensor.shape:
+def pieces(region: Region, itemsize: int, most: int = PIECE) -> Iterator[Region]:
+    """The parts of a region in the order in which its elements lie, none of more than ``most``
+    bytes."""
+    if not region:
         yield ()
         return
-    row = max(size_of(tensor) // max(tensor.shape[0], 1), 1)
-    step = max(most // row, 1)
-    for begin in range(0, tensor.shape[0], step):
-        yield ((begin, min(begin + step, tensor.shape[0])), *whole(tensor.shape[1:]))
+    (begin, end), rest = region[0], region[1:]
+    row = itemsize * prod(high - low for low, high in rest)
+    if row > most:
+        for index in range(begin, end):
+            for part in pieces(rest, itemsize, most):
+                yield ((index, index + 1), *part)
+        return
+    step = max(most // max(row, 1), 1)
+    for first in range(begin, end, step):
+        yield ((first, min(first + step, end)), *rest)
+
+
+def contents(tensor: Stored, region: Region | None = None) -> Iterator[memoryview]:
+    """The bytes of a tensor, or of a region of it, a piece at a time."""
+    region = whole(tensor.shape) if region is None else region
+    for part in pieces(region, tensor.dtype.itemsize):
+        yield raw(tensor.read(part).contiguous())
+
+
+def write(file: BinaryIO, tensor: Stored, report: Callable[[int], None]) -> Span:
+    """Write a tensor; ``report`` is called with the bytes that are written.
+
+    Raises:
+        OSError: of the file.
+    """
+    begin, size, crc = file.tell(), 0, 0
+    for content in contents(tensor):
+        file.write(content)
+        crc = zlib.crc32(content, crc)
+        size += len(content)
+        report(len(content))
+    return Span(begin, size, crc)

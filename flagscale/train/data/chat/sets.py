@@ -16,6 +16,7 @@ from flagscale.config.arguments import paths
 from flagscale.config.arguments.rules import split_shares
 from flagscale.errors import DataError
 from flagscale.train.checkpoint.agreement import everywhere
+from flagscale.train.data.blends import told_apart
 from flagscale.train.data.chat.cache import Samples, Source, build, open_samples
 from flagscale.train.data.chat.sequences import Sequences, Shape
 from flagscale.train.data.chat.templates import open_template
@@ -154,7 +155,8 @@ def _sets(
         own += [(found[path], np.arange(len(found[path]))) for path in files.get(split, ())]
         named = {"": own}
         if split == "valid" and args.multiple_validation_sets and len(own) > 1:
-            named = {name: [one] for name, one in zip(_names(own), own, strict=True)}
+            names = told_apart([samples.path.stem for samples, _ in own])
+            named = {name: [one] for name, one in zip(names, own, strict=True)}
         for name, parts in named.items():
             if sum(len(taken) for _, taken in parts):
                 label = f"{split}/{name}" if name else split
@@ -179,14 +181,6 @@ def _part(samples: Samples, begin: float, end: float, seed: int) -> Any:
     order = np.random.default_rng([seed, len(samples)]).permutation(len(samples))
     first, last = (round(edge * len(samples)) for edge in (begin, end))
     return np.sort(order[first:last])
-
-
-def _names(parts: Sequence[tuple[Samples, Any]]) -> list[str]:
-    """A name for each file, in which it differs from the others."""
-    stems = [samples.path.stem for samples, _ in parts]
-    return [
-        stem if stems.count(stem) == 1 else f"{stem}_{index}" for index, stem in enumerate(stems)
-    ]
 
 
 def _told(made: Mapping[str, Sequences], fresh: Sequence[str]) -> Iterator[str]:
