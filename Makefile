@@ -34,7 +34,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.setup-dev: $(VENV)/.setup
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,bench,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,bench,reference,dev]'
 	@touch $@
 
 $(VENV)/.setup-fast: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -68,9 +68,14 @@ hetero-quickstart: setup backend data ## the same on two unlike meshes, beside o
 # they share what is expensive to start; files go in their order, so that the short ones come last.
 TEST_WORKERS ?= 3
 
-test: setup-dev backend ## the whole test suite; as root it brings the system packages it uses
+PYTEST = $(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: setup-dev backend ## the test suite; as root it brings the system packages it uses
 	PYTHON=$(PYTHON) tools/dev/system.sh --if-possible
-	$(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-slow: setup-dev backend ## the tests that take long for how rarely they find anything
+	$(PYTEST) -m slow
 
 # An environment for each Python, without torch: what a login node that only launches has.
 test-fast: ## only the tests that need neither torch nor processes, for PYTHON=python3.10 to 3.14
@@ -92,9 +97,10 @@ format: setup-dev ## let ruff rewrite what it can
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-docs: setup-dev ## write the generated files: configuration reference, argument list
+docs: setup-dev ## write the generated files: configuration reference, argument list, tables of figures
 	$(RUN) tools/config/generate_arguments.py
 	$(RUN) tools/config/reference.py
+	$(RUN) tools/bench/tables.py
 
 wheel: setup ## dist/flagscale-*.whl with fsccl built for this torch, for hosts without a compiler
 	$(RUN) tools/dev/wheel.py

@@ -125,6 +125,8 @@ MODELS = {
     ),
 }
 """By a name for tests. Those with experts have them in layer 1 at least."""
+FURTHER = "deepseek-v3"
+"""The model that has a layer that predicts further tokens."""
 
 
 def save(name: str, path: Path, *, dtype: str = "float32", shard: str = "5GB") -> Any:
@@ -143,7 +145,28 @@ def save(name: str, path: Path, *, dtype: str = "float32", shard: str = "5GB") -
             if place.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard)
+    if name == FURTHER:
+        _add_further(path)
     return logits(path)
+
+
+def _add_further(path: Path) -> None:
+    """Add the layer that predicts further tokens, which transformers has none of."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    whole = load_file(path / "model.safetensors")
+    last = {name: tensor for name, tensor in whole.items() if name.startswith("model.layers.1.")}
+    for name, tensor in last.items():
+        whole[name.replace(".1.", ".2.", 1)] = tensor + 0.1 * torch.randn_like(tensor)
+    own, hidden = "model.layers.2.", whole["model.norm.weight"].numel()
+    kind = whole["model.norm.weight"].dtype
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        whole[f"{own}{norm}.weight"] = torch.randn(hidden, dtype=kind)
+    whole[f"{own}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, dtype=kind)
+    whole[f"{own}embed_tokens.weight"] = whole["model.embed_tokens.weight"].clone()
+    whole[f"{own}shared_head.head.weight"] = whole["lm_head.weight"].clone()
+    save_file(whole, path / "model.safetensors", {"format": "pt"})
 
 
 def logits(path: Path) -> Any:

@@ -122,9 +122,11 @@ class Lab:
 
     def configure(self, program: str, *, light: bool = False, **experiment: Any) -> None:
         """Write the training program and the YAML. Keyword arguments replace keys of the
-        YAML's ``experiment`` section. ``light``: under a torchrun that needs no torch."""
+        YAML's ``experiment`` section, ``train`` its section of this name. ``light``: under a
+        torchrun that needs no torch."""
         entrypoint = self.root / "program.py"
         entrypoint.write_text(program, encoding="utf-8")
+        train = experiment.pop("train", {"system": {}, "model": {}, "data": {}})
         section: dict[str, Any] = {
             "exp_name": "lab",
             "exp_dir": str(self.exp_dir),
@@ -136,7 +138,6 @@ class Lab:
         for key, value in experiment.items():
             old = section.get(key)
             section[key] = {**old, **value} if isinstance(old, dict) else value
-        train: dict[str, Any] = {"system": {}, "model": {}, "data": {}}
         config = {"experiment": section, "action": "run", "train": train}
         conf = self.root / "conf"
         conf.mkdir(exist_ok=True)

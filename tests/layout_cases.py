@@ -14,6 +14,7 @@ from typing import Any
 from chat_files import write_talks, write_tokenizer
 from needs import why_no_compiler
 
+from flagscale.comm.fsccl.build import builds_directory
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.load import load
 
@@ -45,6 +46,8 @@ SFT = LLAMA.replace(
     "--make-vocab-size-divisible-by 32",
 ).replace("--vocab-size 500", "")
 LORA = SFT + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
+# Of layers that are several of Hugging Face's, some parts alone.
+LORA_PARTS = LORA + " --lora-target-modules q_proj v_proj o_proj up_proj --weight-decay 0.1"
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
 # What tensor parallel sizes 2 and 3 both divide.
 BY_SIX = (
@@ -100,6 +103,13 @@ LATENT = (
 --original-max-position-embeddings 8
 """
 )
+# Widths that 8-bit products take, of a rank of two as well.
+LATENT_BF16 = (
+    LATENT
+    + """--bf16 --q-lora-rank 32 --kv-lora-rank 48 --qk-head-dim 16 --qk-pos-emb-head-dim 16
+--v-head-dim 16
+"""
+)
 LATENT_LORA = LATENT + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
 LATENT_MOE = (
     LATENT
@@ -109,6 +119,14 @@ LATENT_MOE = (
 --moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2
 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
 """
+)
+LATENT_MOE_LORA = LATENT_MOE + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
+# Layers that predict further tokens.
+MTP = APART + " --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"
+MTP_TIED = TIED + "--mtp-num-layers 1"
+MTP_MOE = LATENT_MOE.replace(
+    "load-balancing-type none",
+    "load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --mtp-num-layers 1",
 )
 DOCUMENTS = f"--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0"
 GEMMA_APART = GEMMA.replace("--mock-data", f"{DOCUMENTS} --reset-attention-mask --eod-mask-loss")
@@ -153,6 +171,8 @@ class Case:
     clusters: str = ""
     overflow: tuple[int, int] | None = None
     """A rank, and the step in which a gradient of its is infinite."""
+    graphs: bool = False
+    """Layers are really compiled, as far as graphs go: that takes seconds."""
 
     def record(self, cache: Path) -> dict[str, Any]:
         """What the worker reads. Cases find the shuffled mock data of others in ``cache``."""
@@ -163,6 +183,7 @@ class Case:
             "backend": self.backend,
             "clusters": self.clusters,
             "overflow": self.overflow,
+            "graphs": self.graphs,
         }
 
 
@@ -183,9 +204,11 @@ REFERENCES = (
     Case("gemma", 1, GEMMA, "", ""),
     Case("latent", 1, LATENT, "", ""),
     Case("latent-moe", 1, LATENT_MOE, "", ""),
+    Case("latent-bf16", 1, LATENT_BF16, "", ""),
     Case("gemma-apart", 1, GEMMA_APART, "", ""),
     Case("latent-apart", 1, LATENT_APART, "", ""),
     Case("latent-lora", 1, LATENT_LORA, "", ""),
+    Case("latent-moe-lora", 1, LATENT_MOE_LORA, "", ""),
     Case("bert", 1, BERT, "", ""),
     Case("bert-rotary", 1, ROTARY_BERT, "", ""),
     Case("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
@@ -193,9 +216,14 @@ REFERENCES = (
     Case("apart", 1, APART, "", ""),
     Case("sft", 1, SFT, "", ""),
     Case("lora", 1, LORA, "", ""),
+    Case("lora-parts", 1, LORA_PARTS, "", ""),
     Case("lora-base", 1, SFT, "--train-iters 1 --lr 0", ""),
     Case("apart-per-token", 1, APART, PER_TOKEN, ""),
     Case("apart-by-positions", 1, APART, "--position-embedding-type learned_absolute", ""),
+    Case("mtp", 1, MTP, "", ""),
+    Case("mtp-per-token", 1, MTP, f"{PER_TOKEN} {MBS2}", ""),
+    Case("mtp-tied", 1, MTP_TIED, "", ""),
+    Case("mtp-moe", 1, MTP_MOE, "", ""),
     Case("by-six", 1, BY_SIX, "--make-vocab-size-divisible-by 384", ""),
 )
 # A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time:
@@ -216,7 +244,7 @@ CASES = (
     Case("tp2-sp-recompute", 2, LLAMA, f"{SP} {FULL} 2", "llama", backend=FASTER),
     Case("pp2", 2, LLAMA, PP2, "llama"),
     Case("pp2-vpp2", 2, LLAMA, VPP2, "llama"),
-    Case("pp2-recompute-auto", 2, LLAMA, f"{PP2} {AUTO} 0.00195", "llama"),
+    Case("pp2-recompute-auto", 2, LLAMA, f"{PP2} {AUTO} 0.0021", "llama"),
     Case("pp2-vpp2-recompute-by-stage", 2, LLAMA,
          f"{VPP2} {FULL} 1 {GRANULARITY} 1,4,1 1,2,0,2,1 2,1,1,3,0", "llama"),
     Case("pp2-first", 2, LLAMA, PP2 + " --decoder-first-pipeline-num-layers 1", "llama"),
@@ -278,8 +306,8 @@ CASES = (
     Case("fp8", 1, BF16, f"{COMPILED} --fp8 hybrid", "bf16", 3e-2),
     Case("fp8-e4m3-rowwise", 1, BF16, f"{COMPILED} --fp8 e4m3 --fp8-recipe rowwise", "bf16", 3e-2),
     Case("fp8-tp2-sp", 2, BF16, f"{COMPILED} {SP} --fp8 hybrid", "bf16", 3e-2, FASTER),
-    Case("fp8-pp2-dp2-do-overlap", 4, BF16, f"{COMPILED} {PP2} {OVERLAP} --fp8 hybrid "
-         "--first-last-layers-bf16", "bf16", 3e-2),
+    Case("fp8-blockwise-pp2-dp2-do-overlap", 4, BF16, f"{COMPILED} {PP2} {OVERLAP} --fp8 hybrid "
+         "--fp8-recipe blockwise --first-last-layers-bf16", "bf16", 3e-2),
 )  # fmt: skip
 
 # Documents that are kept apart, by every attention, in every layout.
@@ -292,15 +320,29 @@ APART_CASES = (
     Case("apart-cp2", 2, APART, CP2, "apart"),
     Case("lora-recompute-mbs2", 1, LORA, f"{MBS2} {FULL} 2", "lora"),
     Case("lora-tp2", 2, LORA, TP2, "lora", backend=FASTER),
-    Case("lora-tp2-sp-do", 2, LORA, f"{SP} {DO}", "lora", backend=FASTER),
+    Case("lora-parts-tp2-sp-do", 2, LORA_PARTS, f"{SP} {DO}", "lora-parts", backend=FASTER),
     Case("lora-compiled-tp2-sp-recompute", 2, LORA, f"{COMPILED} {SP} {FULL} 1", "lora",
          backend=FASTER),
     Case("lora-pp2-vpp2-do-overlap", 2, LORA, f"{VPP2} {OVERLAP}", "lora"),
-    Case("lora-compiled-dp2-do-overlap", 2, LORA, f"{COMPILED} {OVERLAP}", "lora"),
+    Case("lora-parts-compiled-pp2-dp2-do-overlap", 4, LORA_PARTS, f"{COMPILED} {PP2} {OVERLAP}",
+         "lora-parts"),
     Case("sft-dp2-do-overlap", 2, SFT, OVERLAP, "sft"),
     Case("sft-cp2-pp2-vpp2", 4, SFT, f"{CP2} {VPP2}", "sft"),
     Case("apart-by-positions-pp2", 2, APART,
          f"--position-embedding-type learned_absolute {PP2}", "apart-by-positions"),
+)  # fmt: skip
+
+
+PREDICTING = (
+    Case("mtp-compiled-tp2-sp-recompute", 2, MTP, f"{COMPILED} {SP} {FULL} 2", "mtp",
+         backend=FASTER),
+    Case("mtp-pp2-vpp2-do-overlap", 2, MTP, f"{VPP2} {OVERLAP}", "mtp"),
+    Case("mtp-cp2-per-token", 2, MTP, f"{CP2} {PER_TOKEN}", "mtp-per-token"),
+    Case("mtp-cp2-do", 2, MTP, f"{CP2} {DO}", "mtp"),
+    Case("mtp-tied-compiled-pp2-by-hand", 2, MTP_TIED,
+         f"{COMPILED} {PP2} --pipeline-model-parallel-layout Ettt|tmL", "mtp-tied"),
+    Case("mtp-moe-grouped-pp2-ep2-do", 4, MTP_MOE, f"{GROUPED} {PP2} {EP2} {DO}", "mtp-moe",
+         backend=FASTER),
 )  # fmt: skip
 
 
@@ -323,6 +365,8 @@ MESHES = (
     Case("mesh-tp2+dp2", 4, LLAMA, meshes(TP2_DP2, "3 1", MBS2), "llama"),
     Case("mesh-tp2+dp2-sp-do", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
          "--sequence-parallel"), "llama"),
+    Case("mesh-tp2+dp2-through-hosts", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} "
+         "--hetero-use-cpu-communication"), "llama", backend=FASTER),
     Case("mesh-dp2+tp2-tied", 4, TIED, meshes(DP2_TP2, "1 3"), "tied"),
     Case("mesh-dp2+tp2-tied-sp-do-overlap", 4, TIED, meshes(DP2_TP2, "1 3", f"{OVERLAP} "
          "--sequence-parallel"), "tied"),
@@ -330,8 +374,6 @@ MESHES = (
          "--hetero-eager-1f1b"), "llama"),
     Case("mesh-1x2+dp2-no-layers-first", 4, LLAMA, meshes("1 1 1 1 2  1 1 1 2 1", "0 3 1", MBS2
          + " --standalone-embedding-stage"), "llama"),
-    Case("mesh-dp3+dp2-per-token", 5, LLAMA, meshes("1 1 1 3 1  1 1 1 2 1", "2 2",
-         f"{PER_TOKEN} --global-batch-size 6"), "llama-6"),
     Case("mesh-dp2+dp3-per-token", 5, LLAMA, meshes("1 1 1 2 1  1 1 1 3 1", "2 2",
          f"{PER_TOKEN} {MBS3}"), "llama-6"),
     Case("mesh-dp3+tp2-uneven-do", 5, TIED, meshes("1 1 1 3 1  2 1 1 1 1", "2 2",
@@ -399,26 +441,39 @@ FAMILIES = (
          "--sequence-parallel"), "bert"),
     Case("bert-shares-1x1+1x3", 2, BERT, shares("1 1 1 3"), "bert"),
     Case("gemma-compiled-tp2-sp-do", 2, GEMMA, f"{COMPILED} {SP} {DO}", "gemma", backend=FASTER),
+    Case("gemma-mesh-tp2+dp2-sp-do", 4, GEMMA, meshes(TP2_DP2, "3 1", f"{MBS2} {DO} "
+         "--sequence-parallel"), "gemma", backend=FASTER),
     Case("gemma-pp2-recompute-full", 2, GEMMA, f"{PP2} {FULL} 1", "gemma"),
     Case("gemma-apart-compiled-tp2-sp", 2, GEMMA_APART, f"{COMPILED} {SP}", "gemma-apart"),
     Case("latent-apart-cp2", 2, LATENT_APART, CP2, "latent-apart"),
     Case("latent-tp2", 2, LATENT, TP2, "latent", backend=FASTER),
+    Case("latent-fp8-blockwise-tp2-sp-recompute", 2, LATENT_BF16, f"{COMPILED} {SP} {FULL} 2 "
+         "--fp8 e4m3 --fp8-recipe blockwise", "latent-bf16", 3e-2, FASTER),
     Case("latent-cp2", 2, LATENT, CP2, "latent", backend=FASTER),
-    Case("latent-lora-tp2", 2, LATENT_LORA, TP2, "latent-lora", backend=FASTER),
-    Case("latent-lora-tp2-sp-do", 2, LATENT_LORA, f"{SP} {DO}", "latent-lora", backend=FASTER),
+    Case("latent-lora-compiled-tp2", 2, LATENT_LORA, f"{COMPILED} {TP2}", "latent-lora",
+         backend=FASTER),
+    Case("latent-moe-lora-tp2-sp-ep2-do", 2, LATENT_MOE_LORA, f"{SP} {DO} {EP2} "
+         "--expert-tensor-parallel-size 1", "latent-moe-lora", backend=FASTER),
     Case("latent-moe-compiled-tp2-sp-ep2-do", 2, LATENT_MOE, f"{COMPILED} {SP} {DO} {EP2} "
          "--expert-tensor-parallel-size 1", "latent-moe", backend=FASTER),
+    Case("latent-moe-mesh-ep2+ep2-do", 4, LATENT_MOE, meshes("1 1 2 2 1  1 1 2 2 1", "3 1", DO),
+         "latent-moe", backend=FASTER),
     Case("latent-moe-pp2-ep2", 4, LATENT_MOE, f"{PP2} {EP2}", "latent-moe", backend=FASTER),
 )  # fmt: skip
 
-EXAMPLES = ("deepseek", "gemma", "gpt2", "mistral", "qwen2.5")
-"""Directories of examples whose small model trains for a few steps, on made-up tokens."""
+EXAMPLES = (
+    *("deepseek/tiny", "deepseek/tiny_v2", "gemma/tiny", "gemma/tiny_2", "gpt2/tiny"),
+    *("llama3/tiny_3.2", "mistral/tiny", "mistral/tiny_dense", "qwen2.5/tiny"),
+    *("qwen3/tiny_pretraining", "qwen3/tiny_moe"),
+)
+"""Examples whose small model trains for a few steps, on made-up tokens: where, and which."""
 
 
 def example(name: str) -> Case:
-    """The small model of a directory of examples."""
-    conf = ROOT / "examples" / name / "conf"
-    sections = load(conf, "train", ["train=tiny", "action=dryrun"]).experiment.train.sections()
+    """The small model of an example."""
+    where, which = name.split("/")
+    conf = ROOT / "examples" / where / "conf"
+    sections = load(conf, "train", [f"train={which}", "action=dryrun"]).experiment.train.sections()
     words = flatten({**sections, "data": {"mock_data": True, "vocab_size": 1000}})
     more = "--train-iters 3 --eval-iters 1 --lr-warmup-iters 0 --seq-length 64"
     return Case(f"example-{name}", 1, " ".join(words), more, "")
@@ -453,6 +508,28 @@ FSCCL_CASES = tuple(
 )
 
 
+# What compiling makes of collectives in layers, forward and backward, is the same for every device.
+# Not so what it makes of gradients that are added in place: with several micro-batches on their way
+# through a pipeline, this one kind of compiling takes them for changed.
+GRAPHS = tuple(
+    replace(case, name=f"{case.name}-graphs", graphs=True)
+    for case in CASES
+    if case.name in ("compiled-cp2", "compiled-tp2-sp-recompute", "compiled-moe-tp2")
+)
+
+FEW = frozenset({
+    "tp2-dp2-sp-do-overlap", "cp2-tp2-sp", "latent-moe-pp2-ep2", "mesh-tp2+dp2", "mesh-bf16",
+    "mesh-vpp2-tied-do-overlap", "mesh-moe-dp2+tp2-ep2-do", "mesh-fp16-overflow-in-the-last",
+    "mesh-recompute-by-stage", "shares-pp2-1x2+2x1-do",
+})  # fmt: skip
+"""Of the layouts of four ranks and more, those that are always trained. The others, and the same
+once more on another backend, find what these do not, but rarely: they are slow tests."""
+
+
+def is_slow(case: Case) -> bool:
+    return (case.world > 3 and case.name not in FEW) or case in (*FSCCL_CASES, *GRAPHS)
+
+
 def write_short_documents(prefix: Path, longest: int = 20) -> None:
     """An indexed data set of documents of 1 to ``longest`` tokens of a vocabulary of 500, the last
     one their end."""
@@ -485,6 +562,7 @@ def train(cases: Sequence[Case], directory: Path, *, timeout_s: float) -> dict[s
             "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",
             "XDG_CACHE_HOME": str(directory / "kept"),
+            "FSCCL_BUILD_DIR": str(builds_directory()),  # which takes a minute to build
         },
         cwd=directory,
         capture_output=True,

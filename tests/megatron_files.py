@@ -106,13 +106,18 @@ def _own(
                     spelled = local.replace("experts.experts.", "experts.") + str(own)
                 yield spelled, _cut(name, whole[e * count + own], values, t, tp)
             continue
-        if f"{name.partition('.mlp.')[0]}.mlp.router.weight" in weights:
+        if f"{'.'.join(name.split('.')[:3])}.mlp.router.weight" in weights:
             # Before experts, the norm is no part of the layer behind it.
             local = local.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        elif engine and values["multi_latent_attention"]:
+            local = local.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        if engine and values["multi_latent_attention"]:
+            local = re.sub(r"\.(q|kv)_layernorm\.", r".linear_\1_up_proj.layer_norm_", local)
         if not engine:
             local = local.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             local = local.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-        yield local, _cut(name, whole, values, t, tp)
+        duplicated = engine and "_down_proj" in name
+        yield local, whole.clone() if duplicated else _cut(name, whole, values, t, tp)
 
 
 def _cut(name: str, whole: torch.Tensor, values: Mapping[str, Any], t: int, tp: int) -> Any:

@@ -1,8 +1,9 @@
 """What tests need beyond the launcher's own packages, and what a run left out.
 
 A test marked ``compiler``, ``root`` or ``torch`` is skipped, with the reason, where there is none,
-and so is a test that imports a package of the extras ``train`` and ``bench`` where that is not
-installed. With ``FLAGSCALE_REQUIRE_COMPILER=1`` in the environment it fails; so for other needs.
+and so is a test that imports a package of the extras ``train``, ``bench`` and ``reference`` where
+that is not installed. With ``FLAGSCALE_REQUIRE_COMPILER=1`` in the environment it fails; so for
+other needs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import NoReturn
 import pytest
 from bed.namespaces import search_path
 
-# What the extras train and bench bring. What launches needs none of it, so there it is a mistake.
+# What extras bring. What launches needs none of it, so there it is a mistake.
 EXTRAS = {"torch", "megatron", "numpy", "tokenizers", "transformers", "sentencepiece", "matplotlib"}
+EXTRAS |= {"peft"}
 LAUNCHING = {"config", "hosts", "launch", "liveness", "patching", "ssh"}
 
 SYSTEM = "make system"  # in a reason, as "needs root" is: what brings it

@@ -95,8 +95,9 @@ def cluster(
     *,
     settings: Mapping[str, str] | None = None,
     accounts: Sequence[str] = (),
+    gpus: Sequence[str] = (),
 ) -> Iterator[Cluster]:
-    """Start a Slurm, and have this process's environment lead to it. ``settings`` and ``accounts``
+    """Start a Slurm, and have this process's environment lead to it. ``settings`` and what follows
     are as for :meth:`bed.slurm.Slurm.open`."""
     # Below a directory that others may enter, as pytest's own are not.
     with (
@@ -121,6 +122,7 @@ def cluster(
                 settings={**SETTINGS, **(settings or {})},
                 partitions=PARTITIONS,
                 accounts=accounts,
+                gpus=gpus,
             ) as slurm,
         ):
             own = {"HOME": str(shared / "home"), "XDG_STATE_HOME": str(shared / "state")}
@@ -165,6 +167,9 @@ class SlurmLab(Lab):
 
     def query(self) -> dict[str, Any]:
         """What ``action=query`` tells, by the user in a process that need not start Python."""
+
+        # Loaded here: the user need not be able to read what is loaded there for the first time.
+        from flagscale.launch import failures, snapshot  # noqa: F401
 
         def ask() -> dict[str, Any]:
             with closing(SlurmRunner()) as runner:

@@ -3,8 +3,7 @@
 Each row trains Llama-3-8B, whole or some of its layers with its head, on fresh random tokens by
 the training program itself: data, micro-batches, gradient reduction, clipping, optimizer. Beside
 them stands the limit of the GPU in this very run: how fast it multiplies the matrices of these
-layers, without a pause, for as long as a row takes. Where torchtitan is installed and there are
-two GPUs or more (on one it trains in fp32), it trains the same layers on as many tokens.
+layers, without a pause, for as long as a row takes.
 
     python tools/bench/gpu.py --output docs/results/gpu-1xh200.json
 """
@@ -49,6 +48,13 @@ MODEL = f"""
 --use-distributed-optimizer --log-interval 2
 """
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+ASKED = {
+    "driver": "driver_version",
+    "power_limit": "power.limit",
+    "sm_clock_at_most": "clocks.max.sm",
+    "memory_clock_at_most": "clocks.max.memory",
+}
+"""What nvidia-smi is asked of the GPUs, by its names for it."""
 WARM_UP = 4
 """Steps that are not counted: compiling, first allocations, clocks settling."""
 
@@ -98,6 +104,7 @@ ROWS = (
     Row("bf16", *SHORT),
     Row("fp8", *SHORT, options="--fp8 hybrid"),
     Row("fp8-rowwise", *SHORT, options="--fp8 hybrid --fp8-recipe rowwise"),
+    Row("fp8-blockwise", *SHORT, options="--fp8 e4m3 --fp8-recipe blockwise"),
     Row("bf16-8k", *LONG),
     Row("fp8-8k", *LONG, options="--fp8 hybrid"),
     Row("bf16-recompute", *SHORT, options="--recompute-granularity full --recompute-method "
@@ -172,12 +179,16 @@ def summary_in(output: Path) -> list[str]:
 
 def train(row: Row, steps: int, data: Path, directory: Path, wanted: str) -> list[Event]:
     """Train ``row`` with the arguments ``wanted``; the events of rank 0."""
+    files = ["--data-path", str(data), "--data-cache-path", str(directory.parent / "cache")]
+    return program([*arguments(row, steps), *wanted.split(), *files], row.gpus, directory)
+
+
+def arguments(row: Row, steps: int) -> list[str]:
+    """Of the training program, without data."""
     batch = row.micro_batch * row.accumulated * row.replicas
     size = f"""--num-layers {row.layers} --seq-length {row.sequence}
     --micro-batch-size {row.micro_batch} --global-batch-size {batch} --train-iters {steps}"""
-    files = ["--data-path", str(data), "--data-cache-path", str(directory.parent / "cache")]
-    words = [*f"{MODEL} {row.model} {size} {row.options} {row.overlap} {wanted}".split(), *files]
-    return program(words, row.gpus, directory)
+    return f"{MODEL} {row.model} {size} {row.options} {row.overlap}".split()
 
 
 def program(arguments: Sequence[str], gpus: int, directory: Path) -> list[Event]:
@@ -229,10 +240,34 @@ def figures(row: Row, events: Sequence[Event], begun: float, last: int) -> dict[
 
 
 def settings(row: Row) -> argparse.Namespace:
-    """Resolved arguments of the row's model."""
-    size = f"--num-layers {row.layers} --seq-length {row.sequence} --train-iters 1 --mock-data"
-    given = parse_arguments(f"{MODEL} {row.model} {size} --micro-batch-size 1".split())
-    return resolve(given, 1)
+    """The row's resolved arguments."""
+    return resolve(parse_arguments([*arguments(row, 1), "--mock-data"]), row.gpus)
+
+
+def gpu_facts() -> dict[str, Any]:
+    """What the GPUs run with, as far as torch and nvidia-smi tell."""
+    import torch
+
+    cudnn: Any = torch.backends.cudnn
+    libraries = {"cuda": torch.version.cuda, "cudnn": cudnn.version()}
+    query = ["nvidia-smi", f"--query-gpu={','.join(ASKED.values())}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        told = ""
+    return {**libraries, **told_by_driver(told)}
+
+
+def told_by_driver(lines: str) -> dict[str, str]:
+    """The answer to :data:`ASKED`, a line a GPU: each value once, without those in brackets, which
+    the driver does not tell."""
+    gpus = [[value.strip() for value in line.split(",")] for line in lines.splitlines()]
+    whole = [values for values in gpus if len(values) == len(ASKED)]
+    found = {}
+    for index, name in enumerate(ASKED):
+        values = dict.fromkeys(values[index] for values in whole)
+        found[name] = ", ".join(value for value in values if not value.startswith("["))
+    return {name: text for name, text in found.items() if text}
 
 
 def limit_in_a_process(tokens: int) -> float:
@@ -295,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             records.append(record)
             print("\n".join([line(record), *record.get("profile", ())]), flush=True)
             if options.output:
-                facts = machine.facts("torch", "triton", "megatron-core")
+                facts = {**machine.facts("torch", "triton", "megatron-core"), **gpu_facts()}
                 options.output.write_text(json.dumps({**facts, "rows": records}, indent=1) + "\n")
     return 0
 

@@ -15,7 +15,7 @@ from flagscale.patching.spec import Layout, load_spec
 
 from .conftest import ROOT, tool
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 #: Places a release may gain or lose without anybody having to look.
 SLACK = 0.2
