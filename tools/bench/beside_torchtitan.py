@@ -1,9 +1,9 @@
 """Measure the rows of :mod:`gpu` beside torchtitan, on the same GPUs in the same run.
 
 torchtitan trains the same model in bf16 with FSDP2 and torch.compile, without recomputing, with as
-many tokens a step; once in the row's micro-batches, once in micro-batches twice as large where
-they fit. It has to be importable with what it needs; its Llama-3-8B is cut to the row's layers.
-A row of ours runs before it and after it, so that a machine that drifts shows.
+many tokens a step. Both do it once in the row's micro-batches and once in micro-batches twice as
+large, in turn; the faster of each is compared. torchtitan has to be importable with what it needs;
+its Llama-3-8B is cut to the row's layers.
 
     python tools/bench/beside_torchtitan.py --checkout ~/torchtitan --rows dp2,dp2-8k
 """
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,27 @@ LINE = re.compile(r"step: +(\d+) .*?memory: +([\d.]+)GiB.*?tps: ([\d,]+)")
 def beside(
     rows: Sequence[gpu.Row], steps: int, checkout: Path, scratch: Path
 ) -> Iterator[dict[str, Any]]:
-    """For each row a record: ours before and after, torchtitan's runs, and the ratio of the slower
-    of ours to the fastest of theirs."""
+    """For each row a record: our runs and torchtitan's in turn, and the fastest of ours by the
+    fastest of theirs."""
     for row in rows:
-        before, after = scratch / "before", scratch / "after"
-        ours = [ours_once(row, steps, before)]
-        theirs = [
-            torchtitan(row, factor, steps, checkout, scratch)
-            for factor in (1, 2)
-            if row.accumulated % factor == 0
-        ]
-        ours.append(ours_once(row, steps, after))
-        speed = min(record["tokens_per_second_per_gpu"] for record in ours)
-        best = max(record.get("tokens_per_second_per_gpu", 0) for record in theirs)
-        ratio = round(speed / best, 3) if best else None
+        ours, theirs = [], []
+        for factor in (1, 2):
+            ours.append(ours_once(larger(row, factor), steps, scratch / f"ours-{factor}"))
+            theirs.append(torchtitan(larger(row, factor), steps, checkout, scratch))
+        best, reference = fastest(ours), fastest(theirs)
+        ratio = round(best / reference, 3) if reference else None
         yield {"name": row.name, "ours": ours, "torchtitan": theirs, "ratio": ratio}
+
+
+def larger(row: gpu.Row, factor: int) -> gpu.Row:
+    """The same tokens a step in micro-batches ``factor`` times as large."""
+    micro_batch, accumulated = row.micro_batch * factor, row.accumulated // factor
+    return replace(row, micro_batch=micro_batch, accumulated=accumulated)
+
+
+def fastest(records: Sequence[dict[str, Any]]) -> int:
+    """In tokens a second and GPU; 0 where none fits."""
+    return max(record.get("tokens_per_second_per_gpu", 0) for record in records)
 
 
 def ours_once(row: gpu.Row, steps: int, scratch: Path) -> dict[str, Any]:
@@ -69,20 +76,18 @@ def ours_once(row: gpu.Row, steps: int, scratch: Path) -> dict[str, Any]:
     return record
 
 
-def torchtitan(
-    row: gpu.Row, factor: int, steps: int, checkout: Path, scratch: Path
-) -> dict[str, Any]:
-    """One run of torchtitan in micro-batches ``factor`` times as large as the row's.
+def torchtitan(row: gpu.Row, steps: int, checkout: Path, scratch: Path) -> dict[str, Any]:
+    """One run of torchtitan.
 
     Raises:
         JobError: it fails, and not for want of memory.
     """
-    directory = scratch / f"torchtitan-{row.name}-{factor}"
+    directory = scratch / f"torchtitan-{row.name}-{row.micro_batch}"
     directory.mkdir()
     write_texts(directory / "texts")
     (directory / "flavor_of_row.py").write_text(FLAVOR.format(layers=row.layers))
-    found = run(row, factor, steps, checkout, directory)
-    record: dict[str, Any] = {"micro_batch": row.micro_batch * factor}
+    found = run(row, steps, checkout, directory)
+    record: dict[str, Any] = {"micro_batch": row.micro_batch}
     if found.returncode:
         if "OutOfMemoryError" in found.stdout:
             return {**record, "failed": "out of memory"}
@@ -98,7 +103,7 @@ def torchtitan(
 
 
 def run(
-    row: gpu.Row, factor: int, steps: int, checkout: Path, directory: Path
+    row: gpu.Row, steps: int, checkout: Path, directory: Path
 ) -> subprocess.CompletedProcess[str]:
     """Train by torchtitan; what it printed."""
     batch = row.micro_batch * row.accumulated * row.replicas
@@ -108,7 +113,7 @@ def run(
         "model.hf_assets_path": checkout / "tests/assets/tokenizer",
         "training.dataset": "c4_test",
         "training.dataset_path": directory / "texts",
-        "training.local_batch_size": row.micro_batch * factor,
+        "training.local_batch_size": row.micro_batch,
         "training.global_batch_size": batch,
         "training.seq_len": row.sequence,
         "training.steps": steps,
@@ -146,12 +151,15 @@ def write_texts(directory: Path, count: int = 256) -> None:
 
 def line(record: dict[str, Any]) -> str:
     """A record to read."""
-    ours = " ".join(f"{each['tokens_per_second_per_gpu']:,}" for each in record["ours"])
-    theirs = " ".join(
-        f"{each['micro_batch']}: {each.get('tokens_per_second_per_gpu', each.get('failed'))}"
-        for each in record["torchtitan"]
+    ours, theirs = (
+        ", ".join(
+            f"{each.get('tokens_per_second_per_gpu', each.get('failed'))} (batch "
+            f"{each['micro_batch']}, {each.get('memory_gib', 0):.1f} GiB)"
+            for each in record[whose]
+        )
+        for whose in ("ours", "torchtitan")
     )
-    return f"{record['name']:>15} | ours {ours} tok/s/GPU | torchtitan {theirs} | {record['ratio']}"
+    return f"{record['name']:>8} | tok/s/GPU: {ours} | torchtitan {theirs} | {record['ratio']}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

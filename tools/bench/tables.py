@@ -110,6 +110,22 @@ def _captured() -> str:
     return _table(("", "launched one by one", "captured"), made)
 
 
+def _torchtitan() -> str:
+    made = []
+    for row in _read("torchtitan-2xh200")["rows"]:
+        sequence = row["ours"][0]["sequence"]
+        sizes = {one["micro_batch"] for whose in ("ours", "torchtitan") for one in row[whose]}
+        for size in sorted(sizes):
+            ours, theirs = (
+                [o["tokens_per_second_per_gpu"] for o in row[whose] if o["micro_batch"] == size]
+                for whose in ("ours", "torchtitan")
+            )
+            shown = (f"{max(speeds):,}" if speeds else "" for speeds in (ours, theirs))
+            made.append((f"{sequence} x {size}", *shown, ""))
+        made.append((f"{sequence}, the fastest of each", "", "", str(row["ratio"])))
+    return _table(("Sequence, micro-batch", "tokens/s/GPU", "torchtitan", "ratio"), made)
+
+
 def _estimates() -> str:
     made = []
     for run in estimates.compared():
@@ -183,6 +199,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "traces": _traces,
     "mixtures": _mixtures,
     "captured": _captured,
+    "torchtitan": _torchtitan,
     "estimates": _estimates,
     "several": _several,
     "local": _local,

@@ -67,7 +67,8 @@ def with_adapters(weights: Mapping[str, Tensor], args: Any) -> Mapping[str, Tens
         if name.endswith(".lora_a"):
             layer = name.removesuffix(".lora_a")
             outward = weights[f"{layer}.lora_b"]
-            added = outward * having(layer, len(outward), args) @ weights[name]
+            there = having(layer, len(outward), args).to(outward.device)
+            added = outward * there @ weights[name]
             found[f"{layer}.weight"] = weights[f"{layer}.weight"] + scale * added
     return found
 
