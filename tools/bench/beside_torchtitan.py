@@ -66,7 +66,7 @@ def larger(row: gpu.Row, factor: int) -> gpu.Row:
 
 def fastest(records: Sequence[dict[str, Any]]) -> int:
     """In tokens a second and GPU; 0 where none fits."""
-    return max(record.get("tokens_per_second_per_gpu", 0) for record in records)
+    return max(int(record.get("tokens_per_second_per_gpu", 0)) for record in records)
 
 
 def ours_once(row: gpu.Row, steps: int, scratch: Path) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def run(
 def write_texts(directory: Path, count: int = 256) -> None:
     """Texts long enough for every step, read again from the first after the last."""
     directory.mkdir()
-    words = "the model reads every word of a text and tells which one comes next".split()
+    words = ["the", "model", "reads", "every", "word", "and", "tells", "which", "one", "is", "next"]
     texts = (" ".join(words[(i * j) % len(words)] for j in range(8192)) for i in range(count))
     lines = (json.dumps({"text": text}) for text in texts)
     (directory / "data.json").write_text("\n".join(lines) + "\n")
