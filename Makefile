@@ -108,8 +108,9 @@ wheel: setup ## dist/flagscale-*.whl with fsccl built for this torch, for hosts 
 bench: setup backend data ## measure launching and training on this machine into docs/results/
 	$(RUN) tools/bench/local_launch.py
 
-gpu-bench: setup backend ## measure training on this machine's GPUs into docs/results/
+gpu-bench: setup backend ## measure training on this machine's GPUs; beside torchtitan in TORCHTITAN=its checkout
 	$(RUN) tools/bench/gpu.py --output docs/results/gpu.json
+	$(if $(TORCHTITAN),$(RUN) tools/bench/beside_torchtitan.py --checkout $(TORCHTITAN) --output docs/results/torchtitan.json)
 
 gpu-test: setup-dev backend ## the tests that need a CUDA device
 	$(RUN) -m pytest -m gpu

@@ -16,10 +16,16 @@ from flagscale.train.state import Progress, TrainState
 
 
 def build_state(
-    args: argparse.Namespace, config: TransformerConfig, vocabulary: int, device: Device
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    vocabulary: int,
+    device: Device,
+    *,
+    draw: bool = True,
 ) -> TrainState:
-    """Model with initial weights, optimizer and schedule; nothing done yet."""
-    chunks = build_chunks(args, config, vocabulary, device)
+    """Model, optimizer and schedule; nothing done yet. The model has its initial weights, but
+    those that are to come from elsewhere where ``draw`` is false."""
+    chunks = build_chunks(args, config, vocabulary, device, draw=draw)
     optimizer = build_optimizer(args, chunks, device)
     return TrainState(chunks, optimizer, build_scheduler(args, optimizer), Progress())
 

@@ -16,7 +16,7 @@ from flagscale.status import StatusWriter
 from flagscale.train import distributed, recompute
 from flagscale.train.build import build_state, vocabulary_size
 from flagscale.train.checkpoint import Checkpointer
-from flagscale.train.checkpoint.formats.pretrained import start_from
+from flagscale.train.checkpoint.formats.pretrained import brings_every_weight, start_from
 from flagscale.train.data.datasets import DataIterators, Datasets
 from flagscale.train.data.tokenizers import build_tokenizer, unlearned
 from flagscale.train.device import Device
@@ -69,7 +69,7 @@ def prepare(
     # Replicas would start from unlike models.
     args.use_cpu_initialization = args.use_cpu_initialization or not alike
     config = transformer_config(args, device)
-    state = build_state(args, config, vocabulary, device)
+    state = build_state(args, config, vocabulary, device, draw=not brings_every_weight(args))
     devices = f"{rank.world_size} x {device.name}"
     if not alike:
         devices = f"{rank.world_size} ranks on unlike devices, rank 0 on {device.name}"

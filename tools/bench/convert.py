@@ -6,8 +6,9 @@ checkpoints of ours and back by ``flagscale convert``, each in a process of its 
 which has converted next to nothing before, so that everything is imported. Told are its CPU
 seconds, those of the kernel among them; the time; and the most memory that is not mapped files,
 beyond what was taken before. Of several rounds it is the one that took the fewest CPU seconds:
-whatever else the machine does only slows. ``--start`` begins a training with such weights instead,
-and tells how long reading their file takes and how long until they are in the model.
+whatever else the machine does only slows. ``--start`` begins a training with such weights instead:
+it tells how long reading their file takes, and how long building the model with these weights and
+with drawn ones.
 
     python tools/bench/convert.py --gigabytes 1 4 16 --output docs/results/convert-cpu.json
     python tools/bench/convert.py --start --output docs/results/convert-cpu.json
@@ -237,8 +238,8 @@ def told(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, A
 
 
 def start(root: Path) -> dict[str, Any]:
-    """Seconds of reading a model's file and of starting from it, from the disk and from memory, a
-    core each time."""
+    """Seconds of reading a model's file, of starting from it, from the disk and from memory, and of
+    starting from nothing, on a core each time."""
     model = write_model(root / "model", 2, MEDIUM)
     (file,) = model.glob("*.safetensors")
     config = read_config(model)
@@ -254,8 +255,11 @@ def start(root: Path) -> dict[str, Any]:
         seconds = reading(file)
         prepared(file, cached=cached)
         os.sched_setaffinity(0, cores)
-        taken = trained(model, words, root, core)
-        rows.append({"from": "memory" if cached else "disk", "reading": seconds, "start": taken})
+        taken = built([*words, "--pretrained-checkpoint", str(model)], root, core)
+        nothing = built(words, root, core)
+        where = "memory" if cached else "disk"
+        row = {"from": where, "reading": seconds, "start": taken, "start_from_nothing": nothing}
+        rows.append(row)
     return {"gigabytes": round(file.stat().st_size / 1e9, 3), "rows": rows}
 
 
@@ -278,8 +282,8 @@ def reading(file: Path) -> float:
     return time.perf_counter() - begin
 
 
-def trained(model: Path, words: Sequence[str], root: Path, core: set[int]) -> float:
-    """Seconds in which a run of the training program has taken a model's weights."""
+def built(words: Sequence[str], root: Path, core: set[int]) -> float:
+    """Seconds in which a run of the training program builds its model and has its weights."""
     answer = root / "seconds"
     paths = [str(PROJECT), str(PROJECT / "third_party" / "Megatron-LM")]
     environment = {
@@ -294,7 +298,6 @@ def trained(model: Path, words: Sequence[str], root: Path, core: set[int]) -> fl
         "TORCHDYNAMO_DISABLE": "1",
     }
     command = [sys.executable, __file__, "--rank", str(answer), *words]
-    command += ["--pretrained-checkpoint", str(model)]
     process = subprocess.Popen(
         command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -306,21 +309,23 @@ def trained(model: Path, words: Sequence[str], root: Path, core: set[int]) -> fl
 
 
 def rank_main(answer: Path, words: Sequence[str]) -> int:
-    """The training program, which tells how long the weights took."""
+    """The training program, which tells how long it took to have a model with its weights."""
     os.environ["FLAGSCALE_DEVICE"] = "cpu"
     setup: Any = importlib.import_module("flagscale.train.setup")
     from flagscale.train.train_gpt import main as train_gpt
 
-    plain = setup.start_from
+    plain, begun = setup.build_state, list[float]()
 
-    def start_from(*args: Any) -> NoReturn:
-        begin = time.perf_counter()
-        said = plain(*args)
-        answer.write_text(str(time.perf_counter() - begin))
-        print(said, flush=True)
+    def build_state(*args: Any, **options: Any) -> Any:
+        begun.append(time.perf_counter())
+        return plain(*args, **options)
+
+    def tell(*_args: Any) -> NoReturn:
+        answer.write_text(str(time.perf_counter() - begun[0]))
         os._exit(0)  # nothing is to be trained
 
-    setup.start_from = start_from
+    # Data is what comes next.
+    setup.build_state, setup.Datasets = build_state, tell
     return train_gpt(words)
 
 

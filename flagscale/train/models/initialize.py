@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,14 +39,17 @@ def initialize(
     *,
     norms: float | None = None,
     on_host: bool = False,
+    wanted: Callable[[str], bool] | None = None,
 ) -> None:
     """Draw every weight of the bare model ``model`` (a chunk of it), in place.
 
     Norms keep what they multiply by, 1, or get the value ``norms``; biases, and the second matrix
     of adapters, become zero. ``on_host``: numbers are drawn in the host's memory, so that they are
-    the same on every kind of device.
+    the same on every kind of device. ``wanted`` tells by their global names which weights alone.
     """
     for name, parameter in global_parameters(model, config):
+        if wanted is not None and not wanted(name):
+            continue
         if name.endswith(("bias", lora.B)):
             parameter.zero_()
         elif parameter.dim() > 1:

@@ -19,11 +19,12 @@ from flagscale.config.arguments.graphs import captures_steps
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
 from flagscale.train.layers.dispatch import send_directly
-from flagscale.train.layers.lora import attach
+from flagscale.train.layers.lora import attach, is_adapter
 from flagscale.train.models.attention import choose_kernel
 from flagscale.train.models.base import Chunk, spec_of
 from flagscale.train.models.config import ddp_config, implementation
 from flagscale.train.models.fast import finish
+from flagscale.train.models.initialize import initialize
 from flagscale.train.recompute import follow
 from flagscale.train.state import unwrap
 
@@ -33,7 +34,12 @@ _TRANSFORMER_ENGINE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"
 
 
 def build_chunks(
-    args: argparse.Namespace, config: TransformerConfig, vocabulary: int, device: Device
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    vocabulary: int,
+    device: Device,
+    *,
+    draw: bool = True,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks, with initial weights, on the device, wrapped in DDP.
 
@@ -42,6 +48,7 @@ def build_chunks(
         config: the model's configuration, shared by all chunks.
         vocabulary: the padded vocabulary's size.
         device: where the weights live.
+        draw: without, only adapters have initial weights: whoever calls it brings all others.
     """
     for variable in _TRANSFORMER_ENGINE:
         os.environ.pop(variable, None)
@@ -68,13 +75,11 @@ def build_chunks(
                 alpha=args.lora_alpha,
                 dropout=args.lora_dropout,
             )
-        spec.initialize(
-            model,
-            config,
-            args.seed,
-            args.norm_init_weight,
-            on_host=bool(args.use_cpu_initialization),
-        )
+        on_host = bool(args.use_cpu_initialization)
+        if draw:
+            spec.initialize(model, config, args.seed, args.norm_init_weight, on_host=on_host)
+        else:
+            initialize(model, config, args.seed, on_host=on_host, wanted=is_adapter)
     follow(args, config, models)
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]

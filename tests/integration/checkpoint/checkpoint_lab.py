@@ -49,6 +49,7 @@ LAYOUTS = {
     "pp2": Layout(2, PP2),
     "pp2-do": Layout(2, f"{PP2} {DO}"),
     "pp2-vpp2": Layout(2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    "compiled-tp2-do": Layout(2, f"{TP2} {DO} --transformer-impl compiled"),
     "moe-one": Layout(1, "", "moe"),
     "moe-ep2": Layout(2, "--expert-model-parallel-size 2", "moe"),
     "moe-grouped": Layout(1, "--moe-grouped-gemm", "moe"),

@@ -71,6 +71,16 @@ def run_rank(cases: list[dict[str, Any]], backend: str) -> Iterator[Record]:
         yield case["id"], {**everyone[0], "ranks": everyone}
 
 
+def spoil(modules: list[Any]) -> None:
+    """Make weights that were not drawn such that it shows where they stay."""
+    from flagscale.train.layers.lora import is_adapter
+
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if not is_adapter(name):
+                parameter.data.fill_(float("nan"))
+
+
 class Run:
     """A tiny training run on this rank, of the parts that training itself is made of."""
 
@@ -80,6 +90,7 @@ class Run:
         from flagscale.train import distributed
         from flagscale.train.build import build_state, model_vocabulary
         from flagscale.train.checkpoint import Checkpointer
+        from flagscale.train.checkpoint.formats.pretrained import brings_every_weight
         from flagscale.train.data.tokenizers import build_tokenizer
         from flagscale.train.models.config import transformer_config
 
@@ -91,7 +102,10 @@ class Run:
         self.tokenizer = build_tokenizer(self.args)
         self.config = transformer_config(self.args, device)
         vocabulary = model_vocabulary(self.args, self.tokenizer)
-        self.state = build_state(self.args, self.config, vocabulary, device)
+        draw = not brings_every_weight(self.args)
+        self.state = build_state(self.args, self.config, vocabulary, device, draw=draw)
+        if not draw:
+            spoil(self.state.modules())
         self.device = device
         self.warnings: list[str] = []
         self.checkpointer = Checkpointer(self.args, warn=self.warnings.append)

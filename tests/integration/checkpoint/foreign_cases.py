@@ -15,6 +15,8 @@ def start_and_compare(run: Any) -> dict[str, Any]:
     if run.args.load:
         run.load()
     note = start_from(run.args, run.state) if run.args.pretrained_checkpoint else ""
+    parameters = [each for module in run.state.modules() for each in module.parameters()]
+    assert all(each.isfinite().all() for each in parameters), "weights were left as they were"
     apart = None
     if reference := run.case.get("reference"):
         wanted = torch.load(reference)

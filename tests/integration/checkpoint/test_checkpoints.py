@@ -27,6 +27,8 @@ RESHARD = (
     ("tp2-sp-do", "pp2-do"),
     ("tp2-sp-do", "one-do"),
     ("pp2-do", "dp2-do-overlap"),
+    ("dp2-do", "compiled-tp2-do"),
+    ("compiled-tp2-do", "one-do"),
     ("dp2-do-overlap", "one-do"),
     ("tied-pp2", "tied-one"),
     ("moe-one", "moe-grouped"),

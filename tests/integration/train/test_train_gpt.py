@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import signal
 import subprocess
@@ -85,7 +87,8 @@ def test_a_run_tells_its_story(tmp_path: Path) -> None:
     job = Job(
         tmp_path,
         "--train-iters 3 --eval-iters 1 --eval-interval 2 --save checkpoints --load nowhere "
-        "--tensorboard-dir board --log-params-norm --log-throughput --log-num-zeros-in-grad",
+        "--tensorboard-dir board --log-params-norm --log-throughput --log-num-zeros-in-grad "
+        "--profile --profile-step-start 2 --profile-step-end 4 --profile-dir traces",
     )
     assert job.wait() == 0, job.errors
     started = job.events("started")[0]
@@ -105,6 +108,13 @@ def test_a_run_tells_its_story(tmp_path: Path) -> None:
     assert "step 3/3 | loss" in job.output
     assert "load: nowhere holds no checkpoint; training starts from step 0" in job.output
     assert "Warning" not in job.errors
+    trace = tmp_path / "traces" / "profile_rank0_steps2-3.json.gz"
+    assert f"trace of steps 2 to 3: {trace.relative_to(tmp_path)}" in job.output
+    assert trace.stat().st_mode & 0o777 == 0o600
+    with gzip.open(trace) as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("Optimizer.step#Adam.step") <= 2  # of the steps asked for, no more
+    assert "aten::mm" in names
 
 
 def test_sigterm_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def megatron_logits(model: Model, tokens: list[int]) -> torch.Tensor:
     distributed.join(Rank(0, 0, 1), device, backend="gloo", timeout_minutes=1)
     try:
         distributed.lay_out(args)
-        state = build_state(args, transformer_config(args, device), args.vocab_size, device)
+        config = transformer_config(args, device)
+        state = build_state(args, config, args.vocab_size, device, draw=False)
         fill(args, state, model)
         gpt: Any = state.modules()[0].eval()
         ids = torch.tensor([tokens])

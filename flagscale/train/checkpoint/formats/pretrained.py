@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,20 @@ from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint import loading
 from flagscale.train.checkpoint.agreement import agree, describe
 from flagscale.train.checkpoint.formats.base import Model, are_finite, format_of, refuse
+from flagscale.train.models.initialize import initialize
 from flagscale.train.state import TrainState
 
 _WITH_ROWS_TO_SPARE = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def brings_every_weight(args: argparse.Namespace) -> bool:
+    """Whether training starts by :func:`fill`, which leaves no weight of the model as it was."""
+    if not args.pretrained_checkpoint:
+        return False
+    try:
+        return format_of(Path(args.pretrained_checkpoint)).name != "torch_dist"
+    except (CheckpointError, OSError):
+        return False  # start_from tells what is wrong
 
 
 def start_from(args: argparse.Namespace, state: TrainState) -> str:
@@ -72,16 +83,18 @@ def fill(args: argparse.Namespace, state: TrainState, model: Model) -> str:
         CheckpointError: a weight is missing, has another shape, or is no number.
     """
     described = contents.model_state(args, state, contents.with_group(contents.sharding_metadata()))
+    parts = list(_parts(described))
+    _draw(args, state, {part.key for part in parts if _is_padded(part, model)})
     problems: list[str] = []
     spare = 0
-    for part in _parts(described):
+    for part in parts:
         stored = model.tensors.get(part.key)
         if stored is None:
             problems.append(f"{part.key}: it has none")
             continue
         rows = stored.shape[0]
         wanted = tuple(part.global_shape)
-        if part.key in _WITH_ROWS_TO_SPARE and wanted[0] > rows:
+        if _is_padded(part, model):
             spare, wanted = wanted[0] - rows, (rows, *wanted[1:])
         if wanted != stored.shape:
             problems.append(f"{part.key}: it has {list(stored.shape)}, the model {list(wanted)}")
@@ -95,6 +108,21 @@ def fill(args: argparse.Namespace, state: TrainState, model: Model) -> str:
         f"{notes}; {spare} rows of the vocabulary are not in it and start as they were drawn "
         "(make_vocab_size_divisible_by: 1 pads as little as the layout takes)"
     )
+
+
+def _is_padded(part: ShardedTensor, model: Model) -> bool:
+    """Whether a tensor has more rows than the ``model`` has tokens."""
+    stored = model.tensors.get(part.key)
+    rows = part.global_shape[0]
+    return part.key in _WITH_ROWS_TO_SPARE and stored is not None and rows > stored.shape[0]
+
+
+def _draw(args: argparse.Namespace, state: TrainState, names: Container[str]) -> None:
+    """Draw the tensors of these ``names`` as if training started from nothing."""
+    on_host = bool(args.use_cpu_initialization)
+    for module in state.modules():
+        config: Any = module.config
+        initialize(module, config, args.seed, on_host=on_host, wanted=names.__contains__)
 
 
 def _parts(described: Any) -> Iterator[ShardedTensor]:
