@@ -1,0 +1,165 @@
+"""What is refused of data, and of what is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from unit.config.checks_lab import TALKS, Problems, refused
+
+PROBLEMS: Problems = {
+    "documents-and-a-window": (
+        {"reset_attention_mask": True, "attention_backend": "local", "window_size": [4, 0]},
+        "window_size",
+        "[4, 0] with reset_attention_mask: megatron.core's own attention makes",
+    ),
+    "documents-by-cudnn": (
+        {"reset_attention_mask": True, "attention_backend": "fused"},
+        "attention_backend",
+        "fused: cuDNN's kernel takes no documents",
+    ),
+    "validations": (
+        {"multiple_validation_sets": True},
+        "multiple_validation_sets",
+        "true needs valid_data_path, which names the sets",
+    ),
+    "weights-of-validations": (
+        {
+            "multiple_validation_sets": True,
+            "mock_data": False,
+            "train_data_path": "a",
+            "valid_data_path": "0.3 a 0.7 b",
+        },
+        "valid_data_path",
+        "a blend's weights with multiple_validation_sets",
+    ),
+    "conversations-as-text": (
+        {"data_path": "a.jsonl", "mock_data": False},
+        "data_path",
+        "a.jsonl: sft: true trains on conversations; text of JSON lines is made",
+    ),
+    **{
+        f"conversations-{name}": ({**TALKS, **values}, key, message)
+        for name, (values, key, message) in {
+            "of-an-index": ({"data_path": "a/b"}, "data_path", "a/b: with sft expected files of"),
+            "weighed": ({"data_path": "1 a.jsonl 2 b.jsonl"}, "data_path", "leave the weights out"),
+            "without-template": (
+                {"tokenizer_type": "NullTokenizer"},
+                "tokenizer_type",
+                "NullTokenizer with sft: it has no chat template; take HuggingFaceTokenizer",
+            ),
+            "template": (
+                {"chat_template": "chatlm"},
+                "chat_template",
+                "expected chatml or llama3 or a .jinja file, found 'chatlm'",
+            ),
+            "by-cudnn": ({"attention_backend": "fused"}, "attention_backend", "takes no documents"),
+            "of-bert": ({"family": "bert"}, "sft", "answers are not told token by token"),
+        }.items()
+    },
+    "prompts-without-evaluation": (
+        {"eval_prompts": "/x", "eval_iters": 0, "eval_prompt_tokens": 4},
+        "eval_prompts",
+        "prompts are answered at evaluations, which eval_iters: 0 switches off",
+    ),
+    "prompts-in-parts": (
+        {"eval_prompts": "/x", "context_parallel_size": 2, "eval_prompt_tokens": 4},
+        "eval_prompts",
+        "prompts are not answered with context parallelism or unlike devices",
+    ),
+    "prompts-without-room": (
+        {"eval_prompts": "/x"},
+        "eval_prompt_tokens",
+        "leaves no room in seq_length 32",
+    ),
+    "no-length": ({"train_iters": None}, "train_iters", "found neither"),
+    "two-lengths": ({"train_samples": 4}, "train_samples", "found both"),
+    "split": ({"split": "50;50"}, "split", "such as 969,30,1, found '50;50'"),
+    "split-of-four": ({"split": "1,1,1,1"}, "split", "up to three numbers"),
+    "split-of-nothing": ({"split": "0,0,0"}, "split", "up to three numbers"),
+    "no-data": ({"mock_data": None}, "data_path", "mock_data: true"),
+    "blend-two-weights": (
+        {"mock_data": None, "data_path": ["1", "2", "a"]},
+        "data_path",
+        "two weights in a row before '2'",
+    ),
+    "blend-some-weights": (
+        {"mock_data": None, "data_path": ["0.3", "a", "b"]},
+        "data_path",
+        "b has no",
+    ),
+    "blend-at-end": (
+        {"mock_data": None, "train_data_path": ["b"], "valid_data_path": ["a", "0.5"]},
+        "valid_data_path",
+        "0.5 at the end",
+    ),
+    "blend-negative": (
+        {"mock_data": None, "data_path": ["-0.5", "a", "1", "b"]},
+        "data_path",
+        "-0.5 is not a pos",
+    ),
+    "blend-zero": (
+        {"mock_data": None, "train_data_path": ["0", "a"]},
+        "train_data_path",
+        "weight 0 is not",
+    ),
+    **{
+        f"phases-{name}": (
+            {"mock_data": None, "data_path": ["a"], "data_phases": phases, **more},
+            key,
+            told,
+        )
+        for name, (phases, more, key, told) in {
+            "none": (["100 a"], {}, "data_phases", "expected {samples: 100000"),
+            "back": (["samples=9 a", "tokens=9 a"], {}, "data_phases", "found [9, 1] samples"),
+            "weights": (["samples=9 0.3 a b"], {}, "data_phases", "b has no weight"),
+            "bare": (["samples=9 a b"], {}, "data_phases", "such as a: expected a weight for each"),
+            "shuffled": (
+                ["samples=9 a"],
+                {"dataloader_type": "cyclic"},
+                "dataloader_type",
+                "cyclic shuffles all samples",
+            ),
+            "alone": (
+                ["samples=9 a"],
+                {"mock_data": True, "data_path": None},
+                "data_phases",
+                "needs data_path or train_data_path",
+            ),
+            "talks": (
+                ["samples=9 a.jsonl"],
+                {"sft": True, "data_path": ["a.jsonl"]},
+                "data_phases",
+                "is for text",
+            ),
+        }.items()
+    },
+    **{
+        f"external-{name}": (
+            {"mock_data": None, "dataloader_type": "external", "external_data": "a.b:f", **values},
+            key,
+            told,
+        )
+        for name, (values, key, told) in {
+            "nothing": ({"external_data": None}, "external_data", "is required by"),
+            "form": ({"external_data": "a b:f"}, "external_data", "found 'a b:f'"),
+            "no-function": ({"external_data": "a.py"}, "external_data", "file.py:function, found"),
+            "data-too": ({"data_path": ["a"]}, "data_path", "the data is external_data's"),
+            "mock-too": ({"mock_data": True}, "mock_data", "the data is external_data's"),
+            "phases": (
+                {"data_phases": ["samples=9 1 a"]},
+                "data_phases",
+                "needs data_path",
+            ),
+        }.items()
+    },
+    "blend-empty": ({"mock_data": None, "data_path": []}, "data_path", "is empty"),
+    "mock-and-data": ({"data_path": ["a"]}, "mock_data", "makes data up, but data_path is set"),
+}
+
+
+@pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)
+def test_problem(values: dict[str, Any], name: str, message: str) -> None:
+    ((found, said),) = refused(values)
+    assert message in said
+    assert found == name or name not in values
