@@ -80,6 +80,7 @@ def misses(rows: Sequence[Row]) -> Iterator[Miss]:
 def measure(steps: int, rate: float, pattern: str) -> list[Row]:
     """Train the layouts whose names hold ``pattern``, and what they are compared with."""
     import layout_cases as layouts  # type: ignore[import-not-found]
+    import layout_lab  # type: ignore[import-not-found]
 
     alone = {case.name: case for case in (*layouts.REFERENCES, *layouts.CASES) if case.world == 1}
     every = [case for case in layouts.CASES if case.name in OF_LIKE_RANKS]
@@ -93,7 +94,7 @@ def measure(steps: int, rate: float, pattern: str) -> list[Row]:
     longer = [replace(c, layout=f"{c.layout} {length}") for c in (*references, *chosen)]
     longer += [in_bf16(case) for case in longer if precision(case) == "fp32"]
     with tempfile.TemporaryDirectory() as directory:
-        found = layouts.train(longer, Path(directory), timeout_s=3600)
+        found = layout_lab.train(longer, Path(directory), timeout_s=3600)
     return [
         Row(
             case.name,

@@ -13,29 +13,23 @@ from typing import Any
 
 import pytest
 from layout_cases import (
-    APART,
     APART_CASES,
     CASES,
-    COMPILED,
     DROPPED,
     EXAMPLES,
     FAMILIES,
     FSCCL_CASES,
     GRAPHS,
-    LLAMA,
     MESHES,
-    OVERLAP,
     PREDICTING,
     REFERENCES,
     ROOT,
-    SHORT_DOCUMENTS,
-    WORKER,
     Case,
     example,
     is_slow,
-    train,
-    write_short_documents,
 )
+from layout_lab import WORKER, train, write_short_documents
+from layout_models import APART, COMPILED, LLAMA, OVERLAP, SHORT_DOCUMENTS
 from needs import why_no_compiler
 
 from flagscale.config.arguments.parser import parse_arguments
