@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 from flagscale.errors import FlagscaleError
 
@@ -29,8 +31,12 @@ def guard(work: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         return int(getattr(interrupt, "exit_code", 130))
     except BrokenPipeError:
-        # Whoever read our output has left. Python's own flush at exit must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        left = [stream for stream in (sys.stdout, sys.stderr) if _nobody_reads(stream)]
+        if not left:
+            raise
+        # Python's own flush at exit must not complain.
+        for stream in left:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 0
     except OSError as error:
         if error.filename is None:
@@ -38,3 +44,14 @@ def guard(work: Callable[[], int]) -> int:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     return code
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    """Whether it is a pipe, or a connection, whose other end was closed."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return False  # it is in memory, or closed
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
