@@ -65,6 +65,15 @@ LAYOUTS = {
     "tied-meshes-turned-do": Layout(
         4, f"{MESHES} 1 1 1 2 1  2 1 1 1 1 {DO} --hetero-pipeline-layer-split 1 3", "tied"
     ),
+    "meshes-vpp2-do": Layout(
+        4,
+        f"{MESHES} 2 1 1 1 1  1 1 1 2 1 {DO} --micro-batch-size 2 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "meshes-cp2-do": Layout(4, f"{MESHES} 1 2 1 1 1  1 1 1 2 1 {DO} --micro-batch-size 2"),
+    "moe-meshes-ep2-do": Layout(
+        4, f"{MESHES} 1 1 2 2 1  1 1 2 2 1 {DO} --hetero-pipeline-layer-split 3 1", "moe"
+    ),
     # Experts in the second mesh alone.
     "moe-meshes-do": Layout(
         3, f"{MESHES} 1 1 1 1 1  1 1 2 2 1 {DO} --micro-batch-size 2", "moe-last"
