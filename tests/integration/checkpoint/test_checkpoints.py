@@ -56,12 +56,11 @@ RESHARD = (
     ("moe-ep2-do", "moe-meshes-ep2-do"),
 )
 SLOW = {
-    "tied-meshes-turned-do",
-    "meshes-vpp2-do",
-    "meshes-cp2-do",
-    "moe-meshes-ep2-do",
+    *("meshes", "tied-meshes-turned-do", "meshes-vpp2-do", "meshes-cp2-do", "moe-meshes-ep2-do"),
+    *("moe-meshes-do", "moe-last-one-do", "moe-grouped-ep2-do", "moe-grouped", "tied-pp2"),
+    *("dp2", "pp2", "cp2-do", "bert-pp2-do", "sgd-one", "sgd-tp2"),
 }
-"""Layouts of four ranks that seldom find what others do not."""
+"""Layouts that seldom find what others do not."""
 
 
 # --- resume and resharding ------------------------------------------------------------------

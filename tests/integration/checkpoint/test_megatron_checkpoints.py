@@ -196,6 +196,7 @@ def test_a_layout_is_for_formats_that_have_one(
     assert "huggingface is of no layout: any one loads it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_logits_are_compared_with_what_transformers_reads(
     ours: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from launch_lab import until
 from slurm_lab import Cluster, slurm_lab
 from training_lab import PROGRAM, losses, sections
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 
 def test_a_requeued_training_goes_on(slurm_cluster: Cluster) -> None:

@@ -54,28 +54,37 @@ def expect_equal(own: list[Step], expected: list[Step]) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def alone(bed: Bed, directory: Path, steps: int) -> list[Step]:
+    """The steps of one machine."""
+    here = {"type": "local", "hostfile": None, "nproc_per_node": 2}
+    with ssh_lab(bed, directory) as lab:
+        found = train(lab, steps, runner=here)
+    assert [step for step, _, _ in found] == list(range(1, steps + 1))
+    return found
+
+
 def test_hosts_train_as_one_machine_does(bed: Bed, tmp_path: Path) -> None:
     """Two alike, and two of unlike types that hold a stage each, of which one is then lost: the
     other goes on with both stages."""
-    here = {"type": "local", "hostfile": None, "nproc_per_node": 2}
-    with (
-        ssh_lab(bed, tmp_path / "one") as one,
-        ssh_lab(bed, tmp_path / "two") as two,
-        ssh_lab(bed, tmp_path / "unlike") as unlike,
-    ):
-        alone = train(one, 40, runner=here)
-        assert [step for step, _, _ in alone] == list(range(1, 41))
-        assert train(two) == alone[:3]
+    expected = alone(bed, tmp_path / "one", 40)
+    with ssh_lab(bed, tmp_path / "two") as two, ssh_lab(bed, tmp_path / "unlike") as unlike:
+        assert train(two) == expected[:3]
         assert {h.boot_id is not None for h in two.state().hosts} == {True}
-        choose_meshes(two, alone)
-        lose_a_host(unlike, alone)
+        lose_a_host(unlike, expected)
 
 
-def choose_meshes(lab: SshLab, alone: list[Step]) -> None:
-    """Train on meshes of which the hostfile says the types alone."""
+@pytest.mark.slow
+def test_hosts_choose_their_meshes(bed: Bed, tmp_path: Path) -> None:
+    """Of which the hostfile says the types alone."""
+    expected = alone(bed, tmp_path / "one", 3)
+    with ssh_lab(bed, tmp_path / "two") as lab:
+        choose_meshes(lab, expected)
+
+
+def choose_meshes(lab: SshLab, expected: list[Step]) -> None:
     types = "h00 slots=1 type=QUICK\nh01 slots=1 type=SLOW\n"
     system = {"hetero": {"enable_hetero": True, "hetero_process_meshes": "auto"}}
-    expect_equal(train(lab, system=system, hostfile=types), alone[:3])
+    expect_equal(train(lab, system=system, hostfile=types), expected)
     first = lab.state().hosts[0]
     assert first.name == "h00"
     said = first.output.read_text()
@@ -83,7 +92,7 @@ def choose_meshes(lab: SshLab, alone: list[Step]) -> None:
     assert "by measured times a step takes" in said
 
 
-def lose_a_host(lab: SshLab, alone: list[Step]) -> None:
+def lose_a_host(lab: SshLab, expected: list[Step]) -> None:
     """Train on two meshes, lose the host of the second, and go on without it."""
     types = "h00 slots=1 type=SINGLE\nh01 slots=2 type=PAIR\n"
     checkpoints = str(lab.exp_dir / "checkpoints")
@@ -105,9 +114,9 @@ def lose_a_host(lab: SshLab, alone: list[Step]) -> None:
         "was lost: no word from its agent for 6 s; it held stage 1 of 2, mesh 1 (SINGLE 1 rank)"
     )
     before = losses(lab)
-    expect_equal(before, alone[: len(before)])
+    expect_equal(before, expected[: len(before)])
 
     system["hetero"] = SMALLER
     after = train(lab, 2, system=system, hostfile="h01 slots=2 type=PAIR\n", runner=quick)
     assert 2 < after[0][0] <= before[-1][0] + 1
-    expect_equal(after, alone[after[0][0] - 1 :][:2])
+    expect_equal(after, expected[after[0][0] - 1 :][:2])

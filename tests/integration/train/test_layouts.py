@@ -267,7 +267,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("apart-adapters", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_two_graphs(name: str, results: dict[str, Any], tmp_path: Path) -> None:
     """One for training and one for evaluation, which all layers, micro-batches and steps share;
     no part of a layer is left out, with the parameters gathered as it runs."""

@@ -213,6 +213,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     assert second.losses() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_what_sums_in_bounded_time_leave_out_is_told(tmp_path: Path) -> None:
     wide = "--hidden-size 128 --ffn-hidden-size 512 --train-iters 12 --tensorboard-dir board"
@@ -287,6 +288,7 @@ def test_a_users_mistake_is_one_message(tmp_path: Path, arguments: str, expected
     assert job.events("failed")[0].get("kind") == "ConfigError"
 
 
+@pytest.mark.slow
 def test_the_published_core_on_a_cpu_says_what_to_run(tmp_path: Path) -> None:
     job = Job(tmp_path, "--train-iters 1", path=(ROOT,))
     assert job.wait() == 2

@@ -93,7 +93,7 @@ def test_anything_may_come_from_a_peer_and_from_the_store() -> None:
 
 def scale(*words: object) -> str:
     """What many ranks cost, as scale_test.cpp says it."""
-    program = build("threads", "scale_test.cpp")
+    program = build("memory", "scale_test.cpp")
     done = subprocess.run(
         [str(program), *map(str, words)], capture_output=True, text=True, timeout=90, check=False
     )

@@ -21,6 +21,8 @@ SOURCES = (
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.compiler]
+# Each compiles all of it.
+KINDS = [pytest.param("threads", marks=pytest.mark.slow), "memory"]
 
 
 def build(kind: str, test: str = "kernels_test.cpp") -> Path:
@@ -47,7 +49,7 @@ def test_no_interleaving_loses_data(ranks: int, seed: int) -> None:
     assert run(build("plain"), "fibers", ranks, 400, seed) == (0, "ok\n", "")
 
 
-@pytest.mark.parametrize("sanitizer", ["threads", "memory"])
+@pytest.mark.parametrize("sanitizer", KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_as_threads(sanitizer: str, ranks: int) -> None:
     assert run(build(sanitizer), "threads", ranks, 250, 3) == (0, "ok\n", "")
@@ -71,7 +73,7 @@ def test_waiting_for_an_absent_rank_ends() -> None:
     assert run(build("memory"), "absent", 3, 20, 5) == (0, "ok\n", "")
 
 
-@pytest.mark.parametrize("sanitizer", ["threads", "memory"])
+@pytest.mark.parametrize("sanitizer", KINDS)
 @pytest.mark.parametrize("source", ["engine_test.cpp", "faults_test.cpp", "registration_test.cpp"])
 def test_engine(source: str, sanitizer: str) -> None:
     """Groups, tables, registered memory, streams and faults, over a device that is a CPU."""
