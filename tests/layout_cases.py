@@ -436,10 +436,11 @@ once more on another backend, find what these do not, but rarely: they are slow 
 
 
 SELDOM = frozenset({
-    "recompute-full", "dp2", "dp2-do", "tp2", "pp2-first", "tied-tp2", "gpt2-pp2", "gpt2-cp2", "moe-cp2",
-    "every-loss-mbs2-per-token", "bf16-tp2-sp", "bf16-pp2", "fp16", "compiled-gpt2", "compiled-fp16",
-    "compiled-tp2", "compiled-moe-ep2", "compiled-moe-tp2", "compiled-gpt2-tp2-sp", "moe-grouped-bf16",
-    "moe-grouped-tp2", "fp8-e4m3-rowwise", "apart-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
+    "recompute-full", "dp2", "dp2-do", "tp2", "pp2-first", "tied-tp2", "gpt2-pp2", "gpt2-cp2",
+    "moe-cp2", "every-loss-mbs2-per-token", "bf16-tp2-sp", "bf16-pp2", "fp16", "compiled-gpt2",
+    "compiled-fp16", "compiled-tp2", "compiled-moe-ep2", "compiled-moe-tp2",
+    "compiled-gpt2-tp2-sp", "moe-grouped-bf16", "moe-grouped-tp2", "fp8-e4m3-rowwise",
+    "apart-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
 })  # fmt: skip
 """Smaller ones of which each part is in another layout, too: slow tests as well."""
 
