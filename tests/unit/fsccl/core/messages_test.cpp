@@ -443,36 +443,43 @@ void abort_among_many(unsigned seed) {
 
 }  // namespace
 
+// Says which part it was that failed.
+#define PART(call)                     \
+  do {                                 \
+    std::fprintf(stderr, "%s\n", #call); \
+    call;                              \
+  } while (false)
+
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
   const auto seed = static_cast<unsigned>(std::atoi(argv[1]));
-  all_at_once(2, 128 << 10, 2, seed);
-  all_at_once(3, 0, 3, seed);
-  all_at_once(2, 256 << 10, 1, seed);
-  for (int k = 0; k < 50; ++k) abort_at_once();
-  abort_before_the_peer_connects();
-  several_are_notified();
-  abort_while_sending();
-  abort_while_receiving();
-  a_broken_body_is_no_message();
-  peer_ends_in_the_middle(false);
-  peer_ends_in_the_middle(true);
-  for (unsigned k = 0; k < 10; ++k) abort_among_many(seed + k);
-  for (int k = 0; k < 20; ++k) who_leaves_has_sent(1 + k % 2);
-  a_late_reader_is_not_lost();
-  nobody_is_left_to_receive_from();
-  for (int k = 0; k < 10; ++k) who_comes_too_late_hears_of_no_failure();
-  long_reasons_are_cut();
-  a_stranger_is_turned_away();
-  for (const bool repeated : {false, true}) a_forged_frame_ends_the_connection(repeated);
-  many_strangers_hold_up_nobody();
-  a_silent_stranger_hides_nobodys_end();
+  PART(all_at_once(2, 128 << 10, 2, seed));
+  PART(all_at_once(3, 0, 3, seed));
+  PART(all_at_once(2, 256 << 10, 1, seed));
+  for (int k = 0; k < 50; ++k) PART(abort_at_once());
+  PART(abort_before_the_peer_connects());
+  PART(several_are_notified());
+  PART(abort_while_sending());
+  PART(abort_while_receiving());
+  PART(a_broken_body_is_no_message());
+  PART(peer_ends_in_the_middle(false));
+  PART(peer_ends_in_the_middle(true));
+  for (unsigned k = 0; k < 10; ++k) PART(abort_among_many(seed + k));
+  for (int k = 0; k < 20; ++k) PART(who_leaves_has_sent(1 + k % 2));
+  PART(a_late_reader_is_not_lost());
+  PART(nobody_is_left_to_receive_from());
+  for (int k = 0; k < 10; ++k) PART(who_comes_too_late_hears_of_no_failure());
+  PART(long_reasons_are_cut());
+  PART(a_stranger_is_turned_away());
+  for (const bool repeated : {false, true}) PART(a_forged_frame_ends_the_connection(repeated));
+  PART(many_strangers_hold_up_nobody());
+  PART(a_silent_stranger_hides_nobodys_end());
   for (const bool before : {true, false}) {
-    for (const bool later : {true, false}) another_operation_is_told(before, later);
+    for (const bool later : {true, false}) PART(another_operation_is_told(before, later));
   }
-  a_dead_peer_ends_waiting_for_anyone();
-  another_size_is_told_at_once();
-  not_everything_is_kept();
+  PART(a_dead_peer_ends_waiting_for_anyone());
+  PART(another_size_is_told_at_once());
+  PART(not_everything_is_kept());
   std::puts("ok");
   return 0;
 }
