@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,12 +130,10 @@ class Slurm:
         monitor of nodes would."""
         host = self.bed[name]
         there = {p.pid for word in ("slurm", *words) for p in host.find(word)}
-        # At the same moment: none sees another one's end.
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in there:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        # None sees another one's end, nor does any other node before the controller knows.
+        _signal(there, signal.SIGSTOP)
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
+        _signal(there, signal.SIGKILL)
         try:
             yield
         finally:
@@ -293,3 +291,10 @@ def _until_exists(path: Path, seconds: float = 10) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path} did not appear within {seconds:g} s")
         time.sleep(0.02)
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those of ``pids`` that are still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
