@@ -31,6 +31,7 @@ from layout_models import (
     GRANULARITY,
     GROUPED,
     GROWING,
+    HIDDEN,
     LATENT,
     LATENT_APART,
     LATENT_BF16,
@@ -196,6 +197,9 @@ CASES = (
     Case("compiled-tp2", 2, LLAMA, f"{COMPILED} {TP2}", "llama", backend=FASTER),
     Case("compiled-tp2-sp-recompute", 2, LLAMA, f"{COMPILED} {SP} {FULL} 2", "llama",
          backend=FASTER),
+    Case("compiled-tp2-sp-hidden", 2, LLAMA, f"{COMPILED} {SP} {HIDDEN}", "llama", backend=FASTER),
+    Case("compiled-tp2-dp2-sp-hidden-do-overlap", 4, TIED,
+         f"{COMPILED} {SP} {HIDDEN} {OVERLAP}", "tied", backend=FASTER),
     Case("compiled-pp2-recompute-by-stage", 2, LLAMA,
          f"{COMPILED} {PP2} {FULL} 1 {LAYERS} 1,1,0,3,2 1,4,1", "llama"),
     Case("compiled-tied-pp2-do", 2, TIED, f"{COMPILED} {PP2} {DO}", "tied"),
@@ -230,6 +234,8 @@ APART_CASES = (
     Case("lora-recompute-mbs2", 1, LORA, f"{MBS2} {FULL} 2", "lora"),
     Case("lora-tp2", 2, LORA, TP2, "lora", backend=FASTER),
     Case("lora-parts-tp2-sp-do", 2, LORA_PARTS, f"{SP} {DO}", "lora-parts", backend=FASTER),
+    Case("lora-compiled-tp2-sp-hidden", 2, LORA, f"{COMPILED} {SP} {HIDDEN}", "lora",
+         backend=FASTER),
     Case("lora-compiled-tp2-sp-recompute", 2, LORA, f"{COMPILED} {SP} {FULL} 1", "lora",
          backend=FASTER),
     Case("lora-pp2-vpp2-do-overlap", 2, LORA, f"{VPP2} {OVERLAP}", "lora"),
@@ -423,7 +429,8 @@ FSCCL_CASES = tuple(
 GRAPHS = tuple(
     replace(case, name=f"{case.name}-graphs", graphs=True)
     for case in CASES
-    if case.name in ("compiled-cp2", "compiled-tp2-sp-recompute", "compiled-moe-tp2")
+    if case.name
+    in ("compiled-cp2", "compiled-tp2-sp-recompute", "compiled-tp2-sp-hidden", "compiled-moe-tp2")
 )
 
 FEW = frozenset({

@@ -91,6 +91,8 @@ class Accelerator:
     """The Python module that makes torch know it, such as ``torch_npu``; None for torch alone."""
     compiles: bool = False
     """Whether ranks gain by ``torch.compile``."""
+    symmetric_memory: bool = False
+    """Whether torch's operators over symmetric memory know it: ranks read each other's memory."""
     profiler_activity: str | None = None
     """What of ``torch.profiler.ProfilerActivity`` records its kernels."""
     fused_attention: bool = False

@@ -112,6 +112,7 @@ class Cuda(Accelerator):
     defaults_reason = "No NVLink multicast: it is not safe on hosts that are shared with others."
     default_backend = "nccl"
     compiles = True
+    symmetric_memory = True
     profiler_activity = "CUDA"
     fused_attention = True
     dispatch_key = "CUDA"

@@ -60,6 +60,11 @@ class Device:
         return self.accelerator.compiles
 
     @property
+    def symmetric_memory(self) -> bool:
+        """Whether torch's operators over symmetric memory know it."""
+        return self.accelerator.symmetric_memory
+
+    @property
     def multiplies_eight_bits(self) -> bool:
         """Whether there are matrix products of 8-bit floats."""
         return self.accelerator.multiplies_eight_bits(self.torch_device)

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
+HIDDEN = "--tp-comm-overlap"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -164,6 +165,10 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bert-fp32-tp2-sp": (2, f"--family bert {SP}", "bert-fp32", 1e-4),
     "bf16-dp2-overlap": (2, f"--bf16 {OVERLAP}", "bf16", 1e-2),
     "bf16-tp2-sp": (2, f"--bf16 {SP}", "bf16", 2e-2),
+    "hidden-fp32-tp2-sp": (2, f"{SP} {HIDDEN}", "fp32", 1e-4),
+    "hidden-bf16-tp2-sp": (2, f"--bf16 {SP} {HIDDEN}", "bf16", 2e-2),
+    "hidden-lora-fp32-tp2-sp": (2, f"{LORA} {SP} {HIDDEN}", "lora", 1e-4),
+    "hidden-latent-fp32-tp2-sp": (2, f"{LATENT} {SP} {HIDDEN}", "latent-fp32", 1e-4),
 }
 
 

@@ -97,8 +97,12 @@ SMALL = """--num-attention-heads 12 --num-query-groups 4 --hidden-size 768 --ffn
 --vocab-size 50304"""
 """Of 125 million weights, whose kernels the GPU is done with sooner than the host launches them."""
 FEW = (12, 1024, 2, 8, 1)
+SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel"
 CAPTURED = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
 SHORT, LONG = (8, 4096, 2, 8), (8, 8192, 1, 8)
+DOUBLE = (8, 4096, 2, 16)
+"""A step of as many tokens as two replicas take; of two stages the one with the head has fewer
+layers, so that both take about as long."""
 ROWS = (
     Row("plain", *SHORT, options="--transformer-impl local --attention-backend flash"),
     Row("bf16", *SHORT),
@@ -122,8 +126,10 @@ ROWS = (
     Row("dp2", *SHORT, gpus=2),
     Row("dp2-fp8", *SHORT, gpus=2, options="--fp8 hybrid"),
     Row("dp2-8k", *LONG, gpus=2),
-    Row("tp2", *SHORT, gpus=2, options="--tensor-model-parallel-size 2 --sequence-parallel"),
-    Row("pp2", *SHORT, gpus=2, options="--pipeline-model-parallel-size 2"),
+    Row("tp2", *DOUBLE, gpus=2, options=f"{SHARDED} --tp-comm-overlap"),
+    Row("tp2-exposed", *DOUBLE, gpus=2, options=SHARDED),
+    Row("pp2", *DOUBLE, gpus=2, options="--pipeline-model-parallel-size 2 "
+        "--decoder-first-pipeline-num-layers 5"),
     Row("dp4", 32, 4096, 2, 2, gpus=4),
     Row("dp4-fp8", 32, 4096, 2, 2, gpus=4, options="--fp8 hybrid"),
 )  # fmt: skip

@@ -126,6 +126,21 @@ def _torchtitan() -> str:
     return _table(("Sequence, micro-batch", "tokens/s/GPU", "torchtitan", "ratio"), made)
 
 
+def _layouts() -> str:
+    rows = _rows("gpu-2xh100")
+    base = rows["dp2"]["tokens_per_second_per_gpu"]
+    made = []
+    for name, title in (
+        ("dp2", "dp2"),
+        ("tp2", "tp2, sequence parallel, `tp_comm_overlap: true`"),
+        ("pp2", "pp2, 5 layers and 3 with the head"),
+    ):
+        speed, gib = rows[name]["tokens_per_second_per_gpu"], rows[name]["memory_gib"]
+        share, of_dp = f"{100 * rows[name]['mfu']:.1f} %", f"{100 * speed / base:.0f} %"
+        made.append((title, f"{speed:,}", share, of_dp, f"{gib:.1f}"))
+    return _table(("Layout", "tokens/s/GPU", "MFU", "of dp2", "GiB"), made)
+
+
 def _estimates() -> str:
     made = []
     for run in estimates.compared():
@@ -200,6 +215,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "mixtures": _mixtures,
     "captured": _captured,
     "torchtitan": _torchtitan,
+    "layouts": _layouts,
     "estimates": _estimates,
     "several": _several,
     "local": _local,

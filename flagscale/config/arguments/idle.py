@@ -30,7 +30,6 @@ REFUSED: Mapping[str, str] = {
     "use_precision_aware_optimizer": "it needs Transformer Engine's optimizer",
     "optimizer_cpu_offload": "offloading the optimizer needs Transformer Engine's or Apex's",
     "cpu_offloading": "offloading activations needs Transformer Engine",
-    "tp_comm_overlap": "overlapping tensor-parallel communication needs Transformer Engine",
     "masked_softmax_fusion": "it needs Apex's CUDA extension; scaled_dot_product_attention fuses",
     "fp8_param": "weights are kept in 16 bits and cast once a step",
     "fp8_param_gather": "weights are kept in 16 bits and cast once a step",
@@ -93,6 +92,18 @@ NOTED: Mapping[str, tuple[tuple[str, ...], str]] = {
             "fp8_amax_history_len",
             "fp8_amax_compute_algo",
             "wgrad_deferral_limit",
+            "tp_comm_atomic_ag",
+            "tp_comm_atomic_rs",
+            "tp_comm_bootstrap_backend",
+            "tp_comm_bulk_dgrad",
+            "tp_comm_bulk_wgrad",
+            "tp_comm_overlap_ag",
+            "tp_comm_overlap_disable_fc1",
+            "tp_comm_overlap_disable_qkv",
+            "tp_comm_overlap_rs",
+            "tp_comm_overlap_rs_dgrad",
+            "tp_comm_split_ag",
+            "tp_comm_split_rs",
         ),
         "it is of Transformer Engine's layers, and this trainer has its own",
     ),
@@ -178,13 +189,7 @@ NEEDS: tuple[Need, ...] = (
         "cpu_offloading_num_layers cpu_offloading_weights",
     ),
     Need("fine_grained_activation_offloading", "offload_modules min_offloaded_tensor_size"),
-    Need(
-        "tp_comm_overlap",
-        "tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend tp_comm_bulk_dgrad "
-        "tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_disable_fc1 "
-        "tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad "
-        "tp_comm_split_ag tp_comm_split_rs",
-    ),
+    Need("sequence_parallel", "tp_comm_overlap"),
     Need(
         "optimizer",
         "muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_num_ns_steps "

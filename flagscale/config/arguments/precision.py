@@ -17,6 +17,7 @@ _COMPILED_ONLY: Mapping[str, str] = {
     "gradient_accumulation_fusion": "megatron.core's own layers need Apex's CUDA extension for it",
     "apply_rope_fusion": "megatron.core's own layers need Transformer Engine or Apex for it",
     "fp8": "megatron.core's own layers need Transformer Engine for it",
+    "tp_comm_overlap": "megatron.core's own layers need Transformer Engine for it",
 }
 """What this project's layers do and the plain ones do not."""
 

@@ -49,6 +49,14 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     return done
 
 
+def exchanged(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """What every rank has for this one: of ``tensor``, cut along its first dimension into a part
+    for each rank; ``[ranks, ...]``."""
+    splits = [len(tensor) // size] * size
+    started = _OPERATORS.all_to_all_single(tensor.contiguous(), splits, splits, group)
+    return wait(started).view(size, -1, *tensor.shape[1:])
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:

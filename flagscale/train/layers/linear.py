@@ -18,6 +18,7 @@ from flagscale.train.layers import collectives
 from flagscale.train.layers.accumulating import product_gradient
 from flagscale.train.layers.collectives import Sharing, name_of
 from flagscale.train.layers.fp8 import Cast, Fp8Linear, Recipe
+from flagscale.train.layers.overlapped import GatheredLinear, ScatteredLinear
 
 
 class _Linear(torch.autograd.Function):
@@ -60,20 +61,39 @@ class _Linear(torch.autograd.Function):
 
 
 class _Product:
-    """What both layers share: the accumulator, and the precision of the product."""
+    """What both layers share: the accumulator, the precision of the product, and whether it hides
+    what ranks exchange for it (see :mod:`flagscale.train.layers.overlapped`)."""
 
     weight: Any
     accumulator: torch.Tensor | None = None
     recipe: Recipe | None = None
     cast: Cast | None = None
+    exchanges_hidden: bool = False
+    explicit_expert_comm: bool
+    sequence_parallel: bool
+    tp_group: Any
 
     def accumulated_weight(self) -> torch.nn.Parameter | None:
         weight: torch.nn.Parameter | None = self.weight
         return weight
 
+    def is_shared(self) -> bool:
+        """Whether ranks have parts of this layer, and exchange tokens for its product."""
+        # The experts' dispatcher shares their tokens itself.
+        return not (self.explicit_expert_comm or self.tp_group is None or self.tp_group.size() == 1)
+
+    def exchanges(self) -> bool:
+        """Whether what ranks exchange are parts of the sequence."""
+        return self.is_shared() and self.sequence_parallel
+
     def _product(
         self, input_: torch.Tensor, weight: torch.Tensor, sharing: Sharing, group: Any
     ) -> torch.Tensor:
+        if sharing == "gather" and self.exchanges_hidden:
+            gathered: torch.Tensor = GatheredLinear.apply(  # type: ignore[no-untyped-call]
+                input_, weight, self.accumulator, group.size(), name_of(group)
+            )
+            return gathered
         shared = (sharing, *((group.size(), name_of(group)) if sharing != "none" else (1, "")))
         total = self.accumulator
         if self.recipe is None or self.cast is None:
@@ -109,12 +129,9 @@ class AccumulatingColumnLinear(_Product, ColumnParallelLinear):  # type: ignore[
         return output, self.bias if self.skip_bias_add else None
 
     def _sharing(self) -> Sharing:
-        # The experts' dispatcher shares their tokens itself.
-        if self.explicit_expert_comm or self.tp_group is None or self.tp_group.size() == 1:
-            return "none"
-        if self.sequence_parallel:
+        if self.exchanges():
             return "gather"
-        return "reduce" if self.allreduce_dgrad else "none"
+        return "reduce" if self.is_shared() and self.allreduce_dgrad else "none"
 
 
 class AccumulatingRowLinear(_Product, RowParallelLinear):  # type: ignore[misc]
@@ -126,12 +143,20 @@ class AccumulatingRowLinear(_Product, RowParallelLinear):  # type: ignore[misc]
         group = self.tp_group
         if not self.input_is_parallel:
             input_ = mappings.scatter_to_tensor_model_parallel_region(input_, group=group)
+        if self.exchanges_hidden:
+            part: torch.Tensor = ScatteredLinear.apply(  # type: ignore[no-untyped-call]
+                input_, self.weight, self.accumulator, group.size(), name_of(group)
+            )
+            return self._with_bias(part)
         output = self._product(input_, self.weight, "none", None)
-        if not self.explicit_expert_comm and group is not None and group.size() > 1:
+        if self.is_shared():
             if self.sequence_parallel:
                 output = collectives.reduce_scatter(output, group)
             else:
                 output = mappings.reduce_from_tensor_model_parallel_region(output, group=group)
+        return self._with_bias(output)
+
+    def _with_bias(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None

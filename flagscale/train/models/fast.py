@@ -23,6 +23,8 @@ from flagscale.train.layers.embedding import AccumulatingEmbedding
 from flagscale.train.layers.fp8 import Recipe
 from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
 from flagscale.train.layers.loss import vocabulary_loss
+from flagscale.train.layers.overlapped import hide_exchanges
+from flagscale.train.layers.overlapped import why_not as why_nothing_hidden
 from flagscale.train.layers.precision import use_fp8
 from flagscale.train.layers.rotary import use_table
 from flagscale.train.models.config import implementation
@@ -75,6 +77,10 @@ def notes(args: argparse.Namespace, config: TransformerConfig, device: Device) -
     """What a user may want to know of how the model is built, a line each."""
     if captures_steps(vars(args)) and device.is_host:
         yield f"cuda_graph_impl: {device.name} has no graphs; steps run as always"
+    if args.tp_comm_overlap and args.sequence_parallel:
+        reason = why_nothing_hidden(args, device)
+        if reason is not None:
+            yield f"no effect of tp_comm_overlap: {reason}"
     if (args.bf16 or args.fp16) and device.is_host and _lacks_16_bit_products():
         yield (
             f"{'bf16' if args.bf16 else 'fp16'}: this CPU has no AVX-512, without which torch "
@@ -106,7 +112,8 @@ def _why_no_adapters(args: argparse.Namespace) -> str | None:
 
 
 def finish(model: Any, args: argparse.Namespace, config: TransformerConfig, device: Device) -> None:
-    """Choose the precision of products, and compile layers where that is asked for and possible.
+    """Choose the precision of products, and whether they hide what ranks exchange; compile layers
+    where that is asked for and possible.
 
     Args:
         model: the bare model, in data parallelism already.
@@ -115,8 +122,11 @@ def finish(model: Any, args: argparse.Namespace, config: TransformerConfig, devi
         device: where the model is; a CPU does not gain by compiling.
 
     Raises:
-        ConfigError: the device or the layers' sizes do not allow the precision.
+        ConfigError: the device or the layers' sizes do not allow the precision, or devices do not
+            share their memory.
     """
+    if args.tp_comm_overlap and why_nothing_hidden(args, device) is None:
+        hide_exchanges(model, device)
     if device.compiles and why_not(config) is None and _why_no_adapters(args) is None:
         compile_layers(model)
     if args.fp8:

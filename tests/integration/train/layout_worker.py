@@ -84,6 +84,7 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     from flagscale.train.build import build_state, model_vocabulary, vocabulary_size
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
+    from flagscale.train.layers.overlapped import hide_exchanges
     from flagscale.train.meshes.splitting import settle
     from flagscale.train.models.config import transformer_config
     from flagscale.train.models.initialize import global_parameters
@@ -102,6 +103,9 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     args = recompute.settle(args, vocabulary, device, lambda line: None)
     config = transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
+    if args.tp_comm_overlap and device.is_host:  # which hides nothing, and computes the same
+        for model in state.modules():
+            hide_exchanges(model, device)
     if case.get("graphs"):
         compile_for_real(state.modules())
     by_hand = compute_by_hand(args, state, config, tokenizer)

@@ -195,6 +195,7 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
         {"bf16": True, "initial_loss_scale": 1024, "min_loss_scale": 1.0},
         "no effect of initial_loss_scale, min_loss_scale: needs fp16",
     ),
+    "nothing-exchanged": ({"tp_comm_overlap": True}, "no effect of tp_comm_overlap: needs sequ"),
     "other-optimizer": ({"sgd_momentum": 0.8}, "no effect of sgd_momentum: needs optimizer: sgd"),
     "adapters-of-mixtures": (
         {"peft_type": "lora", "num_experts": 4, "lora_target_modules": ["all-linear"]},
