@@ -23,6 +23,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 CORE = PROJECT / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
 TESTS = PROJECT / "tests" / "unit" / "fsccl" / "core"
+CHECKS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+"""Which the compiler puts into a program, but where ranks are fibers."""
 ALIVE = 4
 """The exit code when a mutant is."""
 
@@ -37,6 +39,10 @@ PIPELINED = (
 )
 MESSAGES = (("messages_test", "1"),)
 FUZZ = (("fuzz_test", "1", "150"),)
+LANES = tuple(
+    ("lanes_test", *play.split()) for play in ("steps 2 3 2", "roots 3 2 1", "rings 2 3 2")
+)
+WRAP = (("lanes_test", "wrap", "2", "3", "2"),)
 SCALE = (("scale_test", "meet", "20"), ("scale_test", "meet", "20", "roll"))
 
 
@@ -54,6 +60,38 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant("fill-at-once", "shm_transport.cpp", "    wait_posted(p, step_);\n", "", LANES),
+    Mutant("one-slot", "shm_transport.cpp", "(step & 1) *", "0 *", LANES),
+    Mutant(
+        "no-wrap",
+        "shm_transport.cpp",
+        "static_cast<int32_t>(posted - step) >= 0",
+        "posted >= step",
+        WRAP,
+    ),
+    Mutant(
+        "post-and-tell-nobody",
+        "shm_transport.cpp",
+        "mine.posted.store(++step_, std::memory_order_seq_cst);\n  if (mine.sleepers",
+        "mine.posted.store(++step_, std::memory_order_seq_cst);\n  if (false && mine.sleepers",
+        LANES,
+    ),
+    Mutant("sleep-unseen", "shm_transport.cpp", "theirs.sleepers.fetch_add(1", "(void)(0", LANES),
+    Mutant("ring-too-long", "channels.cpp", "- taken == kDepth", "- taken == kDepth + 1", LANES),
+    Mutant(
+        "bell-unheard",
+        "channels.cpp",
+        "!= 0) futex_wake_all(whose.bell)",
+        "== 7) futex_wake_all(whose.bell)",
+        LANES,
+    ),
+    Mutant(
+        "asleep-too-late",
+        "channels.cpp",
+        "mine.asleep.store(1, std::memory_order_seq_cst);\n",
+        "",
+        LANES,
+    ),
     Mutant("hello-unsigned", "tcp_io.cpp", "hello.mac != mac_of(key, hello, 0)", "false", MESSAGES),
     Mutant("hello-again", "tcp_io.cpp", "(pair(rank).called_in & which) != 0", "false", MESSAGES),
     Mutant(
@@ -231,6 +269,7 @@ class Builder:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.core = directory / "core"
+        self._object = directory / "core.o"
         self._tests: dict[str, Path] = {}
 
     def mutate(self, mutant: Mutant) -> None:
@@ -244,23 +283,30 @@ class Builder:
         path.write_text(text.replace(mutant.found, mutant.put))
         if mutant.file.endswith(".h"):
             self._tests.clear()
-        self.compile(self.core / "core.cpp", self.directory / "core.o")
+        self._object.unlink(missing_ok=True)
 
     def compile(self, source: Path, made: Path) -> None:
         _compile("-c", f"-I{self.core}", str(source), "-o", str(made))
 
     def program(self, test: str) -> Path:
+        if test == LANES[0][0]:  # which has the sources that it plays within itself
+            made = self.directory / test
+            source = str(TESTS / f"{test}.cpp")
+            _compile(f"-I{self.core}", source, "-o", str(made), checks=())
+            return made
         if test not in self._tests:
             self._tests[test] = self.directory / f"{test}.o"
             self.compile(TESTS / f"{test}.cpp", self._tests[test])
+        if not self._object.exists():
+            self.compile(self.core / "core.cpp", self._object)
         made = self.directory / test
-        _compile(str(self._tests[test]), str(self.directory / "core.o"), "-o", str(made))
+        _compile(str(self._tests[test]), str(self._object), "-o", str(made))
         return made
 
 
-def _compile(*words: str) -> None:
-    flags = ["-std=c++17", "-g1", "-O0", "-pthread", "-fsanitize=address,undefined"]
-    subprocess.run(["g++", *flags, "-fno-sanitize-recover=all", *words], check=True)
+def _compile(*words: str, checks: tuple[str, ...] = CHECKS) -> None:
+    flags = ["-std=c++17", "-g1", "-O0", "-pthread", *checks]
+    subprocess.run(["g++", *flags, *words], check=True)
 
 
 def killed_by(builder: Builder, mutant: Mutant) -> str | None:

@@ -85,6 +85,24 @@ def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")
 
 
+# What is played, ranks, rounds, preemptions. `make test-slow` plays more.
+PLAYS = ["steps 2 3 2", "steps 3 2 1", "roots 3 2 1", "wrap 2 3 2", "rings 2 3 2", "rings 3 2 1"]
+MORE = ["steps 3 2 2", "roots 3 3 2", "wrap 2 4 3", "rings 2 3 3"]
+
+
+@pytest.mark.parametrize(
+    "play", [*PLAYS, *(pytest.param(play, marks=pytest.mark.slow) for play in MORE)]
+)
+def test_every_interleaving_in_shared_memory(play: str) -> None:
+    program = build("fast", "lanes_test.cpp", ())
+    done = subprocess.run(
+        [str(program), *play.split()], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said, played = done.stdout.split()
+    assert (said, int(played) > 1000) == ("ok", True)
+
+
 def test_anything_may_come_from_a_peer_and_from_the_store() -> None:
     """`make fuzz` asks for more."""
     seeds = os.environ.get("FLAGSCALE_FUZZ_SEEDS", "100")

@@ -407,6 +407,50 @@ void not_everything_is_kept() {
   peer.transport->close();
 }
 
+// Many peers send to a rank that receives nothing, none of them much.
+void not_everything_is_kept_of_all() {
+  constexpr int kRanks = 6;
+  constexpr size_t kMessages = 30, kSize = 100000;
+  TcpOptions options;
+  options.buffer_bytes = 128 << 10;
+  options.all_kept_bytes = 1 << 20;
+  const auto all = devices(kRanks, options);
+  std::atomic<int> sent{0};
+  auto transports = meet(all);
+  on_each(transports, [&](Transport& m, int me) {
+    if (me == 0) {
+      const std::atomic<size_t>& kept = all[0]->kept();
+      size_t before = 0;
+      m.listen();
+      do {  // until no more comes
+        before = kept;
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      } while (kept != before || before == 0);
+      expect(before <= options.all_kept_bytes + (kRanks - 1) * 2 * kSize, "more is kept");
+      expect(sent < kRanks - 1, "all is kept");
+      for (int peer = kRanks - 1; peer > 0; --peer) {
+        for (size_t k = 0; k < kMessages; ++k) {
+          Bytes in(kSize);
+          m.wait(m.recv(peer, kTag, all_of(in)), patience(), nullptr);
+          expect(in == pattern(kSize, static_cast<unsigned>(k) + 40U * static_cast<unsigned>(peer)),
+                 "other bytes");
+        }
+      }
+      expect(kept == 0, "what is received is kept");
+    } else {
+      std::vector<Bytes> out;
+      std::vector<RequestPtr> requests;
+      for (size_t k = 0; k < kMessages; ++k) {
+        out.push_back(pattern(kSize, static_cast<unsigned>(k) + 40U * static_cast<unsigned>(me)));
+      }
+      for (const Bytes& b : out) requests.push_back(m.send(0, kTag, all_of(b)));
+      for (const RequestPtr& r : requests) m.wait(r, patience(), nullptr);
+      ++sent;
+    }
+    m.close();
+  });
+}
+
 // Both are in the middle of many messages to each other, on several connections, when one fails.
 // What has been received nevertheless is what was sent.
 void abort_among_many(unsigned seed) {
@@ -480,6 +524,7 @@ int main(int argc, char** argv) {
   PART(a_dead_peer_ends_waiting_for_anyone());
   PART(another_size_is_told_at_once());
   PART(not_everything_is_kept());
+  PART(not_everything_is_kept_of_all());
   std::puts("ok");
   return 0;
 }

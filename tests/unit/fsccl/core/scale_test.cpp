@@ -5,6 +5,9 @@
 // ranks wait; somebody ends on the way where a value gets lost.
 //   scale_test barrier <ranks> [<the most descriptors that the process may have>]
 // of ranks that share no memory, prints "sockets threads", or what a rank is told that has none left.
+//   scale_test first <ranks>
+// of ranks that share no memory and come together, until the end of their first barrier: prints
+// "sets adds gets bytes sockets threads seconds".
 //   scale_test traffic <all_reduce, reduce, broadcast or barrier> <ranks> <bytes> [<algorithm>]
 // of ranks that share no memory, prints "from to messages bytes", a line a pair.
 #include <sys/resource.h>
@@ -102,6 +105,23 @@ void barrier(Board& board, int n, Settings settings) {
   });
 }
 
+void first(Board& board, int n, Settings settings) {
+  using Clock = std::chrono::steady_clock;
+  settings.shared_memory = false;
+  std::atomic<int> come{0}, done{0};
+  std::atomic<Clock::time_point> begun{Clock::now()};
+  on_all(board, n, settings, [&](Group& group, std::atomic<int>& left) {
+    if (++come == n) begun = Clock::now();
+    while (come < n) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    group.barrier(patience());
+    if (++done < n) return;
+    const std::chrono::duration<double> took = Clock::now() - begun.load();
+    while (left > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::printf("%zu %zu %zu %zu %zu %zu %.3f\n", board.sets, board.adds, board.gets, board.bytes,
+                sockets(), threads() - static_cast<size_t>(n), took.count());
+  });
+}
+
 void traffic(Board& board, const std::string& what, int n, size_t bytes, Settings settings) {
   settings.shared_memory = false;
   std::vector<std::vector<Transport::Traffic>> sent(static_cast<size_t>(n));
@@ -134,6 +154,8 @@ int main(int argc, char** argv) {
   if (what == "meet") {
     board.loses = more == kHost ? "roll/" + Identity::of_this_process(settings).domain : more;
     meet(board, n, settings);
+  } else if (what == "first") {
+    first(board, n, settings);
   } else if (what == "traffic" && argc >= 5) {
     if (argc == 6) settings.algorithm = algorithm_of(argv[5], "algorithm");
     traffic(board, argv[2], n, static_cast<size_t>(std::atol(argv[4])), settings);

@@ -37,21 +37,33 @@ void expect(bool right, const std::string& what) {
 Deadline patience() { return Deadline::after(Deadline::Ms(60000)); }
 
 // Transports that know each other, over TCP, as between hosts, each with a device of its own.
-inline std::vector<std::unique_ptr<Transport>> meet(int ranks, int buffer_bytes, int connections) {
-  TcpOptions options;
-  options.interface = "lo";
-  options.buffer_bytes = buffer_bytes;
-  options.connections = connections;
+inline std::vector<std::unique_ptr<Transport>> meet(
+    const std::vector<std::shared_ptr<TcpDevice>>& devices) {
+  const int ranks = static_cast<int>(devices.size());
   Peers peers;
   std::vector<std::unique_ptr<Transport>> out;
   for (int r = 0; r < ranks; ++r) {
-    out.push_back(std::make_shared<TcpDevice>(options)->open());
+    out.push_back(devices[static_cast<size_t>(r)]->open());
     peers.addresses.push_back(out.back()->address());
     peers.names.push_back("rank " + std::to_string(r));
     peers.near.push_back(false);
   }
   for (; peers.rank < ranks; ++peers.rank) out[static_cast<size_t>(peers.rank)]->meet(peers);
   return out;
+}
+
+inline std::vector<std::shared_ptr<TcpDevice>> devices(int ranks, TcpOptions options) {
+  options.interface = "lo";
+  std::vector<std::shared_ptr<TcpDevice>> out;
+  for (int r = 0; r < ranks; ++r) out.push_back(std::make_shared<TcpDevice>(options));
+  return out;
+}
+
+inline std::vector<std::unique_ptr<Transport>> meet(int ranks, int buffer_bytes, int connections) {
+  TcpOptions options;
+  options.buffer_bytes = buffer_bytes;
+  options.connections = connections;
+  return meet(devices(ranks, options));
 }
 
 using Bytes = std::vector<unsigned char>;

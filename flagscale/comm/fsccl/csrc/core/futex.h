@@ -7,7 +7,9 @@
 
 namespace fsccl {
 
+#ifndef FSCCL_PLAYS_INTERLEAVINGS  // a test brings its own, and both functions below
 using Word = std::atomic<uint32_t>;
+#endif
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free,
               "a futex word is a plain 32-bit word");
 

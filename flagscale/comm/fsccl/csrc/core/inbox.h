@@ -2,6 +2,7 @@
 // and receives of a tag meet in order; every look-up takes the same time however many there are.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <list>
 #include <map>
@@ -76,6 +77,13 @@ class Inbox {
   // What a message costs beside its bytes, roughly.
   static constexpr size_t kEachBytes = 256;
 
+  Inbox() = default;
+  Inbox(const Inbox&) = delete;
+  Inbox& operator=(const Inbox&) = delete;
+  ~Inbox() { keep(0); }
+
+  // Counts in `all` too, with other inboxes, what is kept; called once, before anything is.
+  void count_in(std::atomic<size_t>* all) { all_kept_ = all; }
   // Of messages that nobody has called for.
   size_t kept_bytes() const { return kept_; }
   static size_t kept_of(const Incoming& m) { return kEachBytes + (m.asks ? 0 : m.total); }
@@ -86,7 +94,7 @@ class Inbox {
     by_message_[added.message] = std::prev(all_.end());
     if (!added.request) {
       waiting_[added.tag].push_back(&added);
-      kept_ += kept_of(added);
+      keep(kept_ + kept_of(added));
     }
     return added;
   }
@@ -109,7 +117,7 @@ class Inbox {
     const auto found = waiting_.find(m.tag);
     found->second.pop_front();
     if (found->second.empty()) waiting_.erase(found);
-    kept_ -= kept_of(m);
+    keep(kept_ - kept_of(m));
     m.request = std::move(request);
   }
   // One that has been matched.
@@ -130,7 +138,7 @@ class Inbox {
     before.swap(all_);
     by_message_.clear();
     waiting_.clear();
-    kept_ = 0;
+    keep(0);
     for (Incoming& m : before) {
       if (m.complete() && !m.asks && !m.request) add(std::move(m));
     }
@@ -142,10 +150,16 @@ class Inbox {
   }
 
  private:
+  void keep(size_t bytes) {
+    if (all_kept_ != nullptr) *all_kept_ += bytes - kept_;
+    kept_ = bytes;
+  }
+
   std::list<Incoming> all_;
   std::unordered_map<uint64_t, std::list<Incoming>::iterator> by_message_;
   std::map<uint64_t, std::deque<Incoming*>> waiting_;
   size_t kept_ = 0;
+  std::atomic<size_t>* all_kept_ = nullptr;
 };
 
 }  // namespace fsccl

@@ -65,6 +65,9 @@ ShmTransport::ShmTransport(Segment segment, int rank, ShmConfig config)
   segment_.lock_rank(rank_);
   reserve_slots();
   Line& mine = line(rank_);
+  step_ = config_.first_step;
+  compared_.assign(compared_.size(), step_);
+  mine.posted.store(step_, std::memory_order_relaxed);
   mine.process.store(config_.process, std::memory_order_relaxed);
   mine.waits_for.store(kNobody, std::memory_order_relaxed);
   mine.joined.store(1, std::memory_order_release);

@@ -43,6 +43,7 @@ struct ShmConfig {
   size_t slot_bytes = 0;           // payload of a slot
   uint64_t process = 0;            // the same in all ranks that are threads of one process
   SpinPolicy spin;
+  uint32_t first_step = 0;  // the same on all ranks, to see counters begin again
   // Whether a group rank's process runs, of one that has not mapped the segment yet.
   std::function<bool(int)> runs = [](int) { return true; };
 };

@@ -191,6 +191,7 @@ std::string TcpOptions::text() const {
   for (const auto value :
        {static_cast<long long>(connections), static_cast<long long>(buffer_bytes),
         static_cast<long long>(user_timeout.count()), static_cast<long long>(kept_bytes),
+        static_cast<long long>(all_kept_bytes),
         static_cast<long long>(hello_time.count())}) {
     out += " " + std::to_string(value);
   }

@@ -40,6 +40,8 @@ struct TcpOptions {
   std::chrono::milliseconds user_timeout{30000};
   // Of messages of a peer's that nobody waits for. Above, it waits until somebody waits for one.
   size_t kept_bytes = 256 << 20;
+  // And of all peers of the process's groups together, but for one message of each peer.
+  size_t all_kept_bytes = size_t{1} << 30;
   // How long who connects may take to say for whom it comes.
   std::chrono::milliseconds hello_time{3000};
 

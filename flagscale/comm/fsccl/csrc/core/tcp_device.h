@@ -10,6 +10,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -56,6 +57,8 @@ class TcpDevice final : public Device,
   const std::string& unix_address() const { return unix_address_; }
   const std::string& tcp_address() const { return tcp_address_; }
   const TcpOptions& options() const { return options_; }
+  // Bytes of messages that nobody has called for, of all transports.
+  std::atomic<size_t>& kept() { return kept_; }
   EventLoop& receiving() { return receiving_; }  // the loop of connections that peers have opened
   EventLoop& sending() { return sending_; }      // and of those opened here
 
@@ -85,6 +88,7 @@ class TcpDevice final : public Device,
   void say_bye(Arrival late);
 
   const TcpOptions options_;
+  std::atomic<size_t> kept_{0};
   std::string unix_address_, tcp_address_;
   std::vector<Fd> listeners_;
   EventLoop receiving_{"fsccl-messages", true}, sending_{"fsccl-sends", false};

@@ -38,6 +38,7 @@ void TcpTransport::meet(Peers peers) {
   Hold hold(guard_);
   peers_ = std::move(peers);
   pairs_ = std::vector<Pair>(peers_.names.size());
+  for (Pair& p : pairs_) p.inbox.count_in(&device_->kept());
   take_arrivals();
 }
 

@@ -200,8 +200,10 @@ Body TcpTransport::target_of(Connection& connection, Incoming& m, Interval range
 // Somebody who waits for a message of this peer's may have to take in others before.
 bool TcpTransport::keeps_enough(const Pair& from, const Incoming& m) const {
   const bool awaited = !from.calls.empty() || !any_.empty();
-  const size_t kept = from.inbox.kept_bytes();
-  return !awaited && kept > 0 && kept + Inbox::kept_of(m) > device_->options().kept_bytes;
+  const size_t kept = from.inbox.kept_bytes(), more = Inbox::kept_of(m);
+  if (awaited || kept == 0) return false;
+  const TcpOptions& options = device_->options();
+  return kept + more > options.kept_bytes || device_->kept() + more > options.all_kept_bytes;
 }
 
 // Connections of a peer's that could not go on may be able to now.
