@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from bed.namespaces import fresh_network
 
 PROJECT = Path(__file__).resolve().parents[2]
+PYTHONS = (sys.prefix, sys.base_prefix)
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,18 @@ def known_user(directory: Path, user: User) -> Iterator[User]:
         passwd.write_text(Path("/etc/passwd").read_text(encoding="utf-8") + entry, encoding="utf-8")
         _mount("--bind", passwd, "/etc/passwd")
         closed: dict[Path, list[Path]] = {}
-        for path in {PROJECT, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}:
+        for path in _outermost({PROJECT, *(Path(p).resolve() for p in PYTHONS)}):
             if (above := _closed_above(path)) is not None:
                 closed.setdefault(above, []).append(path)
         for above, paths in closed.items():
             _show_only(above, paths, directory)
         yield user
+
+
+def _outermost(paths: Iterable[Path]) -> list[Path]:
+    """Without those that lie in another one."""
+    every = sorted(paths)
+    return [path for path in every if not any(parent in every for parent in path.parents)]
 
 
 def _closed_above(path: Path) -> Path | None:

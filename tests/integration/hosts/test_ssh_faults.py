@@ -18,6 +18,7 @@ from ssh_hosts import connect, fan_out
 
 from flagscale.errors import FlagscaleError
 from flagscale.hosts import errors as e
+from flagscale.hosts.processes import wait_until
 from flagscale.hosts.ssh.connection import Connection
 from flagscale.hosts.ssh.dial import DialOptions
 from flagscale.hosts.ssh.ssh_config import SshConfig
@@ -185,8 +186,9 @@ def test_a_command_in_progress_ends_with_its_host(bed: Bed, config: SshConfig) -
             assert outcome.error.exit_code == 3
             assert str(outcome.error).startswith(f"{name}: ")
     # Nobody ended what was started there: without a terminal a command outlives its connection.
-    assert len(jobs(bed["session-killed"])) == 1
-    assert len(jobs(bed["listener-gone"])) == 1
+    for name in ("session-killed", "listener-gone"):
+        # It may have been about to begin.
+        assert wait_until(lambda host=bed[name]: len(jobs(host)) == 1, 20)
 
 
 @pytest.mark.bed(hosts=1)
