@@ -17,6 +17,7 @@ from flagscale.train import distributed, recompute
 from flagscale.train.build import build_state, vocabulary_size
 from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.checkpoint.formats.pretrained import brings_every_weight, start_from
+from flagscale.train.checkpoint.formats.sample import base_sample
 from flagscale.train.data.datasets import DataIterators, Datasets
 from flagscale.train.data.tokenizers import build_tokenizer, unlearned
 from flagscale.train.device import Device
@@ -55,6 +56,7 @@ def prepare(
     """
     groups = distributed.lay_out(args)
     reporter = Reporter(args, status, speaks=rank.rank == 0)
+    args.base_sample = base_sample(args)
     checkpointer = Checkpointer(args, warn=reporter.warn)
     fresh = checkpointer.try_out()
     tokenizer = build_tokenizer(args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ NOT_FOR_PEFT: Mapping[str, str] = {
 }
 """Kinds of models (``model_type``) whose adapters are not written for peft, and why."""
 _EVERY = "all-linear"
+_ROUNDING = 0.02
+"""How far, beside the largest of them, numbers of the same weight are apart in two precisions."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,22 @@ def description(values: Values) -> dict[str, Any] | None:
             for name in ([layer] if parts == _known(values)[layer] else parts)
         ],
         "base": values["pretrained_checkpoint"],
+        "sample": values.get("base_sample"),
     }
+
+
+def other_weight(saved: Mapping[str, Any], own: Mapping[str, Sequence[float]]) -> str | None:
+    """The first weight in which the model that saved adapters are of is not the one whose sample is
+    ``own``; None where they are the same but for rounding, or where nobody knows."""
+    for name, numbers in (saved.get("sample") or {}).items():
+        found = own.get(name)
+        if found is None or len(found) != len(numbers):
+            return str(name)
+        largest = max(map(abs, numbers), default=0.0)
+        apart = max((abs(a - b) for a, b in zip(numbers, found, strict=True)), default=0.0)
+        if apart > _ROUNDING * largest:
+            return str(name)
+    return None
 
 
 def broken(values: Values) -> Iterator[Broken]:

@@ -55,7 +55,7 @@ class Checkpointing:
         False, "Spread the reading of a checkpoint over all data-parallel ranks"
     )
     verify_checkpoint: bool = arg(
-        False,
+        True,
         "Compare the checksums of everything in a checkpoint before it is loaded: every rank reads "
         "a part",
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flagscale.config.arguments.adapters import description
+from flagscale.config.arguments.adapters import description, other_weight
 from flagscale.config.arguments.huggingface.models import FUNCTION, FURTHER
 from flagscale.config.arguments.precision import Values
 from flagscale.config.arguments.resolve import schedule_lengths
@@ -231,6 +231,11 @@ def _check_adapters(content: Content, ours: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "the checkpoint holds a whole model, and this run trains adapters (peft_type: lora)",
             hint="name it as pretrained_checkpoint, and another directory as load",
+        )
+    if saved and own and own["sample"] and (name := other_weight(saved, own["sample"])):
+        raise CheckpointError(
+            f"the checkpoint's adapters are of another model than {own['base']}: {name} differs",
+            hint=f"name theirs as pretrained_checkpoint; it was {saved['base']}",
         )
     differing = [
         f"{name} {saved[name]}, this run's {own[name]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from chat_files import talk, write_lines, write_model, write_talks
 from foreign_models import TOKENS, logits, save
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flagscale.checkpoints import Checkpoints
 from flagscale.config.arguments.adapters import targets_of
@@ -208,6 +209,17 @@ def test_the_command_merges_and_writes_for_peft(
     assert "holds adapters of" in capsys.readouterr().err
     assert convert.main([str(runs.base), str(tmp_path / "again"), "--to", "peft"]) == 1
     assert "holds no adapters" in capsys.readouterr().err
+    assert convert.main([source, str(tmp_path / "again"), "--to", "peft", "--dtype", "bf16"]) == 1
+    assert "--dtype: --to peft writes the adapters as they are" in capsys.readouterr().err
+    # Another model of the same kind and sizes.
+    weights = load_file(runs.base / "model.safetensors")
+    shutil.copytree(runs.base, tmp_path / "other")
+    turned = {name: weight.flip(0) for name, weight in weights.items()}
+    save_file(turned, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    base = ["--base", str(tmp_path / "other")]
+    assert convert.main([source, str(tmp_path / "again"), *base]) == 1
+    assert "it holds other numbers" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
 
 
 def drawn(base: Model) -> Adapters:

@@ -141,16 +141,24 @@ def test_a_layer_that_predicts_further_shares_the_embedding(
 
 
 def test_the_command_compares_logits(made: Made, tmp_path: Path) -> None:
-    words = ["convert", str(made.ours("llama")), str(tmp_path / "out"), "--check", "5,9,2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "flagscale.cli", *words],
-        capture_output=True,
-        text=True,
-        cwd=PROJECT,
-        check=False,
-    )
+    def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
+        words = ["convert", str(made.ours("llama")), str(tmp_path / out), *more]
+        return subprocess.run(
+            [sys.executable, "-m", "flagscale.cli", *words],
+            capture_output=True,
+            text=True,
+            cwd=PROJECT,
+            check=False,
+        )
+
+    # Rounding is no other model.
+    done = run("out", "--check", "5,9,2", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert "logits on 3 tokens: at most" in done.stdout
+    # What cannot be compared on is told before anything is written.
+    done = run("none", "--check", "5,9,9999")
+    assert (done.returncode, (tmp_path / "none").exists()) == (1, False)
+    assert "--check: 9999 is no token of" in done.stderr
 
 
 def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     first = Job(tmp_path / "first", f"{keep} --exit-interval 3")
     assert first.wait() == 0, first.errors
     assert first.events("finished")[0].get("reason") == "exit-interval"
-    second = Job(tmp_path / "first", f"{keep} --verify-checkpoint")
+    second = Job(tmp_path / "first", keep)
     assert second.wait() == 0, second.errors
     assert second.losses() == pytest.approx(expected, abs=1e-6)
 

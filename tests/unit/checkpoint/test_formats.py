@@ -142,6 +142,13 @@ def test_an_archive_is_what_torch_writes(dtype: torch.dtype, shape: list[int], a
     assert span.begin % 64 == 0
     with zipfile.ZipFile(io.BytesIO(archive)) as records:
         assert records.testzip() is None
+    if span.size:
+        damaged = bytearray(archive)
+        damaged[span.begin - 64 * ahead + span.size // 2] ^= 4
+        seen = torch.frombuffer(damaged, dtype=torch.uint8)
+        with pytest.raises(CheckpointError, match="is not as it was written"):
+            view(seen)
+        assert view(seen, trusted=True).shape == tensor.shape
 
 
 @given(

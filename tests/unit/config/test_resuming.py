@@ -97,6 +97,29 @@ def test_adapters_are_loaded_as_adapters(saved: str, own: str, message: str | No
         parts_to_load(content, values(own, 1), 1)
 
 
+@pytest.mark.parametrize(
+    ("sample", "refused"),
+    [
+        pytest.param({"a.weight": [0.5, -1.0, 0.01]}, False, id="same"),
+        pytest.param({"a.weight": [0.502, -0.996, 0.0101]}, False, id="in-16-bits"),
+        pytest.param({"a.weight": [0.5, -1.0, 0.1]}, True, id="other-numbers"),
+        pytest.param({"b.weight": [0.5, -1.0, 0.01]}, True, id="other-layers"),
+        pytest.param(None, False, id="not-known"),
+    ],
+)
+def test_adapters_go_on_with_the_model_that_they_are_of(
+    sample: dict[str, list[float]] | None, refused: bool
+) -> None:
+    base = {"pretrained_checkpoint": "/models/one", "base_sample": {"a.weight": [0.5, -1.0, 0.01]}}
+    content = {**describe({**values(LORA, 1), **base}, 1), "schedule": {}}
+    own = {**values(LORA, 1), "pretrained_checkpoint": "/models/other", "base_sample": sample}
+    if not refused:
+        assert parts_to_load(content, own, 1).optimizer
+        return
+    with pytest.raises(CheckpointError, match=r"another model than /models/other: a\.weight"):
+        parts_to_load(content, own, 1)
+
+
 MTP = f"{LLAMA} --position-embedding-type rope --mtp-num-layers"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flagscale.config.arguments.adapters import NOT_FOR_PEFT, THEIRS
+from flagscale.config.arguments.adapters import NOT_FOR_PEFT, THEIRS, other_weight
 from flagscale.errors import CheckpointError
 from flagscale.files import write_atomic
 from flagscale.train.checkpoint.formats.base import Model, Report, format_of, refuse
@@ -22,6 +22,7 @@ from flagscale.train.checkpoint.formats.companions import PUBLIC, appearing
 from flagscale.train.checkpoint.formats.distributed import newest
 from flagscale.train.checkpoint.formats.metadata import tensors_of
 from flagscale.train.checkpoint.formats.safetensors_file import write_file
+from flagscale.train.checkpoint.formats.sample import sample_of
 from flagscale.train.checkpoint.formats.tensors import Region, Shape, Stored, read
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -83,6 +84,8 @@ def base_of(adapters: Adapters, given: Path | None = None) -> Model:
         for name, (a, b) in adapters.pairs.items()
         if (expected := (b.shape[0], a.shape[1])) != _shape(base, name)
     ]
+    if not wrong and (name := other_weight(adapters.about, sample_of(base))):
+        wrong.append(f"{name}: it holds other numbers")
     refuse(path, f"is not the model that {adapters.path} is of", wrong)
     return base
 

@@ -68,6 +68,8 @@ _LAYOUT = {
     "--make-vocab-size-divisible-by": ("rows", "pads the vocabulary for each tensor rank (1)"),
 }
 """Options of a layout: the field that each is, and its help."""
+_OF_LAYERS = ("--transformer-impl", "--moe-grouped-gemm")
+"""Options of a layout that say whose layers it has."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -159,6 +161,7 @@ def convert(options: argparse.Namespace) -> None:
     name = options.to or (_HUGGING_FACE if reader.name == _OURS else _OURS)
     adapters = read_adapters(source) if reader.name == _OURS else None
     if name == _PEFT:
+        _refuse_for_peft(options)
         _convert_adapters(adapters, source, target, options.base)
         return
     if options.check is not None and _HUGGING_FACE not in (name, reader.name):
@@ -177,6 +180,8 @@ def convert(options: argparse.Namespace) -> None:
         model = model.alone(f"{name} is written without them")
     if options.dtype is not None:
         model = model.cast(_PRECISIONS[options.dtype])
+    if options.check is not None:
+        _check_text(model, source if reader.name == _HUGGING_FACE else None, options.check or None)
     _make_room(model, target)
     model = replace(model, origin=_origin(options, model, name))
     with progress("converting") as report:
@@ -229,6 +234,18 @@ def _origin(options: argparse.Namespace, model: Model, name: str) -> Origin:
         print(text, file=sys.stderr)
 
     return Origin(identity, tell, options.restart)
+
+
+def _refuse_for_peft(options: argparse.Namespace) -> None:
+    """Adapters are written as they are."""
+    given = {"--check": options.check, "--like": options.like, "--dtype": options.dtype}
+    given |= {option: getattr(options, field) for option, (field, _) in _LAYOUT.items()}
+    given |= {name: getattr(options, name[2:].replace("-", "_")) for name in _OF_LAYERS}
+    if wrong := [option for option, value in given.items() if value is not None]:
+        raise CheckpointError(
+            f"{', '.join(wrong)}: --to peft writes the adapters as they are",
+            hint="merge them first: flagscale convert IN OUT",
+        )
 
 
 def _convert_adapters(
@@ -315,6 +332,15 @@ def _counted(report: object, total: int) -> Report:
         report(min(done, total), total)  # type: ignore[operator]
 
     return add
+
+
+def _check_text(model: Model, source: Path | None, text: str | None) -> None:
+    """Refuse what logits could not be compared on, before anything is written. ``source``: the
+    model of Hugging Face that is converted, if it is one."""
+    from flagscale.train.checkpoint.formats.logits import given_tokens
+
+    names = [path.name for path in (model.files if source is None else source.iterdir())]
+    given_tokens(text, model.values["vocab_size"], source or model.path, names)
 
 
 def _check(model: Model, written: Model, name: str, text: str | None) -> None:

@@ -84,7 +84,7 @@ class Distributed:
         with resumable(partial, model.origin) as parts:
             empty = [place for item in model.tensors.items() for place in _empty_states(*item)]
             Writer(parts, report).write(model.tensors, empty)
-            inspect(replace(model, path=partial, tensors=dict(tensors_of(partial))))
+            inspect(replace(model, path=partial, tensors=dict(tensors_of(partial, trusted=True))))
             _write_common(partial)
             if model.config is not None:
                 (partial / BESIDE).mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def compare(ours: Model, theirs: Path, text: str | None) -> str:
         CheckpointError: they are further apart than rounding takes them.
     """
     tokens, what = _tokens(theirs, text, ours.values["vocab_size"])
-    reference = transformers_logits(theirs, tokens)
+    reference = transformers_logits(theirs, tokens, ours.dtype)
     found = megatron_logits(ours, tokens)
     apart = float((found - reference).abs().max())
     largest = float(reference.abs().max())
@@ -44,18 +45,38 @@ def compare(ours: Model, theirs: Path, text: str | None) -> str:
     return line
 
 
-def _tokens(directory: Path, text: str | None, vocabulary: int) -> tuple[list[int], str]:
+def given_tokens(
+    text: str | None, vocabulary: int, where: Path, names: Collection[str]
+) -> tuple[list[int], str] | None:
+    """What to compare on, in ids and in words, as far as it takes no tokenizer.
+
+    Args:
+        text: as in :func:`compare`.
+        vocabulary: how many tokens there are.
+        where: the directory that is to have a tokenizer.
+        names: of the files there.
+
+    Raises:
+        CheckpointError: an id is no token's, or a text is given and there is no tokenizer.
+    """
     if text is not None and all(word.strip().isdecimal() for word in text.split(",")):
         found = [int(word) for word in text.split(",")]
         if wrong := [token for token in found if token >= vocabulary]:
             raise CheckpointError(f"--check: {wrong[0]} is no token of {vocabulary}")
         return found, f"{len(found)} tokens"
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    if not {"tokenizer.json", "tokenizer.model"} & {*names}:
         if text is not None:
             raise CheckpointError(
-                f"--check: {directory} has no tokenizer", hint="give ids of tokens: 1,2,3"
+                f"--check: {where} has no tokenizer", hint="give ids of tokens: 1,2,3"
             )
         return [(7 * i + 1) % vocabulary for i in range(_IDS)], f"{_IDS} made-up tokens"
+    return None
+
+
+def _tokens(directory: Path, text: str | None, vocabulary: int) -> tuple[list[int], str]:
+    names = [path.name for path in directory.iterdir()]
+    if given := given_tokens(text, vocabulary, directory, names):
+        return given
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
@@ -66,13 +87,16 @@ def _tokens(directory: Path, text: str | None, vocabulary: int) -> tuple[list[in
 
 
 @torch.no_grad()
-def transformers_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
-    """Logits ``[sequence, vocabulary]`` of transformers, fp32 on the CPU."""
+def transformers_logits(directory: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Logits ``[sequence, vocabulary]`` of transformers, fp32 on the CPU, of weights rounded to
+    ``dtype``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         str(directory), local_files_only=True, use_safetensors=True
     )
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
     logits: torch.Tensor = model.float().eval()(torch.tensor([tokens])).logits[0]
     return logits
 
