@@ -18,6 +18,7 @@ from flagscale.train.checkpoint.formats.tables import Entry, entries
 from flagscale.train.checkpoint.formats.tensors import (
     Alike,
     Cast,
+    Copies,
     Shape,
     Stored,
     pieces,
@@ -31,8 +32,13 @@ Report = Callable[[int], None]
 Inspect = Callable[["Model"], None]
 """Called with what was written, before it gets the name under which it is found."""
 EXPERT_BIAS = ".router.expert_bias"
-_MOST_NAMED = 20
-_EMBEDDING = "embedding.word_embeddings.weight"
+_MOST_NAMED, _MOST_PARTS = 20, 8
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_UNTIED = "untie_embeddings_and_output_weights"
+_ANNOUNCING = (
+    "the model would be another one without them: its args should say so by num_layers, "
+    f"add_bias_linear, add_qkv_bias, qk_layernorm, num_experts, {_UNTIED} or the like"
+)
 
 
 @dataclass(frozen=True)
@@ -170,14 +176,16 @@ def fitting(
             yield f"{part}: expected shape {list(shape)}, found {list(parts[part].shape)}"
     kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in parts.values()}
     if len(kinds) > 1:
-        yield f"{', '.join(parts)}: one precision expected, found {' and '.join(sorted(kinds))}"
+        few, more = [*parts][:_MOST_PARTS], len(parts) - _MOST_PARTS
+        names = ", ".join(few) + (f" and {more} more" if more > 0 else "")
+        yield f"{names}: one precision expected, found {' and '.join(sorted(kinds))}"
     for part, tensor in parts.items():
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             kind = str(tensor.dtype).removeprefix("torch.")
             yield f"{part}: expected weights of 16 bits or more, found {kind}"
 
 
-def refuse(path: Path, what: str, items: list[str]) -> None:
+def refuse(path: Path, what: str, items: list[str], hint: str | None = None) -> None:
     """
     Raises:
         CheckpointError: with the items, if there are any.
@@ -186,31 +194,71 @@ def refuse(path: Path, what: str, items: list[str]) -> None:
         more = len(items) - _MOST_NAMED
         named = items[:_MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
         listed = "\n  ".join(named)
-        raise CheckpointError(f"{path} {what}:\n  {listed}")
+        raise CheckpointError(f"{path} {what}:\n  {listed}", hint=hint)
 
 
-def collect(path: Path, values: Mapping[str, Any], find: Callable[[Entry], Stored | None]) -> Model:
+class UnfitError(Exception):
+    """The parts of a tensor that are found do not make it; ``problems`` tell why."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
+class Source(Protocol):
+    """The tensors of a checkpoint that says no names of ours, found one by one."""
+
+    def find(self, entry: Entry) -> Stored | None:
+        """A tensor of the model; None where there is none.
+
+        Raises:
+            UnfitError: there is, but it is another.
+        """
+
+    def left(self) -> list[str]:
+        """Weights that nobody has asked for yet, by their names there."""
+
+
+def collect(path: Path, values: Mapping[str, Any], source: Source) -> Model:
     """The model of arguments written out, its tensors found one by one and without padding.
 
     Raises:
-        CheckpointError: some are not found.
+        CheckpointError: some are not found, are not as the arguments say, or are not said by them.
     """
     kind = config_of(values)["model_type"]
     tensors: dict[str, Stored] = {}
-    lost: list[str] = []
+    lost, wrong = list[str](), list[str]()
     for entry in Model(path, kind, values, {}).entries():
-        found = find(entry)
+        try:
+            found = _found(source, entry, values)
+        except UnfitError as error:
+            wrong += error.problems
+            continue
         if found is None:
             lost.append(entry.name)
         else:
             tensors[entry.name] = without_padding(entry.name, found, values)
     refuse(path, "lacks tensors", lost)
+    refuse(path, "has tensors that do not fit its arguments", list(dict.fromkeys(wrong)))
+    refuse(path, "has tensors that its arguments do not announce", source.left(), _ANNOUNCING)
     return Model(path, kind, values, tensors)
+
+
+def _found(source: Source, entry: Entry, values: Mapping[str, Any]) -> Stored | None:
+    """A tensor of the model. An output layer that is not announced must be the embedding."""
+    found = source.find(entry)
+    if found is None or entry.name != _EMBEDDING or values[_UNTIED]:
+        return found
+    head = source.find(replace(entry, name=_HEAD))
+    if head is None:
+        return found
+    unlike = f"{_HEAD} is there and is not the embedding, but {_UNTIED} is false in its arguments"
+    return Copies((found, head), unlike)
 
 
 def without_padding(name: str, tensor: Stored, values: Mapping[str, Any]) -> Stored:
     """An embedding or an output layer cut to the vocabulary."""
-    if name not in (_EMBEDDING, "output_layer.weight"):
+    if name not in (_EMBEDDING, _HEAD):
         return tensor
     size = values["vocab_size"]
     return rows(tensor, 0, size) if tensor.shape[0] > size else tensor

@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--to",
         metavar="FORMAT",
-        help="huggingface or torch_dist (the other one than IN's), torch; or peft: adapters alone",
+        help="huggingface or torch_dist (the other one than IN's); megatron_dist or torch: "
+        "Megatron-LM's torch_dist or torch; or peft: adapters alone",
     )
     add(
         "--base",

@@ -17,30 +17,42 @@ from typing import Any, ClassVar
 import torch
 
 from flagscale.checkpoints import TRACKER
-from flagscale.config.arguments.huggingface.models import effective
+from flagscale.config.arguments.huggingface.models import FURTHER
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.base import (
     Inspect,
     Model,
     Report,
+    UnfitError,
     collect,
+    fitting,
 )
 from flagscale.train.checkpoint.formats.companions import appearing
+from flagscale.train.checkpoint.formats.megatron_arguments import (
+    layout_in,
+    shape_of,
+    values_in,
+    vocabulary_rows,
+)
 from flagscale.train.checkpoint.formats.megatron_layout import (
+    EMBEDDING,
     EXPERT,
     FILE,
+    HEAD,
     Layout,
+    copies,
+    cut,
     expert_names,
+    is_weight,
     rank_file,
     require_shared,
     spelled,
     uncut,
-    values_of,
 )
 from flagscale.train.checkpoint.formats.megatron_unpickler import load
 from flagscale.train.checkpoint.formats.megatron_writing import write_ranks
 from flagscale.train.checkpoint.formats.tables import Entry
-from flagscale.train.checkpoint.formats.tensors import Mapped, Stack, Stored
+from flagscale.train.checkpoint.formats.tensors import Mapped, Outline, Shape, Stack, Stored
 
 
 @dataclass(frozen=True)
@@ -59,11 +71,9 @@ class MegatronTorch:
 
     def read(self, path: Path) -> Model:
         path = _newest(path)
-        parts = _Parts.read(path)
-        values = effective(values_of(parts.args))
-        require_shared(values, path)
-        gated = values["gated_linear_unit"]
-        return collect(path, values, lambda entry: parts.whole(entry, gated=gated))
+        args = _arguments(path)
+        values = values_in(args, path)
+        return collect(path, values, _Parts.read(path, args, values))
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
         require_shared(model.values, model.path)
@@ -87,71 +97,137 @@ def _newest(path: Path) -> Path:
     return max(found.parent for found in path.glob("*/mp_rank_*"))
 
 
+def _arguments(path: Path) -> Mapping[str, Any]:
+    given = load(min(path.glob(f"mp_rank_*/{FILE}"))).get("args")
+    args = vars(given) if isinstance(given, argparse.Namespace) else {}
+    if not args:
+        raise CheckpointError(f"{path} does not say its arguments: it is of an old version")
+    return args
+
+
 @dataclass(frozen=True)
 class _Parts:
     """What the ranks saved: model chunks by place, and the layers that each begins with."""
 
     path: Path
     args: Mapping[str, Any]
-    tensor: int
-    expert: int
+    values: Mapping[str, Any]
+    layout: Layout
     chunks: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]
     """By place in tensor and expert parallelism: all model chunks, in the order of layers."""
     layers: Sequence[tuple[int, int]]
     """Of every layer of the model: its chunk, and its number there."""
+    used: set[tuple[int, int, int, str]] = field(default_factory=set)
+    """The tensors that were found: places in tensor and expert parallelism, the chunk, the name."""
 
     @classmethod
-    def read(cls, path: Path) -> _Parts:
+    def read(cls, path: Path, args: Mapping[str, Any], values: Mapping[str, Any]) -> _Parts:
         """
         Raises:
             CheckpointError: a rank's file is missing or damaged, or the layout is not read.
         """
-        first = load(min(path.glob(f"mp_rank_*/{FILE}")))
-        given = first.get("args")
-        args = vars(given) if isinstance(given, argparse.Namespace) else {}
-        if not args:
-            raise CheckpointError(f"{path} does not say its arguments: it is of an old version")
-        tp, pp, ep = (
-            int(args.get(f"{name}_model_parallel_size") or 1)
-            for name in ("tensor", "pipeline", "expert")
-        )
+        layout = layout_in(args, path)
+        tp = layout.tensor
         if (args.get("expert_tensor_parallel_size") or tp) != tp and args.get("num_experts"):
             raise CheckpointError(
                 f"{path}: experts are cut otherwise than the rest (expert_tensor_parallel_size), "
                 "which is not read",
                 hint="let Megatron-LM save it as torch_dist",
             )
-        chunks, layout = {}, Layout(tp, pp, ep)
+        experts = values["num_moe_experts"] or 0
+        if experts % layout.expert:
+            raise CheckpointError(
+                f"{path}: expert_model_parallel_size: {layout.expert} ranks cannot share "
+                f"{experts} experts"
+            )
+        chunks = {}
         for t in range(tp):
-            for e in range(ep):
-                files = [load(rank_file(path, layout, (t, p, e))) for p in range(pp)]
+            for e in range(layout.expert):
+                files = [load(rank_file(path, layout, (t, p, e))) for p in range(layout.pipeline)]
                 chunks[t, e] = _in_order(files)
-        return cls(path, args, tp, ep, chunks, _layers(chunks[0, 0]))
+        return cls(path, args, values, layout, chunks, _layers(chunks[0, 0]))
 
-    def whole(self, entry: Entry, *, gated: bool) -> Stored | None:
-        """A tensor of the model, of the ranks' parts; None where they have none."""
-        if EXPERT.fullmatch(entry.name):
-            count = entry.sizes.experts
-            each = count // self.expert
-            tensors = []
-            for expert in range(count):
-                place, own = divmod(expert, each)
-                names = expert_names(entry.name, own) or ()
-                tensors.append(self._merged(entry, names, place, gated=gated))
-            whole = [tensor for tensor in tensors if tensor is not None]
-            return Stack(tuple(whole)) if len(whole) == count else None
-        return self._merged(entry, list(spelled(entry.name)), 0, gated=gated)
+    def find(self, entry: Entry) -> Stored | None:
+        """A tensor of the model, of the ranks' parts; None where they have none.
+
+        Raises:
+            UnfitError: these have other shapes than the arguments say, or no weights.
+        """
+        if not EXPERT.fullmatch(entry.name):
+            return self._merged(
+                entry, entry.shape, [*spelled(entry.name)], range(self.layout.expert)
+            )
+        count = entry.sizes.experts
+        each = count // self.layout.expert
+        tensors = []
+        for expert in range(count):
+            place, own = divmod(expert, each)
+            names = expert_names(entry.name, own) or ()
+            tensors.append(self._merged(entry, entry.shape[1:], names, [place]))
+        whole = [tensor for tensor in tensors if tensor is not None]
+        return Stack(tuple(whole)) if len(whole) == count else None
 
     def _merged(
-        self, entry: Entry, names: Sequence[str], place: int, *, gated: bool
+        self, entry: Entry, shape: Shape, names: Sequence[str], places: Sequence[int]
     ) -> Stored | None:
-        """A tensor of the parts that tensor-parallel ranks have by one of these names."""
+        """A tensor of the parts that tensor-parallel ranks have by one of these names, at each of
+        the ``places`` in expert parallelism."""
         chunk, local = self._chunk(entry.name)
-        found = [_first(names, self.chunks[t, place][chunk], local) for t in range(self.tensor)]
-        stored: list[Stored] = [_stored(part) for part in found if part is not None]
-        if len(stored) < self.tensor:
-            return None
-        return uncut(entry.name, stored, entry.theirs[0][1][0], gated=gated)
+        found: list[list[Stored]] = []
+        for t in range(self.layout.tensor):
+            found.append([])
+            for e in places:
+                own = self.chunks[t, e][chunk]
+                name = next((n for n in _local(names, local) if _is_tensor(own.get(n))), None)
+                if name is None:
+                    return None
+                self.used.add((t, e, chunk % len(self.chunks[t, e]), name))
+                found[-1].append(_stored(own[name]))
+        self._require_fitting(entry, shape, found, (chunk, places))
+        merged = [copies(entry.name, parts) for parts in found]
+        return uncut(entry.name, merged, shape[0], gated=self.values["gated_linear_unit"])
+
+    def _require_fitting(
+        self,
+        entry: Entry,
+        shape: Shape,
+        found: Sequence[Sequence[Stored]],
+        where: tuple[int, Sequence[int]],
+    ) -> None:
+        """
+        Raises:
+            UnfitError: the ranks' parts of a tensor are not those of one of this shape.
+        """
+        chunk, places = where
+        parts, shapes = {}, {}
+        whole = self._whole_shape(entry, shape, found[0][0])
+        for t, copied in enumerate(found):
+            wanted = self._part_shape(entry.name, whole, t, found[0][0])
+            for e, part in zip(places, copied, strict=True):
+                label = f"{entry.name} ({self._directory(t, chunk, e)})"
+                parts[label], shapes[label] = part, wanted
+        if problems := list(fitting(self.path, entry.name, parts, shapes)):
+            raise UnfitError(problems)
+
+    def _whole_shape(self, entry: Entry, shape: Shape, part: Stored) -> Shape:
+        if entry.name not in (EMBEDDING, HEAD):
+            return shape
+        rows = vocabulary_rows(self.args, self.values["vocab_size"])
+        return shape_of(entry, rows, next(iter(part.shape), 0) * self.layout.tensor)
+
+    def _part_shape(self, name: str, whole: Shape, place: int, part: Stored) -> Shape:
+        """The shape of a rank's part; what only some layers cut is all there or cut."""
+        gated, ranks = self.values["gated_linear_unit"], self.layout.tensor
+        outline = Outline(whole)
+        for engine in (True, False):
+            shape = cut(name, outline, place, ranks, gated=gated, engine=engine).shape
+            if shape == part.shape:
+                break
+        return shape
+
+    def _directory(self, tensor: int, chunk: int, expert: int) -> str:
+        stage = chunk % self.layout.pipeline  # -1 is the last one's
+        return self.layout.directory((tensor, stage, expert))
 
     def _chunk(self, name: str) -> tuple[int, tuple[str, str]]:
         """The chunk that has a tensor, and what of its name is exchanged there."""
@@ -163,12 +239,31 @@ class _Parts:
             return chunk, (found[0], f"decoder.layers.{own}.")
         return (0 if name.startswith("embedding.") else -1), ("", "")
 
+    def left(self) -> list[str]:
+        """The weights that were not found, each with the directory of a rank that has it."""
+        found: dict[str, str] = {}
+        for (t, e), chunks in self.chunks.items():
+            for index, chunk in enumerate(chunks):
+                for name, tensor in chunk.items():
+                    known = (t, e, index, name) in self.used or self._is_copy(index, name)
+                    if _is_tensor(tensor) and not known and is_weight(name, self.args):
+                        place = self._directory(t, index, e)
+                        found.setdefault(f"{index} {name}", f"{name} (in {place})")
+        return sorted(found.values())
 
-def _first(names: Sequence[str], chunk: Mapping[str, Any], local: tuple[str, str]) -> Any:
-    """The tensor that a chunk has by one of these names."""
+    def _is_copy(self, chunk: int, name: str) -> bool:
+        """Whether a tensor is a copy of the embedding for layers that predict further tokens."""
+        return bool(chunk and self.args.get(FURTHER) and name.startswith("embedding."))
+
+
+def _local(names: Sequence[str], local: tuple[str, str]) -> list[str]:
+    """What names are within a chunk."""
     old, new = local
-    tried = (chunk.get(new + name.removeprefix(old)) for name in names)
-    return next((found for found in tried if isinstance(found, torch.Tensor)), None)
+    return [new + name.removeprefix(old) for name in names]
+
+
+def _is_tensor(found: Any) -> bool:
+    return isinstance(found, torch.Tensor)
 
 
 def _stored(tensor: torch.Tensor) -> Stored:
@@ -178,7 +273,8 @@ def _stored(tensor: torch.Tensor) -> Stored:
 
 def _in_order(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The model chunks of a pipeline's stages: the first chunk of each, then the second, …"""
-    numbers = sorted(int(m[1]) for name in files[0] if (m := re.fullmatch(r"model(\d+)", name)))
+    every = {str(name) for file in files for name in file}
+    numbers = sorted(int(m[1]) for name in every if (m := re.fullmatch(r"model(\d+)", name)))
     names = [f"model{number}" for number in numbers] or ["model"]
     found = [file.get(name) for name in names for file in files]
     return [chunk if isinstance(chunk, dict) else {} for chunk in found]

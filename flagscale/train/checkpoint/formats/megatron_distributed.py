@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +19,24 @@ import torch
 
 from flagscale.checkpoint_metadata import METADATA
 from flagscale.checkpoints import MANIFEST, TRACKER, Checkpoints
-from flagscale.config.arguments.huggingface.models import effective
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.describing import BACKEND, METADATA_KEY, sharding_metadata
-from flagscale.train.checkpoint.formats.base import Inspect, Model, Report, collect
+from flagscale.train.checkpoint.formats.base import (
+    Inspect,
+    Model,
+    Report,
+    UnfitError,
+    collect,
+    fitting,
+)
 from flagscale.train.checkpoint.formats.companions import appearing
 from flagscale.train.checkpoint.formats.distributed_writing import Writer
+from flagscale.train.checkpoint.formats.megatron_arguments import (
+    layout_in,
+    shape_of,
+    values_in,
+    vocabulary_rows,
+)
 from flagscale.train.checkpoint.formats.megatron_layout import (
     EMBEDDING,
     HEAD,
@@ -32,17 +44,17 @@ from flagscale.train.checkpoint.formats.megatron_layout import (
     Layout,
     Padded,
     arguments_for,
+    is_weight,
     precision_of,
     require_shared,
     spelled,
     spelled_for,
-    values_of,
 )
 from flagscale.train.checkpoint.formats.megatron_unpickler import load
 from flagscale.train.checkpoint.formats.metadata import tensors_of
 from flagscale.train.checkpoint.formats.parts import Parts
 from flagscale.train.checkpoint.formats.tables import Entry
-from flagscale.train.checkpoint.formats.tensors import Item, Stack, Stored
+from flagscale.train.checkpoint.formats.tensors import Item, Shape, Stack, Stored
 
 _COMMON, _BACKEND = "common.pt", "metadata.json"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -79,14 +91,11 @@ class MegatronDistributed:
         given = None if found is None else _arguments(found)
         if found is None or given is None:
             raise CheckpointError(f"{path} holds no checkpoint that says Megatron-LM's arguments")
-        values = effective(values_of(vars(given)))
-        require_shared(values, found)
-        stored = tensors_of(found)
-
-        def find(entry: Entry) -> Stored | None:
-            return next((one for name in spelled(entry.name) if (one := _find(stored, name))), None)
-
-        return collect(found, values, find)
+        args = vars(given)
+        values = values_in(args, found)
+        layout_in(args, found)
+        rows = vocabulary_rows(args, values["vocab_size"])
+        return collect(found, values, _Source(found, args, values, rows, tensors_of(found)))
 
     def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
         require_shared(model.values, model.path)
@@ -140,14 +149,48 @@ def _arguments(path: Path) -> argparse.Namespace | None:
     return given if isinstance(given, argparse.Namespace) else None
 
 
-def _find(stored: Mapping[str, Stored], name: str) -> Stored | None:
-    """A tensor by its name, or of all layers' one."""
-    layer = _LAYER.fullmatch(name)
-    if name in stored or layer is None:
-        return stored.get(name)
-    whole = stored.get(f"decoder.layers.{layer[2]}")
-    number = int(layer[1])
-    return Item(whole, number) if whole is not None and number < whole.shape[0] else None
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of a checkpoint, and which of them were found."""
+
+    path: Path
+    args: Mapping[str, Any]
+    values: Mapping[str, Any]
+    rows: Sequence[int]
+    """How many the vocabulary may have."""
+    stored: Mapping[str, Stored]
+    used: set[str] = field(default_factory=set)
+
+    def find(self, entry: Entry) -> Stored | None:
+        """A tensor by its name, or of all layers' one.
+
+        Raises:
+            UnfitError: it has another shape than the arguments say, or holds no weights.
+        """
+        for name in spelled(entry.name):
+            layer = _LAYER.fullmatch(name)
+            if name in self.stored:
+                return self._fitting(name, shape_of(entry, self.rows, self._rows(name)))
+            stacked = "" if layer is None else f"decoder.layers.{layer[2]}"
+            if layer is not None and stacked in self.stored:
+                shape = (self.values["num_layers"], *entry.shape)
+                return Item(self._fitting(stacked, shape), int(layer[1]))
+        return None
+
+    def _fitting(self, name: str, shape: Shape) -> Stored:
+        found = self.stored[name]
+        self.used.add(name)
+        if problems := list(fitting(self.path, name, {name: found}, {name: shape})):
+            raise UnfitError(problems)
+        return found
+
+    def _rows(self, name: str) -> int:
+        return next(iter(self.stored[name].shape), 0)
+
+    def left(self) -> list[str]:
+        """The weights that were not found."""
+        names = self.stored.keys() - self.used
+        return sorted(name for name in names if is_weight(name, self.args))
 
 
 def _alike(values: Mapping[str, Any]) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from flagscale.config.arguments.architecture import OWN
-from flagscale.config.arguments.huggingface.models import FUNCTION
+from flagscale.config.arguments.huggingface.models import FUNCTION, FURTHER
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.megatron_unpickler import Unknown
-from flagscale.train.checkpoint.formats.tensors import Stored, Transposed, joined, rows
+from flagscale.train.checkpoint.formats.tensors import Copies, Stored, Transposed, joined, rows
 
 _WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
 """Tokenizers whose ``vocab_size`` does not count the end of a document."""
@@ -25,7 +25,7 @@ RELEASE = "release"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT = re.compile(r"(.*\.mlp\.experts\.)experts\.(linear_fc[12])\.(weight)")
 """The tensor of all experts of a layer."""
-_ALIASES = {
+ALIASES = {
     "num_moe_experts": ("num_experts",),
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
     "layernorm_zero_centered_gamma": ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
@@ -61,6 +61,12 @@ _ROWS = re.compile(
 _HALVES = re.compile(r".*linear_fc1\.(weight|bias)")
 _COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 _WHOLE = re.compile(r".*(norm|router|position_embeddings).*|.*(linear_proj|linear_fc2)\.bias")
+
+_STATES = re.compile(
+    r"(.*\.)?(_extra_state.*|inv_freq|(cos|sin)_cached|(local|global)_tokens_per_expert|ga_steps)"
+    r"|(chained_\d+\.)?optimizer\..*|rng_state.*|opt_param_scheduler.*|rerun_state_machine.*"
+)
+"""What lies among a model's weights and decides nothing of what it computes."""
 
 
 @dataclass(frozen=True)
@@ -132,22 +138,24 @@ def rank_file(path: Path, layout: Layout, place: Sequence[int]) -> Path:
 
 
 def values_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a checkpoint's arguments those that say which function the model is, by our names."""
+    """Of a checkpoint's arguments those that say which function the model is, by our names. They
+    are taken as they are (:mod:`.megatron_arguments` looks at them)."""
     found = {}
     for name in FUNCTION:
-        given = (args.get(one) for one in _ALIASES.get(name, (name,)))
+        given = (args.get(one) for one in ALIASES.get(name, (name,)))
         value = next((one for one in given if one is not None), None)
-        if name in _ALIASES and value is None:
+        if name in ALIASES and value is None:
             value = args.get(name)
         if value is not None and not isinstance(value, Unknown):
             found[name] = list(value) if isinstance(value, tuple) else value
     if not args.get("group_query_attention"):
         found["num_query_groups"] = found.get("num_attention_heads")
-    if "q_lora_rank" in args:
-        found["q_lora_rank"] = args["q_lora_rank"]  # None says something
+    if args.get("q_lora_rank", 0) is None:
+        found["q_lora_rank"] = None  # which says something
     # Tokens, without the rows of padding where it says how many there are.
-    padded = int(args.get("padded_vocab_size") or 0)
-    tokens = int(args.get("vocab_size") or padded)
+    sizes = (args.get("padded_vocab_size"), args.get("vocab_size"))
+    padded, tokens = (0 if isinstance(size, Unknown) else int(size or 0) for size in sizes)
+    tokens = tokens or padded
     if args.get("tokenizer_type") in _WITHOUT_END and tokens < padded:
         tokens += 1
     found["vocab_size"] = tokens
@@ -157,7 +165,7 @@ def values_of(args: Mapping[str, Any]) -> dict[str, Any]:
 def arguments_for(values: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """The arguments of a checkpoint there, of ours."""
     found = dict(values)
-    for ours, theirs in _ALIASES.items():
+    for ours, theirs in ALIASES.items():
         found.update(dict.fromkeys(theirs, values[ours]))
     tensor, expert = layout.tensor, layout.expert
     return {
@@ -202,6 +210,12 @@ def require_shared(values: Mapping[str, Any], path: Path) -> None:
             f"{path}: Megatron-LM has no such model: {'; '.join(own)}",
             hint="Hugging Face's format and this project's have it",
         )
+
+
+def is_weight(name: str, args: Mapping[str, Any]) -> bool:
+    """Whether a tensor is one that a model is wrong without: no state of a run, and of no layer
+    that predicts further tokens, where there are such."""
+    return not _STATES.fullmatch(name) and not (args.get(FURTHER) and name.startswith("mtp."))
 
 
 def spelled(name: str) -> Iterator[str]:
@@ -294,10 +308,12 @@ def uncut(name: str, parts: Sequence[Stored], rows_of: int, *, gated: bool) -> S
     Raises:
         CheckpointError: nobody knows how it is cut.
     """
-    if len(parts) == 1 or _WHOLE.fullmatch(name):
+    if len(parts) == 1:
         return parts[0]
+    if _WHOLE.fullmatch(name) or (_DOWN.fullmatch(name) and parts[0].shape[0] == rows_of):
+        return copies(name, parts)
     if _DOWN.fullmatch(name):
-        return parts[0] if parts[0].shape[0] == rows_of else joined(parts)
+        return joined(parts)
     if _COLUMNS.fullmatch(name):
         return Transposed(joined([Transposed(part) for part in parts]))
     if _HALVES.fullmatch(name) and gated:
@@ -306,6 +322,15 @@ def uncut(name: str, parts: Sequence[Stored], rows_of: int, *, gated: bool) -> S
     if _HALVES.fullmatch(name) or _ROWS.fullmatch(name):
         return joined(parts)
     raise _unknown(name)
+
+
+def copies(name: str, parts: Sequence[Stored]) -> Stored:
+    """A tensor that several ranks hold, all of it."""
+    if len(parts) == 1:
+        return parts[0]
+    return Copies(
+        tuple(parts), f"{name}: the copies of it that ranks have differ, and none is the right one"
+    )
 
 
 def _unknown(name: str) -> CheckpointError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import pickle
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,8 @@ _KNOWN = {
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     ("torch", "Size"): torch.Size,
 }
+_ZIP = b"PK\x03\x04"
+"""What a file of torch.save begins with; those of old versions are bare pickles."""
 
 
 class Unknown:
@@ -71,6 +74,7 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file cannot be read.
     """
+    _require_mappable(path)
     try:
         found = torch.load(
             str(path), map_location="cpu", mmap=True, weights_only=False, pickle_module=_MODULE
@@ -80,3 +84,26 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is no checkpoint of Megatron-LM")
     return found
+
+
+def _require_mappable(path: Path) -> None:
+    """
+    Raises:
+        CheckpointError: a file is none of those that torch maps, and what it looks like.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_ZIP))
+            whole = zipfile.is_zipfile(file)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if whole:
+        return
+    if not begin:
+        raise CheckpointError(f"{path} is empty")
+    if begin == _ZIP:
+        raise CheckpointError(f"{path} is cut: the end of what torch.save wrote is missing")
+    raise CheckpointError(
+        f"{path} is no checkpoint that torch can map",
+        hint="one of an old version of torch can be had if torch loads it and saves it again",
+    )

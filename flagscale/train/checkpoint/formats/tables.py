@@ -44,6 +44,7 @@ from flagscale.train.checkpoint.formats.rules import (
     Sizes,
     per_expert,
 )
+from flagscale.train.checkpoint.formats.tensors import Outline, Shape
 
 Values = Mapping[str, Any]
 
@@ -276,6 +277,11 @@ class Entry:
     theirs: tuple[tuple[str, tuple[int, ...]], ...]
     rule: Rule
     sizes: Sizes
+
+    @property
+    def shape(self) -> Shape:
+        """The shape that it has here."""
+        return self.rule.join([Outline(shape) for _, shape in self.theirs], self.sizes).shape
 
 
 def entries(kind: str, values: Values) -> Iterator[Entry]:

@@ -179,14 +179,55 @@ class Alike:
         return self.places[0].dtype
 
     def read(self, region: Region) -> torch.Tensor:
-        first, *others = (place.read(region).contiguous() for place in self.places)
-        if not all(first.view(torch.uint8).equal(other.view(torch.uint8)) for other in others):
+        first, same = _compared(self.places, region)
+        if not same:
             raise CheckpointError(
                 "embedding or output layer of the layers that predict further tokens are not the "
                 "model's own, and here they share these",
                 hint="without mtp_num_layers a run takes the model without those layers",
             )
         return first
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One tensor of which a checkpoint has several copies, which are compared as it is read;
+    ``unlike`` tells what it means that they differ."""
+
+    places: tuple[Stored, ...]
+    unlike: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.places[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.places[0].dtype
+
+    def read(self, region: Region) -> torch.Tensor:
+        first, same = _compared(self.places, region)
+        if not same:
+            raise CheckpointError(self.unlike)
+        return first
+
+
+def _compared(places: Sequence[Stored], region: Region) -> tuple[torch.Tensor, bool]:
+    """A region of the first of some tensors, and whether the others have the same there."""
+    first, *others = (place.read(region).contiguous() for place in places)
+    bits = first.reshape(-1).view(torch.uint8)
+    return first, all(bits.equal(other.reshape(-1).view(torch.uint8)) for other in others)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A tensor's shape alone, of which nothing can be read."""
+
+    shape: Shape
+    dtype: torch.dtype = torch.float32
+
+    def read(self, region: Region) -> torch.Tensor:
+        raise AssertionError(f"an outline of {self.shape} has no numbers ({region})")
 
 
 @dataclass(frozen=True)
