@@ -180,6 +180,7 @@ MISSHAPEN: dict[str, Case] = {
     "width": ("llama", "one", args(hidden_size=64), [f"{NORM} (mp_rank_00): expected shape [64]"]),
     "inner width": ("llama", "one", args(ffn_hidden_size=24), [FC2, "expected shape [32, 24]"]),
     "groups": ("llama", "one", args(num_query_groups=4), [f"{QKV}.weight", "expected shape [96, "]),
+    "no groups": ("llama", "one", args(num_query_groups=None), ["expected shape [96, 32]"]),
     "vocabulary": ("llama", "one", args(vocab_size=10**10), ["10000000000, 32], found [130, 32]"]),
     "fewer tokens": ("llama", "one", args(vocab_size=100), ["shape [100, 32], found [130, 32]"]),
     "half of the ranks": (

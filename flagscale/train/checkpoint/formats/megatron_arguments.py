@@ -181,7 +181,7 @@ def _wrong_sizes(values: Mapping[str, Any]) -> list[str]:
     experts = layers * int(values.get("num_moe_experts") or 0)
     if experts > _MOST_EXPERTS:
         wrong.append(f"num_experts: {experts:,} in all layers, expected {_MOST_EXPERTS:,} at most")
-    heads, groups = values["num_attention_heads"], values["num_query_groups"] or 1
+    heads, groups = values["num_attention_heads"], values.get("num_query_groups") or 1
     if heads % groups:
         wrong.append(f"num_query_groups: expected a divisor of {heads} heads, found {groups}")
     if values.get("kv_channels") is None and values["hidden_size"] < heads:
