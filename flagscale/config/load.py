@@ -39,6 +39,7 @@ from flagscale.config.specifics import (
     with_absolute_paths,
     without_arguments,
 )
+from flagscale.config.tokenizers import too_few_tokens
 from flagscale.config.yaml_file import short
 from flagscale.errors import ConfigError, Problem
 
@@ -104,7 +105,7 @@ def _referred(config: DictConfig) -> frozenset[str]:
 
 def _check(reader: Reader, experiment: schema.Experiment, purpose: Purpose | None) -> None:
     reader.problems += check_places(experiment)
-    reader.problems += _train_problems(reader, experiment)
+    reader.problems += _train_problems(reader, experiment) or too_few_tokens(experiment)
     # Where files are not shared, the hosts are asked instead.
     if purpose != "launch" or experiment.runner.no_shared_fs:
         return
