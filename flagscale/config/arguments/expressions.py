@@ -1,15 +1,29 @@
-"""Lists as Megatron-LM's arguments write them: ``[0]+[1]*26``, ``([0]*2+[1])*4``."""
+"""Lists as Megatron-LM's arguments write them: ``[0]+[1]*26``, ``([0]*2+[1])*4``, ``127,0``."""
 
 from __future__ import annotations
 
 import ast
+import re
 
 _MAX_ITEMS = 100_000
+_BETWEEN = re.compile(r"\s*,\s*|\s+")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_PAIRS = ("()", "[]")
 
 
 def looks_like_one(text: str) -> bool:
     """Whether a text is meant as such an expression."""
     return "[" in text
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers of a text that writes several, with commas or spaces between them and maybe
+    parentheses or brackets around: ``127,0``, ``(127, 0)``, ``2 2 100``. Empty for any other."""
+    bare = text.strip()
+    if bare[:1] + bare[-1:] in _PAIRS:
+        bare = bare[1:-1].strip()
+    parts = _BETWEEN.split(bare)
+    return parts if len(parts) > 1 and all(map(_NUMBER.fullmatch, parts)) else []
 
 
 def listed(text: str) -> list[int]:

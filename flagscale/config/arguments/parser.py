@@ -19,7 +19,7 @@ from flagscale.config.arguments.registry import (
     one_or_many,
 )
 from flagscale.config.arguments.spec import Argument
-from flagscale.config.arguments.values import convert, expected, shown
+from flagscale.config.arguments.values import convert, expected, shown, written_out
 from flagscale.errors import ConfigError, Problem
 
 
@@ -138,6 +138,7 @@ def canonicalise(name: str, value: Any) -> tuple[str, Any] | None:
 def _single(argument: Argument, given: Any, converted: Any) -> Any:
     """The converted value, but for one that was given as no list and means another thing then."""
     expressed = argument.kind == "int" and looks_like_one(str(given))
+    expressed = expressed or len(written_out(argument, given)) > 1
     listed = expressed or isinstance(given, (list, tuple))
     return converted if listed or argument.name not in one_or_many() else converted[0]
 

@@ -89,15 +89,22 @@ def _bounds(argument: Argument) -> str:
 def convert(argument: Argument, value: Any) -> Any:
     """The argument's value from a YAML value or from words.
 
-    ``many`` arguments give a list and accept a single value for a list of one, and of whole
-    numbers an expression (``[0]+[1]*3``). Raises ValueError,
-    whose text says what was expected and found.
+    ``many`` arguments give a list and accept a single value for a list of one, of numbers a text
+    that writes several (``127,0``), and of whole numbers an expression (``[0]+[1]*3``). Raises
+    ValueError, whose text says what was expected and found.
     """
     if argument.many:
         items = list(value) if isinstance(value, (list, tuple)) else [value]
+        items = written_out(argument, items[0]) if len(items) == 1 else items
         items = [one for item in items for one in _items(argument, item)]
         return [_convert_one(argument, item, value) for item in items]
     return _convert_one(argument, value, value)
+
+
+def written_out(argument: Argument, value: Any) -> list[Any]:
+    """What one value of a list of numbers stands for: itself, or those that it writes."""
+    several = argument.kind in ("int", "float") and isinstance(value, str)
+    return (several and expressions.numbers(value)) or [value]
 
 
 def _items(argument: Argument, item: Any) -> list[Any]:
