@@ -21,6 +21,7 @@ from flagscale.config.arguments import (
     layout,
     paths,
     rules,
+    schedule,
 )
 from flagscale.config.arguments.external import is_external
 from flagscale.config.arguments.flatten import leaves
@@ -105,10 +106,17 @@ def check_arguments(experiment: Experiment) -> list[Problem]:
     if experiment.task.external:
         return []
     args = Arguments.of(experiment)
-    values = args.values()
+    values = {**args.values(), **_saved(experiment)}
     broken = [*rules.broken(values), *_bounded_by_environment(experiment, values)]
     problems = [args.problem(name, message) for name, message in dict.fromkeys(broken)]
     return [*problems, *_spelling(args), *_interleaving(args), *_data(args)]
+
+
+def _saved(experiment: Experiment) -> dict[str, Any]:
+    """That checkpoints are saved in the experiment's directory where the YAML does not say where,
+    nor by ``save: null`` that none are."""
+    names = {name for _, name, _ in leaves(experiment.train.sections(), nulls=True)}
+    return {} if "save" in names else {"save": str(experiment.exp_dir / "checkpoints")}
 
 
 def _bounded_by_environment(
@@ -181,6 +189,7 @@ def notes(experiment: Experiment, world_size: int) -> list[str]:
         found += _replaced_and_idle(args)
         found += _filled(experiment, args)
         found += _anew(experiment)
+        found += _behind_the_end(args, world_size)
     samples = args["train_samples"]
     batch = layout.global_batch_size(args.values(), world_size) if samples else 0
     if samples and batch:
@@ -231,6 +240,15 @@ def _anew(experiment: Experiment) -> Iterator[str]:
                 f"{path}: null: every start is one from step 0, whatever was saved; without the "
                 "key it goes on from the experiment's newest checkpoint"
             )
+
+
+def _behind_the_end(args: Arguments, world_size: int) -> Iterator[str]:
+    """What would come after the last step."""
+    values = args.values()
+    if any(values[name] for name in schedule.PLANNED):
+        batch = layout.global_batch_size(values, world_size)
+        for name, reason in schedule.notes(values, batch):
+            yield idle.sentence([args.keys[name].rpartition(".")[2]], reason)
 
 
 def _replaced_and_idle(args: Arguments) -> Iterator[str]:

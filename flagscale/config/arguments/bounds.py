@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from flagscale.config.arguments.mixtures import BALANCING
+from flagscale.config.arguments.recompute import MODULES
+
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -20,6 +23,7 @@ _AT_LEAST_ONE = (
     "num_moe_experts",
     "moe_ffn_hidden_size",
     "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
     "recompute_num_layers",
     "bucket_size",
     "num_distributed_optimizer_instances",
@@ -28,6 +32,8 @@ _AT_LEAST_ONE = (
     "initial_loss_scale",
 )
 _NOT_NEGATIVE = (
+    "moe_router_num_groups",
+    "moe_router_group_topk",
     "lr",
     "decoupled_lr",
     "decoupled_min_lr",
@@ -47,3 +53,9 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     **dict.fromkeys(_SHARES, (0, 1)),
 }
 """Least and greatest value by name, inclusive; None is "no limit"."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "moe_router_load_balancing_type": BALANCING,
+    "recompute_modules": MODULES,
+}
+"""Values of texts that it compares with, but does not list in their types."""

@@ -40,6 +40,7 @@ _EXCLUDED: Mapping[str, str] = {
     "window_size": "it has no windows here",
     "attn_logit_softcapping": "it bounds no scores here",
     "window_rotary_base": "it has no windows here",
+    "rotary_interleaved": "megatron.core turns its positions in halves",
     "attention_output_gate": "megatron.core has no gate for it",
     "use_rope_scaling": "yarn scales its positions (rope_type)",
     "rotary_seq_len_interpolation_factor": "yarn scales its positions (rope_type)",

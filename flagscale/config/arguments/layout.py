@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from flagscale.config.arguments import growth, mesh_rules, recompute, shares
+from flagscale.config.arguments import growth, mesh_rules, pipeline, recompute, shares
 from flagscale.config.arguments.meshes import (
     SPLIT,
     Meshes,
@@ -209,6 +209,7 @@ def _pipeline_parallel(values: Values) -> Iterator[Broken]:
     pp = values["pipeline_model_parallel_size"]
     per_stage = values["num_layers_per_virtual_pipeline_stage"]
     chunks = virtual_chunks(values)
+    yield from pipeline.broken(values)
     if per_stage is not None and values["num_layers"] % (pp * per_stage):
         by = f"{per_stage} x pipeline_model_parallel_size {pp}"
         message = f"{values['num_layers']} layers do not divide into {by}"
@@ -250,8 +251,12 @@ def _experts(values: Values) -> Iterator[Broken]:
         yield "moe_grouped_gemm", "needs num_moe_experts"
     elif values["moe_grouped_gemm"] and values["add_bias_linear"]:
         yield "moe_grouped_gemm", "the grouped experts have no biases: set disable_bias_linear"
-    alone = (values["expert_tensor_parallel_size"] or tp) * ep == 1
-    if experts and values["moe_token_dispatcher_type"] == "flex" and alone:
+    experts_tp = values["expert_tensor_parallel_size"] or tp
+    if experts and values["add_bias_linear"] and experts_tp > 1 and not values["moe_grouped_gemm"]:
+        shared = f"experts that {experts_tp} tensor-parallel ranks share have no biases"
+        message = f"true: {shared}: set disable_bias_linear, or expert_tensor_parallel_size: 1"
+        yield "add_bias_linear", message
+    if experts and values["moe_token_dispatcher_type"] == "flex" and experts_tp * ep == 1:
         yield (
             "moe_token_dispatcher_type",
             "flex needs experts on more than one rank (expert_model_parallel_size); take alltoall",
@@ -261,8 +266,6 @@ def _experts(values: Values) -> Iterator[Broken]:
         yield "moe_layer_freq", f"{len(pattern)} items, but num_layers is {layers}"
     elif pattern == 0:
         yield "moe_layer_freq", "0: expected 1 for every layer, 2 for every second, or a list"
-    if experts and values["moe_router_topk"] == 1 and not values["moe_router_pre_softmax"]:
-        yield "moe_router_topk", "1 needs moe_router_pre_softmax: true"
 
 
 def _batches(values: Values, dp: int) -> Iterator[Broken]:
@@ -289,6 +292,7 @@ def _batches(values: Values, dp: int) -> Iterator[Broken]:
 def _expert_ranks(values: Values, world_size: int) -> Iterator[Broken]:
     ep, pp = values["expert_model_parallel_size"], values["pipeline_model_parallel_size"]
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
-    if ep > 1 and world_size % (ep * expert_tp * pp):
+    if (ep > 1 or values["num_moe_experts"]) and world_size % (ep * expert_tp * pp):
         message = f"{ep} x tensor {expert_tp} x pipeline {pp} does not divide {world_size} ranks"
-        yield "expert_model_parallel_size", message
+        name = "expert_model_parallel_size" if ep > 1 else "expert_tensor_parallel_size"
+        yield name, message

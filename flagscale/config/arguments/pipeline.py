@@ -4,10 +4,14 @@ step is."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flagscale.config.arguments.precision import Values
+from flagscale.config.arguments.precision import Broken, Values
 
+_LAYOUT = "pipeline_model_parallel_layout"
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _TIMES = re.compile(r"\(([^()]+)\)\*(\d+)|(\w)\*(\d+)")
 
 
@@ -88,3 +92,46 @@ def _written_out(layout: str) -> str:
         before = text
         text = _TIMES.sub(lambda found: (found[1] or found[3]) * int(found[2] or found[4]), text)
     return text
+
+
+def broken(values: Values) -> Iterator[Broken]:
+    """Ways to share out layers that exclude each other, a layout by hand that is none, and what
+    only stages of several chunks can exchange."""
+    apart = values["overlap_p2p_comm"] and not values["batch_p2p_comm"]
+    if values["overlap_p2p_comm_warmup_flush"] and not (apart or virtual_chunks(values)):
+        message = "true needs overlap_p2p_comm, and batch_p2p_comm: false; leave it out"
+        yield "overlap_p2p_comm_warmup_flush", message
+    ends = [name for name in _ENDS if values[name] is not None]
+    counted = [name for name in _COUNTED if values[name]]
+    if values[_LAYOUT] is not None:
+        for name in (*ends, *counted):
+            yield name, f"{values[name]} with {_LAYOUT}, which names the layers of every stage"
+        yield from _by_hand(values)
+        return
+    if ends and counted:
+        message = f"true with {ends[0]} {values[ends[0]]}: leave one of them out"
+        yield counted[0], message
+    chunks = virtual_chunks(values) or 1
+    for name in ends:
+        if values[name] % chunks:
+            yield name, f"{values[name]} does not divide into {chunks} virtual stages"
+
+
+def _by_hand(values: Values) -> Iterator[Broken]:
+    parts, layout = layout_of_chunks(values), values[_LAYOUT]
+    stages, chunks = values["pipeline_model_parallel_size"], virtual_chunks(values) or 1
+    letters = "".join(parts)
+    if set(letters) - set("EtmL") or not re.fullmatch("E[^EL]*L", letters):
+        yield (
+            _LAYOUT,
+            f"{layout}: expected E (the embedding) first, t (a layer) or m (of mtp_num_layers), L "
+            "(the loss) last, and | between stages, such as Et*3|t*4|t*3L",
+        )
+    elif len(parts) != stages * chunks:
+        wanted = f"pipeline_model_parallel_size {stages}" + (
+            f" x {chunks} virtual stages" if chunks > 1 else ""
+        )
+        yield _LAYOUT, f"{layout} has {len(parts)} stages, expected {wanted}"
+    elif letters.count("t") != values["num_layers"]:
+        message = f"{layout} has {letters.count('t')} t, but num_layers is {values['num_layers']}"
+        yield _LAYOUT, message

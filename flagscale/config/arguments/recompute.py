@@ -27,6 +27,12 @@ _NEEDED = {
     "recompute_method": "uniform or block",
     "recompute_num_layers": "a number of layers, 1 or more",
 }
+MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
+"""What selective recomputation can be of, as megatron.core names it."""
+_NEEDED_BY_MODULES = {
+    "moe": "num_moe_experts",
+    "shared_experts": "moe_shared_expert_intermediate_size",
+}
 _ROW = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})+")
 
 
@@ -109,6 +115,7 @@ def broken(values: Values, chunks: int, *, measured: bool = False) -> Iterator[B
         for name, wanted in _NEEDED.items():
             if values[name] is None:
                 yield name, f"is needed by recompute_granularity: full: {wanted}"
+    yield from _broken_modules(values)
     for name in NAMES:
         if values[name] is None:
             continue
@@ -120,6 +127,29 @@ def broken(values: Values, chunks: int, *, measured: bool = False) -> Iterator[B
             yield name, f"the row [{_bare(wrong[0])}] {_why_no_row(name, wrong[0])}"
         elif (said := sum(row[0] for row in _rows(values[name]))) != chunks:
             yield name, f"its rows are for {said} stages, and the pipeline has {chunks}"
+
+
+def _broken_modules(values: Values) -> Iterator[Broken]:
+    """What selective recomputation names, and what it does not go with."""
+    granularity = values["recompute_granularity"]
+    if granularity and values["distribute_saved_activations"] and values["sequence_parallel"]:
+        message = "true with sequence_parallel, which shares them out already; leave it out"
+        yield "distribute_saved_activations", message
+    if granularity in ("full", AUTO) and values["moe_layer_recompute"]:
+        yield "moe_layer_recompute", f"true with recompute_granularity {granularity}; leave it out"
+    if granularity != "selective":
+        return
+    if values["recompute_num_layers"] is not None:
+        message = f"{values['recompute_num_layers']} with recompute_granularity selective, which "
+        yield "recompute_num_layers", message + "is of every layer; leave it out"
+    named = values["recompute_modules"] or ()
+    for name, needed in _NEEDED_BY_MODULES.items():
+        if name in named and not values[needed]:
+            yield "recompute_modules", f"{name} needs {needed}; leave it out"
+    shared = "shared_experts" in named and values["moe_shared_expert_intermediate_size"]
+    if shared and values["moe_shared_expert_overlap"]:
+        message = "shared_experts with moe_shared_expert_overlap; leave one of them out"
+        yield "recompute_modules", message
 
 
 def _broken_auto(values: Values, *, measured: bool) -> Iterator[Broken]:

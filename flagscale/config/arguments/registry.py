@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flagscale.config.arguments.aliases import ALIASES, Alias
-from flagscale.config.arguments.bounds import BOUNDS
+from flagscale.config.arguments.bounds import BOUNDS, CHOICES
 from flagscale.config.arguments.spec import Argument, declared
 from flagscale.config.arguments.training import TRAINING_GROUPS
 from flagscale.config.arguments.values import nearest
@@ -30,7 +30,7 @@ def _core() -> list[dict[str, Any]]:
 
 
 def _core_argument(record: Mapping[str, Any]) -> Argument:
-    choices = record["choices"]
+    choices = CHOICES.get(record["name"], record["choices"])
     minimum, maximum = BOUNDS.get(record["name"], (None, None))
     return Argument(
         name=record["name"],

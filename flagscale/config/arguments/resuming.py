@@ -18,7 +18,7 @@ from flagscale.config.arguments.adapters import description, other_weight
 from flagscale.config.arguments.huggingface.models import FUNCTION, FURTHER
 from flagscale.config.arguments.precision import Values
 from flagscale.config.arguments.resolve import schedule_lengths
-from flagscale.config.arguments.rules import weight_decays
+from flagscale.config.arguments.schedule import weight_decays
 from flagscale.errors import CheckpointError
 
 Content = Mapping[str, Any]

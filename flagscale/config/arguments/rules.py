@@ -25,12 +25,15 @@ from flagscale.config.arguments import (
     families,
     graphs,
     growth,
+    heads,
     idle,
     latent,
     layout,
+    mixtures,
     mtp,
     phases,
     precision,
+    schedule,
 )
 from flagscale.config.arguments.huggingface.models import config_of
 from flagscale.config.arguments.precision import Broken, Values
@@ -48,6 +51,8 @@ _LOCAL_ATTENTION: Mapping[str, Any] = {
     "log_max_attention_logit": False,
 }
 """What torch's scaled_dot_product_attention cannot do, and the values that ask for nothing."""
+
+weight_decays = schedule.weight_decays  # the training program takes it from here
 
 OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Precisions of the optimizer's state, which only Transformer Engine's optimizer can lower."""
@@ -71,6 +76,8 @@ def broken(values: Values) -> list[Broken]:
         graphs.broken,
         _attention,
         architecture.broken,
+        heads.broken,
+        mixtures.broken,
         mtp.broken,
         latent.broken,
         _documents,
@@ -87,7 +94,7 @@ def broken(values: Values) -> list[Broken]:
         phases.broken,
         _overlap,
         _profiling,
-        _schedule,
+        schedule.broken,
         _split,
         _tokenizer,
     )
@@ -226,55 +233,6 @@ def _profiling(values: Values) -> Iterator[Broken]:
     first, end = values["profile_step_start"], values["profile_step_end"]
     if values["profile"] and end <= first:
         yield "profile_step_end", f"{end} is not after profile_step_start {first}"
-
-
-def _schedule(values: Values) -> Iterator[Broken]:
-    for name in ("min_lr", "lr_warmup_init"):
-        if values[name] > values["lr"]:
-            yield name, f"{values[name]} exceeds lr {values['lr']}"
-    fraction = values["lr_warmup_fraction"]
-    if fraction is not None and (values["lr_warmup_iters"] or values["lr_warmup_samples"]):
-        yield "lr_warmup_fraction", "excludes lr_warmup_iters and lr_warmup_samples"
-    else:
-        yield from _warmup(values)
-    lengths = (values["lr_wsd_decay_iters"], values["lr_wsd_decay_samples"])
-    if values["lr_decay_style"] == "WSD" and lengths == (None, None):
-        yield "lr_wsd_decay_iters", "WSD needs it, or lr_wsd_decay_samples"
-    start, end = weight_decays(values)
-    if start > end:
-        yield "start_weight_decay", f"{start} exceeds end_weight_decay {end}"
-    elif start != end and values["weight_decay_incr_style"] == "constant":
-        message = f"constant does not lead from {start} to {end}; take linear"
-        yield "weight_decay_incr_style", message
-    if values["override_opt_param_scheduler"] and values["use_checkpoint_opt_param_scheduler"]:
-        yield "override_opt_param_scheduler", "excludes use_checkpoint_opt_param_scheduler"
-
-
-def _warmup(values: Values) -> Iterator[Broken]:
-    """Warm-up must be shorter than the decay it is part of."""
-    decay = _steps(values, "lr_decay") or _steps(values, "train")
-    warmup = _steps(values, "lr_warmup")
-    if warmup and decay is not None and warmup >= decay:
-        name = "lr_warmup_samples" if values["lr_warmup_samples"] else "lr_warmup_iters"
-        yield name, f"warming up for {warmup:g} steps leaves nothing of the {decay:g} of the decay"
-
-
-def _steps(values: Values, what: str) -> float | None:
-    """A length in steps, in whichever unit it is given; None if samples cannot be converted."""
-    samples, batch = values[f"{what}_samples"], values["global_batch_size"]
-    if samples:
-        return samples / batch if batch else None
-    steps: float | None = values[f"{what}_iters"]
-    return steps
-
-
-def weight_decays(values: Values) -> tuple[float, float]:
-    """Weight decay at the start and at the end of training."""
-    start, end = values["start_weight_decay"], values["end_weight_decay"]
-    return (
-        values["weight_decay"] if start is None else start,
-        values["weight_decay"] if end is None else end,
-    )
 
 
 def split_shares(text: str) -> tuple[float, float, float] | None:

@@ -35,6 +35,7 @@ def experiment_of(values: dict[str, Any], *, external: bool = False) -> Experime
     )
 
 
+ADAPTERS = {"peft_type": "lora", "pretrained_checkpoint": "/x"}
 CAPTURED = {
     "cuda_graph_impl": "local",
     "cuda_graph_scope": ["full_iteration"],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from unit.config.checks_lab import (
+    ADAPTERS,
     BOUNDED,
     CAPTURED,
     LATENT,
@@ -20,7 +21,7 @@ from unit.config.checks_lab import (
 
 from flagscale.config.arguments.rules import needs_checkpoint
 from flagscale.config.checks import Arguments, check_arguments, check_world, notes
-from flagscale.config.schema import Environments, Experiment
+from flagscale.config.schema import Environments, Experiment, Train
 
 FITS: dict[str, dict[str, Any]] = {
     "captured": CAPTURED,
@@ -69,8 +70,9 @@ FITS: dict[str, dict[str, Any]] = {
         "lora_dropout_position": "pre",
         "lora_in_init_method": "kaiming",
         "lora_out_init_method": "zero",
+        "pretrained_checkpoint": "/x",
     },
-    "adapters-for-peft": {"peft_type": "lora", "export_peft": "/x", **LLAMA},
+    "adapters-for-peft": {**ADAPTERS, "export_peft": "/x", **LLAMA},
     "fp8": {"fp8": "hybrid", "bf16": True, "kv_channels": 12, "num_query_groups": 2},
     "bounded": BOUNDED,
     "exact": {**BOUNDED, "comm": ["tail=exact"], "use_distributed_optimizer": True},
@@ -89,6 +91,12 @@ FITS: dict[str, dict[str, Any]] = {
         "expert_model_parallel_size": 2,
     },
     "flex-of-no-experts": {"moe_token_dispatcher_type": "flex"},
+    "last-phase": {
+        "lr_decay_style": "WSD",
+        "lr_wsd_decay_iters": 8,
+        "lr_warmup_iters": 2,
+    },
+    "half-turned": {"position_embedding_type": "rope", "kv_channels": 7, "rotary_percent": 0.5},
     "rope": {"no_position_embedding": True, "position_embedding_type": "rope"},
 }
 
@@ -144,7 +152,7 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
     "torch": ({"dist_ckpt_format": "torch"}, "dist_ckpt_format: 'torch_dist' is taken"),
     "sp": ({"sequence_parallel": True}, "sequence_parallel: false is taken in place of true"),
     "frozen-biases": (
-        {"moe_router_bias_update_rate": 0.1, "num_experts": 4, "peft_type": "lora"}
+        {"moe_router_bias_update_rate": 0.1, "num_experts": 4, **ADAPTERS}
         | {"lora_target_modules": ["linear_proj"], **SIGMOID},
         "moe_router_bias_update_rate: 0.0 is taken in place of 0.1: a model does not change",
     ),
@@ -186,6 +194,7 @@ def test_what_is_replaced_is_noted_or_refused(values: dict[str, Any], note: str)
     assert "allow_fallbacks: true takes" in problem.message
 
 
+PHASES: dict[str, Any] = {"mock_data": None, "data_path": "a", "micro_batch_size": 1}
 WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
     "experts": (
         {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.1},
@@ -198,17 +207,31 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
     "nothing-exchanged": ({"tp_comm_overlap": True}, "no effect of tp_comm_overlap: needs sequ"),
     "other-optimizer": ({"sgd_momentum": 0.8}, "no effect of sgd_momentum: needs optimizer: sgd"),
     "adapters-of-mixtures": (
-        {"peft_type": "lora", "num_experts": 4, "lora_target_modules": ["all-linear"]},
+        {**ADAPTERS, "num_experts": 4, "lora_target_modules": ["all-linear"]},
         "lora_target_modules: ['all-linear'] trains linear_qkv, linear_proj: of a mixture",
     ),
     "adapters-of-named-layers": (
-        {"peft_type": "lora", "num_experts": 4, "lora_target_modules": ["linear_proj"]},
+        {**ADAPTERS, "num_experts": 4, "lora_target_modules": ["linear_proj"]},
         "",
     ),
     "latent-documents": (
         {**LATENT, "reset_position_ids": True, "reset_attention_mask": True},
         "no effect of reset_position_ids: documents are apart",
     ),
+    "no-shared-expert": (
+        {"moe_shared_expert_overlap": True, "num_experts": 4},
+        "no effect of moe_shared_expert_overlap: needs moe_shared_expert_intermediate_size",
+    ),
+    "skipped-behind-the-end": (
+        {"skip_train_iters": [5, 500]},
+        "no effect of skip_train_iters: [500]: training ends after step 10",
+    ),
+    "skipped-in-time": ({"iterations_to_skip": [10]}, ""),
+    "phase-behind-the-end": (
+        {**PHASES, "data_phases": ["samples=9 b", "samples=10 c"]},
+        "no effect of data_phases: from sample 10 on: training ends after 10",
+    ),
+    "phase-in-time": ({**PHASES, "data_phases": ["samples=9 b"]}, ""),
     "alias": ({"dataloader_fast_cache_load": True}, "no effect of dataloader_fast_cache_load: the"),
     "default": ({"data_parallel_sharding_strategy": "optim"}, "shards the optimizer only"),
     "on-by-default": ({"no_gradient_reduce_div_fusion": True}, "no_gradient_reduce_div_fusion: it"),
@@ -224,6 +247,15 @@ def test_what_has_no_effect_is_noted(values: dict[str, Any], note: str) -> None:
     assert not check_arguments(experiment)
     found = "; ".join(notes(experiment, 1))
     assert note in found and bool(note) == bool(found)
+
+
+def test_adapters_that_are_not_saved_need_no_base() -> None:
+    experiment = experiment_of({"peft_type": "lora"})
+    assert [problem.key for problem in check_arguments(experiment)] == [
+        "train.system.pretrained_checkpoint"
+    ]
+    unsaved = Train(model=experiment.train.model, system={"save": None})
+    assert check_arguments(replace(experiment, train=unsaved)) == []
 
 
 def test_a_foreign_program_judges_for_itself() -> None:
@@ -251,6 +283,11 @@ WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
         },
         2,
         "gives 3 micro-batches",
+    ),
+    "experts-tp": (
+        {"num_moe_experts": 4, "expert_tensor_parallel_size": 2},
+        1,
+        "1 x tensor 2 x pipeline 1 does not divide 1 ranks",
     ),
     "ep": (
         {"num_moe_experts": 4, "expert_model_parallel_size": 4},

@@ -74,6 +74,47 @@ PROBLEMS: Problems = {
     ),
     "no-length": ({"train_iters": None}, "train_iters", "found neither"),
     "two-lengths": ({"train_samples": 4}, "train_samples", "found both"),
+    **{
+        f"schedule-{name}": (values, key, message)
+        for name, (values, key, message) in {
+            "warm-up-twice": (
+                {"lr_warmup_iters": 8, "lr_warmup_samples": 4},
+                "lr_warmup_iters",
+                "8 beside lr_warmup_samples 4: give the length in steps or in samples",
+            ),
+            "decay-twice": (
+                {"lr_decay_iters": 8, "lr_decay_samples": 4},
+                "lr_decay_iters",
+                "8 beside lr_decay_samples 4",
+            ),
+            "last-phase-twice": (
+                {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_wsd_decay_samples": 4},
+                "lr_wsd_decay_iters",
+                "8 beside lr_wsd_decay_samples 4",
+            ),
+            "last-phase": (
+                {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11},
+                "lr_wsd_decay_iters",
+                "11 steps exceed 10 of the decay: the rate would jump below lr",
+            ),
+            "last-phase-in-samples": (
+                {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 44, "global_batch_size": 4},
+                "lr_wsd_decay_samples",
+                "11 steps exceed 10 of the decay",
+            ),
+            "last-phase-and-warm-up": (
+                {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_fraction": 0.2},
+                "lr_wsd_decay_iters",
+                "9 steps exceed 10 of the decay less 2 of warm-up",
+            ),
+            "no-last-phase": ({"lr_decay_style": "WSD"}, "lr_wsd_decay_iters", "WSD needs it"),
+            "weight-decay": (
+                {"weight_decay_incr_style": "linear"},
+                "weight_decay_incr_style",
+                "linear leads from start_weight_decay to end_weight_decay: give one or both",
+            ),
+        }.items()
+    },
     "split": ({"split": "50;50"}, "split", "such as 969,30,1, found '50;50'"),
     "split-of-four": ({"split": "1,1,1,1"}, "split", "up to three numbers"),
     "split-of-nothing": ({"split": "0,0,0"}, "split", "up to three numbers"),

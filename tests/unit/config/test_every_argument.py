@@ -53,6 +53,7 @@ NOT_REACHED = re.compile(
 JUDGES = ("rules", "precision", "idle", "fallbacks", "mesh_rules", "checks", "placement", "meshes")
 JUDGES += ("shares", "layout", "adapters", "conversations", "families", "growth", "resuming")
 JUDGES += ("phases", "external", "explain", "reference", "architecture", "latent")
+JUDGES += ("heads", "mixtures", "schedule", "tokenizers")
 """Modules of ours whose reading has no effect but a message, or that others have to ask."""
 
 BY_PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
@@ -64,7 +65,7 @@ OTHERWISE = {
     "save_interval": "read by growth.save_interval",
     "rampup_save_interval": "read by growth.save_interval",
     "exit_on_missing_checkpoint": "read by rules.needs_checkpoint",
-    "end_weight_decay": "read by rules.weight_decays",
+    "end_weight_decay": "read by schedule.weight_decays",
     "train_data_path": "read as one of three",
     "valid_data_path": "read as one of three",
     "hetero_mode": "chooses between meshes and replicas (shares.is_on)",

@@ -103,6 +103,105 @@ PROBLEMS: Problems = {
         "cp_comm_type",
         "p2p: keys and values are gathered here",
     ),
+    **{
+        f"layout-{name}": ({"pipeline_model_parallel_size": 2, **values}, key, message)
+        for name, (values, key, message) in {
+            "letters": (
+                {"pipeline_model_parallel_layout": "another"},
+                "pipeline_model_parallel_layout",
+                "another: expected E (the embedding) first, t (a layer)",
+            ),
+            "stages": (
+                {"pipeline_model_parallel_layout": "Et*4|t*4|L"},
+                "pipeline_model_parallel_layout",
+                "Et*4|t*4|L has 3 stages, expected pipeline_model_parallel_size 2",
+            ),
+            "layers": (
+                {"pipeline_model_parallel_layout": "Et*4|t*3L"},
+                "pipeline_model_parallel_layout",
+                "Et*4|t*3L has 7 t, but num_layers is 8",
+            ),
+            "and-ends": (
+                {
+                    "pipeline_model_parallel_layout": "Et*4|t*4L",
+                    "num_layers_in_first_pipeline_stage": 4,
+                },
+                "num_layers_in_first_pipeline_stage",
+                "4 with pipeline_model_parallel_layout, which names the layers",
+            ),
+            "ends-and-embedding": (
+                {
+                    "num_layers_in_first_pipeline_stage": 4,
+                    "account_for_embedding_in_pipeline_split": True,
+                    "account_for_loss_in_pipeline_split": True,
+                    "num_layers": 6,
+                },
+                "account_for_embedding_in_pipeline_split",
+                "true with num_layers_in_first_pipeline_stage 4: leave one of them out",
+            ),
+            "end-in-chunks": (
+                {
+                    "num_layers_in_first_pipeline_stage": 3,
+                    "num_virtual_stages_per_pipeline_rank": 2,
+                    "num_layers": 7,
+                },
+                "num_layers_in_first_pipeline_stage",
+                "3 does not divide into 2 virtual stages",
+            ),
+        }.items()
+    },
+    **{
+        f"recompute-{name}": ({"recompute_granularity": "selective", **values}, key, message)
+        for name, (values, key, message) in {
+            "moe": ({"recompute_modules": ["moe"]}, "recompute_modules", "moe needs num_moe_exp"),
+            "shared": (
+                {"recompute_modules": ["mlp", "shared_experts"]},
+                "recompute_modules",
+                "shared_experts needs moe_shared_expert_intermediate_size; leave it out",
+            ),
+            "shared-overlapping": (
+                {
+                    "recompute_modules": ["shared_experts"],
+                    "num_experts": 4,
+                    "moe_token_dispatcher_type": "alltoall",
+                    "moe_shared_expert_intermediate_size": 32,
+                    "moe_shared_expert_overlap": True,
+                },
+                "recompute_modules",
+                "shared_experts with moe_shared_expert_overlap; leave one of them out",
+            ),
+            "layers": (
+                {"recompute_num_layers": 2},
+                "recompute_num_layers",
+                "2 with recompute_granularity selective, which is of every layer",
+            ),
+            "shared-out": (
+                {
+                    "distribute_saved_activations": True,
+                    "sequence_parallel": True,
+                    "tensor_model_parallel_size": 2,
+                },
+                "distribute_saved_activations",
+                "true with sequence_parallel, which shares them out already",
+            ),
+        }.items()
+    },
+    "overlap-at-the-ends": (
+        {"overlap_p2p_comm_warmup_flush": True},
+        "overlap_p2p_comm_warmup_flush",
+        "true needs overlap_p2p_comm, and batch_p2p_comm: false",
+    ),
+    "recompute-twice": (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "moe_layer_recompute": True,
+            "num_experts": 4,
+        },
+        "moe_layer_recompute",
+        "true with recompute_granularity full; leave it out",
+    ),
     "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
     **{

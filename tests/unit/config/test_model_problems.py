@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unit.config.checks_lab import LATENT, LATENT_FP8, LLAMA, Problems, refused
+from unit.config.checks_lab import ADAPTERS, LATENT, LATENT_FP8, LLAMA, Problems, refused
 
 from flagscale.config.arguments.values import shown
 
@@ -36,7 +36,7 @@ PROBLEMS: Problems = {
             "by-the-core": ({"attention_backend": "local"}, "attention_backend", "as wide as keys"),
             "by-flash": ({"attention_backend": "flash"}, "attention_backend", "as wide as keys"),
             "lora": (
-                {"peft_type": "lora", "lora_target_modules": ["linear_qkv"]},
+                {**ADAPTERS, "lora_target_modules": ["linear_qkv"]},
                 "lora_target_modules",
                 "no layer that gets adapters; there is linear_q_proj, linear_kv_down_proj",
             ),
@@ -87,6 +87,48 @@ PROBLEMS: Problems = {
             "bert": ({"family": "bert"}, "multi_latent_attention", "attention there is not latent"),
         }.items()
     },
+    **{
+        f"turned-{name}": ({"position_embedding_type": "rope", **values}, key, message)
+        for name, (values, key, message) in {
+            "odd": ({"kv_channels": 7}, "kv_channels", "7: rotary positions turn pairs of numbers"),
+            "odd-by-division": (
+                {"hidden_size": 56},
+                "hidden_size",
+                "56 / num_attention_heads 8 = 7: rotary positions turn pairs",
+            ),
+            "odd-of-latent": (
+                {**LATENT, "qk_pos_emb_head_dim": 7},
+                "qk_pos_emb_head_dim",
+                "7: rotary positions turn pairs of numbers",
+            ),
+            "some-layers": ({"no_rope_freq": 3}, "no_rope_freq", "3 does not divide num_layers 8"),
+            "listed-layers": ({"no_rope_freq": [0, 1, 1]}, "no_rope_freq", "3 items, but num_lay"),
+            "interleaved": (
+                {**LATENT, "rotary_interleaved": True},
+                "rotary_interleaved",
+                "megatron.core turns its positions in halves",
+            ),
+        }.items()
+    },
+    **{
+        f"scores-by-{scale}": ({"softmax_scale": scale}, "softmax_scale", "expected more than 0")
+        for scale in (0, -1.0)
+    },
+    "two-norms": (
+        {"qk_layernorm": True, "qk_l2_norm": True},
+        "qk_layernorm",
+        "true with qk_l2_norm: queries and keys have one norm",
+    ),
+    **{
+        name: ({name: True}, name, f"is not supported by this trainer: {reason}")
+        for name, reason in {
+            "fp4_param": "fp4 needs Transformer Engine",
+            "moe_router_padding_for_fp8": "it pads for Transformer Engine's 8-bit experts",
+            "inference_fuse_tp_communication": "it is of inference",
+            "reuse_grad_buf_for_mxfp8_param_ag": "weights are kept in 16 bits",
+            "defer_embedding_wgrad_compute": "it needs Apex's fused accumulation of gradients",
+        }.items()
+    },
     "yarn-alone": ({"rope_type": "yarn"}, "rope_type", "yarn needs multi_latent_attention"),
     "bounded-scores": (
         {"attn_logit_softcapping": 50.0, "attention_backend": "local"},
@@ -114,7 +156,7 @@ PROBLEMS: Problems = {
     },
     "yarn": ({"is_hybrid_model": True}, "is_hybrid_model", "Mamba and attention layers are not"),
     **{
-        f"adapters-{name}": ({"peft_type": "lora", **values}, key, message)
+        f"adapters-{name}": ({**ADAPTERS, **values}, key, message)
         for name, (values, key, message) in {
             "nowhere": (
                 {"lora_target_modules": ["linear_qvk"]},
@@ -141,7 +183,16 @@ PROBLEMS: Problems = {
                 "export_peft",
                 "adapters of gpt2 are not written for peft: it takes this model's linear layers",
             ),
-            "of-nothing": ({"save": "/x"}, "pretrained_checkpoint", "is required by peft_type"),
+            "of-nothing": (
+                {"save": "/y", "pretrained_checkpoint": None},
+                "pretrained_checkpoint",
+                "is required by peft_type",
+            ),
+            "of-nothing-and-saved-by-itself": (
+                {"pretrained_checkpoint": None},
+                "pretrained_checkpoint",
+                "these are of a model; or save: null",
+            ),
             "in-8-bits": (
                 {"fp8": "hybrid", "bf16": True, "transformer_impl": "compiled"},
                 "fp8",

@@ -1,0 +1,157 @@
+"""What is refused of mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from unit.config.checks_lab import Problems, experiment_of, refused
+
+from flagscale.config.checks import check_arguments
+
+_TWO = ["aux_loss", "seq_aux_loss"]
+_BALANCING, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+_GROUPS, _CHOSEN = "moe_router_num_groups", "moe_router_group_topk"
+_CAPACITY, _PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
+_SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
+
+FITS: dict[str, dict[str, Any]] = {
+    "all": {"moe_router_topk": 4},
+    "groups": {_GROUPS: 2, _CHOSEN: 1},
+    "no-groups": {_GROUPS: 0, _CHOSEN: 0},
+    "sinkhorn": {_BALANCING: "sinkhorn", "moe_router_topk": 1},
+    "one-by-sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+    "two-losses": {_BALANCING: _TWO, _COEFFICIENT: [0.1, 0.2]},
+    "a-list-of-one": {_BALANCING: ["aux_loss"], _COEFFICIENT: 0.1},
+    "padded": {_CAPACITY: 1.5, _PADDED: True},
+    "shared": {**_SHARED, "moe_token_dispatcher_type": "alltoall"},
+    "biases": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("values", FITS.values(), ids=FITS)
+def test_fits(values: dict[str, Any]) -> None:
+    assert check_arguments(experiment_of({"num_experts": 4, **values})) == []
+
+
+PROBLEMS: Problems = {
+    "more-than-there-are": ({"moe_router_topk": 9}, "moe_router_topk", "9 of 4 experts (num_moe"),
+    "one-of-none": (
+        {"num_experts": None, "moe_router_topk": 1},
+        "moe_router_topk",
+        "1 needs moe_router_pre_softmax: true; without num_moe_experts leave it out",
+    ),
+    "bias-of-softmax": (
+        {"moe_router_enable_expert_bias": True},
+        "moe_router_enable_expert_bias",
+        "true needs moe_router_score_function: sigmoid, found softmax",
+    ),
+    "latent": ({"moe_latent_size": 16}, "moe_latent_size", "16 is not supported by this trainer"),
+    "groups-alone": ({_GROUPS: 2}, _GROUPS, f"2 needs {_CHOSEN}: how many of them"),
+    "chosen-alone": ({_CHOSEN: 2}, _CHOSEN, f"2 needs {_GROUPS}: how many groups there are"),
+    "groups-of-none": (
+        {"num_experts": None, _GROUPS: 2, _CHOSEN: 1},
+        _CHOSEN,
+        "1 needs num_moe_experts; leave it out",
+    ),
+    "unlike-groups": ({_GROUPS: 3, _CHOSEN: 1}, _GROUPS, "3 does not divide num_moe_experts 4"),
+    "too-many-groups": ({_GROUPS: 2, _CHOSEN: 3}, _CHOSEN, f"3 of 2 groups ({_GROUPS})"),
+    "groups-for-nobody": (
+        {_GROUPS: 4, _CHOSEN: 3},
+        _CHOSEN,
+        "3 groups for 2 experts of a token (moe_router_topk)",
+    ),
+    "groups-too-small": (
+        {_GROUPS: 2, _CHOSEN: 1, "moe_router_topk": 3},
+        "moe_router_topk",
+        f"3, but 1 of 2 groups ({_CHOSEN}) have 2 experts",
+    ),
+    "one-coefficient-of-two": (
+        {_BALANCING: _TWO, _COEFFICIENT: [0.1]},
+        _COEFFICIENT,
+        f"[0.1]: expected a number for each of {_BALANCING} {_TWO}",
+    ),
+    "no-list": ({_BALANCING: _TWO}, _COEFFICIENT, "0.0: expected a number for each of"),
+    "two-coefficients-of-one": (
+        {_COEFFICIENT: [0.1, 0.2]},
+        _COEFFICIENT,
+        "[0.1, 0.2]: expected a number for each of",
+    ),
+    "twice": (
+        {_BALANCING: ["aux_loss", "aux_loss"], _COEFFICIENT: [0.1, 0.1]},
+        _BALANCING,
+        "each can be named once",
+    ),
+    "sinkhorn-and-others": (
+        {_BALANCING: ["sinkhorn", "aux_loss"], _COEFFICIENT: [0.0, 0.1]},
+        _BALANCING,
+        "sinkhorn is no loss that others can be added to",
+    ),
+    "sinkhorn-as-a-loss": (
+        {_BALANCING: "sinkhorn", _COEFFICIENT: 0.1},
+        _COEFFICIENT,
+        f"0.1 with {_BALANCING} sinkhorn, which is no loss; leave it out",
+    ),
+    "sinkhorn-that-drops": (
+        {_BALANCING: "sinkhorn", _CAPACITY: 1.0},
+        _CAPACITY,
+        f"1.0 with {_BALANCING} sinkhorn: no token is dropped there",
+    ),
+    **{
+        f"capacity-{factor}": ({_CAPACITY: factor}, _CAPACITY, "expected more than 0, how many")
+        for factor in (-2.0, 0)
+    },
+    "padded-to-nothing": ({_PADDED: True}, _PADDED, f"true needs {_CAPACITY}: how much"),
+    "padded-by-flex": (
+        {
+            **{_CAPACITY: 1.0, _PADDED: True, "moe_token_dispatcher_type": "flex"},
+            "expert_model_parallel_size": 2,
+        },
+        _PADDED,
+        "true with moe_token_dispatcher_type flex, which does not pad; take alltoall",
+    ),
+    "shared-gathered": (
+        _SHARED,
+        "moe_shared_expert_overlap",
+        "true needs moe_token_dispatcher_type: alltoall, found allgather",
+    ),
+    "deepep": (
+        {"moe_enable_deepep": True},
+        "moe_enable_deepep",
+        "true needs moe_token_dispatcher_type: flex, found allgather",
+    ),
+    "two-backends": (
+        {
+            **{"moe_enable_deepep": True, "moe_flex_dispatcher_backend": "hybridep"},
+            **{"moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2},
+        },
+        "moe_enable_deepep",
+        "true with moe_flex_dispatcher_backend hybridep; leave one out",
+    ),
+    "lengths": (
+        {"variable_seq_lengths": True},
+        "variable_seq_lengths",
+        "true needs moe_token_dispatcher_type: alltoall, found allgather",
+    ),
+    "width-of-none": (
+        {"num_experts": None, "moe_ffn_hidden_size": 32},
+        "moe_ffn_hidden_size",
+        "32 needs num_moe_experts; leave it out",
+    ),
+    "biases": (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "add_bias_linear",
+        "true: experts that 2 tensor-parallel ranks share have no biases: set disable_bias_linear",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)
+def test_problem(values: dict[str, Any], name: str, message: str) -> None:
+    ((found, said),) = refused({"num_experts": 4, **values})
+    assert message in said
+    assert found == name
