@@ -104,7 +104,9 @@ class Estimate:
         if not self.args.bf16 or chips is None:
             return None
         played = self.forecast.played(chips)
-        return Timed(played.seconds, played.busy, "as layers do on an H200, communication hidden")
+        return Timed(
+            played.seconds, played.busy, "as layers do on an H200, other communication hidden"
+        )
 
     def _chips(self) -> list[Chip] | None:
         """Each stage's devices; None where a peak is not known."""

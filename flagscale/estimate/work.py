@@ -26,6 +26,8 @@ flash attention; and of the bandwidth."""
 _KERNEL, _LAUNCH = 4.5e-6, 75e-6
 """Seconds in which a kernel begins and ends, and in which the host launches one. The latter is of
 the slow hosts of the machines that all this was measured on."""
+_LINK = 175e9
+"""Bytes a second that a rank gets from its tensor-parallel peers, over NVLink by NCCL."""
 _BALANCE = 989e12 / 4.8e12
 """Operations for each byte of bandwidth of an H200, where a device's bandwidth is not known."""
 
@@ -37,6 +39,9 @@ _OF_HIDDEN, _OF_HEADS, _OF_EXPERTS, _OF_LOGITS = 50, 9, 28, 5
 are norms over them; of what goes to an expert and back; of the logits."""
 _OF_INWARD = {1: 5, 2: 8}
 """The same for an MLP's width, by how many times that its inward product is wide."""
+_EXCHANGES = (4, 3)
+"""How often a layer's passes wait for parts of the hidden state of tensor-parallel ranks. A fourth
+of the backward pass is on its way beside a product."""
 _CAST = 12
 """Bytes moved for each number that is cast for 8-bit products."""
 _EAGER, _EAGER_LOGITS = 2.5, 15
@@ -60,7 +65,7 @@ class Chip:
 class Load:
     """What something asks of a rank: operations of products of 16 and 8 bits and of attention, each
     as at a device's 16-bit peak; bytes moved; kernels, and those of them that the host launches one
-    by one."""
+    by one; bytes that other ranks send while nothing else is done."""
 
     products: float = 0.0
     eight: float = 0.0
@@ -68,6 +73,7 @@ class Load:
     moved: float = 0.0
     kernels: float = 0.0
     launches: float = 0.0
+    exchanged: float = 0.0
 
     def __add__(self, other: Load) -> Load:
         return Load(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -79,7 +85,8 @@ class Load:
         """How long it takes a rank of such a device."""
         arithmetic = (self.products + self.eight + self.attention) / chip.peak
         moved = self.moved / (_BANDWIDTH * (chip.bandwidth or chip.peak / _BALANCE))
-        return max(arithmetic + moved + self.kernels * _KERNEL, self.launches * _LAUNCH)
+        waited = self.kernels * _KERNEL + self.exchanged / _LINK
+        return max(arithmetic + moved + waited, self.launches * _LAUNCH)
 
 
 @dataclass(frozen=True)
@@ -109,10 +116,25 @@ def layer(args: Any, one: Layer) -> Both:
     kernels = _LAUNCHES + _EIGHT_LAUNCHES * one.eight + _EXPERT_LAUNCHES * one.mixture
     experts = weights.layer(args, mixture=one.mixture).experts
     read = memory.width_of(args) * experts
-    return Both(forward, backward) + Both(
-        _rest(args, _FORWARD * moved + read, _FORWARD * kernels),
-        _rest(args, (1 - _FORWARD) * moved + 2 * read + _added(args, one), kernels * 2 / 3),
+    return (
+        Both(forward, backward)
+        + Both(*(Load(exchanged=count * _part(args, one)) for count in _EXCHANGES))
+        + Both(
+            _rest(args, _FORWARD * moved + read, _FORWARD * kernels),
+            _rest(args, (1 - _FORWARD) * moved + 2 * read + _added(args, one), kernels * 2 / 3),
+        )
     )
+
+
+def _part(args: Any, one: Layer) -> float:
+    """Bytes that a rank gets when the hidden state is gathered, or a sum of it is shared out: an
+    MLP's exchanges are half of a layer's. Nothing where products hide it."""
+    peers = args.tensor_model_parallel_size - 1
+    if args.tp_comm_overlap and args.sequence_parallel:
+        return 0.0
+    tokens = memory.tokens_of(args) / args.tensor_model_parallel_size
+    whole = tokens * args.hidden_size * memory.width_of(args) * peers
+    return float(whole * (0.5 if one.mixture else 1))
 
 
 def head(args: Any, vocabulary: int) -> Both:

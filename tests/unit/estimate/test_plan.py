@@ -86,14 +86,14 @@ def test_the_time_of_each_of_unlike_meshes(loaded: Load) -> None:
     work = [64 * sum(stage.work) for stage in made.forecast.stages]
     # Such layers reach about three fifths of a peak.
     expected = (work[0] / (0.6 * 312e12), work[1] / (0.6 * 100e12))
-    assert found.busy == pytest.approx(expected, rel=0.05)
+    assert found.busy == pytest.approx(expected, rel=0.06)
     step, computing = list(notes(experiment, A800_AND_BI))[2:]
     assert step == (
-        f"a step takes {found.seconds:.3g} s, as layers do on an H200, communication hidden"
+        f"a step takes {found.seconds:.3g} s, as layers do on an H200, other communication hidden"
     )
     assert computing == (
-        f"computing: stage 0 for {found.busy[0]:.2f} s of it (idle 64%), stage 1 for "
-        f"{found.busy[1]:.2f} s of it (idle 1%); the busiest stage 47% longer than stages on "
+        f"computing: stage 0 for {found.busy[0]:.2f} s of it (idle 63%), stage 1 for "
+        f"{found.busy[1]:.2f} s of it (idle 1%); the busiest stage 46% longer than stages on "
         "average"
     )
 
@@ -215,7 +215,7 @@ def test_unlike_replicas_with_memory_and_time(loaded: Load) -> None:
     assert second.startswith(f"replicas 16-31 (BI): a rank takes 201.2 GiB {whole} 144.0")
     assert second.endswith("; its share of a step takes 57.90 s, idle 0%")
     assert step == (
-        "a step takes 57.9 s, as layers do on an H200, communication hidden; the slowest "
+        "a step takes 57.9 s, as layers do on an H200, other communication hidden; the slowest "
         "replica 85% longer than replicas on average"
     )
     assert over.startswith("replicas 0-15 (A800) does not fit: 86.8 GiB")
