@@ -114,7 +114,7 @@ def _values(argument: Argument) -> st.SearchStrategy[Any]:
     if argument.choices is not None:
         one: st.SearchStrategy[Any] = st.sampled_from(argument.choices)
     elif argument.kind == "int":
-        least = -(2**63) if low is None else int(low)
+        least = 1 - 2**63 if low is None else int(low)
         one = st.integers(least, 2**63 - 1 if high is None else int(high))
     elif argument.kind == "float":
         one = st.floats(low, high, allow_nan=False, allow_infinity=False)
