@@ -26,8 +26,6 @@ from flagscale.train.layers.accumulating import add_product, flat
 _BEFORE, _PARTS, _SUMS = 0, 1, 2
 """Channels of the signals."""
 _ALIGNMENT = 256
-
-
 _Made = TypeVar("_Made")
 LEAST = 1 << 20
 """Bytes that a workspace has at least."""
@@ -88,12 +86,17 @@ class _Exchange:
         """Say to ``rank``, when products have come here, that its part is there."""
         self.handle.put_signal(rank, channel=channel)
 
+    def offer(self, rows: torch.Tensor) -> None:
+        """Lay this rank's rows into the first part of its workspace, and tell the others."""
+        self.buffer(self.rank, 0, rows.shape, rows.dtype).copy_(rows)
+        for rank in self.others():
+            self.tell(rank, _PARTS)
+
     def fetch(self, rank: int, channel: int, into: torch.Tensor, source: torch.Tensor) -> Any:
         """Copy, beside the products, what ``rank`` says is there; returns the event of its end."""
         with self._module.stream(self._beside):
             self.handle.wait_signal(rank, channel=channel)
-            into.copy_(source, non_blocking=True)
-            return self._beside.record_event()
+        return self.copy(into, source)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> Any:
         """Copy beside the products; returns the event of its end."""
@@ -113,15 +116,13 @@ class _Exchange:
 def gathered_product(
     part: torch.Tensor, factor: torch.Tensor, size: int, group: str, wanted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`flagscale.train.layers.overlapped.gathered_product`."""
+    """See :func:`flagscale.train.layers.overlapped._InTurn.gathered_product`."""
     rows = flat(part)
     whole = rows.new_empty(size, *rows.shape)
     product = rows.new_empty(size, len(rows), factor.shape[1])
     exchange = _Exchange(group, part.device, _bytes(rows))
     mine, dtype = exchange.rank, rows.dtype
-    exchange.buffer(mine, 0, rows.shape, dtype).copy_(rows)
-    for rank in exchange.others():
-        exchange.tell(rank, _PARTS)
+    exchange.offer(rows)
     source, known = rows, mine
     for rank in exchange.others():
         theirs = exchange.buffer(rank, 0, rows.shape, dtype)
@@ -143,7 +144,7 @@ def gathered_product(
 def scattered_product(
     input_: torch.Tensor, factor: torch.Tensor, size: int, group: str
 ) -> torch.Tensor:
-    """See :func:`flagscale.train.layers.overlapped.scattered_product`."""
+    """See :func:`flagscale.train.layers.overlapped._InTurn.scattered_product`."""
     parts = flat(input_).view(size, -1, input_.shape[-1])
     summands = parts.new_empty(size, parts.shape[1], factor.shape[1])
     exchange = _Exchange(group, input_.device, _bytes(summands))
@@ -163,7 +164,7 @@ def scattered_product(
 def shared_gradients(
     gradient: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, size: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`flagscale.train.layers.overlapped.shared_gradients`."""
+    """See :func:`flagscale.train.layers.overlapped._InTurn.shared_gradients`."""
     return _gradients(gradient, weight, part, size, group, lambda whole: flat(gradient).t() @ whole)
 
 
@@ -175,7 +176,7 @@ def add_shared_gradients(
     size: int,
     group: str,
 ) -> torch.Tensor:
-    """See :func:`flagscale.train.layers.overlapped.shared_gradients`."""
+    """See :func:`flagscale.train.layers.overlapped._InTurn.shared_gradients`."""
 
     def added(whole: torch.Tensor) -> None:
         add_product(accumulator, gradient, whole)
@@ -198,9 +199,7 @@ def _gradients(
     exchange = _Exchange(group, part.device, _bytes(rows), _bytes(summands))
     mine, shape, dtype = exchange.rank, summands.shape, rows.dtype
     own = exchange.buffer(mine, 1, shape, dtype)
-    exchange.buffer(mine, 0, rows.shape, dtype).copy_(rows)
-    for rank in exchange.others():
-        exchange.tell(rank, _PARTS)
+    exchange.offer(rows)
     for index, rank in enumerate(exchange.others()):
         theirs = exchange.buffer(rank, 0, rows.shape, dtype)
         exchange.fetch(rank, _PARTS, whole[rank], theirs)
