@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from flagscale.config.arguments.flatten import leaves
 from flagscale.config.schema import BACKEND_DIRECTORY, Experiment
@@ -17,7 +18,7 @@ from flagscale.hosts.fan_out import describe
 from flagscale.hosts.names import compress
 from flagscale.hosts.python_world import World
 from flagscale.launch.planning.model import HostPlan, LaunchPlan
-from flagscale.launch.preflight import backend, checkpoint, directories, family
+from flagscale.launch.preflight import backend, brought, checkpoint, directories
 from flagscale.launch.preflight.checks import (
     EARLIER_RUN,
     REACHABLE,
@@ -54,9 +55,8 @@ def check_hosts(
         ),
         lambda host, facts: _earlier_run(facts, previous),
     ]
-    if family.words(experiment):
-        judge = family.judge
-        per_host.append(lambda host, facts: judge(experiment, facts.answer(family.CHECK)))
+    asked = [part for part in brought.ALL if part.words(experiment)]
+    per_host += [partial(part.look, experiment) for part in asked]
     between = (
         lambda host, facts: _interface(plan, host, facts, found.facts.get(0)),
         lambda host, facts: _clock(facts),

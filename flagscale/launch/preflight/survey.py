@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from flagscale.config.arguments import paths
@@ -26,7 +27,7 @@ from flagscale.launch.planning.per_host import Settings, all_settings, rebased
 from flagscale.launch.planning.plan import master_address, plan, wanted_port
 from flagscale.launch.planning.slots import machines, slots
 from flagscale.launch.planning.supervision import liveness_port
-from flagscale.launch.preflight import backend, checkpoint, directories, family
+from flagscale.launch.preflight import backend, brought, checkpoint, directories
 
 BACKEND = "the adapted training backend"
 """What asks for the backend's source."""
@@ -146,12 +147,11 @@ def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Nee
     layout = Layout(experiment.exp_dir, experiment.runner.log_dir)
     want = directories.wanted(experiment, layout, own, first=number == 0)
 
-    def ask(name: str, module: str, words: Sequence[str]) -> ModuleQuestion:
-        return ModuleQuestion(name, module, words, project, environment)
-
     variables = experiment.envs.for_host(host.name, host.device_type)
     environment = {k: parts(k, v) for k, v in variables.items() if not is_secret(k, v)}
-    wanted = [(part, part.words(experiment)) for part in (backend, family)]
+    ask = partial(ModuleQuestion, project=project, environment=environment)
+    asked = [(backend.CHECK, backend.MODULE, backend.words(experiment))]
+    asked += [(part.check, part.module, part.words(experiment)) for part in brought.ALL]
     return Need(
         project=project,
         exp_dir=str(experiment.exp_dir),
@@ -159,7 +159,7 @@ def _need(experiment: Experiment, made: Survey, number: int, fresh: bool) -> Nee
         written=list(want.written.values()),
         load=want.load,
         compared=compares_code(experiment, here=made.here),
-        asked=[ask(part.CHECK, part.MODULE, words) for part, words in wanted if words],
+        asked=[ask(check, module, words) for check, module, words in asked if words],
         # Rank 0 chooses the checkpoint for all.
         asked_of_checkpoints=(
             [ask(checkpoint.CHECK, checkpoint.MODULE, [want.load])] if number == 0 else []

@@ -2,7 +2,7 @@
 
     python -m flagscale.train.models.check NAME
 
-prints one line of JSON: ``family``, what sentences call it, or ``problem`` and ``hint``. Imports
+prints one line of JSON: ``found``, what sentences call it, or ``problem`` and ``hint``. Imports
 no torch.
 """
 
@@ -20,7 +20,7 @@ from flagscale.train.models.base import spec_of
 def check(name: str) -> dict[str, str | None]:
     """What the host answers for the family ``name``."""
     try:
-        return {"family": spec_of(Namespace(family=name)).shown}
+        return {"found": spec_of(Namespace(family=name)).shown}
     except ConfigError as error:
         return {"problem": error.message, "hint": error.hint}
 

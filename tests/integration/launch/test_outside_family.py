@@ -136,3 +136,25 @@ def test_what_it_cannot_do_is_said_before_it_starts(
     assert refused.returncode == 2, refused.stdout
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_a_function_for_the_data_is_asked_for_before_it_starts(lab: Lab) -> None:
+    """On the host, in the environment of its ranks."""
+    given = {"dataloader_type": "external", "external_data": "own_data.web:batch", "num_workers": 0}
+    train = {**TRAIN, "data": {**given, "vocab_size": 100}}
+    train["model"] = {key: value for key, value in TRAIN["model"].items() if key != "family"}
+    package = lab.root / "some packages" / "own_data"
+    lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, envs={"PYTHONPATH": str(package.parent)})
+    path = lab.root / "conf" / "lab.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": train}))
+    refused = lab.do("run")
+    assert refused.returncode == 2, refused.stdout
+    key = "train.data.external_data"
+    assert f"{key}: there is no module own_data.web" in refused.stderr, refused.stderr
+    package.mkdir(parents=True)
+    (package / "web.py").write_text("def batches(args, tokenizer, split, samples): ...\n")
+    refused = lab.do("run")
+    assert f"{key}: own_data.web has no function batch" in refused.stderr, refused.stderr
+    assert "did you mean batches?" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert lab.do("check", f"{key}=own_data.web:batches").returncode == 0

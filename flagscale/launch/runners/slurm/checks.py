@@ -18,7 +18,7 @@ from flagscale.config.slurm_schema import seconds
 from flagscale.errors import UnreachableError
 from flagscale.hosts.hostfile import Host
 from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
-from flagscale.launch.preflight import backend, family
+from flagscale.launch.preflight import backend, brought
 from flagscale.launch.preflight.checks import EARLIER_RUN, REACHABLE, Check
 from flagscale.launch.preflight.hosts import check_hosts
 from flagscale.launch.preflight.survey import BACKEND, survey
@@ -38,7 +38,7 @@ _OF_NODES = frozenset(
     {"devices", backend.CHECK, "master port", "liveness port", EARLIER_RUN, REACHABLE}
 )
 # And what is an image's, where nodes run in one.
-_OF_IMAGES = frozenset({"python", "packages", "code", family.CHECK})
+_OF_IMAGES = frozenset({"python", "packages", "code", *(part.check for part in brought.ALL)})
 _BY_GROUPS = "proctrack/pgid: what leaves its group outlives scancel; nodes end it a moment later"
 # What people need of sbatch's answer to --test-only.
 _WHEN = re.compile(r"to start at (\S+)")
