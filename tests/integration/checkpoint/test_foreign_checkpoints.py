@@ -285,7 +285,7 @@ HOSTILE: dict[str, tuple[Change, list[str]]] = {
     ),
     "missing tensors": (
         lambda p: _rewrite(p, _lost),
-        ["lacks tensors", "\n  model.layers.0.self_attn.k_proj.weight", "\n  lm_head.weight"],
+        ["in lacks tensors: ", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight"],
     ),
     "wrong shape": (
         lambda p: _rewrite(p, _reshaped),
@@ -293,7 +293,7 @@ HOSTILE: dict[str, tuple[Change, list[str]]] = {
     ),
     "extra tensors": (
         lambda p: _rewrite(p, lambda t: t.update(extra=torch.ones(2))),
-        ["has tensors that no llama model has", "\n  extra"],
+        ["has tensors that no llama model has: extra"],
     ),
     "unlike precisions": (
         lambda p: _rewrite(
@@ -312,7 +312,7 @@ HOSTILE: dict[str, tuple[Change, list[str]]] = {
     ),
     "no numbers": (
         lambda p: _rewrite(p, lambda t: t["model.norm.weight"].fill_(float("nan"))),
-        ["decoder.final_layernorm.weight: it holds infinities, or what is no number"],
+        ["/in cannot be used: decoder.final_layernorm.weight: it holds infinities, or what"],
     ),
     "path out of the directory": (
         lambda p: _index(p, "../secret.safetensors"),

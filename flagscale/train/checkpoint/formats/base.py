@@ -194,7 +194,7 @@ def refuse(path: Path, what: str, items: list[str], hint: str | None = None) -> 
         more = len(items) - _MOST_NAMED
         named = items[:_MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
         listed = "\n  ".join(named)
-        raise CheckpointError(f"{path} {what}:\n  {listed}", hint=hint)
+        raise CheckpointError(f"{path} {what}: {listed}", hint=hint)
 
 
 class UnfitError(Exception):
@@ -264,6 +264,9 @@ def without_padding(name: str, tensor: Stored, values: Mapping[str, Any]) -> Sto
     return rows(tensor, 0, size) if tensor.shape[0] > size else tensor
 
 
+UNSOUND = "it holds infinities, or what is no number"
+
+
 def differs(tensor: Stored, other: Stored, report: Report) -> str | None:
     """What keeps two tensors from being the same, finite numbers, bit by bit; None if nothing."""
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
@@ -271,7 +274,7 @@ def differs(tensor: Stored, other: Stored, report: Report) -> str | None:
     for region in pieces(whole(tensor.shape), tensor.dtype.itemsize):
         one, two = (side.read(region).contiguous() for side in (tensor, other))
         if not are_finite(one):
-            return "it holds infinities, or what is no number"
+            return UNSOUND
         if not _same_bits(one, two):
             return "it is not what it was made of"
         report(one.nbytes)

@@ -36,6 +36,7 @@ from flagscale.train.checkpoint.formats.adapters import (
 )
 from flagscale.train.checkpoint.formats.base import (
     FORMATS,
+    UNSOUND,
     CheckpointFormat,
     LaidOut,
     Model,
@@ -54,6 +55,7 @@ from flagscale.train.checkpoint.formats.parts import (
     is_partial,
     partial_of,
 )
+from flagscale.train.checkpoint.formats.tensors import Cast
 from flagscale.train.data.progress import progress
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -317,11 +319,14 @@ def verify(model: Model, written: Model, *, report: Report) -> None:
     Raises:
         CheckpointError: the tensors that differ, or that hold infinities or no numbers.
     """
-    wrong = []
+    wrong: dict[str, str] = {}
     for name, tensor in model.tensors.items():
         if text := differs(tensor, written.tensors[name], report):
-            wrong.append(f"{name}: {text}")
-    refuse(written.path, "is not what it was to be", wrong)
+            wrong[name] = f"{name}: {text}"
+    rounded = any(isinstance(model.tensors[name], Cast) for name in wrong)
+    hint = "--dtype makes infinities of numbers that it has no room for" if rounded else None
+    refuse(model.path, "cannot be used", [t for t in wrong.values() if t.endswith(UNSOUND)], hint)
+    refuse(written.path, "is not what it was to be", [*wrong.values()])
 
 
 def _counted(report: object, total: int) -> Report:

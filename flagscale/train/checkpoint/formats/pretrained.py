@@ -20,7 +20,7 @@ from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint import content as contents
 from flagscale.train.checkpoint import loading
 from flagscale.train.checkpoint.agreement import agree, describe
-from flagscale.train.checkpoint.formats.base import Model, are_finite, format_of, refuse
+from flagscale.train.checkpoint.formats.base import UNSOUND, Model, are_finite, format_of, refuse
 from flagscale.train.models.initialize import initialize
 from flagscale.train.state import TrainState
 
@@ -152,5 +152,5 @@ def _copy(part: Any, stored: Any, rows: int) -> Iterator[str]:
         target = target[: region[0][1] - region[0][0]]
     found = stored.read(tuple(region)).reshape(target.shape)
     if not are_finite(found):
-        yield f"{part.key}: it holds infinities, or what is no number"
+        yield f"{part.key}: {UNSOUND}"
     target.copy_(found)
