@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from omegaconf.errors import OmegaConfBaseException
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)(:?)")
+_NO_VARIABLE = r"KeyError raised .*Environment variable '(.+)' not found"
 _NOT_FOUND = r"Interpolation key '(.+)' not found|Unsupported interpolation type (\w+)"
 
 
@@ -60,6 +61,11 @@ def _told(error: OmegaConfBaseException, key: str, sources: Sources) -> Problem:
     message = (error.msg or str(error)).splitlines()[0]
     if "Missing mandatory value" in message:
         message = "is required: replace ??? by a value"
+    elif found := re.match(_NO_VARIABLE, message):
+        message = (
+            f"this machine has no variable {found[1]}: set it, or say what holds without it, "
+            f"${{oc.env:{found[1]},…}}"
+        )
     elif found := re.fullmatch(_NOT_FOUND, message):
         message += _hint(found[1] or found[2], key, sources.texts.get(key, ""))
     else:

@@ -3,7 +3,6 @@ known by the ``type=`` of the hostfile, as far as an adapter knows that name."""
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +10,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
-from pathlib import Path
 from typing import Any
 
 from flagscale.accelerators.registry import accelerators
@@ -22,6 +20,7 @@ from flagscale.config.arguments.vocabulary import padded_vocabulary
 from flagscale.config.checks import Arguments
 from flagscale.config.placement import Placed, types_of_replicas
 from flagscale.config.schema import Experiment
+from flagscale.config.tokenizers import vocabulary as vocabulary_of
 from flagscale.errors import ConfigError
 from flagscale.estimate import kept, split
 from flagscale.estimate.arithmetic import transformer
@@ -194,22 +193,13 @@ def _first(values: Iterable[float | None]) -> float | None:
 
 
 def _tokens(args: Any, most_bytes: int | None) -> int:
-    """The vocabulary with a tokenizer of Hugging Face's that lies here; 0 where none does."""
-    if not args.tokenizer_path:
+    """The vocabulary with a tokenizer whose files lie here; 0 where they do not tell."""
+    kind, path, separate = args.tokenizer_type, args.tokenizer_path, bool(args.merge_file)
+    found = vocabulary_of(kind, path, separate=separate, most_bytes=most_bytes)
+    if found is None:
         return 0
-    path = Path(args.tokenizer_path) / "tokenizer.json"
-    try:
-        if most_bytes is not None and path.stat().st_size > most_bytes:
-            return 0
-        found = json.loads(path.read_bytes())
-        added = {token["content"]: token["id"] for token in found.get("added_tokens", ())}
-        size = max(len(found["model"]["vocab"]), *(token + 1 for token in added.values()), 0)
-        vocabulary = found["model"]["vocab"]
-        has_mask = any(name in added or name in vocabulary for name in _USUAL_MASKS)
-        lacks = transformer(args).masks and not has_mask
-        return int(size + lacks)
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    lacks = transformer(args).masks and not _USUAL_MASKS & found.names
+    return found.size + lacks
 
 
 # --- what to say of it ---------------------------------------------------------------------------

@@ -73,6 +73,11 @@ HINTS = {
         "under experiment.envs alone; ${oc.env:NAME} is this machine's",
     ),
     "elsewhere-unknown": ("exp_name: ${HOME}", "write ${oc.env:HOME} for this machine's variable"),
+    "unset": (
+        "exp_name: ${oc.env:NO_SUCH_VARIABLE}",
+        "this machine has no variable NO_SUCH_VARIABLE: set it, or say what holds without it, "
+        "${oc.env:NO_SUCH_VARIABLE,…}",
+    ),
     "a-key": ("exp_name: ${train.model.none}", "'train.model.none' not found"),
     "commands": (
         "exp_name: a\n  cmds: {before_start: 'cd ${HOME}'}",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flagscale.config.actions import Purpose
+from flagscale.config.tokenizers import vocabulary
 from flagscale.errors import ConfigError
 
 from .conftest import Workspace
@@ -23,12 +24,13 @@ def _file(vocabulary: Any, added: Any = None) -> str:
 TOKENIZERS: dict[str, tuple[dict[str, str], str, int | None]] = {
     "pairs": ({"tokenizer.json": _file(_WORDS)}, "HuggingFaceTokenizer", 3),
     "added": ({"tokenizer.json": _file(_WORDS, _ADDED)}, "Llama3TokenizerFS", 4),
+    "gaps": ({"tokenizer.json": _file({"a": 0, "b": 7})}, "HuggingFaceTokenizer", 8),
     "unigram": ({"tokenizer.json": _file([["a", -1.0], ["b", -2.0]])}, "HFTokenizerFS", 2),
     "gpt2": ({"vocab.json": json.dumps(_WORDS), "merges.txt": ""}, "GPT2BPETokenizer", 3),
     "bytes": ({}, "ByteLevelTokenizer", 257),
     "none": ({}, "HuggingFaceTokenizer", None),
     "broken": ({"tokenizer.json": "{"}, "HuggingFaceTokenizer", None),
-    "other-kind": ({"tokenizer.model": ""}, "SentencePieceTokenizer", None),
+    "no-sentencepiece": ({"tokenizer.model": ""}, "SentencePieceTokenizer", None),
     "counted": ({}, "NullTokenizer", None),
 }
 
@@ -63,3 +65,25 @@ def test_hosts_with_files_of_their_own_are_not_judged_by_this_machines(
     workspace.write("tokens/tokenizer.json", _file(_WORDS))
     given = _overrides("HuggingFaceTokenizer", 1)
     workspace.load(*given, "+experiment.runner.no_shared_fs=true", purpose="plan")
+
+
+@pytest.mark.torch  # whose extra brings the library
+@pytest.mark.parametrize("named", ["tokens", "tokens/tokenizer.model"])
+def test_a_model_of_sentencepiece_says_how_many_it_has(named: str, workspace: Workspace) -> None:
+    from sentencepiece import SentencePieceTrainer
+
+    folder = workspace.root / "tokens"
+    folder.mkdir()
+    with (folder / "tokenizer.model").open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(["a few words of a text"] * 9),
+            model_writer=file,
+            vocab_size=15,
+            minloglevel=2,
+        )
+    found = vocabulary("Llama2Tokenizer", str(workspace.root / named))
+    assert found is not None and found.size == 15
+    assert vocabulary("Llama2Tokenizer", str(workspace.root / named), most_bytes=9) is None
+    given = ("+train.data.tokenizer.tokenizer_type=Llama2Tokenizer", "+train.model.vocab_size=14")
+    with pytest.raises(ConfigError, match="14 is less than the 15 tokens of tokenizer_path"):
+        workspace.load(*given, f"train.data.tokenizer.tokenizer_path={named}")
