@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Measure how well layers are shared out between stages on unlike devices; write the figures.
 
-Two ranks of this machine, a core each, are the two stages of a small model; with ``--slowed`` the
-second one's layers take twice the time: after each of their passes it computes as long again for
-nothing. Every split is trained, and beside what its step took stands what the model of a step
-(docs/hetero.md) says of it by the times that ``hetero_pipeline_layer_split: auto`` measured; then
-what auto chose. Without ``--slowed`` the same cuts are trained as a plain pipeline of like ranks,
-too.
+Two ranks of this machine, a core or a GPU each, are the two stages of a model; with ``--slowed``
+the second one's layers take twice the time: they do their work twice. Every split is trained, and
+beside what its step took stands what the model of a step (docs/hetero.md) says of it by the times
+that ``hetero_pipeline_layer_split: auto`` measured; then what auto chose. Without ``--slowed`` the
+same cuts are trained as a plain pipeline of like ranks, too.
 
     python tools/bench/layer_split.py --slowed --output docs/results/layer-split-cpu.json
+    python tools/bench/layer_split.py --slowed --device cuda --rounds 1 --output …
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,35 +40,50 @@ from flagscale.status import STATUS_DIR_VARIABLE, read_events
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
 LAYERS, WARM_UP = 8, 2
+RANK = "--rank"
+"""Comes first, and then "plain" or "slowed", where this file is a rank's program."""
 MODEL = f"""
---num-layers {LAYERS} --hidden-size 256 --num-attention-heads 8 --num-query-groups 4
---ffn-hidden-size 768 --seq-length 256 --micro-batch-size 2 --global-batch-size 8
---vocab-size 2000 --make-vocab-size-divisible-by 64 --mock-data --tokenizer-type NullTokenizer
+--num-layers {LAYERS} --mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64
 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --eval-iters 0
---num-workers 0 --lr 1e-4 --lr-decay-style constant --log-interval 1 --device cpu
+--num-workers 0 --lr 1e-5 --lr-decay-style constant --log-interval 1
 """
+SIZES = {
+    "cpu": """--hidden-size 256 --num-attention-heads 8 --num-query-groups 4 --ffn-hidden-size 768
+--seq-length 256 --micro-batch-size 2 --global-batch-size 8 --vocab-size 2000 --device cpu""",
+    # A layer of Llama-3-8B.
+    "cuda": """--hidden-size 4096 --num-attention-heads 32 --num-query-groups 8
+--ffn-hidden-size 14336 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8
+--vocab-size 32000 --device cuda --bf16""",
+}
 MESHES = "--enable-hetero --hetero-process-meshes 1 1 1 1 1  1 1 1 1 1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == [RANK]:
+        return rank_main(given[2:], slowed=given[1] == "slowed")
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--slowed", action="store_true", help="the second rank is half as fast")
+    parser.add_argument("--device", choices=tuple(SIZES), default="cpu", help="%(default)s")
     parser.add_argument("--steps", type=int, default=8, help="of each training, %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="of all splits, %(default)s")
-    parser.add_argument("--rank", choices=("plain", "slowed"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--first",
+        type=int,
+        nargs="+",
+        default=list(range(1, LAYERS)),
+        metavar="N",
+        help="layers of the first stage, of each split that is trained; all splits",
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write, or to add to")
-    options, training = parser.parse_known_args(argv)
-    if options.rank:
-        return rank_main(training, slowed=options.rank == "slowed")
-    if training:
-        parser.error(f"unknown: {' '.join(training)}")
-    if len(os.sched_getaffinity(0)) < 2:
-        raise ConfigError("two cores are needed, one for each stage")
+    options = parser.parse_args(given)
     before = machine.facts("torch", "megatron-core")
-    cores = sorted(os.sched_getaffinity(0))[:2]
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError("two cores are needed, one for each stage")
     with tempfile.TemporaryDirectory() as directory:
-        found = measure(Path(directory), cores, options)
+        found = measure(Trainings(Path(directory), options), options)
     print(text(found))
     if options.output:
         write(options.output, "slowed" if options.slowed else "alike", {**before, **found})
@@ -80,7 +94,8 @@ def rank_main(arguments: Sequence[str], *, slowed: bool) -> int:
     """The training program, on layers that take twice the time if they are to."""
     sys.argv[0] = str(PROGRAM)
     sys.path.insert(0, str(PROJECT / "third_party" / "Megatron-LM"))
-    os.environ.update(FLAGSCALE_DEVICE="cpu", TORCHDYNAMO_DISABLE="1")
+    if "cpu" in arguments:
+        os.environ.update(FLAGSCALE_DEVICE="cpu", TORCHDYNAMO_DISABLE="1")
     if slowed:
         slow_layers()
     from flagscale.train.train_gpt import main as train_gpt
@@ -89,73 +104,37 @@ def rank_main(arguments: Sequence[str], *, slowed: bool) -> int:
 
 
 def slow_layers() -> None:
-    """Have every transformer layer's passes be followed by as long a computation for nothing."""
-    import torch
+    """Have every transformer layer do its work twice, in both passes: it runs twice, and what comes
+    out is the mean of the two, which is what one gives, as are the gradients."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    ballast = torch.ones(256, 256)
+    once = TransformerLayer.__call__
 
-    def as_long_again(begun: float) -> None:
-        now = time.perf_counter()
-        with torch.no_grad():
-            while time.perf_counter() < 2 * now - begun:
-                ballast @ ballast
+    def twice(layer: Any, *args: Any, **options: Any) -> Any:
+        hidden, *others = once(layer, *args, **options)
+        again, *_ = once(layer, *args, **options)
+        return (0.5 * (hidden + again), *others)
 
-    class Inward(torch.autograd.Function):
-        """Its backward pass is the last of the layer's."""
-
-        @staticmethod
-        def forward(ctx: Any, hidden: Any, begun: list[float]) -> Any:
-            ctx.begun = begun
-            return hidden.view_as(hidden)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            as_long_again(ctx.begun[0])
-            return gradient, None
-
-    class Outward(torch.autograd.Function):
-        """Its backward pass is the first of the layer's."""
-
-        @staticmethod
-        def forward(ctx: Any, hidden: Any, begun: list[float]) -> Any:
-            ctx.begun = begun
-            return hidden.view_as(hidden)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            ctx.begun[:] = [time.perf_counter()]
-            return gradient, None
-
-    plain = TransformerLayer.forward
-
-    def forward(layer: Any, hidden_states: Any, *args: Any, **options: Any) -> Any:
-        begin, begun = time.perf_counter(), list[float]()
-        hidden = Inward.apply(hidden_states, begun)  # type: ignore[no-untyped-call]
-        out, *others = plain(layer, hidden, *args, **options)
-        as_long_again(begin)
-        return (Outward.apply(out, begun), *others)  # type: ignore[no-untyped-call]
-
-    TransformerLayer.forward = forward
+    # Outside of what is compiled: a graph would do the same work once.
+    TransformerLayer.__call__ = twice
 
 
-def measure(directory: Path, cores: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
+def measure(trainings: Trainings, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step: of every split, as measured and as predicted, and of auto's."""
-    splits = [(first, LAYERS - first) for first in range(1, LAYERS)]
+    auto = f"{MESHES} --hetero-pipeline-layer-split auto"
+    trainings.seconds(auto, 1)
+    problem = trainings.asked(auto)
+    chosen = best(problem)
+    splits = [(first, LAYERS - first) for first in sorted({*options.first, chosen[0]})]
     runs: dict[str, list[float]] = {}
     names = [f"{MESHES} --hetero-pipeline-layer-split {a} {b}" for a, b in splits]
     if not options.slowed:
         plain = "--pipeline-model-parallel-size 2 --num-layers-in-first-pipeline-stage"
         names += [f"{plain} {a} --num-layers-in-last-pipeline-stage {b}" for a, b in splits]
-    auto = f"{MESHES} --hetero-pipeline-layer-split auto"
-    train(auto, directory, cores, steps=1, slowed=options.slowed)
     for number in range(options.rounds):
         # Forth and back, so that what drifts does so for all.
         for name in names if number % 2 == 0 else reversed(names):
-            seconds = train(name, directory, cores, steps=options.steps, slowed=options.slowed)
-            runs.setdefault(name, []).append(seconds)
-    problem = asked(auto, directory)
-    chosen = best(problem)
+            runs.setdefault(name, []).append(trainings.seconds(name, options.steps))
     rows = [
         {
             "split": list(layers),
@@ -184,54 +163,70 @@ def summary(rows: Sequence[dict[str, Any]], chosen: Layers, problem: Problem) ->
     }
 
 
-def asked(arguments: str, directory: Path) -> Problem:
-    """The search that training made, from the times it has kept."""
-    args = resolve(parse_arguments(f"{MODEL} --train-iters 1 {arguments}".split()), 2)
-    os.environ["XDG_CACHE_HOME"] = str(directory)
-    costs = [kept.read(kept.path_of(vars(args), args.meshes, index)) for index in range(2)]
-    known = tuple(one.costs for one in costs if one is not None)
-    if len(known) < len(costs):
-        raise JobError("training has kept no times")
-    return Problem(args.meshes, known, (DENSE,) * LAYERS, args.num_microbatches)
+class Trainings:
+    """The training program on two ranks, which share a directory for what they keep."""
 
+    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
+        self._directory = directory
+        self._model = f"{MODEL} {SIZES[options.device]}".split()
+        self._kinds = ("plain", "slowed" if options.slowed else "plain")
+        self._pinned = options.device == "cpu"
 
-def train(
-    arguments: str, directory: Path, cores: Sequence[int], *, steps: int, slowed: bool
-) -> float:
-    """Median seconds of a step of the training program on two ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    own = Path(tempfile.mkdtemp(dir=directory))
-    paths = [str(PROJECT), str(PROJECT / "third_party" / "Megatron-LM")]
-    shared = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "XDG_CACHE_HOME": str(directory),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        STATUS_DIR_VARIABLE: str(own),
-    }
-    program = [*MODEL.split(), *arguments.split(), "--train-iters", str(steps + WARM_UP)]
-    ranks = []
-    for rank, core in enumerate(cores):
-        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        kind = "slowed" if slowed and rank == 1 else "plain"
-        command = [sys.executable, __file__, "--rank", kind, *program]
-        with (own / f"output_{rank}").open("wb") as output:
-            process = subprocess.Popen(
-                command, env=environment, cwd=own, stdout=output, stderr=output
-            )
-        os.sched_setaffinity(process.pid, {core})
-        ranks.append(process)
-    codes = [rank.wait() for rank in ranks]
-    if any(codes):
-        tails = [(own / f"output_{rank}").read_text(errors="replace")[-2000:] for rank in (0, 1)]
-        raise JobError(f"{arguments} ended with {codes}:\n" + "\n".join(tails))
-    events, _ = read_events(own / "rank_0.jsonl")
-    taken: list[float] = [e.get("step_seconds") for e in events if e.event == "progress"]
-    return statistics.median(taken[WARM_UP:] or taken)
+    def seconds(self, arguments: str, steps: int) -> float:
+        """The median of a step's."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        own = Path(tempfile.mkdtemp(dir=self._directory))
+        program = [*self._model, *arguments.split(), "--train-iters", str(steps + WARM_UP)]
+        ranks = []
+        for rank, core in enumerate(sorted(os.sched_getaffinity(0))[:2]):
+            command = [sys.executable, __file__, RANK, self._kinds[rank], *program]
+            with (own / f"output_{rank}").open("wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    env=self._variables(rank, port, own),
+                    cwd=own,
+                    stdout=output,
+                    stderr=output,
+                )
+            if self._pinned:
+                os.sched_setaffinity(process.pid, {core})
+            ranks.append(process)
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            tails = [(own / f"output_{r}").read_text(errors="replace")[-2000:] for r in (0, 1)]
+            raise JobError(f"{arguments} ended with {codes}:\n" + "\n".join(tails))
+        events, _ = read_events(own / "rank_0.jsonl")
+        taken: list[float] = [e.get("step_seconds") for e in events if e.event == "progress"]
+        return statistics.median(taken[WARM_UP:] or taken)
+
+    def _variables(self, rank: int, port: int, own: Path) -> dict[str, str]:
+        before = [path] if (path := os.environ.get("PYTHONPATH")) else []
+        paths = [str(PROJECT), str(PROJECT / "third_party" / "Megatron-LM"), *before]
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "XDG_CACHE_HOME": str(self._directory),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            STATUS_DIR_VARIABLE: str(own),
+        }
+
+    def asked(self, arguments: str) -> Problem:
+        """The search that training made, from the times it has kept."""
+        given = [*self._model, "--train-iters", "1", *arguments.split()]
+        args = resolve(parse_arguments(given), 2)
+        os.environ["XDG_CACHE_HOME"] = str(self._directory)
+        costs = [kept.read(kept.path_of(vars(args), args.meshes, index)) for index in range(2)]
+        known = tuple(one.costs for one in costs if one is not None)
+        if len(known) < len(costs):
+            raise JobError("training has kept no times")
+        return Problem(args.meshes, known, (DENSE,) * LAYERS, args.num_microbatches)
 
 
 def text(found: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Measures what parts of the model cost this rank: small models of its own mesh's layout, trained
 for a few micro-batches.
 
-What a layer takes is the difference between models with more and fewer of them, which have next to
-no vocabulary; what embedding and head take is the difference that the whole vocabulary makes. All
-ranks measure at the same time, as they will train.
+What a layer takes is the difference between models with more and fewer of them, which have a small
+vocabulary; what embedding and head take is what a layer with the whole vocabulary takes more than
+that. All ranks measure at the same time, as they will train.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,16 +40,19 @@ from flagscale.train.models.config import transformer_config
 from flagscale.train.state import TrainState, unwrap
 
 _LEAST, _MOST = 5, 40
-"""How often something is repeated at least and at most. The first quartile counts: whatever else a
-host does only slows."""
+"""How often something is repeated on a host at least and at most. The first quartile counts:
+whatever else it does only slows."""
 _SECONDS, _BRIEFLY = 1.0, 0.2
 """How long, in between."""
+_SETTLING = 2.0
+"""Seconds of passes after which a chip's clock is what its power allows for long. Their mean counts
+from then on, as it does in training."""
 _MORE = 2
 """Layers by which two models differ."""
 LAYERS = 1 + _MORE
 """Of the largest model that is measured, but for the vocabulary."""
 _FEW_TOKENS = 128
-"""A vocabulary next to nothing."""
+"""What a small vocabulary is a multiple of, for each of the parts that it is divided in."""
 _SPARED = 0.95
 """Share of a device's memory that is planned with: allocators lose some."""
 
@@ -65,7 +70,7 @@ def measure(args: argparse.Namespace, vocabulary: int, device: Device) -> Costs:
     """
     kinds = sorted(set(kinds_of(args)))
     room = device.accelerator.room(device.torch_device)
-    few = _FEW_TOKENS * vocabulary_parts(vars(args))
+    few = min(_few_tokens(args), vocabulary)
     try:
         with _alone():
             one = _measured(args, kinds[:1], few, device)
@@ -81,8 +86,18 @@ def measure(args: argparse.Namespace, vocabulary: int, device: Device) -> Costs:
             hint=f"give the layers of each stage in {SPLIT}",
         ) from error
     limit = None if room is None else max(room * _SPARED - whole.peak, 0.0)
-    embedding, head = _divided(args, whole.whole.less(one.whole), whole.embedding)
+    ends = whole.whole.less(layers[kinds[0]])
+    embedding, head = _divided(args, ends, whole.embedding)
     return Costs(layers, embedding, head, limit)
+
+
+def _few_tokens(args: argparse.Namespace) -> int:
+    """A small vocabulary with which hardly two places of a micro-batch are alike all the same: a
+    chip that computes the same again and again takes less power, and so is faster than it will be
+    in training."""
+    least = _FEW_TOKENS * vocabulary_parts(vars(args))
+    tokens: int = args.micro_batch_size * args.seq_length
+    return least * math.ceil(tokens / least)
 
 
 def _one(less: Cost, more: _Measured) -> Cost:
@@ -214,7 +229,12 @@ class _Trial:
         """Seconds of a micro-batch's forward and backward pass, and the bytes kept between."""
         self._pass()
         self._device.accelerator.forget_peak(self._device.torch_device)
-        return self._typical(self._pass, _SECONDS)
+        if self._device.accelerator.is_host:
+            return self._typical(self._pass, _SECONDS)
+        repeats = self._repeats(self._pass, _SETTLING + _SECONDS)
+        found = [self._pass() for _ in range(max(repeats, _LEAST))]
+        settled = found[int(len(found) * _SETTLING / (_SETTLING + _SECONDS)) :]
+        return tuple(map(fmean, zip(*settled, strict=True)))
 
     def embedding(self) -> Cost:
         """What the embedding's passes take."""
@@ -234,16 +254,19 @@ class _Trial:
         return Cost(*both)
 
     def _typical(self, work: Callable[[], tuple[float, ...]], seconds: float) -> tuple[float, ...]:
-        """Of what ``work`` gives the first quartile, number by number; all ranks repeat it as often
-        as the slowest can in about so many seconds."""
+        """Of what ``work`` gives the first quartile, number by number."""
+        repeats = min(max(self._repeats(work, seconds), _LEAST), _MOST)
+        found = [work() for _ in range(repeats)]
+        return tuple(sorted(each)[len(each) // 4] for each in zip(*found, strict=True))
+
+    def _repeats(self, work: Callable[[], tuple[float, ...]], seconds: float) -> int:
+        """How often the slowest rank can do ``work`` in so many seconds; all repeat it as often."""
         work()
         begin = time.perf_counter()
         work()
         took = torch.tensor([time.perf_counter() - begin], device=self._device.torch_device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        repeats = min(max(int(seconds / took.item()), _LEAST), _MOST)
-        found = [work() for _ in range(repeats)]
-        return tuple(sorted(each)[len(each) // 4] for each in zip(*found, strict=True))
+        return int(seconds / took.item())
 
     def _pass(self) -> tuple[float, float, float]:
         found: list[torch.Tensor] = []
