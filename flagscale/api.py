@@ -22,7 +22,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flagscale.config.actions import Purpose
 from flagscale.errors import ConfigError, Problem, RunStateError
@@ -116,6 +116,8 @@ class Run:
         at ``every`` so many seconds. ``phase.ended`` tells whether it has ended."""
         from flagscale.launch.runs import remember
 
+        if not every > 0 or (timeout is not None and not timeout >= 0):
+            raise ConfigError("wait: expected a timeout of no less than 0, every of more than 0")
         until = None if timeout is None else time.monotonic() + timeout
         with self._asked() as (runner, _):
             while True:
@@ -132,6 +134,8 @@ class Run:
         last so many lines of each host."""
         from flagscale.launch.logs import lines_of
 
+        if lines is not None and lines < 0:
+            raise ConfigError(f"lines: expected 0 or more, found {lines}")
         with self._asked() as (runner, state):
             runner.bring_output(state)
             return list(lines_of(self._now(), rank, lines))
@@ -182,11 +186,8 @@ def load(config: Config, overrides: Sequence[str], purpose: Purpose) -> Experime
     """The experiment of a configuration, checked. Raises :class:`ConfigError`."""
     from flagscale.config.load import load as read
 
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides: expected a list of texts, found the text {overrides!r}")
-    for override in overrides:
-        if override.lstrip("+").startswith("action="):
-            raise ConfigError(f"{override}: what is called says what is done; leave it out")
+    _require_texts(overrides)
+    config = _as_data(config)
     if not isinstance(config, Mapping):
         path = Path(config).absolute()
         return read(path.parent, path.name, overrides, purpose).experiment
@@ -196,6 +197,33 @@ def load(config: Config, overrides: Sequence[str], purpose: Purpose) -> Experime
             hint="give the path of a YAML",
         )
     return _load_mapping(config, overrides, purpose)
+
+
+def _require_texts(overrides: object) -> None:
+    listed = isinstance(overrides, Sequence) and not isinstance(overrides, (str, bytes))
+    if not listed or not all(isinstance(one, str) for one in cast(Sequence[object], overrides)):
+        raise ConfigError(f"overrides: expected a list of texts, found {overrides!r}")
+    for override in cast(Sequence[str], overrides):
+        if override.lstrip("+").startswith("action="):
+            raise ConfigError(f"{override}: what is called says what is done; leave it out")
+
+
+def _as_data(config: Config) -> Config:
+    """A configuration as a path or as nested mappings; those of OmegaConf as they are written."""
+    if _is_omegaconf(config):
+        from omegaconf import OmegaConf
+
+        # What refers to other keys, or is still to be given, is for loading.
+        return cast(Config, OmegaConf.to_container(cast(Any, config)))
+    if not isinstance(config, (str, os.PathLike, Mapping)):
+        kind = type(config).__name__
+        raise ConfigError(f"config: expected a path or nested mappings, found {kind}")
+    return config
+
+
+def _is_omegaconf(config: object) -> bool:
+    """Whether this is a DictConfig, as programs have that use Hydra themselves."""
+    return type(config).__module__.partition(".")[0] == "omegaconf"
 
 
 def _load_mapping(

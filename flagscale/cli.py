@@ -231,10 +231,15 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
     if unknown := [text for text in rest if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown[0]}", hint="flagscale report -h")
     words = [*options.runs, *rest]
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    overrides = [
+        word
+        for word in words
+        if "=" in word and not word.startswith((".", "/", "~")) and not Path(word).exists()
+    ]
+    if overrides and not any(map(_is_yaml, words)):
+        text = f"{overrides[0]} is an override, and none of these is a YAML's run"
+        raise ConfigError(text, hint="flagscale report -h")
     states = [_run(word, overrides) for word in words if word not in overrides]
-    if not states:
-        raise ConfigError(f"{overrides[0]} is an override; expected a run", hint="flagscale runs")
     once = {(state.run_id, state.exp_dir): state for state in states}
     return report(list(once.values()), options.output, show=options.open)
 

@@ -79,6 +79,11 @@ class Event:
     def get(self, name: str, default: Any = None) -> Any:
         return self.fields.get(name, default)
 
+    def number(self, name: str) -> Any:
+        """A number; None where there is none, whatever a program has written in its place."""
+        found = self.fields.get(name)
+        return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+
 
 class StatusWriter:
     """Appends a rank's events. Each line is written by one ``write`` call, so readers that

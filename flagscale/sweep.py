@@ -7,11 +7,11 @@ what was started. Since every run has a directory that follows from its values, 
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from flagscale.config.arguments.values import did_you_mean
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.sweeps import Combination, Sweep, load_each, sweep
 from flagscale.errors import ConfigError, FlagscaleError, JobError, Problem
+from flagscale.files import strict_json
 from flagscale.launch import actions, runs
 from flagscale.launch.attending import finish
 from flagscale.launch.liveness.telling import say
@@ -36,6 +37,8 @@ _TERMINATED = 143
 # How long a run that has failed at its start may take to end.
 _ENDING_SECONDS = 60.0
 _LOOK_SECONDS = 0.2
+_MOST_ENDING = 32
+"""Runs that are ended at once."""
 
 
 @dataclass(eq=False)
@@ -134,19 +137,28 @@ class _Launches:
 
     def _stop(self) -> None:
         """End what was started, and what is being started as soon as there is a run to end."""
-        told: set[str] = set()
-        lost = 0
-        while self._working > lost:
-            for state in [row.state for row in self._begun if row.state is not None]:
-                if state.run_id in told:
-                    continue
-                told.add(state.run_id)
-                try:
-                    finish(state)
-                except FlagscaleError as error:
-                    lost += 1
-                    say(f"warning: {error}")
-            time.sleep(_LOOK_SECONDS)
+        ending: dict[str, threading.Thread] = {}
+        lost: list[str] = []
+
+        def end(state: RunState) -> None:
+            try:
+                finish(state)
+            except FlagscaleError as error:
+                lost.append(state.run_id)
+                say(f"warning: {error}")
+
+        try:
+            while self._working > len(lost):
+                for state in [row.state for row in self._begun if row.state is not None]:
+                    if state.run_id not in ending:
+                        thread = threading.Thread(target=end, args=(state,), daemon=True)
+                        ending[state.run_id] = thread
+                        thread.start()
+                time.sleep(_LOOK_SECONDS)
+        except KeyboardInterrupt:
+            living = [run_id for run_id, thread in ending.items() if thread.is_alive()]
+            say(f"these may live on: {', '.join(living)}; `flagscale stop RUN` ends one")
+            raise
 
     def _work(self) -> None:
         try:
@@ -217,8 +229,8 @@ def _query(found: Sweep, rows: Sequence[Row], options: Options, _jobs: int) -> i
 
 def _stop(found: Sweep, rows: Sequence[Row], options: Options, _jobs: int) -> int:
     """End those that live; the exit code of the worst that could not be ended."""
-    codes = [0]
-    for row in rows:
+
+    def end(row: Row) -> int:
         row.state = runs.of_directory(row.experiment.exp_dir)
         try:
             if row.state is not None:
@@ -226,7 +238,11 @@ def _stop(found: Sweep, rows: Sequence[Row], options: Options, _jobs: int) -> in
                 row.take(Run(row.state).status())
         except FlagscaleError as error:
             row.trouble = error.message
-            codes.append(error.exit_code)
+            return error.exit_code
+        return 0
+
+    with ThreadPoolExecutor(min(_MOST_ENDING, len(rows))) as pool:
+        codes = list(pool.map(end, rows))
     _show(found, rows, options)
     return max(codes)
 
@@ -283,7 +299,7 @@ def _show(found: Sweep, rows: Sequence[Row], options: Options) -> None:
 
 
 def _print_json(records: Sequence[dict[str, Any]]) -> None:
-    print(json.dumps(records, indent=2, ensure_ascii=False), flush=True)
+    print(strict_json(records, 2), flush=True)
 
 
 def _cells(row: Row) -> list[str]:

@@ -161,8 +161,9 @@ class Lab:
             timeout=timeout,
         )
 
-    def start(self, action: str, *words: str) -> subprocess.Popen[str]:
-        """The launcher itself in the background, its output in a pipe."""
+    def start(self, action: str, *words: str, in_a_group: bool = False) -> subprocess.Popen[str]:
+        """The launcher itself in the background, its output in a pipe; ``in_a_group`` of processes
+        of its own, as a shell starts it."""
         process = subprocess.Popen(
             self.command(f"action={action}", *words),
             cwd=self.root,
@@ -170,6 +171,7 @@ class Lab:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=in_a_group,
         )
         self.started.append(process)
         return process

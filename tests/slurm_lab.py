@@ -58,6 +58,7 @@ time.sleep(600)
 PARTITIONS = (
     "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
     "PartitionName=short Nodes=ALL MaxTime=10 State=UP",
+    "PartitionName=brief Nodes=ALL DefaultTime=1 MaxTime=INFINITE State=UP",
     "PartitionName=closed Nodes=ALL State=DOWN",
     "PartitionName=last Nodes=h01 MaxTime=INFINITE State=UP",
     "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP",

@@ -101,7 +101,7 @@ _FREE = ("envs.", "runner.slurm.extra.", "runner.slurm.device_type_specific.")
 
 def _is_known_experiment_key(rest: str) -> bool:
     section, _, name = rest.rpartition(".")
-    if rest == "envs" or rest in SUBSECTIONS or rest.startswith(_FREE):
+    if f"{rest}.".startswith(_FREE) or rest in SUBSECTIONS:
         return True
     if not section:
         return name in schema.documented(schema.Experiment)

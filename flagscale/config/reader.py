@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,15 @@ class Reader:
             return value
         written = self.sources.texts.get(key)
         return word(value) if written is None or "${" in written else written
+
+    def texts(self, key: str, values: Sequence[Any]) -> list[Any]:
+        """The items of a list of texts, each as its YAML writes it; null and what is no scalar stay
+        what they are."""
+        written = self.sources.items.get(key, ())
+        if len(written) != len(values) or any("${" in text for text in written):
+            written = tuple(map(word, values))
+        pairs = zip(values, written, strict=True)
+        return [text if isinstance(v, (bool, int, float)) else v for v, text in pairs]
 
     def unknown(self, path: str, name: Any, known: Iterable[str]) -> None:
         """Notes a key that is none of ``known``."""
@@ -126,6 +135,8 @@ class Reader:
         is_text = kind.base in (str, Path)
         if is_text and not isinstance(value, (Mapping, list)):
             value = self.text(key, value)
+        elif is_text and isinstance(value, list):
+            value = self.texts(key, value)
         argument = Argument(
             name=item.name,
             kind="str" if is_text else kind.base.__name__,  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flagscale.config.arguments.values import did_you_mean, shown, unfit
@@ -20,6 +20,8 @@ _GPUS = re.compile(r"(?:[A-Za-z0-9_.\-]+:)?[1-9][0-9]*")
 # Runtimes take commas for the next mount, and colons for the next part of one.
 _MOUNT = re.compile(r"/[^:,]*(?::/[^:,]*(?::[A-Za-z0-9+]+)?)?")
 _PID_NAMESPACES = frozenset({"--pid", "-p", "--containall", "-C"})
+_MOST_SIGNAL = 65_535
+"""Seconds that Slurm can send a signal before a job's time limit."""
 SAVING_SECONDS = 30
 """Beside ``stop_grace``: what a job has to end between its signal and its time limit."""
 
@@ -101,10 +103,17 @@ def _complaint(name: str, text: str) -> str | None:
     return _no_form(name, text)
 
 
+def _begun(option: str, names: Iterable[str]) -> str | None:
+    """The first of the names that an option is the beginning of."""
+    return next((name for name in names if name.startswith(option)), None)
+
+
 def _no_form(name: str, text: str) -> str | None:
     """What is wrong with a value that Slurm reads."""
     if name == "gpus_per_node" and not _GPUS.fullmatch(text):
         return f"expected a number, or a type and a number such as h100:8, found {shown(text)}"
+    if name == "dependency" and "singleton" in re.split("[,?]", text):
+        return "singleton waits for jobs of the same name, and no two have one: give their numbers"
     if name == "time":
         try:
             seconds(text)
@@ -126,6 +135,9 @@ def _read_extra(reader: Reader, section: Mapping[Any, Any]) -> dict[str, str | N
             reader.problem(key, f"cannot be given here: write {_PREFIX}{option}")
         elif option in TYPED:
             reader.problem(key, f"cannot be given: {TYPED[option]}")
+        elif option not in OTHERS and (whole := _begun(option, [*TYPED, *known])):
+            message = f"sbatch would take it for {whole}, as it does with the beginning of a name"
+            reader.problem(key, f"{message}; write the whole name of another option")
         elif option not in OTHERS and (near := did_you_mean(option, [*OTHERS, *known])):
             reader.problem(key, f"no option of sbatch that is known{near}")
         elif isinstance(value, (Mapping, list)):
@@ -170,6 +182,9 @@ def check_slurm(reader: Reader, found: Mapping[str, Any]) -> None:
         message = "must be false: a job of Slurm's writes to a file system that its nodes share"
         reader.problem("experiment.runner.no_shared_fs", message)
     saving = found.get("stop_grace", 60.0) + SAVING_SECONDS
+    if saving > _MOST_SIGNAL:
+        most = f"with Slurm {_MOST_SIGNAL - SAVING_SECONDS:,} s at most, found"
+        reader.problem("experiment.runner.stop_grace", f"{most} {saving - SAVING_SECONDS:g}")
     try:
         limit = seconds(slurm.time) if slurm.time else None
     except ValueError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config.overrides import parse, set_keys
-from flagscale.config.yaml_file import YamlFile, read, short
+from flagscale.config.yaml_file import YamlFile, items_of, read, short
 from flagscale.errors import ConfigError, Problem
 
 OVERRIDE = "override"
@@ -39,6 +39,8 @@ class Sources:
     """``file:line``, or ``override`` for a key set on the command line."""
     texts: dict[str, str] = field(default_factory=dict)
     """A scalar as it is written, quotes apart."""
+    items: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The items of a list of scalars, likewise."""
 
     def place(self, key: str) -> str | None:
         """Where a key stands, or what is in it, or else the nearest section above it."""
@@ -60,6 +62,7 @@ def trace(config_file: Path, overrides: Sequence[str]) -> Sources:
             _forget(walk.sources, key)
             walk.sources.places[key] = OVERRIDE
             walk.sources.texts[key] = text
+            walk.sources.items[key] = items_of(text)
     return walk.sources
 
 
@@ -73,6 +76,7 @@ def _forget(sources: Sources, key: str) -> None:
     """An override of a section replaces or merges it: its places are no longer certain."""
     for known in [k for k in sources.places if k == key or k.startswith(f"{key}.")]:
         sources.texts.pop(known, None)
+        sources.items.pop(known, None)
 
 
 class _Walk:
@@ -117,6 +121,7 @@ class _Walk:
         for key, leaf in file.leaves.items():
             full = f"{prefix}{key}"
             self.sources.places[full] = f"{name}:{leaf.line}"
+            self.sources.items[full] = leaf.items
             if leaf.text is None:
                 self.sources.texts.pop(full, None)
             else:

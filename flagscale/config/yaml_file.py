@@ -22,6 +22,7 @@ from flagscale.errors import ConfigError, Problem
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)\s*$")
+_NULL = "tag:yaml.org,2002:null"
 _MAX_NODES = 200_000
 _MAX_DEPTH = 32
 """More than an experiment has, and less than Hydra's recursion and the parser's stack can take."""
@@ -29,10 +30,12 @@ _MAX_DEPTH = 32
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value's place and text. ``text`` is None for what is no scalar."""
+    """A value's place and text. ``text`` is None for what is no scalar, ``items`` has the texts of
+    a list of scalars."""
 
     line: int
     text: str | None
+    items: tuple[str, ...] = ()
 
 
 def short(path: Path) -> str:
@@ -183,8 +186,23 @@ def _leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Leaf]]:
                 yield from _leaves(merged, prefix)
             continue
         text = value.value if isinstance(value, yaml.ScalarNode) else None
-        yield f"{prefix}{name.value}", Leaf(line, text)
+        yield f"{prefix}{name.value}", Leaf(line, text, _items(value))
         yield from _leaves(value, f"{prefix}{name.value}.")
+
+
+def _items(node: yaml.Node | None) -> tuple[str, ...]:
+    """The texts of a list's items; none where one is no scalar, or null."""
+    items = node.value if isinstance(node, yaml.SequenceNode) else []
+    scalars = all(isinstance(item, yaml.ScalarNode) and item.tag != _NULL for item in items)
+    return tuple(item.value for item in items) if scalars else ()
+
+
+def items_of(text: str) -> tuple[str, ...]:
+    """The same of a list that is written in one text, such as ``[a, 1e-4]``."""
+    try:
+        return _items(yaml.compose(text, Loader=_LOADER))
+    except yaml.YAMLError:
+        return ()
 
 
 def _plain(node: yaml.Node) -> Any:
@@ -193,4 +211,4 @@ def _plain(node: yaml.Node) -> Any:
         return {_plain(key): _plain(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item) for item in node.value]
-    return None if node.tag == "tag:yaml.org,2002:null" else node.value
+    return None if node.tag == _NULL else node.value

@@ -112,7 +112,8 @@ def _print(rows: Sequence[Row], *, with_failures: bool) -> None:
         if row.trouble:
             print(f"note: {row.state.run_id}: {row.trouble}", file=sys.stderr)
         for number, text in row.seen.failures if with_failures else ():
-            shown.print(f"{row.state.run_id} attempt {number}: {text}", soft_wrap=True)
+            line = f"{row.state.run_id} attempt {number}: {text}"
+            shown.print(line, soft_wrap=True, markup=False)
 
 
 def _table(rows: Sequence[Row]) -> Table:

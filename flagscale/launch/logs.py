@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from flagscale.errors import ConfigError
 from flagscale.hosts.processes import POLL_SECONDS
 from flagscale.launch.liveness.diagnosis import rank_logs
 from flagscale.launch.state import RunState
@@ -82,7 +83,11 @@ def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 def of_hosts(state: RunState, rank: int | None = None) -> list[Output]:
-    """What the hosts' scripts and their ranks print, or only that rank."""
+    """What the hosts' scripts and their ranks print, or only that rank. Raises
+    :class:`ConfigError` where there is no such rank."""
+    if rank is not None and not 0 <= rank < state.world_size:
+        ranks = f"ranks 0 to {state.world_size - 1}"
+        raise ConfigError(f"rank={rank}: run {state.run_id} has {ranks}")
     hosts = (host for host in state.hosts if rank is None or rank in host.ranks)
     return [Output(host.output, _of_host(host.name, rank)) for host in hosts]
 

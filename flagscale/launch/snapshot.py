@@ -273,11 +273,11 @@ def _progress(events: dict[int, list[Event]], phase: Phase) -> dict[str, Any]:
         return {}
     rows.sort(key=lambda row: row.time)
     last = rows[-1]
-    step, total = last.get("step"), last.get("train_steps")
+    step, total = last.number("step"), last.number("train_steps")
     found = {"step": step, "train_steps": total}
-    found |= {name: last.get(name) for name in ("loss", "tokens_per_second", "memory_gib")}
+    found |= {name: last.number(name) for name in ("loss", "tokens_per_second", "memory_gib")}
     recent = rows[-_PACE_EVENTS:]
-    steps = (step or 0) - (recent[0].get("step") or 0)
+    steps = (step or 0) - (recent[0].number("step") or 0)
     if phase is Phase.RUNNING and total and step and steps > 0:
         pace = (last.time - recent[0].time) / steps
         found["eta_seconds"] = round(pace * max(0, total - step), 1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, plain, read_json, write_atomic, write_json
@@ -104,7 +104,26 @@ def load_state(path: Path) -> RunState | None:
         if path.exists():
             raise RunStateError(f"{path} is damaged", hint="remove it once the run has ended")
         return None
-    return read_state(record, path)
+    return read_state(_moved(record, path), path)
+
+
+def _moved(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The record of a run whose directory has another name now: its paths there."""
+    old = str(record.get("exp_dir"))
+    depth = len(Layout(Path(old)).state.relative_to(old).parts)
+    here = str(path.absolute().parents[depth - 1])
+    if Path(old).exists() or Layout(Path(here)).state != path.absolute():
+        return record
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: renamed(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [renamed(inner) for inner in value]
+        inside = isinstance(value, str) and f"{value}/".startswith(f"{old}/")
+        return here + value[len(old) :] if inside else value
+
+    return cast(dict[str, Any], renamed(record))
 
 
 def latest(state: RunState) -> RunState:

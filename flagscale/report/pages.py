@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from errno import EISDIR
+from os import strerror
 from pathlib import Path
 
 from flagscale.config.secrets import without_passwords
@@ -38,8 +40,13 @@ def write(states: Sequence[RunState], output: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
+    if output.is_dir():
+        raise IsADirectoryError(EISDIR, strerror(EISDIR), str(output))
     text = page_of([look(state) for state in states])
-    write_atomic(output, text, durable=False)
+    if output.exists() and not output.is_file():
+        output.write_text(text, encoding="utf-8")  # a pipe, or a device
+    else:
+        write_atomic(output.resolve(), text, durable=False)
     return output
 
 
@@ -201,7 +208,12 @@ def _events(found: Sequence[Run], names: Sequence[str]) -> Html:
     left = len(every) - len(kept)
     missing = element("p", f"{left:,} more are left out here.") if left else ""
     made = table(headings, rows, caption=f"in the order of time ({time.strftime('%z')})")
-    return details(f"{len(every):,} events", made, missing, opened=len(rows) <= 30)
+    return details(
+        f"{len(every):,} event{'s' if len(every) != 1 else ''}",
+        made,
+        missing,
+        opened=len(rows) <= 30,
+    )
 
 
 def _event(name: str, one: Happening) -> list[object]:

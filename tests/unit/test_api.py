@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 import flagscale
 from flagscale.errors import ConfigError, FlagscaleError, RunStateError
@@ -51,7 +52,9 @@ def test_a_mapping_is_what_its_yaml_is(tmp_path: Path, monkeypatch: pytest.Monke
         pytest.param({"action": object()}, (), "action: expected plain data, found", id="object"),
         pytest.param({"experimnt": 1}, (), "did you mean 'experiment'", id="typo"),
         pytest.param({}, ("action=stop",), "what is called says what is done", id="action"),
-        pytest.param({}, "a=b", "expected a list of texts, found the text 'a=b'", id="text"),
+        pytest.param({}, "a=b", "expected a list of texts, found 'a=b'", id="text"),
+        pytest.param({}, [3], "overrides: expected a list of texts, found [3]", id="number"),
+        pytest.param({}, None, "overrides: expected a list of texts, found None", id="none"),
         pytest.param(
             {},
             ("experiment.exp_nme=x",),
@@ -71,6 +74,27 @@ def test_what_is_wrong_is_an_error_without_places_that_mean_nothing(
         flagscale.plan({**made(tmp_path), **changes}, overrides)
     assert said in str(caught.value)
     assert "config.yaml" not in str(caught.value)
+
+
+def test_what_omegaconf_has_made(tmp_path: Path) -> None:
+    """Lists in it, and interpolations, are as they were written."""
+    config = OmegaConf.create({**made(tmp_path), "device_type_specific": {}})
+    config.experiment.exp_dir = str(tmp_path / "exp")
+    assert program(config) == ("echo", "x", "1e-05")
+    config.experiment.exp_dir = "???"
+    with pytest.raises(ConfigError, match="exp_dir: is required: replace"):
+        flagscale.plan(config)
+
+
+def test_texts_in_lists_stay_texts(tmp_path: Path) -> None:
+    words = ("echo", "1e5", "010", "yes", "2026-11-25", "null")
+    assert program(made(tmp_path, command=list(words))) == words
+
+
+@pytest.mark.parametrize("config", [None, 3, ["x.yaml"]])
+def test_what_is_no_configuration(config: Any) -> None:
+    with pytest.raises(ConfigError, match="config: expected a path or nested mappings, found"):
+        flagscale.plan(config)
 
 
 def test_a_yaml_that_is_not_there(tmp_path: Path) -> None:

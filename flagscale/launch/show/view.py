@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flagscale.files import strict_json
 from flagscale.hosts.names import compress
 from flagscale.launch.preflight.checks import Check
 from flagscale.launch.snapshot import HostRow, Phase, Snapshot
@@ -176,7 +176,7 @@ def _as_json(query: Callable[[], Snapshot], follow: bool, every: float) -> Snaps
     while True:
         last = query()
         indent = None if follow else 2
-        print(json.dumps(last.to_json(), indent=indent, ensure_ascii=False), flush=True)
+        print(strict_json(last.to_json(), indent), flush=True)
         if not follow or last.phase.ended:
             return last
         time.sleep(every)

@@ -45,6 +45,16 @@ def test_a_run_is_started_watched_and_stopped(lab: Lab) -> None:
     assert (run.name, run.directory) == ("lab", lab.exp_dir)
     assert run.wait(timeout=0.2, every=0.1).phase.value == "running"
     assert run.logs(rank=0) == ["localhost:0: seed 9"]
+    for wrong in (
+        lambda: run.logs(rank=1),
+        lambda: run.logs(lines=-1),
+        lambda: run.wait(every=0),
+        lambda: run.wait(timeout=-1),
+    ):
+        with pytest.raises(ConfigError, match=r"rank=1: run .* has ranks 0 to 0|expected"):
+            wrong()
+    with pytest.raises(RunStateError, match="Is a directory"):
+        run.report(lab.root)
     # The same one, found again, from another thread, as a notebook's widgets would.
     lines: list[str] = []
     other = flagscale.find(run.id[:-2])

@@ -6,13 +6,17 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from full_disk import fill
 from launch_lab import until
 from slurm_lab import Cluster, SlurmLab, slurm_lab
+
+from flagscale.errors import JobError
+from flagscale.launch.runners.slurm.runner import SlurmRunner
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -142,3 +146,51 @@ def test_a_run_whose_first_node_is_lost_goes_on_as_the_same(lab: SlurmLab) -> No
     told = "was started by Slurm more often than slurm.requeue allows"
     until(lambda: told in str(lab.query()["warnings"]))
     assert lab.processes() == []
+
+
+def test_ctrl_c_before_sbatch_has_answered(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the job may have been taken."""
+    sbatch = shutil.which("sbatch")
+    programs = lab.root / "programs"
+    programs.mkdir()
+    slow = programs / "sbatch"
+    slow.write_text(f'#!/bin/sh\n{sbatch} "$@"\nstatus=$?\nsleep 4\nexit $status\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    lab.slurm()
+    launcher = lab.start("test", in_a_group=True)
+    until(lab.cluster.slurm.jobs)
+    os.killpg(launcher.pid, signal.SIGINT)
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGINT, out
+    assert "Slurm was asked for its job already" in out
+    lab.cluster.slurm.wait_empty()
+    assert lab.processes() == []
+
+
+def test_a_suspended_job_is_told_of_and_stopped(lab: SlurmLab) -> None:
+    slurm = lab.cluster.slurm
+    lab.slurm()
+    assert lab.do("run").returncode == 0
+    slurm.run("scontrol", "suspend", lab.job)
+    assert lab.until_warned() == "Slurm has suspended the job"
+    stopped = lab.do("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert lab.processes() == []
+    assert lab.query()["state"] == "stopped"
+
+
+def test_a_job_that_is_cancelled_while_it_waits(lab: SlurmLab) -> None:
+    """Whoever waits for it ends as a run that was stopped."""
+    lab.slurm(extra={"hold": True})
+    lab.submit()
+    lab.cluster.slurm.run("scancel", lab.job)
+
+    def wait() -> dict[str, Any]:
+        with closing(SlurmRunner()) as runner, pytest.raises(JobError) as error:
+            runner.await_hosts(lab.state())
+        return {"message": error.value.message, "code": error.value.exit_code}
+
+    told = lab.cluster.user.do(wait)
+    assert f"has not started: job {lab.job} was cancelled" in told["message"]
+    assert told["code"] == 128 + signal.SIGTERM

@@ -332,6 +332,22 @@ def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
     assert refused.returncode == 2
     assert f"afterok:{job} cannot come true any more: job {job} is FAILED" in refused.stderr
     assert not lab.layout.state.exists()
+    # Of those between question marks one is enough.
+    lab.slurm(dependency=f"afterok:{job}?afterany:{job}")
+    assert [check.found for check in lab.checks() if not check.ok] == []
+
+
+def test_the_time_that_a_job_gets_without_asking(
+    lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.slurm(partition="brief", runner={"stop_grace": 60})
+    (found,) = (check.found for check in lab.checks() if not check.ok)
+    assert "brief gives 1:00 where no time is asked for, no longer than the 90 s in" in found
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "20")
+    assert [check.found for check in lab.checks() if not check.ok] == []
+    lab.slurm(partition="short")
+    found = " ".join(check.found for check in lab.checks() if not check.ok)
+    assert "short gives 10:00 at most, 20 is asked for" in found
 
 
 def test_a_run_goes_on_after_its_time_limit(lab: SlurmLab) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -98,6 +99,29 @@ def test_a_signal_ends_what_was_started(swept: Lab, number: int) -> None:
         assert state is not None
         assert [host.exit_record().get("left") for host in state.hosts] in ([[]], [None])
     assert not (swept.exp_dir / "seed=103").exists()
+
+
+def test_those_that_are_slow_to_end_end_at_once(swept: Lab) -> None:
+    """And who does not wait for that is told which live on."""
+    deaf = PROGRAM.replace("import os,", "import signal, os,").replace(
+        "seed = int", "signal.signal(signal.SIGTERM, lambda *_: time.sleep(60))\nseed = int"
+    )
+    swept.configure(deaf, light=True, runner={"nproc_per_node": 1, "stop_grace": 4})
+    seeds = "+train.model.seed=301,302,303"
+    launcher = swept.start("run", "-m", "--jobs", "3", seeds)
+    until(lambda: [one["state"] for one in rows(swept, "query", seeds)[1]] == ["running"] * 3)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1)
+    launcher.send_signal(signal.SIGINT)
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130, out
+    (line,) = (line for line in out.splitlines() if "these may live on: " in line)
+    ids = {one["run_id"] for one in rows(swept, "query", seeds)[1]}
+    assert set(line.partition("on: ")[2].partition(";")[0].split(", ")) == ids
+    began = time.monotonic()
+    code, stopped, told = rows(swept, "stop", seeds)
+    assert (code, [one["state"] for one in stopped]) == (0, ["stopped"] * 3), told
+    assert time.monotonic() - began < 3 * 4
 
 
 def test_a_sweep_in_the_background_of_another_is_stopped_by_its_words(swept: Lab) -> None:

@@ -28,7 +28,13 @@ def task(workspace: Workspace, text: str, runner: str = "") -> None:
     ("given", "words", "started"),
     [
         pytest.param("date -u", ("date", "-u"), ("date", "-u"), id="text"),
-        pytest.param("['a b', $c, 1.50]", ("a b", "$c", "1.5"), ("a b", "$c", "1.5"), id="list"),
+        pytest.param("['a b', $c, 1.50]", ("a b", "$c", "1.50"), ("a b", "$c", "1.50"), id="list"),
+        pytest.param(
+            "[a, 1e-4, 010, 1_000, 12:30:00, yes, '1e5', 2026-11-25]",
+            ("a", "1e-4", "010", "1_000", "12:30:00", "yes", "1e5", "2026-11-25"),
+            ("a", "1e-4", "010", "1_000", "12:30:00", "yes", "1e5", "2026-11-25"),
+            id="items as they are written",
+        ),
         pytest.param(
             "\"bash -c 'echo $RANK'\"",
             ("bash", "-c", "echo $RANK"),
@@ -76,6 +82,8 @@ def test_the_yaml_of_a_training_will_do(workspace: Workspace) -> None:
 
 def test_an_override_keeps_its_commas(workspace: Workspace) -> None:
     workspace.write("eval.py", "")
+    listed = workspace.load("experiment.task.type=command", "experiment.task.command=[a,1e-4,010]")
+    assert listed.task.command == ("a", "1e-4", "010")
     command = "experiment.task.command=eval.py --on a,b 'c d'"
     found = workspace.load("experiment.task.type=command", command)
     assert found.task.command == (str(workspace.root / "eval.py"), "--on", "a,b", "c d")

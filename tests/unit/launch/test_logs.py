@@ -85,7 +85,7 @@ def test_output_is_read_on_from_where_it_ended(state: RunState) -> None:
 
 def test_the_last_lines_of_every_host(state: RunState, tmp_path: Path) -> None:
     other = replace(state.hosts[0], node_rank=1, name="b", first_rank=12, output=tmp_path / "b")
-    both = replace(state, hosts=(state.hosts[0], other))
+    both = replace(state, world_size=24, hosts=(state.hosts[0], other))
     state.hosts[0].output.write_text("".join(f"node.a:0: {n}\n" for n in range(9)))
     other.output.write_text("".join(f"b:12: {n}\n" for n in range(9)) + "half")
     assert list(lines_of(both, None, 2)) == ["node.a:0: 7", "node.a:0: 8", "b:12: 8", "b: half"]

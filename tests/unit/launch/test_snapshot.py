@@ -231,3 +231,15 @@ def test_tables_show_names_as_they_are() -> None:
 )
 def test_duration(seconds: float, expected: str) -> None:
     assert view.duration(seconds) == expected
+
+
+def test_figures_that_are_none(state: RunState, capsys: pytest.CaptureFixture[str]) -> None:
+    """NaN is no JSON, and a program may write anything."""
+    writer = StatusWriter(state.hosts[0].run_dir / STATUS_DIRECTORY, 0)
+    writer.write("started")
+    writer.write("progress", step=3, loss=float("nan"), tokens_per_second="fast")
+    view.watch(lambda: take(state), follow=False, as_json=True, every=1)
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (told["step"], told["loss"], told["tokens_per_second"]) == (3, None, None)
+    view.watch(lambda: take(state), follow=False, as_json=False, every=1)
+    assert " nan" in capsys.readouterr().out

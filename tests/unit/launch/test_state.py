@@ -27,6 +27,24 @@ def test_a_state_is_read_as_it_was_written(make_plan: MakePlan, tmp_path: Path) 
     assert script_of(state) == Process(7, 8)
 
 
+def test_a_directory_that_has_another_name_now(make_plan: MakePlan, tmp_path: Path) -> None:
+    old, new = tmp_path / "a run", tmp_path / "kept" / "renamed"
+    state = state_of(make_plan(exp_dir=old))
+    make_private_directory(Layout(old).logs)
+    state.save(Layout(old).state)
+    assert load_state(Layout(old).state) == state
+    new.parent.mkdir()
+    old.rename(new)
+    found = load_state(Layout(new).state)
+    assert found is not None
+    assert found.exp_dir == new
+    assert found.hosts[0].output == new / state.hosts[0].output.relative_to(old)
+    assert found.hosts[0].run_dir.is_relative_to(new)
+    # What has been put in its place is not taken for it.
+    old.mkdir()
+    assert load_state(Layout(new).state) == state
+
+
 @pytest.mark.parametrize(
     ("ssh", "expected"),
     [

@@ -79,10 +79,10 @@ def test_several_by_id_directory_and_yaml_each_once(
         ([IDS[0], "nope"], "'nope' is no run's id"),
         (["/nowhere/at/all"], "'/nowhere/at/all' is no run's id"),
         (["nope.yaml"], "nope.yaml"),
-        (["a=b"], "a=b is an override; expected a run"),
+        (["a=b"], "a=b is an override, and none of these is a YAML's run"),
         ([IDS[0], "--plot"], "unknown option --plot"),
         ([IDS[0], "-o", "none/x.html"], "none/x.html: the report cannot be written: No such file"),
-        ([IDS[0], "-o", "."], ".: the report cannot be written: "),
+        ([IDS[0], "-o", "."], ".: the report cannot be written: Is a directory"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -108,3 +108,25 @@ def test_it_is_shown_in_the_users_browser(
     subprocess.run([sys.executable, "-c", code, IDS[0]], env=environment, check=True)
     page = Path(f"report_{IDS[0]}.html").absolute()
     assert (tmp_path / "shown").read_text().strip() == page.as_uri()
+
+
+def test_a_name_with_an_equals_sign_is_a_run(runs: list[Laid], report: Report) -> None:
+    directory = runs[0].state.exp_dir
+    renamed = directory.with_name("seed=1")
+    directory.rename(renamed)
+    code, _, told = report(renamed, "-o", "page.html")
+    assert code == 0, told
+    assert "directory is gone" not in Path("page.html").read_text(encoding="utf-8")
+    code, _, told = report("./seed=2")
+    assert (code, "override" in told) == (2, False), told
+    code, _, told = report("19710102", "a=b")
+    assert (code, "a=b is an override, and none of these is a YAML's run" in told) == (2, True)
+
+
+def test_a_pipe_is_written_to(runs: list[Laid], report: Report) -> None:
+    os.mkfifo("pipe")
+    with subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE, text=True) as cat:
+        code, _, told = report("19710101", "-o", "pipe")
+        assert code == 0, told
+        assert IDS[0] in cat.communicate(timeout=30)[0]
+    assert Path("pipe").is_fifo()

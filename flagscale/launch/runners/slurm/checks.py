@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flagscale.config.schema import Container, Experiment, Slurm, SlurmType
+from flagscale.config.schema import Container, Experiment, Runner, Slurm, SlurmType
 from flagscale.config.slurm_schema import seconds
 from flagscale.errors import UnreachableError
 from flagscale.hosts.hostfile import Host
@@ -25,7 +25,7 @@ from flagscale.launch.preflight.survey import BACKEND, survey
 from flagscale.launch.runners import reaching
 from flagscale.launch.runners.slurm import scheduler, watch
 from flagscale.launch.runners.slurm.container import KEY
-from flagscale.launch.runners.slurm.job import TYPE, components
+from flagscale.launch.runners.slurm.job import TYPE, components, signal_seconds
 from flagscale.launch.runners.slurm.scheduler import Partition
 from flagscale.launch.state import alive_message, load_state
 
@@ -58,7 +58,7 @@ def check_job(experiment: Experiment, plan: LaunchPlan, *, fresh: bool = False) 
         if scheduler.finds_by_groups():
             checks.append(Check("proctrack", True, _BY_GROUPS, warning=True, hosts="slurm"))
         for hosts in components(plan, slurm):
-            checks += _partition(slurm, hosts, partitions)
+            checks += _partition(experiment.runner, hosts, partitions)
         checks += _dependencies(slurm)
         checks.append(_tested(plan))
     except UnreachableError as error:
@@ -113,8 +113,9 @@ def _container(container: Container) -> Check:
 
 
 def _partition(
-    slurm: Slurm, hosts: Sequence[HostPlan], found: Mapping[str, Partition]
+    runner: Runner, hosts: Sequence[HostPlan], found: Mapping[str, Partition]
 ) -> Iterator[Check]:
+    slurm = runner.slurm
     own = slurm.by_type.get(hosts[0].device_type or "", SlurmType())
     wanted = own.partition or slurm.partition or os.environ.get("SBATCH_PARTITION", "")
     default = [one.name for one in found.values() if one.default]
@@ -125,7 +126,7 @@ def _partition(
         text = f"there is no partition {wanted}" if wanted else "Slurm has no default partition"
         yield Check("partition", False, f"{text}; it has {known}", f"set {_SECTION}.partition")
         return
-    reasons = {one.name: _unfit(slurm, len(hosts), one) for one in there}
+    reasons = {one.name: _unfit(runner, len(hosts), one) for one in there}
     fit = [name for name, reason in reasons.items() if not reason]
     if fit:
         limits = ", ".join(f"{name} (up to {found[name].limit})" for name in fit)
@@ -135,41 +136,64 @@ def _partition(
     yield Check("partition", False, f"the job would wait for ever: {text}", f"change {_SECTION}")
 
 
-def _unfit(slurm: Slurm, nodes: int, one: Partition) -> str:
-    """Why a job would never start in a partition; empty where it may."""
+def _unfit(runner: Runner, nodes: int, one: Partition) -> str:
+    """Why a job would never start in a partition, or end at once; empty where it may run."""
+    slurm = runner.slurm
     if one.up != "up":
         return f"is {one.up}"
     if nodes > one.nodes:
         return f"has {one.nodes} node(s), {nodes} are asked for"
     if slurm.cpus_per_task and slurm.cpus_per_task > one.cpus:
         return f"has nodes of {one.cpus} CPUs at most, {slurm.cpus_per_task} are asked for"
+    return _too_long(slurm.time or os.environ.get("SBATCH_TIMELIMIT"), one, runner)
+
+
+def _too_long(asked: str | None, one: Partition, runner: Runner) -> str:
+    """Why a partition has no time for a job."""
     try:
-        limit, wanted = seconds(one.limit), seconds(slurm.time) if slurm.time else None
+        limit, wanted = seconds(one.limit), seconds(asked) if asked else None
+        usual = None if one.usual == "n/a" else seconds(one.usual)
     except ValueError:
         return ""
-    if limit is not None and slurm.time and (wanted is None or wanted > limit):
-        return f"gives {one.limit} at most, {slurm.time} is asked for"
-    return ""
+    if asked:
+        long = limit is not None and (wanted is None or wanted > limit)
+        return f"gives {one.limit} at most, {asked} is asked for" if long else ""
+    if usual is None or usual > (saving := signal_seconds(runner)):
+        return ""
+    text = f"gives {one.usual} where no time is asked for, no longer than the {saving} s in which"
+    return f"{text} a job may save and end (experiment.runner.stop_grace and more)"
 
 
 def _dependencies(slurm: Slurm) -> Iterator[Check]:
     """Jobs that this one waits for in vain. Slurm knows those of the last minutes."""
+    given = slurm.dependency or ""
     wanted = [
-        (kind, job)
-        for kind, jobs in _DEPENDENCY.findall(slurm.dependency or "")
-        for job in re.findall(r"(?:^|:)(\d+)", jobs)
+        [(kind, job) for job in re.findall(r"(?:^|:)(\d+)", jobs)]
+        for part in re.split("[,?]", given)
+        for kind, jobs in _DEPENDENCY.findall(part) or [("", "")]
     ]
-    if not wanted:
+    if not any(wanted):
         return
-    states = scheduler.states([job for _, job in wanted])
-    for kind, job in wanted:
-        state = states.get(job, "")
-        if state == "COMPLETED" if kind == "afternotok" else state in _NOT_OK:
-            text = f"{kind}:{job} cannot come true any more: job {job} is {state}"
+    states = scheduler.states([job for part in wanted for _, job in part])
+    vain = [
+        [
+            f"{kind}:{job} cannot come true any more: job {job} is {states[job]}"
+            for kind, job in part
+            if job in states and _in_vain(kind, states[job])
+        ]
+        for part in wanted
+    ]
+    # Of those between question marks one is enough.
+    if all(vain) or "?" not in given:
+        for text in (text for part in vain for text in part):
             yield Check("dependency", False, text, f"change {_SECTION}.dependency")
     if states:
         told = ", ".join(f"job {job} is {state}" for job, state in states.items())
         yield Check("dependency", True, told)
+
+
+def _in_vain(kind: str, state: str) -> bool:
+    return state == "COMPLETED" if kind == "afternotok" else state in _NOT_OK
 
 
 def _tested(plan: LaunchPlan) -> Check:

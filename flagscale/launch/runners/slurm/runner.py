@@ -7,6 +7,7 @@ So Slurm is asked only what files cannot tell, see :mod:`.watch`, and nothing is
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from flagscale.files import write_atomic
 from flagscale.hosts import processes
 from flagscale.hosts.names import compress, expand_list
 from flagscale.hosts.processes import Swept
+from flagscale.launch import attending
 from flagscale.launch.layout import SCRIPT_FILE
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
@@ -46,6 +48,8 @@ _KILLING_SECONDS = 120.0
 _POLL_SECONDS = 0.25
 # While a job ends Slurm is asked more often, for as long as somebody waits for it.
 _ENDING_POLL_SECONDS = 3.0
+_STOPPED = 128 + signal.SIGTERM
+_RESTS = "Slurm has suspended the job"
 # Nodes begin at the same time, unless one is still being prepared.
 _MOMENT_SECONDS = 3.0
 
@@ -103,6 +107,10 @@ class SlurmRunner:
                     layout.state.unlink(missing_ok=True)
                 problem = Problem("experiment.runner.slurm", f"Slurm refuses the job: {error}")
                 raise ConfigError(problem) from None
+            except KeyboardInterrupt:
+                say(f"stopping run {state.run_id}: Slurm was asked for its job already")
+                attending.interrupt(self, state)
+                raise
             handle = {**state.runner.handle, "job": job}
             state = replace(state, runner=RunnerHandle(TYPE, handle))
             state.save(layout.state)
@@ -133,7 +141,8 @@ class SlurmRunner:
         while files.started(directory) is None:
             now = watch.of_run(state.run_id).standing(state)
             if now.over:
-                raise JobError(f"run {state.run_id} has not started: {now.end}")
+                code = _STOPPED if now.cancelled else 1
+                raise JobError(f"run {state.run_id} has not started: {now.end}", exit_code=code)
             text = now.waits or (now.trouble and f"{now.trouble}; the job may wait or run")
             if text and text != told and "(" in text:
                 say(text)
@@ -173,7 +182,8 @@ class SlurmRunner:
         look = Seen(alive=alive, trouble=standing.trouble, waits=waits)
         seen = dict.fromkeys(range(len(state.hosts)), look)
         taken = take(state, seen, self._reader, with_lines=with_lines)
-        more = (standing.end, _not_begun(state) if standing.lives else "")
+        late = _RESTS if standing.suspended else _not_begun(state) if standing.lives else ""
+        more = (standing.end, late)
         taken = replace(taken, warnings=(*filter(None, more), *taken.warnings))
         return _failed(state, taken, standing.lost) if standing.lost else taken
 
@@ -205,7 +215,8 @@ class SlurmRunner:
         if code or None not in exits:
             return code or bool(standing.lost)
         ended = files.ended(files.of_run(state.exp_dir, state.run_id))
-        return (ended.code if ended is not None else 0) or 1
+        code = ended.code if ended is not None else 0
+        return code or (_STOPPED if standing.cancelled else 1)
 
     # -- stop -----------------------------------------------------------------------------------
 
@@ -246,7 +257,7 @@ class SlurmRunner:
 
     def _tell(self, state: RunState, job: str, standing: watch.Standing) -> bool:
         """Have a running job save and end; whether it did in time."""
-        if standing.waits:
+        if standing.waits or standing.suspended:
             return False
         with suppress(OSError):
             (files.of_run(state.exp_dir, state.run_id) / "stop").touch(mode=0o600)

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from flagscale.config.secrets import is_secret
@@ -22,6 +22,7 @@ from flagscale.errors import UnreachableError
 
 _SECONDS = 60.0
 _INVALID = re.compile(r"Invalid job id|Invalid job name", re.IGNORECASE)
+_LOST_ANSWER = re.compile(r"contact|timed out|Zero Bytes|connect", re.IGNORECASE)
 _FIELDS = "%T|%r|%S|%j"
 _AGAIN_SECONDS = 1.0
 _MOST_DAYS = 360
@@ -96,6 +97,8 @@ def call(*argv: str) -> subprocess.CompletedProcess[str]:
             errors="replace",
             check=False,
             timeout=_SECONDS,
+            # Ctrl-C is this program's to answer: it would end sbatch, and not the job.
+            start_new_session=True,
         )
     except (FileNotFoundError, PermissionError):
         # The latter where a directory on PATH, or the command in it, is not for this user.
@@ -125,15 +128,19 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 def submit(command: Sequence[str], name: str) -> str:
     """Submit a job; its id. Raises :class:`RefusedError`, and :class:`UnreachableError` where
     nobody knows whether it was taken."""
-    done = call(*command)
-    found = re.match(r"(\d+)", done.stdout.strip())
-    if done.returncode == 0 and found is not None:
-        return found[1]
-    # The answer may be lost, but not the job.
-    if re.search(r"contact|timed out|Zero Bytes|connect", done.stderr, re.IGNORECASE):
-        if taken := named(name):
-            return taken
-        raise UnreachableError(f"Slurm does not answer: {said(done)}")
+    try:
+        done = call(*command)
+        found = re.match(r"(\d+)", done.stdout.strip())
+        if done.returncode == 0 and found is not None:
+            return found[1]
+        # The answer may be lost, but not the job.
+        if done.returncode < 0 or _LOST_ANSWER.search(done.stderr):
+            if taken := named(name):
+                return taken
+            raise UnreachableError(f"Slurm does not answer: {said(done)}")
+    except UnreachableError as error:
+        hint = error.hint or f"it may have taken the job: scancel --name={name} ends it, if so"
+        raise UnreachableError(error.message, hint=hint) from None
     raise RefusedError(said(done))
 
 
@@ -257,30 +264,32 @@ def down(nodes: Sequence[str]) -> list[str]:
 @dataclass(frozen=True)
 class Partition:
     """A partition: ``up`` is ``up``, ``down``, ``drain`` or ``inact``; ``limit`` its longest time
-    as Slurm writes it; ``nodes`` and ``cpus`` are what it has, the latter of its largest node."""
+    as Slurm writes it, ``usual`` that of a job which asks for none; ``nodes`` and ``cpus`` are what
+    it has, the latter of its largest node."""
 
     name: str
     default: bool
     up: str
     limit: str
+    usual: str
     nodes: int
     cpus: int
 
 
 def partitions() -> Mapping[str, Partition]:
     """The partitions by name. Raises :class:`UnreachableError`."""
-    text = _asked("sinfo", "--noheader", "--format=%P|%a|%l|%D|%c")
+    text = _asked("sinfo", "--noheader", "--format=%P|%a|%l|%L|%D|%c")
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
-        numbers = [re.match(r"\d+", one) for one in fields[3:5]]
-        if len(fields) != 5 or not all(numbers):
+        numbers = [re.match(r"\d+", one) for one in fields[4:6]]
+        if len(fields) != 6 or not all(numbers):
             continue
         nodes, cpus = (int(number[0]) if number else 0 for number in numbers)
         name, default = fields[0].rstrip("*"), fields[0].endswith("*")
-        before = found.get(name, Partition(name, default, fields[1], fields[2], 0, 0))
+        before = found.get(name, Partition(name, default, fields[1], fields[2], fields[3], 0, 0))
         more = before.nodes + nodes, max(before.cpus, cpus)
-        found[name] = Partition(name, default, fields[1], fields[2], *more)
+        found[name] = replace(before, nodes=more[0], cpus=more[1])
     return found
 
 

@@ -51,7 +51,7 @@ _WHYS = {
 class Standing:
     """How a job stands: it ``waits`` (why), ``lives``, or is over, with the ``end`` that is not the
     ranks' own. ``trouble``: why nobody knows. ``cancelled``: it was ended from outside, ``lost``:
-    for want of these nodes."""
+    for want of these nodes. ``suspended``: Slurm lets it rest."""
 
     lives: bool = False
     waits: str = ""
@@ -59,6 +59,7 @@ class Standing:
     end: str = ""
     cancelled: bool = False
     lost: str = ""
+    suspended: bool = False
 
     @property
     def over(self) -> bool:
@@ -112,7 +113,7 @@ class Watch:
             return Standing(trouble=answer.message)
         if not answer.over:
             waits = waiting(state, answer) if answer.waits else ""
-            return Standing(lives=not waits, waits=waits)
+            return Standing(not waits, waits, suspended=answer.state == "SUSPENDED")
         if ended is not None and told:
             end = _told(state, _WHYS[ended.why]) if ended.why in _WHYS else ""
             return _kept(state, Standing(end=end, cancelled=ended.why == files.TIME))
