@@ -34,6 +34,7 @@ _PLAIN_SHORT = frozenset({("pwd",), ("old", "pwd"), ("forward", "pass"), ("backw
 _PASSWORD = re.compile(r"(?P<user>[A-Za-z][A-Za-z0-9+.\-]*://[^/?#\s:@]*:)[^/?#\s]+@")
 _QUERY = re.compile(r"(?<=://)[^\s?#]*[?#]\S+")
 _PARAMETER = re.compile(r"(?P<upto>[?&;#](?P<name>[^=&;#?\s]+)=)(?:[^&;#\s]|;(?![^=&;#?\s]+=))+")
+_HEADER = re.compile(r"(?P<upto>\bauthorization\s*:\s*(?:\w+\s+)?)[^\s'\"]+", re.IGNORECASE)
 _PAIR = re.compile(
     r"""(?<![^\s;,"'({\[])(?P<upto>(?P<name>[A-Za-z_\-][\w.\-]*)\s*=\s*)"""
     r"""(?:"[^"]*"|'[^']*'|[^;\s]+(?:[^\S\n]+[^;=\s]+)*(?=\s*(?:;|$))|[^;\s]+)"""
@@ -85,10 +86,11 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def without_passwords(text: str) -> str:
-    """A text in which the passwords of addresses are hidden, and of their queries and of all
-    pairs ``name=value`` what lets one in: tokens, keys and signatures, as in
-    ``https://host/data?sig=…`` and ``AccountName=me;AccountKey=…``."""
+    """A text in which the passwords of addresses are hidden, and of their queries, of headers
+    ``Authorization: …`` and of all pairs ``name=value`` what lets one in: tokens, keys and
+    signatures, as in ``https://host/data?sig=…`` and ``AccountName=me;AccountKey=…``."""
     hidden = _PASSWORD.sub(rf"\g<user>{HIDDEN}@", text)
+    hidden = _HEADER.sub(rf"\g<upto>{HIDDEN}", hidden)
     hidden = _QUERY.sub(lambda query: _PARAMETER.sub(_without_value, query[0]), hidden)
     return _PAIR.sub(_without_value, hidden)
 

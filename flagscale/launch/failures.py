@@ -53,7 +53,8 @@ def _completed(agreed: Failure, reports: Sequence[Report], hosts: Sequence[HostS
     same = (r.failure for r in reports if r.failure.host == agreed.host)
     if agreed.rank is None:
         # The script of a host that was lost may know what became of its agent.
-        killed = [h.name for h in hosts if h.exit_record().get("phase") == "agent"]
+        own = ("agent", "before_start")
+        killed = [h.name for h in hosts if h.exit_record().get("phase") in own]
         found = (f for f in same if f.rank is None and f.host in killed)
     else:
         # The same exception, with the exit code that its host has seen meanwhile. How the agents

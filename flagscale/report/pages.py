@@ -97,7 +97,8 @@ def _card(run: Run, name: str, index: int) -> Html:
         facts(
             {
                 "run": state.run_id,
-                "model": run.setting.model or run.setting.program,
+                "model": run.setting.model,
+                "program": "" if run.setting.model else run.setting.program,
                 "layout": run.setting.layout,
                 "batch": run.setting.batch,
                 "hosts": f"{counted}{'host' if len(state.hosts) == 1 else 'hosts'}: {hosts}",
@@ -277,7 +278,8 @@ def _hosts(run: Run) -> Html:
     rows = []
     for host in run.state.hosts[:_MOST_HOSTS]:
         row = seen.get(host.name)
-        doing = ", ".join(filter(None, (row.doing, row.trouble, row.waits))) if row else ""
+        busy = row.doing if row and not row.phase.ended else ""
+        doing = ", ".join(filter(None, (busy, row.trouble, row.waits))) if row else ""
         ranks = folded(host.ranks) if len(host.ranks) else ""
         phase = row.phase.value if row else ""
         place = run.setting.places.get(host.node_rank, "")

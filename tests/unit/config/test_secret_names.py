@@ -158,6 +158,11 @@ def test_redact() -> None:
             "http://u:<hidden>@h?sig=<hidden> http://i?password=<hidden> z",
             id="both",
         ),
+        pytest.param(
+            "curl -H 'Authorization: Bearer a.b-c' -H 'authorization:x'",
+            "curl -H 'Authorization: Bearer <hidden>' -H 'authorization:<hidden>'",
+            id="headers",
+        ),
         pytest.param("http://h?page=2&author=me&design=x", None, id="plain-query"),
         pytest.param("http://h?token=&next_token=5", None, id="no-token"),
         pytest.param("http://h/sig=a/token=b", None, id="no-query"),

@@ -58,6 +58,9 @@ def test_overrides_of_any_option(workspace: Workspace) -> None:
     ).runner
     assert (runner.nnodes, runner.slurm.time) == (3, "1-12:00:00")
     assert runner.slurm.extra == {"comment": "a", "hold": None}
+    whole = "experiment.runner.slurm.device_type_specific={A:{nodes:1},B:{nodes:2}}"
+    slurm = workspace.load("experiment.runner.slurm.extra={hold:true}", whole).runner.slurm
+    assert (slurm.extra, [*slurm.by_type]) == ({"hold": None}, ["A", "B"])
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,10 @@ def test_overrides_of_any_option(workspace: Workspace) -> None:
             "{partion: x}", "slurm.partion: unknown key; did you mean 'partition'", id="typo"
         ),
         pytest.param("{gpus: 8}", "give `gpus_per_node`: every node has as many", id="gpus"),
+        pytest.param("{extra: {job_nam: x}}", "sbatch would take it for job_name", id="begun"),
+        pytest.param("{extra: {part: x}}", "sbatch would take it for partition", id="begun-key"),
+        pytest.param("{extra: {oversubscribe: true}}", "give `exclusive: false`", id="shared"),
+        pytest.param("{dependency: 'after:1,singleton'}", "no two have one", id="singleton"),
         pytest.param("{array: 1-3}", "slurm.array: cannot be given: a run is one job", id="array"),
         pytest.param(
             "{licenses: a}", "other options of sbatch go to `extra`: {licenses", id="extra"
@@ -135,6 +142,7 @@ def test_what_is_refused(workspace: Workspace, text: str, said: str) -> None:
         pytest.param("    nnodes: 3\n", "is 2, and experiment.runner.nnodes is 3", id="nodes"),
         pytest.param("    no_shared_fs: true\n", "that its nodes share", id="files"),
         pytest.param("    stop_grace: 7200\n", "no longer than the 7230 s", id="grace"),
+        pytest.param("    stop_grace: 1e5\n", "with Slurm 65,505 s at most", id="signal"),
     ],
 )
 def test_what_must_fit_the_runner(workspace: Workspace, runner: str, said: str) -> None:

@@ -295,7 +295,11 @@ def test_a_verdict_is_completed_and_never_replaced(
 
 @pytest.mark.parametrize(
     ("phase", "expected"),
-    [("agent", "lost its agent, which ended with signal 9"), ("job", "was lost: no word")],
+    [
+        ("agent", "lost its agent, which ended with signal 9"),
+        ("before_start", "before_start failed with exit code 137"),
+        ("job", "was lost: no word"),
+    ],
 )
 def test_what_became_of_the_agent_of_a_lost_host(
     state: RunState, phase: str, expected: str

@@ -202,7 +202,9 @@ def _tested(plan: LaunchPlan) -> Check:
     # Its script is written when it is submitted; what is asked needs one that exists.
     taken, text = scheduler.test_only((*plan.job.command[:-1], "--wrap=true"))
     if not taken:
-        return Check("job", False, f"Slurm refuses it: {text}", f"change {_SECTION}")
+        unknown = "change the hostfile to names that `sinfo -N` lists"
+        hint = unknown if "Invalid node name" in text else f"change {_SECTION}"
+        return Check("job", False, f"Slurm refuses it: {text}", hint)
     when = _WHEN.search(text)
     if when is not None and scheduler.endless(when[1]):
         found = "Slurm cannot tell when it may start: jobs without a time limit are before it"
