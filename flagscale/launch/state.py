@@ -138,8 +138,6 @@ def latest(state: RunState) -> RunState:
 def read_state(record: dict[str, Any], path: Path) -> RunState:
     """The state in a JSON object of a file. Raises :class:`RunStateError` where it is none."""
     try:
-        if "runner" not in record:
-            record = _modern(record)
         hosts: list[dict[str, Any]] = [
             {k: Path(v) if k in _PATHS else v for k, v in host.items()} for host in record["hosts"]
         ]
@@ -151,24 +149,6 @@ def read_state(record: dict[str, Any], path: Path) -> RunState:
         return RunState(**{**record, **given})
     except (KeyError, TypeError, AttributeError) as error:
         raise RunStateError(f"{path} was written by another version: {error}") from error
-
-
-def _modern(record: dict[str, Any]) -> dict[str, Any]:
-    """A state as it was written before it named its runner: such a run is to be stopped, too."""
-    older = {k: v for k, v in record.items() if k not in ("boot_id", "ssh_config", "foreign")}
-    hosts = [dict(host) for host in record["hosts"]]
-    ways = [host.pop("ssh", None) for host in hosts]
-    runner: dict[str, Any] = {"type": "local", "handle": {}}
-    if any(way is not None for way in ways):
-        known = [{k: v for k, v in (way or {}).items() if v is not None} for way in ways]
-        runner = {"type": "ssh", "handle": {"hosts": known}}
-        if record.get("ssh_config"):
-            runner["handle"]["config"] = record["ssh_config"]
-    for host in hosts:
-        host["node_rank"] = host.pop("rank")
-        host["boot_id"] = host.get("boot_id") or record.get("boot_id")
-    external = record.get("foreign", False)
-    return {**older, "external": external, "hosts": hosts, "runner": runner}
 
 
 def new_run_id() -> str:

@@ -4,7 +4,6 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch_lab import script_of, with_process
@@ -13,7 +12,7 @@ from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, read_json, write_atomic, write_json
 from flagscale.hosts.processes import Process
 from flagscale.launch.layout import Layout, host_label
-from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launch.planning.model import LaunchPlan
 from flagscale.launch.state import load_state, new_run_id, state_of
 
 MakePlan = Callable[..., LaunchPlan]
@@ -43,37 +42,6 @@ def test_a_directory_that_has_another_name_now(make_plan: MakePlan, tmp_path: Pa
     # What has been put in its place is not taken for it.
     old.mkdir()
     assert load_state(Layout(new).state) == state
-
-
-@pytest.mark.parametrize(
-    ("ssh", "expected"),
-    [
-        pytest.param(None, RunnerHandle("local", {}), id="local"),
-        pytest.param(
-            {"user": "u", "port": 7, "proxy": None},
-            RunnerHandle("ssh", {"config": "/c", "hosts": [{"user": "u", "port": 7}]}),
-            id="ssh",
-        ),
-    ],
-)
-def test_a_state_that_names_no_runner_is_read(
-    make_plan: MakePlan, tmp_path: Path, ssh: dict[str, Any] | None, expected: RunnerHandle
-) -> None:
-    """A run that an older version has started is to be stopped too."""
-    path = tmp_path / "state.json"
-    state_of(make_plan(exp_dir=tmp_path)).save(path)
-    record = read_json(path) or {}
-    del record["runner"]
-    host = record["hosts"][0]
-    host["rank"] = host.pop("node_rank")
-    config = "/c" if ssh else None
-    old = {**record, "hosts": [{**host, "ssh": ssh}], "ssh_config": config, "boot_id": "b"}
-    old["foreign"] = old.pop("external")
-    write_json(path, old)
-    state = load_state(path)
-    assert state is not None
-    assert (state.runner, state.external) == (expected, True)
-    assert (state.hosts[0].node_rank, state.hosts[0].boot_id) == (0, "b")
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ from flagscale.launch.runners.slurm.scheduler import Partition
 from flagscale.launch.state import alive_message, load_state
 
 _SECTION = "experiment.runner.slurm"
-_DEPENDENCY = re.compile(r"\b(afterok|aftercorr|afternotok):([0-9:+_]+)")
+_JOBS = re.compile(r"(?:^|:)(\d+)")
 _NOT_OK = frozenset({"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
+_NEVER = {"afterok": _NOT_OK, "aftercorr": _NOT_OK, "afternotok": frozenset({"COMPLETED"})}
 # What is on files that nodes share, and what is not theirs.
 _SHARED = frozenset({"exp_dir", "load"})
 _OF_NODES = frozenset(
@@ -167,33 +168,25 @@ def _too_long(asked: str | None, one: Partition, runner: Runner) -> str:
 def _dependencies(slurm: Slurm) -> Iterator[Check]:
     """Jobs that this one waits for in vain. Slurm knows those of the last minutes."""
     given = slurm.dependency or ""
-    wanted = [
-        [(kind, job) for job in re.findall(r"(?:^|:)(\d+)", jobs)]
-        for part in re.split("[,?]", given)
-        for kind, jobs in _DEPENDENCY.findall(part) or [("", "")]
-    ]
-    if not any(wanted):
-        return
-    states = scheduler.states([job for part in wanted for _, job in part])
+    kinds = [part.partition(":")[::2] for part in re.split("[,?]", given)]
+    wanted = [(kind, _JOBS.findall(jobs)) for kind, jobs in kinds if kind in _NEVER]
+    asked = [job for _, jobs in wanted for job in jobs]
+    states = scheduler.states(asked) if asked else {}
     vain = [
         [
             f"{kind}:{job} cannot come true any more: job {job} is {states[job]}"
-            for kind, job in part
-            if job in states and _in_vain(kind, states[job])
+            for job in jobs
+            if states.get(job) in _NEVER[kind]
         ]
-        for part in wanted
+        for kind, jobs in wanted
     ]
     # Of those between question marks one is enough.
-    if all(vain) or "?" not in given:
+    if "?" not in given or (all(vain) and len(vain) == len(kinds)):
         for text in (text for part in vain for text in part):
             yield Check("dependency", False, text, f"change {_SECTION}.dependency")
     if states:
         told = ", ".join(f"job {job} is {state}" for job, state in states.items())
         yield Check("dependency", True, told)
-
-
-def _in_vain(kind: str, state: str) -> bool:
-    return state == "COMPLETED" if kind == "afternotok" else state in _NOT_OK
 
 
 def _tested(plan: LaunchPlan) -> Check:
