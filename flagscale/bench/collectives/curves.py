@@ -27,6 +27,13 @@ class Point:
     time_spread: tuple[float, float] | None = None
     """The middle half of the iterations."""
 
+    @property
+    def busbw_spread(self) -> tuple[float, float] | None:
+        if self.time_spread is None:
+            return None
+        quick, slow = self.time_spread
+        return self.busbw * self.time / slow, self.busbw * self.time / quick
+
 
 @dataclass(frozen=True)
 class Curve:
