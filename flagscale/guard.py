@@ -11,6 +11,14 @@ from typing import TextIO
 from flagscale.errors import FlagscaleError
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asked this program to end; ``exit_code`` says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.exit_code = 128 + number
+
+
 def guard(work: Callable[[], int]) -> int:
     """The exit code of some work, a mistake's message printed in place of its traceback."""
     try:
@@ -29,9 +37,9 @@ def guard(work: Callable[[], int]) -> int:
         )
         return 1
     except KeyboardInterrupt as interrupt:
-        return int(getattr(interrupt, "exit_code", 130))
+        return interrupt.exit_code if isinstance(interrupt, Interrupted) else 130
     except BrokenPipeError:
-        left = [stream for stream in (sys.stdout, sys.stderr) if _nobody_reads(stream)]
+        left = [stream for stream in (sys.stdout, sys.stderr) if nobody_reads(stream)]
         if not left:
             raise
         # Python's own flush at exit must not complain.
@@ -46,7 +54,7 @@ def guard(work: Callable[[], int]) -> int:
     return code
 
 
-def _nobody_reads(stream: TextIO) -> bool:
+def nobody_reads(stream: TextIO) -> bool:
     """Whether it is a pipe, or a connection, whose other end was closed."""
     try:
         descriptor = stream.fileno()

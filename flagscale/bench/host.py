@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flagscale.bench.rank import Job
-from flagscale.bench.spawn import RankRange, cores_here, run_job, unheard
-from flagscale.guard import guard
+from flagscale.bench.spawn import RankRange, cores_here, run_job
+from flagscale.guard import guard, nobody_reads
 from flagscale.records import decode, encode
 
 LOGS = "logs"
@@ -105,7 +105,7 @@ def _abandoned(code: int) -> bool:
     """Whether nobody is left to fetch the files and clean up. Ranks that failed may have done so
     because those of another host were ended first, for a command that has just gone away."""
     deadline = time.monotonic() + (_NOTICE_SECONDS if code else 0.0)
-    while not unheard():
+    while not nobody_reads(sys.stdout):
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from flagscale.bench.rank import Job
 from flagscale.bench.world import RENDEZVOUS_VARIABLE, STARTER_VARIABLE, VARIABLES
+from flagscale.guard import Interrupted, nobody_reads
 from flagscale.hosts.kernel import die_with, is_stopped
 from flagscale.records import encode
 
@@ -154,7 +154,7 @@ def interruptible() -> Iterator[None]:
     ended = False
     try:
         yield
-    except _Ended:
+    except Interrupted:
         ended = True
         raise
     finally:
@@ -183,20 +183,12 @@ def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
     return {**chosen, "PYTHONPATH": python_path()}
 
 
-class _Ended(KeyboardInterrupt):
-    """A signal that asks this process to end; ``exit_code`` says which."""
-
-    exit_code = 130
-
-
 def _interrupt(number: int, _frame: object) -> None:
     for other in _ENDING:
         # Not SIG_IGN, which what is started to clean up would inherit.
         signal.signal(other, lambda *_: None)
     signal.alarm(_UNWIND_SECONDS)
-    ended = _Ended()
-    ended.exit_code = 128 + number
-    raise ended
+    raise Interrupted(number)
 
 
 def _environment(
@@ -252,7 +244,7 @@ def _wait(
                 print(f"error: rank {late[0]} is stopped: all are ended", file=sys.stderr)
                 _end(processes)
                 return 1
-        if tied and unheard():
+        if tied and nobody_reads(sys.stdout):
             _end(processes)
             return 1
         if deadline is None and any(codes):
@@ -261,13 +253,6 @@ def _wait(
             _end(processes)
             return _overall([process.returncode for process in processes])
         time.sleep(_POLL_SECONDS)
-
-
-def unheard() -> bool:
-    """Whether the other end of standard output is closed."""
-    poller = select.poll()
-    poller.register(1, 0)
-    return bool(poller.poll(0))
 
 
 def _overall(codes: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from flagscale.config.interpolation import readable
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import RunStateError
+from flagscale.guard import Interrupted
 from flagscale.hosts.names import compress
 from flagscale.launch import attending, logs, runs
 from flagscale.launch.liveness.telling import say
@@ -23,14 +24,6 @@ from flagscale.launch.snapshot import Phase
 from flagscale.launch.state import RunState, alive_message, latest
 
 _LIVING = (Phase.PENDING, Phase.STARTING, Phase.RUNNING)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal other than Ctrl-C's asked this program to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
-        self.exit_code = 128 + number
 
 
 def _note(text: str) -> None:
