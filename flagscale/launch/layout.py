@@ -56,8 +56,19 @@ def host_label(rank: int, host: str) -> str:
     return f"host_{rank}_{safe}"
 
 
+class HasRanks:
+    """A host's part of a run: its ranks follow each other."""
+
+    first_rank: int
+    nproc: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.nproc)
+
+
 @dataclass(frozen=True)
-class HostFiles:
+class HostFiles(HasRanks):
     """A host's part of a run, and where its files are."""
 
     name: str
@@ -65,10 +76,6 @@ class HostFiles:
     nproc: int
     run_dir: Path
     output: Path
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.nproc)
 
 
 class _Below:

@@ -14,7 +14,7 @@ from typing import Any
 from flagscale.config.interpolation import readable
 from flagscale.files import plain
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.layout import Layout
+from flagscale.launch.layout import HasRanks, Layout
 from flagscale.launch.liveness.options import AgentOptions
 from flagscale.launch.planning.environment import EnvValue
 from flagscale.launch.planning.per_host import Settings
@@ -39,7 +39,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Slot:
+class Slot(HasRanks):
     """A host's position in the plan, with all that is known of it. ``machine`` is what the host is
     like once ``settings``, what the experiment says of it, hold there."""
 
@@ -58,10 +58,6 @@ class Slot:
     def device_type(self) -> str | None:
         return self.host.device_type
 
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.nproc)
-
 
 @dataclass(frozen=True)
 class RunnerHandle:
@@ -73,7 +69,7 @@ class RunnerHandle:
 
 
 @dataclass(frozen=True)
-class HostPlan:
+class HostPlan(HasRanks):
     """What one host runs. Every path is absolute on that host."""
 
     node_rank: int
@@ -104,10 +100,6 @@ class HostPlan:
     """Whether its script has to find out by itself what the host is like."""
     late: bool = False
     """Whether it learns from its job what it is called and where ranks meet: :mod:`.late`."""
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.nproc)
 
     @property
     def secrets(self) -> dict[str, str]:
