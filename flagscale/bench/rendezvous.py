@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from flagscale.bench.world import BenchWorld
@@ -116,21 +116,16 @@ def _file_of(world: BenchWorld) -> Path:
 
 
 def _by_file(world: BenchWorld, path: Path, host: str, port: int, timeout: timedelta) -> Store:
+    meeting = FileStore(str(path))
     if world.rank == 0:
         store = _tcp(host, port, world, timeout)
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_text(str(store.port))
-        draft.rename(path)
+        meeting.set(_KEY, str(store.port))
         return store
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        try:
-            number = int(path.read_text())
-        except (FileNotFoundError, ValueError):
-            time.sleep(_POLL_SECONDS)
-            continue
-        return _tcp(host, number, world, timeout)
-    raise UnreachableError(f"rank {world.rank} waited for rank 0 in vain")
+    try:
+        meeting.wait([_KEY], timeout)
+    except RuntimeError as error:
+        raise UnreachableError(f"rank {world.rank} waited for rank 0 in vain") from error
+    return _tcp(host, int(meeting.get(_KEY)), world, timeout)
 
 
 def join(store: Store, world: BenchWorld, backend: str, **more: Any) -> None:
