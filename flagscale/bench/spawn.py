@@ -220,6 +220,7 @@ def _wait(
     *,
     tied: bool,
 ) -> int:
+    """The exit code of the whole, once it is known: the caller ends what still runs then."""
     deadline: float | None = None
     told = False
     stopped: dict[int, float] = {}
@@ -242,10 +243,8 @@ def _wait(
             stopped = {rank: stopped.get(rank, now) for rank in here}
             if late := [rank for rank, since in stopped.items() if now - since > patience]:
                 print(f"error: rank {late[0]} is stopped: all are ended", file=sys.stderr)
-                _end(processes)
                 return 1
         if tied and nobody_reads(sys.stdout):
-            _end(processes)
             return 1
         if deadline is None and any(codes):
             deadline = time.monotonic() + _GRACE_SECONDS
