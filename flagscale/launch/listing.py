@@ -106,14 +106,12 @@ def _row(entry: runs.Entry) -> Row:
 def _print(rows: Sequence[Row], *, with_failures: bool) -> None:
     from flagscale.launch.show import view
 
-    shown = view.console()
-    shown.print(_table(rows))
+    view.console().print(_table(rows))
     for row in rows:
         if row.trouble:
             print(f"note: {row.state.run_id}: {row.trouble}", file=sys.stderr)
         for number, text in row.seen.failures if with_failures else ():
-            line = f"{row.state.run_id} attempt {number}: {text}"
-            shown.print(line, soft_wrap=True, markup=False)
+            print(f"{row.state.run_id} attempt {number}: {text}")
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -110,20 +111,13 @@ def load_state(path: Path) -> RunState | None:
 def _moved(record: dict[str, Any], path: Path) -> dict[str, Any]:
     """The record of a run whose directory has another name now: its paths there."""
     old = str(record.get("exp_dir"))
-    depth = len(Layout(Path(old)).state.relative_to(old).parts)
-    here = str(path.absolute().parents[depth - 1])
+    here = str(path.absolute().parent.parent)
     if Path(old).exists() or Layout(Path(here)).state != path.absolute():
         return record
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: renamed(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [renamed(inner) for inner in value]
-        inside = isinstance(value, str) and f"{value}/".startswith(f"{old}/")
-        return here + value[len(old) :] if inside else value
-
-    return cast(dict[str, Any], renamed(record))
+    text = json.dumps(record)
+    for end in ("/", '"'):
+        text = text.replace(f"{json.dumps(old)[:-1]}{end}", f"{json.dumps(here)[:-1]}{end}")
+    return cast(dict[str, Any], json.loads(text))
 
 
 def latest(state: RunState) -> RunState:

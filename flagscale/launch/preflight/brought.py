@@ -39,8 +39,8 @@ class Brought:
         args = Arguments.of(experiment)
         told = facts.answer(self.check) or {"problem": "its Python was not asked"}
         if problem := told.get("problem"):
-            hint = str(told.get("hint") or "install the package that brings it there")
-            return Check(self.check, False, str(args.problem(self.argument, problem)), hint)
+            found = str(args.problem(self.argument, problem))
+            return Check(self.check, False, found, str(told.get("hint") or ""))
         return Check(self.check, True, f"{args[self.argument]}: {told['found']}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -163,50 +163,41 @@ def one_line(snapshot: Snapshot) -> str:
 def watch(query: Callable[[], Snapshot], *, follow: bool, as_json: bool, every: float) -> Snapshot:
     """Show what ``query`` tells: a table, or one JSON object a line. ``follow`` keeps on every
     ``every`` seconds until the run has ended. Returns the last state seen."""
-    if as_json:
-        return _as_json(query, follow, every)
     if not follow:
         last = query()
-        show(last)
+        print(strict_json(last.to_json(), 2), flush=True) if as_json else show(last)
         return last
-    return _live(query, every) if sys.stdout.isatty() else _as_lines(query, every)
-
-
-def _as_json(query: Callable[[], Snapshot], follow: bool, every: float) -> Snapshot:
-    while True:
-        last = query()
-        indent = None if follow else 2
-        print(strict_json(last.to_json(), indent), flush=True)
-        if not follow or last.phase.ended:
-            return last
-        time.sleep(every)
-
-
-def _live(query: Callable[[], Snapshot], every: float) -> Snapshot:
-    from rich.live import Live
-
-    last = query()
-    with Live(run_table(last, with_lines=True), console=console(), auto_refresh=False) as live:
-        while not last.phase.ended:
-            time.sleep(every)
-            last = query()
-            live.update(run_table(last, with_lines=True), refresh=True)
+    looks = _looks(query, every)
+    if sys.stdout.isatty() and not as_json:
+        return _live(looks)
+    shown = ""
+    # For output that is no terminal: a line whenever something changed, the table at the end.
+    for last in looks:
+        line = strict_json(last.to_json()) if as_json else one_line(last)
+        if line != shown or as_json:
+            print(line if as_json else f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+            shown = line
+    if not as_json:
+        show(last)
     return last
 
 
-def _as_lines(query: Callable[[], Snapshot], every: float) -> Snapshot:
-    """For output that is no terminal: a line whenever something changed, the table at the end."""
-    shown = ""
-    while True:
-        last = query()
-        line = one_line(last)
-        if line != shown:
-            print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
-            shown = line
-        if last.phase.ended:
-            show(last)
-            return last
+def _looks(query: Callable[[], Snapshot], every: float) -> Iterator[Snapshot]:
+    """The run again and again, until it has ended."""
+    while not (last := query()).phase.ended:
+        yield last
         time.sleep(every)
+    yield last
+
+
+def _live(looks: Iterator[Snapshot]) -> Snapshot:
+    from rich.live import Live
+
+    last = next(looks)
+    with Live(run_table(last, with_lines=True), console=console(), auto_refresh=False) as live:
+        for last in looks:
+            live.update(run_table(last, with_lines=True), refresh=True)
+    return last
 
 
 def checks_table(checks: list[Check]) -> RenderableType:

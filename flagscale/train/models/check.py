@@ -22,7 +22,10 @@ def check(name: str) -> dict[str, str | None]:
     try:
         return {"found": spec_of(Namespace(family=name)).shown}
     except ConfigError as error:
-        return {"problem": error.message, "hint": error.hint}
+        return {
+            "problem": error.message,
+            "hint": error.hint or "install the package that brings it there",
+        }
 
 
 def main(words: Sequence[str]) -> int:

@@ -23,6 +23,9 @@ from flagscale.errors import UnreachableError
 _SECONDS = 60.0
 _INVALID = re.compile(r"Invalid job id|Invalid job name", re.IGNORECASE)
 _LOST_ANSWER = re.compile(r"contact|timed out|Zero Bytes|connect", re.IGNORECASE)
+_PARTITION = re.compile(
+    r"^ *([^|*]+)(\*?) *\|([^|]+)\|([^|]+)\|([^|]+)\|(\d+)[^|\n]*\|(\d+)", re.MULTILINE
+)
 _FIELDS = "%T|%r|%S|%j"
 _AGAIN_SECONDS = 1.0
 _MOST_DAYS = 360
@@ -280,16 +283,11 @@ def partitions() -> Mapping[str, Partition]:
     """The partitions by name. Raises :class:`UnreachableError`."""
     text = _asked("sinfo", "--noheader", "--format=%P|%a|%l|%L|%D|%c")
     found: dict[str, Partition] = {}
-    for line in text.splitlines():
-        fields = line.strip().split("|")
-        numbers = [re.match(r"\d+", one) for one in fields[4:6]]
-        if len(fields) != 6 or not all(numbers):
-            continue
-        nodes, cpus = (int(number[0]) if number else 0 for number in numbers)
-        name, default = fields[0].rstrip("*"), fields[0].endswith("*")
-        before = found.get(name, Partition(name, default, fields[1], fields[2], fields[3], 0, 0))
-        more = before.nodes + nodes, max(before.cpus, cpus)
-        found[name] = replace(before, nodes=more[0], cpus=more[1])
+    for name, default, up, limit, usual, nodes, cpus in _PARTITION.findall(text):
+        # A line for each kind of node.
+        before = found.get(name, Partition(name, bool(default), up, limit, usual, 0, 0))
+        most = max(before.cpus, int(cpus))
+        found[name] = replace(before, nodes=before.nodes + int(nodes), cpus=most)
     return found
 
 
