@@ -22,7 +22,6 @@ from flagscale.files import write_atomic
 from flagscale.hosts import processes
 from flagscale.hosts.names import compress, expand_list
 from flagscale.hosts.processes import Swept
-from flagscale.launch import attending
 from flagscale.launch.layout import SCRIPT_FILE
 from flagscale.launch.liveness.telling import say
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
@@ -109,7 +108,7 @@ class SlurmRunner:
                 raise ConfigError(problem) from None
             except KeyboardInterrupt:
                 say(f"stopping run {state.run_id}: Slurm was asked for its job already")
-                attending.interrupt(self, state)
+                self.stop(state)
                 raise
             handle = {**state.runner.handle, "job": job}
             state = replace(state, runner=RunnerHandle(TYPE, handle))
