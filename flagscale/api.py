@@ -214,7 +214,7 @@ def _as_data(config: Config) -> Config:
         from omegaconf import OmegaConf
 
         # What refers to other keys, or is still to be given, is for loading.
-        return cast(Config, OmegaConf.to_container(cast(Any, config)))
+        config = cast(Config, OmegaConf.to_container(cast(Any, config)))
     if not isinstance(config, (str, os.PathLike, Mapping)):
         kind = type(config).__name__
         raise ConfigError(f"config: expected a path or nested mappings, found {kind}")

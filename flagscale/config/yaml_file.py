@@ -93,15 +93,21 @@ def read(path: Path) -> YamlFile:
 
 def _check_depth(path: Path, text: str) -> None:
     """Raises ConfigError for what nests too deep, before anything that recurses sees it."""
+    if (line := _too_deep_at(text)) is not None:
+        raise ConfigError(_too_deep(path, "", line))
+
+
+def _too_deep_at(text: str) -> int | None:
+    """The line in which a text nests too deep; None where it does nowhere."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > _MAX_DEPTH:
-                line = event.start_mark.line + 1 if event.start_mark else 1
-                raise ConfigError(_too_deep(path, "", line))
+                return event.start_mark.line + 1 if event.start_mark else 1
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+    return None
 
 
 def _too_deep(path: Path, key: str, line: int) -> Problem:
@@ -200,7 +206,7 @@ def _items(node: yaml.Node | None) -> tuple[str, ...]:
 def items_of(text: str) -> tuple[str, ...]:
     """The same of a list that is written in one text, such as ``[a, 1e-4]``."""
     try:
-        return _items(yaml.compose(text, Loader=_LOADER))
+        return () if _too_deep_at(text) else _items(yaml.compose(text, Loader=_LOADER))
     except yaml.YAMLError:
         return ()
 

@@ -9,6 +9,11 @@ from flagscale.config.arguments.precision import Broken, Values
 from flagscale.config.arguments.spec import arg
 
 NAME, EXTERNAL = "external_data", "external"
+NO_MODULE = (
+    "its directory has to be on PYTHONPATH (experiment.envs), or give a file: "
+    "path/to/file.py:function"
+)
+"""What helps where its module is not found."""
 _FORM = "package.module:function or path/to/file.py:function"
 
 

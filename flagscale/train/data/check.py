@@ -17,13 +17,8 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from flagscale.config.arguments.external import is_file, place
+from flagscale.config.arguments.external import NO_MODULE, is_file, place
 from flagscale.config.arguments.values import nearest
-
-_DIRECTORY = (
-    "its directory has to be on PYTHONPATH (experiment.envs), or give a file: "
-    "path/to/file.py:function"
-)
 
 
 def check(text: str) -> dict[str, str]:
@@ -36,7 +31,7 @@ def check(text: str) -> dict[str, str]:
     else:
         spec = _spec(where)
         if spec is None:
-            return {"problem": f"there is no module {where}", "hint": _DIRECTORY}
+            return {"problem": f"there is no module {where}", "hint": NO_MODULE}
         source = Path(spec.origin or "")
     return _function(source, where, function)
 

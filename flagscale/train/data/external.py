@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flagscale.config.arguments.external import NAME, is_file, place
+from flagscale.config.arguments.external import NAME, NO_MODULE, is_file, place
 from flagscale.config.arguments.values import nearest
 from flagscale.errors import DataError
 from flagscale.train.data.samplers import MicroBatchSampler, Shard
@@ -86,8 +86,7 @@ def _of_package(name: str) -> ModuleType:
             raise  # it is there, and lacks another one
         raise DataError(
             f"{NAME}: there is no module {name}",
-            hint="its directory has to be on PYTHONPATH (experiment.envs), or give a file: "
-            "path/to/file.py:function",
+            hint=NO_MODULE,
         ) from error
 
 

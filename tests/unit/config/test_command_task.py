@@ -84,6 +84,8 @@ def test_an_override_keeps_its_commas(workspace: Workspace) -> None:
     workspace.write("eval.py", "")
     listed = workspace.load("experiment.task.type=command", "experiment.task.command=[a,1e-4,010]")
     assert listed.task.command == ("a", "1e-4", "010")
+    with pytest.raises(ConfigError):
+        workspace.load("experiment.task.type=command", f"experiment.task.command={'[' * 60_000}")
     command = "experiment.task.command=eval.py --on a,b 'c d'"
     found = workspace.load("experiment.task.type=command", command)
     assert found.task.command == (str(workspace.root / "eval.py"), "--on", "a,b", "c d")

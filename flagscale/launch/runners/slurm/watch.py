@@ -113,7 +113,8 @@ class Watch:
             return Standing(trouble=answer.message)
         if not answer.over:
             waits = waiting(state, answer) if answer.waits else ""
-            return Standing(not waits, waits, suspended=answer.state == "SUSPENDED")
+            resting = answer.state == "SUSPENDED"
+            return Standing(lives=not waits, waits=waits, suspended=resting)
         if ended is not None and told:
             end = _told(state, _WHYS[ended.why]) if ended.why in _WHYS else ""
             return _kept(state, Standing(end=end, cancelled=ended.why == files.TIME))

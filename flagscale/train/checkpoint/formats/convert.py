@@ -319,14 +319,14 @@ def verify(model: Model, written: Model, *, report: Report) -> None:
     Raises:
         CheckpointError: the tensors that differ, or that hold infinities or no numbers.
     """
-    wrong: dict[str, str] = {}
+    unsound, changed = list[str](), list[str]()
     for name, tensor in model.tensors.items():
         if text := differs(tensor, written.tensors[name], report):
-            wrong[name] = f"{name}: {text}"
-    rounded = any(isinstance(model.tensors[name], Cast) for name in wrong)
+            (unsound if text == UNSOUND else changed).append(f"{name}: {text}")
+    rounded = any(isinstance(tensor, Cast) for tensor in model.tensors.values())
     hint = "--dtype makes infinities of numbers that it has no room for" if rounded else None
-    refuse(model.path, "cannot be used", [t for t in wrong.values() if t.endswith(UNSOUND)], hint)
-    refuse(written.path, "is not what it was to be", [*wrong.values()])
+    refuse(model.path, "cannot be used", unsound, hint)
+    refuse(written.path, "is not what it was to be", changed)
 
 
 def _counted(report: object, total: int) -> Report:
