@@ -2,11 +2,12 @@
 """What sharing a pipeline with a CPU costs the GPU that is its first stage.
 
 Two ranks of this machine train layers of Llama-3-8B's sizes: the GPU twelve of them, CPU cores one.
-Of the GPU's step the time in which it waits for the CPU is left out. What else it spends in the
-exchange - copies to and from the host's memory, each waited for here, starting messages - is set
-against its own passes and the completing of its gradients, which it does without a CPU too.
+Nothing is waited for that training does not wait for: marks on the GPU's stream say when its passes
+and the completing of its gradients begin and end. Between two of them lies what the exchange costs
+it - copies from the host's memory, starting messages and copies to it - and the time in which it
+waits for the CPU, which is left out: up to the moment in which the message is there.
 
-    python tools/bench/mixed_stage.py --output docs/results/mixed-stage-h200.json
+    python tools/bench/mixed_stage.py --output docs/results/mixed-stage-h100.json
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,8 @@ from flagscale.guard import guard
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
 WARM_UP = 2
-CALLS = ("begin", "recv_forward", "recv_backward", "send_forward", "send_backward",
-         "send_forward_recv_backward", "send_backward_recv_forward", "finish")  # fmt: skip
-"""Of the exchange, by the schedule."""
+BLOCKED = 100e-6
+"""Seconds. A message that was waited for less had come before."""
 MODEL = """
 --num-layers 13 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8
 --ffn-hidden-size 14336 --seq-length 2048 --micro-batch-size 1 --global-batch-size 3 --bf16
@@ -50,7 +50,7 @@ MODEL = """
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--steps", type=int, default=2, help="that count, %(default)s")
+    parser.add_argument("--steps", type=int, default=4, help="that count, %(default)s")
     parser.add_argument("--device", default="cuda", help="of the first stage, %(default)s")
     parser.add_argument("--model", default="", help="arguments that come after the model's own")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -110,37 +110,115 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         raise JobError(f"training ended with {codes}:\n" + "\n".join(tails))
     steps = json.loads(found.read_text())
     mean = {
-        name: sum(step[name] for step in steps["steps"]) / options.steps for name in steps["of"]
+        name: statistics.fmean(step[name] for step in steps["steps"]) for name in steps["steps"][0]
     }
-    alone = mean["passes"] + mean["gradients"]
-    exchange = mean["exchanging"] - mean["waiting"]
-    overhead = exchange / alone
-    return {"device": steps["device"], **mean, "exchange": exchange, "overhead": overhead}
+    overhead = mean["exchange"] / (mean["passes"] + mean["gradients"])
+    return {"device": steps["device"], **mean, "overhead": overhead}
 
 
-class Clock:
-    """Adds up under names what functions take until the device has done its work."""
+class Stage:
+    """Takes down when a stage's work begins and ends on its device, and when messages come."""
 
-    def __init__(self, wait_for_device: Callable[[], None], spent: defaultdict[str, float]) -> None:
-        self._wait_for_device = wait_for_device
-        self._spent = spent
+    def __init__(self, on_device: bool) -> None:
+        self._on_device = on_device
+        self.steps: list[dict[str, float]] = []
 
-    def times(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def outer(*args: Any, **options: Any) -> Any:
+            self._spans: list[tuple[str, Any, Any]] = []
+            self._came: list[float] = []
+            self._on_host = 0.0
             self._wait_for_device()
-            begin = time.perf_counter()
+            self._first = self._mark()
+            self._wait_for_device()
+            begin = self._begin = time.perf_counter()
             result = inner(*args, **options)
             self._wait_for_device()
-            self._spent[name] += time.perf_counter() - begin
+            self.steps.append({"step": time.perf_counter() - begin, **self._found()})
             return result
 
         return outer
+
+    def work(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that gives the device work."""
+
+        def outer(*args: Any, **options: Any) -> Any:
+            begin = self._mark()
+            result = inner(*args, **options)
+            self._spans.append((name, begin, self._mark()))
+            return result
+
+        return outer
+
+    def on_host(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the exchange before or after all work of a step."""
+
+        def outer(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            result = inner(*args, **options)
+            self._on_host += time.perf_counter() - begin
+            return result
+
+        return outer
+
+    def wait(self, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """That of a message that is coming, after which the device is given its copy."""
+
+        def outer(coming: Any) -> Any:
+            begin = time.perf_counter()
+            for work in coming.works:
+                work.wait()
+            coming.works = ()  # each can be waited for once
+            came = time.perf_counter()
+            if came - begin > BLOCKED:
+                self._came.append(came - self._begin)
+            return inner(coming)
+
+        return outer
+
+    def _found(self) -> dict[str, float]:
+        """Seconds of the step that are over, by what they were for."""
+        found = dict.fromkeys(("passes", "gradients", "exchange", "waiting"), 0.0)
+        found["exchange"] = self._on_host
+        ended: float | None = None
+        for name, begin_mark, end_mark in self._spans:
+            begin, end = self._seconds(begin_mark), self._seconds(end_mark)
+            found[name] += end - begin
+            if ended is not None:
+                awaited = [came for came in self._came if ended < came < begin]
+                waiting = max(awaited, default=ended) - ended
+                found["waiting"] += waiting
+                found["exchange"] += begin - ended - waiting
+            ended = end
+        return found
+
+    def _mark(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        """Of a mark, after the step's beginning."""
+        if not self._on_device:
+            return float(mark - self._begin)
+        return float(self._first.elapsed_time(mark)) / 1e3
+
+    def _wait_for_device(self) -> None:
+        if self._on_device:
+            import torch
+
+            torch.cuda.synchronize()
 
 
 def timed(arguments: Sequence[str], found: Path) -> int:
     """The training program, its first stage's parts timed."""
     sys.argv[0] = str(PROGRAM)
-    if os.environ["FLAGSCALE_DEVICE"] == "cpu":
+    on_device = os.environ["FLAGSCALE_DEVICE"] != "cpu"
+    if not on_device:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import torch
     from megatron.core.pipeline_parallel import schedules
@@ -149,44 +227,18 @@ def timed(arguments: Sequence[str], found: Path) -> int:
     from flagscale.train.meshes import exchange, gradients
     from flagscale.train.step import Stepper
 
-    on_device = os.environ["FLAGSCALE_DEVICE"] != "cpu"
-    spent: defaultdict[str, float] = defaultdict(float)
-    steps: list[dict[str, float]] = []
-
-    clocked = Clock(torch.cuda.synchronize if on_device else lambda: None, spent).times
-
-    class Waited:
-        """A work whose wait is the time in which the other stage computes."""
-
-        def __init__(self, work: Any) -> None:
-            self._work = work
-            self.wait = clocked("waiting", work.wait)
-
-    coming_wait = exchange._Coming.wait
-
-    def wait(coming: exchange._Coming) -> torch.Tensor:
-        coming.works = [Waited(work) for work in coming.works]
-        return coming_wait(coming)
-
-    run = clocked("step", Stepper._run)
-
-    def step(*args: Any, **options: Any) -> Any:
-        spent.clear()
-        result = run(*args, **options)
-        steps.append(dict(spent))
-        return result
-
-    for name in CALLS:
-        setattr(exchange.Exchange, name, clocked("exchanging", getattr(exchange.Exchange, name)))
-    exchange._Coming.wait = wait  # type: ignore[method-assign, assignment]
-    gradients.Finalize.__call__ = clocked("gradients", gradients.Finalize.__call__)  # type: ignore[method-assign]
-    Stepper._run = step  # type: ignore[method-assign]
-    schedules.forward_step = clocked("passes", schedules.forward_step)
-    schedules.backward_step = clocked("passes", schedules.backward_step)
+    stage = Stage(on_device)
+    for name in ("begin", "finish"):
+        setattr(exchange.Exchange, name, stage.on_host(getattr(exchange.Exchange, name)))
+    exchange._Coming.wait = stage.wait(exchange._Coming.wait)  # type: ignore[method-assign, assignment]
+    gradients.Finalize.__call__ = stage.work("gradients", gradients.Finalize.__call__)  # type: ignore[method-assign]
+    Stepper._run = stage.step(Stepper._run)  # type: ignore[method-assign]
+    schedules.forward_step = stage.work("passes", schedules.forward_step)
+    schedules.backward_step = stage.work("passes", schedules.backward_step)
     code = train_gpt.main(arguments)
     device = torch.cuda.get_device_name() if on_device else "the CPU"
-    names = ("step", "exchanging", "waiting", "passes", "gradients")
-    found.write_text(json.dumps({"of": names, "device": device, "steps": steps[WARM_UP:]}))
+    counted = stage.steps[WARM_UP:]
+    found.write_text(json.dumps({"device": device, "steps": counted}))
     return code
 
 
