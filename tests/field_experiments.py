@@ -291,6 +291,7 @@ EXPERIMENTS: dict[str, Case] = {
             **_LATENT,
             **_MTP,
             "finetune": True,
+            "pretrained_checkpoint": "/models/deepseek",
             "peft_type": "lora",
             "lora_dim": 32,
             "lora_alpha": 64,
@@ -299,10 +300,6 @@ EXPERIMENTS: dict[str, Case] = {
             "lora_in_init_method": "xavier",
             "lora_out_init_method": "zero",
         },
-        refused=(
-            "lora_dropout_position: 'post' cannot be given",
-            "lora_in_init_method: 'xavier' cannot be given",
-        ),
     ),
     "deepseek-light": Case(
         {
@@ -338,7 +335,6 @@ EXPERIMENTS: dict[str, Case] = {
             "no_create_attention_mask_in_dataloader": True,
         },
         ranks=8,
-        refused=("mtp_num_layers: 1 with enable_hetero true",),
     ),
     "llama2": Case({**_LLAMA, "optimizer": {"weight_decay": 0.01}}, refused=_TWICE),
     "llama3": Case({**_LLAMA, "tensor_model_parallel_size": 4}),

@@ -47,6 +47,7 @@ from layout_models import (
     METHOD,
     MOE,
     MTP,
+    MTP_LORA,
     MTP_MOE,
     MTP_TIED,
     OVERLAP,
@@ -131,6 +132,7 @@ REFERENCES = (
     Case("apart-per-token", 1, APART, PER_TOKEN, ""),
     Case("apart-by-positions", 1, APART, "--position-embedding-type learned_absolute", ""),
     Case("mtp", 1, MTP, "", ""),
+    Case("mtp-lora", 1, MTP_LORA, "", ""),
     Case("mtp-per-token", 1, MTP, f"{PER_TOKEN} {MBS2}", ""),
     Case("mtp-tied", 1, MTP_TIED, "", ""),
     Case("mtp-moe", 1, MTP_MOE, "", ""),
@@ -252,6 +254,8 @@ PREDICTING = (
     Case("mtp-compiled-tp2-sp-recompute", 2, MTP, f"{COMPILED} {SP} {FULL} 2", "mtp",
          backend=FASTER),
     Case("mtp-pp2-vpp2-do-overlap", 2, MTP, f"{VPP2} {OVERLAP}", "mtp"),
+    Case("mtp-lora-pp2-do", 2, MTP_LORA, f"{PP2} {DO}", "mtp-lora"),
+    Case("mtp-lora-tp2-sp", 2, MTP_LORA, SP, "mtp-lora", backend=FASTER),
     Case("mtp-cp2-per-token", 2, MTP, f"{CP2} {PER_TOKEN}", "mtp-per-token"),
     Case("mtp-cp2-do", 2, MTP, f"{CP2} {DO}", "mtp"),
     Case("mtp-tied-compiled-pp2-by-hand", 2, MTP_TIED,
@@ -283,6 +287,11 @@ MESHES = (
     Case("mesh-tp2+dp2-through-hosts", 4, LLAMA, meshes(TP2_DP2, "3 1", f"{MBS2} "
          "--hetero-use-cpu-communication"), "llama", backend=FASTER),
     Case("mesh-dp2+tp2-tied", 4, TIED, meshes(DP2_TP2, "1 3"), "tied"),
+    Case("mesh-tp2+dp2-mtp", 4, MTP, meshes(TP2_DP2, "3 1", MBS2), "mtp"),
+    Case("mesh-dp2+tp2-mtp-tied-sp-do", 4, MTP_TIED, meshes(DP2_TP2, "1 3", f"{DO} "
+         "--sequence-parallel"), "mtp-tied"),
+    Case("mesh-ep2+ep1-mtp-moe", 4, MTP_MOE, meshes("1 1 2 2 1  2 1 1 1 1", "2 2",
+         "--sequence-parallel"), "mtp-moe"),
     Case("mesh-dp2+tp2-tied-sp-do-overlap", 4, TIED, meshes(DP2_TP2, "1 3", f"{OVERLAP} "
          "--sequence-parallel"), "tied"),
     Case("mesh-1+1+1-eager", 3, LLAMA, meshes("1 1 1 1 1  1 1 1 1 1  1 1 1 1 1", "1 2 1",
@@ -328,12 +337,17 @@ MESHES = (
     # Layers are shared out by what they take, which is measured first; and sizes chosen.
     Case("mesh-auto-moe-vpp2-do", 4, MOE, meshes("1 1 2 2 1  1 1 1 2 1", "auto", f"{DO} "
          "--num-virtual-stages-per-pipeline-rank 2"), "moe"),
+    Case("mesh-auto-mtp-moe", 2, MTP_MOE, meshes("1 1 1 1 1  1 1 1 1 1", "auto"), "mtp-moe"),
+    Case("mesh-auto-every-loss", 2, EVERY_LOSS, meshes("1 1 1 1 1  1 1 1 1 1", "auto", MBS2),
+         "every-loss-mbs2"),
     Case("mesh-of-chosen-sizes", 4, LLAMA, meshes("ranks=2 ranks=2", "", DO), "llama"),
     # Data parallelism over unlike replicas: how many take which micro-batches, and how many.
     Case("shares-1x1+1x3", 2, LLAMA, shares("1 1 1 3"), "llama"),
     Case("shares-2x1+1x2-do-overlap", 2, LLAMA, shares("1 1 1 2", "1 2 1 1", OVERLAP), "llama"),
     Case("shares-tp2-1x3+1x1", 4, TIED, shares("1 3 1 1", "", f"{SP} {DO}"), "tied"),
     Case("shares-moe-1x1+1x3", 2, BY_SEQUENCE, shares("1 1 1 3"), "moe-by-sequence"),
+    # A replica counts as much as it has tokens.
+    Case("shares-pp2-1x1+1x3-mtp", 4, MTP, shares("1 1 1 3", "", PP2), "mtp-per-token"),
     Case("shares-three", 3, LLAMA, shares("2 1 1 2", "1 1 1 3 1 1", "--global-batch-size 6"),
          "llama-6"),
     Case("shares-pp2-1x2+2x1-do", 4, LLAMA, shares("1 2 1 1", "1 1 1 2", f"{PP2} {DO}"), "llama"),
@@ -436,7 +450,7 @@ GRAPHS = tuple(
 FEW = frozenset({
     "tp2-dp2-sp-do-overlap", "cp2-tp2-sp", "latent-moe-pp2-ep2", "mesh-tp2+dp2", "mesh-bf16",
     "mesh-vpp2-tied-do-overlap", "mesh-moe-dp2+tp2-ep2-do", "mesh-fp16-overflow-in-the-last",
-    "mesh-recompute-by-stage", "shares-pp2-1x2+2x1-do",
+    "mesh-recompute-by-stage", "shares-pp2-1x2+2x1-do", "mesh-dp2+tp2-mtp-tied-sp-do",
 })  # fmt: skip
 """Of the layouts of four ranks and more, those that are always trained. The others, and the same
 once more on another backend, find what these do not, but rarely: they are slow tests."""

@@ -104,6 +104,7 @@ LATENT_MOE = (
 LATENT_MOE_LORA = LATENT_MOE + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
 # Layers that predict further tokens.
 MTP = APART + " --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"
+MTP_LORA = MTP + " --peft-type lora --lora-dim 4 --lora-alpha 16 --lr 4e-3"
 MTP_TIED = TIED + "--mtp-num-layers 1"
 MTP_MOE = LATENT_MOE.replace(
     "load-balancing-type none",

@@ -225,9 +225,10 @@ class Traffic(Closing):
 
     def _hear(self, station: Station, said: Said | None) -> None:
         with self._state:
-            if said is None:
+            over = time.monotonic() > self._begin + self._seconds
+            if said is None or (said.event == "failed" and over):
+                # At its end a host's process loses those that have ended before it.
                 if not self._closing.is_set() and not self._failures:
-                    over = time.monotonic() > self._begin + self._seconds
                     why = f"its {self._seconds:g} s are over" if over else "it was ended there"
                     self._failures.append(f"{station.name}: no more traffic: {why}")
             elif said.event == "failed":

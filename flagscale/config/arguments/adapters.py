@@ -50,18 +50,22 @@ class Adapters:
         32.0, "What adapters add is multiplied by this over their rank", minimum=0.001
     )
     lora_dropout: float = arg(
-        0.0, "Share of an adapter's inputs that is dropped in training", minimum=0, maximum=0.99
+        0.0,
+        "Share that is dropped in training, of an adapter's inputs or of what it adds",
+        minimum=0,
+        maximum=0.99,
     )
-    lora_dropout_position: str | None = arg(
-        None,
-        "Where that is: pre, before the first of an adapter's matrices, which is so without it",
-        choices=("pre",),
+    lora_dropout_position: str = arg(
+        "pre",
+        "Where that is: pre, before the first of an adapter's matrices, as in peft; post, behind "
+        "the second",
+        choices=("pre", "post"),
     )
-    lora_in_init_method: str | None = arg(
-        None,
+    lora_in_init_method: str = arg(
+        "kaiming",
         "How the first of an adapter's matrices is drawn: kaiming, with the spread of peft's, "
-        "which is so without it",
-        choices=("kaiming",),
+        "1 / sqrt(3 in); xavier, with sqrt(2 / (in + rank)); normal, with 0.2",
+        choices=("kaiming", "xavier", "normal"),
     )
     lora_out_init_method: str | None = arg(
         None,

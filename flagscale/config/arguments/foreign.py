@@ -152,16 +152,12 @@ VALUES: Mapping[tuple[str, str], str] = {
     "built",
     ("lr_decay_style", "stablelm2-scheduler"): "a schedule of StableLM 2; WSD is the nearest",
     ("position_embedding_type", "yarn"): "not built; use_rope_scaling scales as Llama 3.1 does",
-    **{
-        ("lora_in_init_method", name): "the first matrix of an adapter is drawn as peft draws it"
-        for name in ("xavier", "normal", "zero")
-    },
+    ("lora_in_init_method", "zero"): "with both matrices as zeros neither would ever change",
     **{
         ("lora_out_init_method", name): "the second matrix of an adapter starts as zeros, so that "
         "training starts from the base"
         for name in ("xavier", "normal", "kaiming")
     },
-    ("lora_dropout_position", "post"): "an adapter's inputs are dropped, as peft does it",
     ("position_embedding_type", "mrope"): "it is of models of images and video",
     ("position_embedding_type", "relative"): "it is of T5 models",
     ("tokenizer_type", "TikTokenizer"): "convert it to tokenizer.json and take "

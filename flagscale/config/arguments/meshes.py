@@ -99,7 +99,8 @@ class Meshes:
     ``sequences`` are those of a micro-batch over all data-parallel ranks; ``chunks`` the model
     chunks that a stage holds (the interleaved schedule's), over which its layers are divided;
     ``sequence_parallel``: it is on in every mesh that has tensor-parallel ranks; ``eager``: stages
-    do twice as many forward passes ahead as there are stages after them.
+    do twice as many forward passes ahead as there are stages after them; ``further``: layers that
+    predict further tokens, which lie beside the loss.
     """
 
     meshes: tuple[Mesh, ...]
@@ -107,6 +108,7 @@ class Meshes:
     chunks: int = 1
     sequence_parallel: bool = False
     eager: bool = False
+    further: int = 0
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -150,12 +152,12 @@ class Meshes:
         return range(self.sequences * d // mesh.dp, self.sequences * (d + 1) // mesh.dp)
 
     def layout(self) -> str:
-        """megatron.core's ``pipeline_model_parallel_layout``: E is the embedding, t a layer, L the
-        loss."""
+        """megatron.core's ``pipeline_model_parallel_layout``: E is the embedding, t a layer, m
+        one that predicts further tokens, L the loss."""
         counts = [s.layers // self.chunks for s in self.stages] * self.chunks
         parts = ["t" * count for count in counts]
         parts[0] = "E" + parts[0]
-        parts[-1] += "L"
+        parts[-1] += "m" * self.further + "L"
         return "|".join(parts)
 
     def describe(self) -> str:
@@ -192,6 +194,7 @@ def meshes_of(values: Values) -> Meshes | None:
         chunks_of(values),
         bool(values["sequence_parallel"]),
         bool(values["hetero_eager_1f1b"]),
+        values["mtp_num_layers"] or 0,
     )
 
 

@@ -14,9 +14,6 @@ _SCALE = "mtp_loss_scaling_factor"
 _LAYOUT = "pipeline_model_parallel_layout"
 
 _EXCLUDED: Mapping[str, str] = {
-    "peft_type": "adapters are trained beside the model's own layers alone",
-    "enable_hetero": "its layers and the embedding that they share are not laid out over unlike "
-    "devices",
     "scale_embeddings": "its layers take embeddings as they are",
     "sandwich_norm": "its layers are of DeepSeek-V3's kind",
     "window_size": "its layers see the whole sequence",

@@ -7,6 +7,8 @@ every rank, and what is summed or gathered between them is ``rank`` wide.
 
 Where a layer is several of Hugging Face's and only some of them get an adapter, B's rows of the
 others stay zeros: in every layout, for every optimizer, saved and merged, it is one more adapter.
+
+What is dropped in training is a share of ``x``, or of what the adapter adds.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,8 +40,30 @@ from flagscale.train.layers.linear import AccumulatingColumnLinear, Accumulating
 A, B = "lora_a", "lora_b"
 _SPLIT = {A: 1, B: 0}
 """The dimension in which each is split, if it is."""
-_NEVER = ("experts", "shared_experts")
+_NEVER = ("experts", "shared_experts", "mtp")
 """Modules whose layers get no adapters."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter is: its ``rank``; what it adds is multiplied by ``alpha`` over that; the
+    share that is dropped in training, of its inputs or, with ``behind``, of what it adds; and how A
+    is drawn (``lora_in_init_method``)."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    behind: bool = False
+    drawn: str = "kaiming"
+
+    def deviation(self, inputs: int) -> float:
+        """Standard deviation that A is drawn with, of so many inputs."""
+        known = {
+            "kaiming": 1.0 / math.sqrt(3.0 * inputs),  # of peft's uniform distribution
+            "xavier": math.sqrt(2.0 / (inputs + self.rank)),  # of Glorot and Bengio (2010)
+            "normal": 0.2,  # of Megatron-Bridge
+        }
+        return known[self.drawn]
 
 
 class _Adapted:
@@ -54,25 +79,22 @@ class _Adapted:
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
     lora_without: torch.Tensor | None
-    lora_scale: float
-    lora_dropout: float
+    lora: Adapter
 
-    def add_adapter(
-        self, rank: int, alpha: float, dropout: float, without: torch.Tensor | None = None
-    ) -> None:
+    def add_adapter(self, adapter: Adapter, without: torch.Tensor | None = None) -> None:
         """Give the layer A and B, not drawn yet, and freeze the rest.
 
         Args:
-            rank, alpha, dropout: as :func:`attach` has them.
+            adapter: what it is.
             without: which of this rank's rows of B stay zeros, ``[rows, 1]``.
         """
         module: Any = self
         module.requires_grad_(False)
         rows, columns = self.weight.shape
-        self.lora_a = torch.nn.Parameter(self.weight.new_zeros(rank, columns))
-        self.lora_b = torch.nn.Parameter(self.weight.new_zeros(rows, rank))
+        self.lora_a = torch.nn.Parameter(self.weight.new_zeros(adapter.rank, columns))
+        self.lora_b = torch.nn.Parameter(self.weight.new_zeros(rows, adapter.rank))
         module.register_buffer("lora_without", without, persistent=False)
-        self.lora_scale, self.lora_dropout = alpha / rank, dropout
+        self.lora = adapter
         ranks = self.tp_group.size()
         for name, parameter in ((A, self.lora_a), (B, self.lora_b)):
             mine: Any = parameter
@@ -82,13 +104,12 @@ class _Adapted:
                 # Each rank has seen its part of the sequence.
                 mine.sequence_parallel = True
         inward: Any = self.lora_a
-        inward.fan_in = columns * (ranks if self.split == A else 1)
+        inward.spread = adapter.deviation(columns * (ranks if self.split == A else 1))
 
     def _down(self, input_: torch.Tensor) -> torch.Tensor:
         """``A x``, of a part of ``x`` or of all of it."""
-        if self.lora_dropout and self.training:
-            with self._random_state():
-                input_ = functional.dropout(input_, self.lora_dropout)
+        if not self.lora.behind:
+            input_ = self._dropped(input_, split=self.split == A)
         return functional.linear(input_, self.lora_a)
 
     def _up(self, narrow: torch.Tensor) -> torch.Tensor:
@@ -96,14 +117,21 @@ class _Adapted:
         if self.lora_without is not None:
             # So their gradients are zeros, of which no optimizer makes anything.
             outward = outward.masked_fill(self.lora_without, 0.0)
-        return functional.linear(narrow, outward) * self.lora_scale
+        added = functional.linear(narrow, outward) * (self.lora.alpha / self.lora.rank)
+        if self.lora.behind:
+            added = self._dropped(added, split=self.split == B)
+        return added
 
-    def _random_state(self) -> AbstractContextManager[Any]:
-        """Ranks that have parts of the input drop other things than each other."""
-        if self.tp_group.size() == 1 or not (self.sequence_parallel or self.split == A):
-            return nullcontext()
-        fork: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
-        return fork
+    def _dropped(self, tensor: torch.Tensor, *, split: bool) -> torch.Tensor:
+        """The tensor without a share of it, in training. Ranks that have parts of it, by ``split``
+        or of the sequences, drop other things than each other."""
+        if not (self.lora.dropout and self.training):
+            return tensor
+        fork: AbstractContextManager[Any] = nullcontext()
+        if self.tp_group.size() > 1 and (split or self.sequence_parallel):
+            fork = tensor_parallel.get_cuda_rng_tracker().fork()
+        with fork:
+            return functional.dropout(tensor, self.lora.dropout)
 
     def sharded_state_dict(
         self,
@@ -204,29 +232,20 @@ _CLASSES: dict[type, type] = {
 }
 
 
-def attach(
-    model: Any,
-    targets: Mapping[str, tuple[str, ...]],
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-) -> None:
+def attach(model: Any, targets: Mapping[str, tuple[str, ...]], adapter: Adapter) -> None:
     """Freeze the bare ``model`` and give layers adapters, whose weights are still to be drawn.
 
     Args:
         model: a chunk of it, before data parallelism.
         targets: names of layers, and of each the parts that get an adapter
             (``config.arguments.adapters``).
-        rank: of the adapters.
-        alpha: what adapters add is multiplied by this over ``rank``.
-        dropout: share of their inputs that is dropped.
+        adapter: what each of them is.
     """
     model.requires_grad_(False)
     for name, module in _layers(model, targets):
         # The classes differ in methods alone.
         module.__class__ = _CLASSES[type(module)]
-        module.add_adapter(rank, alpha, dropout, _without(module, name, targets[name]))
+        module.add_adapter(adapter, _without(module, name, targets[name]))
     if model.pre_process:
         model.embedding.register_forward_hook(_ask_for_gradient)
 
@@ -267,6 +286,7 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (A, B)
 
 
-def spread(parameter: torch.nn.Parameter) -> float:
-    """Standard deviation that A is drawn with: that of peft's uniform distribution."""
-    return 1.0 / math.sqrt(3.0 * parameter.fan_in)  # type: ignore[attr-defined]
+def spread(parameter: Any) -> float:
+    """Standard deviation that A is drawn with."""
+    own: float = parameter.spread
+    return own

@@ -1,8 +1,9 @@
 """Gradients of a model whose parts are laid out unlike each other.
 
-What megatron.core does inside a mesh it does here too. Beyond one mesh there are the embedding that
-is tied to the output layer, which both ends of the pipeline hold, and the number of tokens by which
-a step's gradients may be divided. One norm for all is :mod:`flagscale.train.optim.joint`'s.
+What megatron.core does inside a mesh it does here too. Beyond one mesh there are an embedding that
+both ends of the pipeline hold, tied to the output layer or read by layers that predict further
+tokens, and the number of tokens by which a step's gradients may be divided. One norm for all is
+:mod:`flagscale.train.optim.joint`'s.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ class Finalize:
 
 
 def _tied(chunks: Sequence[Any]) -> Iterator[tuple[Any, torch.nn.Parameter]]:
-    """The weights of this rank that are an embedding and an output layer in one, each with the
-    chunk it belongs to."""
+    """The weights of this rank that both ends of the pipeline have, each with the chunk it belongs
+    to: an embedding that is the output layer too, or that is read at the end as well."""
     for chunk in chunks:
         model: Any = unwrap(chunk)
-        if not model.share_embeddings_and_output_weights:
+        if not (model.share_embeddings_and_output_weights or model.config.mtp_num_layers):
             return
         if model.pre_process or model.post_process:
             yield chunk, model.shared_embedding_or_output_weight()

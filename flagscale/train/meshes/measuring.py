@@ -23,6 +23,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+)
 
 from flagscale.config.arguments import recompute
 from flagscale.config.arguments.meshes import SPLIT
@@ -68,17 +72,17 @@ def measure(args: argparse.Namespace, vocabulary: int, device: Device) -> Costs:
     Raises:
         ConfigError: megatron.core refuses the model's configuration.
     """
-    kinds = sorted(set(kinds_of(args)))
+    *_, base = kinds = kinds_of(args)  # those that predict further tokens are as the last one
     room = device.accelerator.room(device.torch_device)
     few = min(_few_tokens(args), vocabulary)
     try:
         with _alone():
-            one = _measured(args, kinds[:1], few, device)
+            one = _measured(args, [base], few, device)
             layers = {
-                kind: _one(one.whole, _measured(args, [kinds[0], *[kind] * _MORE], few, device))
-                for kind in kinds
+                kind: _one(one.whole, _measured(args, [*[kind] * _MORE, base], few, device))
+                for kind in sorted(set(kinds))
             }
-            whole = _measured(args, kinds[:1], vocabulary, device)
+            whole = _measured(args, [base], vocabulary, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{SPLIT}: a model of {LAYERS} layers or of one with the whole vocabulary, by which "
@@ -86,8 +90,9 @@ def measure(args: argparse.Namespace, vocabulary: int, device: Device) -> Costs:
             hint=f"give the layers of each stage in {SPLIT}",
         ) from error
     limit = None if room is None else max(room * _SPARED - whole.peak, 0.0)
-    ends = whole.whole.less(layers[kinds[0]])
-    embedding, head = _divided(args, ends, whole.embedding)
+    ends = whole.whole.less(layers[base])
+    further = _further(args, one.whole.less(layers[base]), ends, few / vocabulary)
+    embedding, head = _divided(args, ends, whole.embedding, further)
     return Costs(layers, embedding, head, limit)
 
 
@@ -112,14 +117,28 @@ def _one(less: Cost, more: _Measured) -> Cost:
     )
 
 
-def _divided(args: argparse.Namespace, ends: Cost, embedding: Cost) -> tuple[Cost, Cost]:
-    """What embedding and head cost, of what they cost together. Where they are tied, both ends of
-    the pipeline hold the one weight that the small model has."""
-    share = 0.5 if args.untie_embeddings_and_output_weights else 1.0
-    after, held = ends.after * share, ends.held * share
+def _further(args: argparse.Namespace, few: Cost, ends: Cost, share: float) -> Cost:
+    """What layers that predict further tokens cost but for the head. ``few``, ``ends``: what all
+    but the model's layers costs with a ``share`` of the vocabulary, and with the whole; what is the
+    same in both is theirs."""
+    if not args.mtp_num_layers or share >= 1.0:
+        return Cost()
+    return few.less(ends.times(share)).times(1.0 / (1.0 - share))
+
+
+def _divided(
+    args: argparse.Namespace, ends: Cost, embedding: Cost, further: Cost
+) -> tuple[Cost, Cost]:
+    """What embedding and head cost, of what they cost together, with layers that predict
+    ``further`` tokens. Where they are tied, both ends of the pipeline hold the one weight that the
+    small model has; where such layers read the embedding, the end holds it too."""
+    untied = args.untie_embeddings_and_output_weights
+    weight = ends.less(further).times(0.5 if untied else 1.0)
+    last = weight.times(2 if untied and args.mtp_num_layers else 1)
     passes = ends.less(embedding)
+    after, held = last.after + further.after, last.held + further.held
     return (
-        Cost(embedding.forward, embedding.backward, after, held, embedding.kept),
+        Cost(embedding.forward, embedding.backward, weight.after, weight.held, embedding.kept),
         Cost(passes.forward, passes.backward, after, held, passes.kept),
     )
 
@@ -199,9 +218,17 @@ def _measured(
     peak = device.accelerator.peak_memory(device.torch_device) or 0
     beyond = max(peak - before - held - kept, 0.0)
     del trial, state
+    _forget_routers()
     gc.collect()
     device.accelerator.give_back()
     return _Measured(Cost(forward, backward, after, held, kept), embedding, beyond)
+
+
+def _forget_routers() -> None:
+    """What megatron.core keeps for the process of routers' losses: a table for as many layers as
+    the first model had, and a scale of the shape of the first one that was set."""
+    get_moe_layer_wise_logging_tracker().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def _held(device: Device) -> float:

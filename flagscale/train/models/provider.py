@@ -19,7 +19,7 @@ from flagscale.config.arguments.graphs import captures_steps
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
 from flagscale.train.layers.dispatch import send_directly
-from flagscale.train.layers.lora import attach, is_adapter
+from flagscale.train.layers.lora import Adapter, attach, is_adapter
 from flagscale.train.models.attention import choose_kernel
 from flagscale.train.models.base import Chunk, spec_of
 from flagscale.train.models.config import ddp_config, implementation
@@ -68,13 +68,7 @@ def build_chunks(
         send_directly(model)
         _set_experts_apart(model)
         if targets := parts_of(vars(args)):
-            attach(
-                model,
-                targets,
-                rank=args.lora_dim,
-                alpha=args.lora_alpha,
-                dropout=args.lora_dropout,
-            )
+            attach(model, targets, _adapter_of(args))
         on_host = bool(args.use_cpu_initialization)
         if draw:
             spec.initialize(model, config, args.seed, args.norm_init_weight, on_host=on_host)
@@ -96,6 +90,17 @@ def build_chunks(
         for chunk in chunks:
             finish(unwrap(chunk), args, config, device)
     return chunks
+
+
+def _adapter_of(args: argparse.Namespace) -> Adapter:
+    """The adapter that each layer gets which has one."""
+    return Adapter(
+        args.lora_dim,
+        args.lora_alpha,
+        args.lora_dropout,
+        behind=args.lora_dropout_position == "post",
+        drawn=args.lora_in_init_method,
+    )
 
 
 def _chunk(vocabulary: int, stage: int | None, *, fast: bool) -> Chunk:

@@ -79,6 +79,8 @@ LAYOUTS = {
         3, f"{MESHES} 1 1 1 1 1  1 1 2 2 1 {DO} --micro-batch-size 2", "moe-last"
     ),
     "moe-last-one-do": Layout(1, DO, "moe-last"),
+    "mtp-meshes-do": Layout(3, f"{MESHES} 1 1 1 1 1  1 1 1 2 1 {DO} --micro-batch-size 2", "mtp"),
+    "mtp-pp2-do": Layout(2, f"{PP2} {DO}", "mtp"),
     "replicas-pp2-do": Layout(
         4,
         f"{PP2} {DO} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 2 1 1 "
@@ -106,6 +108,7 @@ MODELS = {
     "moe": MOE,
     "moe-last": f"{MOE} --moe-layer-freq 0 0 1 1",
     "bf16": LLAMA + " --bf16",
+    "mtp": f"{LLAMA} --mtp-num-layers 1",
     "tied": LLAMA.replace("--untie-embeddings-and-output-weights", ""),
 }
 

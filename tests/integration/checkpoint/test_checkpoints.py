@@ -45,6 +45,8 @@ RESHARD = (
     ("tp2", "meshes"),
     ("moe-meshes-do", "moe-last-one-do"),
     ("moe-last-one-do", "moe-meshes-do"),
+    ("mtp-meshes-do", "mtp-pp2-do"),
+    ("mtp-pp2-do", "mtp-meshes-do"),
     ("moe-one", "moe-ep2"),
     ("bert-tp2-sp-do", "bert-pp2-do"),
     ("sgd-one", "sgd-tp2"),
@@ -59,6 +61,7 @@ SLOW = {
     *("meshes", "tied-meshes-turned-do", "meshes-vpp2-do", "meshes-cp2-do", "moe-meshes-ep2-do"),
     *("moe-meshes-do", "moe-last-one-do", "moe-grouped-ep2-do", "moe-grouped", "tied-pp2"),
     *("dp2", "pp2", "cp2-do", "bert-pp2-do", "sgd-one", "sgd-tp2"),
+    *("mtp-meshes-do", "mtp-pp2-do"),
 }
 """Layouts that seldom find what others do not."""
 

@@ -109,7 +109,7 @@ def test_those_that_are_slow_to_end_end_at_once(swept: Lab) -> None:
     swept.configure(deaf, light=True, runner={"nproc_per_node": 1, "stop_grace": 4})
     seeds = "+train.model.seed=301,302,303"
     launcher = swept.start("run", "-m", "--jobs", "3", seeds)
-    until(lambda: [one["state"] for one in rows(swept, "query", seeds)[1]] == ["running"] * 3)
+    until(lambda: [one["step"] for one in rows(swept, "query", seeds)[1]] == [3] * 3)
     launcher.send_signal(signal.SIGINT)
     time.sleep(1)
     launcher.send_signal(signal.SIGINT)

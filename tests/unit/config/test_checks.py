@@ -67,8 +67,9 @@ FITS: dict[str, dict[str, Any]] = {
     "adapters": {
         "peft_type": "lora",
         "lora_target_modules": ["q_proj", "v_proj", "up_proj"],
-        "lora_dropout_position": "pre",
-        "lora_in_init_method": "kaiming",
+        "lora_dropout": 0.1,
+        "lora_dropout_position": "post",
+        "lora_in_init_method": "xavier",
         "lora_out_init_method": "zero",
         "pretrained_checkpoint": "/x",
     },

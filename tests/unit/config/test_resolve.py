@@ -209,7 +209,6 @@ def test_swiglu_takes_two_thirds_of_the_hidden_layer() -> None:
         ({**MTP, "mtp_loss_scaling_factor": -0.1}, "mtp_loss_scaling_factor: -0.1: expected"),
         ({**MTP, "mtp_num_layers": 32}, "expected fewer than seq_length 32"),
         ({**MTP, "family": "bert"}, "mtp_num_layers: 1 with family bert"),
-        ({**MTP, "peft_type": "lora"}, "1 with peft_type 'lora': adapters are trained"),
         ({**MTP, "window_size": [4, 0]}, "1 with window_size"),
         (
             {"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"},

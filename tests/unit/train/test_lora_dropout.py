@@ -1,8 +1,9 @@
-"""What adapters see of their layers' inputs while some of it is dropped."""
+"""What adapters see of their layers' inputs, or give of what they add, while some is dropped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from flagscale.train.layers.lora import LoraColumnLinear, LoraRowLinear
+from flagscale.train.layers.lora import Adapter, LoraColumnLinear, LoraRowLinear, spread
 
 pytestmark = pytest.mark.torch
 
@@ -40,7 +41,7 @@ def layer(request: pytest.FixtureRequest, one_layout: None) -> Any:
         skip_bias_add=False, tp_group=group, **options,
     )  # fmt: skip
     made.__class__ = adapted
-    made.add_adapter(RANK, ALPHA, DROPPED)
+    made.add_adapter(Adapter(RANK, ALPHA, DROPPED))
     with torch.no_grad():
         made.lora_a.normal_()
         made.lora_b.normal_()
@@ -78,3 +79,25 @@ def test_gradients_are_of_the_same_inputs(layer: Any) -> None:
     outward = torch.ones(8, 6) @ (left[:, 0] @ layer.lora_a.t()) * ALPHA / RANK
     torch.testing.assert_close(layer.lora_b.grad, outward)
     assert layer.weight.grad is None
+
+
+def test_behind_it_what_an_adapter_adds_is_dropped(layer: Any) -> None:
+    layer.lora = replace(layer.lora, behind=True)
+    layer.train()
+    given = torch.randn(500, 1, 64)
+    added = ALPHA / RANK * given[:, 0] @ layer.lora_a.t() @ layer.lora_b.t()
+    found = (layer(given)[0] - given @ layer.weight.t())[:, 0].detach()
+    dropped = found.abs() < 1e-4
+    assert float(dropped.float().mean()) == pytest.approx(DROPPED, abs=0.03)
+    torch.testing.assert_close(
+        found[~dropped], (added / (1 - DROPPED))[~dropped], rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("drawn", "deviation"),
+    [("kaiming", (3 * 64) ** -0.5), ("xavier", (2 / (64 + RANK)) ** 0.5), ("normal", 0.2)],
+)
+def test_how_the_first_matrix_is_drawn(layer: Any, drawn: str, deviation: float) -> None:
+    layer.add_adapter(Adapter(RANK, ALPHA, drawn=drawn))
+    assert spread(layer.lora_a) == pytest.approx(deviation)
