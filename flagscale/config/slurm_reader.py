@@ -10,7 +10,15 @@ from flagscale.config.arguments.values import did_you_mean, shown, unfit
 from flagscale.config.documented import documented
 from flagscale.config.reader import Reader
 from flagscale.config.secrets import is_secret
-from flagscale.config.slurm_schema import OTHERS, TYPED, Container, Slurm, SlurmType, seconds
+from flagscale.config.slurm_schema import (
+    MOST_NODES,
+    OTHERS,
+    TYPED,
+    Container,
+    Slurm,
+    SlurmType,
+    seconds,
+)
 
 _PREFIX = "experiment.runner.slurm."
 _TYPES = "device_type_specific"
@@ -173,6 +181,8 @@ def check_slurm(reader: Reader, found: Mapping[str, Any]) -> None:
     slurm: Slurm = found.get("slurm") or Slurm()
     nnodes, hostfile = found.get("nnodes"), found.get("hostfile")
     _check_types(reader, slurm, nnodes, named=hostfile is not None)
+    if nnodes is not None and nnodes > MOST_NODES:
+        reader.problem("experiment.runner.nnodes", f"Slurm has {MOST_NODES:,} nodes at most")
     if slurm.nodes is not None and nnodes not in (None, slurm.nodes):
         message = f"is {slurm.nodes}, and experiment.runner.nnodes is {nnodes}; remove one"
         reader.problem(f"{_PREFIX}nodes", message)

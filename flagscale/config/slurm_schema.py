@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from flagscale.config.documented import doc
 
 RUNTIMES = ("pyxis", "apptainer", "singularity")
+MOST_NODES = 65_536
+"""Of a cluster of Slurm's."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,11 @@ class SlurmType:
 
     nodes: int | None = field(
         default=None,
-        metadata=doc("How many of this type. With a hostfile its lines say it.", minimum=1),
+        metadata=doc(
+            "How many of this type. With a hostfile its lines say it.",
+            minimum=1,
+            maximum=MOST_NODES,
+        ),
     )
     partition: str | None = field(default=None, metadata=doc("Their partition."))
     gpus_per_node: str | None = field(default=None, metadata=doc("GPUs of each of them."))
@@ -98,6 +104,7 @@ class Slurm:
             "hosts, whose names are then Slurm's, in the order of the hostfile. Without: on the "
             "nodes that Slurm gives it, in Slurm's order.",
             minimum=1,
+            maximum=MOST_NODES,
         ),
     )
     gpus_per_node: str | None = field(
@@ -213,7 +220,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def seconds(time: str) -> int | None:
-    """A time limit of Slurm's in seconds; None for one that never comes. Raises
+    """A time limit of Slurm's in seconds; None for one that never comes, as 0 is. Raises
     :class:`ValueError` for what is none: ``minutes``, ``minutes:seconds``, ``h:m:s``, ``d-h``,
     ``d-h:m`` and ``d-h:m:s`` are."""
     if time.lower() in ("infinite", "unlimited", "-1"):
@@ -229,4 +236,4 @@ def seconds(time: str) -> int | None:
         hours, minutes, rest = numbers
     else:
         hours, minutes, rest = (0, *numbers, 0)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest or None

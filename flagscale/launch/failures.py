@@ -18,6 +18,9 @@ from flagscale.launch.state import Exit, HostState, RunState
 from flagscale.records import from_record
 from flagscale.status import Event
 
+_WITHOUT_AGENT = ("agent", "before_start")
+"""How a host has ended whose agent did not see its end."""
+
 
 def job_record(hosts: Sequence[HostState]) -> dict[str, Any]:
     """What the coordinator says of the job: ``phase``, ``attempt`` from 1, ``attempts``,
@@ -53,8 +56,7 @@ def _completed(agreed: Failure, reports: Sequence[Report], hosts: Sequence[HostS
     same = (r.failure for r in reports if r.failure.host == agreed.host)
     if agreed.rank is None:
         # The script of a host that was lost may know what became of its agent.
-        own = ("agent", "before_start")
-        killed = [h.name for h in hosts if h.exit_record().get("phase") in own]
+        killed = [h.name for h in hosts if h.exit_record().get("phase") in _WITHOUT_AGENT]
         found = (f for f in same if f.rank is None and f.host in killed)
     else:
         # The same exception, with the exit code that its host has seen meanwhile. How the agents
@@ -99,7 +101,7 @@ def _agreed(hosts: Sequence[HostState]) -> Failure | None:
     ended = [host.exit_record() for host in hosts]
     live = [job_record(hosts)] if ended and not ended[0] else []
     # An agent that was killed is the cause of what the others saw, and its own file says so.
-    if any(record.get("phase") in ("agent", "before_start") for record in ended):
+    if any(record.get("phase") in _WITHOUT_AGENT for record in ended):
         live, ended = [], ended[:1]
     return next((f for r in (*ended, *live) if (f := from_record(Failure, r.get("failure")))), None)
 

@@ -116,11 +116,7 @@ def _prune() -> None:
     paths = _paths()
     for path in paths[: max(0, len(paths) - _MOST_KEPT)]:
         found = _read(path)
-        if (
-            found is None
-            or found.ended is not None
-            or all(host.exit_record() for host in found.state.hosts)
-        ):
+        if found is None or found.ended or all(host.exit_record() for host in found.state.hosts):
             path.unlink(missing_ok=True)
 
 

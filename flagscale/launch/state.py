@@ -182,11 +182,11 @@ def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]
     """What is said of a run that is alive where another is to start, on the hosts of these names;
     and the hint."""
     pids = [str(host.pid) for host in state.hosts if host.pid is not None]
-    script = f"script pid {some(pids)}" if pids else "just being started"
+    script = f", script pid {some(pids)}" if pids else ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
     where = f" on {compress(names)}" if names and state.runner.type != "local" else ""
     return (
-        f"run {state.run_id} of {state.name} is alive{where} in {state.exp_dir} (since {since}, "
+        f"run {state.run_id} of {state.name} is alive{where} in {state.exp_dir} (since {since}"
         f"{script})",
         "stop it with action=stop, or give this one another experiment.exp_dir",
     )

@@ -168,17 +168,19 @@ def watch(query: Callable[[], Snapshot], *, follow: bool, as_json: bool, every: 
         print(strict_json(last.to_json(), 2), flush=True) if as_json else show(last)
         return last
     looks = _looks(query, every)
-    if sys.stdout.isatty() and not as_json:
+    if as_json:
+        for last in looks:
+            print(strict_json(last.to_json()), flush=True)
+        return last
+    if sys.stdout.isatty():
         return _live(looks)
-    shown = ""
     # For output that is no terminal: a line whenever something changed, the table at the end.
+    shown = ""
     for last in looks:
-        line = strict_json(last.to_json()) if as_json else one_line(last)
-        if line != shown or as_json:
-            print(line if as_json else f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+        if (line := one_line(last)) != shown:
+            print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
             shown = line
-    if not as_json:
-        show(last)
+    show(last)
     return last
 
 

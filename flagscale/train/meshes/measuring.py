@@ -32,7 +32,7 @@ from flagscale.config.arguments import recompute
 from flagscale.config.arguments.meshes import SPLIT
 from flagscale.config.arguments.vocabulary import vocabulary_parts
 from flagscale.errors import ConfigError
-from flagscale.estimate.costs import MIXTURE, Cost, Costs
+from flagscale.estimate.costs import MIXTURE, Cost, Costs, least_of
 from flagscale.estimate.split import kinds_of
 from flagscale.train.build import build_state
 from flagscale.train.device import Device
@@ -46,13 +46,18 @@ from flagscale.train.state import TrainState, unwrap
 _LEAST, _MOST = 5, 40
 """How often something is repeated on a host at least and at most. The first quartile counts:
 whatever else it does only slows."""
-_SECONDS, _BRIEFLY = 1.0, 0.2
+_SECONDS, _BRIEFLY = 0.5, 0.2
 """How long, in between."""
+_ROUNDS = 3
+"""How often all of it is measured on a host, which for seconds may be slower than it usually is."""
 _SETTLING = 2.0
 """Seconds of passes after which a chip's clock is what its power allows for long. Their mean counts
 from then on, as it does in training."""
 _MORE = 2
 """Layers by which two models differ."""
+_ONE, _WHOLE = "one", "whole"
+"""Models of one layer, with few tokens and with all; the others are called by the layers that they
+have more."""
 LAYERS = 1 + _MORE
 """Of the largest model that is measured, but for the vocabulary."""
 _FEW_TOKENS = 128
@@ -75,20 +80,26 @@ def measure(args: argparse.Namespace, vocabulary: int, device: Device) -> Costs:
     *_, base = kinds = kinds_of(args)  # those that predict further tokens are as the last one
     room = device.accelerator.room(device.torch_device)
     few = min(_few_tokens(args), vocabulary)
+    models: dict[str, tuple[list[str], int]] = {
+        kind: ([*[kind] * _MORE, base], few) for kind in sorted(set(kinds))
+    }
+    models |= {_ONE: ([base], few), _WHOLE: ([base], vocabulary)}
+    rounds = range(_ROUNDS if device.accelerator.is_host else 1)
     try:
         with _alone():
-            one = _measured(args, [base], few, device)
-            layers = {
-                kind: _one(one.whole, _measured(args, [*[kind] * _MORE, base], few, device))
-                for kind in sorted(set(kinds))
-            }
-            whole = _measured(args, [base], vocabulary, device)
+            found = [
+                {name: _measured(args, *model, device) for name, model in models.items()}
+                for _ in rounds
+            ]
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{SPLIT}: a model of {LAYERS} layers or of one with the whole vocabulary, by which "
             f"a layer's cost is measured, does not fit into {device.name}",
             hint=f"give the layers of each stage in {SPLIT}",
         ) from error
+    least = {name: _least([each[name] for each in found]) for name in models}
+    one, whole = least.pop(_ONE), least.pop(_WHOLE)
+    layers = {kind: _one(one.whole, more) for kind, more in least.items()}
     limit = None if room is None else max(room * _SPARED - whole.peak, 0.0)
     ends = whole.whole.less(layers[base])
     further = _further(args, one.whole.less(layers[base]), ends, few / vocabulary)
@@ -199,6 +210,15 @@ class _Measured:
     whole: Cost
     embedding: Cost
     peak: float
+
+
+def _least(found: Sequence[_Measured]) -> _Measured:
+    """Of what several rounds found, part by part."""
+    return _Measured(
+        least_of([each.whole for each in found]),
+        least_of([each.embedding for each in found]),
+        min(each.peak for each in found),
+    )
 
 
 def _measured(

@@ -249,6 +249,16 @@ ONE_RANK: dict[str, Case] = {
         [f"{HEAD} is there and is not the embedding"],
     ),
     "lost": ("llama", "tp2", without(FC1), ["lacks tensors", FC1]),
+    "a rank of another model": (
+        "llama",
+        "tp2",
+        args(norm_epsilon=0.5, rotary_base=7),
+        [
+            "mp_rank_01/model_optim_rng.pt",
+            "of another model: norm_epsilon: 0.5, and ",
+            "rotary_base: 7, and ",
+        ],
+    ),
 }
 
 

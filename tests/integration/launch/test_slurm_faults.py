@@ -106,6 +106,19 @@ def test_a_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
     assert lab.processes() == []
 
 
+def test_what_slurm_has_lost_hold_of_saves_and_ends(lab: SlurmLab) -> None:
+    """Slurm's own daemon of the step is killed on a node, and nothing of the run."""
+    lab.slurm(runner={"lost_host_timeout": 3, "stop_grace": 2})
+    assert lab.do("run").returncode == 0
+    lab.until_state("running")
+    for daemon in lab.cluster.slurm.bed["h01"].find("slurmstepd"):
+        os.kill(daemon.pid, signal.SIGKILL)
+    until(lambda: not lab.processes("h01"), 20)
+    assert "saved 1" in lab.state().hosts[1].output.read_text()
+    lab.cluster.slurm.wait_empty(60)
+    assert lab.processes() == []
+
+
 def test_a_node_that_slurm_takes_for_down_is_what_a_run_fails_by(lab: SlurmLab) -> None:
     lab.slurm(runner={"stop_grace": 0})
     launcher = lab.start("test")

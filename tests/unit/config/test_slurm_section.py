@@ -78,7 +78,8 @@ def test_overrides_of_any_option(workspace: Workspace) -> None:
         pytest.param(
             "{licenses: a}", "other options of sbatch go to `extra`: {licenses", id="extra"
         ),
-        pytest.param("{nodes: 0}", "not less than 1, found 0", id="nodes"),
+        pytest.param("{nodes: 0}", "from 1 to 65536, found 0", id="nodes"),
+        pytest.param("{nodes: 65537}", "from 1 to 65536, found 65537", id="many-nodes"),
         pytest.param("{time: soon}", "expected minutes, h:mm:ss, d-hh", id="time"),
         pytest.param("{time: 1}", "no longer than the 90 s in which a job may save", id="short"),
         pytest.param("{gpus_per_node: all}", "such as h100:8, found 'all'", id="gpus-per-node"),
@@ -140,6 +141,7 @@ def test_what_is_refused(workspace: Workspace, text: str, said: str) -> None:
     ("runner", "said"),
     [
         pytest.param("    nnodes: 3\n", "is 2, and experiment.runner.nnodes is 3", id="nodes"),
+        pytest.param("    nnodes: 99999\n", "Slurm has 65,536 nodes at most", id="many-nodes"),
         pytest.param("    no_shared_fs: true\n", "that its nodes share", id="files"),
         pytest.param("    stop_grace: 7200\n", "no longer than the 7230 s", id="grace"),
         pytest.param("    stop_grace: 1e5\n", "with Slurm 65,505 s at most", id="signal"),
@@ -169,6 +171,8 @@ def test_it_belongs_to_one_runner(workspace: Workspace) -> None:
         ("2-00:00:01", 172_801),
         ("UNLIMITED", None),
         ("infinite", None),
+        ("0", None),
+        ("0:00:00", None),
     ],
 )
 def test_times(text: str, expected: int | None) -> None:

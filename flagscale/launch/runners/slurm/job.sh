@@ -13,16 +13,17 @@ put() { # $1: name, then lines
     shift
     printf '%s\n' "$@" >"$job_dir/.$name" && mv -- "$job_dir/.$name" "$job_dir/$name"
 }
-# Of a node whose processes are all gone srun does not learn, and would hold the other nodes for ever:
-# agents that have ended say so, and after some time one that has not is not there any more.
+# Of a node whose processes are all gone srun does not learn, nor of the end of some that Slurm has lost
+# hold of, and would hold the other nodes for ever: agents that have ended say so, and after some time
+# one that has not is not there any more.
 end_without_lost() {
     local ended since=''
     while sleep 2; do
         ended=("$details"/host_*/"$run_id"/exit.json)
-        if [[ ! -e ${ended[0]} ]] || ((${#ended[@]} >= count)); then
+        if [[ ! -e ${ended[0]} ]]; then
             since=
         elif ((SECONDS - ${since:=$SECONDS} >= patience)); then
-            echo "flagscale: $((count - ${#ended[@]})) node(s) of job $job are lost"
+            ((${#ended[@]} >= count)) || echo "flagscale: $((count - ${#ended[@]})) node(s) of job $job are lost"
             kill -TERM "$srun_pid"
             return
         fi

@@ -46,4 +46,7 @@ if [[ -n $guarded ]]; then
     set +m
 fi
 export FLAGSCALE_RUN_ID=$run_id FLAGSCALE_NODE=$SLURMD_NODENAME FLAGSCALE_MEETING="$meeting}"
-exec bash "$scripts/${label}_run.sh"
+# Whoever kills slurmstepd leaves nobody who would end the ranks: the script hears of it.
+heeding=(setpriv --pdeathsig TERM --)
+"${heeding[@]}" true 2>/dev/null || heeding=()
+exec "${heeding[@]}" bash "$scripts/${label}_run.sh"

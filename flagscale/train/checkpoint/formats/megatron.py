@@ -30,6 +30,7 @@ from flagscale.train.checkpoint.formats.base import (
 from flagscale.train.checkpoint.formats.companions import appearing
 from flagscale.train.checkpoint.formats.megatron_arguments import (
     layout_in,
+    require_same,
     shape_of,
     values_in,
     vocabulary_rows,
@@ -98,11 +99,22 @@ def _newest(path: Path) -> Path:
 
 
 def _arguments(path: Path) -> Mapping[str, Any]:
-    given = load(min(path.glob(f"mp_rank_*/{FILE}"))).get("args")
-    args = vars(given) if isinstance(given, argparse.Namespace) else {}
+    args = _arguments_in(load(min(path.glob(f"mp_rank_*/{FILE}"))))
     if not args:
         raise CheckpointError(f"{path} does not say its arguments: it is of an old version")
     return args
+
+
+def _arguments_in(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = saved.get("args")
+    return vars(given) if isinstance(given, argparse.Namespace) else {}
+
+
+def _rank(file: Path, args: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank saved of the checkpoint that has these arguments."""
+    saved = load(file)
+    require_same(args, _arguments_in(saved), file)
+    return saved
 
 
 @dataclass(frozen=True)
@@ -143,8 +155,8 @@ class _Parts:
         chunks = {}
         for t in range(tp):
             for e in range(layout.expert):
-                files = [load(rank_file(path, layout, (t, p, e))) for p in range(layout.pipeline)]
-                chunks[t, e] = _in_order(files)
+                files = [rank_file(path, layout, (t, p, e)) for p in range(layout.pipeline)]
+                chunks[t, e] = _in_order([_rank(file, args) for file in files])
         return cls(path, args, values, layout, chunks, _layers(chunks[0, 0]))
 
     def find(self, entry: Entry) -> Stored | None:

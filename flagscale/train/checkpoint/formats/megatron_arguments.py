@@ -76,6 +76,27 @@ def layout_in(args: Mapping[str, Any], path: Path) -> Layout:
     return Layout(tensor, pipeline, expert)
 
 
+def require_same(args: Mapping[str, Any], others: Mapping[str, Any], path: Path) -> None:
+    """
+    Raises:
+        CheckpointError: the arguments of a rank's file, ``others``, are of another model or layout
+            than the first one's.
+    """
+    names = {*FUNCTION, *(name for names in ALIASES.values() for name in names), *_RANKS, *_SIZES}
+    problems = [
+        f"{name}: {shown(others[name])}, and {shown(args[name])} in the first rank's file"
+        for name in sorted(names & args.keys() & others.keys())
+        if not isinstance(args[name], Unknown)
+        and not isinstance(others[name], Unknown)
+        and args[name] != others[name]
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{path}: its arguments (args) are of another model: {'; '.join(problems)}",
+            hint="copy the files of one checkpoint anew, of all its ranks",
+        )
+
+
 def vocabulary_rows(args: Mapping[str, Any], tokens: int) -> Sequence[int]:
     """How many rows embedding and output layer may have, the likeliest first: those of all tokens,
     and of the padding that Megatron-LM adds."""

@@ -79,11 +79,12 @@ def test_exactly_what_carries_the_runs_id_is_ended(state: RunState, start: Start
 
 
 def test_what_a_script_has_started_is_found_below_it(state: RunState, start: Start) -> None:
-    script = start("env -i sleep 600; true")
+    script = start("env -i sleep 600 & echo begun; wait")
+    assert script.stdout is not None
+    assert script.stdout.readline() == b"begun\n"
     answer = run(host_of(state, script))
     assert int(answer.get("found")) == 2
     assert script.wait() == -15
-    assert script.stdout is not None
     assert script.stdout.read() == b""  # whoever could write to it has ended
 
 
