@@ -126,8 +126,7 @@ class Run:
                 if seen.phase.ended or left <= 0:
                     break
                 time.sleep(left)
-            remember(self._now(), seen)
-        return seen
+            return remember(self._now(), seen)
 
     def logs(self, rank: int | None = None, lines: int | None = None) -> list[str]:
         """What it has printed so far, every line with its host and rank; of one rank alone, or the

@@ -14,7 +14,7 @@ from flagscale.errors import RunStateError, UnreachableError
 from flagscale.launch import logs, runs, snapshot
 from flagscale.launch.ending import Stopped, cost, require_recorded, require_stopped
 from flagscale.launch.runners.base import Runner, runner_of
-from flagscale.launch.snapshot import Phase
+from flagscale.launch.snapshot import Phase, Snapshot
 from flagscale.launch.state import RunState, latest
 
 _FOLLOW_SECONDS = 1.0
@@ -31,15 +31,12 @@ def query(state: RunState, options: Options) -> int:
     followed, 3 if a host does not answer."""
     from flagscale.launch.show.view import watch
 
+    def look() -> Snapshot:
+        now = latest(state)  # a stop is told by the state
+        return runs.remember(now, runner.query(now, with_lines=options.follow))
+
     with closing(runner_of(state)) as runner:
-        last = watch(
-            # A stop is told by the state.
-            lambda: runner.query(latest(state), with_lines=options.follow),
-            follow=options.follow,
-            as_json=options.json,
-            every=_FOLLOW_SECONDS,
-        )
-    runs.remember(latest(state), last)
+        last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
     if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
         return 1
     return 3 if any(row.phase is Phase.UNREACHABLE for row in last.hosts) else 0
@@ -102,7 +99,7 @@ def finish(state: RunState, tell: Callable[[float], None] = lambda _seconds: Non
             runs.remember(now, snapshot.take(now, {}))
             require_recorded(state, stopped)
             return None
-        phase = runner.query(state).phase
+        phase = runs.remember(state, runner.query(state)).phase
     if phase.ended:
         return phase
     raise RunStateError(

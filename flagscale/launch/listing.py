@@ -61,12 +61,8 @@ def show(run: str | None, *, everything: bool, as_json: bool) -> int:
     with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
         rows = list(pool.map(_row, found))
     if run is None and not everything:
-        now = time.time()
-        rows = [
-            row
-            for row in rows
-            if not Phase(row.seen.phase).ended or now - row.seen.since < _RECENT_SECONDS
-        ]
+        since = time.time() - _RECENT_SECONDS
+        rows = [row for row in rows if not Phase(row.seen.phase).ended or row.seen.since > since]
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=2, ensure_ascii=False))
         return 0

@@ -23,7 +23,7 @@ from flagscale.hosts.names import some
 from flagscale.launch.layout import Layout
 from flagscale.launch.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launch.runners.base import runner_of
-from flagscale.launch.snapshot import Snapshot
+from flagscale.launch.snapshot import Phase, Snapshot
 from flagscale.launch.state import HostState, RunState, latest, load_state, read_state, state_of
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
@@ -154,19 +154,21 @@ def query(state: RunState) -> Snapshot:
     """What a run is doing now, as its hosts tell. Raises :class:`FlagscaleError` where they cannot
     be asked."""
     with closing(runner_of(state)) as runner:
-        seen = runner.query(state)
-    remember(state, seen)
-    return seen
+        return remember(state, runner.query(state))
 
 
-def remember(state: RunState, seen: Snapshot) -> None:
-    """Register the end of a run: it will not change any more, and its directory may go."""
-    if not seen.phase.ended:
-        return
-    entry = _read(_path(state.run_id))
+def remember(state: RunState, seen: Snapshot) -> Snapshot:
+    """Register the end of a run, which will not change any more though its directory may go; and
+    what is to be told of a run that was seen so, of which no more than that may be known."""
+    entry = registered_as(state.run_id) if seen.phase.ended else None
     if entry is not None and entry.ended is None:
         with suppress(OSError):
             replace(entry, state=state, ended=Outcome.of(seen)).save()
+    elif entry is not None and entry.ended is not None and seen.phase is Phase.LOST:
+        phase = Phase(entry.ended.phase)
+        hosts = tuple(replace(row, phase=phase) for row in seen.hosts)
+        return replace(seen, phase=phase, since=entry.ended.since, hosts=hosts)
+    return seen
 
 
 def of_directory(exp_dir: Path) -> RunState | None:

@@ -5,7 +5,8 @@ Two ranks of this machine, a core or a GPU each, are the two stages of a model; 
 the second one's layers take twice the time: they do their work twice. Every split is trained, and
 beside what its step took stands what the model of a step (docs/hetero.md) says of it by the times
 that ``hetero_pipeline_layer_split: auto`` measured; then what auto chose. Without ``--slowed`` the
-same cuts are trained as a plain pipeline of like ranks, too.
+same cuts are trained as a plain pipeline of like ranks, too. ``--tensor-parallel 2`` makes a stage
+of two ranks.
 
     python tools/bench/layer_split.py --slowed --output docs/results/layer-split-cpu.json
     python tools/bench/layer_split.py --slowed --device cuda --rounds 1 --output …
@@ -56,7 +57,9 @@ SIZES = {
 --ffn-hidden-size 14336 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8
 --vocab-size 32000 --device cuda --bf16""",
 }
-MESHES = "--enable-hetero --hetero-process-meshes 1 1 1 1 1  1 1 1 1 1"
+MESHES = "--enable-hetero --hetero-process-meshes {0} 1 1 1 1  {0} 1 1 1 1"
+PLAIN = "--tensor-model-parallel-size {0} --pipeline-model-parallel-size 2"
+"""Both of so many tensor-parallel ranks a stage."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--slowed", action="store_true", help="the second rank is half as fast")
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu", help="%(default)s")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="of a stage, %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="of each training, %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="of all splits, %(default)s")
     parser.add_argument(
@@ -86,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measure(Trainings(Path(directory), options), options)
     print(text(found))
     if options.output:
-        write(options.output, "slowed" if options.slowed else "alike", {**before, **found})
+        name = "slowed" if options.slowed else "alike"
+        if options.tensor_parallel > 1:
+            name += f", {2 * options.tensor_parallel} ranks"
+        write(options.output, name, {**before, **found})
     return 0
 
 
@@ -121,15 +128,16 @@ def slow_layers() -> None:
 
 def measure(trainings: Trainings, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step: of every split, as measured and as predicted, and of auto's."""
-    auto = f"{MESHES} --hetero-pipeline-layer-split auto"
+    meshes, plain = (text.format(options.tensor_parallel) for text in (MESHES, PLAIN))
+    auto = f"{meshes} --hetero-pipeline-layer-split auto"
     trainings.seconds(auto, 1)
     problem = trainings.asked(auto)
     chosen = best(problem)
     splits = [(first, LAYERS - first) for first in sorted({*options.first, chosen[0]})]
     runs: dict[str, list[float]] = {}
-    names = [f"{MESHES} --hetero-pipeline-layer-split {a} {b}" for a, b in splits]
+    names = [f"{meshes} --hetero-pipeline-layer-split {a} {b}" for a, b in splits]
     if not options.slowed:
-        plain = "--pipeline-model-parallel-size 2 --num-layers-in-first-pipeline-stage"
+        plain += " --num-layers-in-first-pipeline-stage"
         names += [f"{plain} {a} --num-layers-in-last-pipeline-stage {b}" for a, b in splits]
     for number in range(options.rounds):
         # Forth and back, so that what drifts does so for all.
@@ -164,13 +172,15 @@ def summary(rows: Sequence[dict[str, Any]], chosen: Layers, problem: Problem) ->
 
 
 class Trainings:
-    """The training program on two ranks, which share a directory for what they keep."""
+    """The training program on a rank or several a stage, which share a directory for what they
+    keep."""
 
     def __init__(self, directory: Path, options: argparse.Namespace) -> None:
         self._directory = directory
         self._model = f"{MODEL} {SIZES[options.device]}".split()
-        self._kinds = ("plain", "slowed" if options.slowed else "plain")
-        self._pinned = options.device == "cpu"
+        each = options.tensor_parallel
+        self._kinds = ["plain"] * each + ["slowed" if options.slowed else "plain"] * each
+        self._pinned = options.device == "cpu" and each == 1
 
     def seconds(self, arguments: str, steps: int) -> float:
         """The median of a step's."""
@@ -179,8 +189,9 @@ class Trainings:
         own = Path(tempfile.mkdtemp(dir=self._directory))
         program = [*self._model, *arguments.split(), "--train-iters", str(steps + WARM_UP)]
         ranks = []
-        for rank, core in enumerate(sorted(os.sched_getaffinity(0))[:2]):
-            command = [sys.executable, __file__, RANK, self._kinds[rank], *program]
+        cores = sorted(os.sched_getaffinity(0))
+        for rank, kind in enumerate(self._kinds):
+            command = [sys.executable, __file__, RANK, kind, *program]
             with (own / f"output_{rank}").open("wb") as output:
                 process = subprocess.Popen(
                     command,
@@ -190,11 +201,12 @@ class Trainings:
                     stderr=output,
                 )
             if self._pinned:
-                os.sched_setaffinity(process.pid, {core})
+                os.sched_setaffinity(process.pid, {cores[rank]})
             ranks.append(process)
         codes = [rank.wait() for rank in ranks]
         if any(codes):
-            tails = [(own / f"output_{r}").read_text(errors="replace")[-2000:] for r in (0, 1)]
+            outputs = [own / f"output_{rank}" for rank in range(len(ranks))]
+            tails = [output.read_text(errors="replace")[-2000:] for output in outputs]
             raise JobError(f"{arguments} ended with {codes}:\n" + "\n".join(tails))
         events, _ = read_events(own / "rank_0.jsonl")
         taken: list[float] = [e.get("step_seconds") for e in events if e.event == "progress"]
@@ -210,8 +222,8 @@ class Trainings:
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": str(len(self._kinds)),
+            "LOCAL_WORLD_SIZE": str(len(self._kinds)),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             STATUS_DIR_VARIABLE: str(own),
@@ -220,7 +232,7 @@ class Trainings:
     def asked(self, arguments: str) -> Problem:
         """The search that training made, from the times it has kept."""
         given = [*self._model, "--train-iters", "1", *arguments.split()]
-        args = resolve(parse_arguments(given), 2)
+        args = resolve(parse_arguments(given), len(self._kinds))
         os.environ["XDG_CACHE_HOME"] = str(self._directory)
         costs = [kept.read(kept.path_of(vars(args), args.meshes, index)) for index in range(2)]
         known = tuple(one.costs for one in costs if one is not None)

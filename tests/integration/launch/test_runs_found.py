@@ -164,6 +164,8 @@ def test_runs_are_listed(lab: Lab) -> None:
     assert (row["state"], row["there"]) == ("running", False)
     assert flagscale("stop", first.run_id, cwd=lab.root).returncode == 0
     assert listed(lab.root)[first.run_id]["state"] == "stopped"
+    queried = json.loads(flagscale("query", first.run_id, "--json", cwd=lab.root).stdout)
+    assert [queried["state"], *(host["state"] for host in queried["hosts"])] == ["stopped"] * 2
     assert f"{lab.exp_dir} (gone)" in flagscale("runs", cwd=lab.root).stdout.replace("\n", "")
 
 
