@@ -60,7 +60,14 @@ LATENT = """
 --mscale-all-dim 1 --original-max-position-embeddings 64
 """
 
+MTP = "--mtp-num-layers 1"
+MESHES = "--enable-hetero --hetero-process-meshes 1 1 1 1 1  1 1 1 1 1"
+
 CASES: dict[str, tuple[int, str, str, float]] = {
+    "mtp": (1, MTP, "mtp", 0.0),
+    "mtp-meshes": (2, f"{MTP} {MESHES}", "mtp", 1e-4),
+    "lora-mtp": (1, f"{MTP} {LORA}", "lora-mtp", 0.0),
+    "lora-mtp-pp2": (2, f"{MTP} {LORA} {PP2}", "lora-mtp", 1e-4),
     "lora": (1, f"{LORA} --transformer-impl local --attention-backend local", "lora", 0.0),
     "lora-fp32": (1, LORA, "lora", 1e-4),
     "lora-fp32-tp2-sp": (2, f"{LORA} {SP}", "lora", 1e-4),
