@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from chat_files import write_talks, write_tokenizer
-from layout_cases import ROOT, Case
-from layout_models import CHAT_TOKENIZER, SHORT_DOCUMENTS, TALKS
+from layout_cases import ROOT
+from layout_models import CHAT_TOKENIZER, SHORT_DOCUMENTS, TALKS, Case
 
 from flagscale.comm.fsccl.build import builds_directory
 

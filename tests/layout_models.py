@@ -1,6 +1,12 @@
-"""Tiny models, and what can be asked for of their layouts, as arguments."""
+"""Tiny models, what can be asked for of their layouts, as arguments, and a case of both."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from needs import why_no_compiler
 
 LLAMA = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
@@ -138,3 +144,37 @@ GROUPED = "--moe-grouped-gemm"
 COMPILED = "--transformer-impl compiled"
 CAPTURED = "--cuda-graph-impl local --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1"
 OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
+
+# A tensor-parallel step has hundreds of operations, on which gloo spends most of a case's time:
+# where the case is not about them, fsccl does them if it can be compiled.
+FASTER = "auto" if why_no_compiler() else "fsccl"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and the run that it must equal: of one rank, or of the same layout on gloo."""
+
+    name: str
+    world: int
+    model: str
+    layout: str
+    reference: str
+    tolerance: float = 1e-5
+    backend: str = "auto"
+    clusters: str = ""
+    overflow: tuple[int, int] | None = None
+    """A rank, and the step in which a gradient of its is infinite."""
+    graphs: bool = False
+    """Layers are really compiled, as far as graphs go: that takes seconds."""
+
+    def record(self, cache: Path) -> dict[str, Any]:
+        """What the worker reads. Cases find the shuffled mock data of others in ``cache``."""
+        return {
+            "id": self.name,
+            "world": self.world,
+            "argv": [*f"{self.model} {self.layout}".split(), "--data-cache-path", str(cache)],
+            "backend": self.backend,
+            "clusters": self.clusters,
+            "overflow": self.overflow,
+            "graphs": self.graphs,
+        }

@@ -81,11 +81,14 @@ def measure(steps: int, rate: float, pattern: str) -> list[Row]:
     """Train the layouts whose names hold ``pattern``, and what they are compared with."""
     import layout_cases as layouts  # type: ignore[import-not-found]
     import layout_lab  # type: ignore[import-not-found]
+    import layout_meshes  # type: ignore[import-not-found]
 
     alone = {case.name: case for case in (*layouts.REFERENCES, *layouts.CASES) if case.world == 1}
     every = [case for case in layouts.CASES if case.name in OF_LIKE_RANKS]
     every += [
-        case for case in (*layouts.MESHES, *layouts.FAMILIES) if "--enable-hetero" in case.layout
+        case
+        for case in (*layout_meshes.MESHES, *layouts.FAMILIES)
+        if "--enable-hetero" in case.layout
     ]
     chosen = [case for case in every if pattern in case.name and case.reference in alone]
     wanted = sorted({case.reference for case in chosen})

@@ -15,21 +15,19 @@ import pytest
 from layout_cases import (
     APART_CASES,
     CASES,
-    DROPPED,
     EXAMPLES,
     FAMILIES,
     FSCCL_CASES,
     GRAPHS,
-    MESHES,
     PREDICTING,
     REFERENCES,
     ROOT,
-    Case,
     example,
     is_slow,
 )
 from layout_lab import WORKER, train, write_short_documents
-from layout_models import APART, COMPILED, LLAMA, OVERLAP, SHORT_DOCUMENTS
+from layout_meshes import DROPPED, MESHES
+from layout_models import APART, COMPILED, LLAMA, OVERLAP, SHORT_DOCUMENTS, Case
 from needs import why_no_compiler
 
 from flagscale.config.arguments.parser import parse_arguments
