@@ -174,6 +174,20 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bf16-tp2-sp": (2, f"--bf16 {SP}", "bf16", 2e-2),
     "hidden-fp32-tp2-sp": (2, f"{SP} {HIDDEN}", "fp32", 1e-4),
     "hidden-bf16-tp2-sp": (2, f"--bf16 {SP} {HIDDEN}", "bf16", 2e-2),
+    "hidden-fp32-tp2-sp-recompute": (
+        2,
+        f"{SP} {HIDDEN} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        "fp32",
+        1e-4,
+    ),
+    "hidden-fp32-tp2-sp-recompute-block": (
+        2,
+        f"{SP} {HIDDEN} --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+        "fp32",
+        1e-4,
+    ),
     "hidden-lora-fp32-tp2-sp": (2, f"{LORA} {SP} {HIDDEN}", "lora", 1e-4),
     "hidden-latent-fp32-tp2-sp": (2, f"{LATENT} {SP} {HIDDEN}", "latent-fp32", 1e-4),
 }
