@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
 SIZES = [
     (256, 512, 384),
     (16, 128, 128),
@@ -51,18 +51,17 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("result", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), SIZES)
 def test_the_kernel_multiplies_what_is_meant(
-    tokens: int, inputs: int, outputs: int, dtype: torch.dtype, result: torch.dtype
+    tokens: int, inputs: int, outputs: int, result: torch.dtype
 ) -> None:
     """The products of a layer: forward, and backward for input and weight."""
     left, gradient = numbers(tokens, inputs), numbers(tokens, outputs, seed=1)
     cast = blocks.cast_weight(numbers(outputs, inputs, seed=2), E4M3)
     for *operands, squares in (
         (*blocks.along_rows(left, E4M3), *cast[:2], True),
-        (*blocks.along_rows(gradient, dtype), *cast[2:], True),
-        (*blocks.along_columns(gradient, dtype), *blocks.along_columns(left, E4M3), False),
+        (*blocks.along_rows(gradient, E4M3), *cast[2:], True),
+        (*blocks.along_columns(gradient, E4M3), *blocks.along_columns(left, E4M3), False),
     ):
         found = blocks.multiply(*operands, result, squares=squares)
         expected = blocks.multiply(*(one.cpu() for one in operands), torch.float32, squares=squares)
@@ -71,9 +70,8 @@ def test_the_kernel_multiplies_what_is_meant(
         assert error(found.cpu(), expected) < (4e-3 if result == torch.bfloat16 else 2e-3)
 
 
-@pytest.mark.parametrize("gradients", ["hybrid", "e4m3"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["as-it-is", "compiled"])
-def test_a_layer_is_near_the_exact_one(compiled: bool, gradients: str) -> None:
+def test_a_layer_is_near_the_exact_one(compiled: bool) -> None:
     """With what comes before it, into which casts are fused when it is compiled."""
     tokens, inputs, outputs = 512, 688, 384
     input_ = numbers(tokens, inputs).bfloat16().requires_grad_()
@@ -88,13 +86,12 @@ def test_a_layer_is_near_the_exact_one(compiled: bool, gradients: str) -> None:
         return made
 
     run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
-    output = run(input_, total, *cast, gradients, "blockwise", True, "none", 1, "")
+    output = run(input_, total, *cast, "e4m3", "blockwise", True, "none", 1, "")
     output.backward(gradient)
     plain = input_.detach().float().requires_grad_()
     normal = torch.nn.functional.rms_norm(plain, (inputs,))
     expected = normal @ weight.float().t()
     expected.backward(gradient.float())
-    near = 0.05 if gradients == "e4m3" else 0.08
     assert error(output.detach(), expected.detach()) < 0.05
-    assert error(input_.grad, plain.grad) < near  # type: ignore[arg-type]
-    assert error(total, gradient.float().t() @ normal.detach()) < near
+    assert error(input_.grad, plain.grad) < 0.05  # type: ignore[arg-type]
+    assert error(total, gradient.float().t() @ normal.detach()) < 0.05

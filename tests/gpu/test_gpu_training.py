@@ -122,8 +122,7 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "moe-grouped": (1, f"{MOE} --moe-grouped-gemm", "moe", 2e-2),
     "moe-grouped-ep2": (2, f"{MOE} --moe-grouped-gemm --expert-model-parallel-size 2", "moe", 2e-2),
     "bf16-fp8": (1, "--bf16 --fp8 hybrid", "bf16", 5e-2),
-    "bf16-fp8-blockwise": (1, "--bf16 --fp8 hybrid --fp8-recipe blockwise", "bf16", 5e-2),
-    "bf16-fp8-blockwise-e4m3": (1, "--bf16 --fp8 e4m3 --fp8-recipe blockwise", "bf16", 5e-2),
+    "bf16-fp8-blockwise": (1, "--bf16 --fp8 e4m3 --fp8-recipe blockwise", "bf16", 5e-2),
     "bf16-flash": (1, "--bf16 --attention-backend flash", "bf16", 1e-2),
     "bf16-local-attention": (1, "--bf16 --attention-backend local", "bf16", 2e-2),
     "bf16-fused-loss": (1, "--bf16 --cross-entropy-loss-fusion", "bf16", 2e-2),
@@ -139,7 +138,7 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "captured-fp8": (1, f"--bf16 --fp8 hybrid {CAPTURED}", "bf16-fp8", 1e-2),
     "captured-fp8-blockwise": (
         1,
-        f"--bf16 --fp8 hybrid --fp8-recipe blockwise {CAPTURED}",
+        f"--bf16 --fp8 e4m3 --fp8-recipe blockwise {CAPTURED}",
         "bf16-fp8-blockwise",
         1e-2,
     ),

@@ -45,7 +45,6 @@ PRECISIONS = {
     "bf16": "",
     "fp8 tensorwise": "--fp8 hybrid",
     "fp8 rowwise": "--fp8 hybrid --fp8-recipe rowwise",
-    "fp8 blockwise": "--fp8 hybrid --fp8-recipe blockwise",
     "fp8 e4m3": "--fp8 e4m3",
     "fp8 e4m3 blockwise": "--fp8 e4m3 --fp8-recipe blockwise",
     "fp8 tensorwise, first and last layer bf16": "--fp8 hybrid --first-last-layers-bf16",

@@ -48,6 +48,9 @@ def eight_bits(values: Values) -> Iterator[Broken]:
     if recipe not in _FP8_RECIPES:
         message = f"{recipe} is not built; take {' or '.join(_FP8_RECIPES)}"
         yield "fp8_recipe", message
+    if (recipe, values["fp8"]) == ("blockwise", "hybrid"):
+        message = f"hybrid with fp8_recipe {recipe}: torch multiplies no e5m2 gradients by blocks"
+        yield "fp8", message + "; take e4m3, whose range is enough for 128 numbers"
     yield from _tokens(values)
     yield from _widths(values)
     first, last = values["num_layers_at_start_in_bf16"], values["num_layers_at_end_in_bf16"]

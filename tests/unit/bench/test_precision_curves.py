@@ -108,7 +108,7 @@ def test_what_cannot_be_run(precision: Any, seeds: str, names: str, message: str
 
 
 def test_each_seed_is_taken_in_all_precisions(precision: Any) -> None:
-    options = argparse.Namespace(seeds="3,1", precisions="bf16;fp8 blockwise")
+    options = argparse.Namespace(seeds="3,1", precisions="bf16;fp8 rowwise")
     assert precision.wanted(options) == [
-        (3, "bf16"), (3, "fp8 blockwise"), (1, "bf16"), (1, "fp8 blockwise")
+        (3, "bf16"), (3, "fp8 rowwise"), (1, "bf16"), (1, "fp8 rowwise")
     ]  # fmt: skip
