@@ -128,9 +128,10 @@ def layer(args: Any, one: Layer) -> Both:
 
 def _part(args: Any, one: Layer) -> float:
     """Bytes that a rank gets when the hidden state is gathered, or a sum of it is shared out: an
-    MLP's exchanges are half of a layer's. Nothing where products hide it."""
+    MLP's exchanges are half of a layer's. Nothing where products hide it, which those of 8-bit
+    numbers do not."""
     peers = args.tensor_model_parallel_size - 1
-    if args.tp_comm_overlap and args.sequence_parallel:
+    if args.tp_comm_overlap and args.sequence_parallel and not args.fp8:
         return 0.0
     tokens = memory.tokens_of(args) / args.tensor_model_parallel_size
     whole = tokens * args.hidden_size * memory.width_of(args) * peers

@@ -22,6 +22,7 @@ from flagscale.launch.preview import estimate
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONF = REPOSITORY / "examples" / "llama3" / "conf"
 KEEPING_ALL = ("train=8b", "train.system.recompute_granularity=null")
+SHARED = ("train.system.tensor_model_parallel_size=2", "train.system.sequence_parallel=true")
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,19 @@ def test_the_time_of_a_known_device(
     at_the_peak = made.forecast.work / (8 * 989e12)
     assert shares[0] < at_the_peak / made.seconds[0] < shares[1]
     assert of_experiment(experiment, on("Frobnicator", 8)).seconds is None
+
+
+@pytest.mark.parametrize(("precision", "hidden"), [("null", True), ("hybrid", False)])
+def test_exchanges_are_hidden_by_products_in_16_bits_alone(
+    precision: str, hidden: bool, loaded: Load
+) -> None:
+    def seconds(overlap: str) -> float:
+        words = (f"+train.system.precision.fp8={precision}", f"+train.system.{overlap}")
+        made = of_experiment(loaded("train", *KEEPING_ALL, *SHARED, *words), on("H200", 8))
+        assert made.seconds is not None
+        return made.seconds[0]
+
+    assert (seconds("tp_comm_overlap=true") < seconds("tp_comm_overlap=false")) is hidden
 
 
 @pytest.mark.parametrize("kind", ["H200", "Frobnicator", None])
