@@ -7,207 +7,21 @@ devices. What nearly all say is ``BASE`` (or ``PLAIN``); an entry says what it s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Values = dict[str, Any]
-
-BASE: Values = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "disable_bias_linear": True,
-    "sequence_parallel": True,
-    "use_distributed_optimizer": True,
-    "bf16": True,
-    "attention_softmax_in_fp32": True,
-    "accumulate_allreduce_grads_in_fp32": True,
-    "log_interval": 1,
-    "tensorboard_log_interval": 1,
-    "log_throughput": True,
-    "log_params_norm": True,
-    "log_num_zeros_in_grad": True,
-    "wandb_project": "${experiment.exp_name}",
-    "wandb_exp_name": "${experiment.exp_name}",
-    "transformer_impl": "transformer_engine",
-    "seq_length": 4096,
-    "max_position_embeddings": 4096,
-    "norm_epsilon": "1e-6",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "use_rotary_position_embeddings": True,
-    "no_position_embedding": True,
-    "rotary_base": 1000000,
-    "reset_position_ids": True,
-    "reset_attention_mask": True,
-    "untie_embeddings_and_output_weights": True,
-    "init_method_std": 0.02,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "clip_grad": 1.0,
-    "weight_decay": 0.1,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "seed": 42,
-    "micro_batch_size": 1,
-    "global_batch_size": 128,
-    "train_iters": 1000,
-    "eval_iters": 0,
-    "lr": 0.001,
-    "min_lr": 0.0001,
-    "lr_decay_style": "cosine",
-    "data_path": "data/text",
-    "split": 1,
-    "tokenizer_type": "QwenTokenizerFS",
-    "tokenizer_path": "data/tokenizer",
-    "vocab_size": 151851,
-    "make_vocab_size_divisible_by": 64,
-}
-PLAIN: Values = {
-    **BASE,
-    "use_flash_attn": True,
-    "use_mcore_models": True,
-    "no_masked_softmax_fusion": True,
-    "ckpt_format": "torch",
-    "save_interval": 200,
-    **dict.fromkeys(("reset_position_ids", "reset_attention_mask", "context_parallel_size")),
-}
-_WSD: Values = {
-    "lr_decay_style": "WSD",
-    "lr_wsd_decay_style": "cosine",
-    "lr_wsd_decay_iters": 10,
-    "lr_warmup_fraction": 0.01,
-}
-_RECORDS: Values = {
-    "log_timers_to_tensorboard": True,
-    "log_validation_ppl_to_tensorboard": True,
-    "log_memory_to_tensorboard": True,
-    "save_interval": "${experiment.save_steps}",
-    "load": "${experiment.load}",
-    "ckpt_format": "${experiment.ckpt_format}",
-    "no_shared_fs": "${experiment.runner.no_shared_fs}",
-    "no_mmap_bin_files": True,
-    "num_workers": 2,
-    "finetune": False,
-    "no_rope_fusion": True,
-}
-_AQUILA: Values = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "multiple_of": 256,
-    "seq_length": 2048,
-    "max_position_embeddings": 2048,
-    "bf16": None,
-    "fp16": True,
-    "initial_loss_scale": 522893,
-    "min_loss_scale": 1.0,
-    "train_iters": None,
-    "train_samples": 1728000,
-    "global_batch_size": 1728,
-    "lr_warmup_samples": 30000,
-    "rampup_save_interval": 5000,
-    "rampup_batch_size": [32, 32, 60000],
-    "tokenizer_type": "AquilaTokenizerFS",
-    "tokenizer_path": None,
-    "vocab_file": "data/vocab.json",
-    "merge_file": "data/merges.txt",
-    "special_tokens_file": "data/special.txt",
-    "vocab_size": 100008,
-}
-_LLAMA: Values = {
-    **PLAIN,
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "group_query_attention": True,
-    "num_query_groups": 8,
-    "ffn_hidden_size": 14336,
-    "eval_iters": 10,
-    "eval_interval": 100,
-}
-_QWEN: Values = {
-    **BASE,
-    **_WSD,
-    **_RECORDS,
-    "tensor_model_parallel_size": 8,
-    "expert_model_parallel_size": 1,
-    "num_layers": 64,
-    "hidden_size": 5120,
-    "num_attention_heads": 64,
-    "num_query_groups": 8,
-    "group_query_attention": True,
-    "ffn_hidden_size": 25600,
-}
-_LATENT: Values = {
-    **BASE,
-    **_WSD,
-    **_RECORDS,
-    "pipeline_model_parallel_size": 2,
-    "decoder_first_pipeline_num_layers": 13,
-    "expert_model_parallel_size": 4,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "num_layers": 27,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_query_groups": 16,
-    "qk_layernorm": True,
-    "multi_latent_attention": True,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "ffn_hidden_size": 11264,
-    "moe_ffn_hidden_size": 1408,
-    "moe_grouped_gemm": True,
-    "moe_shared_expert_intermediate_size": 2816,
-    "num_experts": 64,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.001,
-    "moe_aux_loss_coeff": 0.02,
-    "moe_layer_freq": "[0]+[1]*26",
-    "moe_router_num_groups": 1,
-    "moe_router_group_topk": 1,
-    "moe_router_topk": 6,
-    "moe_router_topk_scaling_factor": 2.446,
-    "moe_token_dispatcher_type": "alltoall",
-}
-_MTP: Values = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
-_HETERO: Values = {
-    "enable_hetero": True,
-    "use_partial_reduce_for_shared_embedding": True,
-    "standalone_embedding_stage": False,
-    "hetero_current_device_type": "A800",
-}
-_IMAGES: Values = {
-    **PLAIN,
-    "num_layers": 28,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "ffn_hidden_size": 18944,
-    "group_query_attention": True,
-    "num_query_groups": 4,
-    "dataloader_save": "dataloader",
-    "use_dist_ckpt": False,
-    "use_te": True,
-    "allow_missing_vision_projection_checkpoint": True,
-    "freeze_LM": True,
-    "freeze_ViT": True,
-    "disable_vision_class_token": True,
-    "dataloader_type": "external",
-    "split": "100,0,0",
-}
-_ONE_IMAGE: Values = {
-    **_IMAGES,
-    "patch_dim": 14,
-    "img_h": 336,
-    "img_w": 336,
-    "language_model_type": "vicuna_7b",
-    "prompt_path": "data/prompts.json",
-    "valid_path": "data/valid.yaml",
-}
+from field_sections import (
+    AQUILA,
+    BASE,
+    HETERO,
+    IMAGES,
+    LATENT,
+    LLAMA,
+    MTP,
+    ONE_IMAGE,
+    PLAIN,
+    QWEN,
+    Values,
+)
 
 
 class Case(NamedTuple):
@@ -230,12 +44,12 @@ _TWICE = ("'weight_decay' is given twice",)
 
 _AQUILA_8B: Values = {
     **PLAIN,
-    **_AQUILA,
+    **AQUILA,
     **dict.fromkeys(("rampup_save_interval", "rampup_batch_size")),
 }
 _AQUILA_MESHES: Values = {
     **BASE,
-    **_HETERO,
+    **HETERO,
     "hetero_use_cpu_communication": False,
     "distributed_backend": "flagcx",
     "add_qkv_bias": True,
@@ -256,7 +70,7 @@ _STAGES: Values = {
 }
 EXPERIMENTS: dict[str, Case] = {
     "aquila": Case(_AQUILA_8B),
-    "aquila-70b": Case({**PLAIN, **_AQUILA, "num_layers": 80, "hidden_size": 8192}, ranks=32),
+    "aquila-70b": Case({**PLAIN, **AQUILA, "num_layers": 80, "hidden_size": 8192}, ranks=32),
     "aquila-tuner": Case(_AQUILA_8B, tuned=_SPACE),
     "aquila-tuner-of-meshes": Case(_AQUILA_MESHES, ranks=4, tuned=_SPACE),
     "aquila-cloud": Case(
@@ -267,7 +81,7 @@ EXPERIMENTS: dict[str, Case] = {
     "aquila-meshes": Case(
         {
             **PLAIN,
-            **_HETERO,
+            **HETERO,
             **_STAGES,
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 3,
@@ -284,12 +98,12 @@ EXPERIMENTS: dict[str, Case] = {
         },
         refused=_TWICE,
     ),
-    "deepseek": Case({**_LATENT, **_MTP}),
-    "deepseek-tuner": Case({**_LATENT, **_MTP}, tuned=_SPACE),
+    "deepseek": Case({**LATENT, **MTP}),
+    "deepseek-tuner": Case({**LATENT, **MTP}, tuned=_SPACE),
     "deepseek-adapters": Case(
         {
-            **_LATENT,
-            **_MTP,
+            **LATENT,
+            **MTP,
             "finetune": True,
             "pretrained_checkpoint": "/models/deepseek",
             "peft_type": "lora",
@@ -303,7 +117,7 @@ EXPERIMENTS: dict[str, Case] = {
     ),
     "deepseek-light": Case(
         {
-            **_LATENT,
+            **LATENT,
             "pipeline_model_parallel_size": 4,
             "decoder_first_pipeline_num_layers": None,
             "expert_model_parallel_size": 2,
@@ -316,9 +130,9 @@ EXPERIMENTS: dict[str, Case] = {
     ),
     "deepseek-meshes": Case(
         {
-            **_LATENT,
-            **_MTP,
-            **_HETERO,
+            **LATENT,
+            **MTP,
+            **HETERO,
             "decoder_first_pipeline_num_layers": None,
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 3,
@@ -336,12 +150,12 @@ EXPERIMENTS: dict[str, Case] = {
         },
         ranks=8,
     ),
-    "llama2": Case({**_LLAMA, "optimizer": {"weight_decay": 0.01}}, refused=_TWICE),
-    "llama3": Case({**_LLAMA, "tensor_model_parallel_size": 4}),
+    "llama2": Case({**LLAMA, "optimizer": {"weight_decay": 0.01}}, refused=_TWICE),
+    "llama3": Case({**LLAMA, "tensor_model_parallel_size": 4}),
     "llama3-meshes": Case(
         {
-            **_LLAMA,
-            **_HETERO,
+            **LLAMA,
+            **HETERO,
             "hetero_use_cpu_communication": True,
             "tensor_model_parallel_size": 4,
             "pipeline_model_parallel_size": 2,
@@ -354,7 +168,7 @@ EXPERIMENTS: dict[str, Case] = {
     ),
     "mixtral": Case(
         {
-            **_LLAMA,
+            **LLAMA,
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 4,
             "expert_model_parallel_size": 4,
@@ -399,17 +213,17 @@ EXPERIMENTS: dict[str, Case] = {
             "ckpt_convert_save: cannot be given",
         ),
     ),
-    "qwen3": Case({**_QWEN, "kv_channels": 128, "qk_layernorm": True}),
-    "qwen3-tuner": Case({**_QWEN, "qk_layernorm": True}, tuned=_SPACE),
-    "qwq": Case({**_QWEN, "num_attention_heads": 40, "ffn_hidden_size": 27648}),
-    "llava1.5": Case(_ONE_IMAGE, program="checkout/flagscale/train/train_llava.py"),
+    "qwen3": Case({**QWEN, "kv_channels": 128, "qk_layernorm": True}),
+    "qwen3-tuner": Case({**QWEN, "qk_layernorm": True}, tuned=_SPACE),
+    "qwq": Case({**QWEN, "num_attention_heads": 40, "ffn_hidden_size": 27648}),
+    "llava1.5": Case(ONE_IMAGE, program="checkout/flagscale/train/train_llava.py"),
     "llava-onevision": Case(
-        {**_IMAGES, "image_aspect_ratio": "anyres_max_9", "mm_patch_merge_type": "spatial_unpad"},
+        {**IMAGES, "image_aspect_ratio": "anyres_max_9", "mm_patch_merge_type": "spatial_unpad"},
         program="checkout/flagscale/train/train_llava_onevision.py",
     ),
     "qwen2.5-vl": Case(
         {
-            **_IMAGES,
+            **IMAGES,
             "position_embedding_type": "mrope",
             "mrope_section": [16, 24, 24],
             "max_padding_length": 2048,

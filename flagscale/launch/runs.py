@@ -161,10 +161,12 @@ def remember(state: RunState, seen: Snapshot) -> Snapshot:
     """Register the end of a run, which will not change any more though its directory may go; and
     what is to be told of a run that was seen so, of which no more than that may be known."""
     entry = registered_as(state.run_id) if seen.phase.ended else None
-    if entry is not None and entry.ended is None:
+    if entry is None:
+        return seen
+    if entry.ended is None:
         with suppress(OSError):
             replace(entry, state=state, ended=Outcome.of(seen)).save()
-    elif entry is not None and entry.ended is not None and seen.phase is Phase.LOST:
+    elif seen.phase is Phase.LOST:
         phase = Phase(entry.ended.phase)
         hosts = tuple(replace(row, phase=phase) for row in seen.hosts)
         return replace(seen, phase=phase, since=entry.ended.since, hosts=hosts)

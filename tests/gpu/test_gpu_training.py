@@ -31,6 +31,10 @@ WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
 HIDDEN = "--tp-comm-overlap"
+BY_UNITS, BLOCK = (
+    f"--recompute-granularity full --recompute-method {method} --recompute-num-layers 1"
+    for method in ("uniform", "block")
+)
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -74,13 +78,7 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "lora-fp32-pp2-vpp2-dp2-overlap": (4, f"{LORA} {VPP2} {OVERLAP}", "lora", 1e-4),
     "lora-bf16": (1, f"{LORA} --bf16", "lora", 2e-2),
     "lora-bf16-overlap": (1, f"{LORA} --bf16 {OVERLAP}", "lora", 2e-2),
-    "lora-bf16-recompute": (
-        1,
-        f"{LORA} --bf16 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1",
-        "lora-bf16",
-        1e-3,
-    ),
+    "lora-bf16-recompute": (1, f"{LORA} --bf16 {BY_UNITS}", "lora-bf16", 1e-3),
     "lora-apart-bf16": (1, f"{APART} {LORA} --bf16", "lora-apart", 2e-2),
     "lora-apart": (
         1,
@@ -126,12 +124,7 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bf16-flash": (1, "--bf16 --attention-backend flash", "bf16", 1e-2),
     "bf16-local-attention": (1, "--bf16 --attention-backend local", "bf16", 2e-2),
     "bf16-fused-loss": (1, "--bf16 --cross-entropy-loss-fusion", "bf16", 2e-2),
-    "bf16-recompute": (
-        1,
-        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "bf16",
-        1e-3,
-    ),
+    "bf16-recompute": (1, f"--bf16 {BY_UNITS}", "bf16", 1e-3),
     "captured-bf16": (1, f"--bf16 {CAPTURED}", "bf16", 1e-3),
     "captured-fp32": (1, f"{CAPTURED} --micro-batch-size 2", "fp32", 1e-4),
     "captured-plain-layers": (1, f"--bf16 {CAPTURED} --transformer-impl local", "bf16", 2e-2),
@@ -173,20 +166,8 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bf16-tp2-sp": (2, f"--bf16 {SP}", "bf16", 2e-2),
     "hidden-fp32-tp2-sp": (2, f"{SP} {HIDDEN}", "fp32", 1e-4),
     "hidden-bf16-tp2-sp": (2, f"--bf16 {SP} {HIDDEN}", "bf16", 2e-2),
-    "hidden-fp32-tp2-sp-recompute": (
-        2,
-        f"{SP} {HIDDEN} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1",
-        "fp32",
-        1e-4,
-    ),
-    "hidden-fp32-tp2-sp-recompute-block": (
-        2,
-        f"{SP} {HIDDEN} --recompute-granularity full --recompute-method block "
-        "--recompute-num-layers 1",
-        "fp32",
-        1e-4,
-    ),
+    "hidden-fp32-tp2-sp-recompute": (2, f"{SP} {HIDDEN} {BY_UNITS}", "fp32", 1e-4),
+    "hidden-fp32-tp2-sp-recompute-block": (2, f"{SP} {HIDDEN} {BLOCK}", "fp32", 1e-4),
     "hidden-lora-fp32-tp2-sp": (2, f"{LORA} {SP} {HIDDEN}", "lora", 1e-4),
     "hidden-latent-fp32-tp2-sp": (2, f"{LATENT} {SP} {HIDDEN}", "latent-fp32", 1e-4),
 }
