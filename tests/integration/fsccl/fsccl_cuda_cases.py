@@ -44,6 +44,9 @@ def calls_return_early(count: int) -> None:
     n, device = dist.get_world_size(), own_device()
     for async_op in (True, False):
         dist.all_reduce(torch.ones(count, device=device))  # connects
+        loaded = torch.zeros(count, device=device)
+        loaded += dist.get_rank()
+        loaded * 2  # kernels are loaded when they are first called, which waits for the GPU
         torch.cuda.synchronize()
         x = torch.zeros(count, device=device)
         torch.cuda._sleep(CYCLES)

@@ -19,7 +19,7 @@ void* native_handle(const Guard&, const c10::Stream&, long) {
 }  // namespace
 
 StreamTracks::StreamTracks(at::Device device)
-    : device_(device), guard_(device.type()), driver_(Driver::get()) {
+    : device_(device), guard_(device.type()), driver_(cuda::driver()) {
   for (int t = 0; t < 3; ++t) {
     streams_.push_back(guard_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true));
   }
@@ -36,31 +36,41 @@ Mark StreamTracks::mark_of(const c10::Stream& stream) const {
 
 bool is_capturing(const c10::Stream& stream) {
   const c10::impl::VirtualGuardImpl guard(stream.device_type());
-  return Driver::get().is_capturing(native_handle(guard, stream, 0));
+  int status = cuda::kCaptureNone;
+  cuda::check(cuda::driver().stream_capturing(native_handle(guard, stream, 0), &status),
+              "cannot ask a stream whether it is captured");
+  return status != cuda::kCaptureNone;
 }
 
-uint64_t StreamTracks::address_of(const std::byte* at) const {
+cuda::DevicePointer StreamTracks::address_of(const std::byte* at) const {
   for (const Adopted& a : adopted_) {
     if (at >= a.memory && at < a.memory + a.bytes) {
-      return a.address + static_cast<uint64_t>(at - a.memory);
+      return a.address + static_cast<cuda::DevicePointer>(at - a.memory);
     }
   }
   throw Error(Fault::kSystem, -1, "host memory that the device does not see");
 }
 
 void StreamTracks::signal(Track t, Word& word, uint32_t value) {
-  driver_.write_word(handle(t), address_of(reinterpret_cast<const std::byte*>(&word)), value);
+  const auto at = address_of(reinterpret_cast<const std::byte*>(&word));
+  cuda::check(driver_.stream_write(handle(t), at, value, cuda::kWriteWithBarrier),
+              "cannot set a word of a stream");
 }
 
 void StreamTracks::await(Track t, Word& word, uint32_t value, int peer) {
-  driver_.wait_word(handle(t), address_of(reinterpret_cast<const std::byte*>(&word)), value);
+  const auto at = address_of(reinterpret_cast<const std::byte*>(&word));
+  cuda::check(driver_.stream_await(handle(t), at, value, cuda::kWaitGreaterOrEqual),
+              "cannot have a stream wait for a word");
   awaited_.push_back({&word, value, peer});
 }
 
 std::shared_ptr<void> StreamTracks::adopt(std::byte* memory, size_t bytes) {
-  driver_.add_host(memory, bytes);
-  adopted_.push_back({memory, bytes, driver_.device_address(memory)});
-  return std::shared_ptr<void>(memory, [](void* at) { Driver::get().remove_host(at); });
+  cuda::check(driver_.host_register(memory, bytes, cuda::kHostPortableMapped),
+              "cannot make shared memory known to the GPU");
+  cuda::DevicePointer address = 0;
+  cuda::check(driver_.host_pointer(&address, memory, 0), "shared memory has no address on the GPU");
+  adopted_.push_back({memory, bytes, address});
+  return std::shared_ptr<void>(memory, [](void* at) { cuda::driver().host_unregister(at); });
 }
 
 char* StreamTracks::seen_by_device(std::byte* at) const {

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "driver.h"
+#include "../cuda/driver.h"
 #include "tracks.h"
 
 namespace fsccl {
@@ -43,15 +43,15 @@ class StreamTracks : public Tracks {
   struct Adopted {
     const std::byte* memory;
     size_t bytes;
-    uint64_t address;
+    cuda::DevicePointer address;
   };
 
   void* handle(Track t) const;
-  uint64_t address_of(const std::byte* at) const;
+  cuda::DevicePointer address_of(const std::byte* at) const;
 
   at::Device device_;
   c10::impl::VirtualGuardImpl guard_;
-  const Driver& driver_;
+  const cuda::Driver& driver_;
   std::vector<c10::Stream> streams_;
   std::vector<Adopted> adopted_;
   std::vector<Awaited> awaited_;

@@ -38,7 +38,8 @@ bool Watch::drain(std::chrono::milliseconds limit) {
 
 void Watch::run() {
   begin_thread("fsccl-watch");
-  Driver::get().allow_while_capturing();
+  int mode = cuda::kCaptureRelaxed;  // others may capture graphs while this thread calls
+  cuda::driver().capture_mode(&mode);
   std::unique_lock<std::mutex> hold(mutex_);
   for (int sweeps = 0; !stop_; ++sweeps) {
     if (pending_.empty()) {

@@ -1,4 +1,3 @@
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -8,7 +7,7 @@
 #include <vector>
 
 #include "../core/types.h"
-#include "cuda_driver.h"
+#include "../cuda/driver.h"
 #include "device.h"
 #include "nvml.h"
 #include "plan.h"
@@ -17,32 +16,8 @@ namespace fsccl {
 namespace nvlink {
 namespace {
 
-[[noreturn]] void fail(const std::string& what) {
-  throw Error(Fault::kSystem, -1, "NVLink engine: " + what);
-}
-
-const cuda::Driver& driver() {
-  static const cuda::Driver loaded = [] {
-    cuda::Driver d;
-    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    if (library == nullptr) fail("CUDA's driver, libcuda.so.1, cannot be loaded");
-#define FSCCL_FIND(member, symbol, parameters)                                \
-  d.member = reinterpret_cast<decltype(d.member)>(dlsym(library, symbol));    \
-  if (d.member == nullptr) fail("CUDA's driver is too old: it has no " symbol);
-    FSCCL_CUDA_FUNCTIONS(FSCCL_FIND)
-#undef FSCCL_FIND
-    return d;
-  }();
-  return loaded;
-}
-
-void check(cuda::Result result, const char* what) {
-  if (result == cuda::kSuccess) return;
-  const char* text = nullptr;
-  driver().error_string(result, &text);
-  fail(std::string(what) + ": " + (text != nullptr ? text : "unknown error") + " (" +
-       std::to_string(result) + ")");
-}
+using cuda::check;
+using cuda::driver;
 
 // One handle may be opened only once in a process, and ranks may be threads of one process.
 struct Shared {
@@ -59,7 +34,9 @@ u64 this_process() {
 
 Shared parse(const std::string& text) {
   Shared shared;
-  if (text.size() != sizeof shared) fail("memory that another version shares");
+  if (text.size() != sizeof shared) {
+    throw Error(Fault::kSystem, -1, "NVLink engine: memory that another version shares");
+  }
   memcpy(&shared, text.data(), sizeof shared);
   return shared;
 }

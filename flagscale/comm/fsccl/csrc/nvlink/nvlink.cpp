@@ -1,4 +1,5 @@
 // The host's side of the engine as one translation unit.
+#include "../cuda/driver.cpp"
 #include "cuda_device.cpp"
 #include "engine.cpp"
 #include "nvml.cpp"

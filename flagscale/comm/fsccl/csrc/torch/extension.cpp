@@ -4,7 +4,6 @@
 #include "../device/combine.cpp"
 #include "../device/courier.cpp"
 #include "../device/dense.cpp"
-#include "../device/driver.cpp"
 #include "../device/engine.cpp"
 #include "../device/mates.cpp"
 #include "../device/pairs.cpp"

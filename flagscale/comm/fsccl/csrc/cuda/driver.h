@@ -1,10 +1,12 @@
-// The few functions of CUDA's driver that are used, declared here so that building needs no CUDA.
+// The few functions of CUDA's driver that are used, declared here and found in it when the first of
+// them is called: building needs no CUDA and links nothing of it. Signatures are those of cuda.h
+// (CUDA 11.8 and newer): CUresult is an int, CUstream and CUevent are pointers, CUdeviceptr a number.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace fsccl {
-namespace nvlink {
 namespace cuda {
 
 using Result = int;
@@ -38,9 +40,12 @@ constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kIpcLazyPeerAccess = 1;
-constexpr unsigned kHostPortableMapped = 1 | 2;
+constexpr unsigned kHostPortableMapped = 1 | 2;  // of host memory, allocated or registered
 constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kWaitGreaterOrEqual = 0;  // by the signed difference
+constexpr unsigned kWriteWithBarrier = 0;    // after what came before, and its memory
 constexpr int kCaptureNone = 0;
+constexpr int kCaptureRelaxed = 2;  // this thread may call while another captures
 constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: not over PCIe
 
 // X(member, symbol, parameters); all return a Result.
@@ -58,6 +63,9 @@ constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: n
   X(memory_range, "cuMemGetAddressRange_v2", (DevicePointer*, size_t*, DevicePointer))             \
   X(memory_set, "cuMemsetD8Async", (DevicePointer, unsigned char, size_t, void*))                  \
   X(host_allocate, "cuMemHostAlloc", (void**, size_t, unsigned))                                   \
+  X(host_register, "cuMemHostRegister_v2", (void*, size_t, unsigned))                              \
+  X(host_unregister, "cuMemHostUnregister", (void*))                                               \
+  X(host_pointer, "cuMemHostGetDevicePointer_v2", (DevicePointer*, void*, unsigned))               \
   X(ipc_get, "cuIpcGetMemHandle", (IpcHandle*, DevicePointer))                                     \
   X(ipc_open, "cuIpcOpenMemHandle_v2", (DevicePointer*, IpcHandle, unsigned))                      \
   X(ipc_close, "cuIpcCloseMemHandle", (DevicePointer))                                             \
@@ -71,6 +79,9 @@ constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: n
   X(stream_synchronize, "cuStreamSynchronize", (void*))                                            \
   X(stream_query, "cuStreamQuery", (void*))                                                        \
   X(stream_capturing, "cuStreamIsCapturing", (void*, int*))                                        \
+  X(stream_write, "cuStreamWriteValue32_v2", (void*, DevicePointer, uint32_t, unsigned))           \
+  X(stream_await, "cuStreamWaitValue32_v2", (void*, DevicePointer, uint32_t, unsigned))            \
+  X(capture_mode, "cuThreadExchangeStreamCaptureMode", (int*))                                     \
   X(stream_wait, "cuStreamWaitEvent", (void*, void*, unsigned))                                    \
   X(event_create, "cuEventCreate", (void**, unsigned))                                             \
   X(event_record, "cuEventRecord", (void*, void*))
@@ -81,6 +92,10 @@ struct Driver {
 #undef FSCCL_MEMBER
 };
 
+// Throws Error(kSystem) where there is no driver, or one without these functions.
+const Driver& driver();
+// Throws Error(kSystem), with the driver's words, unless the call went well.
+void check(Result result, const char* what);
+
 }  // namespace cuda
-}  // namespace nvlink
 }  // namespace fsccl
