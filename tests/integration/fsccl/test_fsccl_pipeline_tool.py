@@ -55,6 +55,7 @@ def test_every_combination_is_checked_measured_and_kept(built: None, tmp_path: P
 
 
 CHECKS = """
+import os
 import torch, torch.distributed as dist
 from flagscale.bench.collectives.operations import data_type
 from flagscale.bench.collectives.devices import choose
@@ -71,6 +72,7 @@ for operation in ("all_gather", "reduce_scatter", "all_reduce"):
         call.part.output[77] += 1
     call.run = run_wrongly
     assert not call.check(4), operation
+os._exit(0)  # now and then torch ends a process that has a gloo group with std::terminate
 """
 
 

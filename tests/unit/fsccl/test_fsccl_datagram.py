@@ -63,7 +63,7 @@ def test_storms_that_nobody_has_chosen() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["stranger", "clocks", "silence", "one-way", "dead", "unbiased", "feedback"],
+    ["stranger", "clocks", "silence", "one-way", "dead", "late", "unbiased", "feedback"],
 )
 def test_what_happens_to_ranks(case: str) -> None:
     for seed in SEEDS:

@@ -135,7 +135,7 @@ void pace() {
   p.plan(4 << 20, &more);
   for (int i = 0; i < 1000; ++i) operate(&p, kCarries);
   p.plan(4 << 20, &less);
-  expect(more.phase > before.phase && less.phase < more.phase, "the slack follows");
+  expect(more.end > before.end && less.end < before.end, "time follows what is excluded");
 }
 
 // Through the kernel, with and without its help.

@@ -4,9 +4,11 @@
 // The first operations of a size go the exact way. Their times say what the path carries; from then
 // on the rate is a little above the most that one of the last operations has brought, as BBR has it
 // (Cardwell and others, 2016): what others take now and then costs a repair, and does not slow down
-// what follows. Only where a large part is lost the rate falls, for a while. A phase may take 0.83 of
-// the time that both need together, and a slack beside, by which the share that is excluded on
-// average is kept below half a percent.
+// what follows. Only where a large part is lost the rate falls, for a while.
+//
+// How long an operation may take is learned by what it costs: each makes it a little shorter, and one
+// of which something is excluded longer, by so much that both are even at half a percent on average.
+// So what may be excluded is spent on the slowest operations, whatever makes them slow.
 //
 // An operation that had to be repeated sends the next ones the exact way at once: two of them, and
 // twice as many each time that it happens again in a row.
@@ -24,9 +26,13 @@ namespace fsccl::datagram {
 class Pace {
  public:
   static constexpr size_t kLearn = 4;  // operations of a size, to a power of two
-  static constexpr double kLeastSlack = 3e-3, kMostSlack = 50e-3;  // seconds
-  static constexpr size_t kMemory = 64;                            // operations
-  static constexpr double kAbove = 1.05, kStep = 1.2, kExcluded = 0.005;
+  // Times what its bytes take: until the end, at first, at least, at most; and seconds beside. Of it
+  // parts may take so much.
+  static constexpr double kEnd = 2, kLeastEnd = 1.6, kMostEnd = 9, kBeside = 6e-3, kParts = 0.6;
+  // On average; and by which part of itself the time changes where nothing is.
+  static constexpr double kExcluded = 0.005, kShorter = 0.004;
+  static constexpr size_t kMemory = 64;  // operations
+  static constexpr double kAbove = 1.05, kStep = 1.2;
   static constexpr size_t kProbe = 8;  // operations
   // Of an operation's seconds: what is no sending, about; and what it takes to tell a rate by it.
   static constexpr double kReach = 2e-3, kShortest = 3e-3;
@@ -56,15 +62,14 @@ class Pace {
   void plan(size_t bytes, Job* job) const {
     const double both = share_ * static_cast<double>(bytes) / rate_;
     job->rate = rate_;
-    job->phase = time(0.83 * both + slack_);
-    job->early = job->phase / 10;
+    job->end = time(end_ * both + kBeside);
+    job->phase = time(kParts * (end_ * both + kBeside));
+    job->early = job->end / 20;
   }
   void ended(size_t bytes, const Outcome& outcome) {
     const double due = share_ * static_cast<double>(bytes) / rate_;
-    excluded_ += (outcome.excluded_share() - excluded_) / kMemory;
-    slack_ *= excluded_ > kExcluded ? 1.1 : excluded_ < kExcluded / 2 ? 0.97 : 1;
-    if (outcome.excluded_share() > 0.1) slack_ += due / 2;  // nowhere near
-    slack_ = std::clamp(slack_, kLeastSlack, 2 * due + kMostSlack);
+    const double longer = kShorter * (outcome.excluded_share() / kExcluded - 1);
+    end_ = std::clamp(end_ * std::min(1 + longer, 1.5), kLeastEnd, kMostEnd);
     if (fixed_ > 0 || due < kShortest) return;
     double slowest = 0;
     for (const Report& r : outcome.reports) slowest = std::max(slowest, r.elapsed_us * 1e-6);
@@ -100,8 +105,7 @@ class Pace {
   static Time time(double seconds) { return Time(static_cast<int64_t>(1e9 * seconds)); }
 
   const double share_, fixed_;
-  double rate_, slack_ = 2 * kLeastSlack;  // bytes a second; seconds
-  double excluded_ = 0, calm_ = 1;
+  double rate_, end_ = kEnd, calm_ = 1;  // bytes a second; times what bytes take
   std::array<double, kMemory> brought_{};  // bytes a second, of the last operations
   size_t turn_ = 0;
   bool searching_ = true;

@@ -29,8 +29,9 @@ enum class Kind : uint8_t {
 // the ready, or the record; or which demand of a rank this is, or has been answered.
 struct Header {
   static constexpr uint16_t kMagic = 0xd1f6;
-  // Of the sender, in data and marks: all of its parts, or sums, have been sent once before this.
-  static constexpr uint8_t kPartsSent = 1, kSumsSent = 2;
+  // Of the sender, in data and marks: all of its parts, or sums, have been sent once before this; and
+  // it knows that all ranks are ready.
+  static constexpr uint8_t kPartsSent = 1, kSumsSent = 2, kAllReady = 4;
 
   uint64_t mac = 0;  // of all that follows, payload included
   uint16_t magic = kMagic;
@@ -51,6 +52,9 @@ inline size_t head_of(Kind kind) { return sizeof(Header) + (is_data(kind) ? 0 : 
 struct Packet : Header {
   uint64_t word = 0;
   const std::byte* payload = nullptr;
+
+  // Whether its sender may not know that all ranks are ready.
+  bool leads() const { return kind == Kind::kPart && (flags & kAllReady) == 0; }
 };
 
 // What both ends know, and a header only repeats.

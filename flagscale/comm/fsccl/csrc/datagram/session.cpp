@@ -33,7 +33,7 @@ void Session::start(const Job& job, Time now) {
   advance(now);
   ++operation_;
   digest_ = job.digest;
-  transfer_.begin(job, operation_);
+  transfer_.begin(job, operation_, clock_);
   state_ = State::kReady;
   began_ = clock_;
   again_ = clock_ + limits_.resend;
@@ -50,6 +50,7 @@ void Session::start(const Job& job, Time now) {
     say_ready(r);
     if (p.owed == operation_) net_.tell(r, {Notice::kReady, 0, operation_});
   });
+  take_early();
 }
 
 uint64_t Session::ready_mask() const {
@@ -78,7 +79,29 @@ void Session::on_packet(int from, const std::byte* packet, size_t bytes, Time no
     return p->kind == Kind::kRecord ? on_fragment(from, *p) : on_data(*p);
   }
   if (p->kind == Kind::kRecord) return answer_behind(from, *p);
+  if (p->kind == Kind::kPart && p->operation == operation_ + 1) return keep_early(*p);
   ++dropped_.late;
+}
+
+void Session::keep_early(const Packet& p) {
+  Peer& from = peer(p.sender);
+  if (from.early_bytes + p.length > Transfer::kMostLead) {
+    ++dropped_.late;
+    return;
+  }
+  from.early_bytes += p.length;
+  from.early.emplace_back(p, Bytes(p.payload, p.payload + p.length));
+}
+
+void Session::take_early() {
+  others([&](int r) {
+    for (auto& [p, payload] : peer(r).early) {
+      p.payload = payload.data();
+      on_data(p);
+    }
+    peer(r).early.clear();
+    peer(r).early_bytes = 0;
+  });
 }
 
 void Session::on_ready(int from, const Packet& p) {
@@ -92,8 +115,10 @@ void Session::on_ready(int from, const Packet& p) {
     return;
   }
   std::memcpy(&digest, p.payload, sizeof digest);
-  if (p.operation > peer(from).ready) peer(from).digest = digest;
-  peer(from).ready = std::max(peer(from).ready, p.operation);
+  Peer& sender = peer(from);
+  const bool news = p.operation > sender.ready || sender.digest == 0;
+  if (news && p.operation >= sender.ready) sender.digest = digest;
+  sender.ready = std::max(sender.ready, p.operation);
   if (p.operation != operation_ || state_ == State::kIdle) return;
   compare(from, digest);
   const bool asks = (p.word & bit(circle_.rank)) == 0;  // it has not heard that this rank is
@@ -105,10 +130,10 @@ void Session::compare(int rank, uint64_t digest) {
 }
 
 void Session::on_data(const Packet& p) {
-  if (state_ == State::kReady) {
-    others([&](int r) { peer(r).ready = operation_; });  // or nobody had sent any
-    go();
-  }
+  Peer& from = peer(p.sender);
+  if (from.ready < operation_) from.digest = 0;
+  from.ready = std::max(from.ready, operation_);
+  if (state_ == State::kReady && !p.leads()) all_are_ready();
   const bool wants = p.kind == Kind::kWantParts || p.kind == Kind::kWantSums;
   // After the record a sum that comes is not in it; a part may be of use to others yet.
   const bool late = state_ == State::kDone || (state_ == State::kAgreeing && !wants);
@@ -127,6 +152,11 @@ void Session::say_ready(int to) {
   std::byte* const made = net_.place(head_of(h.kind) + sizeof digest_);
   std::memcpy(made + head_of(h.kind), &digest_, sizeof digest_);
   net_.send(to, seal(circle_, to, h, ready_mask(), made));
+}
+
+void Session::all_are_ready() {
+  others([&](int r) { peer(r).ready = std::max(peer(r).ready, operation_); });
+  go();
 }
 
 void Session::go() {
@@ -161,10 +191,13 @@ Time Session::step(Time now) {
     transfer_.look(clock_, net_);
     if (transfer_.over(clock_)) finish_record();
   }
-  if (state_ == State::kMoving || state_ == State::kAgreeing) transfer_.pump(clock_, net_);
-  if (state_ == State::kAgreeing) agree();
   if (state_ == State::kIdle || state_ == State::kDone) return now + std::chrono::seconds(1);
-  if (state_ == State::kReady) return now + std::max(again_ - clock_, Time(0));
+  transfer_.pump(clock_, net_);
+  if (state_ == State::kAgreeing) agree();
+  if (state_ == State::kDone) return now + std::chrono::seconds(1);
+  if (state_ == State::kReady) {
+    return now + std::max(std::min(again_, transfer_.next(clock_)) - clock_, Time(0));
+  }
   const Time soon = clock_ + limits_.reorder;
   return now + (std::min(soon, transfer_.next(clock_)) - clock_);
 }
@@ -228,10 +261,7 @@ void Session::on_fragment(int from, const Packet& h) {
     return;
   }
   // All that is sent after the first data says that all are ready.
-  if (state_ == State::kReady) {
-    others([&](int r) { peer(r).ready = operation_; });
-    go();
-  }
+  if (state_ == State::kReady) all_are_ready();
   if (p.fragments.set(at)) {
     std::copy(h.payload, h.payload + h.length, p.record.data() + h.place);
   } else {

@@ -1,9 +1,10 @@
 // A rank's end of the operations that a ring of ranks does by datagrams, one after the other. A
 // state machine: what came and what time it is are handed in, what goes out goes to a Network.
 //
-//   ready      everyone says that it has begun, and sends data once all have. So nobody's data come
-//              before there is a place for them, and nobody's time runs while others compute. A
-//              packet of data says that all are ready as well.
+//   ready      everyone says that it has begun, and sends no more than the first data until all have
+//              (Transfer::kMostLead, which who has not begun keeps until then). So what others send
+//              has its place, and nobody's time runs while others compute. Later data say that all
+//              are ready as well.
 //   moving     parts to owners, sums to all (transfer.h), in bounded time.
 //   agreeing   everyone says which pieces of the result it has, once and for good: its record.
 //              Whoever has all records is done. What any rank lacks is excluded.
@@ -104,6 +105,8 @@ class Session {
     Time answered{};             // with a record
     std::vector<std::byte> record;
     Bits fragments;
+    std::vector<std::pair<Packet, std::vector<std::byte>>> early;  // data of the next operation
+    size_t early_bytes = 0;
   };
   using Bytes = std::vector<std::byte>;
 
@@ -113,8 +116,11 @@ class Session {
   void on_ready(int from, const Packet& p);
   void compare(int rank, uint64_t digest);
   void on_data(const Packet& p);
+  void keep_early(const Packet& p);
+  void take_early();
   void on_fragment(int from, const Packet& p);
   void answer_behind(int from, const Packet& p);
+  void all_are_ready();
   void go();
   void wait_for_ready();
   void finish_record();

@@ -12,6 +12,7 @@ size_t offset_of(const Packet& data) { return size_t{data.place} * Layout::kGrai
 constexpr double kBurstSeconds = 300e-6;
 constexpr size_t kShortestRun = 4, kLongestRun = 32;  // packets
 constexpr double kLateSeconds = 2.5e-3;                // that the thread is at times
+constexpr double kLeadSeconds = 32e-3;
 
 }  // namespace
 
@@ -22,7 +23,7 @@ Transfer::Transfer(const Circle& circle, size_t payload, const Limits& limits)
   if (payload_ == 0) fail_usage("packets of " + std::to_string(payload) + " bytes are too small");
 }
 
-void Transfer::begin(const Job& job, uint64_t operation) {
+void Transfer::begin(const Job& job, uint64_t operation, Time now) {
   job_ = job;
   operation_ = operation;
   moving_ = false;
@@ -46,20 +47,24 @@ void Transfer::begin(const Job& job, uint64_t operation) {
     expected_ += parts_of(r).lacks + sums_of(r).lacks;
   }
   lost_ = scaled_ = 0;
-  const double burst = job.rate * kBurstSeconds / static_cast<double>(packet());
-  run_ = static_cast<size_t>(std::clamp<double>(burst, kShortestRun, kLongestRun));
+  const double packets = job.rate * kBurstSeconds / static_cast<double>(packet());
+  run_ = static_cast<size_t>(std::clamp<double>(packets, kShortestRun, kLongestRun));
   first_ = turn_ = sum_turn_ = 1;
   at_ = in_run_ = sum_at_ = sum_run_ = sum_in_run_ = 0;
   order_.clear();
   parts_again_.clear();
   sums_again_.clear();
   asked_.assign(ranks, {});
+  sent_ = now;
+  credit_ = burst();
+  lead_ = std::min(double{kMostLead}, job.rate * kLeadSeconds);
+  led_ = 0;
 }
 
 void Transfer::take(const Packet& p, Time now, Dropped* dropped) {
   // Until now others may have been waiting; but what comes first so late does not begin it anew.
   if (!heard_ && now < went_ + limits_.patience) began_ = now;
-  heard_ = true;
+  heard_ = heard_ || !p.leads();
   const uint64_t answered = p.kind == Kind::kMark ? p.word : 0;
   const bool wants = p.kind == Kind::kWantParts || p.kind == Kind::kWantSums;
   if (wants) return take_wants(p, dropped);
@@ -168,7 +173,7 @@ void Transfer::add_up(size_t piece) {
 void Transfer::look(Time now, Network& net) {
   if (!moving_) return;
   if (!heard_ && now < went_ + limits_.patience) began_ = now;
-  const Time first = began_ + job_.phase, second = first + job_.phase;
+  const Time first = began_ + job_.phase, second = began_ + job_.end;
   bool hopeless = true;
   for (int r = 0; r < circle_.ranks; ++r) {
     if (r == circle_.rank) continue;
@@ -204,7 +209,7 @@ void Transfer::want(std::vector<Stream>* streams, int from, Kind kind, Time unti
   if (stream->lacks == 0 || stream->wants >= limits_.repairs) return;
   const bool told = stream->sent && stream->answered >= stream->wants;
   const bool due = (told && now >= stream->said + limits_.reorder) ||
-                   (stream->wants == 0 ? now >= until - job_.phase / 8
+                   (stream->wants == 0 ? now >= until - job_.end / 8
                                        : now >= stream->wanted + pause(*streams));
   if (!due) return;
   ++stream->wants;
@@ -299,15 +304,16 @@ bool Transfer::next(Out* out) {
 }
 
 void Transfer::pump(Time now, Network& net) {
-  if (!moving_) return;
+  if (!may_send()) return;
   const double most = std::max(2 * burst(), job_.rate * kLateSeconds);
   credit_ = std::min(most, credit_ + job_.rate * 1e-9 * static_cast<double>((now - sent_).count()));
   sent_ = now;
   Out out{};
-  while (credit_ > 0) {
-    if (!next(&out)) return say_marks(now, net);
+  while (credit_ > 0 && may_send()) {
+    if (moving_ ? !next(&out) : !next_part(&out)) break;
     send(out, net);
   }
+  if (moving_ && credit_ > 0) say_marks(now, net);
 }
 
 void Transfer::send(const Out& out, Network& net) {
@@ -324,13 +330,15 @@ void Transfer::send(const Out& out, Network& net) {
   const size_t bytes = seal(circle_, out.to, h, 0, made);
   net.send(out.to, bytes);
   credit_ -= static_cast<double>(bytes) * out.beside;
+  if (!moving_) led_ += static_cast<double>(bytes);
   marked_ = Time::min();
 }
 
 uint8_t Transfer::flags() const {
   const bool parts = first_ >= circle_.ranks;
   const bool sums = parts && summed_.all() && sum_at_ == order_.size();
-  return (parts ? Header::kPartsSent : 0) | (sums ? Header::kSumsSent : 0);
+  return (parts ? Header::kPartsSent : 0) | (sums ? Header::kSumsSent : 0) |
+         (moving_ ? Header::kAllReady : 0);
 }
 
 // At once when everything has been sent, and now and then.
@@ -354,14 +362,14 @@ Time Transfer::next(Time now) const {
                     (sum_run_ > 0 && sum_turn_ + 1 < circle_.ranks);
   const bool idle =
       first_ >= circle_.ranks && !sums && parts_again_.empty() && sums_again_.empty();
-  if (!moving_ || idle) return Time::max();
+  if (!may_send() || idle) return Time::max();
   const double lacks = burst() - credit_;
   return lacks <= 0 ? now : now + Time(static_cast<int64_t>(1e9 * lacks / job_.rate));
 }
 
 bool Transfer::over(Time now) const {
   if (!moving_) return false;
-  if (have_.all() || now >= began_ + 2 * job_.phase + job_.phase / 4) return summed_.all();
+  if (have_.all() || now >= began_ + job_.end) return summed_.all();
   if (!summed_.all()) return false;
   for (int r = 0; r < circle_.ranks; ++r) {
     const Stream& stream = sums_[static_cast<size_t>(r)];
@@ -372,8 +380,9 @@ bool Transfer::over(Time now) const {
 
 Report Transfer::report(Time now) const {
   const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now - began_).count();
+  const double led_us = 1e6 * led_ / job_.rate;
   return {static_cast<uint32_t>(expected_), static_cast<uint32_t>(lost_),
-          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(us)};
+          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(static_cast<double>(us) + led_us)};
 }
 
 }  // namespace fsccl::datagram

@@ -2,6 +2,7 @@
 // owner, owners add up what came, and send the sums to all. Nothing here waits, looks at a clock or
 // knows a socket: time and the network are handed in.
 //
+//   leading    a little is sent before all are known to be ready: it travels while they say so
 //   sending    at a rate, in turns to all; parts first, then those that have been asked for again,
 //              then sums in the order in which they became complete, then sums again. All that is
 //              sent says whether all parts, or sums, have been sent before it; where there is nothing
@@ -63,7 +64,8 @@ struct Job {
   uint64_t digest = 0;  // of what the operation is, for ranks to compare
   size_t bytes = 0;
   Reduction how;    // of all ranks' parts: SUM or AVG of floats
-  Time phase{};     // how long each of the two may take
+  Time phase{};     // until when parts are waited for
+  Time end{};       // and sums
   Time early{};     // after the last repair, before what lacks is given up
   double rate = 0;  // bytes a second
   int incast = 64;  // to how many ranks parts go by turns
@@ -74,25 +76,28 @@ struct Report {
   uint32_t expected = 0;    // packets that come to it, and as many that it sends
   uint32_t lost = 0;        // that it has sent and that were asked for again
   uint32_t scaled = 0;      // pieces of its shard that lack somebody's part
-  uint32_t elapsed_us = 0;  // until nothing lacked, or it was given up
+  uint32_t elapsed_us = 0;  // until nothing lacked, or it was given up; what it led with as well
 };
 
 class Transfer {
  public:
+  static constexpr size_t kMostLead = 1 << 20;  // bytes to all ranks
+
   // `payload` is the most that a packet holds beside its header.
   Transfer(const Circle& circle, size_t payload, const Limits& limits);
 
-  void begin(const Job& job, uint64_t operation);
-  // Its time begins with the first that comes of others, or a while later: they may not have heard
+  // Begins to lead.
+  void begin(const Job& job, uint64_t operation, Time now);
+  // All are ready. Its time begins with the first that comes of others, or a while later: they may not have heard
   // yet that all are ready.
   void go(Time now) {
-    went_ = began_ = sent_ = marked_ = now;
+    if (!may_send()) sent_ = now;  // while it waited nothing was saved up
+    went_ = began_ = marked_ = now;
     moving_ = true;
     heard_ = false;
-    credit_ = burst();
   }
   bool moving() const { return moving_; }
-  void end() { moving_ = false; }
+  void end() { moving_ = false, lead_ = 0; }
 
   // kPart, kSum and the wants of this operation.
   void take(const Packet& p, Time now, Dropped* dropped);
@@ -136,6 +141,7 @@ class Transfer {
   void add_up(size_t piece);
   uint8_t flags() const;
   void say_marks(Time now, Network& net);
+  bool may_send() const { return moving_ || led_ < lead_; }
   bool next(Out* out);
   bool next_again(std::deque<Out>* from, Out* out);
   bool next_part(Out* out);
@@ -177,7 +183,7 @@ class Transfer {
   int sum_turn_ = 1;
   std::deque<Out> parts_again_, sums_again_;
   std::vector<Asked> asked_;
-  double credit_ = 0;
+  double credit_ = 0, lead_ = 0, led_ = 0;  // bytes: to lead with, at most; and so far
 };
 
 }  // namespace fsccl::datagram
