@@ -123,7 +123,7 @@ class World {
     if (weather_.dead(from) || weather_.cut(from, to)) return;
     if (by_chance(weather_.forged)) forge(to);
     if (kept_.size() < 4000 || by_chance(0.05)) kept_.push_back({from, packet});
-    Header h;
+    Wire h;
     std::memcpy(&h, packet.data(), sizeof h);
     const bool may = !weather_.parts_only || h.kind == Kind::kPart;
     int& left = losing_[{from, to}];

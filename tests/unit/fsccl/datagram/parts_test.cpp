@@ -17,7 +17,7 @@ using namespace fsccl::datagram;
 void packets(unsigned seed, size_t length) {
   const Key key{seed, 5};
   const Circle sender = Circle::of(key, 1, 2, 4), receiver = Circle::of(key, 1, 0, 4);
-  Bytes packet(sizeof(Header) + length, std::byte{7});
+  Bytes packet(sizeof(Wire) + length, std::byte{7});
   Header h;
   h.kind = Kind::kPart;
   h.operation = 7;
@@ -26,11 +26,18 @@ void packets(unsigned seed, size_t length) {
   seal(sender, 0, h, 0, packet.data());
   Dropped d;
   const auto read = [&](int from, size_t size) {
-    return open(receiver, from, packet.data(), size, &d);
+    return open(receiver, from, packet.data(), size, 5, &d);
   };
   expect(read(2, packet.size()).has_value() && d.all() == 0, "a good one");
   expect(!read(1, packet.size()) && d.foreign == 1, "another's address");
+  for (const uint64_t now : {uint64_t{7 + 128}, uint64_t{7 + 129}, uint64_t{7 + 256}}) {
+    const auto p = open(receiver, 2, packet.data(), packet.size(), now, &d);
+    expect(p.has_value() == (now == 7 + 128) && (!p || p->operation == 7), "of long ago");
+  }
   for (size_t size = 0; size < packet.size(); ++size) expect(!read(2, size), "cut off");
+  Bytes longest = packet;
+  longest.resize(65'000);
+  expect(!open(receiver, 2, longest.data(), longest.size(), 5, &d), "longer than any");
   for (size_t bit = 0; bit < packet.size() * 8; ++bit) {
     packet[bit / 8] ^= std::byte{1} << (bit % 8);
     expect(!read(2, packet.size()), "bit " + std::to_string(bit) + " does not matter");
@@ -39,7 +46,7 @@ void packets(unsigned seed, size_t length) {
   const Circle others[] = {Circle::of(key, 2, 0, 4), Circle::of({seed, 6}, 1, 0, 4),
                            Circle::of(key, 1, 1, 4)};
   for (const Circle& other : others) {
-    expect(!open(other, 2, packet.data(), packet.size(), &d), "of another circle");
+    expect(!open(other, 2, packet.data(), packet.size(), 5, &d), "of another circle");
   }
   const Layout layout{1000, 256, 3};
   for (const uint64_t offset : {uint64_t{0}, uint64_t{768}, uint64_t{255}, uint64_t{1024},
@@ -152,10 +159,10 @@ void runs_of_packets(unsigned seed) {
     std::vector<Bytes> sent[3], came[3];
     for (int i = 0; i < 300; ++i) {
       const int to = 1 + static_cast<int>(random() % 2);
-      const size_t bytes = random() % 8 == 0 ? sizeof(Header) + random() % 1400 : 1472;
+      const size_t bytes = random() % 8 == 0 ? sizeof(Wire) + random() % 1400 : 1472;
       std::byte* const made = from.place(1472);
       std::fill_n(made, bytes, static_cast<std::byte>(i));
-      const Header h;
+      const Wire h;
       std::memcpy(made, &h, sizeof h);
       sent[to].emplace_back(made, made + bytes);
       from.send(to, bytes);

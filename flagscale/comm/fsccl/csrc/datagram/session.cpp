@@ -72,7 +72,7 @@ uint64_t Session::known_mask() const {
 void Session::on_packet(int from, const std::byte* packet, size_t bytes, Time now) {
   if (state_ == State::kCancelled) return;
   advance(now);
-  const std::optional<Packet> p = open(circle_, from, packet, bytes, &dropped_);
+  const std::optional<Packet> p = open(circle_, from, packet, bytes, operation_, &dropped_);
   if (!p) return;
   if (p->kind == Kind::kReady) return on_ready(from, *p);
   if (p->operation == operation_ && state_ != State::kIdle) {

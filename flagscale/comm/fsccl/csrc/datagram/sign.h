@@ -26,14 +26,14 @@ class Signer {
     }
   }
 
-  // Of `head` bytes and what follows them, which is not longer than kMost.
-  template <size_t head>
-  uint64_t of(const std::byte* packet, size_t payload) const {
-    std::array<std::byte, head + 16 * (kMost / kBlock)> message;
-    std::memcpy(message.data(), packet, head);
-    size_t bytes = head;
-    for (size_t at = 0; at < payload; at += kBlock, bytes += 16) {
-      const auto sums = nh(packet + head + at, std::min(kBlock, payload - at));
+  // Of a head without padding, and of a payload that is not longer than kMost.
+  template <class Head>
+  uint64_t of(const Head& head, const std::byte* payload, size_t length) const {
+    std::array<std::byte, sizeof head + 16 * (kMost / kBlock)> message;
+    std::memcpy(message.data(), &head, sizeof head);
+    size_t bytes = sizeof head;
+    for (size_t at = 0; at < length; at += kBlock, bytes += 16) {
+      const auto sums = nh(payload + at, std::min(kBlock, length - at));
       std::memcpy(message.data() + bytes, sums.data(), 16);
     }
     return mac_of(key_, message.data(), bytes);

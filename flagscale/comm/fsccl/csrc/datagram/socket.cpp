@@ -235,24 +235,24 @@ size_t Socket::length_of_each(size_t i) {
   return each > 0 ? static_cast<size_t>(each) : kPlace;
 }
 
-// By the address that it came from; the header only says where to look.
+// By the address that it came from; the packet only says where to look.
 int Socket::sender_of(size_t i, const std::byte* packet, size_t bytes) const {
-  Header h;
-  if (bytes < sizeof h) return -1;
-  std::memcpy(&h, packet, sizeof h);
-  if (h.sender >= peers_.size()) return -1;
-  const sockaddr_storage& its = peers_[h.sender].address;
+  Wire w;
+  if (bytes < sizeof w) return -1;
+  std::memcpy(&w, packet, sizeof w);
+  if (w.sender >= peers_.size()) return -1;
+  const sockaddr_storage& its = peers_[w.sender].address;
   if (from_[i].ss_family != its.ss_family) return -1;
   if (its.ss_family == AF_INET) {
     const auto& a = reinterpret_cast<const sockaddr_in&>(its);
     const auto& b = reinterpret_cast<const sockaddr_in&>(from_[i]);
-    return a.sin_port == b.sin_port && a.sin_addr.s_addr == b.sin_addr.s_addr ? h.sender : -1;
+    return a.sin_port == b.sin_port && a.sin_addr.s_addr == b.sin_addr.s_addr ? w.sender : -1;
   }
   const auto& a = reinterpret_cast<const sockaddr_in6&>(its);
   const auto& b = reinterpret_cast<const sockaddr_in6&>(from_[i]);
   const bool same = a.sin6_port == b.sin6_port &&
                     std::memcmp(&a.sin6_addr, &b.sin6_addr, sizeof a.sin6_addr) == 0;
-  return same ? h.sender : -1;
+  return same ? w.sender : -1;
 }
 
 void Socket::wait(int wake, std::chrono::nanoseconds limit, bool reading) const {

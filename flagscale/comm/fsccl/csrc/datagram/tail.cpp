@@ -65,7 +65,7 @@ Tail::Tail(const TailSettings& settings, Home home, std::unique_ptr<Socket> sock
     : settings_(settings),
       home_(std::move(home)),
       endpoint_(circle_at(home_.clusters, home_.key), circle_of(home_.clusters), std::move(socket),
-                most - sizeof(Header), home_.transport),
+                most - sizeof(Wire), home_.transport),
       pace_(home_.clusters.count(), static_cast<int>(home_.clusters.own().size()),
             settings.rate_mbit * 1e6 / 8) {}
 

@@ -326,7 +326,7 @@ void Transfer::send(const Out& out, Network& net) {
   h.length = static_cast<uint16_t>(span.size());
   const std::byte* const from = (out.kind == Kind::kPart ? job_.in : result_.data()) + span.lo;
   std::byte* const made = net.place(packet());
-  std::copy(from, from + span.size(), made + sizeof h);
+  std::copy(from, from + span.size(), made + head_of(h.kind));
   const size_t bytes = seal(circle_, out.to, h, 0, made);
   net.send(out.to, bytes);
   credit_ -= static_cast<double>(bytes) * out.beside;

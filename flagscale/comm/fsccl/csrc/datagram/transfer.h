@@ -149,7 +149,7 @@ class Transfer {
   bool part_sent(int to, size_t index) const;
   bool sum_sent(int to, size_t index) const;
   int turn_of(int rank) const { return (rank - circle_.rank + circle_.ranks) % circle_.ranks; }
-  size_t packet() const { return sizeof(Header) + payload_; }
+  size_t packet() const { return sizeof(Wire) + payload_; }
   double burst() const { return static_cast<double>(run_ * packet()); }
   void send(const Out& out, Network& net);
   Stream& parts_of(int rank) { return parts_[static_cast<size_t>(rank)]; }
