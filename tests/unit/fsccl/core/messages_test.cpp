@@ -2,10 +2,13 @@
 // socket buffers, many at once, and what ends them in their middle. Built with a sanitizer by
 // test_fsccl_core.py. Usage: messages_test <seed>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -14,6 +17,16 @@
 #include <vector>
 
 #include "transports.h"
+
+// The kernel's, after which the thread may be held up, as by others that want its core.
+std::atomic<int> held_up_ms{0};
+extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
+  const ssize_t sent = syscall(SYS_sendmsg, fd, message, flags);
+  const int code = errno, ms = held_up_ms;
+  if (ms > 0 && sent > 50'000) std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+  errno = code;
+  return sent;
+}
 
 namespace {
 
@@ -199,6 +212,30 @@ void who_leaves_has_sent(int connections) {
   const Error e = failure_of(*ranks[1], ranks[1]->recv(0, kTag, all_of(more)), &more);
   expect(e.fault == Fault::kPeerLost && e.rank == 0, e.what());
   ranks[1]->close();
+}
+
+// Whoever has taken all that was sent to it may leave: its sender has nothing to complain of, however
+// late its thread learns that the kernel has sent the last of it.
+void who_leaves_has_received() {
+  auto ranks = meet(2, 4 << 20, 1);
+  const Bytes out = pattern(60000, 3);  // one call of the kernel takes it
+  Bytes in(out.size());
+  Bytes first(10);  // afterwards who sends does it by itself
+  const RequestPtr called = ranks[1]->recv(0, kTag, all_of(first));
+  ranks[0]->wait(ranks[0]->send(1, kTag, all_of(first)), patience(), nullptr);
+  ranks[1]->wait(called, patience(), nullptr);
+  std::thread leaves([&] {
+    ranks[1]->wait(ranks[1]->recv(0, kTag, all_of(in)), patience(), nullptr);
+    ranks[1]->close();
+  });
+  held_up_ms = 300;
+  const RequestPtr sent = ranks[0]->send(1, kTag, all_of(out));
+  ranks[0]->wait(sent, patience(), [&] { ranks[0]->throw_trouble(); });
+  held_up_ms = 0;
+  leaves.join();
+  ranks[0]->throw_trouble();
+  ranks[0]->close();
+  expect(in == out, "other bytes");
 }
 
 // A peer that takes nothing for long is not lost as long as its host answers.
@@ -510,6 +547,7 @@ int main(int argc, char** argv) {
   PART(peer_ends_in_the_middle(true));
   for (unsigned k = 0; k < 10; ++k) PART(abort_among_many(seed + k));
   for (int k = 0; k < 20; ++k) PART(who_leaves_has_sent(1 + k % 2));
+  PART(who_leaves_has_received());
   PART(a_late_reader_is_not_lost());
   PART(nobody_is_left_to_receive_from());
   for (int k = 0; k < 10; ++k) PART(who_comes_too_late_hears_of_no_failure());

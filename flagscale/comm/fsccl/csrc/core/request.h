@@ -93,6 +93,11 @@ class Hold {
     const Copying now(*this, body);
     return call();
   }
+  // Lets the lock go until `done` says so.
+  template <class F>
+  void wait_until(F&& done) {
+    while (!done()) guard_.none.wait_for(lock_, std::chrono::milliseconds(1));
+  }
   // Until nobody copies. Who asks has failed all requests, so no copy begins.
   void wait_for_copies() {
     guard_.none.wait(lock_, [this] { return guard_.copies == 0; });

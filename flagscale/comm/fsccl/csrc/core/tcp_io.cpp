@@ -232,11 +232,10 @@ void TcpTransport::handle(const ConnectionPtr& connection, uint32_t events, Hold
   }
   if (alive && connection->has_output()) alive = connection->flush(hold, kTurnBytes);
   if (alive && (events & EPOLLERR) != 0) alive = false;
-  if (alive) {
-    poll_for(*connection);
-  } else {
-    close_connection(*connection);
-  }
+  if (alive) return poll_for(*connection);
+  // Who sends may have sent all, and the peer taken it and left, before it could say so here.
+  hold.wait_until([&] { return !connection->sending(); });
+  close_connection(*connection);
 }
 
 ConnectionOwner::Answer TcpTransport::on_frame(Connection& connection, const Frame& frame,
