@@ -24,23 +24,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(PROJECT)]
+sys.path[:0] = [str(PROJECT), str(Path(__file__).resolve().parent)]
 
+import children  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch._C._distributed_c10d import TCPStore  # noqa: E402
 
 import flagscale.comm.fsccl  # noqa: E402
 
 RANKS = 4
 SHAPES = ("4", "2,2", "1,1,1,1")
-TIMEOUT = timedelta(seconds=30)
 SLOW = 4
 """The exit code of a bar that was missed."""
 COUNT = 1 << 18
@@ -105,13 +102,8 @@ class Kill:
         return len(self.said) == RANKS - 1 and all(words in said for said in self.said.values())
 
 
-def _rank(rank: int, port: int, clusters: str, operation: str, out: int) -> None:
-    """What a forked child does: it says when it has begun, and when and with what it has ended."""
-    os.environ.update({"FSCCL_CLUSTERS": clusters, "FSCCL_DEVICE": "cpu"})
-    os.environ["FSCCL_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    dist.init_process_group("fsccl", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
+def _live(operation: str, _: int, out: int) -> None:
+    """What a rank does: it says when it has begun, and when and with what it has ended."""
     operate = _operations()[operation]
     error = ""
     try:
@@ -126,50 +118,26 @@ def _rank(rank: int, port: int, clusters: str, operation: str, out: int) -> None
     os._exit(0)
 
 
-def _start(child: Callable[[int], object]) -> tuple[int, Any]:
-    """A forked child that calls ``child`` with where it is to write: its number, and what to read
-    from."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child(write)
-        finally:
-            os._exit(1)
-    os.close(write)
-    return pid, os.fdopen(read)
-
-
 def kill_one(operation: str, clusters: str, killed: int, after: float) -> Kill:
     """Have one rank killed ``after`` seconds. The process must not have called torch before."""
-
-    def keep_store(out: int) -> None:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(out, f"{store.port}\n".encode())
-        signal.pause()
-
-    keeper, told = _start(keep_store)
-    started = []
+    keeper, port = children.start_store()
+    started = [keeper]
     try:
-        port = int(told.readline())
-        for rank in range(RANKS):
-            started.append(_start(partial(_rank, rank, port, clusters, operation)))
-        for _, words in started:
-            if words.readline() != "begun\n":
+        ranks = children.start_ranks(RANKS, port, clusters, partial(_live, operation))
+        started += ranks
+        for rank in ranks:
+            if rank.words.readline() != "begun\n":
                 raise RuntimeError(f"{operation} of {clusters}: a rank did not begin")
         time.sleep(after)
         at = time.time()
-        os.kill(started[killed][0], signal.SIGKILL)
+        os.kill(ranks[killed].pid, signal.SIGKILL)
         others = [rank for rank in range(RANKS) if rank != killed]
-        ends = {rank: json.loads(started[rank][1].readline()) for rank in others}
+        ends = {rank: json.loads(ranks[rank].words.readline()) for rank in others}
         seconds = {rank: round(end["at"] - at, 4) for rank, end in ends.items()}
         said = {rank: end["said"] for rank, end in ends.items()}
         return Kill(operation, clusters, killed, seconds, said)
     finally:
-        for pid, words in [(keeper, told), *started]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            words.close()
+        children.end(started)
 
 
 def kills(arguments: argparse.Namespace) -> Iterator[Kill]:
