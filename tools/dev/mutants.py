@@ -171,6 +171,13 @@ MUTANTS = (
         MESSAGES,
     ),
     Mutant("late-not-told", "tcp_io.cpp", "if (failed_) tell_failure(connection);", "", MESSAGES),
+    Mutant(
+        "closed-while-sending",
+        "tcp_io.cpp",
+        "  hold.wait_until([&] { return !connection->sending(); });\n",
+        "",
+        MESSAGES,
+    ),
     Mutant("another-card", "tcp_transport.cpp", "m.card != r->card", "false", MESSAGES),
     Mutant("another-size", "tcp_transport.cpp", "r->memory.bytes() != m.total", "false", MESSAGES),
     Mutant(
