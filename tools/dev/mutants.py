@@ -278,6 +278,7 @@ class Builder:
         self.core = directory / "core"
         self._object = directory / "core.o"
         self._tests: dict[str, Path] = {}
+        shutil.copytree(CORE.with_name("datagram"), directory / "datagram")  # of the core's unit
 
     def mutate(self, mutant: Mutant) -> None:
         """A fresh copy with the one change."""
