@@ -142,8 +142,8 @@ MUTANTS = (
     Mutant(
         "kept-without-end",
         "tcp_transport.cpp",
-        "return !awaited && kept > 0 &&",
-        "return false &&",
+        "return kept + more > options.kept_bytes ||",
+        "return false ||",
         MESSAGES,
     ),
     Mutant(
