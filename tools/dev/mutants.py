@@ -37,7 +37,7 @@ PIPELINED = (
     ("ranks_test", "5", "2", "5", "6", "1000"),
     ("ranks_test", "3,2", "2", "5", "4", "777"),
 )
-MESSAGES = (("messages_test", "1"),)
+MESSAGES = (("messages_test", "1"), ("stranger_test",))
 FUZZ = (("fuzz_test", "1", "150"),)
 LANES = tuple(
     ("lanes_test", *play.split()) for play in ("steps 2 3 2", "roots 3 2 1", "rings 2 3 2")

@@ -85,6 +85,11 @@ def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_with_a_stranger(kind: str) -> None:
+    run(build(kind, "stranger_test.cpp"))
+
+
 # What is played, ranks, rounds, preemptions. `make test-slow` plays more.
 PLAYS = ["steps 2 3 2", "steps 3 2 1", "roots 3 2 1", "wrap 2 3 2", "rings 2 3 2", "rings 3 2 1"]
 MORE = ["steps 3 2 2", "roots 3 3 2", "wrap 2 4 3", "rings 2 3 3"]

@@ -224,3 +224,10 @@ inline Error failure_of(Transport& m, const RequestPtr& request, Bytes* memory) 
 }
 
 }  // namespace
+
+// Says which part it was that failed.
+#define PART(call)                     \
+  do {                                 \
+    std::fprintf(stderr, "%s\n", #call); \
+    call;                              \
+  } while (false)

@@ -201,8 +201,7 @@ void silence(unsigned seed, bool one_way) {
   expect(std::memcmp(world[0].result(), b.exact.data(), b.job.bytes) == 0, "inexact afterwards");
 }
 
-// What ranks lead with is kept by one that begins late, and no more than that is sent before. A
-// network that is slow to say that all are ready costs no time for it.
+// What ranks lead with is kept by one that begins late. Where all that is said is late, nothing is lost.
 void late(unsigned seed) {
   World world(4, kPayload, seed, {});
   for (int k = 0; k < 3; ++k) {

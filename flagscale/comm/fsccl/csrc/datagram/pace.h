@@ -60,10 +60,10 @@ class Pace {
   }
   double rate() const { return rate_; }
   void plan(size_t bytes, Job* job) const {
-    const double both = share_ * static_cast<double>(bytes) / rate_;
+    const double end = end_ * share_ * static_cast<double>(bytes) / rate_ + kBeside;
     job->rate = rate_;
-    job->end = time(end_ * both + kBeside);
-    job->phase = time(kParts * (end_ * both + kBeside));
+    job->end = time(end);
+    job->phase = time(kParts * end);
     job->early = job->end / 20;
   }
   void ended(size_t bytes, const Outcome& outcome) {

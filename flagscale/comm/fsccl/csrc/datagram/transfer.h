@@ -88,8 +88,8 @@ class Transfer {
 
   // Begins to lead.
   void begin(const Job& job, uint64_t operation, Time now);
-  // All are ready. Its time begins with the first that comes of others, or a while later: they may not have heard
-  // yet that all are ready.
+  // All are ready. Its time begins with the first that comes of others, or a while later: they may
+  // not have heard yet that all are ready.
   void go(Time now) {
     if (!may_send()) sent_ = now;  // while it waited nothing was saved up
     went_ = began_ = marked_ = now;
