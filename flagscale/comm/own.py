@@ -29,7 +29,7 @@ class Fsccl(CommBackend):
         "FSCCL_ALGO": "all_reduce between clusters by ring, tree or transpose; auto: by size",
         "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
         "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",
-        "FSCCL_TAIL": "bounded: all_reduce of large floats on CPUs by datagrams, in bounded time",
+        "FSCCL_TAIL": "bounded: all_reduce of large floats by datagrams, in bounded time",
         "FSCCL_TAIL_GROUPS": "groups that sum so, by patterns of their group_desc; else all",
         "FSCCL_TAIL_BYTES": "the smallest all_reduce in bounded time",
         "FSCCL_TAIL_LIMIT": "percent of one that may be left out",

@@ -26,22 +26,20 @@ def gradients_alone() -> None:
 
 def without_effect(args: argparse.Namespace) -> str | None:
     """Why gradients are summed exactly although these ranks were asked to bound their sums; None
-    where they bound them, or were not asked. The launcher refuses what a YAML tells; the device,
-    and what a shell has set, only ranks know."""
-    if os.environ.get("FSCCL_TAIL") != "bounded" or "fsccl" not in args.distributed_backend:
+    where they bound them, or were not asked. The launcher refuses what a YAML tells; what a shell
+    has set, only ranks know."""
+    asked = os.environ.get("FSCCL_TAIL") == "bounded" and "fsccl" in args.distributed_backend
+    if not asked or not args.use_distributed_optimizer:
         return None
-    if not current().is_host:
-        why = "in the memory of devices"
-    elif args.use_distributed_optimizer:
-        why = "by reduce_scatter, as use_distributed_optimizer does"
-    else:
-        return None
-    return f"FSCCL_TAIL=bounded has no effect: gradients are summed exactly, {why}"
+    return (
+        "FSCCL_TAIL=bounded has no effect: gradients are summed exactly, by reduce_scatter, as "
+        "use_distributed_optimizer does"
+    )
 
 
 class TailReadings:
     """Reads the counts of the groups over which gradients are summed, between two calls of
-    :meth:`take`. Other backends have none, and on devices sums are exact."""
+    :meth:`take`. Other backends have none."""
 
     def __init__(self) -> None:
         self._backends = _backends()
@@ -92,8 +90,7 @@ class LeftOut:
 
 
 def _backends() -> list[Any]:
-    groups = _groups() if current().is_host else []
-    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    backends = [group._get_backend(current().torch_device) for group in _groups()]
     return [one for one in backends if hasattr(one, "tail_statistics")]
 
 

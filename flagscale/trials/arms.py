@@ -40,8 +40,10 @@ _NCCL = {"ring": "allreduce:ring", "tree": "allreduce:tree"}
 _SUBSYSTEMS = (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"))
 NAMES = (*_ALGORITHMS, _OPTIREDUCE)
 """The arms that have a name of their own; any backend's name is one more."""
-# They steer fsccl's sums of host memory, and its adapter says which of them this build knows.
+# They steer fsccl's sums, and its adapter says which of them this build knows.
 _STEERING = ("FSCCL_ALGO", "FSCCL_TAIL")
+_OF_HOSTS = "FSCCL_ALGO"
+"""The one that steers sums of host memory alone."""
 CHOOSING = (*_STEERING, "NCCL_ALGO")
 """Variables that are an arm's alone: set for all arms, they would make two of them one."""
 
@@ -83,12 +85,11 @@ def _sound(arm: Arm, *, accelerated: bool) -> Arm:
     Raises:
         ConfigError: ranks train on GPUs, whose memory fsccl sums by engines of its own.
     """
-    steering = [pair for pair in arm.environment if pair[0] in _STEERING]
+    steering = [f"{name}={value}" for name, value in arm.environment if name == _OF_HOSTS]
     if arm.backend == "fsccl" and accelerated and steering:
-        told = ", ".join("=".join(pair) for pair in steering)
         raise ConfigError(
-            f"arm {arm.name}: {told} steers sums of host memory alone, so on GPUs it would train "
-            "as plain fsccl does",
+            f"arm {arm.name}: {steering[0]} steers sums of host memory alone, so on GPUs it would "
+            "train as plain fsccl does",
             hint="--device cpu, or --arms fsccl; ring and tree are NCCL's there",
         )
     return arm

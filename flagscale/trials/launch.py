@@ -51,8 +51,7 @@ between every two ranks: that is how one sees that two arms are two.
 arms
   ring, tree    NCCL's algorithms on GPUs (NCCL_ALGO), fsccl's on CPUs (FSCCL_ALGO)
   transpose     fsccl's: shards to their owners, sums to all; on CPUs
-  optireduce    fsccl's sums of bounded time (FSCCL_TAIL=bounded): they leave out what comes late;
-                on CPUs
+  optireduce    fsccl's sums of bounded time (FSCCL_TAIL=bounded): they leave out what comes late
   gloo, nccl... any backend by the name that a YAML gives it (flagscale comm list)
   --arm wide=fsccl,FSCCL_TCP_CONNECTIONS=4    one of your own: a backend and its variables
 

@@ -6,17 +6,11 @@ Needs the adapted megatron.core first in PYTHONPATH: the published one trains on
 from __future__ import annotations
 
 import importlib.util
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_programs import MODEL, PROGRAM, environment
-
-from flagscale.status import STATUS_DIR_VARIABLE, read_events
+from gpu_programs import MODEL, train_ranks
 
 ADAPTED = importlib.util.find_spec("megatron.core.device") is not None
 
@@ -28,8 +22,6 @@ pytestmark = [
 ]
 
 STEPS = 8
-LIMIT = 100
-"""Seconds, compiling included."""
 WHOLE = f"{MODEL} --micro-batch-size 2 --train-iters {STEPS} --log-interval 1"
 MESHES = f"{WHOLE} --enable-hetero --hetero-pipeline-layer-split 3 1 --hetero-process-meshes"
 NCCL = "--distributed-backend nccl --use-cpu-initialization"
@@ -69,45 +61,8 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
 
 def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, trained by a rank on each of ``kinds``."""
-    directory.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = []
-    for rank, kind in enumerate(kinds):
-        given = environment(
-            RANK=str(rank), LOCAL_RANK=str(kinds[:rank].count(kind)), WORLD_SIZE=str(len(kinds)),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), FLAGSCALE_DEVICE=kind,
-            OMP_NUM_THREADS="4", PYTHONFAULTHANDLER="1",
-            **{STATUS_DIR_VARIABLE: str(directory / "status")},
-        )  # fmt: skip
-        output = directory / f"output.{rank}"
-        with output.open("wb") as out:
-            command = [sys.executable, str(PROGRAM), *arguments.split()]
-            if len(kinds) > 1 and "--distributed-backend" not in command:
-                command += ["--distributed-backend", "fsccl"]
-            process = subprocess.Popen(
-                command, env=given, cwd=directory, stdout=out, stderr=out, start_new_session=True
-            )
-        ranks.append((process, output))
-    try:
-        codes = [process.wait(LIMIT) for process, _ in ranks]
-    except subprocess.TimeoutExpired:
-        for process, _ in ranks:
-            process.send_signal(signal.SIGABRT)  # each says where it is
-        codes = [process.wait(10) for process, _ in ranks]
-    finally:
-        for process, _ in ranks:
-            if process.poll() is None:
-                process.kill()
-    said = "\n".join(output.read_text(errors="replace")[-3000:] for _, output in ranks)
-    assert not any(codes), said
     # A pipeline's last rank is the one that knows the loss.
-    events = [
-        event
-        for rank in range(len(kinds))
-        for event in read_events(directory / "status" / f"rank_{rank}.jsonl")[0]
-        if event.event == "progress" and event.get("loss") is not None
-    ]
+    events = [e for e in train_ranks(directory, kinds, arguments) if e.get("loss") is not None]
     found = {event.get("step"): (event.get("loss"), event.get("grad_norm")) for event in events}
     return [found[step] for step in range(1, STEPS + 1)]
 

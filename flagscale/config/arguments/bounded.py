@@ -15,7 +15,7 @@ VARIABLE = ("FSCCL_TAIL", "bounded")
 
 
 def broken(values: Values) -> Iterator[Broken]:
-    """What is asked for can be had: it is all_reduces of host memory that are bounded."""
+    """What is asked for can be had: it is all_reduces that are bounded."""
     if OPTION in (values["comm"] or ()) and "fsccl" in values["distributed_backend"]:
         yield from exact_anyway(values, "comm: {tail: bounded}")
 
@@ -30,10 +30,4 @@ def exact_anyway(values: Values, given: str) -> Iterator[Broken]:
             "use_distributed_optimizer",
             f"true with {given}: it sums gradients by reduce_scatter, which is exact, so nothing "
             "would be bounded; set it to false, or leave out the other",
-        )
-    if values["device"] not in ("auto", "cpu"):
-        yield (
-            "device",
-            f"{values['device']} with {given}: only sums of host memory are bounded, so all would "
-            "be exact; take cpu, or leave out the other",
         )

@@ -9,11 +9,18 @@ from typing import Any
 import fsccl_cases
 import fsccl_checks
 import fsccl_device_cases
+import fsccl_tail_cases
 import fsccl_torch_cases
 import torch
 import torch.distributed as dist
 
-MODULES = (fsccl_torch_cases, fsccl_cases, fsccl_checks, fsccl_device_cases)
+MODULES = (
+    fsccl_torch_cases,
+    fsccl_cases,
+    fsccl_checks,
+    fsccl_device_cases,
+    fsccl_tail_cases,
+)
 CALLABLE = {name: case for module in MODULES for name, case in vars(module).items()}
 CYCLES = 2_000_000_000  # about a second of a GPU: longer than any call takes
 

@@ -47,6 +47,41 @@ def bounded(
     return out
 
 
+def bounded_works(count: int) -> None:
+    """Several under way, waited for in another order; a future; strided memory; several in one
+    call; and one that is dropped."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    wanted = sum(range(n))
+    many = [torch.full((count,), float(me + i)) for i in range(4)]
+    works = [dist.all_reduce(x, async_op=True) for x in many]
+    for i in (2, 0, 3, 1):
+        works[i].wait()
+        assert (many[i] == wanted + n * i).all()
+    x = torch.full((count,), float(me))
+    future = dist.all_reduce(x, async_op=True).get_future()
+    assert (future.wait()[0] == wanted).all()
+    strided = torch.full((count, 2), float(me))
+    dist.all_reduce(strided[:, 0])
+    assert (strided[:, 0] == wanted).all()
+    assert (strided[:, 1] == me).all()
+    one, small = torch.full((count,), float(me)), torch.full((5,), float(me))
+    with dist._coalescing_manager(async_ops=True) as both:
+        dist.all_reduce(one)
+        dist.all_reduce(small)
+    both.wait()
+    assert (one == wanted).all()
+    assert (small == wanted).all()
+    dist.all_reduce(torch.full((count,), float(me)), async_op=True)
+    dist.barrier()
+
+
+def one_all_reduce(count: int) -> None:
+    """What a rank of the host does beside one on a GPU."""
+    x = torch.full((count,), float(dist.get_rank()))
+    dist.all_reduce(x)
+    assert (x == sum(range(dist.get_world_size()))).all()
+
+
 def exact_beside() -> list[str]:
     """What takes the exact way whatever the settings are."""
     x = torch.ones(1 << 18)

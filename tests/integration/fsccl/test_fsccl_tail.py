@@ -57,6 +57,19 @@ def test_where_it_cannot_be_it_is_exact(ranks: Any, clusters: str) -> None:
     ranks.leave(range(4))
 
 
+@pytest.mark.parametrize("native", ["own", "gloo"])
+def test_works(ranks: Any, native: str) -> None:
+    """Also of groups whose other operations an engine does: the core sums for it."""
+    environment = {**TAIL, "FSCCL_TAIL_LIMIT": "0", "FSCCL_CLUSTERS": "2,2"}
+    ranks.join(4, **environment, FSCCL_NATIVE=native)
+    ranks.call(range(4), "bounded_works", count=COUNT)
+    (counted, *_) = ranks.call(range(4), "tail_statistics")
+    assert counted["operations"] > 0
+    (said, *_) = ranks.call(range(4), "exact_beside")
+    assert all("datagrams" not in one for one in said), said
+    ranks.leave(range(4))
+
+
 def test_what_is_no_gradient_is_exact(ranks: Any) -> None:
     ranks.join(2, **TAIL, FSCCL_CLUSTERS="1,1")
     (said, _) = ranks.call(range(2), "exact_beside")

@@ -243,11 +243,6 @@ PROBLEMS: Problems = {
         "use_distributed_optimizer",
         "true with comm: {tail: bounded}: it sums gradients by reduce_scatter, which is exact",
     ),
-    "bounded-on-gpus": (
-        {**BOUNDED, "device": "cuda"},
-        "device",
-        "cuda with comm: {tail: bounded}: only sums of host memory are bounded",
-    ),
     "ep": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size", "num_moe_experts"),
     "experts": (
         {"expert_model_parallel_size": 2, "num_moe_experts": 3},

@@ -56,7 +56,13 @@ def test_an_arm_that_would_be_another_is_refused() -> None:
     assert refusal(Arm("gloo", "gloo"), "cpu") is None
 
 
-@pytest.mark.parametrize("name", ["transpose", "optireduce", "own"])
+def test_bounded_sums_are_an_arm_on_gpus() -> None:
+    arm = resolve("optireduce", accelerated=True, one_host=False, custom={})
+    assert (arm.backend, arm.environment) == ("fsccl", (("FSCCL_TAIL", "bounded"),))
+    assert not arm.exact
+
+
+@pytest.mark.parametrize("name", ["transpose", "own"])
 def test_what_steers_nothing_on_gpus_is_refused_there(name: str) -> None:
     custom = parse_custom(["own=fsccl,FSCCL_ALGO=tree"])
     with pytest.raises(ConfigError, match=f"arm {name}: FSCCL_.* steers sums of host memory alone"):

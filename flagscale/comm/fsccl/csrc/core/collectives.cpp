@@ -113,15 +113,14 @@ RequestBatch Group::batch() {
 }
 
 void Group::all_reduce(const void* in, void* out, size_t count, const Reduction& r,
-                       const Deadline& d) {
+                       const Deadline& d, const void* of) {
   check_reduction(r);
   const size_t bytes = count * r.width();
   if (bytes == 0) return;
-  const bool bounded = datagram::Tail::takes(config_.settings.tail, r, bytes);
-  if (bounded && !tail_asked_) open_tail(d);
+  const bool bounded = datagram::Tail::takes(config_.settings.tail, r, bytes) && has_tail(d);
   collective(card_of(OpCode::kAllReduce, bytes, r), d, [&](const OpCard& card) {
-    if (bounded && tail_) {
-      return chose(card, tail_->all_reduce(in, out, count, r,
+    if (bounded) {
+      return chose(card, tail_->all_reduce(in, out, count, r, of == nullptr ? in : of,
                                            [&] { all_reduce_exactly(card, in, out, count, r); }));
     }
     all_reduce_exactly(card, in, out, count, r);

@@ -53,7 +53,9 @@ class Group {
 
   // Sizes are in elements where there is a reduction, else in bytes inside BufferList. `in` may be
   // `out`. Lists have one entry a rank; entries may differ in size if all ranks agree on them.
-  void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d);
+  // `of`: whose memory it is, where `in` is a copy (datagram/feedback.h).
+  void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d,
+                  const void* of = nullptr);
   void reduce(const void* in, void* out, size_t count, const Reduction& r, int root,
               const Deadline& d);
   void reduce_scatter(const BufferLists& in, const BufferList& out, const Reduction& r,
@@ -97,6 +99,9 @@ class Group {
   std::vector<Transport::Traffic> traffic() const;
   // And by datagrams, all of them, with their headers. Any thread.
   std::vector<Transport::Traffic> datagrams() const;
+  // Whether all_reduces may go by datagrams here, if the settings ask for it. The first call
+  // connects: all ranks come to it as to a collective.
+  bool has_tail(const Deadline& d);
   // What all_reduces by datagrams have met (datagram/tail.h), by name; empty where there are none.
   std::map<std::string, double> tail_statistics() const;
   // Tells who has set FSCCL_DEBUG what words() makes, if anyone has.

@@ -51,6 +51,11 @@ size_t Group::meet_datagrams(datagram::Socket* socket, const std::string& addres
   return least;
 }
 
+bool Group::has_tail(const Deadline& d) {
+  if (!tail_asked_) open_tail(d);
+  return tail_ != nullptr;
+}
+
 void Group::open_tail(const Deadline& d) {
   tail_asked_ = true;
   check_here();

@@ -70,7 +70,7 @@ Tail::Tail(const TailSettings& settings, Home home, std::unique_ptr<Socket> sock
             settings.rate_mbit * 1e6 / 8) {}
 
 const char* Tail::all_reduce(const void* in, void* out, size_t count, const Reduction& r,
-                             const Exact& exact) {
+                             const void* of, const Exact& exact) {
   const size_t bytes = count * r.width();
   const Time begun = steady_now();
   if (pace_.exact(bytes)) {
@@ -82,7 +82,7 @@ const char* Tail::all_reduce(const void* in, void* out, size_t count, const Redu
   }
   const auto mates = static_cast<size_t>(home_.local.size());
   const auto* const whole = static_cast<const std::byte*>(in);
-  Part part{cut_all(0, bytes, mates, Layout::kGrain), {}, whole, {in, bytes, r.dtype}};
+  Part part{cut_all(0, bytes, mates, Layout::kGrain), {}, whole, {of, bytes, r.dtype}};
   part.mine = part.all[static_cast<size_t>(home_.local.rank())];
   const bool fed = settings_.feedback && feedback_.has(part.bucket);
   if (mates > 1 || fed) {

@@ -45,9 +45,10 @@ class Tail {
   // `most` is what a packet can hold, to whomever: the same on all ranks.
   Tail(const TailSettings& settings, Home home, std::unique_ptr<Socket> socket, size_t most);
 
-  // `exact` does the same operation by another way. Returns what it took, in words.
+  // `of`: the bucket by whose memory it is known. `exact` does the same operation by another way.
+  // Returns what it took, in words.
   const char* all_reduce(const void* in, void* out, size_t count, const Reduction& r,
-                         const Exact& exact);
+                         const void* of, const Exact& exact);
   // Any thread may call.
   std::map<std::string, double> statistics();
   std::map<int, Transport::Traffic> sent() { return endpoint_.sent(); }

@@ -184,8 +184,15 @@ TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors output
                                                 std::function<void(Group&, const Deadline&)> body) {
   check_process();
   check_kernels(call.title);
-  auto work = c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, ++sequence_,
-                                                  std::move(outputs), group_, executor_);
+  return start(call,
+               c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, ++sequence_,
+                                                   std::move(outputs), group_, executor_),
+               std::move(body));
+}
+
+TorchBackend::WorkPtr TorchBackend::start(const Call& call,
+                                          c10::intrusive_ptr<CollectiveWork> work,
+                                          std::function<void(Group&, const Deadline&)> body) {
   const auto deadline_in = limit(call.timeout);
   auto job = [work, group = group_, deadline_in, body = std::move(body)] {
     std::exception_ptr error;

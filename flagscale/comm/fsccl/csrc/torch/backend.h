@@ -27,6 +27,7 @@
 #include "../device/engine.h"
 #include "../device/watch.h"
 #include "nvlink_path.h"
+#include "staged.h"
 #include "work.h"
 
 namespace fsccl {
@@ -141,8 +142,15 @@ class TorchBackend : public c10d::Backend {
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o);
   WorkPtr run_on_host(const Call& call, Tensors outputs,
                       std::function<void(Group&, const Deadline&)> body);
+  WorkPtr start(const Call& call, c10::intrusive_ptr<CollectiveWork> work,
+                std::function<void(Group&, const Deadline&)> body);
   WorkPtr run_on_device(const Call& call, const Site& at, Tensors outputs,
                         std::function<void(Engine&, const Deadline&)> body);
+  // What the core does in bounded time although ranks are on devices (staged.h).
+  std::optional<WorkPtr> in_bounded_time(const Call& call, Tensors& tensors,
+                                         const c10d::ReduceOp& op);
+  bool has_tail();
+  WorkPtr staged(const Call& call, Tensors& tensors, const std::vector<Reduction>& how);
   // What the native library does when it joins all ranks; nothing otherwise.
   template <class F>
   std::optional<WorkPtr> by_native(const at::Tensor& t, F&& call);
@@ -199,6 +207,8 @@ class TorchBackend : public c10d::Backend {
   NativePtr cluster_native_;          // in this rank's; null: not needed so far
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Watch> watch_;  // of a device's operations
+  std::optional<bool> has_tail_;
+  std::unique_ptr<Staging> staging_;  // of sums that the core does
 };
 
 }  // namespace fsccl

@@ -155,6 +155,10 @@ inline std::vector<Flat> flats(const std::vector<at::Tensor>& list, Flat::Use us
   return out;
 }
 
+inline void settle(const std::vector<Flat>& list) {
+  for (const Flat& f : list) f.settle();
+}
+
 inline BufferLists buffers_of(const std::vector<Flat>& list) {
   BufferLists out;
   for (const Flat& f : list) out.push_back(buffers_of(f.get()));

@@ -18,3 +18,4 @@
 #include "nvlink_watch.cpp"
 #include "operations.cpp"
 #include "sparse.cpp"
+#include "staged.cpp"

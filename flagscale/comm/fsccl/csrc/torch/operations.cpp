@@ -23,10 +23,6 @@ at::Tensor first_of(const std::vector<at::Tensor>& list) {
   return list.empty() ? at::Tensor() : list[0];
 }
 
-void settle(const std::vector<Flat>& list) {
-  for (const Flat& f : list) f.settle();
-}
-
 }  // namespace
 
 TorchBackend::WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
@@ -56,10 +52,9 @@ Reduction TorchBackend::all_reduction_of(const at::Tensor& t, const c10d::Reduce
 TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
   const at::Tensor& t = only(tensors, "all_reduce");
   if (t.layout() != at::kStrided) return allreduce_sparse(tensors, o);
-  if (auto w = by_nvlink({OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout},
-                         nvlink::Collective::kAllReduce, t, t, &o.reduceOp)) {
-    return *w;
-  }
+  const Call call{OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout};
+  if (auto w = in_bounded_time(call, tensors, o.reduceOp)) return *w;
+  if (auto w = by_nvlink(call, nvlink::Collective::kAllReduce, t, t, &o.reduceOp)) return *w;
   if (auto w = by_native(t, [&](c10d::Backend& b) {
         return for_nccl_in_place(tensors, o, [&](auto& how) { return b.allreduce(tensors, how); });
       })) {
@@ -68,17 +63,18 @@ TorchBackend::WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::Allr
   const Site site = site_of(t, "all_reduce");
   const Flat flat(t, Flat::kReadWrite, site);
   const Reduction r = all_reduction_of(t, o.reduceOp);
-  return run({OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout}, site, tensors,
-             [flat, r](auto& g, const Deadline& d) {
-               void* data = flat.get().data_ptr();
-               g.all_reduce(data, data, elements_of(flat.get(), r), r, d);
-               flat.settle();
-             });
+  return run(call, site, tensors, [flat, r](auto& g, const Deadline& d) {
+    void* data = flat.get().data_ptr();
+    g.all_reduce(data, data, elements_of(flat.get(), r), r, d);
+    flat.settle();
+  });
 }
 
 TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
                                                         const c10d::AllreduceCoalescedOptions& o) {
   const at::Tensor first = first_of(tensors);
+  const Call call{OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout};
+  if (auto w = in_bounded_time(call, tensors, o.reduceOp)) return *w;
   if (auto w = by_native(first, [&](c10d::Backend& b) {
         return for_nccl_in_place(tensors, o,
                                  [&](auto& how) { return b.allreduce_coalesced(tensors, how); });
@@ -89,14 +85,13 @@ TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
   const auto list = flats(tensors, Flat::kReadWrite, site);
   std::vector<Reduction> how;
   for (const at::Tensor& t : tensors) how.push_back(all_reduction_of(t, o.reduceOp));
-  return run({OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout},
-             site, tensors, [list, how](auto& g, const Deadline& d) {
-               for (size_t i = 0; i < list.size(); ++i) {
-                 void* data = list[i].get().data_ptr();
-                 g.all_reduce(data, data, elements_of(list[i].get(), how[i]), how[i], d);
-               }
-               settle(list);
-             });
+  return run(call, site, tensors, [list, how](auto& g, const Deadline& d) {
+    for (size_t i = 0; i < list.size(); ++i) {
+      void* data = list[i].get().data_ptr();
+      g.all_reduce(data, data, elements_of(list[i].get(), how[i]), how[i], d);
+    }
+    settle(list);
+  });
 }
 
 TorchBackend::WorkPtr TorchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {

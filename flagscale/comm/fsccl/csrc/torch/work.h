@@ -15,8 +15,11 @@
 
 namespace fsccl {
 
-inline c10::intrusive_ptr<c10::ivalue::Future> new_future() {
-  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+inline FuturePtr new_future(std::vector<c10::Device> devices = {}) {
+  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                  std::move(devices));
 }
 
 // A core error as the exception that torch's own backends throw.
@@ -58,7 +61,7 @@ class CollectiveWork : public c10d::Work {
   void end(std::exception_ptr error) { finish(std::move(error)); }
   // The future is completed, if somebody has asked for it, which calls the user's callbacks.
   void tell() {
-    c10::intrusive_ptr<c10::ivalue::Future> future;
+    FuturePtr future;
     {
       std::lock_guard<std::mutex> hold(future_mutex_);
       over_ = true;
@@ -69,28 +72,31 @@ class CollectiveWork : public c10d::Work {
 
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+  FuturePtr getFuture() override {
     help();
     std::lock_guard<std::mutex> hold(future_mutex_);
     if (!future_) {
-      future_ = new_future();
+      future_ = make_future();
       if (over_) mark(*future_, exception());
     }
     return future_;
   }
 
- private:
-  void help() {
-    if (isCompleted()) return;
-    if (const auto executor = executor_.lock()) executor->help([this] { return isCompleted(); });
-  }
-
-  void mark(c10::ivalue::Future& future, const std::exception_ptr& error) {
+ protected:
+  virtual FuturePtr make_future() const { return new_future(); }
+  virtual void mark(c10::ivalue::Future& future, const std::exception_ptr& error) {
     if (error) {
       future.setError(error);
     } else {
       future.markCompleted(c10::IValue(outputs_));
     }
+  }
+
+ private:
+  void help() {
+    const auto done = [this] { return Work::isCompleted(); };
+    if (done()) return;
+    if (const auto executor = executor_.lock()) executor->help(done);
   }
 
   bool done_within(std::chrono::milliseconds limit) {
@@ -114,7 +120,7 @@ class CollectiveWork : public c10d::Work {
   std::weak_ptr<Group> group_;
   std::weak_ptr<Executor> executor_;
   std::mutex future_mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  FuturePtr future_;
   bool over_ = false;
 };
 
@@ -159,7 +165,7 @@ class MessageWork : public c10d::Work {
     return true;
   }
 
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+  FuturePtr getFuture() override {
     auto future = new_future();
     if (request_->finished()) {
       mark(*future);
@@ -251,7 +257,7 @@ class ManyWork : public c10d::Work {
     }
     return out;
   }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+  FuturePtr getFuture() override {
     auto out = new_future();
     auto left = std::make_shared<std::atomic<size_t>>(all_.size() + 1);
     auto self = c10::intrusive_ptr<ManyWork>::reclaim_copy(this);
