@@ -60,23 +60,23 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("fill-at-once", "shm_transport.cpp", "    wait_posted(p, step_);\n", "", LANES),
-    Mutant("one-slot", "shm_transport.cpp", "(step & 1) *", "0 *", LANES),
+    Mutant("fill-at-once", "shm_steps.cpp", "    wait_posted(p, step_);\n", "", LANES),
+    Mutant("one-slot", "shm_steps.cpp", "(step & 1) *", "0 *", LANES),
     Mutant(
         "no-wrap",
-        "shm_transport.cpp",
+        "shm_steps.cpp",
         "static_cast<int32_t>(posted - step) >= 0",
         "posted >= step",
         WRAP,
     ),
     Mutant(
         "post-and-tell-nobody",
-        "shm_transport.cpp",
+        "shm_steps.cpp",
         "mine.posted.store(++step_, std::memory_order_seq_cst);\n  if (mine.sleepers",
         "mine.posted.store(++step_, std::memory_order_seq_cst);\n  if (false && mine.sleepers",
         LANES,
     ),
-    Mutant("sleep-unseen", "shm_transport.cpp", "theirs.sleepers.fetch_add(1", "(void)(0", LANES),
+    Mutant("sleep-unseen", "shm_steps.cpp", "theirs.sleepers.fetch_add(1", "(void)(0", LANES),
     Mutant("ring-too-long", "channels.cpp", "- taken == kDepth", "- taken == kDepth + 1", LANES),
     Mutant(
         "bell-unheard",
@@ -245,7 +245,7 @@ MUTANTS = (
     ),
     Mutant(
         "no-wake-of-steps",
-        "shm_transport.cpp",
+        "shm_steps.cpp",
         "mine.posted.store(++step_, std::memory_order_seq_cst);\n"
         "  if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);",
         "mine.posted.store(++step_, std::memory_order_seq_cst);",

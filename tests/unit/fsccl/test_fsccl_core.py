@@ -80,6 +80,12 @@ def test_algorithms_by_name(algorithm: str, shape: str) -> None:
     run(build("memory", "ranks_test.cpp"), shape, "3", "4", algorithm)
 
 
+@pytest.mark.parametrize("shape", ["1,1,1,1,1", "3,2", "1,2,2"])
+def test_another_transport_than_those_of_the_product(program: Path, shape: str) -> None:
+    """Whoever brings one brings a file, such as mailboxes.h: all else knows the interface alone."""
+    run(program, shape, "4", ROUNDS, "mailboxes")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_of_threads(kind: str) -> None:
     run(build(kind, "messages_test.cpp"), "1")

@@ -66,7 +66,7 @@ class Word {
 #include "channels.cpp"
 #include "op_card.cpp"
 #include "segment.cpp"
-#include "shm_transport.cpp"
+#include "shm_steps.cpp"
 #include "types.cpp"
 
 namespace {
@@ -248,9 +248,9 @@ struct World {
       config.members.push_back(r);
       config.names.push_back("rank " + std::to_string(r));
     }
-    for (int r = 0; r < ranks; ++r) shm.push_back(std::make_unique<ShmTransport>(memory, r, config));
+    for (int r = 0; r < ranks; ++r) shm.push_back(std::make_unique<ShmSteps>(memory, r, config));
   }
-  std::vector<std::unique_ptr<ShmTransport>> shm;
+  std::vector<std::unique_ptr<ShmSteps>> shm;
 };
 
 OpCard card_of(int round) {
@@ -263,7 +263,7 @@ OpCard card_of(int round) {
 Deadline patience() { return Deadline::after(Deadline::Ms(600000)); }
 
 // Everybody reads everybody's slot.
-void steps(ShmTransport& shm, int rounds) {
+void steps(ShmSteps& shm, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     shm.begin(card_of(round), patience());
     write(shm.fill(), content(shm.rank(), round));
@@ -277,7 +277,7 @@ void steps(ShmTransport& shm, int rounds) {
 }
 
 // Everybody reads the slot of one, who reads none, and is another each time.
-void roots(ShmTransport& shm, int rounds) {
+void roots(ShmSteps& shm, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     const int root = round % shm.size();
     shm.begin(card_of(round), patience());
@@ -289,7 +289,7 @@ void roots(ShmTransport& shm, int rounds) {
 }
 
 // Everybody sends to the next, as long as there is room, and takes from the one before.
-void ring(ShmTransport& shm, Channels& channels, int rounds) {
+void ring(ShmSteps& shm, Channels& channels, int rounds) {
   const int next = (shm.rank() + 1) % shm.size();
   const int before = (shm.rank() + shm.size() - 1) % shm.size();
   shm.begin(card_of(0), patience());
@@ -328,14 +328,14 @@ int main(int argc, char** argv) {
   Player all(std::atoi(argv[4]));
   player = &all;
   const uint32_t first_step = what == "wrap" ? 0xFFFFFFFE : 0;
-  const size_t bytes = ShmTransport::segment_bytes(ranks, kSlot);
+  const size_t bytes = ShmSteps::segment_bytes(ranks, kSlot);
   const Segment memory = Segment::create(bytes, bytes, "");
   std::shared_ptr<Segment> rings;  // one for all schedules
   const size_t played = all.play(ranks, [&]() -> Player::Program {
     const auto world = std::make_shared<World>(memory, ranks, first_step);
     if (what != "rings") {
       return [=](int rank) {
-        ShmTransport& shm = *world->shm[static_cast<size_t>(rank)];
+        ShmSteps& shm = *world->shm[static_cast<size_t>(rank)];
         what == "roots" ? roots(shm, rounds) : steps(shm, rounds);
       };
     }

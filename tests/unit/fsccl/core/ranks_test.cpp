@@ -1,7 +1,7 @@
 // Ranks as threads: every collective against a reference, over sizes and cluster shapes. Built with
 // a sanitizer by test_fsccl_core.py. Usage:
 //   ranks_test <clusters, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
-//   ranks_test <clusters> <seed> <rounds> <algorithm>
+//   ranks_test <clusters> <seed> <rounds> <algorithm, or "mailboxes", the other transport>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -12,6 +12,7 @@
 
 #include "board.h"
 #include "executor.h"
+#include "mailboxes.h"
 #include "misfits.h"
 #include "sums.h"
 
@@ -219,8 +220,12 @@ void give_up(Group& group) {
   if (other.joinable()) other.join();
 }
 
-void run_rank(Board& board, int rank, int n, const Settings& settings, unsigned seed, int rounds) {
+using Network = std::shared_ptr<Device>;
+
+void run_rank(Board& board, int rank, int n, const Settings& settings, const Network& network,
+              unsigned seed, int rounds) {
   GroupConfig config;
+  config.network = network;
   config.rank = rank;
   config.size = n;
   config.settings = settings;
@@ -329,7 +334,13 @@ int main(int argc, char** argv) {
   settings.slot_bytes = 32 << 10;  // small, so that small sizes take many steps
   settings.chunk_bytes = 48 << 10;
   settings.one_shot_bytes = 4096;
-  if (argc == 5) settings.algorithm = algorithm_of(argv[4], "algorithm");
+  const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
+  Network network;
+  if (argc == 5 && std::string(argv[4]) == "mailboxes") {
+    network = std::make_shared<PostOffice>(seed);
+  } else if (argc == 5) {
+    settings.algorithm = algorithm_of(argv[4], "algorithm");
+  }
   if (argc == 6) {
     settings.pipeline_k = std::atoi(argv[4]);
     settings.pipeline_nelem = static_cast<size_t>(std::atoi(argv[5]));
@@ -342,8 +353,7 @@ int main(int argc, char** argv) {
   for (int r = 0; r < n; ++r) {
     ranks.emplace_back([&, r] {
       try {
-        run_rank(board, r, n, settings, static_cast<unsigned>(std::atoi(argv[2])),
-                 std::atoi(argv[3]));
+        run_rank(board, r, n, settings, network, seed, std::atoi(argv[3]));
       } catch (const std::exception& e) {
         std::fprintf(stderr, "rank %d: %s\n", r, e.what());
         std::_Exit(1);

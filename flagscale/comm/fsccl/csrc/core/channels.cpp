@@ -63,7 +63,7 @@ void Channels::take(size_t c, int previous) {
   ring(line(previous));
 }
 
-// Sequentially consistent, as in shm_transport.h: either the ringer sees the sleeper or the sleeper
+// Sequentially consistent, as in shm_steps.h: either the ringer sees the sleeper or the sleeper
 // hears.
 void Channels::ring(Line& whose) {
   whose.bell.fetch_add(1, std::memory_order_seq_cst);
@@ -123,7 +123,7 @@ int Channels::culprit(const std::vector<int>& waits_for) const {
         theirs.seen.load(std::memory_order_acquire) == theirs.bell.load(std::memory_order_acquire);
     const uint32_t next = way(peer, c).waits_for.load(std::memory_order_relaxed);
     if (!sleeps || next == 0) break;
-    if (shm_.local_rank_of(static_cast<int>(next) - 1) < 0) break;  // as in ShmTransport::culprit
+    if (shm_.local_rank_of(static_cast<int>(next) - 1) < 0) break;  // as in ShmSteps::culprit
     rank = static_cast<int>(next) - 1;
   }
   return rank;

@@ -14,7 +14,7 @@
 #include <functional>
 #include <vector>
 
-#include "shm_transport.h"
+#include "shm_steps.h"
 
 namespace fsccl {
 
@@ -26,7 +26,7 @@ class Channels {
   // ranks of this host.
   using MakeSegment = std::function<Segment(size_t bytes, size_t first, int n)>;
 
-  Channels(ShmTransport& shm, size_t rings, MakeSegment make)
+  Channels(ShmSteps& shm, size_t rings, MakeSegment make)
       : shm_(shm), rings_(rings), make_(std::move(make)) {}
 
   // Makes room for sends of so many bytes. All ranks call it with the same number.
@@ -47,7 +47,7 @@ class Channels {
   // Sleeps, not much longer than until the doorbell shows another count than `seen`. waits_for[c]
   // is the group rank that ring c waits for, or -1. Throws as the transport's waits do.
   void rest(const std::vector<int>& waits_for, uint32_t seen);
-  // As ShmTransport::awaited(), of rests.
+  // As ShmSteps::awaited(), of rests.
   int awaited() const { return awaited_.load(std::memory_order_acquire); }
 
  private:
@@ -70,7 +70,7 @@ class Channels {
   void look_around(const std::vector<int>& waits_for, uint32_t seen) const;
   int culprit(const std::vector<int>& waits_for) const;
 
-  ShmTransport& shm_;
+  ShmSteps& shm_;
   size_t rings_;
   MakeSegment make_;
   size_t head_bytes_ = 0, each_ = 0, slot_bytes_ = 0;  // lines and ways; a rank's slots; one slot

@@ -20,7 +20,7 @@
 #include "schedule.cpp"
 #include "segment.cpp"
 #include "settings.cpp"
-#include "shm_transport.cpp"
+#include "shm_steps.cpp"
 #include "socket.cpp"
 #include "tcp_device.cpp"
 #include "tcp_ends.cpp"

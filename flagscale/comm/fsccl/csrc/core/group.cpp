@@ -53,7 +53,8 @@ void Group::publish() {
   me_.native = config_.native;
   if (config_.rank == 0) me_.key = random_key();
   if (config_.size > 1) {
-    transport_ = Device::of_this_process(config_.settings)->open();
+    if (!config_.network) config_.network = Device::of_this_process(config_.settings);
+    transport_ = config_.network->open();
     transport_->on_ask([this] { return awaited(); });
     transport_->on_abort([this](const Error& why) { conclude(why); });
     me_.address = transport_->address();
@@ -189,7 +190,7 @@ void Group::open_shm(const Deadline& d) {
   config.names = names_;
   config.process = me_.process;
   config.slot_bytes = config_.settings.slot_bytes != 0 ? config_.settings.slot_bytes
-                                                       : ShmTransport::default_slot_bytes(ranks);
+                                                       : ShmSteps::default_slot_bytes(ranks);
   if (config.slot_bytes < static_cast<size_t>(ranks) * kCacheLine) {
     fail_usage("FSCCL_SLOT_BYTES=" + std::to_string(config.slot_bytes) + " is too small for " +
                std::to_string(ranks) + " ranks on a host");
@@ -201,9 +202,9 @@ void Group::open_shm(const Deadline& d) {
   for (const Identity& w : who_) on_host += w.domain == me_.domain ? 1 : 0;
   config.spin = SpinPolicy::for_ranks(on_host);
   Segment segment = shared_segment("segment", clusters_.own(),
-                                   ShmTransport::segment_bytes(ranks, config.slot_bytes),
-                                   ShmTransport::first_bytes(ranks, config.slot_bytes), d);
-  shm_ = std::make_unique<ShmTransport>(std::move(segment), clusters_.index, std::move(config));
+                                   ShmSteps::segment_bytes(ranks, config.slot_bytes),
+                                   ShmSteps::first_bytes(ranks, config.slot_bytes), d);
+  shm_ = std::make_unique<ShmSteps>(std::move(segment), clusters_.index, std::move(config));
   shm_->set_watch([this] {
     if (const auto why = verdict()) throw Error(*why);
     if (transport_) transport_->throw_trouble();

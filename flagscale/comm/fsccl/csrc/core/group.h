@@ -41,6 +41,7 @@ struct GroupConfig {
   std::vector<int> global_ranks;  // empty: the group's own numbers
   Settings settings;
   Native native;  // what this rank tells the others of its device
+  std::shared_ptr<Device> network;  // null: this process's own
 };
 
 class Group {
@@ -191,7 +192,7 @@ class Group {
   std::atomic<bool> tail_open_{false};
   bool tail_asked_ = false;
   std::unique_ptr<Transport> transport_;
-  std::unique_ptr<ShmTransport> shm_;
+  std::unique_ptr<ShmSteps> shm_;
   std::unique_ptr<Local> local_;
   std::unique_ptr<Hierarchy> hierarchy_;
   std::unique_ptr<Pipeline> pipeline_;  // where the settings ask for it

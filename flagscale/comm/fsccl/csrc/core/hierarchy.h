@@ -14,7 +14,7 @@
 // Sums: every hop adds what it has in the order of clusters, and what is computed in two places is
 // computed from the same bytes: all ranks get the same bits.
 //
-// Buffers are lists of pieces by group rank. These functions run between ShmTransport::begin and
+// Buffers are lists of pieces by group rank. These functions run between ShmSteps::begin and
 // the operation's end, on the thread of the operation.
 #pragma once
 

@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "shm_transport.h"
+#include "shm_steps.h"
 #include "buffer_list.h"
 #include "reduce.h"
 
@@ -16,11 +16,11 @@ namespace fsccl {
 
 class Local {
  public:
-  explicit Local(ShmTransport& shm) : shm_(shm) {}
+  explicit Local(ShmSteps& shm) : shm_(shm) {}
 
   int rank() const { return shm_.rank(); }
   int size() const { return shm_.size(); }
-  ShmTransport& shm() { return shm_; }
+  ShmSteps& shm() { return shm_; }
 
   void barrier();
 
@@ -51,7 +51,7 @@ class Local {
   void expect_sent(int from, uint64_t sent, const BufferLists& recv) const;
   void two_shot(const void* in, void* out, size_t count, const Reduction& r, int root);
 
-  ShmTransport& shm_;
+  ShmSteps& shm_;
 };
 
 }  // namespace fsccl

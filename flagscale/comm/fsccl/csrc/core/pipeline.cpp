@@ -17,7 +17,7 @@ size_t longest_block(const BufferLists& blocks) {
 
 }  // namespace
 
-Pipeline::Pipeline(ShmTransport& shm, const Clusters& clusters, const Settings& settings,
+Pipeline::Pipeline(ShmSteps& shm, const Clusters& clusters, const Settings& settings,
                    Channels::MakeSegment make)
     : shm_(shm),
       settings_(settings),

@@ -17,7 +17,7 @@ namespace fsccl {
 
 class Pipeline {
  public:
-  Pipeline(ShmTransport& shm, const Clusters& clusters, const Settings& settings,
+  Pipeline(ShmSteps& shm, const Clusters& clusters, const Settings& settings,
            Channels::MakeSegment make);
 
   // As Group's operations, for two ranks and more. `width` is the size of an element.
@@ -75,7 +75,7 @@ class Pipeline {
                std::byte* to);
   Neighbour neighbour(size_t position) const { return places_[position]; }
 
-  ShmTransport& shm_;
+  ShmSteps& shm_;
   const Settings& settings_;
   Channels channels_;
   std::vector<Neighbour> places_;  // who is at each position: cluster after cluster

@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "shm_transport.h"
+#include "shm_steps.h"
 #include "transport.h"
 
 namespace fsccl {
@@ -12,7 +12,7 @@ namespace fsccl {
 class RequestBatch {
  public:
   // Mates on the host are told whom this rank waits for, so that they blame the right one.
-  RequestBatch(Transport& transport, ShmTransport& shm, const OpCard& card,
+  RequestBatch(Transport& transport, ShmSteps& shm, const OpCard& card,
                const Deadline& deadline, std::function<void()> watch)
       : transport_(transport),
         shm_(shm),
@@ -76,7 +76,7 @@ class RequestBatch {
   uint64_t tag_of(size_t stream) const { return tag_ | uint64_t{stream} << 48; }
 
   Transport& transport_;
-  ShmTransport& shm_;
+  ShmSteps& shm_;
   uint64_t tag_;
   OpCard card_;
   Deadline deadline_;

@@ -8,7 +8,7 @@
 //   Request     a send or a receive under way (request.h)
 //
 // Messages of one pair with one tag match receives in the order in which both were called. Ranks
-// that share memory have steps beside messages (shm_transport.h), for what these are too slow.
+// that share memory have steps beside messages (shm_steps.h), for what these are too slow.
 //
 // The first failure of a group is told to all: abort() here is abort() everywhere that is
 // connected, with the same words, and on_abort() there.

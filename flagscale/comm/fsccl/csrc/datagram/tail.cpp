@@ -110,7 +110,7 @@ const char* Tail::all_reduce(const void* in, void* out, size_t count, const Redu
 }
 
 const Outcome& Tail::run(const Job& job) {
-  ShmTransport& shm = home_.shm;
+  ShmSteps& shm = home_.shm;
   const Outcome& outcome = endpoint_.run(job, [&](int whom) {
     shm.note_wait(whom);
     home_.look();

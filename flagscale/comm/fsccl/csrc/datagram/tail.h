@@ -26,7 +26,7 @@ class Tail {
   // Of the group; all outlive the tail but the transport, before whose end stop() is called.
   struct Home {
     Transport& transport;
-    ShmTransport& shm;
+    ShmSteps& shm;
     Local& local;
     const Clusters& clusters;
     Key key;

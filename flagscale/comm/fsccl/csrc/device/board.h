@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "../core/futex.h"
-#include "../core/shm_transport.h"
+#include "../core/shm_steps.h"
 #include "../core/segment.h"
 #include "../core/verdict.h"
 
@@ -46,7 +46,7 @@ class Board {
   std::byte* area(uint32_t step) const;
   size_t area_bytes() const { return area_bytes_; }  // of all parts together
 
-  Error abort(const Error& why);  // as ShmTransport::abort()
+  Error abort(const Error& why);  // as ShmSteps::abort()
   void leave();
   bool complete() const;  // whether all members have mapped it
   // Throws when somebody aborted, or when a rank on this host has ended.

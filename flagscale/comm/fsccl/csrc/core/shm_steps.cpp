@@ -1,4 +1,4 @@
-#include "shm_transport.h"
+#include "shm_steps.h"
 
 #include <sched.h>
 
@@ -15,7 +15,7 @@ bool reached(uint32_t posted, uint32_t step) { return static_cast<int32_t>(poste
 
 }  // namespace
 
-struct alignas(2 * kCacheLine) ShmTransport::Line {
+struct alignas(2 * kCacheLine) ShmSteps::Line {
   Word posted;
   Word sleepers;
   // The second half, which nobody looks at while the operation goes on.
@@ -33,31 +33,31 @@ constexpr size_t kCardBytes = kCacheLine;
 static_assert(sizeof(OpCard) <= kCardBytes, "a card fits before the payload");
 }  // namespace
 
-size_t ShmTransport::head_bytes(int ranks) {
+size_t ShmSteps::head_bytes(int ranks) {
   static_assert(sizeof(Verdict) <= kHeaderBytes, "the verdict has its room");
   return Segment::whole_pages(kHeaderBytes + static_cast<size_t>(ranks) * sizeof(Line));
 }
 
-size_t ShmTransport::segment_bytes(int ranks, size_t slot_bytes) {
+size_t ShmSteps::segment_bytes(int ranks, size_t slot_bytes) {
   return head_bytes(ranks) + static_cast<size_t>(ranks) * slots_bytes(slot_bytes);
 }
 
-size_t ShmTransport::first_bytes(int ranks, size_t slot_bytes) {
+size_t ShmSteps::first_bytes(int ranks, size_t slot_bytes) {
   return head_bytes(ranks) + slots_bytes(slot_bytes);
 }
 
-size_t ShmTransport::slots_bytes(size_t slot_bytes) {
+size_t ShmSteps::slots_bytes(size_t slot_bytes) {
   return Segment::whole_pages(2 * (kCardBytes + slot_bytes));
 }
 
-size_t ShmTransport::default_slot_bytes(int ranks) {
+size_t ShmSteps::default_slot_bytes(int ranks) {
   const size_t share = (size_t{16} << 20) / static_cast<size_t>(2 * ranks);
   // Two-shot divides a slot among the ranks: below 2 KiB each it would be all waiting.
   const size_t least = std::max(size_t{64} << 10, static_cast<size_t>(ranks) * 2048);
   return std::max(least, std::min(share, size_t{512} << 10) / 4096 * 4096);
 }
 
-ShmTransport::ShmTransport(Segment segment, int rank, ShmConfig config)
+ShmSteps::ShmSteps(Segment segment, int rank, ShmConfig config)
     : segment_(std::move(segment)), rank_(rank), config_(std::move(config)) {
   compared_.resize(config_.members.size());
   each_ = slots_bytes(capacity());
@@ -74,7 +74,7 @@ ShmTransport::ShmTransport(Segment segment, int rank, ShmConfig config)
 }
 
 // Each rank its own, so that their pages lie in the memory nearest to the rank that fills them.
-void ShmTransport::reserve_slots() {
+void ShmSteps::reserve_slots() {
   const size_t first = head_bytes(size()) + static_cast<size_t>(rank_) * each_;
   try {
     segment_.reserve(first, first + each_);
@@ -84,26 +84,26 @@ void ShmTransport::reserve_slots() {
   }
 }
 
-Verdict& ShmTransport::verdict() const { return *reinterpret_cast<Verdict*>(segment_.data()); }
+Verdict& ShmSteps::verdict() const { return *reinterpret_cast<Verdict*>(segment_.data()); }
 
-ShmTransport::Line& ShmTransport::line(int local_rank) const {
+ShmSteps::Line& ShmSteps::line(int local_rank) const {
   std::byte* at = segment_.data() + kHeaderBytes + static_cast<size_t>(local_rank) * sizeof(Line);
   return *reinterpret_cast<Line*>(at);
 }
 
-std::byte* ShmTransport::slot(int local_rank, uint32_t step) const {
+std::byte* ShmSteps::slot(int local_rank, uint32_t step) const {
   return slots_ + static_cast<size_t>(local_rank) * each_ + (step & 1) * (kCardBytes + capacity());
 }
 
-void ShmTransport::begin(const OpCard& card, const Deadline& deadline) {
+void ShmSteps::begin(const OpCard& card, const Deadline& deadline) {
   throw_if_aborted();
   card_ = card;
   deadline_ = deadline;
 }
 
-void ShmTransport::end() { line(rank_).finished.store(card_.sequence, std::memory_order_release); }
+void ShmSteps::end() { line(rank_).finished.store(card_.sequence, std::memory_order_release); }
 
-std::byte* ShmTransport::fill() {
+std::byte* ShmSteps::fill() {
   for (int p = 0; p < size(); ++p) {
     if (p == rank_) continue;
     wait_posted(p, step_);
@@ -114,20 +114,20 @@ std::byte* ShmTransport::fill() {
   return at + kCardBytes;
 }
 
-void ShmTransport::post() {
+void ShmSteps::post() {
   Line& mine = line(rank_);
   posted_card_ = card_;
   mine.posted.store(++step_, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
 }
 
-const std::byte* ShmTransport::await(int peer) {
+const std::byte* ShmSteps::await(int peer) {
   wait_posted(peer, step_);
   compare_card(peer, card_);
   return slot(peer, step_) + kCardBytes;
 }
 
-void ShmTransport::compare_card(int peer, const OpCard& mine) {
+void ShmSteps::compare_card(int peer, const OpCard& mine) {
   OpCard theirs;
   std::memcpy(&theirs, slot(peer, step_), sizeof theirs);
   if (theirs != mine) {
@@ -137,13 +137,13 @@ void ShmTransport::compare_card(int peer, const OpCard& mine) {
   compared_[static_cast<size_t>(peer)] = step_;
 }
 
-uint32_t ShmTransport::posted() const { return line(rank_).posted.load(std::memory_order_relaxed); }
+uint32_t ShmSteps::posted() const { return line(rank_).posted.load(std::memory_order_relaxed); }
 
-void ShmTransport::await_all() {
+void ShmSteps::await_all() {
   for (int k = 1; k < size(); ++k) await((rank_ + k) % size());
 }
 
-void ShmTransport::wait_posted(int peer, uint32_t step) {
+void ShmSteps::wait_posted(int peer, uint32_t step) {
   const Word& posted = line(peer).posted;
   if (reached(posted.load(std::memory_order_acquire), step)) return;
   for (int i = 0; i < config_.spin.pauses; ++i) {
@@ -157,7 +157,7 @@ void ShmTransport::wait_posted(int peer, uint32_t step) {
   sleep_until(peer, step);
 }
 
-void ShmTransport::sleep_until(int peer, uint32_t step) {
+void ShmSteps::sleep_until(int peer, uint32_t step) {
   Line& theirs = line(peer);
   Line& mine = line(rank_);
   mine.waits_step.store(step, std::memory_order_relaxed);
@@ -174,18 +174,18 @@ void ShmTransport::sleep_until(int peer, uint32_t step) {
   mine.waits_for.store(kNobody, std::memory_order_release);
 }
 
-std::chrono::milliseconds ShmTransport::nap() const {
+std::chrono::milliseconds ShmSteps::nap() const {
   return std::min(kShmNap, deadline_.remaining());
 }
 
-void ShmTransport::look_around(int peer, uint32_t step) {
+void ShmSteps::look_around(int peer, uint32_t step) {
   const Word& posted = line(peer).posted;
   look_at(peer, [&] { return reached(posted.load(std::memory_order_acquire), step); });
   give_up(culprit(peer));
 }
 
 // It may have come, and its rank gone, between the caller's look and this one.
-void ShmTransport::look_at(int peer, const std::function<bool()>& come) const {
+void ShmSteps::look_at(int peer, const std::function<bool()>& come) const {
   throw_if_aborted();
   if (watch_) watch_();
   for (int p = 0; p < size(); ++p) {
@@ -198,7 +198,7 @@ void ShmTransport::look_at(int peer, const std::function<bool()>& come) const {
   }
 }
 
-const char* ShmTransport::gone(int peer) const {
+const char* ShmSteps::gone(int peer) const {
   const Line& theirs = line(peer);
   if (theirs.left.load(std::memory_order_acquire) != 0) return " has left the group";
   const bool joined = theirs.joined.load(std::memory_order_acquire) != 0;
@@ -208,21 +208,21 @@ const char* ShmTransport::gone(int peer) const {
   return lives ? nullptr : " ended without leaving the group";
 }
 
-void ShmTransport::give_up(int at_fault) const {
+void ShmSteps::give_up(int at_fault) const {
   if (!deadline_.passed()) return;
   if (trace_) at_fault = trace_(at_fault);
   throw Error(Fault::kTimeout, at_fault,
               name(at_fault) + " did not come within " + deadline_.text());
 }
 
-int ShmTransport::local_rank_of(int group_rank) const {
+int ShmSteps::local_rank_of(int group_rank) const {
   const auto at = std::find(config_.members.begin(), config_.members.end(), group_rank);
   return at == config_.members.end() ? -1 : static_cast<int>(at - config_.members.begin());
 }
 
 // Follows who waits for whom from `peer` on. A mate whose own wait is already over (it was
 // stopped, or starved) is itself the one that does not move.
-int ShmTransport::culprit(int peer) const {
+int ShmSteps::culprit(int peer) const {
   for (int hops = 0; hops < size(); ++hops) {
     const Line& at = line(peer);
     const int32_t next = at.waits_for.load(std::memory_order_acquire);
@@ -236,7 +236,7 @@ int ShmTransport::culprit(int peer) const {
   return member(peer);
 }
 
-int ShmTransport::awaited() const {
+int ShmSteps::awaited() const {
   const Line& mine = line(rank_);
   const int32_t next = mine.waits_for.load(std::memory_order_acquire);
   const int mate = next == kNobody ? -1 : local_rank_of(next);
@@ -246,27 +246,27 @@ int ShmTransport::awaited() const {
   return over ? kNobody : culprit(mate);
 }
 
-void ShmTransport::note_wait(int group_rank) {
+void ShmSteps::note_wait(int group_rank) {
   line(rank_).waits_step.store(0, std::memory_order_relaxed);
   line(rank_).waits_for.store(group_rank, std::memory_order_release);
 }
 
-Error ShmTransport::abort(const Error& why) {
+Error ShmSteps::abort(const Error& why) {
   const Error first = verdict().settle(why);
   for (int p = 0; p < size(); ++p) futex_wake_all(line(p).posted);
   return first;
 }
 
-void ShmTransport::throw_if_aborted() const { verdict().throw_if_settled(); }
+void ShmSteps::throw_if_aborted() const { verdict().throw_if_settled(); }
 
-bool ShmTransport::complete() const {
+bool ShmSteps::complete() const {
   for (int p = 0; p < size(); ++p) {
     if (line(p).joined.load(std::memory_order_acquire) == 0) return false;
   }
   return true;
 }
 
-void ShmTransport::leave(bool kept) {
+void ShmSteps::leave(bool kept) {
   Line& mine = line(rank_);
   mine.left.store(1, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);

@@ -48,7 +48,7 @@ struct ShmConfig {
   std::function<bool(int)> runs = [](int) { return true; };
 };
 
-class ShmTransport {
+class ShmSteps {
  public:
   static size_t segment_bytes(int ranks, size_t slot_bytes);
   // Of these what the maker reserves, who is the first rank: what all write to, and its own slots.
@@ -56,7 +56,7 @@ class ShmTransport {
   // A slot size that keeps small groups fast and large hosts within a few tens of MiB.
   static size_t default_slot_bytes(int ranks);
 
-  ShmTransport(Segment segment, int rank, ShmConfig config);
+  ShmSteps(Segment segment, int rank, ShmConfig config);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(config_.members.size()); }
