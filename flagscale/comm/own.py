@@ -26,6 +26,7 @@ class Fsccl(CommBackend):
         "FSCCL_CLUSTERS": "sizes of clusters, split by hand, such as 4,4",
         "FSCCL_CUDA": "0: leave CUDA tensors alone, also where there is a GPU",
         "FSCCL_SOCKET_IFNAME": "the network interface between hosts",
+        "FSCCL_TCP_INTERFACES": "how many of these share large messages",
         "FSCCL_ALGO": "all_reduce between clusters by ring, tree or transpose; auto: by size",
         "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
         "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",

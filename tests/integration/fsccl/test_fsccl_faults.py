@@ -426,9 +426,14 @@ def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
         ({"FSCCL_TAIL_LIMIT": "101"}, "FSCCL_TAIL_LIMIT=101: expected 0 to 100 percent"),
         ({"FSCCL_SECRET": "a" * 31}, "FSCCL_SECRET: expected 32 hexadecimal digits"),
         ({"FSCCL_DEBUG": "loud"}, "FSCCL_DEBUG=loud: expected INFO or WARN"),
+        ({"FSCCL_TCP_INTERFACES": "17"}, "FSCCL_TCP_INTERFACES=17: expected 1 to 16"),
+        (
+            {"FSCCL_TCP_INTERFACES": "2", "FSCCL_SOCKET_IFNAME": "=lo"},
+            "FSCCL_TCP_INTERFACES=2, and only 1 that is up and has an address matches",
+        ),
         ({"FSCCL_SOCKET_IFNAME": "=nope0"}, "matches FSCCL_SOCKET_IFNAME==nope0; there are:"),
     ],
-    ids=lambda v: "=".join(*v.items()) if isinstance(v, dict) else None,
+    ids=lambda v: "=".join(next(iter(v.items()))) if isinstance(v, dict) else None,
 )
 def test_a_wrong_variable_is_refused(pool: Any, variables: dict[str, str], expected: str) -> None:
     pool[0].ask(

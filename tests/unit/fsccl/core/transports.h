@@ -99,10 +99,10 @@ class Stranger {
     options_.hello_time = std::chrono::milliseconds(500);
     options_.kept_bytes = 1 << 20;
     transport = std::make_shared<TcpDevice>(options_)->open();
-    std::string own;
-    listener_ = listen_tcp(options_, &own);
+    Listener own = std::move(listen_tcp(options_)[0]);
+    listener_ = std::move(own.fd);
     Peers peers;
-    peers.addresses = {transport->address(), "99 unix:nowhere " + own};
+    peers.addresses = {transport->address(), "99 unix:nowhere " + own.address};
     peers.names = {"rank 0", "rank 1"};
     peers.near = {false, false};
     peers.key = kKey;

@@ -87,6 +87,7 @@ Settings Settings::from_environment() {
   read_variable("FSCCL_KERNEL_BYTES", 0, kGiB, "0 to 1 GiB", &s.kernel_bytes);
   s.tail = read_tail();
   s.tcp.interface = variable("FSCCL_SOCKET_IFNAME");
+  read_variable("FSCCL_TCP_INTERFACES", 1, 16, "1 to 16", &s.tcp.interfaces);
   read_variable("FSCCL_TCP_CONNECTIONS", 1, 64, "1 to 64", &s.tcp.connections);
   read_variable("FSCCL_TCP_BUFFER", 0, kGiB, "a number of bytes", &s.tcp.buffer_bytes);
   long long seconds = s.tcp.user_timeout.count() / 1000;

@@ -13,12 +13,12 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
 #include <mutex>
 #include <set>
-#include <vector>
 
 #include "text.h"
 #include "types.h"
@@ -102,6 +102,8 @@ class InterfaceFilter {
   std::vector<std::string> names_;
 };
 
+constexpr int kReal = 4;
+
 // Better interfaces first: IPv4 before IPv6, real ones before bridges and the loopback.
 int preference(const ifaddrs& i, const InterfaceFilter& filter) {
   if (i.ifa_addr == nullptr || (i.ifa_flags & IFF_UP) == 0 || !filter.takes(i.ifa_name)) return -1;
@@ -112,40 +114,74 @@ int preference(const ifaddrs& i, const InterfaceFilter& filter) {
     if (IN6_IS_ADDR_LINKLOCAL(&six->sin6_addr)) return -1;
   }
   int value = family == AF_INET ? 1 : 0;
-  if ((i.ifa_flags & IFF_LOOPBACK) == 0) value += 4;
+  if ((i.ifa_flags & IFF_LOOPBACK) == 0) value += kReal;
   const std::string name = i.ifa_name;
   const bool bridge = name.rfind("docker", 0) == 0 || name.rfind("virbr", 0) == 0;
   return bridge ? value - 2 : value;
 }
 
-std::string own_address(const std::string& pattern) {
+// An address of an interface, and how good it is.
+struct Choice {
+  std::string interface, address;
+  int value;
+};
+
+std::string text_of(const sockaddr* address) {
+  char text[NI_MAXHOST] = "";
+  const auto length = address->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+  getnameinfo(address, static_cast<socklen_t>(length), text, sizeof text, nullptr, 0,
+              NI_NUMERICHOST);
+  return text;
+}
+
+// The best address of each interface that is taken; and the names of all that there are.
+std::vector<Choice> choices(const InterfaceFilter& filter, std::string* seen) {
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) fail_system("cannot list network interfaces");
-  const InterfaceFilter filter(pattern);
-  const ifaddrs* best = nullptr;
-  int best_value = -1;
-  std::string seen;
+  std::vector<Choice> out;
   for (const ifaddrs* i = all; i != nullptr; i = i->ifa_next) {
-    if (seen.find(i->ifa_name) == std::string::npos) seen += std::string(" ") + i->ifa_name;
-    if (const int v = preference(*i, filter); v > best_value) {
-      best = i;
-      best_value = v;
+    const std::string name = i->ifa_name;
+    if (seen->find(name) == std::string::npos) *seen += " " + name;
+    const int value = preference(*i, filter);
+    if (value < 0) continue;
+    const auto same = std::find_if(out.begin(), out.end(),
+                                   [&](const Choice& c) { return c.interface == name; });
+    const Choice one{name, text_of(i->ifa_addr), value};
+    if (same == out.end()) {
+      out.push_back(one);
+    } else if (same->value < value) {
+      *same = one;
     }
   }
-  char text[NI_MAXHOST] = "";
-  if (best != nullptr) {
-    const auto length =
-        best->ifa_addr->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-    getnameinfo(best->ifa_addr, static_cast<socklen_t>(length), text, sizeof text, nullptr, 0,
-                NI_NUMERICHOST);
-  }
   freeifaddrs(all);
-  if (best == nullptr) {
-    fail_usage("no network interface that is up and has an address" +
-               (filter.given() ? " matches FSCCL_SOCKET_IFNAME=" + pattern : std::string()) +
+  return out;
+}
+
+// As many as are asked for, each of another interface. Beside the first one the loopback and bridges
+// count only where they are asked for by name.
+std::vector<std::string> own_addresses(const TcpOptions& options) {
+  const InterfaceFilter filter(options.interface);
+  std::string seen;
+  std::vector<Choice> found = choices(filter, &seen);
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Choice& a, const Choice& b) { return a.value > b.value; });
+  std::vector<std::string> out;
+  for (const Choice& c : found) {
+    if (out.size() == static_cast<size_t>(options.interfaces)) break;
+    if (out.empty() || filter.given() || c.value >= kReal) out.push_back(c.address);
+  }
+  const std::string of_these =
+      filter.given() ? " matches FSCCL_SOCKET_IFNAME=" + options.interface : std::string();
+  if (out.empty()) {
+    fail_usage("no network interface that is up and has an address" + of_these + "; there are:" +
+               seen);
+  }
+  if (out.size() < static_cast<size_t>(options.interfaces)) {
+    fail_usage("FSCCL_TCP_INTERFACES=" + std::to_string(options.interfaces) + ", and only " +
+               std::to_string(out.size()) + " that is up and has an address" + of_these +
                "; there are:" + seen);
   }
-  return text;
+  return out;
 }
 
 void tune(int fd, int family, const TcpOptions& options) {
@@ -189,7 +225,7 @@ bool read_tcp_info(int fd, tcp_info* info) {
 std::string TcpOptions::text() const {
   std::string out = interface;
   for (const auto value :
-       {static_cast<long long>(connections), static_cast<long long>(buffer_bytes),
+       {static_cast<long long>(interfaces), static_cast<long long>(connections), static_cast<long long>(buffer_bytes),
         static_cast<long long>(user_timeout.count()), static_cast<long long>(kept_bytes),
         static_cast<long long>(all_kept_bytes),
         static_cast<long long>(hello_time.count())}) {
@@ -218,16 +254,18 @@ Fd listen_unix(const std::string& name, std::string* address) {
   return listen_on(unix_address(name), *address);
 }
 
-Fd listen_tcp(const TcpOptions& options, std::string* address) {
-  const std::string host = own_address(options.interface);
-  Fd fd = listen_on(tcp_address(host, "0"), host);
-  Address bound;
-  bound.length = sizeof bound.storage;
-  if (getsockname(fd.get(), bound.get(), &bound.length) != 0) fail_system("cannot read a port");
-  char port[NI_MAXSERV] = "";
-  getnameinfo(bound.get(), bound.length, nullptr, 0, port, sizeof port, NI_NUMERICSERV);
-  *address = std::string("tcp:") + port + ":" + host;
-  return fd;
+std::vector<Listener> listen_tcp(const TcpOptions& options) {
+  std::vector<Listener> out;
+  for (const std::string& host : own_addresses(options)) {
+    Fd fd = listen_on(tcp_address(host, "0"), host);
+    Address bound;
+    bound.length = sizeof bound.storage;
+    if (getsockname(fd.get(), bound.get(), &bound.length) != 0) fail_system("cannot read a port");
+    char port[NI_MAXSERV] = "";
+    getnameinfo(bound.get(), bound.length, nullptr, 0, port, sizeof port, NI_NUMERICSERV);
+    out.push_back({std::move(fd), std::string("tcp:") + port + ":" + host});
+  }
+  return out;
 }
 
 Fd connect_to(const std::string& address, const TcpOptions& options) {

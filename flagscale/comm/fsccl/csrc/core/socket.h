@@ -7,6 +7,7 @@
 #include <chrono>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace fsccl {
 
@@ -33,6 +34,7 @@ struct TcpOptions {
   // FSCCL_SOCKET_IFNAME: "eth,ib" take interfaces with these prefixes, "=eth0" exactly this one,
   // "^docker,lo" any but these. Empty: the first that is up and not the loopback, else that.
   std::string interface;
+  int interfaces = 1;    // that large messages are divided over (FSCCL_TCP_INTERFACES)
   int connections = 2;   // a pair, for messages worth dividing (FSCCL_TCP_CONNECTIONS)
   int buffer_bytes = 0;  // of a socket, 0 leaves the kernel's tuning (FSCCL_TCP_BUFFER)
   // How long a peer may be unheard (FSCCL_TCP_USER_TIMEOUT). Not the kernel's TCP_USER_TIMEOUT,
@@ -50,7 +52,12 @@ struct TcpOptions {
 
 // Addresses are text: "unix:<name>" (abstract) or "tcp:<port>:<numeric host>".
 Fd listen_unix(const std::string& name, std::string* address);
-Fd listen_tcp(const TcpOptions& options, std::string* address);
+// On an address of each interface that the options ask for, the best first.
+struct Listener {
+  Fd fd;
+  std::string address;
+};
+std::vector<Listener> listen_tcp(const TcpOptions& options);
 // Never blocks; the connection may still be under way. Throws Error(kPeerLost), or kSystem where it
 // is this process that can make none.
 Fd connect_to(const std::string& address, const TcpOptions& options);

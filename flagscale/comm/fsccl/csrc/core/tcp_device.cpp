@@ -34,7 +34,10 @@ TcpDevice::TcpDevice(TcpOptions options) : options_(std::move(options)) {
   raise_descriptor_limit();
   // Its name can be read by everyone on the host, so it is made of nothing else.
   listeners_.push_back(listen_unix("fsccl-" + std::to_string(random_number()), &unix_address_));
-  listeners_.push_back(listen_tcp(options_, &tcp_address_));
+  for (Listener& l : listen_tcp(options_)) {
+    listeners_.push_back(std::move(l.fd));
+    tcp_addresses_.insert(0, " " + l.address);
+  }
   id_ = receiving_.add(this);
   listen(true);
 }

@@ -55,7 +55,8 @@ class TcpDevice final : public Device,
   bool has_strangers(uint64_t token);
 
   const std::string& unix_address() const { return unix_address_; }
-  const std::string& tcp_address() const { return tcp_address_; }
+  // Each after a space, the best last.
+  const std::string& tcp_addresses() const { return tcp_addresses_; }
   const TcpOptions& options() const { return options_; }
   // Bytes of messages that nobody has called for, of all transports.
   std::atomic<size_t>& kept() { return kept_; }
@@ -89,7 +90,7 @@ class TcpDevice final : public Device,
 
   const TcpOptions options_;
   std::atomic<size_t> kept_{0};
-  std::string unix_address_, tcp_address_;
+  std::string unix_address_, tcp_addresses_;
   std::vector<Fd> listeners_;
   EventLoop receiving_{"fsccl-messages", true}, sending_{"fsccl-sends", false};
   std::mutex mutex_;  // of all below; who holds a transport's lock may take it, not the other way

@@ -31,7 +31,7 @@ TcpTransport::TcpTransport(std::shared_ptr<TcpDevice> device)
 TcpTransport::~TcpTransport() { leave_loops(); }
 
 std::string TcpTransport::address() const {
-  return std::to_string(token_) + " " + device_->unix_address() + " " + device_->tcp_address();
+  return std::to_string(token_) + " " + device_->unix_address() + device_->tcp_addresses();
 }
 
 void TcpTransport::meet(Peers peers) {
@@ -66,7 +66,10 @@ bool TcpTransport::connect(int rank, size_t bytes) {
   Pair& p = pair(rank);
   const bool near = peers_.near[static_cast<size_t>(rank)];
   const size_t most = near || bytes <= kStripeBytes ? 1 : ceil_div(bytes, kStripeBytes);
-  const size_t ways = std::min(most, static_cast<size_t>(device_->options().connections));
+  const TcpOptions& options = device_->options();
+  const auto interfaces = static_cast<size_t>(options.interfaces);
+  const auto all = ceil_div(static_cast<size_t>(options.connections), interfaces) * interfaces;
+  const size_t ways = std::min(most, all);
   try {
     while (p.out.size() < ways) open(rank, near);
   } catch (const Error& e) {
@@ -85,12 +88,13 @@ void TcpTransport::open(int rank, bool near) {
   Pair& p = pair(rank);
   const std::vector<std::string> to = split(peers_.addresses[static_cast<size_t>(rank)], ' ');
   Frame hello;
-  if (to.size() != 3 || !read_number(to[0], &hello.tag)) fail_usage("it has no such address");
+  if (to.size() < 3 || !read_number(to[0], &hello.tag)) fail_usage("it has no such address");
+  const std::string& far = to[to.size() - 1 - p.out.size() % (to.size() - 2)];
   hello.message = static_cast<uint64_t>(peers_.rank);
   hello.flags = kProtocolVersion;
   hello.offset = p.opened++;
   hello.total = random_number();
-  Fd fd = connect_to(near ? to[1] : to[2], device_->options());
+  Fd fd = connect_to(near ? to[1] : far, device_->options());
   const Key key = key_of_connection(peers_.key, hello);
   const auto connection = std::make_shared<Connection>(std::move(fd), rank, true, key);
   connections_[connection->fd()] = connection;
