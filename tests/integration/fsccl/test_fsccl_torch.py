@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -92,3 +93,19 @@ def test_debug_tells_the_algorithm() -> None:
     assert "all_reduce #1 of 12 bytes of float32, sum: one-shot in shared memory" in said
     assert "all_reduce #2 of 400000 bytes of float32, sum: two-shot in shared memory" in said
     assert "barrier #3" in said
+
+
+@pytest.mark.slow
+def test_what_builds_on_collectives_is_timed(built: None, tmp_path: Path) -> None:
+    tool, result = ROOT / "tools" / "comm" / "features.py", tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, str(tool), "--rounds", "2", "--warm", "1", "--json", str(result)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(result.read_text())["rows"]
+    assert len(rows) == len({row["feature"] for row in rows}) == 8
+    assert all(row["gloo_ms"] > 0 < row["fsccl_ms"] for row in rows)
