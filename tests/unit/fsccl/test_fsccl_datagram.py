@@ -35,10 +35,10 @@ STORMS = {
 }
 
 
-def run(*words: object, test: str = "datagram_test") -> None:
+def run(*words: object, test: str = "datagram_test", build: str = "memory") -> None:
     files = [path for path in CSRC.glob("*/*") if path.parent.name in ("core", "datagram")]
     program = program_of(
-        "memory",
+        build,
         [HERE / f"{test}.cpp", *(CSRC / f for f in PARTS)],
         include=CSRC,
         reads=[*files, *HERE.glob("*.h")],
@@ -74,3 +74,10 @@ def test_what_happens_to_ranks(case: str) -> None:
 def test_what_it_is_made_of(part: str) -> None:
     for seed in SEEDS:
         run(part, seed, test="parts_test")
+
+
+@pytest.mark.parametrize("part", ["runs", "queue"])
+def test_runs_of_many_senders_that_meet_in_a_queue(part: str) -> None:
+    """Optimised, for there are many packets; storms look after memory."""
+    for seed in SEEDS:
+        run(part, seed, test="incast_test", build="fast")

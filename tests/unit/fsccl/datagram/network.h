@@ -35,6 +35,8 @@ struct Weather {
   double forged = 0;          // packets of a stranger's for each that is sent
   double jumps = 0;           // of a rank's clock, for each packet that it gets
   bool parts_only = false;    // lost are parts alone
+  double rate = 0;            // bytes a second of a rank's cable, each way; 0: any
+  double queue = 128e3;       // bytes that wait before a receiver's cable; what comes then is lost
   std::function<bool(int from, int to)> cut = [](int, int) { return false; };  // of datagrams
   std::function<bool(int rank)> dead = [](int) { return false; };
 };
@@ -51,6 +53,7 @@ class World {
       offset_.push_back(ms(static_cast<double>(random_() % 100000)));
       wake_.push_back(Time(0));
     }
+    out_free_ = in_free_ = wake_;
   }
 
   int ranks() const { return static_cast<int>(sessions_.size()); }
@@ -122,7 +125,8 @@ class World {
   void sent(int from, int to, Bytes packet) {
     if (weather_.dead(from) || weather_.cut(from, to)) return;
     if (by_chance(weather_.forged)) forge(to);
-    if (kept_.size() < 4000 || by_chance(0.05)) kept_.push_back({from, packet});
+    const bool heard = weather_.forged > 0 && (kept_.size() < 4000 || by_chance(0.05));
+    if (heard) kept_.push_back({from, packet});
     Wire h;
     std::memcpy(&h, packet.data(), sizeof h);
     const bool may = !weather_.parts_only || h.kind == Kind::kPart;
@@ -132,7 +136,26 @@ class World {
     }
     if (left > 0 && may) return static_cast<void>(--left);
     const int copies = by_chance(weather_.doubled) ? 2 : 1;
-    for (int i = 0; i < copies; ++i) deliver(from, to, packet);
+    for (int i = 0; i < copies; ++i) {
+      if (weather_.rate > 0) {
+        queue(from, to, packet);
+      } else {
+        deliver(from, to, packet);
+      }
+    }
+  }
+  Time takes(double bytes) const { return Time(static_cast<int64_t>(1e9 * bytes / weather_.rate)); }
+  // One after the other through the sender's cable, then through the receiver's, which others share.
+  void queue(int from, int to, const Bytes& packet) {
+    const Time each = takes(static_cast<double>(packet.size()));
+    Time& out = out_free_[static_cast<size_t>(from)];
+    out = std::max(out, now_) + each;
+    at(out - now_, [this, from, to, each, packet] {
+      Time& in = in_free_[static_cast<size_t>(to)];
+      if (in + each - now_ > takes(weather_.queue)) return;
+      in = std::max(in, now_) + each;
+      at(in - now_, [this, from, to, packet] { deliver(from, to, packet); });
+    });
   }
   void deliver(int from, int to, const Bytes& packet) {
     const double delay = weather_.delay_ms * (0.1 + std::uniform_real_distribution<>(0, 1)(random_));
@@ -187,7 +210,7 @@ class World {
   std::priority_queue<Event> events_;
   std::vector<std::unique_ptr<End>> ends_;
   std::vector<std::unique_ptr<Session>> sessions_;
-  std::vector<Time> offset_, wake_;
+  std::vector<Time> offset_, wake_, out_free_, in_free_;  // when a rank's cable is free
   std::map<std::pair<int, int>, int> losing_;
   std::vector<std::pair<int, Bytes>> kept_;
 };

@@ -1,5 +1,6 @@
-// How fast to send and how long to wait, learned from what has been: and which operations go the
-// exact way, which all ranks must decide alike, from what all of them know.
+// How fast to send, how long to wait and how many packets go to one rank in a row (runs.h), learned
+// from what has been: and which operations go the exact way, which all ranks must decide alike, from
+// what all of them know.
 //
 // The first operations of a size go the exact way. Their times say what the path carries; from then
 // on the rate is a little above the most that one of the last operations has brought, as BBR has it
@@ -19,6 +20,7 @@
 #include <map>
 #include <vector>
 
+#include "runs.h"
 #include "session.h"
 
 namespace fsccl::datagram {
@@ -65,24 +67,27 @@ class Pace {
     job->end = time(end);
     job->phase = time(kParts * end);
     job->early = job->end / 20;
+    job->halvings = runs_.halvings();
   }
   void ended(size_t bytes, const Outcome& outcome) {
     const double due = share_ * static_cast<double>(bytes) / rate_;
     const double longer = kShorter * (outcome.excluded_share() / kExcluded - 1);
     end_ = std::clamp(end_ * std::min(1 + longer, 1.5), kLeastEnd, kMostEnd);
+    const double lost = outcome.lost_share();
+    if (!asking_) runs_.ended(lost);  // or it may be the rate's
     if (fixed_ > 0 || due < kShortest) return;
     double slowest = 0;
     for (const Report& r : outcome.reports) slowest = std::max(slowest, r.elapsed_us * 1e-6);
     const double brought = rate_ * due / std::max(slowest - kReach, due / 2);
     brought_[turn_++ % kMemory] = brought;
-    const double lost = outcome.lost_share();
     calm_ = std::clamp(calm_ * (lost > 0.25 ? 0.8 : lost < 0.1 ? 1.1 : 1), 0.25, 1.0);
     // It begins low: an operation that nothing but the rate held up says that there is more, until
     // one says that there is not. Then it is asked now and then.
     const bool held = lost < 0.01 && brought > 0.85 * rate_;
     if (lost < 0.01 && brought < 0.7 * rate_) searching_ = false;
     const double most = *std::max_element(brought_.begin(), brought_.end());
-    rate_ = held && (searching_ || turn_ % kProbe == 0) ? kStep * rate_ : kAbove * most * calm_;
+    asking_ = held && (searching_ || turn_ % kProbe == 0);
+    rate_ = asking_ ? kStep * rate_ : kAbove * most * calm_;
   }
   // What all ranks know of the last operation: whether it had to be repeated.
   void repeated(bool it_was) {
@@ -108,7 +113,8 @@ class Pace {
   double rate_, end_ = kEnd, calm_ = 1;  // bytes a second; times what bytes take
   std::array<double, kMemory> brought_{};  // bytes a second, of the last operations
   size_t turn_ = 0;
-  bool searching_ = true;
+  bool searching_ = true, asking_ = false;  // whether more is there; with this operation
+  Runs runs_;
   int ban_ = 0, next_ban_ = kFirstBan;
   std::map<int, std::vector<double>> sizes_;  // seconds a byte, of the first few
 };

@@ -10,8 +10,8 @@ namespace {
 size_t offset_of(const Packet& data) { return size_t{data.place} * Layout::kGrain; }
 
 constexpr double kBurstSeconds = 300e-6;
-constexpr size_t kShortestRun = 4, kLongestRun = 32;  // packets
-constexpr double kLateSeconds = 2.5e-3;                // that the thread is at times
+constexpr size_t kLeastBurst = 4, kMostBurst = 32;  // packets
+constexpr double kLateSeconds = 2.5e-3;             // that the thread is at times
 constexpr double kLeadSeconds = 32e-3;
 
 }  // namespace
@@ -48,8 +48,9 @@ void Transfer::begin(const Job& job, uint64_t operation, Time now) {
   }
   lost_ = scaled_ = 0;
   const double packets = job.rate * kBurstSeconds / static_cast<double>(packet());
-  run_ = static_cast<size_t>(std::clamp<double>(packets, kShortestRun, kLongestRun));
-  first_ = turn_ = sum_turn_ = 1;
+  burst_ = static_cast<size_t>(std::clamp<double>(packets, kLeastBurst, kMostBurst));
+  run_ = std::max<size_t>(1, burst_ >> job.halvings);
+  turn_ = sum_turn_ = 1;
   at_ = in_run_ = sum_at_ = sum_run_ = sum_in_run_ = 0;
   order_.clear();
   parts_again_.clear();
@@ -240,30 +241,23 @@ void Transfer::want(std::vector<Stream>* streams, int from, Kind kind, Time unti
 }
 
 bool Transfer::next_part(Out* out) {
-  const size_t longest = layout_.shard(0).size();
-  while (first_ < circle_.ranks) {
-    const int end = std::min(circle_.ranks, first_ + std::max(1, job_.incast));
-    for (; at_ < longest; at_ += run_, turn_ = first_) {
-      for (; turn_ < end; ++turn_, in_run_ = 0) {
-        const int to = (circle_.rank + turn_) % circle_.ranks;
-        const Interval shard = layout_.shard(to);
-        const size_t index = at_ + in_run_;
-        if (in_run_ == run_ || index >= shard.size()) continue;
-        ++in_run_;
-        *out = {to, Kind::kPart, shard.lo + index};
-        return true;
-      }
+  for (; !parts_out(); at_ += run_, turn_ = 1) {
+    for (; turn_ < circle_.ranks; ++turn_, in_run_ = 0) {
+      const int to = (circle_.rank + turn_) % circle_.ranks;
+      const Interval shard = layout_.shard(to);
+      const size_t index = at_ + in_run_;
+      if (in_run_ == run_ || index >= shard.size()) continue;
+      ++in_run_;
+      *out = {to, Kind::kPart, shard.lo + index};
+      return true;
     }
-    first_ = turn_ = end;
-    at_ = 0;
   }
   return false;
 }
 
 bool Transfer::part_sent(int to, size_t index) const {
-  const int turn = turn_of(to), end = std::min(circle_.ranks, first_ + std::max(1, job_.incast));
-  if (turn < first_ || turn >= end) return turn < first_;
   if (index < at_ || index >= at_ + run_) return index < at_;
+  const int turn = turn_of(to);
   return turn < turn_ || (turn == turn_ && index < at_ + in_run_);
 }
 
@@ -335,7 +329,7 @@ void Transfer::send(const Out& out, Network& net) {
 }
 
 uint8_t Transfer::flags() const {
-  const bool parts = first_ >= circle_.ranks;
+  const bool parts = parts_out();
   const bool sums = parts && summed_.all() && sum_at_ == order_.size();
   return (parts ? Header::kPartsSent : 0) | (sums ? Header::kSumsSent : 0) |
          (moving_ ? Header::kAllReady : 0);
@@ -360,8 +354,7 @@ void Transfer::say_marks(Time now, Network& net) {
 Time Transfer::next(Time now) const {
   const bool sums = sum_in_run_ < sum_run_ || sum_at_ + sum_run_ < order_.size() ||
                     (sum_run_ > 0 && sum_turn_ + 1 < circle_.ranks);
-  const bool idle =
-      first_ >= circle_.ranks && !sums && parts_again_.empty() && sums_again_.empty();
+  const bool idle = parts_out() && !sums && parts_again_.empty() && sums_again_.empty();
   if (!may_send() || idle) return Time::max();
   const double lacks = burst() - credit_;
   return lacks <= 0 ? now : now + Time(static_cast<int64_t>(1e9 * lacks / job_.rate));

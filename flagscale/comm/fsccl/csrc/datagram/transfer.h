@@ -3,10 +3,11 @@
 // knows a socket: time and the network are handed in.
 //
 //   leading    a little is sent before all are known to be ready: it travels while they say so
-//   sending    at a rate, in turns to all; parts first, then those that have been asked for again,
-//              then sums in the order in which they became complete, then sums again. All that is
-//              sent says whether all parts, or sums, have been sent before it; where there is nothing
-//              else to send, marks say so, and which demands have been answered.
+//   sending    at a rate, in turns to all, a run of packets each; parts first, then those that have
+//              been asked for again, then sums in the order in which they became complete, then sums
+//              again. All that is sent says whether all parts, or sums, have been sent before it;
+//              where there is nothing else to send, marks say so, and which demands have been
+//              answered. How long runs are is for runs.h to say.
 //   asking     a stream (of one rank's parts, or sums) that is said to have been sent, or whose time
 //              is nearly over, is asked for what lacks; and again when that is said to have been
 //              answered, or a while later, Limits::repairs times in all. Who asks says how many
@@ -63,12 +64,12 @@ struct Job {
   const std::byte* in = nullptr;
   uint64_t digest = 0;  // of what the operation is, for ranks to compare
   size_t bytes = 0;
-  Reduction how;    // of all ranks' parts: SUM or AVG of floats
-  Time phase{};     // until when parts are waited for
-  Time end{};       // and sums
-  Time early{};     // after the last repair, before what lacks is given up
-  double rate = 0;  // bytes a second
-  int incast = 64;  // to how many ranks parts go by turns
+  Reduction how;     // of all ranks' parts: SUM or AVG of floats
+  Time phase{};      // until when parts are waited for
+  Time end{};        // and sums
+  Time early{};      // after the last repair, before what lacks is given up
+  double rate = 0;   // bytes a second
+  int halvings = 0;  // of a burst, for the run of packets that goes to one rank
 };
 
 // What a rank tells the others of an operation.
@@ -150,7 +151,8 @@ class Transfer {
   bool sum_sent(int to, size_t index) const;
   int turn_of(int rank) const { return (rank - circle_.rank + circle_.ranks) % circle_.ranks; }
   size_t packet() const { return sizeof(Wire) + payload_; }
-  double burst() const { return static_cast<double>(run_ * packet()); }
+  double burst() const { return static_cast<double>(burst_ * packet()); }
+  bool parts_out() const { return at_ >= layout_.shard(0).size(); }  // no shard is longer
   void send(const Out& out, Network& net);
   Stream& parts_of(int rank) { return parts_[static_cast<size_t>(rank)]; }
   Stream& sums_of(int rank) { return sums_[static_cast<size_t>(rank)]; }
@@ -173,10 +175,10 @@ class Transfer {
   std::vector<Stream> parts_, sums_;
   size_t lost_ = 0, scaled_ = 0, expected_ = 0;
 
-  // What has been sent: parts to the ranks first_.. in turns, sums in the order they were made. A
-  // turn is a run of as many pieces to one rank as may go at once.
-  size_t run_ = 1;
-  int first_ = 1, turn_ = 1;
+  // What has been sent: parts to all ranks in turns, sums in the order they were made. A turn is a
+  // run of pieces to one rank; a burst, of one run or more, is what goes at once.
+  size_t burst_ = 1, run_ = 1;
+  int turn_ = 1;
   size_t at_ = 0, in_run_ = 0;  // of the shards: where all turns of this run begin; how far this is
   std::vector<size_t> order_, where_;  // sums, and of each piece of my shard its place among them
   size_t sum_at_ = 0, sum_run_ = 0, sum_in_run_ = 0;
